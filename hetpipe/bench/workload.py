@@ -1,0 +1,29 @@
+"""Workload: a model, its loss and its data, by name; what commands train and measure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    Batch = tuple[Any, Any]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`batches(mini_batch, seed)` yields (x, y) for ever, the same sequence for the same seed.
+
+    `validate(model)` returns the validation figures of an eager model, for instance
+    {"accuracy": 0.97}; None if there is nothing to validate on.
+    """
+
+    model: torch.nn.Module
+    loss_fn: Callable[[Any, Any], Any]
+    batches: Callable[[int, int], Iterator[Batch]]
+    name: str = "workload"
+    mini_batch: int = 128
+    optimizer: Any = None  # hp.optim.*; default chosen by the command
+    validate: Callable[[torch.nn.Module], dict[str, float]] | None = None

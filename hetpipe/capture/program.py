@@ -1,0 +1,133 @@
+"""What capture hands to the engine: graphs whose every input and output has a role and a name.
+
+The engine never looks inside a graph: it keeps an environment of buffers by slot, fills a program's
+inputs from it and files the outputs. So tied weights, skips, saved tensors and optimizer state are
+all just slots.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hetpipe.sdk.backend import DTYPE_NBYTES
+
+if TYPE_CHECKING:
+    from torch import fx
+
+# The roles of a slot.
+PARAM = "param"  # a parameter, by the model's name; an update's output is its next version
+BUFFER = "buffer"  # a buffer (batch-norm statistics), by the model's name; outputs replace it
+CONSTANT = "constant"  # a tensor that never changes, value in StageGraphs.constants
+INPUT = "input"  # a leaf of the batch, by name ("x.0", "y", "x.mask"): batch first
+CUT = "cut"  # a tensor that crosses between neighbouring stages, by its node name
+LOSS = "loss"  # 0-d, the micro-batch's loss: its mean over samples, or its sum (see COUNT)
+COUNT = "count"  # 0-d, what the loss's sum is over; only if loss_fn returns (sum, count)
+SAVED = "saved"  # kept by the forward for this micro-batch's backward
+TANGENT = "tangent"  # gradient of the CUT tensor (or "loss") of that name
+GRAD = "grad"  # gradient accumulator of the parameter of that name
+STATE = "state"  # optimizer state, "slot/parameter"
+SCALAR = "scalar"  # 0-d float32 from the controller: "lr", "step", "grad_scale"
+RNG = "rng"  # int64 (3,): seed, step, index in the mini-batch of the micro-batch's first sample
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One input or output of a program."""
+
+    role: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What identifies the slot in an environment."""
+        return (self.role, self.name)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * DTYPE_NBYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A canonical graph (see `hetpipe.sdk.graph`) with a slot per placeholder and per output.
+
+    Pickles, without torch's own pickling of graphs.
+    """
+
+    graph: fx.GraphModule
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+
+    def __getstate__(self) -> dict[str, Any]:
+        from hetpipe.sdk.graph import dump_graph
+
+        return {"graph": dump_graph(self.graph), "inputs": self.inputs, "outputs": self.outputs}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        from hetpipe.sdk.graph import load_graph
+
+        object.__setattr__(self, "graph", load_graph(state["graph"]))
+        object.__setattr__(self, "inputs", state["inputs"])
+        object.__setattr__(self, "outputs", state["outputs"])
+
+
+@dataclass(frozen=True)
+class PassPrograms:
+    """A stage's two passes for one micro-batch size.
+
+    forward: PARAM, BUFFER, CONSTANT, INPUT, CUT, RNG -> CUT, LOSS, COUNT, BUFFER, SAVED
+    backward: PARAM, BUFFER, CONSTANT, RNG, INPUT, CUT, SAVED, TANGENT, GRAD -> TANGENT, GRAD
+
+    A backward whose saved tensor is a stage input names it as INPUT or CUT: the engine keeps it.
+    The backward reads parameters of the version that it is given; no SAVED tensor depends on
+    parameters, constants or RNG alone. None where the stage needs no gradient.
+    """
+
+    samples: int
+    forward: Program
+    backward: Program | None
+
+    @property
+    def saved_nbytes(self) -> int:
+        """What one micro-batch in flight keeps: saved tensors and the inputs that backward reads."""
+        if self.backward is None:
+            return 0
+        kept = (SAVED, INPUT, CUT)
+        return sum(slot.nbytes for slot in self.backward.inputs if slot.role in kept)
+
+
+@dataclass(frozen=True)
+class StageGraphs:
+    """Everything that a device needs to be one stage.
+
+    `update`: PARAM, GRAD, STATE, SCALAR -> PARAM, STATE, GRAD (zeroed). A parameter that an earlier
+    stage owns (tied weights) is only given its zeroed GRAD. None if nothing is trained.
+    `tied` lists (parameter, owner stage, other stages) for the parameters shared with other stages;
+    the owner is the lowest of them.
+    """
+
+    stage: int
+    passes: dict[int, PassPrograms] = field(default_factory=dict)
+    update: Program | None = None
+    constants: dict[str, Any] = field(default_factory=dict)  # name -> numpy array
+    tied: tuple[tuple[str, int, tuple[int, ...]], ...] = ()
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the parameters that this stage reads, in first use order."""
+        return self._names(PARAM)
+
+    @property
+    def buffers(self) -> tuple[str, ...]:
+        """Names of the buffers that this stage reads or updates."""
+        return self._names(BUFFER)
+
+    def _names(self, role: str) -> tuple[str, ...]:
+        programs = [p for passes in self.passes.values() for p in (passes.forward, passes.backward)]
+        slots = [s for p in programs if p is not None for s in (*p.inputs, *p.outputs)]
+        return tuple(dict.fromkeys(slot.name for slot in slots if slot.role == role))

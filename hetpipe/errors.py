@@ -1,0 +1,37 @@
+"""The errors that hetpipe raises: one root, few children, each says what is wrong and what to do."""
+
+
+class HetpipeError(Exception):
+    """Root of every error that a user of hetpipe sees."""
+
+
+class CaptureError(HetpipeError):
+    """The model cannot be captured; the message names the line or the operator."""
+
+
+class UnsupportedOperatorError(HetpipeError):
+    """A device lacks an operator; the message names operator, layer and the devices that have it."""
+
+
+class ClusterError(HetpipeError):
+    """A cluster description is wrong; the message names the file and the line."""
+
+
+class CostError(HetpipeError):
+    """A profile is missing, damaged beyond repair, or does not fit the question asked of it."""
+
+
+class PlanError(HetpipeError):
+    """No plan exists under the given limits; the message gives both numbers."""
+
+
+class ScheduleError(HetpipeError):
+    """A schedule is invalid; the message shows the grid with the faulty cell."""
+
+
+class BackendError(HetpipeError):
+    """A backend or one of its devices failed to load, compile or run."""
+
+
+class WorkerError(HetpipeError):
+    """A worker raised, died or stopped answering; the run is over and no process is left."""

@@ -1,0 +1,56 @@
+"""Action: one thing that one stage does; prints and parses as `2F0`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+from hetpipe.errors import ScheduleError
+
+
+class Op(str, Enum):
+    """What an action does. Numbers behind it: a micro-batch, or another stage where said."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    SEND_FORWARD = "SF"  # cut tensors to the next stage
+    RECV_FORWARD = "RF"  # from the previous stage
+    SEND_BACKWARD = "SB"  # gradients to the previous stage
+    RECV_BACKWARD = "RB"  # from the next stage
+    SEND_TIED_GRAD = "SG"  # number: the stage that owns the tied parameter
+    RECV_TIED_GRAD = "RG"  # number: the stage it comes from
+    UPDATE = "U"  # no number: 0
+    SEND_TIED_PARAM = "SP"  # number: the stage it goes to
+    RECV_TIED_PARAM = "RP"  # number: the owner
+
+
+@dataclass(frozen=True, order=True)
+class Action:
+    """Stage `stage` does `op` with micro-batch (or peer stage) `number`."""
+
+    stage: int
+    op: Op
+    number: int = 0
+
+    def __str__(self) -> str:
+        number = "" if self.op is Op.UPDATE else self.number
+        return f"{self.stage}{self.op.value}{number}"
+
+    @staticmethod
+    def parse(text: str) -> Action:
+        """The inverse of `str`. Raises `ScheduleError`."""
+        match = re.fullmatch(r"(\d+)([A-Z]{1,2})(\d*)", text)
+        ops = {op.value: op for op in Op}
+        if match is None or match[2] not in ops:
+            raise ScheduleError(
+                f"{text!r} is not an action; write stage, one of {' '.join(ops)}, number: 2F0"
+            )
+        op = ops[match[2]]
+        if (match[3] == "") != (op is Op.UPDATE):
+            raise ScheduleError(f"{text!r}: {op.value} takes {'no' if match[3] else 'a'} number")
+        return Action(int(match[1]), op, int(match[3] or 0))
+
+
+Schedule = tuple[tuple[Action, ...], ...]
+"""Per worker, its actions in order. Where each stage has one worker: worker n does stage n."""

@@ -1,0 +1,175 @@
+"""The canonical form of a graph, and what backends and the engine do with graphs in common.
+
+A graph is a `torch.fx.GraphModule` with
+- placeholders: the inputs, in order;
+- `call_function` nodes only: ATen or `hetpipe` operators (`torch._ops.OpOverload`) or
+  `operator.getitem`; functional, shapes static, no mutation, no `get_attr`;
+- arguments: nodes, numbers, bools, None, strings, `torch.dtype`, and lists of these;
+- `meta["val"]` on every node: a tensor on the meta device (row-major at inputs and outputs), or a
+  tuple of them;
+- one output: a flat tuple of nodes, which may repeat and may be placeholders.
+`meta["layer"]`, where present, names the layer of the user's model that a node came from.
+"""
+
+from __future__ import annotations
+
+import operator
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from hetpipe.errors import BackendError, UnsupportedOperatorError
+
+if TYPE_CHECKING:
+    from hetpipe.sdk.backend import Device
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.float32` -> `"float32"`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def operator_name(node: fx.Node) -> str:
+    """`aten.add.Tensor` for a call of that operator, `getitem` for `operator.getitem`."""
+    if node.target is operator.getitem:
+        return "getitem"
+    return str(node.target)
+
+
+def graph_inputs(graph: fx.GraphModule) -> list[fx.Node]:
+    """The placeholders in order."""
+    return [node for node in graph.graph.nodes if node.op == "placeholder"]
+
+
+def graph_outputs(graph: fx.GraphModule) -> list[fx.Node]:
+    """The nodes that the graph returns, in order."""
+    return list(graph.graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def graph_calls(graph: fx.GraphModule) -> Iterator[fx.Node]:
+    """The operator calls in order, `getitem` included."""
+    return (node for node in graph.graph.nodes if node.op == "call_function")
+
+
+def core_decompositions(keep: Iterable[str] = ()) -> Mapping[Any, Callable[..., Any]]:
+    """Decompositions down to core ATen, without those of the operators named in `keep`.
+
+    `keep` holds names such as `aten.gelu.default` or, for all overloads, `aten.gelu`.
+    """
+    from torch._decomp import core_aten_decompositions
+
+    kept = frozenset(keep)
+    return {
+        op: fn
+        for op, fn in core_aten_decompositions().items()
+        if str(op) not in kept and str(op).rpartition(".")[0] not in kept
+    }
+
+
+def require_support(device: Device, graph: fx.GraphModule) -> None:
+    """Raise `UnsupportedOperatorError` for the first node that `device` refuses."""
+    for node in graph_calls(graph):
+        reason = device.supports(node)
+        if reason is not None:
+            raise UnsupportedOperatorError(
+                f"{device.info.id} cannot run {operator_name(node)} of layer "
+                f"{node.meta.get('layer', '?')}: {reason}"
+            )
+
+
+_Ref = tuple[str, Any]
+
+
+def dump_graph(graph: fx.GraphModule) -> bytes:
+    """Serialise a canonical graph; `load_graph` restores it in another process."""
+    index: dict[fx.Node, int] = {}
+
+    def pack(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return ("node", index[value])
+        if isinstance(value, torch.dtype):
+            return ("dtype", dtype_name(value))
+        if isinstance(value, (torch.device, torch.layout, torch.memory_format)):
+            return ("none", None)
+        if isinstance(value, (list, tuple)):
+            return ("list", [pack(item) for item in value])
+        return ("value", value)
+
+    rows: list[tuple[Any, ...]] = []
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            raise BackendError(f"graph is not canonical: it reads the attribute {node.target}")
+        target = operator_name(node) if node.op == "call_function" else str(node.target)
+        kwargs = {key: pack(value) for key, value in node.kwargs.items()}
+        rows.append(
+            (node.op, node.name, target, pack(node.args), kwargs, _pack_val(node.meta.get("val")),
+             node.meta.get("layer"))
+        )  # fmt: skip
+        index[node] = len(index)
+    return pickle.dumps(rows)
+
+
+def load_graph(data: bytes) -> fx.GraphModule:
+    """The inverse of `dump_graph`; metas are on the meta device, row-major."""
+    graph = fx.Graph()
+    nodes: list[fx.Node] = []
+
+    def unpack(item: _Ref) -> Any:
+        tag, value = item
+        if tag == "node":
+            return nodes[value]
+        if tag == "dtype":
+            return getattr(torch, value)
+        if tag == "list":
+            return [unpack(entry) for entry in value]
+        return value
+
+    for op, name, target, args, kwargs, val, layer in pickle.loads(data):
+        if op == "placeholder":
+            node = graph.placeholder(name)
+        elif op == "output":
+            node = graph.output(tuple(unpack(args)[0]))
+        else:
+            node = graph.create_node(
+                op,
+                _resolve(target),
+                tuple(unpack(args)),
+                {key: unpack(value) for key, value in kwargs.items()},
+                name=name,
+            )
+        node.meta["val"] = _unpack_val(val)
+        if layer is not None:
+            node.meta["layer"] = layer
+        nodes.append(node)
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def canonical(graph: fx.GraphModule) -> fx.GraphModule:
+    """A copy of `graph` in the canonical form's own types (metas on the meta device)."""
+    return load_graph(dump_graph(graph))
+
+
+def _resolve(target: str) -> Any:
+    if target == "getitem":
+        return operator.getitem
+    namespace, name, overload = target.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
+def _pack_val(val: Any) -> Any:
+    if isinstance(val, torch.Tensor):
+        return (tuple(int(size) for size in val.shape), dtype_name(val.dtype))
+    if isinstance(val, (tuple, list)):
+        return [_pack_val(item) for item in val]
+    return None
+
+
+def _unpack_val(val: Any) -> Any:
+    if isinstance(val, tuple):
+        return torch.empty(val[0], dtype=getattr(torch, val[1]), device="meta")
+    if isinstance(val, list):
+        return tuple(_unpack_val(item) for item in val)
+    return None

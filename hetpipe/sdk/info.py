@@ -1,0 +1,55 @@
+"""What a device says about itself. Free of torch, so that planners can read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+API_VERSION = 1
+
+
+class Execution(str, Enum):
+    """How a device hands results on (BaPipe, section 3)."""
+
+    SYNC = "sync"
+    """A result leaves when its pass is complete; one pass at a time."""
+    ASYNC = "async"
+    """Results stream while the pass runs; a forward and a backward may run at once."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """Optional abilities of a device. Every default is the modest answer and always works."""
+
+    queues: int = 1
+    """Passes that the device can hold in flight on separate queues."""
+    chunks: bool = False
+    """Whether `Executable.run` reports finished parts of outputs."""
+    emulated: bool = False
+    """An emulator of other hardware: its times say nothing about that hardware."""
+    reference: bool = False
+    """Made to be right, not fast."""
+    hidden_threads: bool = True
+    """CPU-type device whose compute threads follow the worker's core affinity."""
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """A device that a backend found; enough to choose it, without opening it.
+
+    `id` is `backend:name:index`, unique in one machine. `memory_domain` names the physical memory
+    that the device shares with others: capacity is counted once per domain.
+    """
+
+    id: str
+    backend: str
+    kind: str  # cpu | gpu | fpga | other
+    name: str
+    vendor: str
+    driver: str
+    memory_nbytes: int
+    memory_domain: str
+    dtypes: tuple[str, ...] = ("float32", "int32", "int64", "bool")
+    execution: Execution = Execution.SYNC
+    api_version: int = API_VERSION
+    capabilities: Capabilities = Capabilities()
