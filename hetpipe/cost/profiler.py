@@ -1,0 +1,120 @@
+"""Measures what a stage costs on a device. Runs inside the device's own worker.
+
+The stages given are a whole network cut behind every layer, and they are run in order, forward and
+back again, as a pipeline runs them: so every layer finds the caches as it will find them later.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hetpipe.capture.program import CONSTANT, PassPrograms, Program, Slot, StageGraphs
+from hetpipe.errors import UnsupportedOperatorError
+from hetpipe.sdk.backend import Buffer, Device, Executable
+
+Environment = dict[tuple[str, str], Buffer]
+Times = tuple[float, float, float]
+
+MIN_ROUNDS = 5
+MAX_ROUNDS = 50
+BUDGET_S = 1.0
+
+
+def measure_layers(
+    device: Device, stages: Sequence[StageGraphs], samples: int, seed: int = 0
+) -> list[Times | str]:
+    """Median seconds (forward, backward, update) of each stage for micro-batches of `samples`.
+
+    A stage that the device cannot run gives the reason instead.
+    """
+    rng = np.random.default_rng(seed)
+    runs: list[_StageRun | str] = []
+    for stage in stages:
+        try:
+            runs.append(_StageRun(device, stage, samples))
+        except UnsupportedOperatorError as error:
+            runs.append(str(error))
+    able = [run for run in runs if not isinstance(run, str)]
+    env: Environment = {}
+    spent_s = 0.0
+    rounds = 0
+    while rounds < MIN_ROUNDS or (spent_s < BUDGET_S and rounds < MAX_ROUNDS):
+        start_s = time.perf_counter()
+        for run in able:
+            run.forward(env, rng)
+        for run in reversed(able):
+            run.backward(env, rng)
+        for run in able:
+            run.update(env, rng)
+        spent_s += time.perf_counter() - start_s if rounds else 0.0  # the first round warms up
+        rounds += 1
+    return [run if isinstance(run, str) else run.medians() for run in runs]
+
+
+class _StageRun:
+    """One stage compiled, and the times of its passes."""
+
+    def __init__(self, device: Device, stage: StageGraphs, samples: int) -> None:
+        passes: PassPrograms = stage.passes[samples]
+        self._device = device
+        self._constants = stage.constants
+        self._passes: list[tuple[Program, Executable] | None] = [
+            None if program is None else (program, device.compile(program.graph))
+            for program in (passes.forward, passes.backward, stage.update)
+        ]
+        self._times_s: list[list[float]] = [[], [], []]
+
+    def forward(self, env: Environment, rng: np.random.Generator) -> None:
+        self._run(0, env, rng)
+
+    def backward(self, env: Environment, rng: np.random.Generator) -> None:
+        self._run(1, env, rng)
+
+    def update(self, env: Environment, rng: np.random.Generator) -> None:
+        self._run(2, env, rng)
+
+    def medians(self) -> Times:
+        forward_s, backward_s, update_s = (
+            statistics.median(times[1:]) if len(times) > 1 else 0.0 for times in self._times_s
+        )
+        return forward_s, backward_s, update_s
+
+    def _run(self, index: int, env: Environment, rng: np.random.Generator) -> None:
+        entry = self._passes[index]
+        if entry is None:
+            return
+        program, executable = entry
+        for slot in program.inputs:
+            if slot.key not in env or env[slot.key].shape != slot.shape:
+                env[slot.key] = self._device.upload(_example(slot, self._constants, rng))[0]
+        inputs = [env[slot.key] for slot in program.inputs]
+        donate = frozenset(
+            i for i, slot in enumerate(program.inputs) if index > 0 and _donated(slot, program)
+        )
+        start_s = time.perf_counter()
+        outputs, event, _ = executable.run(inputs, donate)
+        event.wait()
+        self._times_s[index].append(time.perf_counter() - start_s)
+        env.update({slot.key: buffer for slot, buffer in zip(program.outputs, outputs, strict=True)})
+
+
+def _donated(slot: Slot, program: Program) -> bool:
+    """What the engine donates too: state that the program itself replaces."""
+    return slot.role in ("param", "grad", "state") and any(
+        slot.key == out.key for out in program.outputs
+    )
+
+
+def _example(slot: Slot, constants: Mapping[str, Any], rng: np.random.Generator) -> Any:
+    if slot.role == CONSTANT:
+        return np.ascontiguousarray(constants[slot.name])
+    if slot.dtype in ("float32", "float64", "float16"):
+        if slot.role in ("state", "grad", "scalar"):
+            return np.zeros(slot.shape, slot.dtype)
+        return (rng.standard_normal(slot.shape) * 0.1).astype(slot.dtype)
+    return np.zeros(slot.shape, slot.dtype)

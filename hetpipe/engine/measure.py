@@ -1,0 +1,243 @@
+"""Measures a cluster: every layer on every device, every link, the fixed costs -> CostTable."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from itertools import permutations
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from hetpipe.capture.capture import Captured
+from hetpipe.capture.program import CUT, INPUT, LOSS, PassPrograms, Program, Slot, StageGraphs
+from hetpipe.cost import cache
+from hetpipe.cost.profiler import Times
+from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost
+from hetpipe.engine.crew import Crew, StepRequest
+from hetpipe.errors import CostError
+from hetpipe.schedule.action import Action, Op
+from hetpipe.sdk.graph import canonical
+from hetpipe.sdk.registry import get_backend
+
+if TYPE_CHECKING:
+    from hetpipe.optim.rule import Optimizer
+
+Progress = Callable[[str, int, int], None]
+
+LINK_NBYTES = (4 << 10, 256 << 10, 4 << 20)
+LINK_ROUNDS = 12
+
+
+def profile(
+    captured: Captured,
+    crew: Crew,
+    optimizer: Optimizer,
+    samples: Sequence[int],
+    progress: Progress | None = None,
+) -> dict[int, CostTable]:
+    """A table per micro-batch size in `samples`, from the cache on disk where nothing has changed.
+
+    Devices that share memory are measured at the same time, as they will run. Times of a member
+    with an emulated speed, or of an emulator, are labelled emulated.
+    """
+    say = progress or (lambda text, done, total: None)
+    key = {
+        "model": captured.fingerprint,
+        "optimizer": [optimizer.name, *map(list, optimizer.hyperparameters)],
+        "torch": torch.__version__,
+        "members": [
+            [asdict(member), asdict(crew.infos[member.id])] for member in crew.cluster.members
+        ],
+        "links": sorted(
+            [sorted(pair), asdict(link)] for pair, link in crew.cluster.links.items()
+        ),
+        "transport": crew.cluster.transport,
+    }
+    tables: dict[int, CostTable] = {}
+    for done, size in enumerate(samples):
+        say(f"profiling micro-batches of {size}", done, len(samples))
+        entry = cache.key({**key, "samples": size})
+        stored = cache.load(entry)
+        if stored is not None:
+            tables[size] = CostTable.from_json(stored)
+            continue
+        links, overhead_s = _links(tables, crew)
+        tables[size] = _table(captured, crew, optimizer, size, links, overhead_s)
+        cache.store(entry, tables[size].to_json())
+    say("profiled", len(samples), len(samples))
+    return tables
+
+
+def _links(
+    tables: dict[int, CostTable], crew: Crew
+) -> tuple[dict[tuple[str, str], LinkCost], float]:
+    """Links do not depend on the micro-batch size: measure them once."""
+    for table in tables.values():
+        return dict(table.links), table.step_overhead_s
+    return measure_links(crew)
+
+
+def _table(
+    captured: Captured,
+    crew: Crew,
+    optimizer: Optimizer,
+    samples: int,
+    links: dict[tuple[str, str], LinkCost],
+    step_overhead_s: float,
+) -> CostTable:
+    graph = captured.layer_graph(samples)
+    count = len(graph.layers)
+    backends = {member: info.backend for member, info in crew.infos.items()}
+    by_backend: dict[str, list[StageGraphs]] = {}
+    for name in dict.fromkeys(backends.values()):
+        tables = [get_backend(name).decompositions()] * count
+        by_backend[name] = captured.stage_graphs(range(1, count), tables, [samples], optimizer)
+    rows, empty = _measure_members(crew, {m: by_backend[b] for m, b in backends.items()}, samples)
+    devices = {}
+    for member in crew.cluster.members:
+        info = crew.infos[member.id]
+        times = [_stretched(entry, member.speed) for entry in rows[member.id]]
+        emulated = member.speed != 1.0 or info.capabilities.emulated
+        devices[member.id] = DeviceCost(
+            layers=tuple(times),
+            overhead_s=empty[member.id] / member.speed,
+            memory_nbytes=info.memory_nbytes,
+            memory_domain=info.memory_domain,
+            execution=info.execution.value,
+            label="emulated" if emulated else "measured",
+        )
+    stages = next(iter(by_backend.values()))
+    return CostTable(
+        model=captured.fingerprint,
+        samples=samples,
+        layers=tuple(
+            LayerBytes(
+                name=layer.name,
+                params_nbytes=layer.params_nbytes,
+                state_nbytes=_state_nbytes(stage),
+                saved_nbytes=stage.passes[samples].saved_nbytes,
+                cut_nbytes=cut_nbytes,
+            )
+            for layer, stage, cut_nbytes in zip(
+                graph.layers, stages, (*graph.cut_nbytes, 0), strict=True
+            )
+        ),
+        devices=devices,
+        links=links,
+        step_overhead_s=step_overhead_s,
+    )
+
+
+def _measure_members(
+    crew: Crew, stages: dict[str, list[StageGraphs]], samples: int
+) -> tuple[dict[str, list[Times | str]], dict[str, float]]:
+    members = list(stages)
+    rows = crew.call_each(
+        "hetpipe.cost.profiler:measure_layers",
+        {member: (stages[member], samples) for member in members},
+    )
+    empty = crew.call_each(
+        "hetpipe.cost.profiler:measure_layers",
+        {member: ([_probe_stage(0, 1, 4)], 1) for member in members},
+    )
+    overheads = {}
+    for member in members:
+        entry = empty[member][0]
+        if isinstance(entry, str):
+            raise CostError(f"{member} cannot run the smallest graph there is: {entry}")
+        overheads[member] = entry[0]
+    return rows, overheads
+
+
+def _stretched(entry: Times | str, speed: float) -> LayerCost:
+    if isinstance(entry, str):
+        return LayerCost(float("inf"), float("inf"), float("inf"), reason=entry)
+    forward_s, backward_s, update_s = (time_s / speed for time_s in entry)
+    return LayerCost(forward_s, backward_s, update_s)
+
+
+def _state_nbytes(stage: StageGraphs) -> int:
+    if stage.update is None:
+        return 0
+    return sum(slot.nbytes for slot in stage.update.inputs if slot.role == "state")
+
+
+def measure_links(crew: Crew) -> tuple[dict[tuple[str, str], LinkCost], float]:
+    """Latency and bandwidth of every ordered pair of members, and the cost of a step around them.
+
+    Tensors of several sizes cross alone, through the transport that training uses; a line through
+    the medians gives both figures.
+    """
+    links: dict[tuple[str, str], LinkCost] = {}
+    overheads_s: list[float] = []
+    for source, target in permutations(crew.infos, 2):
+        times_s = []
+        for nbytes in LINK_NBYTES:
+            transfer_s, overhead_s = _transfer(crew, source, target, nbytes)
+            times_s.append(transfer_s)
+            overheads_s.append(overhead_s)
+        pair = crew.cluster.links.get(frozenset((source, target)))
+        links[source, target] = _fit(times_s, "measured" if pair is None else "emulated")
+    if not overheads_s:
+        only = next(iter(crew.infos))
+        overheads_s.append(_transfer(crew, only, None, LINK_NBYTES[0])[1])
+    return links, statistics.median(overheads_s)
+
+
+def _fit(times_s: list[float], label: str) -> LinkCost:
+    slope, latency_s = np.polyfit(
+        np.array(LINK_NBYTES, float), np.array(times_s), 1, w=1 / np.array(times_s)
+    )
+    return LinkCost(max(float(latency_s), 0.0), 1.0 / max(float(slope), 1e-13), label)
+
+
+def _transfer(crew: Crew, source: str, target: str | None, nbytes: int) -> tuple[float, float]:
+    """Median seconds for one tensor, and for the step beyond its own actions."""
+    count = nbytes // 4
+    members = [source] if target is None else [source, target]
+    stages = [_probe_stage(index, len(members), count) for index in range(len(members))]
+    crew.load(stages, members, {})
+    schedule = [[Action(0, Op.FORWARD, 0)]]
+    if target is not None:
+        schedule[0].append(Action(0, Op.SEND_FORWARD, 0))
+        schedule.append([Action(1, Op.RECV_FORWARD, 0), Action(1, Op.FORWARD, 0)])
+    request = StepRequest(
+        schedule=tuple(tuple(actions) for actions in schedule),
+        samples=(1,),
+        feeds=({"x": np.zeros((1, count), np.float32)},),
+        loss_tangents=(1.0,),
+        lr=0.0,
+        number=1,
+        seed=0,
+        grad_scale=1.0,
+    )
+    transfers_s, overheads_s = [], []
+    for _ in range(LINK_ROUNDS):
+        start_s = time.perf_counter()
+        result = crew.step(request)
+        overheads_s.append(time.perf_counter() - start_s - result.timeline.step_s)
+        spans = {str(span.action): span for span in result.timeline.spans}
+        if target is not None:
+            transfers_s.append(spans["1RF0"].end_s - spans["0SF0"].start_s)
+    warm = transfers_s[2:] or [0.0]
+    return statistics.median(warm), statistics.median(overheads_s[2:])
+
+
+def _probe_stage(index: int, stages: int, count: int) -> StageGraphs:
+    """A stage that passes a tensor of `count` floats on, or ends with its first element."""
+    last = index == stages - 1
+    role, name = (INPUT, "x") if index == 0 else (CUT, "t")
+    entering = Slot(role, name, (1, count), "float32")
+
+    def body(x: torch.Tensor) -> tuple[Any, ...]:
+        return (torch.sum(x[0, :1]),) if last else (-x,)
+
+    graph = canonical(make_fx(body)(torch.zeros(1, count)))
+    leaving = Slot(LOSS, "loss", (), "float32") if last else Slot(CUT, "t", (1, count), "float32")
+    forward = Program(graph, (entering,), (leaving,))
+    return StageGraphs(stage=index, passes={1: PassPrograms(1, forward, None)})
