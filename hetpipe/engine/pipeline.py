@@ -101,14 +101,13 @@ class Pipeline:
         """Wait until everything handed in is applied. Synchronous schedules always are."""
 
     def gradients(self, x: Any, y: Any) -> tuple[float, dict[str, torch.Tensor]]:
-        """Loss and gradients of one mini-batch by parameter name, without an update.
-
-        Batch-norm statistics advance as in a step.
-        """
+        """Loss and gradients of one mini-batch by parameter name; the model stays as it is."""
         import torch
 
+        buffers = self._crew.read(BUFFER)
         loss = self._step(x, y, update=False)
         grads = self._crew.read(GRAD)
+        self._crew.write(BUFFER, buffers)
         self._crew.write(GRAD, {name: np.zeros_like(grad) for name, grad in grads.items()})
         return loss, {name: torch.from_numpy(grad.copy()) for name, grad in grads.items()}
 

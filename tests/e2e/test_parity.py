@@ -1,0 +1,101 @@
+"""A pipeline trains exactly what torch trains without one.
+
+Losses of 20 steps to 1e-4 relative, every gradient of the first step to 1e-4 of its norm. Gradients
+that are truly zero (a bias in front of batch norm) are compared with an absolute floor.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from models import CASES
+from reference import train
+
+import hetpipe as hp
+from hetpipe.capture import Captured
+from hetpipe.cluster import Cluster, Member
+from hetpipe.engine.crew import Crew
+
+STEPS = 20
+MICROBATCHES = 4
+TOLERANCE = 1e-4
+GRADIENT_FLOOR = 1e-6  # of a tensor's norm, where the true gradient is zero
+
+# Every pair of (first stage's backend, schedule, transport) occurs; later stages mix the others in.
+ROWS = [
+    ("pytorch:cpu:0", "numpy:cpu:0", "opencl:", "gpipe", "local"),
+    ("pytorch:cpu:0", "opencl:", "numpy:cpu:0", "1f1b", "shared-memory"),
+    ("pytorch:cpu:0", "pytorch:cpu:0", "opencl:", "gpipe", "distributed"),
+    ("opencl:", "pytorch:cpu:0", "numpy:cpu:0", "1f1b", "local"),
+    ("opencl:", "opencl:", "pytorch:cpu:0", "gpipe", "shared-memory"),
+    ("opencl:", "numpy:cpu:0", "pytorch:cpu:0", "1f1b", "distributed"),
+    ("numpy:cpu:0", "pytorch:cpu:0", "opencl:", "gpipe", "local"),
+    ("numpy:cpu:0", "opencl:", "pytorch:cpu:0", "1f1b", "shared-memory"),
+    ("numpy:cpu:0", "numpy:cpu:0", "numpy:cpu:0", "gpipe", "distributed"),
+]
+
+
+def find_opencl() -> str | None:
+    """The first OpenCL device that is neither an emulator nor an interpreter."""
+    devices, _ = hp.discover_devices(["opencl"])
+    able = [
+        d.id for d in devices if not (d.capabilities.emulated or d.capabilities.reference)
+    ]
+    return able[0] if able else None
+
+
+@pytest.fixture(scope="module", params=ROWS, ids=lambda row: "-".join(row).replace(":cpu:0", ""))
+def crew(request: pytest.FixtureRequest) -> Iterator[tuple[Crew, str]]:
+    *devices, schedule, transport = request.param
+    opencl = find_opencl()
+    if opencl is None and "opencl:" in devices:
+        pytest.skip("no OpenCL device: install the extra `emulators` or pocl-opencl-icd")
+    members = tuple(
+        Member(f"{'abc'[index]}", opencl if device == "opencl:" and opencl else device)
+        for index, device in enumerate(devices)
+    )
+    with Crew.start(Cluster(members=members, transport=transport)) as started:
+        yield started, schedule
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("name", list(CASES))
+def test_pipeline_equals_unpartitioned(crew: tuple[Crew, str], name: str, stages: int) -> None:
+    started, schedule = crew
+    case = CASES[name]
+    torch.manual_seed(1)
+    model = case.model()
+    generator = torch.Generator().manual_seed(2)
+    batches = [case.batch(generator) for _ in range(STEPS)]
+
+    eager = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(eager.parameters(), lr=0.05, momentum=0.9)
+    expected, gradients = train(eager, case.loss_fn, batches, MICROBATCHES, optimizer)
+
+    captured = Captured(model, case.loss_fn, batches[0])
+    layers = len(captured.layer_graph(case.mini_batch // MICROBATCHES).layers)
+    with hp.Pipeline(
+        model,
+        case.loss_fn,
+        batches[0],
+        cluster=started.cluster,
+        crew=started,
+        optimizer=hp.optim.sgd(lr=0.05, momentum=0.9),
+        microbatches=MICROBATCHES,
+        schedule=schedule,
+        captured=captured,
+        cuts=[layers * n // stages for n in range(1, stages)],
+    ) as pipe:
+        _, found = pipe.gradients(*batches[0])
+        assert found.keys() == gradients.keys()
+        for key, gradient in gradients.items():
+            error = (found[key] - gradient).norm().item()
+            assert error <= TOLERANCE * gradient.norm().item() + GRADIENT_FLOOR, key
+        losses = [pipe.step(x, y) for x, y in batches]
+        assert losses == pytest.approx(expected, rel=TOLERANCE)
+        state = pipe.state_dict()
+    for key, value in eager.state_dict().items():
+        torch.testing.assert_close(state[key], value, rtol=1e-3, atol=1e-4, msg=key)
