@@ -1,1 +1,1 @@
-"""."""
+"""The operators that OpenCL devices run. Importing this package registers them all."""

@@ -1,0 +1,209 @@
+"""Lazy elementwise expressions: what a fused kernel computes at one coordinate of its output.
+
+An expression has a logical shape. Its leaves are affine in the coordinates: a load of a tensor
+through strides, a constant, or the coordinates themselves. So a view (permute, slice, expand, ...)
+of any expression is the same expression with other strides at the leaves, and costs nothing.
+
+Expressions are interned by `Pool`: equal ones are the same object, so common parts are found by
+identity and computed once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Value:
+    """A row-major tensor in global memory, known at compile time. `id` names the memory."""
+
+    id: int
+    shape: Shape
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the elements of a tensor of `shape` are: `offset + sum(coordinate * stride)`.
+
+    In elements. The stride of a dimension of size 1 is 0, so that equal layouts compare equal.
+    """
+
+    shape: Shape
+    strides: tuple[int, ...]
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        strides = (0 if n == 1 else s for n, s in zip(self.shape, self.strides, strict=True))
+        object.__setattr__(self, "strides", tuple(strides))
+
+    @staticmethod
+    def row_major(shape: Shape) -> Layout:
+        """The layout of a contiguous tensor."""
+        strides, step = [], 1
+        for size in reversed(shape):
+            strides.append(step)
+            step *= size
+        return Layout(shape, tuple(reversed(strides)))
+
+
+View = Callable[[Layout], "Layout | None"]
+"""A change of layout; None where no strides express it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Expr:
+    """An elementwise expression of some shape and dtype."""
+
+    shape: Shape
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Const(Expr):
+    """The same number everywhere."""
+
+    number: float | int | bool
+
+
+@dataclass(frozen=True, eq=False)
+class Coord(Expr):
+    """The integer that `layout` gives for the coordinate."""
+
+    layout: Layout
+
+
+@dataclass(frozen=True, eq=False)
+class Load(Expr):
+    """An element of a tensor; each of `indices` (expression, stride, size) moves it further."""
+
+    value: Value
+    layout: Layout
+    indices: tuple[tuple[Expr, int, int], ...] = ()
+
+    @property
+    def plain(self) -> bool:
+        """Whether it reads the tensor's elements in their own order, each once."""
+        return (
+            not self.indices
+            and self.layout == Layout.row_major(self.shape)
+            and self.numel == math.prod(self.value.shape)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Apply(Expr):
+    """A C expression over the arguments: `{0}` is the first. All have this one's shape."""
+
+    code: str
+    args: tuple[Expr, ...]
+    weight: int = 1
+    """Rough cost, in additions."""
+
+
+E = TypeVar("E", bound=Expr)
+
+
+class Pool:
+    """Makes expressions, one object for each distinct one."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], Expr] = {}
+
+    def make(self, kind: type[E], *fields: Any) -> E:
+        """`kind(*fields)`, or the equal one that was made before."""
+        # 1, 1.0 and True are equal in Python and different in C.
+        key = (kind, fields, *(type(item) for item in fields))
+        known = self._known.setdefault(key, kind(*fields))
+        assert isinstance(known, kind)
+        return known
+
+    def load(self, value: Value) -> Load:
+        """The tensor itself."""
+        return self.make(Load, value.shape, value.dtype, value, Layout.row_major(value.shape))
+
+    def view(self, expr: Expr, view: View) -> Expr | None:
+        """`expr` seen through `view`, or None where a leaf's strides cannot express it."""
+        return self._rewrite(expr, view, {})
+
+    def _rewrite(self, expr: Expr, view: View, memo: dict[Expr, Expr | None]) -> Expr | None:
+        if expr not in memo:
+            memo[expr] = self._rewrite_one(expr, view, memo)
+        return memo[expr]
+
+    def _rewrite_one(self, expr: Expr, view: View, memo: dict[Expr, Expr | None]) -> Expr | None:
+        if isinstance(expr, Apply):
+            args = [self._rewrite(arg, view, memo) for arg in expr.args]
+            done = [arg for arg in args if arg is not None]
+            if len(done) < len(args):
+                return None
+            return self.make(
+                Apply, done[0].shape, expr.dtype, expr.code, tuple(done), expr.weight
+            )
+        layout = view(expr.layout if isinstance(expr, (Load, Coord)) else _flat(expr.shape))
+        if layout is None:
+            return None
+        if isinstance(expr, Load):
+            moved = []
+            for index, stride, size in expr.indices:
+                seen = self._rewrite(index, view, memo)
+                if seen is None:
+                    return None
+                moved.append((seen, stride, size))
+            return self.make(Load, layout.shape, expr.dtype, expr.value, layout, tuple(moved))
+        if isinstance(expr, Coord):
+            return self.make(Coord, layout.shape, expr.dtype, layout)
+        assert isinstance(expr, Const)
+        return self.make(Const, layout.shape, expr.dtype, expr.number)
+
+
+def _flat(shape: Shape) -> Layout:
+    return Layout(shape, (0,) * len(shape))
+
+
+def walk(*roots: Expr) -> Iterator[Expr]:
+    """Every distinct expression under `roots`, arguments before their users."""
+    seen: set[Expr] = set()
+    stack = [(root, False) for root in reversed(roots)]
+    while stack:
+        expr, ready = stack.pop()
+        if ready:
+            yield expr
+        elif expr not in seen:
+            seen.add(expr)
+            stack.append((expr, True))
+            stack += [(child, False) for child in reversed(children(expr))]
+
+
+def children(expr: Expr) -> tuple[Expr, ...]:
+    """What an expression is computed from."""
+    if isinstance(expr, Apply):
+        return expr.args
+    if isinstance(expr, Load):
+        return tuple(index for index, _, _ in expr.indices)
+    return ()
+
+
+def loads(expr: Expr) -> list[Load]:
+    """The tensors that an expression reads."""
+    return [item for item in walk(expr) if isinstance(item, Load)]
+
+
+def work(expr: Expr) -> int:
+    """Rough cost of one element, in additions; what needs no memory is free."""
+    total, fed = 0, {}
+    for item in walk(expr):
+        fed[item] = isinstance(item, Load) or any(fed[child] for child in children(item))
+        if isinstance(item, Apply) and fed[item]:
+            total += item.weight
+    return total

@@ -1,0 +1,50 @@
+"""Which function lowers which operator.
+
+A module of this package registers its lowerings when it is imported:
+
+    @lowers("aten.mm.default", supports=why_not)
+    def matmul(builder: Builder, node: fx.Node) -> None: ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from ..builder import Builder
+
+    Lower = Callable[[Builder, fx.Node], None]
+    Supports = Callable[[fx.Node], str | None]
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """How one operator becomes launches, and which of its uses are refused."""
+
+    lower: Lower
+    supports: Supports | None = None
+
+
+LOWERINGS: dict[str, Lowering] = {}
+
+
+def lowers(*operators: str, supports: Supports | None = None) -> Callable[[Lower], Lower]:
+    """Register a lowering for operators such as `aten.mm.default`, or `getitem`.
+
+    `supports` tells why a node cannot be lowered, or returns None if it can.
+    Raises `ValueError` if an operator has a lowering already.
+    """
+
+    def register(lower: Lower) -> Lower:
+        for operator in operators:
+            if operator in LOWERINGS:
+                known = LOWERINGS[operator].lower
+                raise ValueError(f"{operator} is lowered by {known.__module__} already")
+            LOWERINGS[operator] = Lowering(lower, supports)
+        return lower
+
+    return register
