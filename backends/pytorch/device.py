@@ -1,0 +1,107 @@
+"""What all torch devices share: buffers, the question of support, and compiled graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from hetpipe.errors import BackendError
+from hetpipe.sdk.backend import Buffer, Device
+from hetpipe.sdk.graph import operator_name, require_support
+from hetpipe.sdk.info import DeviceInfo
+
+from .program import Program
+
+Array = np.ndarray[Any, Any]
+
+DTYPES = (
+    "float64", "float32", "float16", "bfloat16",
+    "int64", "int32", "int16", "int8", "uint8", "bool",
+)  # fmt: skip
+
+
+class TorchBuffer(Buffer):
+    """A row-major torch tensor."""
+
+    def __init__(
+        self, device: Device, tensor: torch.Tensor, shape: tuple[int, ...], dtype: str
+    ) -> None:
+        self.device = device
+        self.tensor = tensor
+        self.shape = shape
+        self.dtype = dtype
+
+
+def host_array(tensor: torch.Tensor) -> Array:
+    """A CPU tensor's memory as an array; bfloat16, which numpy lacks, as int16."""
+    if tensor.dtype is torch.bfloat16:
+        tensor = tensor.view(torch.int16)
+    array: Array = tensor.numpy()
+    return array
+
+
+def copy_array(dst: Array, src: Array) -> None:
+    """Copy bit for bit where either side stands for a type that numpy lacks."""
+    if src.dtype != dst.dtype and src.dtype.itemsize == dst.dtype.itemsize:
+        src = src.view(dst.dtype)
+    np.copyto(dst, src)
+
+
+class CompiledGraph:
+    """A graph with a program for each set of donated inputs met so far."""
+
+    def __init__(self, graph: fx.GraphModule, device: TorchDevice) -> None:
+        self._graph = graph
+        self._device = device
+        self._programs: dict[frozenset[int], Program] = {}
+
+    def __call__(self, inputs: list[TorchBuffer], donate: frozenset[int]) -> list[Buffer]:
+        """Run, or on a queue of the current stream start to run."""
+        program = self._programs.get(donate)
+        if program is None:
+            program = Program(self._graph, donate, self._device.torch_device, self._device.info.id)
+            self._programs[donate] = program
+        try:
+            with torch.inference_mode():
+                results = program.call([buffer.tensor for buffer in inputs])
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            raise program.explain(error) from error
+        device = self._device
+        made = [
+            TorchBuffer(device, tensor, shape, dtype)
+            for tensor, (shape, dtype) in zip(results, program.specs, strict=True)
+        ]
+        return [inputs[~i] if i < 0 else made[i] for i in program.outputs]
+
+
+class TorchDevice(Device):
+    """A `torch.device`."""
+
+    def __init__(self, info: DeviceInfo, torch_device: torch.device) -> None:
+        self.info = info
+        self.torch_device = torch_device
+
+    def supports(self, node: fx.Node) -> str | None:
+        target = node.target
+        if not isinstance(target, OpOverload):
+            return None if operator_name(node) == "getitem" else "it is no torch operator"
+        key = self.torch_device.type.upper()
+        name = f"{target._schema.name}.{target._schema.overload_name}".rstrip(".")
+        if torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, key):
+            return None
+        return f"torch has no kernel of it for {self.torch_device.type}"
+
+    def prepare(self, graph: fx.GraphModule) -> CompiledGraph:
+        """Check and compile a graph."""
+        require_support(self, graph)
+        return CompiledGraph(graph, self)
+
+    def own(self, buffer: Buffer) -> TorchBuffer:
+        """The buffer, if it lies on this device."""
+        if not isinstance(buffer, TorchBuffer) or buffer.device.info.id != self.info.id:
+            raise BackendError(f"{self.info.id} was given a buffer of {buffer.device.info.id}")
+        return buffer

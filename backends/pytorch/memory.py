@@ -1,0 +1,171 @@
+"""Which nodes share storage, and rewriting nodes to write where a dead value lies.
+
+The graphs that arrive are functional: every node allocates. Run so, an accumulation costs a new
+tensor each time and an optimizer step doubles the parameters. Here a value's last use, if it is
+elementwise, writes into that value's storage instead.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+ELEMENTWISE = frozenset((
+    "abs", "add", "addcdiv", "addcmul", "bitwise_and", "bitwise_not", "bitwise_or", "ceil",
+    "clamp", "clamp_max", "clamp_min", "cos", "div", "elu", "exp", "expm1", "floor", "fmod",
+    "gelu", "gelu_backward", "hardtanh", "hardtanh_backward", "leaky_relu", "leaky_relu_backward",
+    "lerp", "log", "log1p", "logical_and", "logical_not", "logical_or", "masked_fill", "maximum",
+    "minimum", "mul", "neg", "pow", "reciprocal", "relu", "remainder", "round", "rsqrt", "rsub",
+    "sigmoid", "sigmoid_backward", "sign", "silu", "silu_backward", "sin", "sqrt", "square",
+    "sub", "tanh", "tanh_backward", "threshold_backward", "trunc", "where",
+))  # fmt: skip
+"""Operators whose element i reads only elements i of operands of the result's shape."""
+
+SHAPE_ONLY = frozenset(("zeros_like", "ones_like", "full_like", "empty_like"))
+"""Operators that read the shape of their operand, not its values."""
+
+HIDDEN_VIEWS = frozenset(("_unsafe_view", "_reshape_alias", "reshape", "contiguous", "flatten"))
+"""Operators that may return their operand's storage though their schema does not say so."""
+
+
+def base_name(node: fx.Node) -> str:
+    """`add` for a call of `aten.add.Tensor`, an empty string for what is no ATen operator."""
+    target = node.target
+    if isinstance(target, OpOverload) and target.namespace == "aten":
+        return str(target._schema.name).removeprefix("aten::")
+    return ""
+
+
+def returns_view(node: fx.Node) -> bool:
+    """Whether the result may share its first operand's storage."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    returns = node.target._schema.returns
+    return base_name(node) in HIDDEN_VIEWS or any(r.alias_info is not None for r in returns)
+
+
+class Storages:
+    """Which nodes share storage: each node's root, and each root's members."""
+
+    def __init__(self, graph: fx.Graph, donated: frozenset[fx.Node]) -> None:
+        self.position = {node: i for i, node in enumerate(graph.nodes)}
+        self.root: dict[fx.Node, fx.Node] = {}
+        self.members: dict[fx.Node, list[fx.Node]] = {}
+        self._donated = donated
+
+    def add(self, node: fx.Node, into: fx.Node | None = None) -> None:
+        """Enter a node, as one that writes into `into` if given."""
+        source = into or self._source(node)
+        root = node if source is None else self.root[source]
+        self.root[node] = root
+        self.members.setdefault(root, []).append(node)
+
+    def _source(self, node: fx.Node) -> fx.Node | None:
+        if node.target is operator.getitem:
+            parent = node.args[0]
+            assert isinstance(parent, fx.Node)
+            return parent if returns_view(parent) else None
+        return node.all_input_nodes[0] if returns_view(node) else None
+
+    def writable(self, root: fx.Node) -> bool:
+        """Whether the graph may overwrite this storage at all."""
+        return root.op == "call_function" or root in self._donated
+
+    def dead_after(self, node: fx.Node, at: fx.Node) -> bool:
+        """Whether no value in `node`'s storage is read behind `at`."""
+        now = self.position[at]
+        for member in self.members[self.root[node]]:
+            for user in member.users:
+                if self.position[user] > now and base_name(user) not in SHAPE_ONLY:
+                    return False
+        return True
+
+
+def sink_shape_only(graph: fx.Graph) -> None:
+    """Move nodes that read only a shape behind everything they need not precede."""
+    output = graph.output_node()
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and base_name(node) in SHAPE_ONLY:
+            users = set(node.users)
+            first = next((n for n in graph.nodes if n in users), output)
+            first.prepend(node)
+
+
+def write_in_place(graph: fx.Graph, donated: frozenset[fx.Node]) -> Storages:
+    """Rewrite elementwise nodes to overwrite an operand that dies there."""
+    storages = Storages(graph, donated)
+    for node in graph.nodes:
+        victim = _victim(node, storages) if node.op == "call_function" else None
+        if victim is not None and _overwrite(node, victim):
+            storages.add(node, victim)
+        elif node.op != "output":
+            storages.add(node)
+    return storages
+
+
+def _victim(node: fx.Node, storages: Storages) -> fx.Node | None:
+    """The operand whose storage the result of `node` can take."""
+    name = base_name(node)
+    if name not in ELEMENTWISE and name not in SHAPE_ONLY:
+        return None
+    result = node.meta["val"]
+    for operand in node.all_input_nodes:
+        value, root = operand.meta["val"], storages.root[operand]
+        if (
+            storages.writable(root)
+            and isinstance(value, torch.Tensor)
+            and (value.shape, value.dtype) == (result.shape, result.dtype)
+            and _covers(value, root.meta["val"])
+            and all(o is operand or storages.root[o] is not root for o in node.all_input_nodes)
+            and storages.dead_after(operand, node)
+        ):
+            return operand
+    return None
+
+
+def _covers(value: torch.Tensor, root: Any) -> bool:
+    """Whether a view shows every element of its root once; an expanded one must not be written."""
+    return isinstance(root, torch.Tensor) and value.numel() == root.numel()
+
+
+def _overwrite(node: fx.Node, victim: fx.Node) -> bool:
+    """Turn `node` into its in-place or `out=` form; False if there is none."""
+    name = base_name(node)
+    if name in ("zeros_like", "full_like", "ones_like"):
+        value = {"zeros_like": 0, "ones_like": 1}.get(name)
+        node.args = (victim, node.args[1] if value is None else value)
+        node.kwargs = {}
+        node.target = torch.ops.aten.fill_.Scalar
+        return True
+    if name in SHAPE_ONLY:
+        return False
+    if node.args and node.args[0] is victim:
+        in_place = _same_call(node, f"{name}_", extra=0)
+        if in_place is not None:
+            node.target = in_place[0]
+            return True
+    out = _same_call(node, name, extra=1)
+    if out is None:
+        return False
+    node.target = out[0]
+    node.kwargs = {**node.kwargs, out[1]: victim}
+    return True
+
+
+def _same_call(node: fx.Node, packet: str, extra: int) -> tuple[OpOverload, str] | None:
+    """The overload of `packet` with `node`'s arguments plus `extra` written ones, and the last."""
+    overloads = getattr(torch.ops.aten, packet, None)
+    assert isinstance(node.target, OpOverload)
+    wanted = [(a.name, str(a.type)) for a in node.target._schema.arguments]
+    for overload in overloads.overloads() if overloads is not None else ():
+        candidate: OpOverload = getattr(overloads, overload)
+        arguments = candidate._schema.arguments
+        have = [(a.name, str(a.type)) for a in arguments]
+        written = sum(a.alias_info is not None and a.alias_info.is_write for a in arguments)
+        if written == 1 and have[: len(wanted)] == wanted and len(have) == len(wanted) + extra:
+            return candidate, have[-1][0]
+    return None
