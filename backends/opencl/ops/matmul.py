@@ -1,0 +1,179 @@
+"""Matrix products: `alpha * A @ B + beta * bias`, batched, with any strides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..builder import Builder, Kernel, Value
+from .registry import lowers
+
+ROWS, COLS = 12, 32
+"""The register tile of `kernels/cpu/matmul.cl`: 24 accumulators of 16 lanes."""
+DEPTH_CHUNK = 128
+"""How much of K one work-item packs."""
+DEPTH_BLOCK = 1024
+"""K per launch: a panel of ROWS x DEPTH_BLOCK floats (48 KiB) stays in a first-level cache."""
+THIN_ROWS = 2
+THIN_OPERATIONS = 1 << 14
+"""Up to these, packing costs more than it saves."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A batch of matrices in memory; `batch`, `row` and `col` are strides in elements."""
+
+    value: Value
+    offset: int
+    batch: int
+    row: int
+    col: int
+
+    @property
+    def transposed(self) -> Operand:
+        """The same memory, rows and columns exchanged."""
+        return replace(self, row=self.col, col=self.row)
+
+
+@dataclass(frozen=True)
+class Product:
+    """C = alpha * left @ right + beta * bias; left is rows x depth, right depth x cols."""
+
+    batch: int
+    rows: int
+    cols: int
+    depth: int
+    left: Operand
+    right: Operand
+    bias: Operand | None = None
+    alpha: float = 1.0
+    beta: float = 0.0
+
+    @property
+    def epilogue(self) -> tuple[Value | int | float, ...]:
+        """Kernel arguments alpha, beta, bias and its strides; without a bias, any tensor."""
+        bias = self.bias or replace(self.left, offset=0, batch=0, row=0, col=0)
+        beta = float(self.beta) if self.bias else 0.0
+        return (float(self.alpha), beta, bias.value, bias.offset, bias.batch, bias.row, bias.col)
+
+
+def lower_product(builder: Builder, product: Product) -> Value:
+    """Launch a product; returns C, (batch, rows, cols) row-major."""
+    thin = min(product.rows, product.cols) <= THIN_ROWS
+    if thin or product.rows * product.cols * product.depth <= THIN_OPERATIONS:
+        return _thin(builder, product)
+    return _packed(builder, product)
+
+
+def depth_blocks(depth: int) -> list[tuple[int, int]]:
+    """Equal ranges of K of at most DEPTH_BLOCK."""
+    count = math.ceil(depth / DEPTH_BLOCK)
+    return [(depth * i // count, depth * (i + 1) // count) for i in range(count)]
+
+
+def _packed(builder: Builder, p: Product) -> Value:
+    row_panels, col_panels = math.ceil(p.rows / ROWS), math.ceil(p.cols / COLS)
+    chunks = math.ceil(p.depth / DEPTH_CHUNK)
+    left = builder.new((p.batch, row_panels, p.depth, ROWS), "float32")
+    right = builder.new((p.batch, col_panels, p.depth, COLS), "float32")
+    out = builder.new((p.batch, p.rows, p.cols), "float32")
+    a, b = p.left, p.right
+    one = (1, 1, 1)
+    builder.launch(
+        _kernel(builder, "pack_left"), (row_panels, chunks, p.batch), one,
+        (a.value, a.offset, a.batch, a.row, a.col, p.rows, p.depth, left),
+    )  # fmt: skip
+    builder.launch(
+        _kernel(builder, "pack_right"), (col_panels, chunks, p.batch), one,
+        (b.value, b.offset, b.batch, b.col, b.row, p.cols, p.depth, right),
+    )  # fmt: skip
+    for k0, k1 in depth_blocks(p.depth):
+        builder.launch(
+            _kernel(builder, "matmul"), (row_panels, col_panels, p.batch), one,
+            (left, right, out, p.rows, p.cols, p.depth, k0, k1, *p.epilogue),
+        )  # fmt: skip
+    return out
+
+
+def _thin(builder: Builder, p: Product) -> Value:
+    out = builder.new((p.batch, p.rows, p.cols), "float32")
+    c_row, c_col = p.cols, 1
+    if p.cols < p.rows and p.cols <= THIN_ROWS:  # C^T = B^T A^T has long rows
+        bias = p.bias.transposed if p.bias else None
+        p = replace(p, rows=p.cols, cols=p.rows, left=p.right.transposed,
+                    right=p.left.transposed, bias=bias)  # fmt: skip
+        c_row, c_col = 1, p.rows
+    a, b = p.left, p.right
+    builder.launch(
+        _kernel(builder, "matmul_thin"), (math.ceil(p.cols / 16), p.rows, p.batch), (1, 1, 1),
+        (a.value, a.offset, a.batch, a.row, a.col, b.value, b.offset, b.batch, b.row, b.col,
+         out, p.rows * p.cols, c_row, c_col, p.cols, p.depth, *p.epilogue),
+    )  # fmt: skip
+    return out
+
+
+def _kernel(builder: Builder, name: str) -> Kernel:
+    return Kernel(builder.source("cpu/common.cl") + builder.source("cpu/matmul.cl"), name)
+
+
+def _why_not(node: fx.Node) -> str | None:
+    for arg in node.all_input_nodes:
+        val = arg.meta["val"]
+        if val.dtype != torch.float32:
+            return f"matrix products are float32 here, not {val.dtype}"
+        if val.numel() == 0:
+            return f"an operand is empty: {tuple(val.shape)}"
+    return None
+
+
+def _operand(builder: Builder, node: fx.Node, shape: Sequence[int]) -> Operand:
+    """The argument broadcast to `shape`, (rows, cols) or (batch, rows, cols)."""
+    value, strides, offset = builder.strided(node)
+    sizes = tuple(node.meta["val"].shape)
+    missing = len(shape) - len(sizes)
+    aligned = [0] * missing + [
+        stride if size == want else 0
+        for size, stride, want in zip(sizes, strides, shape[missing:], strict=True)
+    ]
+    batch, row, col = [0] * (3 - len(shape)) + aligned
+    return Operand(value, offset, batch, row, col)
+
+
+def _lower(
+    builder: Builder, node: fx.Node, left: Any, right: Any, bias: Any, beta: float, alpha: float
+) -> None:
+    shape = tuple(node.meta["val"].shape)
+    depth = int(left.meta["val"].shape[-1])
+    product = Product(
+        batch=shape[0] if len(shape) == 3 else 1,
+        rows=shape[-2],
+        cols=shape[-1],
+        depth=depth,
+        left=_operand(builder, left, (*shape[:-1], depth)),
+        right=_operand(builder, right, (*shape[:-2], depth, shape[-1])),
+        bias=None if bias is None or beta == 0 else _operand(builder, bias, shape),
+        alpha=alpha,
+        beta=beta,
+    )
+    builder.result(node, builder.reshape(lower_product(builder, product), shape))
+
+
+@lowers("aten.mm.default", "aten.bmm.default", supports=_why_not)
+def matmul(builder: Builder, node: fx.Node) -> None:
+    """`mm(A, B)` and `bmm(A, B)`."""
+    _lower(builder, node, node.args[0], node.args[1], None, beta=0.0, alpha=1.0)
+
+
+@lowers("aten.addmm.default", "aten.baddbmm.default", supports=_why_not)
+def biased_matmul(builder: Builder, node: fx.Node) -> None:
+    """`beta * bias + alpha * A @ B`, the bias broadcast."""
+    bias, left, right = node.args[:3]
+    beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
+    assert isinstance(beta, (int, float))
+    assert isinstance(alpha, (int, float))
+    _lower(builder, node, left, right, bias, float(beta), float(alpha))

@@ -1,0 +1,76 @@
+// Shared by the CPU kernels; prepended to each of them.
+//
+// Pattern of all CPU kernels: one work-item is a work-group and does a whole tile or run of memory with
+// float16 registers, so that every runtime vectorises it the same way and no barrier is needed.
+
+#define WORK_ITEM __attribute__((reqd_work_group_size(1, 1, 1)))
+#define LANES 16
+
+// The first `count` floats at `p`, then zeros; never reads past them.
+inline float16 load_upto(__global const float* p, const int count) {
+  if (count >= LANES) return vload16(0, p);
+  float lane[LANES];
+  for (int i = 0; i < LANES; i++) lane[i] = i < count ? p[i] : 0.0f;
+  return vload16(0, lane);
+}
+
+// `count` floats (at most 16) that are `stride` apart, then zeros.
+inline float16 load_strided(__global const float* p, const int stride, const int count) {
+  if (stride == 1) return load_upto(p, count);
+  float lane[LANES];
+  for (int i = 0; i < LANES; i++) lane[i] = i < count ? p[i * stride] : 0.0f;
+  return vload16(0, lane);
+}
+
+// Writes the first `count` lanes.
+inline void store_upto(const float16 value, __global float* p, const int count) {
+  if (count >= LANES) {
+    vstore16(value, 0, p);
+  } else {
+    float lane[LANES];
+    vstore16(value, 0, lane);
+    for (int i = 0; i < count; i++) p[i] = lane[i];
+  }
+}
+
+// Writes the first `count` lanes `stride` floats apart.
+inline void store_strided(const float16 value, __global float* p, const int stride, const int count) {
+  if (stride == 1) {
+    store_upto(value, p, count);
+  } else {
+    float lane[LANES];
+    vstore16(value, 0, lane);
+    for (int i = 0; i < min(count, LANES); i++) p[i * stride] = lane[i];
+  }
+}
+
+inline float sum_lanes(const float16 v) {
+  const float8 a = v.lo + v.hi;
+  const float4 b = a.lo + a.hi;
+  const float2 c = b.lo + b.hi;
+  return c.lo + c.hi;
+}
+
+inline float max_lanes(const float16 v) {
+  const float8 a = fmax(v.lo, v.hi);
+  const float4 b = fmax(a.lo, a.hi);
+  const float2 c = fmax(b.lo, b.hi);
+  return fmax(c.lo, c.hi);
+}
+
+// Transposes a 16 x 16 tile held in registers: four rounds of a perfect shuffle of the rows.
+inline void transpose16(float16* r) {
+#pragma unroll
+  for (int round = 0; round < 4; round++) {
+    float16 t[LANES];
+#pragma unroll
+    for (int i = 0; i < LANES / 2; i++) {
+      t[2 * i].even = r[i].lo;
+      t[2 * i].odd = r[i + LANES / 2].lo;
+      t[2 * i + 1].even = r[i].hi;
+      t[2 * i + 1].odd = r[i + LANES / 2].hi;
+    }
+#pragma unroll
+    for (int i = 0; i < LANES; i++) r[i] = t[i];
+  }
+}

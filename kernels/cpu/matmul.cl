@@ -1,0 +1,174 @@
+// Matrix products on CPUs: C = alpha * A B + beta * bias, batched, any strides.
+//
+//   A      M x K, B  K x N   read through strides by the packing kernels, so transposes are free
+//   left   [batch][ceil(M / ROWS)][K][ROWS]    panels of A, zero-padded
+//   right  [batch][ceil(N / COLS)][K][COLS]    panels of B, zero-padded
+//   C      [batch][M][N]
+//
+// `matmul` is the register tile of Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication"
+// (2008): ROWS x COLS accumulators stay in registers while one block of K streams through.
+// `matmul_thin` is for products with too few rows or operations to pay for packing.
+
+#define ROWS 12
+#define COLS 32
+#define DEPTH_CHUNK 128
+
+// One k of a panel: `count` of its `width` rows exist.
+inline void pack_contiguous(__global const float* src, const int stride_k, const int count, const int width,
+                            const int k0, const int k1, __global float* dst) {
+  for (int k = k0; k < k1; k++) {
+    __global const float* from = src + k * stride_k;
+    __global float* to = dst + k * width;
+    if (count >= width) {
+#pragma unroll
+      for (int i = 0; i < width / 4; i++) vstore4(vload4(i, from), i, to);
+    } else {
+      for (int i = 0; i < width; i++) to[i] = i < count ? from[i] : 0.0f;
+    }
+  }
+}
+
+// Rows are contiguous along k: transpose 16 k of 16 rows at a time.
+inline void pack_transposed(__global const float* src, const int stride_row, const int count, const int width,
+                            const int k0, const int k1, __global float* dst) {
+  for (int k = k0; k < k1; k += LANES) {
+    for (int base = 0; base < width; base += LANES) {
+      float16 r[LANES];
+#pragma unroll
+      for (int i = 0; i < LANES; i++)
+        r[i] = base + i < count ? load_upto(src + (base + i) * stride_row + k, k1 - k) : (float16)(0.0f);
+      transpose16(r);
+      __global float* to = dst + k * width + base;
+#pragma unroll
+      for (int i = 0; i < LANES; i++) {
+        if (k + i < k1) {
+          vstore8(r[i].lo, 0, to + i * width);
+          vstore4(r[i].hi.lo, 0, to + i * width + 8);
+          if (width - base >= LANES) vstore4(r[i].hi.hi, 0, to + i * width + 12);
+        }
+      }
+    }
+  }
+}
+
+inline void pack_strided(__global const float* src, const int stride_row, const int stride_k, const int count,
+                         const int width, const int k0, const int k1, __global float* dst) {
+  for (int k = k0; k < k1; k++)
+    for (int i = 0; i < width; i++)
+      dst[k * width + i] = i < count ? src[i * stride_row + k * stride_k] : 0.0f;
+}
+
+inline void pack(__global const float* src, const int batch_stride, const int stride_row, const int stride_k,
+                 const int rows, const int depth, const int width, __global float* dst) {
+  const int panel = get_global_id(0), batch = get_global_id(2);
+  const int k0 = get_global_id(1) * DEPTH_CHUNK, k1 = min(k0 + DEPTH_CHUNK, depth);
+  const int count = min(rows - panel * width, width);
+  src += batch * batch_stride + panel * width * stride_row;
+  dst += (batch * (int)get_global_size(0) + panel) * depth * width;
+  if (stride_row == 1)
+    pack_contiguous(src, stride_k, count, width, k0, k1, dst);
+  else if (stride_k == 1)
+    pack_transposed(src, stride_row, count, width, k0, k1, dst);
+  else
+    pack_strided(src, stride_row, stride_k, count, width, k0, k1, dst);
+}
+
+// global size: panels, chunks of K, batch
+WORK_ITEM __kernel void pack_left(__global const float* a, const int offset, const int batch_stride,
+                                  const int stride_row, const int stride_k, const int rows, const int depth,
+                                  __global float* left) {
+  pack(a + offset, batch_stride, stride_row, stride_k, rows, depth, ROWS, left);
+}
+
+WORK_ITEM __kernel void pack_right(__global const float* b, const int offset, const int batch_stride,
+                                   const int stride_col, const int stride_k, const int cols, const int depth,
+                                   __global float* right) {
+  pack(b + offset, batch_stride, stride_col, stride_k, cols, depth, COLS, right);
+}
+
+// C gets alpha * sum + beta * bias once `k1` reaches `depth`; before that it carries the sums of earlier blocks.
+// global size: row panels, column panels, batch
+WORK_ITEM __kernel void matmul(__global const float* restrict left, __global const float* restrict right,
+                               __global float* restrict c, const int rows, const int cols, const int depth,
+                               const int k0, const int k1, const float alpha, const float beta,
+                               __global const float* restrict bias, const int bias_offset, const int bias_batch,
+                               const int bias_row, const int bias_col) {
+  const int i = get_global_id(0), j = get_global_id(1), batch = get_global_id(2);
+  const int row0 = i * ROWS, col0 = j * COLS;
+  const int row_count = min(rows - row0, ROWS), col_count = cols - col0;
+  __global float* out = c + (batch * rows + row0) * cols + col0;
+  float16 lo[ROWS], hi[ROWS];
+#pragma unroll
+  for (int m = 0; m < ROWS; m++) {
+    const bool resume = k0 > 0 && m < row_count;
+    lo[m] = resume ? load_upto(out + m * cols, col_count) : (float16)(0.0f);
+    hi[m] = resume ? load_upto(out + m * cols + LANES, col_count - LANES) : (float16)(0.0f);
+  }
+  __global const float* a = left + ((batch * (int)get_global_size(0) + i) * depth + k0) * ROWS;
+  __global const float* b = right + ((batch * (int)get_global_size(1) + j) * depth + k0) * COLS;
+  for (int k = k0; k < k1; k++) {
+    const float16 b_lo = vload16(0, b), b_hi = vload16(1, b);
+#pragma unroll
+    for (int m = 0; m < ROWS; m++) {
+      lo[m] = fma((float16)(a[m]), b_lo, lo[m]);
+      hi[m] = fma((float16)(a[m]), b_hi, hi[m]);
+    }
+    a += ROWS;
+    b += COLS;
+  }
+  const bool last = k1 == depth;
+  bias += bias_offset + batch * bias_batch + row0 * bias_row + col0 * bias_col;
+#pragma unroll
+  for (int m = 0; m < ROWS; m++) {
+    if (m < row_count) {
+      if (last) {
+        lo[m] *= alpha;
+        hi[m] *= alpha;
+        if (beta != 0.0f) {
+          lo[m] += beta * load_strided(bias + m * bias_row, bias_col, col_count);
+          hi[m] += beta * load_strided(bias + m * bias_row + LANES * bias_col, bias_col, col_count - LANES);
+        }
+      }
+      store_upto(lo[m], out + m * cols, col_count);
+      store_upto(hi[m], out + m * cols + LANES, col_count - LANES);
+    }
+  }
+}
+
+// Sums of 16 columns of b for one row a; whichever way b is contiguous is the way it is read.
+inline float16 row_times_columns(__global const float* a, const int a_k, __global const float* b, const int b_k,
+                                 const int b_col, const int depth, const int count) {
+  float16 sum = (float16)(0.0f);
+  if (a_k == 1 && b_k == 1 && depth >= LANES) {
+    float lane[LANES];
+    for (int n = 0; n < LANES; n++) {
+      float16 dot16 = (float16)(0.0f);
+      if (n < count)
+        for (int k = 0; k < depth; k += LANES)
+          dot16 = fma(load_upto(a + k, depth - k), load_upto(b + n * b_col + k, depth - k), dot16);
+      lane[n] = sum_lanes(dot16);
+    }
+    sum = vload16(0, lane);
+  } else {
+    for (int k = 0; k < depth; k++) sum = fma((float16)(a[k * a_k]), load_strided(b + k * b_k, b_col, count), sum);
+  }
+  return sum;
+}
+
+// global size: blocks of 16 columns, rows, batch
+WORK_ITEM __kernel void matmul_thin(__global const float* restrict a, const int a_offset, const int a_batch,
+                                    const int a_row, const int a_k, __global const float* restrict b,
+                                    const int b_offset, const int b_batch, const int b_k, const int b_col,
+                                    __global float* restrict c, const int c_batch, const int c_row,
+                                    const int c_col, const int cols, const int depth, const float alpha,
+                                    const float beta, __global const float* restrict bias, const int bias_offset,
+                                    const int bias_batch, const int bias_row, const int bias_col) {
+  const int col = get_global_id(0) * LANES, row = get_global_id(1), batch = get_global_id(2);
+  const int count = min(cols - col, LANES);
+  a += a_offset + batch * a_batch + row * a_row;
+  b += b_offset + batch * b_batch + col * b_col;
+  float16 sum = alpha * row_times_columns(a, a_k, b, b_k, b_col, depth, count);
+  if (beta != 0.0f)
+    sum += beta * load_strided(bias + bias_offset + batch * bias_batch + row * bias_row + col * bias_col, bias_col, count);
+  store_strided(sum, c + batch * c_batch + row * c_row + col * c_col, c_col, count);
+}
