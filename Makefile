@@ -1,0 +1,37 @@
+# make bench: measure this machine.   make test: every check that the project has.
+#   PYTHON=python3.12   the interpreter that makes the virtual environment (3.10 or newer)
+#   TORCH_INDEX=URL     another package index for torch alone, for instance one with CPU-only builds
+#   ARGS='...'          more options for the benchmark, see `hetpipe bench --help`
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+.PHONY: bench test install clean
+
+bench: $(STAMP)
+	$(BIN)/hetpipe bench --json out/bench.json --picture out/bench.png $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "hetpipe needs Python 3.10 or newer; try make PYTHON=python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(if $(TORCH_INDEX),$(BIN)/pip install -q --index-url $(TORCH_INDEX) $(TORCH))
+	$(BIN)/pip install -q -c constraints.txt -e '.[emulators,bench,test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build out .mypy_cache .ruff_cache .pytest_cache

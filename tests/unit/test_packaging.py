@@ -1,0 +1,57 @@
+"""The package list, the folders and the import names agree."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+tomllib = pytest.importorskip("tomllib", reason="reading pyproject.toml needs Python 3.11")
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SETUPTOOLS = PROJECT["tool"]["setuptools"]
+
+
+def packages_in(folder: str, name: str) -> set[str]:
+    """Every folder below that has an `__init__.py`, as a package name."""
+    top = ROOT / folder
+    found = [path.parent.relative_to(top) for path in top.rglob("__init__.py")]
+    return {".".join([name, *path.parts]) for path in found}
+
+
+def test_every_package_folder_is_listed() -> None:
+    folders: set[str] = set()
+    for name, folder in SETUPTOOLS["package-dir"].items():
+        folders |= packages_in(folder, name)
+    assert set(SETUPTOOLS["packages"]) == folders
+
+
+@pytest.mark.parametrize("folder", ["backends", "kernels", "boards"])
+def test_mapped_folders_say_how_they_are_imported(folder: str) -> None:
+    """From a checkout's root Python would find `backends/` under the wrong name."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert f"import hetpipe.{folder} instead" in done.stderr
+
+
+def test_every_kernel_and_board_file_is_package_data() -> None:
+    """A `.cl` or `.toml` file outside the listed patterns would be missing from a wheel."""
+    for name in ("hetpipe.kernels", "hetpipe.boards"):
+        top = ROOT / SETUPTOOLS["package-dir"][name]
+        data = {path for path in top.rglob("*") if path.suffix in {".cl", ".toml", ".h"}}
+        shipped = {path for pattern in SETUPTOOLS["package-data"][name] for path in top.glob(pattern)}
+        assert data == shipped
+
+
+def test_import_is_lazy() -> None:
+    """`import hetpipe` and the planner's room must not pay for torch or a driver."""
+    code = (
+        "import sys, hetpipe, hetpipe.plan.plan, hetpipe.simulate.timeline;"
+        "sys.exit(bool({'torch', 'pyopencl'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
