@@ -1,1 +1,24 @@
-"""."""
+"""Schedules: actions, the generators that order them, and the validator that checks them.
+
+The engine runs, and the simulator prices, exactly what `generate` returns. The validator is
+`hetpipe.schedule.validate.validate`.
+"""
+
+from hetpipe._lazy import lazy
+
+__getattr__, __dir__, __all__ = lazy(
+    __name__,
+    {
+        "Action": "action",
+        "Message": "action",
+        "Op": "action",
+        "Schedule": "action",
+        "format_grid": "grid",
+        "generate": "generators",
+        "gpipe": "generators",
+        "max_in_flight": "generators",
+        "one_f_one_b": "generators",
+        "register_schedule": "generators",
+        "schedule_names": "generators",
+    },
+)

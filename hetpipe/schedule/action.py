@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from hetpipe.errors import ScheduleError
 
@@ -24,6 +25,30 @@ class Op(str, Enum):
     SEND_TIED_PARAM = "SP"  # number: the stage it goes to
     RECV_TIED_PARAM = "RP"  # number: the owner
 
+    @property
+    def is_compute(self) -> bool:
+        """Whether it occupies the device: F, B and U."""
+        return len(self.value) == 1
+
+    @property
+    def is_send(self) -> bool:
+        """Whether it posts a message."""
+        return self.value[0] == "S"
+
+    @property
+    def is_receive(self) -> bool:
+        """Whether it waits for a message."""
+        return self.value[0] == "R"
+
+
+class Message(NamedTuple):
+    """What travels between two stages: by it a send finds its receive."""
+
+    source: int  # stage
+    target: int  # stage
+    kind: str  # F, B: of a micro-batch; G, P: gradient and value of tied parameters
+    number: int  # micro-batch; 0 for G and P
+
 
 @dataclass(frozen=True, order=True)
 class Action:
@@ -36,6 +61,20 @@ class Action:
     def __str__(self) -> str:
         number = "" if self.op is Op.UPDATE else self.number
         return f"{self.stage}{self.op.value}{number}"
+
+    @property
+    def message(self) -> Message | None:
+        """The message that it sends or receives; None for compute."""
+        if self.op.is_compute:
+            return None
+        kind = self.op.value[1]
+        if kind in "GP":
+            peer, number = self.number, 0
+        else:
+            ahead = self.op in (Op.SEND_FORWARD, Op.RECV_BACKWARD)
+            peer, number = self.stage + (1 if ahead else -1), self.number
+        ends = (self.stage, peer) if self.op.is_send else (peer, self.stage)
+        return Message(*ends, kind, number)
 
     @staticmethod
     def parse(text: str) -> Action:

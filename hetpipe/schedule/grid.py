@@ -1,0 +1,34 @@
+"""The grid: a schedule as text, one row per worker, with cells marked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hetpipe.schedule.action import Schedule
+
+WINDOW = 5  # cells shown on each side of a mark
+
+
+def format_grid(schedule: Schedule, marks: Mapping[int, int] | None = None) -> str:
+    """Rows of actions in the order of each worker's list; `marks` (worker -> index) as `[1F0]`.
+
+    With marks, rows show their surroundings only; a row without one, those of the first mark. An
+    index behind the end of a row marks what is missing there.
+    """
+    marks = marks or {}
+    centre = next(iter(marks.values()), None)
+    return "\n".join(
+        f"worker {worker}: {_row([str(action) for action in row], marks.get(worker), centre)}"
+        for worker, row in enumerate(schedule)
+    )
+
+
+def _row(cells: list[str], mark: int | None, centre: int | None) -> str:
+    middle = mark if mark is not None else centre
+    lo = 0 if middle is None else max(0, min(middle, len(cells)) - WINDOW)
+    hi = len(cells) if middle is None else middle + WINDOW + 1
+    shown = [f"[{cell}]" if lo + i == mark else cell for i, cell in enumerate(cells[lo:hi])]
+    if mark is not None and mark >= len(cells):
+        shown.append("[?]")
+    before, behind = ["..."] if lo else [], ["..."] if hi < len(cells) else []
+    return " ".join(before + shown + behind)

@@ -1,0 +1,192 @@
+"""Validator: a schedule is checked before anything runs it, without a device.
+
+Every check raises `ScheduleError` with the grid and the faulty cell marked.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+
+from hetpipe.errors import ScheduleError
+from hetpipe.schedule.action import Action, Message, Op, Schedule
+from hetpipe.schedule.grid import format_grid
+
+
+def validate(schedule: Schedule, microbatches: int, in_flight: Sequence[int] | None = None) -> None:
+    """Check that the schedule trains each micro-batch once, in order, and cannot deadlock.
+
+    `in_flight`: the most forwards that may wait for their backward, per stage. Raises
+    `ScheduleError`.
+    """
+    _check_stages(schedule)
+    _check_complete(schedule, microbatches)
+    _check_order(schedule, microbatches, in_flight)
+    _check_edges(schedule)
+    _check_progress(schedule)
+
+
+def _fail(schedule: Schedule, why: str, worker: int, index: int) -> ScheduleError:
+    return ScheduleError(f"{why}\n{format_grid(schedule, {worker: index})}")
+
+
+def _cells(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
+    for worker, row in enumerate(schedule):
+        for index, action in enumerate(row):
+            yield worker, index, action
+
+
+def _check_stages(schedule: Schedule) -> None:
+    owner: dict[int, int] = {}
+    for worker, index, action in _cells(schedule):
+        if owner.setdefault(action.stage, worker) != worker:
+            why = f"stage {action.stage} is on workers {owner[action.stage]} and {worker}"
+            raise _fail(schedule, f"{why}; give it to one", worker, index)
+    if sorted(owner) != list(range(len(owner))):
+        raise ScheduleError(f"stages are {sorted(owner)}; number them from 0 without gaps")
+
+
+def _check_complete(schedule: Schedule, microbatches: int) -> None:
+    """Each stage has exactly the actions that its place in the pipeline asks for."""
+    places = {action.stage: worker for worker, _, action in _cells(schedule)}
+    required = {a for stage in places for a in _required(stage, len(places), microbatches)}
+    seen: set[Action] = set()
+    for worker, index, action in _cells(schedule):
+        if action in seen:
+            raise _fail(schedule, f"{action} is there twice", worker, index)
+        if action not in required and action.op.value[-1] not in "GP":
+            why = f"{action} has no place among {len(places)} stages, {microbatches} micro-batches"
+            raise _fail(schedule, why, worker, index)
+        seen.add(action)
+    for action in sorted(required - seen):
+        worker = places[action.stage]
+        raise _fail(schedule, f"{action} is missing", worker, len(schedule[worker]))
+
+
+def _required(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
+    ops = [Op.FORWARD, Op.BACKWARD]
+    if stage > 0:
+        ops += [Op.RECV_FORWARD, Op.SEND_BACKWARD]
+    if stage < stages - 1:
+        ops += [Op.SEND_FORWARD, Op.RECV_BACKWARD]
+    yield from (Action(stage, op, number) for op in ops for number in range(microbatches))
+    yield Action(stage, Op.UPDATE)
+
+
+def _check_order(schedule: Schedule, microbatches: int, in_flight: Sequence[int] | None) -> None:
+    """Inside a stage: inputs before passes before outputs, the update last, memory bound kept."""
+    stages = len({action.stage for _, _, action in _cells(schedule)})
+    for row_number, row in enumerate(schedule):
+        done: set[Action] = set()
+        passes: Counter[tuple[int, Op]] = Counter()
+        for index, action in enumerate(row):
+            needs = [need for need in _needs(action, stages, row) if need not in done]
+            if needs:
+                why = f"{action} comes before {needs[0]}, which it needs"
+                raise _fail(schedule, why, row_number, index)
+            n = action.stage
+            late = Action(n, Op.UPDATE) in done and action.op.value[-1] != "P"
+            if late or (action.op is Op.UPDATE and passes[n, Op.BACKWARD] < microbatches):
+                why = f"the update of stage {n} must come last, but for tied parameters"
+                raise _fail(schedule, why, row_number, index)
+            done.add(action)
+            passes[n, action.op] += 1
+            waiting = passes[n, Op.FORWARD] - passes[n, Op.BACKWARD]
+            if in_flight is not None and waiting > in_flight[n]:
+                why = f"stage {n} has {waiting} forwards in flight, its bound is {in_flight[n]}"
+                raise _fail(schedule, why, row_number, index)
+
+
+def _needs(action: Action, stages: int, row: Sequence[Action]) -> Iterator[Action]:
+    """What the same stage must have done before."""
+    n, op, number = action.stage, action.op, action.number
+    if op is Op.FORWARD and n > 0:
+        yield Action(n, Op.RECV_FORWARD, number)
+    elif op is Op.SEND_FORWARD:
+        yield Action(n, Op.FORWARD, number)
+    elif op is Op.BACKWARD:
+        yield Action(n, Op.FORWARD, number)
+        if n < stages - 1:
+            yield Action(n, Op.RECV_BACKWARD, number)
+    elif op is Op.SEND_BACKWARD:
+        yield Action(n, Op.BACKWARD, number)
+    elif op is Op.SEND_TIED_GRAD:
+        yield from (a for a in row if a.stage == n and a.op is Op.BACKWARD)
+    elif op is Op.UPDATE:
+        yield from (a for a in row if a.stage == n and a.op.value[1:] == "G")
+    elif op in (Op.SEND_TIED_PARAM, Op.RECV_TIED_PARAM):
+        yield Action(n, Op.UPDATE)
+
+
+Edge = tuple[int, int]  # source and target stage
+
+
+def _check_edges(schedule: Schedule) -> None:
+    """On each edge receives are in the order of the sends: messages carry no address."""
+    sends: dict[Edge, list[Message]] = defaultdict(list)
+    for _, _, action in _cells(schedule):
+        if action.op.is_send and action.message:
+            sends[action.message[:2]].append(action.message)
+    places: dict[Edge, tuple[int, int]] = {}
+    received: Counter[Edge] = Counter()
+    for worker, index, action in _cells(schedule):
+        message = action.message
+        if message is None:
+            continue
+        edge = message[:2]
+        if action.op.is_send:
+            places.setdefault(edge, (worker, index))
+            continue
+        turn = received[edge]
+        received[edge] += 1
+        sent = sends[edge][turn] if turn < len(sends[edge]) else None
+        if sent != message:
+            instead = "nothing more" if sent is None else f"{sent.kind}{sent.number} at that turn"
+            why = f"{action} receives from stage {edge[0]}, which sends {instead}"
+            raise _fail(schedule, why, worker, index)
+    for edge, messages in sends.items():
+        if received[edge] < len(messages):
+            lost = messages[received[edge]]
+            for worker, index, action in _cells(schedule):
+                if action.op.is_send and action.message == lost:
+                    raise _fail(schedule, f"{action} is never received", worker, index)
+
+
+def _check_progress(schedule: Schedule) -> None:
+    """Run it without a clock: sends are buffered, a receive waits for its send."""
+    position = [0] * len(schedule)
+    sent: set[Message] = set()
+    moved = True
+    while moved:
+        moved = False
+        for worker, row in enumerate(schedule):
+            while position[worker] < len(row):
+                action = row[position[worker]]
+                message = action.message
+                if action.op.is_receive and message not in sent:
+                    break
+                if action.op.is_send and message is not None:
+                    sent.add(message)
+                position[worker] += 1
+                moved = True
+    stuck = {w: p for w, p in enumerate(position) if p < len(schedule[w])}
+    if stuck:
+        raise ScheduleError(f"deadlock: {_cycle(schedule, stuck)}\n{format_grid(schedule, stuck)}")
+
+
+def _cycle(schedule: Schedule, stuck: dict[int, int]) -> str:
+    """Who waits for whom, as text: follow the waits from one stuck worker until one repeats."""
+    home = {action.stage: worker for worker, _, action in _cells(schedule)}
+    trail: list[int] = []
+    worker = next(iter(stuck))
+    while worker not in trail:
+        trail.append(worker)
+        message = schedule[worker][stuck[worker]].message
+        assert message is not None  # only receives block
+        worker = home[message.source]
+    cycle = trail[trail.index(worker) :]
+    waits = [
+        f"worker {w} waits in {schedule[w][stuck[w]]} for worker {v}"
+        for w, v in zip(cycle, cycle[1:] + cycle[:1], strict=True)
+    ]
+    return ", ".join(waits)
