@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+import hetpipe.sdk.operators  # noqa: F401 - registers hetpipe's own operators for load_graph
 from hetpipe.errors import BackendError, UnsupportedOperatorError
 
 if TYPE_CHECKING:

@@ -1,0 +1,157 @@
+"""Captured: a model, its loss and an example batch, ready to be cut into stages."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hetpipe.capture.example import Array, Example
+from hetpipe.capture.export import export
+from hetpipe.capture.flat import Flat, flatten
+from hetpipe.capture.joint import Decompositions
+from hetpipe.capture.labels import label, layer_graph
+from hetpipe.capture.layers import LayerGraph
+from hetpipe.capture.program import BUFFER, COUNT, StageGraphs
+from hetpipe.capture.stages import trace_stages
+from hetpipe.errors import CaptureError
+from hetpipe.optim.rule import Optimizer
+
+
+class Captured:
+    """A model as graphs. The model itself is neither changed nor run.
+
+    `parameters` and `buffers` are copies at the time of capture, by the model's names, a tied
+    tensor once; `aliases` maps its other names. `has_count`: loss_fn returns (sum, count).
+    Raises `CaptureError`, which names the line or module and what to change.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Any], example: tuple[Any, Any]
+    ) -> None:
+        self._model = _on_cpu(model)
+        self._loss_fn = loss_fn
+        self._example = Example(*example)
+        self._flats: dict[int, Flat] = {}
+        self._layers: dict[int, LayerGraph] = {}
+        self.aliases = _aliases(self._model)
+        parameters = dict(self._model.named_parameters())
+        self.parameters = {name: _array(name, p) for name, p in parameters.items()}
+        self.trainable = frozenset(name for name, p in parameters.items() if p.requires_grad)
+        flat = self._flat(self._example.samples)
+        read = {name for role, name in flat.inputs.values() if role == BUFFER}
+        self.buffers = {
+            name: _array(name, buffer)
+            for name, buffer in self._model.named_buffers()
+            if name in read | flat.updated_buffers
+        }
+        self.has_count = any(key[0] == COUNT for key, _ in flat.outputs)
+        self.fingerprint = _fingerprint(flat)
+
+    def layer_graph(self, samples: int) -> LayerGraph:
+        """The layers for micro-batches of `samples`; exported anew for each size, then cached."""
+        if samples not in self._layers:
+            self._layers[samples] = layer_graph(self._flat(samples))
+        return self._layers[samples]
+
+    def stage_graphs(
+        self,
+        cuts: Sequence[int],
+        decompositions: Sequence[Decompositions],
+        samples: Sequence[int],
+        optimizer: Optimizer | None,
+    ) -> list[StageGraphs]:
+        """The programs of the stages that begin at layer 0 and at each of `cuts`.
+
+        One entry of `decompositions` per stage: its backend's table. `samples`: the micro-batch
+        sizes to make passes for. Without an optimizer the stages have no update.
+        """
+        count = len(self.layer_graph(self._example.samples))
+        bounds = [0, *cuts, count]
+        if any(a >= b for a, b in itertools.pairwise(bounds)):
+            raise CaptureError(
+                f"cuts {list(cuts)} must increase strictly between 0 and the {count} layers"
+            )
+        if len(decompositions) != len(cuts) + 1:
+            raise CaptureError(
+                f"{len(decompositions)} decomposition tables for {len(cuts) + 1} stages; give one "
+                "per stage"
+            )
+        flats = [self._flat(size) for size in dict.fromkeys(samples)]
+        return trace_stages(flats, cuts, decompositions, optimizer)
+
+    def leaves(self, x: Any, y: Any) -> dict[str, Array]:
+        """The tensors of a batch by name ("x", "x.0", "x.mask", "y").
+
+        Raises `HetpipeError` if the batch is not built like the example batch.
+        """
+        return self._example.leaves(x, y)
+
+    def _flat(self, samples: int) -> Flat:
+        if samples not in self._flats:
+            program = export(self._model, self._loss_fn, self._example, samples)
+            flat = flatten(program, self._example.names, self.aliases, self.trainable, samples)
+            label(flat, self._model)
+            first = next(iter(self._flats.values()), flat)
+            if flat.layer_names != first.layer_names:
+                raise CaptureError(
+                    f"the model has {len(flat.layer_names)} layers for {samples} samples but "
+                    f"{len(first.layer_names)} for {first.samples}; its structure may not depend "
+                    "on the batch size"
+                )
+            self._flats[samples] = flat
+        return self._flats[samples]
+
+
+def capture(model: nn.Module, loss_fn: Callable[..., Any], example: tuple[Any, Any]) -> Captured:
+    """Capture `loss_fn(model(x), y)` from an example batch (x, y); see `Captured`."""
+    return Captured(model, loss_fn, example)
+
+
+def _on_cpu(model: nn.Module) -> nn.Module:
+    tensors = [*model.parameters(), *model.buffers()]
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return model
+    if any(tensor.device.type == "meta" for tensor in tensors):
+        raise CaptureError("the model is on the meta device; give its parameters values first")
+    return copy.deepcopy(model).cpu()
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    canonical = {id(p): name for name, p in [*model.named_parameters(), *model.named_buffers()]}
+    every = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    return {name: canonical[id(p)] for name, p in every if canonical[id(p)] != name}
+
+
+def _array(name: str, tensor: torch.Tensor) -> Array:
+    if tensor.dtype in (torch.bfloat16,) or tensor.is_complex() or tensor.layout != torch.strided:
+        raise CaptureError(
+            f"{name} is a {tensor.layout} tensor of {tensor.dtype}; convert it, for instance with "
+            "model.float()"
+        )
+    return np.array(tensor.detach().numpy(), order="C", copy=True)
+
+
+def _fingerprint(flat: Flat) -> str:
+    """A hash of operators, arguments, shapes and layers; values of parameters do not enter."""
+    index = {node: str(i) for i, node in enumerate(flat.graph.nodes)}
+    digest = hashlib.sha256()
+    for node in flat.graph.nodes:
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), index.__getitem__)
+        value = node.meta.get("val")
+        shape = (tuple(value.shape), str(value.dtype)) if isinstance(value, torch.Tensor) else ""
+        role = flat.inputs.get(node, "")
+        row = (node.op, str(node.target) if node.op == "call_function" else "", role)
+        digest.update(repr((row, args, kwargs, shape, flat.layer.get(node))).encode())
+    for name, value in sorted(flat.constants.items()):
+        digest.update(name.encode() + value.numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,144 @@
+"""The example batch: how it is called, named and resized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from hetpipe.errors import CaptureError, HetpipeError
+
+Array = np.ndarray[Any, Any]
+
+
+class Example:
+    """One batch (x, y) whose tensors are batch-first; its structure holds for every later batch.
+
+    A leaf is named by its place: "x", "x.0", "x.mask", "y". Anything that is not a tensor is part
+    of the structure.
+    """
+
+    def __init__(self, x: Any, y: Any) -> None:
+        self._x, self._y = x, y
+        self._leaves = {
+            name: torch.as_tensor(value).detach().cpu()
+            for name, value in _named(x, y).items()
+            if _is_tensor(value)
+        }
+        self.names = tuple(self._leaves)
+        if not self.names:
+            raise CaptureError("the example batch holds no tensor")
+        for name, leaf in self._leaves.items():
+            if leaf.ndim == 0:
+                raise CaptureError(
+                    f"{name} of the example batch is 0-d; every tensor of a batch has the samples "
+                    "as its first dimension"
+                )
+        self.samples = _samples({name: tuple(t.shape) for name, t in self._leaves.items()})
+
+    def tensors(self, samples: int) -> list[torch.Tensor]:
+        """The leaves, sliced or repeated to `samples` samples."""
+        if samples < 1:
+            raise CaptureError(f"a micro-batch needs at least 1 sample, not {samples}")
+        index = torch.arange(samples) % self.samples
+        return [leaf[index] for leaf in self._leaves.values()]
+
+    def rebuild(self, tensors: list[torch.Tensor]) -> tuple[Any, Any]:
+        """The batch (x, y) with the leaves replaced by `tensors`."""
+        values = dict(zip(self.names, tensors, strict=True))
+
+        def replace(name: str, value: Any) -> Any:
+            return values.get(name, value)
+
+        return _map(replace, "x", self._x), _map(replace, "y", self._y)
+
+    def leaves(self, x: Any, y: Any) -> dict[str, Array]:
+        """The tensors of a batch as row-major arrays, by name.
+
+        Raises `HetpipeError` if structure, shape behind the first dimension or dtype differ from
+        the example's, or if the leaves disagree on the number of samples.
+        """
+        found = _named(x, y)
+        expected = _named(self._x, self._y)
+        if found.keys() != expected.keys():
+            raise HetpipeError(
+                f"the batch holds {', '.join(found)}; the example batch held {', '.join(expected)}"
+            )
+        arrays = {name: self._array(name, found[name]) for name in self.names}
+        for name, value in expected.items():
+            if name not in arrays and value != found[name]:
+                raise HetpipeError(
+                    f"{name} is {found[name]!r}, but {value!r} in the example batch; a value that "
+                    "is not a tensor is fixed when the model is captured"
+                )
+        _samples({name: array.shape for name, array in arrays.items()})
+        return arrays
+
+    def _array(self, name: str, value: Any) -> Array:
+        if not _is_tensor(value):
+            raise HetpipeError(
+                f"{name} is a {type(value).__name__}; it was a tensor in the example batch"
+            )
+        array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
+        example = self._leaves[name]
+        dtype = str(example.dtype).removeprefix("torch.")
+        if array.shape[1:] != tuple(example.shape[1:]) or array.ndim == 0:
+            raise HetpipeError(
+                f"{name} has shape {array.shape}, the example batch's {tuple(example.shape)}; "
+                "only the first dimension may differ"
+            )
+        if str(array.dtype) != dtype:
+            raise HetpipeError(
+                f"{name} is {array.dtype}, but {dtype} in the example batch; convert it"
+            )
+        return np.ascontiguousarray(array)
+
+
+def call(model: Callable[..., Any], x: Any) -> Any:
+    """`model(x)`, `model(*x)` for a tuple or list, `model(**x)` for a dict."""
+    if isinstance(x, Mapping):
+        return model(**x)
+    if isinstance(x, (tuple, list)):
+        return model(*x)
+    return model(x)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, np.ndarray))
+
+
+def _named(x: Any, y: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    def note(name: str, value: Any) -> Any:
+        found[name] = value
+        return value
+
+    _map(note, "x", x)
+    _map(note, "y", y)
+    return found
+
+
+def _map(fn: Callable[[str, Any], Any], name: str, value: Any) -> Any:
+    """Replace every leaf by fn(its name, it)."""
+    if isinstance(value, Mapping):
+        return {key: _map(fn, f"{name}.{key}", item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        items = [_map(fn, f"{name}.{i}", item) for i, item in enumerate(value)]
+        if isinstance(value, list):
+            return items
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return fn(name, value)
+
+
+def _samples(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    sizes = {name: shape[0] for name, shape in shapes.items()}
+    if len(set(sizes.values())) != 1:
+        listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        raise HetpipeError(f"the tensors of a batch differ in their number of samples: {listed}")
+    size = next(iter(sizes.values()))
+    if size == 0:
+        raise HetpipeError("the batch has no samples")
+    return size

@@ -1,0 +1,132 @@
+"""From a module and a loss to one functional graph of ATen operators, gradients' rules intact."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+
+from hetpipe.capture.attention import attention
+from hetpipe.capture.example import Example, call
+from hetpipe.capture.refuse import check_modules, explain, refusing_lost_gradients
+from hetpipe.errors import CaptureError
+
+aten = torch.ops.aten
+_SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
+_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+_DECOMPOSITIONS = {aten.scaled_dot_product_attention.default: attention}
+
+
+class _WithLoss(nn.Module):
+    """Leaves of a batch -> the loss, or (sum, count)."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], example: Example) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self._example = example
+
+    def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, y = self._example.rebuild(list(leaves))
+        result = self.loss_fn(call(self.model, x), y)
+        if isinstance(result, tuple) and len(result) == 2:
+            return _scalar(result[0], "the loss's sum"), _scalar(result[1], "the loss's count")
+        return (_scalar(result, "the loss"),)
+
+
+def _scalar(value: Any, what: str) -> torch.Tensor:
+    if isinstance(value, (int, float)) and what == "the loss's count":
+        return torch.full((), float(value))
+    if not isinstance(value, torch.Tensor) or value.ndim != 0:
+        got = (
+            f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(type(value))
+        )
+        raise CaptureError(
+            f"{what} must be a 0-d tensor, but loss_fn returned {got}; return a mean over samples, "
+            "or (sum, count)"
+        )
+    return value.to(torch.float32)
+
+
+def export(
+    model: nn.Module, loss_fn: Callable[..., Any], example: Example, samples: int
+) -> ExportedProgram:
+    """Export `loss_fn(model(x), y)` in train mode for a batch of `samples`, functionalised.
+
+    The model is left as it was. Raises `CaptureError` that names the user's line.
+    """
+    check_modules(model)
+    modes = [(module, module.training) for module in model.modules()]
+    model.train()
+    try:
+        with warnings.catch_warnings(), torch.enable_grad(), refusing_lost_gradients():
+            warnings.simplefilter("ignore")  # torch's own deprecations; nothing here is the user's
+            wrapped = _WithLoss(model, loss_fn, example)
+            leaves = tuple(example.tensors(samples))
+            program = torch.export.export(wrapped, leaves, strict=False)
+            _inline_regions(program.graph_module)
+            return program.run_decompositions(_DECOMPOSITIONS)
+    except Exception as error:
+        raise explain(error) from error
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _inline_regions(module: fx.GraphModule) -> None:
+    """Inline no_grad regions, detaching what leaves them: decomposition would drop the region."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.target is _AUTOCAST:  # decomposition turns autocast into casts; keep the region
+            _inline_regions(_attribute(module, node.args[4].target))
+        if node.target is not _SET_GRAD:
+            continue
+        enabled, region, *inputs = node.args
+        inner = _attribute(module, region.target)
+        _inline_regions(inner)
+        with graph.inserting_before(node):
+            outputs = _copy_region(module, inner, inputs)
+            if not enabled:
+                outputs = [_detached(graph, output) for output in outputs]
+        for user in list(node.users):
+            if user.target is operator.getitem:
+                user.replace_all_uses_with(outputs[user.args[1]])
+                graph.erase_node(user)
+        graph.erase_node(node)
+        if not region.users:
+            graph.erase_node(region)
+    module.recompile()
+
+
+def _copy_region(module: fx.GraphModule, inner: fx.GraphModule, inputs: list[Any]) -> list[Any]:
+    placeholders = [node for node in inner.graph.nodes if node.op == "placeholder"]
+    env: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
+    for node in inner.graph.nodes:
+        if node.op == "get_attr":
+            name = f"{inner._get_name()}_{len(module._modules)}_{node.name}"
+            setattr(module, name, _attribute(inner, node.target))
+            env[node] = module.graph.get_attr(name)
+            env[node].meta.update(node.meta)
+        elif node.op == "call_function":
+            env[node] = module.graph.node_copy(node, env.__getitem__)
+    results = inner.graph.output_node().args[0]
+    return [env[item] if isinstance(item, fx.Node) else item for item in results]
+
+
+def _detached(graph: fx.Graph, value: Any) -> Any:
+    if not isinstance(value, fx.Node):
+        return value
+    node = graph.call_function(aten.detach.default, (value,))
+    node.meta.update(value.meta)
+    return node
+
+
+def _attribute(module: Any, path: str) -> Any:
+    for part in path.split("."):
+        module = getattr(module, part)
+    return module

@@ -1,0 +1,178 @@
+"""The whole model and its loss as one functional graph whose inputs have roles."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from hetpipe.capture.program import BUFFER, CONSTANT, COUNT, INPUT, LOSS, PARAM, RNG
+from hetpipe.capture.random import make_explicit
+from hetpipe.capture.slots import Key, simplify
+from hetpipe.errors import CaptureError
+
+
+@dataclass
+class Flat:
+    """A functional graph of `samples` samples.
+
+    `free` nodes depend on no sample, parameter, or buffer that changes: each stage that uses one
+    computes it itself. `layer` numbers every other call.
+    """
+
+    samples: int
+    graph: fx.Graph
+    inputs: dict[fx.Node, Key]
+    outputs: list[tuple[Key, fx.Node]]
+    constants: dict[str, torch.Tensor]
+    free: set[fx.Node] = field(default_factory=set)
+    differentiable: set[fx.Node] = field(default_factory=set)
+    layer: dict[fx.Node, int] = field(default_factory=dict)
+    layer_names: tuple[str, ...] = ()
+
+    @property
+    def updated_buffers(self) -> frozenset[str]:
+        """Names of the buffers that the forward changes."""
+        return frozenset(name for (role, name), _ in self.outputs if role == BUFFER)
+
+
+def flatten(
+    program: ExportedProgram,
+    leaves: tuple[str, ...],
+    aliases: dict[str, str],
+    trainable: frozenset[str],
+    samples: int,
+) -> Flat:
+    """Name inputs and outputs, make randomness explicit, find what is free or has a gradient.
+
+    `leaves` names the batch's tensors in order; `aliases` maps names of tied tensors.
+    """
+    graph = program.graph_module.graph
+    flat = Flat(samples, graph, {}, [], {})
+    _name_inputs(flat, program, leaves, aliases)
+    _name_outputs(flat, program, aliases)
+    rng = make_explicit(graph, samples)
+    if rng is not None:
+        flat.inputs[rng] = (RNG, "rng")
+    for node in graph.nodes:
+        if node.op == "get_attr" or isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise CaptureError(
+                f"the model uses {node.target}: control flow that depends on data is not "
+                "supported; use torch.where"
+            )
+    simplify(graph)
+    flat.outputs = [
+        (key, node)
+        for (key, _), node in zip(flat.outputs, graph.output_node().args[0], strict=True)
+    ]
+    flat.free = _free(flat)
+    flat.differentiable = _differentiable(flat, trainable)
+    if not any(key[0] == LOSS and node in flat.differentiable for key, node in flat.outputs):
+        raise CaptureError(
+            "no gradient of the loss reaches any trainable parameter; check requires_grad, detach "
+            "and no_grad in the model"
+        )
+    return flat
+
+
+def _model_name(target: str, aliases: dict[str, str]) -> str | None:
+    """The canonical name of a tensor of the model; None for a tensor of the loss."""
+    prefix, _, name = target.partition(".")
+    return aliases.get(name, name) if prefix == "model" else None
+
+
+def _name_inputs(
+    flat: Flat, program: ExportedProgram, leaves: tuple[str, ...], aliases: dict[str, str]
+) -> None:
+    placeholders = {node.name: node for node in flat.graph.nodes if node.op == "placeholder"}
+    remaining, first = iter(leaves), dict[Key, fx.Node]()
+    for spec in program.graph_signature.input_specs:
+        node, target = placeholders[spec.arg.name], spec.target or ""
+        name = _model_name(target, aliases)
+        if spec.kind is InputKind.USER_INPUT:
+            key = (INPUT, next(remaining))
+        elif spec.kind is InputKind.PARAMETER and name is not None:
+            key = (PARAM, name)
+        elif spec.kind is InputKind.BUFFER and name is not None:
+            key = (BUFFER, name)
+        else:  # lifted constants, and what the loss holds
+            key = (CONSTANT, target)
+            stored = program.constants if target in program.constants else program.state_dict
+            flat.constants[target] = stored[target].detach().cpu()
+        if key in first:
+            node.replace_all_uses_with(first[key])
+        else:
+            first[key] = node
+            flat.inputs[node] = key
+
+
+def _name_outputs(flat: Flat, program: ExportedProgram, aliases: dict[str, str]) -> None:
+    nodes = flat.graph.output_node().args[0]
+    user = iter((LOSS, COUNT))
+    for spec, node in zip(program.graph_signature.output_specs, nodes, strict=True):
+        if spec.kind is OutputKind.USER_OUTPUT and isinstance(node, fx.Node):
+            role = next(user)
+            flat.outputs.append(((role, role), node))
+        elif spec.kind is OutputKind.BUFFER_MUTATION:
+            name = _model_name(spec.target or "", aliases)
+            if name is None:
+                raise CaptureError(f"the loss changes its buffer {spec.target}; that is not kept")
+            flat.outputs.append(((BUFFER, name), node))
+        else:
+            raise CaptureError(
+                f"the model changes {spec.target or 'a result'} in place "
+                f"({spec.kind.name.lower()}); work on a copy"
+            )
+
+
+def _free(flat: Flat) -> set[fx.Node]:
+    updated = flat.updated_buffers
+    free: set[fx.Node] = set()
+    for node in flat.graph.nodes:
+        if node.op == "placeholder":
+            role, name = flat.inputs.get(node, (INPUT, ""))
+            if role == CONSTANT or (role == BUFFER and name not in updated):
+                free.add(node)
+        elif node.op == "call_function" and all(n in free for n in node.all_input_nodes):
+            free.add(node)
+    return free
+
+
+def _differentiable(flat: Flat, trainable: frozenset[str]) -> set[fx.Node]:
+    """The nodes whose value requires a gradient, found by running the graph without data."""
+    found: set[fx.Node] = set()
+    env: dict[fx.Node, object] = {}
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        for node in flat.graph.nodes:
+            if node.op == "output":
+                break
+            if node.op == "placeholder":
+                meta, key = node.meta["val"], flat.inputs.get(node)
+                wants = key is not None and key[0] == PARAM and key[1] in trainable
+                env[node] = torch.empty(meta.shape, dtype=meta.dtype, requires_grad=wants)
+            else:
+                args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+                env[node] = node.target(*args, **kwargs)
+            value = env[node]
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                found.add(node)
+    return found
+
+
+def owner(node: fx.Node) -> tuple[str, str]:
+    """The innermost module of a node: (a key per call of it, its path in the model)."""
+    stack = node.meta.get("nn_module_stack") or {}
+    for key, (path, _) in reversed(stack.items()):
+        if path == "model" or path.startswith("model."):
+            return key, path.removeprefix("model").removeprefix(".")
+    return "", ""
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """Whether the node picks one result of an operator with several."""
+    return node.target is operator.getitem

@@ -1,0 +1,206 @@
+"""A stage's forward and backward in one graph, by tracing autograd itself."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+
+from hetpipe.capture.program import CONSTANT, CUT, LOSS, TANGENT
+from hetpipe.capture.slots import Key, simplify
+from hetpipe.capture.split import Piece
+from hetpipe.errors import CaptureError
+
+Decompositions = Mapping[Any, Callable[..., Any]]
+aten = torch.ops.aten
+
+
+@dataclass
+class Joint:
+    """forward inputs and tangents -> forward outputs and gradients, in one graph."""
+
+    graph: fx.Graph
+    inputs: dict[fx.Node, Key]  # TANGENT keys included
+    outputs: list[tuple[Key, fx.Node]]
+    gradients: list[tuple[Key, fx.Node]]  # by the key of the input
+    constants: dict[str, torch.Tensor]
+
+
+def trace_joint(piece: Piece, wanted: frozenset[str], decompositions: Decompositions) -> Joint:
+    """Trace a piece on row-major inputs; `wanted` names the CUT outputs whose tangent will come."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nodes = [n for n in piece.module.graph.nodes if n.op == "placeholder"]
+        primals = [
+            _empty(node).requires_grad_(key in piece.differentiable)
+            for key, node in zip(piece.inputs, nodes, strict=True)
+        ]
+        results = piece.module.graph.output_node().args[0]
+        tangent_of = [
+            index
+            for index, (role, name) in enumerate(piece.outputs)
+            if role == LOSS or (role == CUT and name in wanted)
+        ]
+        tangent_of = tangent_of if piece.differentiable else []
+        tangents = [_empty(results[index]) for index in tangent_of]  # type: ignore[index,arg-type,union-attr]
+        step = _Step(piece, tangent_of)
+        module = make_fx(step, decomposition_table=dict(decompositions))(*primals, *tangents)
+        if any(_is_mutable(node) for node in module.graph.nodes):
+            module = _functional(module, [*primals, *tangents], decompositions, mode)
+    return _joint(piece, module, step, tangent_of)
+
+
+def _empty(node: fx.Node) -> torch.Tensor:
+    value = node.meta["val"]
+    return torch.empty(value.shape, dtype=value.dtype)
+
+
+class _Step:
+    """The function that is traced. Remembers which inputs got a gradient."""
+
+    def __init__(self, piece: Piece, tangent_of: list[int]) -> None:
+        self._piece, self._tangent_of = piece, tangent_of
+        self._wrt = [i for i, key in enumerate(piece.inputs) if key in piece.differentiable]
+        self.received: list[int] = []
+
+    def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
+        count = len(self._piece.inputs)
+        primals, tangents = values[:count], values[count:]
+        labels = _Labels()
+        with torch.enable_grad():
+            outputs = _Labelled(self._piece.module, labels).run(*primals)
+        gradients: tuple[torch.Tensor | None, ...] = ()
+        sources = [(i, t) for i, t in zip(self._tangent_of, tangents, strict=True)]
+        sources = [(i, t) for i, t in sources if outputs[i].requires_grad]
+        if sources and self._wrt:
+            gradients = torch.autograd.grad(
+                [outputs[i] for i, _ in sources],
+                [primals[i] for i in self._wrt],
+                [tangent for _, tangent in sources],
+                allow_unused=True,
+            )
+        labels.flush()
+        found = [(i, g) for i, g in zip(self._wrt, gradients, strict=False) if g is not None]
+        self.received = [i for i, _ in found]
+        return [output.detach() for output in outputs] + [gradient for _, gradient in found]
+
+
+class _Labels:
+    """Gives the nodes that a trace has added since the last switch the current layer."""
+
+    def __init__(self) -> None:
+        mode = get_proxy_mode()
+        assert mode is not None
+        self._graph: fx.Graph = mode.tracer.graph  # type: ignore[attr-defined]
+        self._last = next(iter(reversed(self._graph.nodes)))
+        self._layer: str | None = None
+
+    def flush(self) -> None:
+        """Label what is new."""
+        newest = next(iter(reversed(self._graph.nodes)))
+        while self._last is not newest:
+            self._last = self._last.next
+            if self._layer is not None:
+                self._last.meta["layer"] = self._layer
+
+    def switch(self, layer: str | None) -> None:
+        """What is added from now on belongs to `layer`."""
+        self.flush()
+        self._layer = layer
+
+
+class _Labelled(fx.Interpreter):
+    """Runs a graph under a trace; its nodes' layers go to what is traced, backward included."""
+
+    def __init__(self, module: fx.GraphModule, labels: _Labels) -> None:
+        super().__init__(module)
+        self._labels = labels
+        self._seen: set[Any] = set()
+
+    def run_node(self, n: fx.Node) -> Any:
+        layer = n.meta.get("layer")
+        self._labels.switch(layer)
+        result = super().run_node(n)
+        if n.op == "call_function":
+            self._watch(result, layer)
+        return result
+
+    def _watch(self, result: Any, layer: str | None) -> None:
+        """Hook the autograd nodes that the call made: when one runs, its layer is the current."""
+        items = result if isinstance(result, (tuple, list)) else (result,)
+        stack = [r.grad_fn for r in items if isinstance(r, torch.Tensor) and r.grad_fn is not None]
+        while stack:
+            grad_fn = stack.pop()
+            if grad_fn is None or grad_fn in self._seen:
+                continue
+            self._seen.add(grad_fn)
+            grad_fn.register_prehook(lambda _: self._labels.switch(layer))
+            stack += [parent for parent, _ in grad_fn.next_functions]
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _functional(
+    module: fx.GraphModule,
+    values: list[torch.Tensor],
+    decompositions: Decompositions,
+    mode: FakeTensorMode,
+) -> fx.GraphModule:
+    """Trace again without mutation: autograd's formulas hold in-place operators."""
+
+    def run(*inputs: torch.Tensor) -> Any:
+        return _Labelled(module, _Labels()).run(*inputs)
+
+    with mode, torch.no_grad():
+        functional = torch.func.functionalize(run, remove="mutations")
+        detached = [value.detach() for value in values]
+        return make_fx(functional, decomposition_table=dict(decompositions))(*detached)
+
+
+def _joint(piece: Piece, module: fx.GraphModule, step: _Step, tangent_of: list[int]) -> Joint:
+    simplify(module.graph)
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    tangents = [(TANGENT, piece.outputs[index][1]) for index in tangent_of]
+    inputs = dict(zip(placeholders, [*piece.inputs, *tangents], strict=True))
+    constants = _lift_constants(piece, module, inputs)
+    results = list(module.graph.output_node().args[0])  # type: ignore[arg-type]
+    count = len(piece.outputs)
+    gradients = [piece.inputs[index] for index in step.received]
+    return Joint(
+        module.graph,
+        inputs,
+        list(zip(piece.outputs, results[:count], strict=True)),  # type: ignore[arg-type]
+        list(zip(gradients, results[count:], strict=True)),  # type: ignore[arg-type]
+        constants,
+    )
+
+
+def _lift_constants(
+    piece: Piece, module: fx.GraphModule, inputs: dict[fx.Node, Key]
+) -> dict[str, torch.Tensor]:
+    """Tensors that the trace itself made become CONSTANT inputs."""
+    constants: dict[str, torch.Tensor] = {}
+    for node in [node for node in module.graph.nodes if node.op == "get_attr"]:
+        value = getattr(module, str(node.target))
+        if type(value) is not torch.Tensor:
+            raise CaptureError(
+                f"stage {piece.stage} makes a tensor ({node.name}) whose value is not known when "
+                "the model is captured; register it as a buffer"
+            )
+        name = f"stage{piece.stage}.{node.name}"
+        constants[name] = value
+        with module.graph.inserting_before(next(iter(module.graph.nodes))):
+            lifted = module.graph.placeholder(node.name)
+        lifted.meta["val"] = value
+        inputs[lifted] = (CONSTANT, name)
+        node.replace_all_uses_with(lifted)
+        module.graph.erase_node(node)
+    return constants

@@ -1,0 +1,126 @@
+"""Which layer every call of a flat graph belongs to."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import fx, nn
+
+from hetpipe.capture.flat import Flat, is_getitem, owner
+from hetpipe.capture.layers import Layer, LayerGraph
+from hetpipe.capture.program import BUFFER, PARAM
+from hetpipe.capture.slots import is_tensor, node_nbytes, reachable
+from hetpipe.sdk.graph import operator_name
+
+
+def label(flat: Flat, model: nn.Module) -> None:
+    """Fill `flat.layer` and `flat.layer_names`.
+
+    A layer starts at a module that owns a parameter of two or more dimensions: at any of its nodes
+    if it is a leaf, else at one that reads such a parameter. All else joins the layer before.
+    """
+    modules = dict(model.named_modules())
+    matrices = {
+        name: {id(p) for p in module.parameters(recurse=False) if p.ndim >= 2}
+        for name, module in modules.items()
+    }
+    by_name = dict(model.named_parameters())
+    starts: list[str] = []
+    current, index = "", -1
+    for node in _calls(flat):
+        if is_getitem(node):
+            flat.layer[node] = flat.layer[node.all_input_nodes[0]]
+            continue
+        call, path = owner(node)
+        if call != current and matrices.get(path):
+            read = {id(by_name[name]) for name in _parameters(flat, [node])}
+            if not any(modules[path].children()) or read & matrices[path]:
+                starts.append(path)
+                current, index = call, len(starts) - 1
+        flat.layer[node] = max(index, 0)
+    flat.layer_names = _numbered(starts or [type(model).__name__])
+    _merge_shared_buffers(flat)
+
+
+def _calls(flat: Flat) -> list[fx.Node]:
+    return [n for n in flat.graph.nodes if n.op == "call_function" and n not in flat.free]
+
+
+def _parameters(flat: Flat, nodes: list[fx.Node]) -> list[str]:
+    """The parameters that the nodes read directly, in order."""
+    keys = (flat.inputs.get(a, ("", "")) for n in nodes for a in n.all_input_nodes)
+    return list(dict.fromkeys(name for role, name in keys if role == PARAM))
+
+
+def _numbered(paths: list[str]) -> tuple[str, ...]:
+    seen: Counter[str] = Counter()
+    names = []
+    for path in paths:
+        seen[path] += 1
+        name = path or "model"
+        names.append(name if seen[path] == 1 else f"{name}#{seen[path]}")
+    return tuple(names)
+
+
+def _merge_shared_buffers(flat: Flat) -> None:
+    """One layer for all that touches an updated buffer: no stage may read another's old value."""
+    last = len(flat.layer_names) - 1
+    joined = [False] * (last + 1)  # layer i is joined with the one before
+    for node, (role, name) in flat.inputs.items():
+        if role != BUFFER or name not in flat.updated_buffers:
+            continue
+        made = [out for key, out in flat.outputs if key == (BUFFER, name)]
+        touched = {flat.layer[n] for n in (*node.users, *made) if n in flat.layer}
+        for index in range(min(touched, default=0) + 1, max(touched, default=0) + 1):
+            joined[index] = True
+    number, index = [], -1
+    for is_joined in joined:
+        index += not is_joined
+        number.append(index)
+    flat.layer = {node: number[layer] for node, layer in flat.layer.items()}
+    flat.layer_names = tuple(n for n, j in zip(flat.layer_names, joined, strict=True) if not j)
+
+
+def layer_graph(flat: Flat) -> LayerGraph:
+    """The planner's view of a labelled graph."""
+    count = len(flat.layer_names)
+    nodes: list[list[fx.Node]] = [[] for _ in range(count)]
+    for node, index in flat.layer.items():
+        nodes[index].append(node)
+    return LayerGraph(
+        flat.samples,
+        tuple(_layer(flat, index, nodes[index]) for index in range(count)),
+        _cut_nbytes(flat, count),
+    )
+
+
+def _layer(flat: Flat, index: int, nodes: list[fx.Node]) -> Layer:
+    read = reachable(nodes, flat.layer.keys() - set(nodes))
+    parameters = {
+        flat.inputs[n][1]: node_nbytes(n)
+        for n in flat.graph.nodes
+        if n in read and flat.inputs.get(n, ("", ""))[0] == PARAM
+    }
+    operators = dict.fromkeys(operator_name(n) for n in nodes if not is_getitem(n))
+    return Layer(
+        index,
+        flat.layer_names[index],
+        tuple(operators),
+        tuple(parameters),
+        sum(parameters.values()),
+    )
+
+
+def _cut_nbytes(flat: Flat, count: int) -> tuple[int, ...]:
+    """A prefix sum: every tensor adds its bytes at its layer, takes them away at its last use."""
+    change = [0] * (count + 1)
+    for node, made in flat.layer.items():
+        if is_tensor(node):
+            last = max((flat.layer.get(user, made) for user in node.users), default=made)
+            change[made] += node_nbytes(node)
+            change[last] -= node_nbytes(node)
+    total, sums = 0, []
+    for delta in change[: count - 1]:
+        total += delta
+        sums.append(total)
+    return tuple(sums)

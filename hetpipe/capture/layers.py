@@ -1,0 +1,32 @@
+"""What the planner sees of a model: layers, and the bytes that cross between them. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A unit that the planner does not cut: a leaf module's operators and what follows them."""
+
+    index: int
+    name: str  # path of the module in the model; a second call of the module adds "#2"
+    operators: tuple[str, ...]  # distinct, in order of first use, before decomposition
+    parameters: tuple[str, ...]  # that it reads, canonical names
+    params_nbytes: int
+
+
+@dataclass(frozen=True)
+class LayerGraph:
+    """The layers of a model for micro-batches of `samples`.
+
+    `cut_nbytes[i]` is what crosses forwards if the model is cut behind layer i: every tensor made
+    up to there that is read later, so skips and relays are included.
+    """
+
+    samples: int
+    layers: tuple[Layer, ...]
+    cut_nbytes: tuple[int, ...]  # one fewer than layers
+
+    def __len__(self) -> int:
+        return len(self.layers)

@@ -1,0 +1,177 @@
+"""Random operators of a graph become `hetpipe` ones with an explicit counter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import hetpipe.sdk.operators  # noqa: F401 - registers the operators
+from hetpipe.errors import CaptureError
+
+aten = torch.ops.aten
+own = torch.ops.hetpipe
+
+
+class _Site:
+    """One random call of the graph: emits what replaces it."""
+
+    def __init__(self, node: fx.Node, rng: fx.Node, site: int, samples: int) -> None:
+        self.node, self._rng, self._site, self._samples = node, rng, site, samples
+        self._graph = node.graph
+
+    def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Append a call; its meta is that of the replaced node, its value its own."""
+        node = self._graph.call_function(target, args, kwargs)
+        fakes, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with _fake_mode(self._graph):
+            value = target(*fakes, **fake_kwargs)
+        node.meta.update(self.node.meta, val=value)
+        return node
+
+    def mask(self, size: Sequence[int], keep: float) -> fx.Node:
+        dim = self._batch_dim(size)
+        return self.emit(
+            own.keep_mask.default, self._rng, self._site, list(size), keep, dim, self._samples
+        )
+
+    def uniform(self, size: Sequence[int], dtype: torch.dtype) -> fx.Node:
+        dim = self._batch_dim(size)
+        drawn = self.emit(
+            own.uniform.default, self._rng, self._site, list(size), dim, self._samples
+        )
+        return self.cast(drawn, dtype)
+
+    def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return self.emit(aten._to_copy.default, node, dtype=dtype)
+
+    def normal(self, size: Sequence[int], dtype: torch.dtype) -> fx.Node:
+        """Box-Muller on pairs of a last dimension."""
+        pair = self.uniform([*size, 2], dtype)
+        radius = self.emit(aten.select.int, pair, -1, 0)
+        angle = self.emit(aten.mul.Tensor, self.emit(aten.select.int, pair, -1, 1), 2 * math.pi)
+        log = self.emit(aten.log1p.default, self.emit(aten.neg.default, radius))
+        radius = self.emit(aten.sqrt.default, self.emit(aten.mul.Tensor, log, -2.0))
+        return self.emit(aten.mul.Tensor, radius, self.emit(aten.cos.default, angle))
+
+    def _batch_dim(self, size: Sequence[int]) -> int:
+        for dim, extent in enumerate(size):
+            if extent % self._samples == 0 and extent > 0:
+                return dim
+        raise CaptureError(
+            f"{self.node.target} draws shape {tuple(size)}, of which no dimension is a multiple of "
+            f"the {self._samples} samples; draw one number per sample"
+        )
+
+
+def make_explicit(graph: fx.Graph, samples: int) -> fx.Node | None:
+    """Replace every random operator; the new placeholder of the counter, or None if there is none.
+
+    Raises `CaptureError` for a random operator that has no replacement.
+    """
+    found = [node for node in graph.nodes if _is_random(node)]
+    if not found:
+        return None
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        rng = graph.placeholder("rng")
+    with _fake_mode(graph):
+        rng.meta["val"] = torch.empty(3, dtype=torch.int64)
+    for index, node in enumerate(found):
+        if node.target not in _REPLACEMENTS:
+            raise CaptureError(
+                f"{node.target} is random and has no reproducible form here; use dropout, "
+                "bernoulli, rand or randn, or pass the numbers in with the batch"
+            )
+        with graph.inserting_before(node):
+            _REPLACEMENTS[node.target](_Site(node, rng, index, samples))
+        graph.erase_node(node)
+    return rng
+
+
+def _is_random(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    if node.target in _DROPOUT_ARGUMENT:  # tagged because of an argument that may be zero
+        place, name = _DROPOUT_ARGUMENT[node.target]
+        return bool(node.args[place] if len(node.args) > place else node.kwargs.get(name, 0))
+    return True
+
+
+_DROPOUT_ARGUMENT = {
+    aten.lstm.input: (5, "dropout"),
+    aten.gru.input: (5, "dropout"),
+    aten.rnn_tanh.input: (5, "dropout"),
+    aten.rnn_relu.input: (5, "dropout"),
+}
+
+
+def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
+    values = (node.meta.get("val") for node in graph.nodes)
+    mode: FakeTensorMode = next(v.fake_mode for v in values if isinstance(v, torch.Tensor))
+    return mode
+
+
+def _dropout(site: _Site) -> None:
+    x, p, train = site.node.args
+    value, _ = site.node.meta["val"]
+    kept: Any = x
+    mask: Any = None
+    if train is not False and p > 0:
+        mask = site.mask(value.shape, 1.0 - p)
+        scale = 1.0 / (1.0 - p) if p < 1 else 0.0
+        factor = site.emit(aten.mul.Tensor, site.cast(mask, value.dtype), scale)
+        kept = site.emit(aten.mul.Tensor, x, factor)
+    for user in list(site.node.users):
+        user.replace_all_uses_with((kept, mask)[user.args[1]])
+        site.node.graph.erase_node(user)
+
+
+def _value(make: Callable[[_Site, torch.Tensor], fx.Node]) -> Callable[[_Site], None]:
+    def replace(site: _Site) -> None:
+        site.node.replace_all_uses_with(make(site, site.node.meta["val"]))
+
+    return replace
+
+
+def _bernoulli_p(site: _Site, value: torch.Tensor) -> fx.Node:
+    probability = site.node.args[1] if len(site.node.args) > 1 else site.node.kwargs["p"]
+    return site.cast(site.mask(value.shape, float(probability)), value.dtype)  # type: ignore[arg-type]
+
+
+def _bernoulli(site: _Site, value: torch.Tensor) -> fx.Node:
+    drawn = site.uniform(value.shape, value.dtype)
+    return site.cast(site.emit(aten.lt.Tensor, drawn, site.node.args[0]), value.dtype)
+
+
+def _uniform(site: _Site, value: torch.Tensor) -> fx.Node:
+    low, high = (*site.node.args[1:], *(0.0, 1.0)[len(site.node.args) - 1 :])
+    drawn = site.uniform(value.shape, value.dtype)
+    return site.emit(aten.add.Tensor, site.emit(aten.mul.Tensor, drawn, high - low), low)  # type: ignore[operator]
+
+
+def _normal(site: _Site, value: torch.Tensor) -> fx.Node:
+    mean, std = (*site.node.args[1:], *(0.0, 1.0)[len(site.node.args) - 1 :])
+    drawn = site.normal(value.shape, value.dtype)
+    return site.emit(aten.add.Tensor, site.emit(aten.mul.Tensor, drawn, std), mean)
+
+
+_rand = _value(lambda site, value: site.uniform(value.shape, value.dtype))
+_randn = _value(lambda site, value: site.normal(value.shape, value.dtype))
+_REPLACEMENTS: dict[Any, Callable[[_Site], None]] = {
+    aten.native_dropout.default: _dropout,
+    aten.bernoulli.p: _value(_bernoulli_p),
+    aten.bernoulli.default: _value(_bernoulli),
+    aten.rand.default: _rand,
+    aten.rand_like.default: _rand,
+    aten.randn.default: _randn,
+    aten.randn_like.default: _randn,
+    aten.uniform.default: _value(_uniform),
+    aten.normal_functional.default: _value(_normal),
+}

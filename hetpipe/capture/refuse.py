@@ -1,0 +1,112 @@
+"""What capture refuses, because torch.export loses it silently or cannot express it."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hetpipe.errors import CaptureError
+
+_TORCH = str(Path(torch.__file__).parent)
+_HERE = str(Path(__file__).parent)
+_STDLIB = sysconfig.get_path("stdlib")
+
+
+def check_modules(model: nn.Module) -> None:
+    """Raise `CaptureError` for modules whose training export would silently change."""
+    for name, module in model.named_modules():
+        where = f"{name or 'the model'} ({type(module).__name__})"
+        if (
+            isinstance(module, _BatchNorm)
+            and module.momentum is None
+            and module.running_mean is not None
+        ):
+            raise CaptureError(
+                f"{where} has momentum=None, a cumulative average whose factor depends on data; "
+                "give it a number, for instance momentum=0.1"
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise CaptureError(f"{where} has sparse=True; sparse gradients are lost, use False")
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise CaptureError(f"{where} has a backward hook, which would be lost; remove it")
+    for name, parameter in model.named_parameters():
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if parameter._backward_hooks or hooks:
+            raise CaptureError(
+                f"parameter {name} has a gradient hook, which would be lost; remove it"
+            )
+
+
+@contextmanager
+def refusing_lost_gradients() -> Iterator[None]:
+    """Inside, what export would drop from the backward raises `CaptureError` instead."""
+    function, tensor = torch.autograd.Function, torch.Tensor
+    apply, register_hook = function.__dict__["apply"], tensor.register_hook
+
+    def refuse_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.startswith("torch._"):  # torch's own plumbing of custom operators
+            return apply.__get__(None, cls)(*args, **kwargs)
+        raise CaptureError(
+            f"{cls.__qualname__} is a torch.autograd.Function, whose backward export loses; write "
+            "it with torch.library.custom_op and register_autograd"
+        )
+
+    def refuse_hook(self: torch.Tensor, hook: Any) -> Any:
+        raise CaptureError("Tensor.register_hook is lost by export; remove the hook")
+
+    function.apply = classmethod(refuse_apply)  # type: ignore[assignment]  # restored below
+    tensor.register_hook = refuse_hook  # type: ignore[method-assign,assignment]  # restored below
+    try:
+        yield
+    finally:
+        function.apply = apply
+        tensor.register_hook = register_hook  # type: ignore[method-assign]
+
+
+def explain(error: Exception) -> CaptureError:
+    """The error of a failed export as one sentence that names the user's line."""
+    frame = _user_frame(error)
+    where = f" at {frame.filename}:{frame.lineno} ({frame.line})" if frame else ""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    text = first.removesuffix(".") if first else type(error).__name__
+    if isinstance(error, CaptureError):
+        return CaptureError(f"{text}{where}")
+    return CaptureError(f"the model cannot be exported{where}: {text}{_advice(error)}")
+
+
+def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """The deepest frame that is neither torch's nor ours, in the error or what caused it."""
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    for link in chain:
+        frames = [f for f in traceback.extract_tb(link.__traceback__) if _is_users(f.filename)]
+        if frames:
+            return frames[-1]
+    return None
+
+
+def _is_users(filename: str) -> bool:
+    if filename.startswith((_TORCH, _HERE, "<")):
+        return False
+    return "site-packages" in filename or not filename.startswith(_STDLIB)
+
+
+def _advice(error: Exception) -> str:
+    text = f"{type(error).__name__} {error}"
+    if "GuardOnDataDependent" in text or "data-dependent" in text:
+        return (
+            "; control flow may not depend on a tensor's values: use torch.where, or decide "
+            "outside of the model"
+        )
+    return ""

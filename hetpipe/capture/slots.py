@@ -1,0 +1,126 @@
+"""Programs are cut out of larger graphs here: extraction, simplification, slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from hetpipe.capture.program import Program, Slot
+from hetpipe.sdk.graph import canonical, dtype_name
+
+aten = torch.ops.aten
+Key = tuple[str, str]
+"""(role, name) of a slot."""
+
+_IDENTITIES = frozenset(
+    {
+        aten.detach.default,
+        aten.alias.default,
+        aten.clone.default,  # values have no layout here
+        aten.lift_fresh_copy.default,
+        aten.lift_fresh.default,
+    }
+)
+_IDENTITIES_IF_SAME = frozenset(
+    {
+        aten._to_copy.default,
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.expand.default,
+    }
+)
+_ASSERTIONS = frozenset(
+    {
+        aten._assert_tensor_metadata.default,
+        aten._assert_async.msg,
+        aten._assert_scalar.default,
+        aten.sym_constrain_range_for_size.default,
+    }
+)
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether the node's value is one tensor."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def node_nbytes(node: fx.Node) -> int:
+    """Bytes of a tensor node."""
+    value = node.meta["val"]
+    return int(value.numel()) * int(value.element_size())
+
+
+def simplify(graph: fx.Graph) -> None:
+    """Drop assertions, operators that are the identity on values, and dead code."""
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in _ASSERTIONS:
+            graph.erase_node(node)
+        elif node.target in _IDENTITIES or (
+            node.target in _IDENTITIES_IF_SAME and _same(node, node.args[0])
+        ):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+def _same(node: fx.Node, source: Any) -> bool:
+    a, b = node.meta["val"], source.meta["val"]
+    return bool(a.dtype == b.dtype and a.shape == b.shape)
+
+
+def reachable(outputs: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes that `outputs` are computed from, down to `inputs` (included if reached)."""
+    stop, found, stack = set(inputs), set[fx.Node](), list(outputs)
+    while stack:
+        node = stack.pop()
+        if node in found:
+            continue
+        found.add(node)
+        if node not in stop:
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def extract(
+    source: fx.Graph, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
+) -> fx.GraphModule:
+    """A graph that computes `outputs` from `inputs` (any nodes of `source`), metas kept."""
+    needed = reachable(outputs, inputs)
+    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in inputs:
+        env[node] = graph.placeholder(node.name)
+        env[node].meta = dict(node.meta)
+    for node in source.nodes:
+        if node in needed and node not in env:
+            if node.op == "placeholder":
+                raise AssertionError(f"{node} is needed but is not an input")
+            env[node] = graph.node_copy(node, env.__getitem__)
+    graph.output(tuple(env[node] for node in outputs))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def make_program(
+    source: fx.Graph,
+    inputs: Sequence[tuple[Key, fx.Node]],
+    outputs: Sequence[tuple[Key, fx.Node]],
+) -> Program:
+    """The program that computes `outputs` from those `inputs` that they need."""
+    needed = reachable([node for _, node in outputs], [node for _, node in inputs])
+    used = [(key, node) for key, node in inputs if node in needed]
+    module = extract(source, [node for _, node in used], [node for _, node in outputs])
+    return Program(
+        canonical(module),
+        tuple(_slot(key, node) for key, node in used),
+        tuple(_slot(key, node) for key, node in outputs),
+    )
+
+
+def _slot(key: Key, node: fx.Node) -> Slot:
+    value = node.meta["val"]
+    return Slot(key[0], key[1], tuple(int(n) for n in value.shape), dtype_name(value.dtype))

@@ -1,0 +1,58 @@
+"""Cut a flat graph into pieces, one per stage, that only neighbours exchange tensors between."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from hetpipe.capture.flat import Flat
+from hetpipe.capture.program import CUT
+from hetpipe.capture.slots import Key, extract, is_tensor, reachable
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stage's part of the model. Inputs and outputs are in the order of the graph's own.
+
+    A tensor that skips this stage is both a CUT input and a CUT output of the same name.
+    """
+
+    stage: int
+    module: fx.GraphModule
+    inputs: tuple[Key, ...]
+    outputs: tuple[Key, ...]
+    differentiable: frozenset[Key]  # inputs whose gradient is wanted
+
+
+def split(flat: Flat, cuts: Sequence[int]) -> list[Piece]:
+    """Pieces of the stages that begin at the layers 0 and `cuts`."""
+    stage = {node: bisect_right(cuts, layer) for node, layer in flat.layer.items()}
+    last_use = {node: max((stage.get(u, s) for u in node.users), default=s)
+                for node, s in stage.items()}  # fmt: skip
+    names = dict(enumerate(flat.layer_names))
+    for node, layer in flat.layer.items():
+        node.meta["layer"] = names[layer]
+    return [_piece(flat, index, stage, last_use) for index in range(len(cuts) + 1)]
+
+
+def _piece(
+    flat: Flat, index: int, stage: dict[fx.Node, int], last_use: dict[fx.Node, int]
+) -> Piece:
+    crossing = [node for node in stage if is_tensor(node) and last_use[node] > stage[node]]
+    arriving = [node for node in crossing if stage[node] < index <= last_use[node]]
+    leaving = [node for node in crossing if stage[node] <= index < last_use[node]]
+    outputs: list[tuple[Key, fx.Node]] = [((CUT, node.name), node) for node in leaving]
+    outputs += [(key, node) for key, node in flat.outputs if stage.get(node, 0) == index]
+    needed = reachable([node for _, node in outputs], arriving)
+    inputs = [(key, node) for node, key in flat.inputs.items() if node in needed]
+    inputs += [((CUT, node.name), node) for node in arriving]
+    return Piece(
+        index,
+        extract(flat.graph, [node for _, node in inputs], [node for _, node in outputs]),
+        tuple(key for key, _ in inputs),
+        tuple(key for key, _ in outputs),
+        frozenset(key for key, node in inputs if node in flat.differentiable),
+    )

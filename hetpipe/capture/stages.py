@@ -1,0 +1,110 @@
+"""Trace the pieces of a model, last stage first, into the graphs of every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hetpipe.capture.flat import Flat
+from hetpipe.capture.joint import Decompositions, Joint, trace_joint
+from hetpipe.capture.partition import partition
+from hetpipe.capture.program import CONSTANT, CUT, GRAD, PassPrograms, Program, StageGraphs
+from hetpipe.capture.split import split
+from hetpipe.capture.update import trace_update
+from hetpipe.optim.rule import Optimizer
+
+
+def trace_stages(
+    flats: Sequence[Flat],
+    cuts: Sequence[int],
+    decompositions: Sequence[Decompositions],
+    optimizer: Optimizer | None,
+) -> list[StageGraphs]:
+    """The graphs of all stages; `flats` is the same model at each micro-batch size."""
+    stages = len(decompositions)
+    passes: list[dict[int, PassPrograms]] = [{} for _ in range(stages)]
+    constants: list[dict[str, Any]] = [{} for _ in range(stages)]
+    for flat in flats:
+        wanted: frozenset[str] = frozenset()
+        for piece in reversed(split(flat, cuts)):
+            joint = trace_joint(piece, wanted, decompositions[piece.stage])
+            wanted = frozenset(name for (role, name), _ in joint.gradients if role == CUT)
+            programs = partition(joint, flat.samples)
+            passes[piece.stage][flat.samples] = programs
+            constants[piece.stage].update(_constants(flat, joint, programs))
+    graphs = [StageGraphs(n, passes[n], None, constants[n]) for n in range(stages)]
+    tied = _tied(graphs)
+    return [
+        StageGraphs(
+            n,
+            passes[n],
+            None if optimizer is None else _update(optimizer, graphs, n, decompositions[n]),
+            constants[n],
+            tuple(entry for entry in tied if n in (entry[1], *entry[2])),
+        )
+        for n in range(stages)
+    ]
+
+
+def _constants(flat: Flat, joint: Joint, programs: PassPrograms) -> dict[str, Any]:
+    values = {**flat.constants, **joint.constants}
+    names = {
+        slot.name
+        for program in _programs(programs)
+        for slot in program.inputs
+        if slot.role == CONSTANT
+    }
+    return {name: values[name].contiguous().numpy() for name in sorted(names)}
+
+
+def _programs(passes: PassPrograms) -> list[Program]:
+    return [p for p in (passes.forward, passes.backward) if p is not None]
+
+
+def _with_gradient(stage: StageGraphs) -> dict[str, torch.Tensor]:
+    """The parameters that the stage computes a gradient for, as shapes."""
+    return {
+        slot.name: torch.empty(slot.shape, dtype=getattr(torch, slot.dtype), device="meta")
+        for passes in stage.passes.values()
+        for slot in (passes.backward.outputs if passes.backward is not None else ())
+        if slot.role == GRAD
+    }
+
+
+def _readers(graphs: Sequence[StageGraphs]) -> dict[str, list[int]]:
+    """Which stages read each parameter that some stage has a gradient for."""
+    trained = {name for stage in graphs for name in _with_gradient(stage)}
+    readers: dict[str, list[int]] = {}
+    for stage in graphs:
+        for name in stage.parameters:
+            if name in trained:
+                readers.setdefault(name, []).append(stage.stage)
+    return readers
+
+
+def _tied(graphs: Sequence[StageGraphs]) -> tuple[tuple[str, int, tuple[int, ...]], ...]:
+    return tuple(
+        (name, stages[0], tuple(stages[1:]))
+        for name, stages in _readers(graphs).items()
+        if len(stages) > 1
+    )
+
+
+def _update(
+    optimizer: Optimizer,
+    graphs: Sequence[StageGraphs],
+    index: int,
+    decompositions: Decompositions,
+) -> Program | None:
+    readers = _readers(graphs)
+    owned = {name for name, stages in readers.items() if stages[0] == index}
+    shapes = {name: shape for stage in graphs for name, shape in _with_gradient(stage).items()}
+    own_gradients = _with_gradient(graphs[index])
+    return trace_update(
+        optimizer,
+        {name: shapes[name] for name in graphs[index].parameters if name in owned},
+        {name: shape for name, shape in own_gradients.items() if name not in owned},
+        decompositions,
+    )

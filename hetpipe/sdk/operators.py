@@ -1,0 +1,88 @@
+"""hetpipe's own operators: random numbers that depend on the sample, not on the plan.
+
+Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11). The key is the
+seed. Move the batch dimension of the result to the front and view it as [samples, E]: element e of
+sample s is word e % 4 of the block with counter (e // 4, first_sample + s, site, step). So every
+plan, number of micro-batches, replica and device draws the same numbers, and so does a recompute.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_MASK = 0xFFFFFFFF
+_ROUNDS = 10
+
+
+def philox(
+    counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    key: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """Philox 4x32-10 on int64 tensors that hold 32-bit words; adds a last dimension of 4 words."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        high0, low0 = _multiply(_MULTIPLIERS[0], c0)
+        high1, low1 = _multiply(_MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return torch.stack(torch.broadcast_tensors(c0, c1, c2, c3), dim=-1)
+
+
+def _multiply(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """High and low word of a 32 x 32 bit product, in halves: int64 cannot hold all 64 bits."""
+    low, high = a * (b & 0xFFFF), a * (b >> 16)
+    middle = low + ((high & 0xFFFF) << 16)
+    return ((high >> 16) + (middle >> 32)) & _MASK, middle & _MASK
+
+
+def _draw(
+    rng: torch.Tensor, site: int, size: list[int], batch_dim: int, samples: int
+) -> torch.Tensor:
+    """Uniform float32 in [0, 1), multiples of 2^-24."""
+    seed, step, first_sample = rng.unbind()
+    moved = [size[batch_dim], *size[:batch_dim], *size[batch_dim + 1 :]]
+    elements = math.prod(moved) // samples
+    block = torch.arange((elements + 3) // 4, device=rng.device)
+    sample = (first_sample + torch.arange(samples, device=rng.device)) & _MASK
+    site_word = torch.full((), site & _MASK, dtype=torch.int64, device=rng.device)
+    counter = (block[None, :], sample[:, None], site_word, step & _MASK)
+    words = philox(counter, (seed & _MASK, (seed >> 32) & _MASK))
+    drawn = words.reshape(samples, -1)[:, :elements].reshape(moved).movedim(0, batch_dim)
+    return ((drawn >> 8).to(torch.float32) * 2.0**-24).contiguous()
+
+
+@torch.library.custom_op("hetpipe::keep_mask", mutates_args=())
+def keep_mask(
+    rng: torch.Tensor, site: int, size: list[int], keep: float, batch_dim: int, samples: int
+) -> torch.Tensor:
+    """A bool tensor of `size`, true with probability `keep`: dropout's mask.
+
+    `rng` is int64 (3,): seed, step, index in the mini-batch of the first of `samples` samples;
+    `site` numbers the call in the model; size[batch_dim] is a multiple of `samples`.
+    """
+    return _draw(rng, site, size, batch_dim, samples) < keep
+
+
+@keep_mask.register_fake
+def _(
+    rng: torch.Tensor, site: int, size: list[int], keep: float, batch_dim: int, samples: int
+) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.bool, device=rng.device)
+
+
+@torch.library.custom_op("hetpipe::uniform", mutates_args=())
+def uniform(
+    rng: torch.Tensor, site: int, size: list[int], batch_dim: int, samples: int
+) -> torch.Tensor:
+    """A float32 tensor of `size`, uniform in [0, 1); arguments as for `keep_mask`."""
+    return _draw(rng, site, size, batch_dim, samples)
+
+
+@uniform.register_fake
+def _(rng: torch.Tensor, site: int, size: list[int], batch_dim: int, samples: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.float32, device=rng.device)
