@@ -1,0 +1,154 @@
+"""Arithmetic of convolutions: which taps meet which pixels, and the shape of register tiles."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+MOST_PIXELS = 14
+"""Pixels of a register tile: 2 accumulators each, of 32 registers."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A plain convolution: x [N][in_channels][size] -> y [N][out_channels][out_size]."""
+
+    images: int
+    groups: int
+    in_channels: int
+    out_channels: int
+    size: tuple[int, int]
+    out_size: tuple[int, int]
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One dimension of a sum over taps: out[u] = sum over t of in[start + u x_step + t tap_step]
+    times kernel[first + t step], stored at y_start + u y_step."""
+
+    outputs: int
+    taps: int
+    first: int
+    step: int
+    start: int
+    x_step: int
+    tap_step: int
+    y_start: int = 0
+    y_step: int = 1
+
+    @property
+    def end(self) -> int:
+        """One past the last input position that is read."""
+        if self.taps == 0:
+            return 0
+        return self.start + (self.outputs - 1) * self.x_step + (self.taps - 1) * self.tap_step + 1
+
+
+def forward_axis(g: Geometry, dim: int) -> Axis:
+    """The convolution itself along one dimension."""
+    return Axis(g.out_size[dim], g.kernel[dim], 0, 1, -g.padding[dim], g.stride[dim],
+                g.dilation[dim])  # fmt: skip
+
+
+def gradient_axes(g: Geometry, dim: int) -> list[Axis]:
+    """The input gradient along one dimension: one convolution of dy with stride 1 per residue.
+
+    Input i = stride u + r gets dy[o] kernel[k] wherever o stride + k dilation - padding = i; so k
+    runs through one class modulo stride / gcd(stride, dilation), and o falls as k grows.
+    """
+    size, stride, padding, dilation = g.size[dim], g.stride[dim], g.padding[dim], g.dilation[dim]
+    common = math.gcd(stride, dilation)
+    axes = []
+    for r in range(min(stride, size)):
+        taps = [k for k in range(g.kernel[dim]) if (r + padding - k * dilation) % stride == 0]
+        last = taps[-1] if taps else 0
+        start = (r + padding - last * dilation) // stride if taps else 0
+        axes.append(
+            Axis(math.ceil((size - r) / stride), len(taps), last, -(stride // common), start, 1,
+                 dilation // common, r, stride)
+        )  # fmt: skip
+    return axes
+
+
+@cache
+def choose_tile(images: int, rows: int, cols: int) -> tuple[int, int, int]:
+    """(images, rows, cols) of the register tile that wastes least.
+
+    Waste is what the last tiles repeat, loads of weights per pixel, and broken runs of stores.
+    """
+    best, best_score = (1, 1, 1), 0.0
+    for tc in range(1, min(cols, MOST_PIXELS) + 1):
+        for tr in range(1, min(rows, MOST_PIXELS // tc) + 1):
+            for ti in range(1, min(images, MOST_PIXELS // (tc * tr)) + 1):
+                pixels = ti * tr * tc
+                useful = _filled(images, ti) * _filled(rows, tr) * _filled(cols, tc)
+                score = useful * pixels / (pixels + 1) * (1 - 0.01 * (ti * tr - 1))
+                score *= 1.0 if tc % 4 == 0 else 0.97
+                if score > best_score:
+                    best, best_score = (ti, tr, tc), score
+    return best
+
+
+def _filled(size: int, tile: int) -> float:
+    return size / (math.ceil(size / tile) * tile)
+
+
+def geometry_of(node: fx.Node) -> tuple[Geometry, bool]:
+    """The plain convolution behind a `convolution` or `convolution_backward` node, and whether
+    the node is its transpose."""
+    backward = "backward" in str(node.target)
+    x, weight = (_shape(arg) for arg in (node.args[1:3] if backward else node.args[0:2]))
+    y = _shape(node.args[0]) if backward else tuple(node.meta["val"].shape)
+    stride, padding, dilation, transposed, _, groups = node.args[3 + backward : 9 + backward]
+    wide, narrow = (y, x) if transposed else (x, y)
+    geometry = Geometry(
+        images=wide[0],
+        groups=groups,
+        in_channels=wide[1],
+        out_channels=narrow[1],
+        size=_pair(wide[2:], 1),
+        out_size=_pair(narrow[2:], 1),
+        kernel=_pair(weight[2:], 1),
+        stride=_pair(_full(stride, x), 1),
+        padding=_pair(_full(padding, x), 0),
+        dilation=_pair(_full(dilation, x), 1),
+    )
+    return geometry, bool(transposed)
+
+
+def why_not(node: fx.Node) -> str | None:
+    """Why a convolution cannot be lowered, or None."""
+    tensors = [arg.meta["val"] for arg in node.all_input_nodes]
+    for val in tensors:
+        if val.dtype != torch.float32:
+            return f"convolutions are float32 here, not {val.dtype}"
+        if val.numel() == 0:
+            return f"an operand is empty: {tuple(val.shape)}"
+    if tensors[0].dim() not in (3, 4):
+        return f"convolutions have 1 or 2 dimensions here, not {tensors[0].dim() - 2}"
+    return None
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    return tuple(int(size) for size in node.meta["val"].shape)
+
+
+def _full(values: Any, x: tuple[int, ...]) -> tuple[int, ...]:
+    """A list of one number stands for all dimensions."""
+    spatial = len(x) - 2
+    return tuple(values) * spatial if len(values) == 1 else tuple(values)
+
+
+def _pair(values: Any, missing: int) -> tuple[int, int]:
+    """(rows, cols); one-dimensional convolutions have images of one row."""
+    pair = tuple(int(v) for v in values)
+    return (missing, pair[0]) if len(pair) == 1 else (pair[0], pair[1])

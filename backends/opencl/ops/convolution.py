@@ -1,0 +1,256 @@
+"""Two-dimensional convolution (and one-dimensional, as images of one row) and its gradients.
+
+One kernel does forward and input gradient: both sum taps of a channels-last copy, and differ in
+which taps, where they start and where the results go. `Axis` says that for one dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import product
+
+from torch import fx
+
+from ..builder import Builder, Kernel, Value
+from ._convolution import (
+    Axis,
+    Geometry,
+    choose_tile,
+    forward_axis,
+    geometry_of,
+    gradient_axes,
+    why_not,
+)
+from .registry import lowers
+
+COLS = 32
+"""Output channels of a register tile, as in the kernels."""
+LANES = 16
+DEPTH_TILE = 8
+"""Input channels of the weight gradient's register tile."""
+BAND_PIXELS = 1024
+"""About how many pixels one work-item of the layout kernel copies."""
+ONE = (1, 1, 1)
+
+
+@dataclass(frozen=True)
+class ChannelsLast:
+    """A copy [N][rows][cols][channels] of an image tensor, which starts at (top, left)."""
+
+    value: Value
+    rows: int
+    cols: int
+    channels: int
+    top: int
+    left: int
+
+    @property
+    def row(self) -> int:
+        """Floats per row."""
+        return self.cols * self.channels
+
+    @property
+    def image(self) -> int:
+        """Floats per image."""
+        return self.rows * self.row
+
+    def offset(self, h: int, w: int) -> int:
+        """Floats before pixel (h, w) of the first image; coordinates may lie in the border."""
+        return (h + self.top) * self.row + (w + self.left) * self.channels
+
+
+def channels_last(
+    builder: Builder, value: Value, size: tuple[int, int], axes: list[tuple[Axis, Axis]]
+) -> ChannelsLast:
+    """Copy [N][C][H][W] to channels last with the border that `axes` reach into."""
+    images, channels = value.shape[:2]
+    top, left = (max(0, -min(pair[i].start for pair in axes)) for i in (0, 1))
+    rows, cols = (
+        border + max(size[i], max(pair[i].end for pair in axes))
+        for i, border in ((0, top), (1, left))
+    )
+    band = min(rows, max(1, BAND_PIXELS // cols))
+    copy = builder.new((images, rows, cols, channels), "float32")
+    builder.launch(
+        _kernel(builder, "layout", "pad_channels_last"),
+        (math.ceil(channels / LANES), math.ceil(rows / band), images), ONE,
+        (value, copy, channels, *size, rows, cols, top, left, band),
+    )  # fmt: skip
+    return ChannelsLast(copy, rows, cols, channels, top, left)
+
+
+def forward(
+    builder: Builder, geometry: Geometry, x: Value, weight: Value, bias: Value | None
+) -> Value:
+    """y [N][Co][OH][OW] of x [N][Ci][H][W]."""
+    g = geometry
+    axes = (forward_axis(g, 0), forward_axis(g, 1))
+    copy = channels_last(builder, x, g.size, [axes])
+    y = builder.new((g.images, g.out_channels, *g.out_size), "float32")
+    _convolve(builder, g, copy, weight, bias, y, axes, flipped=False)
+    return y
+
+
+def input_gradient(
+    builder: Builder, geometry: Geometry, dy: ChannelsLast, weight: Value, bias: Value | None = None
+) -> Value:
+    """dx [N][Ci][H][W]: one convolution of dy for each residue of the pixel modulo the stride."""
+    g = geometry
+    dx = builder.new((g.images, g.in_channels, *g.size), "float32")
+    for axes in product(gradient_axes(g, 0), gradient_axes(g, 1)):
+        _convolve(builder, g, dy, weight, bias, dx, axes, flipped=True)
+    return dx
+
+
+def _convolve(
+    builder: Builder,
+    g: Geometry,
+    copy: ChannelsLast,
+    weight: Value,
+    bias: Value | None,
+    y: Value,
+    axes: tuple[Axis, Axis],
+    flipped: bool,
+) -> None:
+    lanes, depth = g.out_channels // g.groups, g.in_channels // g.groups
+    if flipped:
+        lanes, depth = depth, lanes
+    blocks = math.ceil(lanes / COLS)
+    packed = _pack_weights(builder, g, weight, axes, lanes, depth, flipped)
+    h, w = axes
+    tile = choose_tile(g.images, h.outputs, w.outputs)
+    channels, out_h, out_w = y.shape[1:]
+    row_tiles, col_tiles = math.ceil(h.outputs / tile[1]), math.ceil(w.outputs / tile[2])
+    options = [f"-DTILE_{name}={n}" for name, n in zip(("IMAGES", "ROWS", "COLS"), tile)]
+    builder.launch(
+        _kernel(builder, "convolution", "convolve", *options),
+        (row_tiles * col_tiles, math.ceil(g.images / tile[0]), g.groups * blocks), ONE,
+        (copy.value, packed or copy.value, bias or copy.value, int(bias is not None), y,
+         g.images, h.outputs, w.outputs, depth, lanes, blocks, h.taps, w.taps,
+         copy.offset(h.start, w.start), copy.image, h.x_step * copy.row,
+         w.x_step * copy.channels, h.tap_step * copy.row, w.tap_step * copy.channels,
+         h.y_start * out_w + w.y_start, channels * out_h * out_w, out_h * out_w,
+         h.y_step * out_w, w.y_step),
+    )  # fmt: skip
+
+
+def _pack_weights(
+    builder: Builder,
+    g: Geometry,
+    weight: Value,
+    axes: tuple[Axis, Axis],
+    lanes: int,
+    depth: int,
+    flipped: bool,
+) -> Value | None:
+    """The taps that `axes` select, or None if there are none."""
+    h, w = axes
+    if h.taps * w.taps == 0:
+        return None
+    taps = g.kernel[0] * g.kernel[1]
+    out_stride, in_stride = g.in_channels // g.groups * taps, taps
+    lane, deep = (in_stride, out_stride) if flipped else (out_stride, in_stride)
+    blocks = math.ceil(lanes / COLS)
+    packed = builder.new((g.groups * blocks, h.taps, w.taps, depth, COLS), "float32")
+    builder.launch(
+        _kernel(builder, "layout", "pack_weights"),
+        (g.groups * blocks, math.ceil(depth / LANES)), (1, 1),
+        (weight, packed, g.out_channels // g.groups * out_stride, lane, deep, lanes, blocks, depth,
+         *g.kernel, h.first, h.step, h.taps, w.first, w.step, w.taps),
+    )  # fmt: skip
+    return packed
+
+
+def weight_gradient(
+    builder: Builder, geometry: Geometry, x: ChannelsLast, dy: ChannelsLast
+) -> Value:
+    """dw [Co][Ci / groups][kh][kw]."""
+    g = geometry
+    lanes, depth = g.out_channels // g.groups, g.in_channels // g.groups
+    tile = min(DEPTH_TILE, depth)
+    h, w = forward_axis(g, 0), forward_axis(g, 1)
+    dw = builder.new((g.out_channels, depth, *g.kernel), "float32")
+    builder.launch(
+        _kernel(builder, "weight_gradient", "weight_gradient", f"-DDEPTH_TILE={tile}"),
+        (math.ceil(depth / tile), g.kernel[0] * g.kernel[1], g.groups * math.ceil(lanes / COLS)),
+        ONE,
+        (x.value, dy.value, dw, g.images, *g.out_size, depth, lanes, g.groups, g.kernel[1],
+         x.offset(h.start, w.start), x.image, h.x_step * x.row, w.x_step * x.channels,
+         h.tap_step * x.row, w.tap_step * x.channels, dy.offset(0, 0), dy.image, dy.row),
+    )  # fmt: skip
+    return dw
+
+
+def bias_gradient(builder: Builder, dy: Value) -> Value:
+    """db [C] of dy [N][C][H][W]."""
+    images, channels, height, width = dy.shape
+    db = builder.new((channels,), "float32")
+    builder.launch(
+        _kernel(builder, "weight_gradient", "bias_gradient", f"-DDEPTH_TILE={DEPTH_TILE}"),
+        (channels,), (1,), (dy, db, images, channels, height * width),
+    )  # fmt: skip
+    return db
+
+
+def _kernel(builder: Builder, file: str, name: str, *options: str) -> Kernel:
+    source = builder.source("cpu/common.cl") + builder.source(f"cpu/{file}.cl")
+    return Kernel(source, name, options)
+
+
+def _images(builder: Builder, node: fx.Node) -> Value:
+    """A tensor argument as [N][C][H][W]."""
+    value = builder.value(node)
+    if len(value.shape) == 3:
+        value = builder.reshape(value, (*value.shape[:2], 1, value.shape[2]))
+    return value
+
+
+def _forward_copy(builder: Builder, g: Geometry, x: Value) -> ChannelsLast:
+    return channels_last(builder, x, g.size, [(forward_axis(g, 0), forward_axis(g, 1))])
+
+
+def _gradient_copy(builder: Builder, g: Geometry, dy: Value) -> ChannelsLast:
+    axes = list(product(gradient_axes(g, 0), gradient_axes(g, 1)))
+    return channels_last(builder, dy, g.out_size, axes)
+
+
+@lowers("aten.convolution.default", supports=why_not)
+def convolution(builder: Builder, node: fx.Node) -> None:
+    """y; a transposed convolution is the input gradient of the one it transposes."""
+    x_node, weight_node, bias_node, *_ = node.args
+    g, transposed = geometry_of(node)
+    x, weight = _images(builder, x_node), _images(builder, weight_node)
+    bias = None if bias_node is None else builder.value(bias_node)
+    if transposed:
+        y = input_gradient(builder, g, _gradient_copy(builder, g, x), weight, bias)
+    else:
+        y = forward(builder, g, x, weight, bias)
+    builder.result(node, builder.reshape(y, node.meta["val"].shape))
+
+
+@lowers("aten.convolution_backward.default", supports=why_not)
+def convolution_backward(builder: Builder, node: fx.Node) -> None:
+    """(dx, dw, db), each only if `output_mask` asks for it."""
+    dy_node, x_node, weight_node = node.args[:3]
+    want_x, want_weight, want_bias = node.args[10]
+    g, transposed = geometry_of(node)
+    dy, x, weight = (_images(builder, each) for each in (dy_node, x_node, weight_node))
+    wide, narrow = (dy, x) if transposed else (x, dy)  # what the plain convolution reads, writes
+    narrow_copy = wide_copy = dx = dw = None
+    if want_weight or not transposed:
+        narrow_copy = _gradient_copy(builder, g, narrow)
+    if want_weight:
+        wide_copy = _forward_copy(builder, g, wide)
+        dw = builder.reshape(
+            weight_gradient(builder, g, wide_copy, narrow_copy), weight_node.meta["val"].shape
+        )
+    if want_x:
+        dx = (
+            forward(builder, g, dy, weight, None)
+            if transposed
+            else input_gradient(builder, g, narrow_copy, weight)
+        )
+        dx = builder.reshape(dx, x_node.meta["val"].shape)
+    db = bias_gradient(builder, dy) if want_bias else None
+    builder.result(node, (dx, dw, db))

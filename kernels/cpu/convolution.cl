@@ -1,0 +1,91 @@
+// Direct two-dimensional convolution on CPUs, from the copies that layout.cl makes.
+//
+//   padded  [N][rows][cols][C]   packed  [group][block][taps_h][taps_w][depth][COLS]   y  row-major [N][C][H][W]
+//
+// PIXELS x COLS sums stay in registers while taps and input channels stream through; PIXELS is a box of
+// TILE_IMAGES x TILE_ROWS x TILE_COLS output pixels. The input gradient is the same kernel, on dy with other taps
+// (see ops/convolution.py).
+
+#define PIXELS (TILE_IMAGES * TILE_ROWS * TILE_COLS)
+#define COLS 32
+
+// 16 channels of one tile of pixels, r[pixel] -> y. (skip_*: leading part of the box that another tile owns.)
+inline void store_tile(float16* r, __global float* y, const int channels, const int y_image, const int y_channel,
+                       const int y_row, const int y_col, const int skip_image, const int skip_row,
+                       const int skip_col) {
+  transpose16(r);
+  const bool whole = y_col == 1 && skip_image + skip_row + skip_col == 0;
+#pragma unroll
+  for (int c = 0; c < LANES; c++) {
+    if (c < channels) {
+      if (whole && TILE_COLS % 4 == 0) {
+        const float4 quad[4] = {r[c].lo.lo, r[c].lo.hi, r[c].hi.lo, r[c].hi.hi};
+#pragma unroll
+        for (int p = 0; p < PIXELS; p += 4)
+          vstore4(quad[p / 4], 0, y + p / (TILE_ROWS * TILE_COLS) * y_image + p / TILE_COLS % TILE_ROWS * y_row +
+                                      p % TILE_COLS);
+      } else {
+        float lane[LANES];
+        vstore16(r[c], 0, lane);
+        for (int p = 0; p < PIXELS; p++) {
+          const int image = p / (TILE_ROWS * TILE_COLS), row = p / TILE_COLS % TILE_ROWS, col = p % TILE_COLS;
+          if (image >= skip_image && row >= skip_row && col >= skip_col)
+            y[image * y_image + row * y_row + col * y_col] = lane[p];
+        }
+      }
+    }
+    y += y_channel;
+  }
+}
+
+// y = bias + sum over taps and d of padded * packed. Offsets into `padded` are in floats: x_image per image,
+// x_row and x_col per output row and column, tap_row and tap_col per tap.
+// global size: tiles in an image, tiles of images, groups * blocks
+WORK_ITEM __kernel void convolve(__global const float* restrict padded, __global const float* restrict packed,
+                                 __global const float* restrict bias, const int has_bias, __global float* restrict y,
+                                 const int images, const int rows, const int cols, const int depth,
+                                 const int channels, const int blocks, const int taps_h, const int taps_w,
+                                 const int x_offset, const int x_image, const int x_row, const int x_col,
+                                 const int tap_row, const int tap_col, const int y_offset, const int y_image,
+                                 const int y_channel, const int y_row, const int y_col) {
+  const int col_tiles = (cols + TILE_COLS - 1) / TILE_COLS;
+  const int own_col = (int)get_global_id(0) % col_tiles * TILE_COLS, col = min(own_col, cols - TILE_COLS);
+  const int own_row = (int)get_global_id(0) / col_tiles * TILE_ROWS, row = min(own_row, rows - TILE_ROWS);
+  const int own_image = get_global_id(1) * TILE_IMAGES, image = min(own_image, images - TILE_IMAGES);
+  const int block = get_global_id(2), group = block / blocks, c0 = block % blocks * COLS;
+  float16 lo[LANES], hi[LANES];
+  const float16 bias_lo = has_bias ? load_upto(bias + group * channels + c0, channels - c0) : (float16)(0.0f);
+  const float16 bias_hi =
+      has_bias ? load_upto(bias + group * channels + c0 + LANES, channels - c0 - LANES) : (float16)(0.0f);
+#pragma unroll
+  for (int m = 0; m < PIXELS; m++) {
+    lo[m] = bias_lo;
+    hi[m] = bias_hi;
+  }
+  __global const float* w = packed + block * taps_h * taps_w * depth * COLS;
+  __global const float* origin = padded + x_offset + group * depth + image * x_image + row * x_row + col * x_col;
+  for (int th = 0; th < taps_h; th++) {
+    for (int tw = 0; tw < taps_w; tw++) {
+      __global const float* x[PIXELS / TILE_COLS];
+#pragma unroll
+      for (int i = 0; i < PIXELS / TILE_COLS; i++)
+        x[i] = origin + th * tap_row + tw * tap_col + i / TILE_ROWS * x_image + i % TILE_ROWS * x_row;
+      for (int d = 0; d < depth; d++) {
+        const float16 w_lo = vload16(0, w), w_hi = vload16(1, w);
+#pragma unroll
+        for (int m = 0; m < PIXELS; m++) {
+          const float value = x[m / TILE_COLS][d + m % TILE_COLS * x_col];
+          lo[m] = fma((float16)(value), w_lo, lo[m]);
+          hi[m] = fma((float16)(value), w_hi, hi[m]);
+        }
+        w += COLS;
+      }
+    }
+  }
+#pragma unroll
+  for (int m = PIXELS; m < LANES; m++) lo[m] = hi[m] = (float16)(0.0f);
+  y += y_offset + image * y_image + (group * channels + c0) * y_channel + row * y_row + col * y_col;
+  store_tile(lo, y, channels - c0, y_image, y_channel, y_row, y_col, own_image - image, own_row - row, own_col - col);
+  store_tile(hi, y + LANES * y_channel, channels - c0 - LANES, y_image, y_channel, y_row, y_col, own_image - image,
+             own_row - row, own_col - col);
+}
