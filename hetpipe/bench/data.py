@@ -1,0 +1,51 @@
+"""A data set in memory as an endless, seeded stream of mini-batches, and accuracy on another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from hetpipe.errors import HetpipeError
+
+Batches = Callable[[int, int], Iterator[tuple[torch.Tensor, torch.Tensor]]]
+
+
+def shuffled(x: torch.Tensor, y: torch.Tensor) -> Batches:
+    """`batches(mini_batch, seed)` over rows of x and y: a new order each epoch, full batches only.
+
+    Raises `HetpipeError` if a mini-batch is larger than the data set.
+    """
+
+    def batches(mini_batch: int, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        if not 1 <= mini_batch <= len(x):
+            raise HetpipeError(
+                f"a mini-batch of {mini_batch} samples, the data set has {len(x)}: "
+                f"choose 1 to {len(x)}"
+            )
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            order = torch.randperm(len(x), generator=generator)
+            for lo in range(0, len(x) - mini_batch + 1, mini_batch):
+                rows = order[lo : lo + mini_batch]
+                yield x[rows], y[rows]
+
+    return batches
+
+
+def accuracy_on(
+    x: torch.Tensor, y: torch.Tensor
+) -> Callable[[torch.nn.Module], dict[str, float]]:
+    """`validate(model)`: the share of rows whose largest logit is the label, in eval mode."""
+
+    def validate(model: torch.nn.Module) -> dict[str, float]:
+        training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                hits = model(x).argmax(dim=1) == y
+        finally:
+            model.train(training)
+        return {"accuracy": float(hits.float().mean())}
+
+    return validate

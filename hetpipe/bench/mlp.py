@@ -1,0 +1,41 @@
+"""The workload `mlp`: six small linear layers on ten made clouds of points; for quick commands."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hetpipe import optim
+from hetpipe.bench.data import accuracy_on, shuffled
+from hetpipe.bench.workload import Workload
+
+CLASSES = 10
+FEATURES = 32
+WIDTH = 128
+
+
+def workload() -> Workload:
+    """Ten Gaussian clouds in 32 dimensions, 2048 points to train on and 512 to validate on."""
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(CLASSES, FEATURES, generator=generator)
+    y = torch.randint(CLASSES, (2560,), generator=generator)
+    x = centres[y] + torch.randn(len(y), FEATURES, generator=generator)
+    widths = [FEATURES, *[WIDTH] * 5]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        hidden = [
+            part
+            for inner, outer in zip(widths, widths[1:], strict=False)
+            for part in (nn.Linear(inner, outer), nn.ReLU())
+        ]
+        model = nn.Sequential(*hidden, nn.Linear(WIDTH, CLASSES))
+    return Workload(
+        model=model,
+        loss_fn=functional.cross_entropy,
+        batches=shuffled(x[:2048], y[:2048]),
+        name="mlp",
+        mini_batch=128,
+        optimizer=optim.sgd(lr=0.05, momentum=0.9),
+        validate=accuracy_on(x[2048:], y[2048:]),
+    )
