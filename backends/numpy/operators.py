@@ -23,7 +23,7 @@ from .pooling import (
     max_pool2d,
     max_pool2d_backward,
 )
-from .random import keep_mask
+from .random import keep_mask, uniform
 
 Array = np.ndarray[Any, Any]
 Dims = Sequence[int] | int | None
@@ -357,5 +357,6 @@ for _name, _fn in _BINARY.items():
 OPERATORS: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem,
     "hetpipe.keep_mask.default": keep_mask,
+    "hetpipe.uniform.default": uniform,
     **{f"aten.{name}": fn for name, fn in {**_NAMED, **_ELEMENTWISE, **_SHAPES, **_OTHER}.items()},
 }

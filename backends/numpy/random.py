@@ -26,15 +26,13 @@ def philox(counter: Array, key: tuple[int, int]) -> Array:
     return np.stack([c0, c1, c2, c3], axis=-1)
 
 
-def keep_mask(
-    rng: Array, site: int, size: Sequence[int], keep: float, batch_dim: int, samples: int
-) -> Array:
-    """hetpipe.keep_mask: bool [*size], each element by seed, step, sample, site and place alone.
+def uniform(rng: Array, site: int, size: Sequence[int], batch_dim: int, samples: int) -> Array:
+    """hetpipe.uniform: float32 [*size] in [0, 1), by seed, step, sample, site and place alone.
 
     `rng` is int64 (3,): seed, step, index of the first sample.
     """
     seed, step, first = (int(value) & 0xFFFFFFFFFFFFFFFF for value in rng)
-    lead = (size[batch_dim], *size[:batch_dim], *size[batch_dim + 1 :])
+    moved = (size[batch_dim], *size[:batch_dim], *size[batch_dim + 1 :])
     each = math.prod(size) // samples
     counter = np.zeros((samples, -(-each // 4), 4), np.uint64)
     counter[..., 0] = np.arange(counter.shape[1])
@@ -42,5 +40,12 @@ def keep_mask(
     counter[..., 2] = site & 0xFFFFFFFF
     counter[..., 3] = step & 0xFFFFFFFF
     words = philox(counter, (seed & 0xFFFFFFFF, seed >> 32)).reshape(samples, -1)[:, :each]
-    kept = (words >> np.uint64(8)).astype(np.float64) * 2.0**-24 < keep
-    return np.moveaxis(kept.reshape(lead), 0, batch_dim)
+    drawn = (words >> np.uint64(8)).astype(np.float32) * np.float32(2.0**-24)
+    return np.moveaxis(drawn.reshape(moved), 0, batch_dim)
+
+
+def keep_mask(
+    rng: Array, site: int, size: Sequence[int], keep: float, batch_dim: int, samples: int
+) -> Array:
+    """hetpipe.keep_mask: bool [*size], true with probability `keep` in float32."""
+    return uniform(rng, site, size, batch_dim, samples) < np.float32(keep)

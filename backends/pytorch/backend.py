@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Backend
-from hetpipe.sdk.info import DeviceInfo
+from hetpipe.sdk.info import DeviceInfo, Execution
 
-from .cpu import CpuDevice
+from .cpu import CpuDevice, SynchronizedDevice
 from .device import DTYPES, TorchDevice
+from .streams import StreamDevice
 
 
 class PyTorchBackend(Backend):
@@ -30,10 +30,14 @@ class PyTorchBackend(Backend):
         return [_cpu(), *_accelerators()]
 
     def open(self, info: DeviceInfo) -> TorchDevice:
-        _, kind, _ = info.id.split(":")
+        _, kind, index = info.id.split(":")
         if kind == "cpu":
             return CpuDevice(info, torch.device("cpu"))
-        raise BackendError(f"{info.id}: not there yet")
+        device = torch.device(kind, int(index))
+        module = torch.get_device_module(kind)
+        if not hasattr(module, "Stream"):
+            return SynchronizedDevice(info, device)
+        return StreamDevice(info, device, module)
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         return {}
@@ -51,7 +55,7 @@ def _cpu() -> DeviceInfo:
         name=_cpu_name(),
         vendor="torch",
         driver=torch.__version__,
-        memory_nbytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        memory_nbytes=_host_memory_nbytes(),
         memory_domain="host",
         dtypes=DTYPES,
     )
@@ -67,4 +71,48 @@ def _cpu_name() -> str:
 
 
 def _accelerators() -> list[DeviceInfo]:
-    return []
+    """Devices of the one accelerator type that this torch is built for, if any is present."""
+    if not torch.accelerator.is_available():
+        return []
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    kind = accelerator.type
+    return [_accelerator(kind, index) for index in range(torch.accelerator.device_count())]
+
+
+def _accelerator(kind: str, index: int) -> DeviceInfo:
+    module = torch.get_device_module(kind)
+    properties: Any = None
+    if hasattr(module, "get_device_properties"):
+        properties = module.get_device_properties(index)
+    version = torch.version.hip or torch.version.cuda or ""
+    return DeviceInfo(
+        id=f"pytorch:{kind}:{index}",
+        backend="pytorch",
+        kind="gpu",
+        name=getattr(properties, "name", kind),
+        vendor=_vendor(kind),
+        driver=f"{torch.__version__} {kind} {version}".strip(),
+        memory_nbytes=int(getattr(properties, "total_memory", 0) or _host_memory_nbytes()),
+        memory_domain=_memory_domain(kind, index, properties),
+        dtypes=tuple(d for d in DTYPES if kind != "mps" or d != "float64"),
+        execution=Execution.SYNC,
+    )
+
+
+def _vendor(kind: str) -> str:
+    if kind == "cuda":
+        return "AMD" if torch.version.hip else "NVIDIA"
+    return {"xpu": "Intel", "mps": "Apple"}.get(kind, kind)
+
+
+def _memory_domain(kind: str, index: int, properties: Any) -> str:
+    """The board's place on the bus, so that other drivers of the same board share the domain."""
+    if hasattr(properties, "pci_bus_id"):
+        domain, slot = getattr(properties, "pci_domain_id", 0), properties.pci_device_id
+        return f"pci:{domain:04x}:{properties.pci_bus_id:02x}:{slot:02x}"
+    return "host" if properties is None else f"{kind}:{index}"
+
+
+def _host_memory_nbytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

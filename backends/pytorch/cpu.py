@@ -1,4 +1,4 @@
-"""The host's CPU: every call returns when its work is done."""
+"""Devices whose every call returns when its work is done: the CPU, and types without streams."""
 
 from __future__ import annotations
 
@@ -33,3 +33,27 @@ class CpuDevice(TorchDevice, BlockingDevice):
 
     def _to_host(self, buf: Buffer, dst: Array) -> None:
         copy_array(dst, host_array(self.own(buf).tensor))
+
+
+class SynchronizedDevice(CpuDevice):
+    """An accelerator that torch gives no streams (MPS): every call waits for it."""
+
+    def _run(
+        self, program: CompiledGraph, inputs: list[Buffer], donate: frozenset[int]
+    ) -> list[Buffer]:
+        outputs = super()._run(program, inputs, donate)
+        torch.accelerator.synchronize(self.torch_device)
+        return outputs
+
+    def _to_device(self, src: Array, dst: Buffer | None) -> TorchBuffer:
+        staged = super()._to_device(src, None)
+        buffer = dst if dst is None else self.own(dst)
+        if buffer is None:
+            tensor = torch.empty_like(staged.tensor, device=self.torch_device)
+            buffer = TorchBuffer(self, tensor, staged.shape, staged.dtype)
+        buffer.tensor.copy_(staged.tensor.view(buffer.tensor.dtype))
+        torch.accelerator.synchronize(self.torch_device)
+        return buffer
+
+    def _to_host(self, buf: Buffer, dst: Array) -> None:
+        copy_array(dst, host_array(self.own(buf).tensor.cpu()))

@@ -19,6 +19,7 @@ from hetpipe.errors import BackendError
 from hetpipe.sdk.graph import dtype_name, operator_name
 
 from .memory import sink_shape_only, write_in_place
+from .simplify import simplify
 
 Function = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
@@ -39,6 +40,7 @@ class Program:
         copy.output(copy.graph_copy(graph.graph, {}))
         self._name = name
         placeholders = [node for node in copy.nodes if node.op == "placeholder"]
+        simplify(copy)
         sink_shape_only(copy)
         storages = write_in_place(copy, frozenset(placeholders[i] for i in donate))
         outputs: list[fx.Node] = list(copy.output_node().args[0])  # type: ignore[arg-type]

@@ -1,0 +1,246 @@
+"""Accelerators with streams (CUDA, ROCm, XPU): computing and both directions of copy overlap."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import fx
+
+from hetpipe.errors import BackendError
+from hetpipe.sdk.backend import Buffer, Chunk, Event, Executable
+from hetpipe.sdk.info import DeviceInfo
+
+from .device import Array, CompiledGraph, TorchBuffer, TorchDevice, copy_array, host_array
+
+_POLL_S = (50e-6, 1e-3)  # first and longest pause of a wait that has a limit
+
+
+class Lane:
+    """A stream, and the thread that tells when what was put on it has ended.
+
+    torch has no callbacks on streams: the thread starts with the first that is asked for.
+    """
+
+    def __init__(self, module: Any, device: torch.device, name: str) -> None:
+        self.stream = module.Stream(device=device)
+        self.name = name
+        self._module = module
+        self._device = device
+        self._asked: SimpleQueue[tuple[Any, Callable[[], None]] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def mark(self) -> Any:
+        """A native event behind everything put on the stream so far."""
+        native = self._module.Event(enable_timing=True)
+        native.record(self.stream)
+        return native
+
+    def order(self, after: Sequence[Event]) -> None:
+        """Hold what comes next until `after`: on the device where it can be, else on the host."""
+        for event in after:
+            if isinstance(event, StreamEvent) and event.lane.kind == self.kind:
+                self.stream.wait_event(event.native)
+            else:
+                event.wait()
+
+    @property
+    def kind(self) -> str:
+        """The torch type of the device."""
+        return self._device.type
+
+    def when_ended(self, native: Any, fn: Callable[[], None]) -> None:
+        """Call `fn` on the lane's thread once `native` has ended, well or not."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name=self.name, daemon=True)
+                self._thread.start()
+        self._asked.put((native, fn))
+
+    def _watch(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            native, fn = asked
+            # An error is sticky on the device: whoever asks the event is told.
+            with contextlib.suppress(RuntimeError):
+                native.synchronize()
+            fn()
+
+    def close(self) -> None:
+        """Let the thread end behind what it was asked."""
+        self._asked.put(None)
+
+
+class StreamEvent(Event):
+    """The end of work on a lane."""
+
+    def __init__(self, device_id: str, lane: Lane, start: Any, native: Any, origin: Any) -> None:
+        self.lane = lane
+        self.native = native
+        self._device_id = device_id
+        self._start = start
+        self._origin = origin  # what spans count from
+
+    def done(self) -> bool:
+        return bool(self._ask(self.native.query))
+
+    def on_done(self, fn: Callable[[], None]) -> None:
+        self.lane.when_ended(self.native, fn)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if timeout_s is None:
+            self._ask(self.native.synchronize)
+            return
+        end_s, pause_s = time.monotonic() + timeout_s, _POLL_S[0]
+        while not self.done():
+            if time.monotonic() > end_s:
+                raise BackendError(f"{self._device_id}: not done after {timeout_s} s")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_S[1])
+
+    @property
+    def span_s(self) -> tuple[float, float] | None:
+        if not self.done():
+            return None
+        start_ms, end_ms = (self._origin.elapsed_time(e) for e in (self._start, self.native))
+        return start_ms / 1e3, end_ms / 1e3
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        try:
+            return question()
+        except RuntimeError as error:
+            raise BackendError(f"{self._device_id}: {error}") from error
+
+
+class HostEvent(Event):
+    """The end of something that a host thread finishes."""
+
+    def __init__(self, device_id: str) -> None:
+        self._device_id = device_id
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+        self._error: BaseException | None = None
+
+    def finish(self, work: Callable[[], None]) -> None:
+        """Do the work, then tell everyone how it ended."""
+        try:
+            work()
+        except BaseException as error:  # told to whoever asks, on their thread
+            self._error = error
+        with self._lock:
+            self._ended.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for fn in callbacks:
+            fn()
+
+    def done(self) -> bool:
+        if self._ended.is_set() and self._error is not None:
+            raise BackendError(f"{self._device_id}: {self._error}") from self._error
+        return self._ended.is_set()
+
+    def on_done(self, fn: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._ended.is_set():
+                self._callbacks.append(fn)
+                return
+        fn()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if not self._ended.wait(timeout_s):
+            raise BackendError(f"{self._device_id}: not done after {timeout_s} s")
+        self.done()
+
+
+class StreamDevice(TorchDevice):
+    """One stream computes, one copies in and one out; host memory is staged through pinned pages.
+
+    `module` is torch's module of the device type: `torch.cuda`, `torch.xpu`.
+    """
+
+    def __init__(self, info: DeviceInfo, torch_device: torch.device, module: Any) -> None:
+        super().__init__(info, torch_device)
+        self.module = module
+        self.compute = Lane(module, torch_device, f"{info.id} compute")
+        self._in = Lane(module, torch_device, f"{info.id} in")
+        self._out = Lane(module, torch_device, f"{info.id} out")
+        self._origin = self.compute.mark()
+
+    def compile(self, graph: fx.GraphModule) -> Executable:
+        return _StreamExecutable(self, self.prepare(graph))
+
+    def event(self, lane: Lane, start: Any) -> StreamEvent:
+        """The event of everything on the lane since the native event `start`."""
+        return StreamEvent(self.info.id, lane, start, lane.mark(), self._origin)
+
+    def upload(
+        self, src: Array, dst: Buffer | None = None, after: Sequence[Event] = ()
+    ) -> tuple[Buffer, Event]:
+        lane = self._in
+        dtype = src.dtype.name if dst is None else dst.dtype
+        staged = self._pinned(src.shape, dtype)
+        copy_array(host_array(staged), src)
+        lane.order(after)
+        start = lane.mark()
+        with self.module.stream(lane.stream):
+            if dst is None:
+                tensor = torch.empty(src.shape, dtype=staged.dtype, device=self.torch_device)
+                buffer = TorchBuffer(self, tensor, src.shape, dtype)
+            else:
+                buffer = self.own(dst)
+            buffer.tensor.copy_(staged, non_blocking=True)
+        # Memory belongs to the stream it was taken on: the allocator must know the other user.
+        buffer.tensor.record_stream(self.compute.stream if dst is None else lane.stream)
+        return buffer, self.event(lane, start)
+
+    def download(self, buf: Buffer, dst: Array, after: Sequence[Event] = ()) -> Event:
+        lane, tensor = self._out, self.own(buf).tensor
+        staged = self._pinned(buf.shape, buf.dtype)
+        lane.order(after)
+        with self.module.stream(lane.stream):
+            staged.copy_(tensor, non_blocking=True)
+        tensor.record_stream(lane.stream)
+        native, ended = lane.mark(), HostEvent(self.info.id)
+
+        def arrive() -> None:
+            native.synchronize()  # raises the copy's error
+            copy_array(dst, host_array(staged))
+
+        lane.when_ended(native, lambda: ended.finish(arrive))
+        return ended
+
+    def _pinned(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        return torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=True)
+
+    def memory_used_nbytes(self) -> int | None:
+        return int(torch.accelerator.memory_allocated(self.torch_device))
+
+    def close(self) -> None:
+        for lane in (self.compute, self._in, self._out):
+            lane.stream.synchronize()
+            lane.close()
+
+
+class _StreamExecutable(Executable):
+    def __init__(self, device: StreamDevice, program: CompiledGraph) -> None:
+        self._device = device
+        self._program = program
+
+    def run(
+        self,
+        inputs: Sequence[Buffer],
+        donate: frozenset[int] = frozenset(),
+        after: Sequence[Event] = (),
+        queue: int = 0,
+    ) -> tuple[list[Buffer], Event, Sequence[Chunk]]:
+        device, lane = self._device, self._device.compute
+        lane.order(after)
+        start = lane.mark()
+        with device.module.stream(lane.stream):
+            outputs = self._program([device.own(buffer) for buffer in inputs], donate)
+        return outputs, device.event(lane, start), ()
