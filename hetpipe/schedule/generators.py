@@ -61,11 +61,11 @@ def gpipe(stages: int, microbatches: int, in_flight: Sequence[int] | None = None
 
 @register_schedule("1f1b")
 def one_f_one_b(stages: int, microbatches: int, in_flight: Sequence[int] | None = None) -> Schedule:
-    """Stage n starts with K_n forwards, then one backward, one forward, ... (3 stages, 4 batches).
+    """Stage n starts with K_n forwards, then one backward, one forward, ...
 
-        0  F0 F1 F2  .  .  . B0 F3 B1  .  . B2  .  . B3
-        1   . F0 F1  .  . B0 F2  . B1 F3  . B2  . B3
-        2   .  . F0  . B0 F1  . B1 F2  . B2 F3 B3          (a backward takes two columns)
+        0  F0 F1 F2  .  .  .  . B0  - F3 B1  -  . B2  -  . B3  -
+        1   . F0 F1  .  . B0  - F2 B1  - F3 B2  -  . B3  -  .  .
+        2   .  . F0 B0  - F1 B1  - F2 B2  - F3 B3  -  .  .  .  .
 
     K_n = min(N-n, M) (DAPPLE, section 3, P_A; PipeDream's 1F1B with a flush), or what `in_flight`
     gives per stage. min(2(N-n)-1, M) (P_B) hides transfers and keeps about twice as much.
@@ -99,7 +99,7 @@ def generate(
         )
     if in_flight is not None and (len(in_flight) != stages or min(in_flight) < 1):
         raise ScheduleError(
-            f"in_flight {list(in_flight)} must hold a number of 1 or more for each of {stages} stages"
+            f"in_flight {list(in_flight)}: give one number, at least 1, for each of {stages} stages"
         )
     pairs = _tied_pairs(stages, tied)
     passes = _generators[name](stages, microbatches, in_flight)

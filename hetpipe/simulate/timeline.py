@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Action
+
+VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,7 @@ class Timeline:
     workers: tuple[str, ...]  # device id per worker
     spans: tuple[Span, ...]
     label: str
+    overhead_s: float = 0.0  # of the step, outside all spans: handing out the batch, gathering
 
     @property
     def step_s(self) -> float:
@@ -31,3 +37,44 @@ class Timeline:
         if not self.spans:
             return 0.0
         return max(s.end_s for s in self.spans) - min(s.start_s for s in self.spans)
+
+    @property
+    def total_s(self) -> float:
+        """What the step takes for who waits for it: `step_s` and the overhead."""
+        return self.step_s + self.overhead_s
+
+    def busy_s(self) -> tuple[float, ...]:
+        """Per worker, seconds of compute."""
+        busy_s = [0.0] * len(self.workers)
+        for span in self.spans:
+            if span.action.op.is_compute:
+                busy_s[span.worker] += span.end_s - span.start_s
+        return tuple(busy_s)
+
+    def busy_share(self) -> tuple[float, ...]:
+        """Per worker, compute over `step_s`; what is left is its bubble."""
+        step_s = self.step_s
+        return tuple(busy_s / step_s if step_s else 0.0 for busy_s in self.busy_s())
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict that `json` can write; actions as text."""
+        return {
+            "version": VERSION,
+            "workers": list(self.workers),
+            "label": self.label,
+            "overhead_s": self.overhead_s,
+            "spans": [[s.worker, str(s.action), s.start_s, s.end_s] for s in self.spans],
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Timeline:
+        """The inverse of `to_json`. Raises `HetpipeError` for another version or a missing key."""
+        if data.get("version") != VERSION:
+            found = data.get("version")
+            raise HetpipeError(f"timeline has version {found}, this hetpipe reads {VERSION}")
+        try:
+            spans = [Span(w, Action.parse(action), lo, hi) for w, action, lo, hi in data["spans"]]
+            workers, label = tuple(data["workers"]), data["label"]
+            return Timeline(workers, tuple(spans), label, data["overhead_s"])
+        except KeyError as error:
+            raise HetpipeError(f"timeline lacks the key {error}") from error

@@ -1,0 +1,65 @@
+"""StageTimes: what the passes and transfers of a pipeline cost; the input of a simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from hetpipe.errors import ScheduleError
+from hetpipe.schedule.action import Action, Message, Op
+
+
+class Transfer(NamedTuple):
+    """One message on an edge: it holds the edge for `occupancy_s` and arrives `latency_s` later."""
+
+    latency_s: float = 0.0
+    occupancy_s: float = 0.0
+
+
+FREE = Transfer()
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds per stage for one micro-batch, and per cut (stage n to n+1) for one transfer.
+
+    `tied` is keyed by (source stage, target stage) and holds for gradient and parameter alike;
+    edges that it does not name are free.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    update_s: tuple[float, ...] = ()  # empty: free
+    forward_links: tuple[Transfer, ...] = ()  # empty: free
+    backward_links: tuple[Transfer, ...] = ()
+    tied: Mapping[tuple[int, int], Transfer] = field(default_factory=dict)
+    step_overhead_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        stages = len(self.forward_s)
+        lengths = {
+            "backward_s": (len(self.backward_s), stages),
+            "update_s": (len(self.update_s) or stages, stages),
+            "forward_links": (len(self.forward_links) or stages - 1, stages - 1),
+            "backward_links": (len(self.backward_links) or stages - 1, stages - 1),
+        }
+        for name, (found, needed) in lengths.items():
+            if found != needed:
+                raise ScheduleError(f"{name} has {found} entries, {stages} stages need {needed}")
+
+    def compute_s(self, action: Action) -> float:
+        """How long a compute action holds its worker."""
+        if action.op is Op.FORWARD:
+            return self.forward_s[action.stage]
+        if action.op is Op.BACKWARD:
+            return self.backward_s[action.stage]
+        return self.update_s[action.stage] if self.update_s else 0.0
+
+    def transfer(self, message: Message) -> Transfer:
+        """What a message costs its edge."""
+        if message.kind == "F":
+            return self.forward_links[message.source] if self.forward_links else FREE
+        if message.kind == "B":
+            return self.backward_links[message.target] if self.backward_links else FREE
+        return self.tied.get((message.source, message.target), FREE)
