@@ -33,9 +33,7 @@ def shuffled(x: torch.Tensor, y: torch.Tensor) -> Batches:
     return batches
 
 
-def accuracy_on(
-    x: torch.Tensor, y: torch.Tensor
-) -> Callable[[torch.nn.Module], dict[str, float]]:
+def accuracy_on(x: torch.Tensor, y: torch.Tensor) -> Callable[[torch.nn.Module], dict[str, float]]:
     """`validate(model)`: the share of rows whose largest logit is the label, in eval mode."""
 
     def validate(model: torch.nn.Module) -> dict[str, float]:

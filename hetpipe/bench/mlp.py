@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -26,7 +28,7 @@ def workload() -> Workload:
         torch.manual_seed(0)
         hidden = [
             part
-            for inner, outer in zip(widths, widths[1:], strict=False)
+            for inner, outer in pairwise(widths)
             for part in (nn.Linear(inner, outer), nn.ReLU())
         ]
         model = nn.Sequential(*hidden, nn.Linear(WIDTH, CLASSES))

@@ -1,1 +1,14 @@
-"""."""
+"""What people and programs read: tables, pictures of timelines, JSON."""
+
+from hetpipe._lazy import lazy
+
+__getattr__, __dir__, __all__ = lazy(
+    __name__,
+    {
+        "cost_table": "tables",
+        "device_table": "tables",
+        "draw_timelines": "picture",
+        "link_table": "tables",
+        "write_json": "files",
+    },
+)

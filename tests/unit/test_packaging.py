@@ -44,7 +44,9 @@ def test_every_kernel_and_board_file_is_package_data() -> None:
     for name in ("hetpipe.kernels", "hetpipe.boards"):
         top = ROOT / SETUPTOOLS["package-dir"][name]
         data = {path for path in top.rglob("*") if path.suffix in {".cl", ".toml", ".h"}}
-        shipped = {path for pattern in SETUPTOOLS["package-data"][name] for path in top.glob(pattern)}
+        shipped = {
+            path for pattern in SETUPTOOLS["package-data"][name] for path in top.glob(pattern)
+        }
         assert data == shipped
 
 

@@ -1,0 +1,91 @@
+"""Tables for a terminal: devices, costs, links."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.table import Table
+
+from hetpipe.report.units import format_nbytes, format_s
+
+if TYPE_CHECKING:
+    from hetpipe.cost.table import CostTable, DeviceCost
+    from hetpipe.sdk.info import DeviceInfo
+
+
+def make_table(title: str, columns: Sequence[str], numbers: Collection[str] = ()) -> Table:
+    """An empty table; the columns named in `numbers` are flush right."""
+    table = Table(title=escape(title), title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right" if column in numbers else "left")
+    return table
+
+
+def device_table(infos: Iterable[DeviceInfo], joining: Collection[str]) -> Table:
+    """Devices; `joining` are the ids that a local cluster takes unasked."""
+    columns = ("device", "kind", "name", "memory", "domain", "joins", "times are")
+    table = make_table("Devices", columns, {"memory"})
+    for info in infos:
+        table.add_row(
+            info.id,
+            info.kind,
+            escape(f"{info.name} ({info.driver})"),
+            format_nbytes(info.memory_nbytes),
+            info.memory_domain,
+            "yes" if info.id in joining else "when named",
+            "emulated" if info.capabilities.emulated else "measured",
+        )
+    return table
+
+
+def cost_table(costs: CostTable) -> Table:
+    """Forward and backward of every layer on every device, one micro-batch."""
+    members = list(costs.devices)
+    heads = [f"{member}, {costs.devices[member].label}" for member in members]
+    columns = ["layer", *heads, "weights", "saved", "cut"]
+    table = make_table(
+        f"Forward + backward per layer, micro-batches of {costs.samples}", columns, columns[1:]
+    )
+    for index, layer in enumerate(costs.layers):
+        table.add_row(
+            escape(layer.name),
+            *(_passes(costs.devices[member], index) for member in members),
+            format_nbytes(layer.params_nbytes),
+            format_nbytes(layer.saved_nbytes),
+            format_nbytes(layer.cut_nbytes),
+            end_section=index == len(costs.layers) - 1,
+        )
+    count = len(costs.layers)
+    sums = [
+        f"{format_s(costs.forward_s(member, 0, count))} + "
+        f"{format_s(costs.backward_s(member, 0, count))}"
+        for member in members
+    ]
+    table.add_row("all", *sums, "", "", "")
+    return table
+
+
+def link_table(costs: CostTable) -> Table:
+    """Every link: latency, bandwidth, and what the two make of the largest cut."""
+    largest = max((layer.cut_nbytes for layer in costs.layers), default=0)
+    columns = ("from", "to", "latency", "bandwidth", f"{format_nbytes(largest)} take", "times are")
+    table = make_table("Links", columns, columns[2:5])
+    for (source, target), link in costs.links.items():
+        table.add_row(
+            source,
+            target,
+            format_s(link.latency_s),
+            f"{format_nbytes(link.bandwidth_Bps)}/s",
+            format_s(link.time_s(largest)),
+            link.label,
+        )
+    return table
+
+
+def _passes(device: DeviceCost, index: int) -> str:
+    layer = device.layers[index]
+    if layer.reason:
+        return f"[red]{escape(layer.reason)}[/red]"
+    return f"{format_s(layer.forward_s)} + {format_s(layer.backward_s)}"
