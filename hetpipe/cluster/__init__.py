@@ -1,1 +1,15 @@
-"""."""
+"""Clusters: the devices that take part, their cores, speeds and links; found here or described."""
+
+from hetpipe._lazy import lazy
+
+__getattr__, __dir__, __all__ = lazy(
+    __name__,
+    {
+        "Cluster": "cluster",
+        "Link": "cluster",
+        "Member": "cluster",
+        "available_cores": "cluster",
+        "parse_bandwidth": "file",
+        "parse_time": "file",
+    },
+)

@@ -1,8 +1,15 @@
-"""Cluster: the devices a model may use, the cores and speeds they get, and the links between them."""
+"""Cluster: the devices a model may use, their cores and speeds, and the links between them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from hetpipe.errors import ClusterError
+from hetpipe.sdk.info import DeviceInfo
+
+TRANSPORTS = ("auto", "local", "shared-memory", "distributed")
 
 
 @dataclass(frozen=True)
@@ -25,8 +32,92 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices in pipeline order, links by pair of ids (either order)."""
+    """Devices in pipeline order, links by pair of ids (either order).
+
+    Whether the devices exist is found when their workers start: a described cluster may be absent.
+    Raises `ClusterError` for what is wrong in itself.
+    """
 
     members: tuple[Member, ...]
     links: dict[frozenset[str], Link] = field(default_factory=dict)
     transport: str = "auto"  # auto | local | shared-memory | distributed
+
+    def __post_init__(self) -> None:
+        if self.transport not in TRANSPORTS:
+            known = ", ".join(TRANSPORTS)
+            raise ClusterError(f"no transport {self.transport!r}; choose one of {known}")
+        if not self.members:
+            raise ClusterError("the cluster has no device; give it one or more")
+        for index, member in enumerate(self.members):
+            if member.id in self.ids[:index]:
+                raise ClusterError(f"two devices have the id {member.id!r}; ids are unique")
+            _check_member(member)
+        for pair, link in self.links.items():
+            _check_link(pair, link, self.ids)
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The members' ids, in order."""
+        return tuple(member.id for member in self.members)
+
+    def member(self, member_id: str) -> Member:
+        """The member of that id. Raises `ClusterError`."""
+        for member in self.members:
+            if member.id == member_id:
+                return member
+        raise ClusterError(f"no device {member_id!r}; the cluster has {', '.join(self.ids)}")
+
+    def link(self, one: str, other: str) -> Link:
+        """The link between two members; where none is described, the transport's own."""
+        return self.links.get(frozenset((one, other)), Link())
+
+    @staticmethod
+    def load(path: str | Path) -> Cluster:
+        """A cluster from a TOML file (docs/clusters.md). Raises `ClusterError` with the line."""
+        from hetpipe.cluster.file import load
+
+        return load(Path(path))
+
+    @staticmethod
+    def local(
+        backends: Sequence[str] | None = None,
+        devices: Sequence[str] | None = None,
+        emulate_speed: Mapping[str, float] | None = None,
+        *,
+        rank: Callable[[DeviceInfo], float] | None = None,
+    ) -> Cluster:
+        """The usable devices of this machine; see `hetpipe.cluster.local.local` for the rules."""
+        from hetpipe.cluster.local import local
+
+        return local(backends, devices, emulate_speed or {}, rank)
+
+
+def available_cores() -> tuple[int, ...]:
+    """The cores that this process may pin workers to."""
+    import os
+
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def _check_member(member: Member) -> None:
+    if not member.speed > 0:
+        raise ClusterError(f"{member.id}: speed is {member.speed}, it must be above 0")
+    absent = sorted(set(member.cores) - set(available_cores()))
+    if absent:
+        found = ", ".join(map(str, available_cores()))
+        raise ClusterError(f"{member.id}: cores {absent} are not among this machine's: {found}")
+
+
+def _check_link(pair: frozenset[str], link: Link, ids: Sequence[str]) -> None:
+    for member_id in sorted(pair):
+        if member_id not in ids:
+            raise ClusterError(f"a link names {member_id!r}; the cluster has {', '.join(ids)}")
+    name = " - ".join(sorted(pair))
+    if len(pair) != 2:
+        raise ClusterError(f"link {name}: it joins two different devices")
+    if link.bandwidth_Bps is not None and not link.bandwidth_Bps > 0:
+        raise ClusterError(f"link {name}: bandwidth is {link.bandwidth_Bps} B/s, must be above 0")
+    if link.latency_s is not None and not link.latency_s >= 0:
+        raise ClusterError(f"link {name}: latency is {link.latency_s} s, it must not be negative")

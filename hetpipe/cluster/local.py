@@ -1,0 +1,100 @@
+"""The local cluster: which of the devices found here take part, and the cores they get."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from hetpipe.cluster.cluster import Cluster, Member, available_cores
+from hetpipe.errors import ClusterError
+from hetpipe.sdk.info import DeviceInfo
+from hetpipe.sdk.registry import discover_devices
+
+
+def local(
+    backends: Sequence[str] | None,
+    devices: Sequence[str] | None,
+    emulate_speed: Mapping[str, float],
+    rank: Callable[[DeviceInfo], float] | None,
+) -> Cluster:
+    """A cluster of devices found in this machine.
+
+    Without `devices`: every accelerator, and per memory domain the first CPU-type device of each
+    backend, in the order of discovery (a backend lists its best first) or by the lowest `rank`.
+    Devices that are emulated or a reference join only when named. `devices` names ids, or prefixes
+    up to a colon, which take all they match; a device named twice becomes two members. Members
+    that compute on the host's cores share them evenly. `emulate_speed` is keyed by member id.
+
+    Raises `ClusterError` for a name without a match, or if nothing is left.
+    """
+    found, failures = discover_devices(None if backends is None else list(backends))
+    chosen = _default(found, rank) if devices is None else _named(devices, found, failures)
+    if not chosen:
+        raise ClusterError(f"no usable device: {_overview(found, failures)}")
+    members = _share_cores(_members(chosen), chosen)
+    for member_id in emulate_speed:
+        if member_id not in (member.id for member in members):
+            known = ", ".join(member.id for member in members)
+            raise ClusterError(f"emulate_speed names {member_id!r}; the members are {known}")
+    return Cluster(
+        tuple(replace(member, speed=emulate_speed.get(member.id, 1.0)) for member in members)
+    )
+
+
+def _default(
+    found: Sequence[DeviceInfo], rank: Callable[[DeviceInfo], float] | None
+) -> list[DeviceInfo]:
+    usable = [i for i in found if not (i.capabilities.emulated or i.capabilities.reference)]
+    ranked = usable if rank is None else sorted(usable, key=rank)
+    best: dict[tuple[str, str], DeviceInfo] = {}
+    for info in ranked:
+        if info.kind == "cpu":
+            best.setdefault((info.memory_domain, info.backend), info)
+    return [info for info in usable if info.kind != "cpu" or info in best.values()]
+
+
+def _named(
+    names: Sequence[str], found: Sequence[DeviceInfo], failures: Mapping[str, str]
+) -> list[DeviceInfo]:
+    chosen: list[DeviceInfo] = []
+    for name in names:
+        matches = [i for i in found if i.id == name or i.id.startswith(f"{name.rstrip(':')}:")]
+        if not matches:
+            raise ClusterError(f"no device {name!r}: {_overview(found, failures)}")
+        chosen += matches
+    return chosen
+
+
+def _overview(found: Sequence[DeviceInfo], failures: Mapping[str, str]) -> str:
+    lines = [f"found {', '.join(info.id for info in found) or 'none'}"]
+    lines += [f"backend {name} is unusable: {reason}" for name, reason in failures.items()]
+    return "; ".join(lines)
+
+
+def _members(chosen: Sequence[DeviceInfo]) -> list[Member]:
+    """Ids are the devices' own, with #0, #1, ... where one is named more than once."""
+    total = Counter(info.id for info in chosen)
+    seen: Counter[str] = Counter()
+    members = []
+    for info in chosen:
+        suffix = f"#{seen[info.id]}" if total[info.id] > 1 else ""
+        seen[info.id] += 1
+        members.append(Member(info.id + suffix, info.id))
+    return members
+
+
+def _share_cores(members: Sequence[Member], infos: Sequence[DeviceInfo]) -> list[Member]:
+    """Neighbouring cores, whose numbers differ by at most one; one each where cores are fewer."""
+    cores = available_cores()
+    hosted = [
+        member
+        for member, info in zip(members, infos, strict=True)
+        if info.kind == "cpu" or info.capabilities.emulated or info.capabilities.reference
+    ]
+    shares: dict[str, tuple[int, ...]] = {}
+    for index, member in enumerate(hosted):
+        lo = index * len(cores) // len(hosted)
+        hi = (index + 1) * len(cores) // len(hosted)
+        shares[member.id] = cores[lo:hi] or (cores[lo],)
+    return [replace(member, cores=shares.get(member.id, ())) for member in members]
