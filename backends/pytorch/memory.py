@@ -25,6 +25,9 @@ ELEMENTWISE = frozenset((
 ))  # fmt: skip
 """Operators whose element i reads only elements i of operands of the result's shape."""
 
+ACCUMULATING = frozenset(("addmm", "baddbmm"))
+"""Operators whose element i reads, of their first operand, only element i."""
+
 SHAPE_ONLY = frozenset(("zeros_like", "ones_like", "full_like", "empty_like"))
 """Operators that read the shape of their operand, not its values."""
 
@@ -75,6 +78,11 @@ class Storages:
         """Whether the graph may overwrite this storage at all."""
         return root.op == "call_function" or root in self._donated
 
+    def promised(self, node: fx.Node) -> bool:
+        """Whether a shape-only node wants this storage for its result."""
+        members = self.members[self.root[node]]
+        return any(base_name(user) in SHAPE_ONLY for member in members for user in member.users)
+
     def dead_after(self, node: fx.Node, at: fx.Node) -> bool:
         """Whether no value in `node`'s storage is read behind `at`."""
         now = self.position[at]
@@ -110,21 +118,29 @@ def write_in_place(graph: fx.Graph, donated: frozenset[fx.Node]) -> Storages:
 def _victim(node: fx.Node, storages: Storages) -> fx.Node | None:
     """The operand whose storage the result of `node` can take."""
     name = base_name(node)
-    if name not in ELEMENTWISE and name not in SHAPE_ONLY:
+    if name in ACCUMULATING:
+        candidates = [n for n in node.args[:1] if isinstance(n, fx.Node)]
+    elif name in ELEMENTWISE or name in SHAPE_ONLY:
+        candidates = list(node.all_input_nodes)
+    else:
         return None
-    result = node.meta["val"]
-    for operand in node.all_input_nodes:
-        value, root = operand.meta["val"], storages.root[operand]
-        if (
-            storages.writable(root)
-            and isinstance(value, torch.Tensor)
-            and (value.shape, value.dtype) == (result.shape, result.dtype)
-            and _covers(value, root.meta["val"])
-            and all(o is operand or storages.root[o] is not root for o in node.all_input_nodes)
-            and storages.dead_after(operand, node)
-        ):
-            return operand
-    return None
+    free = [n for n in candidates if _can_take(node, n, storages)]
+    if any(user.op == "output" for user in node.users) and name not in SHAPE_ONLY:
+        # A result that stays would keep a fresh gradient accumulator from being made of the old.
+        free.sort(key=storages.promised)
+    return free[0] if free else None
+
+
+def _can_take(node: fx.Node, operand: fx.Node, storages: Storages) -> bool:
+    result, value, root = node.meta["val"], operand.meta["val"], storages.root[operand]
+    return (
+        storages.writable(root)
+        and isinstance(value, torch.Tensor)
+        and (value.shape, value.dtype) == (result.shape, result.dtype)
+        and _covers(value, root.meta["val"])
+        and all(o is operand or storages.root[o] is not root for o in node.all_input_nodes)
+        and storages.dead_after(operand, node)
+    )
 
 
 def _covers(value: torch.Tensor, root: Any) -> bool:

@@ -86,7 +86,8 @@ def _generate(
     body: list[str] = []
     needed = {node for node, _ in made}
     for node in reversed([node for node in graph.nodes if node.op == "call_function"]):
-        dead = [n.name for n in dict.fromkeys((node, *node.all_input_nodes)) if n not in needed]
+        used = dict.fromkeys((node, *node.all_input_nodes))
+        dead = [n.name for n in used if n not in needed and n.op == "call_function"]
         needed.update(node.all_input_nodes)
         needed.add(node)
         dropped = "".join(f"; {name} = None" for name in dead)
@@ -113,11 +114,28 @@ def _call(node: fx.Node, scope: dict[str, Any], device: torch.device) -> str:
     takes_device = any(argument.name == "device" for argument in target._schema.arguments)
     if takes_device and device.type != "cpu" and not node.all_input_nodes:
         kwargs["device"] = device
-    name = str(target).replace(".", "_").replace("::", "_")
-    scope[name] = target
+    name = str(target).replace(".", "_")
+    scope[name] = _callable(target)
     parts = [_text(arg, scope) for arg in node.args]
     parts += [f"{key}={_text(value, scope)}" for key, value in kwargs.items()]
     return f"{name}({', '.join(parts)})"
+
+
+QUICK = frozenset((
+    "add", "addcdiv", "addcmul", "addmm", "bmm", "div", "exp", "fill", "lerp", "mm", "mul", "neg",
+    "permute", "relu", "reshape", "rsqrt", "sigmoid", "sqrt", "sub", "sum", "t", "tanh",
+    "transpose",
+))  # fmt: skip
+"""Frequent operators whose Python function takes the arguments of the schema in its order."""
+
+
+def _callable(target: OpOverload) -> Callable[..., Any]:
+    """The operator's Python function where there is one: it parses arguments 0.5 us faster."""
+    namespace, name, _ = str(target).split(".")
+    if namespace != "aten" or name.rstrip("_") not in QUICK:
+        return target
+    found: Callable[..., Any] = getattr(torch if hasattr(torch, name) else torch.Tensor, name)
+    return found
 
 
 def _text(value: Any, scope: dict[str, Any]) -> str:

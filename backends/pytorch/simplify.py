@@ -16,31 +16,59 @@ def simplify(graph: fx.Graph) -> None:
         if node.target in (aten.view.default, aten._unsafe_view.default):
             # Strides here may differ from those of tracing: where a view is none, copy.
             node.target = aten.reshape.default
+        elif node.target is aten.t.default:
+            _cancel_transposes(node)
         elif node.target is aten.sub.Tensor:
             _fuse_scaled_subtraction(node)
+        elif node.target is aten.add.Tensor:
+            _fuse_product_into_sum(node)
     graph.eliminate_dead_code()
+
+
+def _cancel_transposes(node: fx.Node) -> None:
+    """`t(t(x))` is x: autograd transposes a weight back and forth."""
+    inner = node.args[0]
+    if isinstance(inner, fx.Node) and inner.target is aten.t.default:
+        source = inner.args[0]
+        assert isinstance(source, fx.Node)
+        node.replace_all_uses_with(source)
 
 
 def _fuse_scaled_subtraction(node: fx.Node) -> None:
     """`p - a * b` in one pass, as the step of an optimizer is written."""
-    if len(node.args) != 2 or node.kwargs:
-        return
-    base, product = node.args
+    base, product = _plain_operands(node)
     if (
-        isinstance(base, fx.Node)
-        and isinstance(product, fx.Node)
-        and product.target is aten.mul.Tensor
-        and len(product.users) == 1
+        _only_use(product, aten.mul.Tensor)
         and all(_alike(base, factor) for factor in product.args)
+        and len(product.args) == 2
     ):
         node.target = aten.addcmul.default
         node.args = (base, *product.args)
         node.kwargs = {"value": -1}
 
 
-def _alike(base: fx.Node, factor: Any) -> bool:
+def _fuse_product_into_sum(node: fx.Node) -> None:
+    """`sum + a @ b` in one product: a gradient goes straight into its accumulator."""
+    base, product = _plain_operands(node)
+    if _only_use(product, aten.mm.default) and _alike(base, product) and base.op == "placeholder":
+        node.target = aten.addmm.default
+        node.args = (base, *product.args)
+
+
+def _plain_operands(node: fx.Node) -> tuple[Any, Any]:
+    """Both operands of a binary node without `alpha`, else two Nones."""
+    if len(node.args) != 2 or node.kwargs:
+        return None, None
+    return node.args[0], node.args[1]
+
+
+def _only_use(node: Any, target: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target is target and len(node.users) == 1
+
+
+def _alike(base: Any, factor: Any) -> bool:
     """Whether a factor is of the base's dtype, floating, and of its shape or 0-d."""
-    if not isinstance(factor, fx.Node):
+    if not isinstance(factor, fx.Node) or not isinstance(base, fx.Node):
         return False
     value, result = factor.meta["val"], base.meta["val"]
     shaped = value.shape == result.shape or value.dim() == 0
