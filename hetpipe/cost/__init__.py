@@ -1,1 +1,17 @@
-"""."""
+"""Costs: what every layer costs on every device and every link per byte, measured and kept."""
+
+from hetpipe._lazy import lazy
+
+__getattr__, __dir__, __all__ = lazy(
+    __name__,
+    {
+        "CacheWarning": "cache",
+        "CostTable": "table",
+        "DeviceCost": "table",
+        "LayerBytes": "table",
+        "LayerCost": "table",
+        "LinkCost": "table",
+        "TiedBytes": "table",
+        "cache": "cache",
+    },
+)

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hetpipe.errors import CostError
+
+VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,15 @@ class LinkCost:
 
 
 @dataclass(frozen=True)
+class TiedBytes:
+    """A parameter that several layers share: where they are apart, it travels once per step."""
+
+    name: str
+    nbytes: int
+    layers: tuple[int, ...]  # indices
+
+
+@dataclass(frozen=True)
 class CostTable:
     """Costs at one micro-batch size. `links` is keyed by (from, to) device ids."""
 
@@ -61,6 +77,7 @@ class CostTable:
     devices: dict[str, DeviceCost]
     links: dict[tuple[str, str], LinkCost] = field(default_factory=dict)
     step_overhead_s: float = 0.0  # controller's cost of one step: hand out the batch, gather losses
+    tied: tuple[TiedBytes, ...] = ()
 
     def forward_s(self, device: str, lo: int, hi: int) -> float:
         """A stage of layers lo..hi (hi excluded): the fixed overhead counts once."""
@@ -78,13 +95,73 @@ class CostTable:
         return _stage_s([layer.update_s for layer in cost.layers[lo:hi]], cost.overhead_s)
 
     def link(self, source: str, target: str) -> LinkCost:
-        """The link between two devices; free where source is target."""
+        """The link between two devices; free where source is target. Raises `CostError`."""
         if source == target:
-            return LinkCost(0.0, float("inf"))
+            return LinkCost(0.0, math.inf)
+        if (source, target) not in self.links:
+            raise CostError(f"no cost for the link {source} -> {target}; measure or describe it")
         return self.links[source, target]
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict that `json` can write: infinite numbers become None, links a list."""
+        data = asdict(self) | {"version": VERSION}
+        data["links"] = [
+            {"source": source, "target": target, **asdict(link)}
+            for (source, target), link in self.links.items()
+        ]
+        packed: dict[str, Any] = _pack(data)
+        return packed
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> CostTable:
+        """The inverse of `to_json`. Raises `CostError` for another version or shape."""
+        if data.get("version") != VERSION:
+            found = data.get("version")
+            raise CostError(f"cost table has version {found}, this hetpipe reads {VERSION}")
+        fields = {key: value for key, value in data.items() if key != "version"}
+        try:
+            fields["layers"] = tuple(LayerBytes(**layer) for layer in data["layers"])
+            fields["devices"] = {id: _device(entry) for id, entry in data["devices"].items()}
+            fields["links"] = {
+                (entry["source"], entry["target"]): LinkCost(
+                    entry["latency_s"], _unpacked(entry["bandwidth_Bps"]), entry["label"]
+                )
+                for entry in data["links"]
+            }
+            fields["tied"] = tuple(
+                TiedBytes(entry["name"], entry["nbytes"], tuple(entry["layers"]))
+                for entry in data["tied"]
+            )
+            return CostTable(**fields)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CostError(f"not a cost table of version {VERSION}: {error!r}") from error
 
 
 def _stage_s(times_s: list[float], overhead_s: float) -> float:
     if not times_s:
         return 0.0
     return overhead_s + sum(max(time_s - overhead_s, 0.0) for time_s in times_s)
+
+
+def _device(entry: Mapping[str, Any]) -> DeviceCost:
+    seconds = ("forward_s", "backward_s", "update_s")
+    layers = tuple(
+        LayerCost(*(_unpacked(layer[name]) for name in seconds), reason=layer["reason"])
+        for layer in entry["layers"]
+    )
+    return DeviceCost(**{**entry, "layers": layers})
+
+
+def _unpacked(number: float | None) -> float:
+    """JSON has no infinity: `_pack` writes None."""
+    return math.inf if number is None else number
+
+
+def _pack(value: Any) -> Any:
+    if isinstance(value, float) and math.isinf(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _pack(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_pack(item) for item in value]
+    return value

@@ -1,0 +1,91 @@
+"""The cache on disk: what was measured once is not measured again while nothing has changed.
+
+One JSON file per key, in the user's cache folder or in $HETPIPE_CACHE.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from platformdirs import user_cache_dir
+
+ENVIRONMENT = "HETPIPE_CACHE"
+
+
+class CacheWarning(UserWarning):
+    """An entry of the cache is unusable and will be made again."""
+
+
+def folder() -> Path:
+    """Where entries lie; made on the first `store`."""
+    return Path(os.environ.get(ENVIRONMENT) or user_cache_dir("hetpipe")) / "costs"
+
+
+def key(parts: Mapping[str, Any]) -> str:
+    """The name of an entry: a hash of all that its content depends on.
+
+    For a profile: the model's fingerprint, the devices' infos with their drivers, the samples of a
+    micro-batch, the cores, and the versions of what computes. `parts` is written as JSON, so the
+    order of its keys does not matter; what JSON lacks (an enum) counts by its text.
+    """
+    return _digest(json.dumps(parts, sort_keys=True, default=str))
+
+
+def load(entry: str) -> dict[str, Any] | None:
+    """What was stored under that key; None if there is nothing.
+
+    Warns with `CacheWarning`, and returns None, if the file is damaged.
+    """
+    path = _path(entry)
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = document["content"]
+        if document["checksum"] != _checksum(content):
+            raise ValueError("its checksum does not match its content")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        text = f"cache entry {path} is damaged and will be made again: {error}"
+        warnings.warn(text, CacheWarning, stacklevel=2)
+        return None
+    return content
+
+
+def store(entry: str, content: Mapping[str, Any]) -> None:
+    """Store a JSON-able dict; readers see the old entry or the new one, never a part.
+
+    Warns with `CacheWarning` if the folder cannot be written: the work goes on without a cache.
+    """
+    path = _path(entry)
+    document = json.dumps({"checksum": _checksum(content), "content": content})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{entry[:8]}-")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(document)
+            os.replace(beside, path)
+        except BaseException:
+            os.unlink(beside)
+            raise
+    except OSError as error:
+        warnings.warn(f"cannot write the cache entry {path}: {error}", CacheWarning, stacklevel=2)
+
+
+def _path(entry: str) -> Path:
+    return folder() / f"{entry}.json"
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return _digest(json.dumps(content, sort_keys=True))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
