@@ -1,0 +1,232 @@
+"""Who gets what: a cluster's workers, and the stages, values, wires and feeds of each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from hetpipe.capture.program import (
+    BUFFER,
+    COUNT,
+    GRAD,
+    INPUT,
+    PARAM,
+    STATE,
+    Slot,
+    StageGraphs,
+)  # fmt: skip
+from hetpipe.cluster.cluster import Cluster, Link
+from hetpipe.engine.launcher import transport_of
+from hetpipe.engine.messages import Array, EdgeEnd
+from hetpipe.engine.transport import Port
+from hetpipe.engine.wiring import Wire, host_dtype, wires
+from hetpipe.errors import HetpipeError
+from hetpipe.schedule.action import Schedule
+
+READABLE = (PARAM, BUFFER, STATE, GRAD)
+
+
+@dataclass
+class Descriptors:
+    """Open descriptors to give away; leaving the context closes our copies."""
+
+    numbers: list[int] = field(default_factory=list)
+
+    def add(self, fds: Sequence[int]) -> tuple[int, int]:
+        """Where these lie among all: from, to (excluded)."""
+        self.numbers += fds
+        return len(self.numbers) - len(fds), len(self.numbers)
+
+    def __enter__(self) -> Descriptors:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for fd in self.numbers:
+            with suppress(OSError):
+                os.close(fd)
+
+
+class Assembly:
+    """Stages that fit together, and what each needs of the rest."""
+
+    def __init__(self, stages: Sequence[StageGraphs], values: Mapping[str, Array]) -> None:
+        self.stages = list(stages)
+        self._values = values
+        self._wires = wires(self.stages)
+        self._slots = [_slots_of(stage) for stage in self.stages]
+        self._feeds = [_feeds_of(stage) for stage in self.stages]
+        for n, stage in enumerate(self.stages):
+            if stage.stage != n:
+                raise HetpipeError(f"stage {stage.stage} stands at place {n}; order them by number")
+        self._check_values()
+        self.has_count = any(
+            slot.role == COUNT
+            for stage in self.stages
+            for passes in stage.passes.values()
+            for slot in passes.forward.outputs
+        )
+
+    def plug(
+        self, cluster: Cluster, members: Sequence[str], workers: Sequence[int]
+    ) -> list[tuple[tuple[EdgeEnd, ...], Descriptors]]:
+        """Per stage its ends of all wires, and the descriptors that belong to them."""
+        plugged: list[tuple[list[EdgeEnd], Descriptors]] = [([], Descriptors()) for _ in members]
+        for tag, wire in enumerate(self._wires):
+            link = cluster.links.get(frozenset((members[wire.source], members[wire.target])))
+            ranks = workers[wire.source], workers[wire.target]
+            plugs = _plugs(transport_of(cluster), wire, ranks, tag)
+            for stage, (port, fds) in zip((wire.source, wire.target), plugs, strict=True):
+                ends, own = plugged[stage]
+                ends.append(EdgeEnd(wire, port, link or Link(), own.add(fds)))
+        return [(tuple(ends), own) for ends, own in plugged]
+
+    def values_of(self, stage: StageGraphs) -> dict[str, Array]:
+        """Parameters and buffers of a stage."""
+        slots = self._slots[stage.stage].values()
+        names = [slot.name for slot in slots if slot.role in (PARAM, BUFFER)]
+        return {name: np.asarray(self._values[name], order="C") for name in names}
+
+    def feeds_of(
+        self, stage: StageGraphs, feeds: Sequence[Mapping[str, Array]], samples: Sequence[int]
+    ) -> list[dict[str, Array]]:
+        """Per micro-batch the leaves of the batch that a stage uses."""
+        wanted = self._feeds[stage.stage]
+        return [
+            {slot.name: np.asarray(feed[slot.name], order="C") for slot in wanted[size]}
+            for feed, size in zip(feeds, samples, strict=True)
+        ]
+
+    def check(
+        self,
+        schedule: Schedule,
+        samples: Sequence[int],
+        feeds: Sequence[Mapping[str, Array]],
+        loss_tangents: Sequence[float],
+    ) -> None:
+        """Raises `HetpipeError` if a mini-batch does not fit the stages."""
+        if len(schedule) != len(self.stages):
+            raise HetpipeError(
+                f"the schedule is for {len(schedule)} workers, {len(self.stages)} stages are loaded"
+            )
+        if not len(samples) == len(feeds) == len(loss_tangents):
+            raise HetpipeError(
+                f"{len(samples)} micro-batches, but {len(feeds)} feeds and "
+                f"{len(loss_tangents)} loss tangents"
+            )
+        for stage, wanted in zip(self.stages, self._feeds, strict=True):
+            for m, (feed, size) in enumerate(zip(feeds, samples, strict=True)):
+                if size not in wanted:
+                    raise HetpipeError(
+                        f"micro-batch {m} has {size} samples; stage {stage.stage} has programs for "
+                        f"{', '.join(map(str, wanted))}"
+                    )
+                for slot in wanted[size]:
+                    _check_feed(m, slot, feed)
+
+    def owners(self, role: str, names: Sequence[str] | None) -> dict[int, list[str]]:
+        """Per stage the names to read from it: each name from the first stage that has it."""
+        owner = {}
+        for n in reversed(range(len(self.stages))):
+            owner.update(dict.fromkeys(self._names(n, role), n))
+        found: dict[int, list[str]] = {}
+        for name in owner if names is None else names:
+            if name not in owner:
+                raise HetpipeError(f"no {role} {name!r}; there are {len(owner)}: {_some(owner)}")
+            found.setdefault(owner[name], []).append(name)
+        return dict(sorted(found.items()))
+
+    def shares(self, role: str, values: Mapping[str, Array]) -> dict[int, dict[str, Array]]:
+        """Per stage the values to write there."""
+        owners = self.owners(role, list(values))
+        owned = {name: stage for stage, names in owners.items() for name in names}
+        found: dict[int, dict[str, Array]] = {}
+        for n in range(len(self.stages)):
+            for name in self._names(n, role):
+                if name in values:
+                    slot = self._slots[n][role, name]
+                    value = _fitting(slot, values[name])
+                    if role == GRAD and owned[name] != n:
+                        value = np.zeros_like(value)
+                    found.setdefault(n, {})[name] = value
+        return found
+
+    def _names(self, stage: int, role: str) -> list[str]:
+        if role not in READABLE:
+            raise HetpipeError(f"role {role!r} is not kept; choose from {', '.join(READABLE)}")
+        return [slot.name for slot in self._slots[stage].values() if slot.role == role]
+
+    def _check_values(self) -> None:
+        for n, slots in enumerate(self._slots):
+            for slot in slots.values():
+                if slot.role not in (PARAM, BUFFER):
+                    continue
+                if slot.name not in self._values:
+                    raise HetpipeError(f"stage {n} needs {slot.role} {slot.name!r}: no value given")
+                _fitting(slot, self._values[slot.name])
+
+
+def _plugs(
+    transport: str, wire: Wire, ranks: tuple[int, int], tag: int
+) -> Sequence[tuple[Port, Sequence[int]]]:
+    """The sending and the receiving end of a wire, each with its descriptors."""
+    if transport == "local":
+        from hetpipe.engine.handover import HandoverPort
+
+        port = HandoverPort()
+        return (port, ()), (port, ())
+    if transport == "distributed":
+        from hetpipe.engine.distributed import GlooPort
+
+        return (GlooPort(ranks[1], tag), ()), (GlooPort(ranks[0], tag), ())
+    from hetpipe.engine.sharedmemory import plugs
+
+    return plugs(wire)
+
+
+def _slots_of(stage: StageGraphs) -> dict[tuple[str, str], Slot]:
+    passes = [p for pair in stage.passes.values() for p in (pair.forward, pair.backward)]
+    programs = [program for program in (*passes, stage.update) if program is not None]
+    return {slot.key: slot for program in programs for slot in (*program.inputs, *program.outputs)}
+
+
+def _feeds_of(stage: StageGraphs) -> dict[int, list[Slot]]:
+    found = {}
+    for samples, passes in stage.passes.items():
+        backward = passes.backward.inputs if passes.backward is not None else ()
+        slots = [s for s in (*passes.forward.inputs, *backward) if s.role == INPUT]
+        found[samples] = list({slot.name: slot for slot in slots}.values())
+    return found
+
+
+def _check_feed(microbatch: int, slot: Slot, feed: Mapping[str, Any]) -> None:
+    if slot.name not in feed:
+        raise HetpipeError(f"micro-batch {microbatch} lacks {slot.name!r}; it has {_some(feed)}")
+    try:
+        _fitting(slot, feed[slot.name])
+    except HetpipeError as error:
+        raise HetpipeError(f"micro-batch {microbatch}: {error}") from None
+
+
+def _fitting(slot: Slot, value: Array) -> Array:
+    if value.shape != slot.shape or value.dtype != host_dtype(slot.dtype):
+        raise HetpipeError(
+            f"{slot.role} {slot.name!r} is {slot.dtype}{list(slot.shape)} in the graphs, "
+            f"but {value.dtype}{list(value.shape)} was given"
+        )
+    return value
+
+
+def _some(names: Mapping[str, Any]) -> str:
+    listed = list(names)
+    return ", ".join(listed[:5]) + (", ..." if len(listed) > 5 else "") or "none"

@@ -1,0 +1,276 @@
+"""Crew: started workers, one per member of a cluster, that run stages and schedules."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from hetpipe.capture.program import StageGraphs
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.engine import messages as say
+from hetpipe.engine.assembly import Assembly
+from hetpipe.engine.fleet import Fleet
+from hetpipe.engine.launcher import launch
+from hetpipe.engine.messages import Array
+from hetpipe.errors import HetpipeError
+from hetpipe.schedule.action import Schedule
+from hetpipe.sdk.info import DeviceInfo
+from hetpipe.simulate.timeline import Span, Timeline
+
+FIRST_STEP_S = 600.0
+LEAST_PATIENCE_S = 60.0
+PATIENCE = 20  # times the longest step so far
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """One mini-batch. Sequences have one entry per micro-batch.
+
+    `grad_scale` None: 1 / sum of the counts that the last stage reports.
+    """
+
+    schedule: Schedule
+    samples: tuple[int, ...]
+    feeds: Sequence[Mapping[str, Array]]
+    loss_tangents: tuple[float, ...]
+    lr: float
+    number: int
+    seed: int = 0
+    grad_scale: float | None = None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Losses and counts per micro-batch, and when everything happened."""
+
+    losses: tuple[float, ...]
+    counts: tuple[float, ...] | None
+    timeline: Timeline
+
+
+class Crew:
+    """Workers with their devices open. A context manager; no process outlives `close`.
+
+    The first failure of a worker ends all: it is raised as `WorkerError`, then and ever after.
+    """
+
+    def __init__(self, cluster: Cluster, fleet: Fleet, start_timeout_s: float) -> None:
+        self._fleet = fleet
+        self._control = fleet.control
+        self._close = weakref.finalize(self, fleet.close)
+        self.cluster = cluster
+        self._index = {member.id: i for i, member in enumerate(cluster.members)}
+        self._assembly: Assembly | None = None
+        self._workers: list[int] = []
+        self._scripts: dict[int, tuple[int, Schedule]] = {}
+        self._serial = 0
+        self._longest_s: float | None = None
+        with self._guarded():
+            everyone = list(self._index.values())
+            opened = self._control.gather(everyone, start_timeout_s)
+        self.infos: dict[str, DeviceInfo] = dict(zip(self._index, opened, strict=True))
+
+    @classmethod
+    def start(
+        cls,
+        cluster: Cluster,
+        *,
+        heartbeat_s: float = 1.0,
+        silence_s: float = 8.0,
+        start_timeout_s: float = 120.0,
+    ) -> Crew:
+        """Start one worker per member and open its device.
+
+        A worker that gives no sign of life for `silence_s` is taken for dead. Raises `BackendError`
+        for a device that is not there, `HetpipeError` for a backend that no process can import,
+        `WorkerError` if a worker does not come up.
+        """
+        return cls(
+            cluster, launch(cluster, heartbeat_s, silence_s, start_timeout_s), start_timeout_s
+        )
+
+    def call(self, members: Sequence[str], function: str, *args: Any) -> list[Any]:
+        """Run `module:function` as `function(device, *args)` inside these workers at once.
+
+        Returns the results in the order of `members`; arguments and results must pickle. Emulated
+        speeds do not apply.
+        """
+        return list(self.call_each(function, dict.fromkeys(members, args)).values())
+
+    def call_each(self, function: str, arguments: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+        """Like `call`, with arguments of its own for each member; results by member."""
+        workers = [self._worker(member) for member in arguments]
+        with self._guarded():
+            for worker, args in zip(workers, arguments.values(), strict=True):
+                self._fleet.send(worker, say.Call(function, tuple(args)))
+            return dict(zip(arguments, self._control.gather(workers), strict=True))
+
+    def load(
+        self,
+        stages: Sequence[StageGraphs],
+        members: Sequence[str],
+        values: Mapping[str, Array],
+        state_init: Callable[..., Array] = np.zeros,
+    ) -> None:
+        """Make `members[n]` stage n: upload parameters and buffers, compile all programs.
+
+        Gradients start at zero, optimizer state at `state_init(shape, dtype)`. Replaces what was
+        loaded before. Raises `HetpipeError` if stages, members and values do not fit together.
+        """
+        assembly = Assembly(stages, values)
+        if len(members) != len(stages) or len(set(members)) != len(members):
+            raise HetpipeError(
+                f"{len(stages)} stages need as many different members, got {list(members)}"
+            )
+        self._assembly, self._workers = None, [self._worker(member) for member in members]
+        with self._guarded():
+            plugged = assembly.plug(self.cluster, members, self._workers)
+            for worker, stage, (ends, fds) in zip(self._workers, stages, plugged, strict=True):
+                own = assembly.values_of(stage)
+                with fds:
+                    message = say.Load(stage, own, state_init, ends)
+                    self._fleet.send(worker, message, fds.numbers)
+            self._control.gather(self._workers)
+        self._assembly, self._longest_s = assembly, None
+        self._scripts.clear()
+
+    def step(self, request: StepRequest, timeout_s: float | None = None) -> StepResult:
+        """Run one mini-batch to its end.
+
+        `timeout_s` limits how long nothing may move; default 20 times the longest step so far, at
+        least 60 s. Raises `WorkerError`; `HetpipeError` before anything runs if the request does
+        not fit the stages.
+        """
+        assembly = self._loaded()
+        assembly.check(request.schedule, request.samples, request.feeds, request.loss_tangents)
+        if request.grad_scale is None and not assembly.has_count:
+            raise HetpipeError("grad_scale is None, but the loss has no count to derive it from")
+        self._serial += 1
+        patience_s = timeout_s if timeout_s is not None else self._patience_s()
+        with self._guarded():
+            begin_s = time.monotonic()
+            script, schedule = self._script(request.schedule)
+            for worker, stage in zip(self._workers, assembly.stages, strict=True):
+                message = say.Step(
+                    self._serial,
+                    script,
+                    schedule,
+                    request.samples,
+                    assembly.feeds_of(stage, request.feeds, request.samples),
+                    request.loss_tangents,
+                    request.lr,
+                    request.number,
+                    request.seed,
+                    request.grad_scale,
+                )
+                self._fleet.send(worker, message)
+            on_counts = self._send_scale if request.grad_scale is None else None
+            reports = self._control.gather(self._workers, patience_s, on_counts)
+            self._longest_s = max(self._longest_s or 0.0, time.monotonic() - begin_s)
+        return self._result(request.schedule, reports, begin_s)
+
+    def read(self, role: str, names: Sequence[str] | None = None) -> dict[str, Array]:
+        """Present values of PARAM, BUFFER, STATE or GRAD slots, by name; default all.
+
+        What several stages have (tied weights) comes from its owner, the first of them.
+        """
+        assembly = self._loaded()
+        owners = assembly.owners(role, names)
+        with self._guarded():
+            for stage, own in owners.items():
+                self._fleet.send(self._workers[stage], say.Read(role, tuple(own)))
+            found = self._control.gather([self._workers[stage] for stage in owners])
+        merged = {name: array for part in found for name, array in part.items()}
+        wanted = names if names is not None else [name for own in owners.values() for name in own]
+        return {name: merged[name] for name in wanted}
+
+    def write(self, role: str, values: Mapping[str, Array]) -> None:
+        """Replace values of PARAM, BUFFER, STATE or GRAD slots, on every stage that has them.
+
+        A tied gradient is a sum over stages: its owner gets the value, the others zero.
+        """
+        assembly = self._loaded()
+        shares = assembly.shares(role, values)
+        with self._guarded():
+            for stage, share in shares.items():
+                self._fleet.send(self._workers[stage], say.Write(role, share))
+            self._control.gather([self._workers[stage] for stage in shares])
+
+    def close(self) -> None:
+        """End all workers; safe to call twice."""
+        self._close()
+        self._control.fail("the crew is closed")
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Whatever interrupts a conversation with the workers ends it: they are out of step."""
+        try:
+            self._control.check()
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def _loaded(self) -> Assembly:
+        self._control.check()
+        if self._assembly is None:
+            raise HetpipeError("no stages are loaded; call load first")
+        return self._assembly
+
+    def _worker(self, member: str) -> int:
+        if member not in self._index:
+            raise HetpipeError(f"no member {member!r}; the crew has {', '.join(self._index)}")
+        return self._index[member]
+
+    def _patience_s(self) -> float:
+        if self._longest_s is None:
+            return FIRST_STEP_S
+        return max(LEAST_PATIENCE_S, PATIENCE * self._longest_s)
+
+    def _script(self, schedule: Schedule) -> tuple[int, Schedule | None]:
+        """The schedule's number, and the schedule itself if the workers have not seen it."""
+        if (known := self._scripts.get(id(schedule))) is not None:
+            return known[0], None
+        if len(self._scripts) >= say.SCRIPTS:
+            self._scripts.pop(next(iter(self._scripts)))
+        self._scripts[id(schedule)] = (self._serial, schedule)  # kept alive: ids are reused
+        return self._serial, schedule
+
+    def _send_scale(self, found: say.Counts) -> None:
+        total = sum(found.counts)
+        if total == 0:
+            raise HetpipeError("the counts of this mini-batch sum to 0: its loss has no mean")
+        for worker in self._workers:
+            self._fleet.send(worker, say.Scale(found.serial, 1.0 / total))
+
+    def _result(
+        self, schedule: Schedule, reports: Sequence[say.StepReport], begin_s: float
+    ) -> StepResult:
+        spans = [
+            Span(n, schedule[n][index], start_s - begin_s, end_s - begin_s)
+            for n, report in enumerate(reports)
+            for index, start_s, end_s in report.spans
+        ]
+        names = tuple(self.cluster.members[worker].device for worker in self._workers)
+        losses = next((r.losses for r in reports if r.losses is not None), ())
+        counts = next((r.counts for r in reports if r.counts is not None), None)
+        spans.sort(key=lambda span: (span.worker, span.start_s))
+        return StepResult(losses, counts, Timeline(names, tuple(spans), "measured"))

@@ -1,0 +1,112 @@
+"""Between any processes: torch.distributed's gloo, one flat tensor a message.
+
+Both ends know every message's kind beforehand, so no description travels with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+from hetpipe.cluster.cluster import Link
+from hetpipe.engine.transport import EdgeClosedError, Inlet, Outlet, Port
+from hetpipe.engine.wiring import Array, Kind, Wire, arrays_in, packed_nbytes
+from hetpipe.sdk.backend import Device
+
+# A receive may wait through a whole idle evening; failures come by the control channel.
+PATIENCE = timedelta(days=7)
+
+
+def host_store() -> Any:
+    """The store where processes meet, in this process, on a free port of the loopback."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
+
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def join(rank: int, world: int, address: tuple[str, int], limit_s: float) -> None:
+    """Become `rank` of the process group; returns when all have joined."""
+    import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
+
+    store = TCPStore(*address, is_master=False, timeout=timedelta(seconds=limit_s))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=PATIENCE)
+
+
+@dataclass(frozen=True)
+class GlooPort(Port):
+    """`peer` is the rank at the other end; `tag` names the wire."""
+
+    peer: int
+    tag: int
+
+    def outlet(self, wire: Wire, device: Device, link: Link, fds: Sequence[int]) -> Outlet:
+        return _GlooOutlet(self, wire, device, link)
+
+    def inlet(self, wire: Wire, device: Device, fds: Sequence[int]) -> Inlet:
+        return _GlooInlet(self, wire, device)
+
+
+class _Staging:
+    """One message's memory on the host, seen as a flat tensor and as arrays, per kind."""
+
+    def __init__(self, wire: Wire) -> None:
+        import torch
+
+        flat = np.zeros(wire.packed_nbytes, np.uint8)
+        whole = torch.from_numpy(flat)
+        self.deliver_s = np.ndarray((), np.float64, flat.data)
+        self.arrays = {kind: arrays_in(flat.data, lay) for kind, lay in wire.layouts.items()}
+        self.flat = {kind: whole[: packed_nbytes(lay)] for kind, lay in wire.layouts.items()}
+
+
+class _GlooOutlet(Outlet):
+    def __init__(self, port: GlooPort, wire: Wire, device: Device, link: Link) -> None:
+        super().__init__(wire, device, link)
+        self._port = port
+        self._staging = _Staging(wire)
+
+    def _acquire(self, kind: Kind) -> list[Array]:
+        return self._staging.arrays[kind]
+
+    def _commit(self, kind: Kind, arrays: list[Array], deliver_s: float) -> None:
+        import torch.distributed as dist
+
+        self._staging.deliver_s[()] = deliver_s
+        try:
+            work = dist.isend(self._staging.flat[kind], self._port.peer, tag=self._port.tag)
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            raise EdgeClosedError(str(error)) from error
+
+    def close(self) -> None:
+        """Nothing to do: gloo's pairs end with the process."""
+
+
+class _GlooInlet(Inlet):
+    def __init__(self, port: GlooPort, wire: Wire, device: Device) -> None:
+        super().__init__(wire, device)
+        self._port = port
+        self._staging = _Staging(wire)
+
+    def _take(self, kind: Kind) -> tuple[list[Array], float]:
+        import torch.distributed as dist
+
+        try:
+            work = dist.irecv(self._staging.flat[kind], self._port.peer, tag=self._port.tag)
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            raise EdgeClosedError(str(error)) from error
+        return self._staging.arrays[kind], float(self._staging.deliver_s)
+
+    def _release(self) -> None:
+        """The staging memory is reused by the next receive."""
+
+    def close(self) -> None:
+        """Nothing to do: gloo's pairs end with the process."""

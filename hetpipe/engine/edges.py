@@ -1,0 +1,147 @@
+"""The threads at a worker's edges: one sends, one receives, while the compute thread computes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+from hetpipe.engine.transport import EdgeClosedError, Inlet, Outlet, Tensor
+from hetpipe.engine.wiring import Kind, Layout
+
+AHEAD = 2
+"""Messages that may lie received on the device before the compute thread asks for them."""
+
+GRACE_S = 2.0
+"""How long a broken edge keeps silent: its cause, a dead neighbour, is told by the controller."""
+
+Span = tuple[int, float, float]
+OnError = Callable[[BaseException], None]
+
+
+class Sender:
+    """Sends messages in the order in which it gets them."""
+
+    def __init__(self, outlet: Outlet, on_error: OnError) -> None:
+        self._outlet = outlet
+        self._queue: SimpleQueue[Any] = SimpleQueue()
+        self._spans: list[Span] = []
+        self._thread = _start(self._run, on_error, f"send {outlet.wire.target}", self)
+        self.closing = False
+
+    def layout(self, kind: Kind) -> Layout | None:
+        """The tensors of a message of this kind; None if there are none and so no message."""
+        return self._outlet.wire.layouts.get(kind)
+
+    def send(self, index: int, kind: Kind, tensors: Sequence[Tensor]) -> None:
+        """Queue a message for action `index`; buffers must stay unchanged until `drain`."""
+        self._queue.put((index, kind, tensors))
+
+    def drain(self) -> list[Span]:
+        """Wait until everything is sent; the spans since the last time."""
+        sent = threading.Event()
+        self._queue.put(sent)
+        sent.wait()
+        spans, self._spans = self._spans, []
+        return spans
+
+    def close(self) -> None:
+        """End the thread."""
+        self.closing = True
+        self._outlet.close()
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            index, kind, tensors = item
+            self._spans.append((index, *self._outlet.send(kind, tensors)))
+
+
+class Receiver:
+    """Receives the messages of a step as they come and keeps them until they are asked for."""
+
+    def __init__(self, inlet: Inlet, on_error: OnError) -> None:
+        self._inlet = inlet
+        self._orders: SimpleQueue[Sequence[tuple[int, Kind]] | None] = SimpleQueue()
+        self._box: dict[int, list[Any]] = {}
+        self._changed = threading.Condition()
+        self._wanted = False
+        self._spans: list[Span] = []
+        self._thread = _start(self._run, on_error, f"receive {inlet.wire.source}", self)
+        self.closing = False
+
+    def layout(self, kind: Kind) -> Layout | None:
+        """The tensors of a message of this kind; None if there are none and so no message."""
+        return self._inlet.wire.layouts.get(kind)
+
+    def expect(self, order: Sequence[tuple[int, Kind]]) -> None:
+        """What the other end will send in this step: (receiving action's index, kind)."""
+        self._orders.put(order)
+
+    def take(self, index: int) -> list[Any]:
+        """The message for action `index`; blocks. Raises `EdgeClosedError` when closed."""
+        with self._changed:
+            self._wanted = True
+            if len(self._box) >= AHEAD:
+                self._changed.notify_all()
+            while index not in self._box:
+                if self.closing:
+                    raise EdgeClosedError
+                self._changed.wait()
+            self._wanted = False
+            tensors = self._box.pop(index)
+            if len(self._box) == AHEAD - 1:
+                self._changed.notify_all()
+            return tensors
+
+    def drain(self) -> list[Span]:
+        """The spans since the last time."""
+        spans, self._spans = self._spans, []
+        return spans
+
+    def close(self) -> None:
+        """End the thread and wake who waits in `take`."""
+        self.closing = True
+        self._inlet.close()
+        self._orders.put(None)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while (order := self._orders.get()) is not None:
+            for index, kind in order:
+                self._wait_for_room()
+                tensors, start_s = self._inlet.receive(kind)
+                self._spans.append((index, start_s, time.monotonic()))
+                with self._changed:
+                    self._box[index] = tensors
+                    self._changed.notify_all()
+
+    def _wait_for_room(self) -> None:
+        with self._changed:
+            # Whoever waits for a message behind those in the box must get it, or nothing moves.
+            while len(self._box) >= AHEAD and not self._wanted and not self.closing:
+                self._changed.wait()
+
+
+def _start(
+    run: Callable[[], None], on_error: OnError, name: str, edge: Sender | Receiver
+) -> threading.Thread:
+    def guarded() -> None:
+        try:
+            run()
+        except EdgeClosedError as error:
+            if not edge.closing:
+                time.sleep(GRACE_S)
+                on_error(error)
+        except Exception as error:
+            on_error(error)
+
+    thread = threading.Thread(target=guarded, name=name, daemon=True)
+    thread.start()
+    return thread

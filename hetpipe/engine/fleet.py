@@ -1,0 +1,243 @@
+"""Starts workers, as processes or as threads, watches them, and ends them without a trace."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import hetpipe
+from hetpipe.engine.channel import Channel
+from hetpipe.engine.control import Control
+from hetpipe.engine.messages import Open, Stop
+from hetpipe.engine.service import Service
+from hetpipe.sdk.backend import Device
+from hetpipe.sdk.registry import open_device
+
+LEAVE_S = 2.0
+"""How long a worker may take to leave when asked, before it is killed."""
+
+
+class Fleet(ABC):
+    """Started workers, by number."""
+
+    control: Control
+    keep: Any = None  # what must live as long as the workers
+
+    @abstractmethod
+    def send(self, worker: int, message: Any, fds: Sequence[int] = ()) -> None:
+        """Give a worker a message. Raises `WorkerError` if it is gone."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all workers; when it returns, none is left."""
+
+
+class ThreadFleet(Fleet):
+    """Workers as threads of this process; those on one device share it."""
+
+    def __init__(self, control: Control, orders: Sequence[Open]) -> None:
+        self.control = control
+        self._devices: dict[str, Device] = {}
+        self._opening = threading.Lock()
+        self._services = [
+            Service(order, partial(control.arrived, i), self._open)
+            for i, order in enumerate(orders)
+        ]
+        control.doing = [partial(getattr, service, "doing") for service in self._services]
+        control.on_failure = self._abort
+        self._threads = [
+            threading.Thread(target=service.serve, name=order.member.id, daemon=True)
+            for service, order in zip(self._services, orders, strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, worker: int, message: Any, fds: Sequence[int] = ()) -> None:
+        self.control.check()
+        self._services[worker].deliver(message, fds)
+
+    def close(self) -> None:
+        self._abort()
+        end_s = time.monotonic() + LEAVE_S
+        for thread in self._threads:
+            thread.join(max(end_s - time.monotonic(), 0.0))
+        if not any(thread.is_alive() for thread in self._threads):
+            for device in self._devices.values():
+                device.close()
+            self._devices.clear()
+
+    def _abort(self) -> None:
+        for service in self._services:
+            service.abort()
+
+    def _open(self, device_id: str) -> Device:
+        with self._opening:
+            if device_id not in self._devices:
+                self._devices[device_id] = open_device(device_id)
+            return self._devices[device_id]
+
+
+class ProcessFleet(Fleet):
+    """Workers as processes. One thread starts them, hears them, and buries them.
+
+    A process dies with the *thread* that started it, so that thread lives as long as they do.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        orders: Sequence[Open],
+        environments: Sequence[dict[str, str]],
+        silence_s: float,
+    ) -> None:
+        self.control = control
+        control.on_failure = self._wake
+        self._owner = os.getpid()
+        self._orders = orders
+        self._environments = environments
+        self._silence_s = silence_s
+        self._tick_s = min(1.0, orders[0].heartbeat_s)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._channels: list[Channel] = []
+        self._heard_s: dict[int, float] = {}
+        self._closing = False
+        self._alarm, self._bell = socket.socketpair()
+        self._thread = threading.Thread(target=self._watch, name="hetpipe crew", daemon=True)
+        self._thread.start()
+
+    def send(self, worker: int, message: Any, fds: Sequence[int] = ()) -> None:
+        self.control.check()
+        try:
+            self._channels[worker].send(message, fds)
+        except OSError:
+            self.control.gather([worker], patience_s=LEAVE_S)  # the watcher says why it is gone
+
+    def close(self) -> None:
+        if os.getpid() != self._owner:
+            return  # a fork of the controller has the object but not the workers
+        self._closing = True
+        self._wake()
+        self._thread.join()
+
+    def _wake(self) -> None:
+        with suppress(OSError):
+            self._bell.send(b"\1")
+
+    def _watch(self) -> None:
+        try:
+            # The workers inherit this: Ctrl-C is the controller's from their first instruction on.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            for order, environment in zip(self._orders, self._environments, strict=True):
+                self._start(order, environment)
+            for channel, order in zip(self._channels, self._orders, strict=True):
+                with suppress(OSError):  # it died at once: its channel tells below
+                    channel.send(order)
+            self._listen()
+        except Exception as error:
+            self.control.fail(f"the workers cannot be started: {error}")
+        finally:
+            self._bury()
+
+    def _start(self, order: Open, environment: dict[str, str]) -> None:
+        ours, theirs = socket.socketpair()
+        cores = ",".join(map(str, order.member.cores))
+        command = [sys.executable, "-m", "hetpipe.engine.worker"]
+        home = str(Path(hetpipe.__file__).parents[1])
+        paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)}
+        with theirs:
+            fd = theirs.fileno()
+            process = subprocess.Popen(
+                [*command, str(fd), str(os.getpid()), cores],
+                env=environment,
+                pass_fds=[fd],
+                stdin=subprocess.DEVNULL,
+            )
+        self._processes.append(process)
+        self._channels.append(Channel(ours))
+
+    def _listen(self) -> None:
+        sources: list[Any] = [*self._channels, self._alarm]
+        while not (self._closing or self.control.failed):
+            ready = wait(sources, self._tick_s)
+            # All that has come is heard before anyone is called silent: we may have slept, too.
+            while ready and not (self._closing or self.control.failed):
+                for source in ready:
+                    if isinstance(source, Channel):
+                        self._hear(self._channels.index(source))
+                    else:
+                        self._alarm.recv(64)  # rung by who closed or failed; the loop looks
+                ready = wait(sources, 0)
+            self._check_silence()
+
+    def _hear(self, worker: int) -> None:
+        try:
+            message, _ = self._channels[worker].receive()
+        except EOFError:
+            self._died(worker)
+            return
+        except Exception as error:
+            self.control.fail(f"{self._describe(worker)} sent what cannot be read: {error}")
+            return
+        self._heard_s[worker] = time.monotonic()
+        self.control.arrived(worker, message)
+
+    def _died(self, worker: int) -> None:
+        process = self._processes[worker]
+        try:
+            code = process.wait(LEAVE_S)
+        except subprocess.TimeoutExpired:
+            self.control.fail(f"{self._describe(worker)} closed its control channel")
+            return
+        if code >= 0:
+            how = f"ended with status {code}"
+        else:
+            how = f"was killed by {signal.Signals(-code).name}"
+            if -code == signal.SIGKILL:
+                how += " (the kernel does so too when memory runs out)"
+        self.control.fail(f"{self._describe(worker)} {how}")
+
+    def _check_silence(self) -> None:
+        now_s = time.monotonic()
+        for worker, heard_s in self._heard_s.items():
+            if now_s - heard_s > self._silence_s:
+                self.control.fail(
+                    f"{self._describe(worker)} has given no sign of life for "
+                    f"{now_s - heard_s:.0f} s (limit {self._silence_s:.0f} s): stopped, or stuck"
+                )
+
+    def _describe(self, worker: int) -> str:
+        pid, doing = self._processes[worker].pid, self.control.doing[worker]()
+        at = "" if doing == "idle" else f", last at {doing}"
+        return f"{self.control.labels[worker]} (process {pid}{at})"
+
+    def _bury(self) -> None:
+        """Ask all to leave, kill those that do not, and reap them."""
+        if not self.control.failed:
+            for channel in self._channels:
+                with suppress(OSError):
+                    channel.send(Stop())
+            end_s = time.monotonic() + LEAVE_S
+            for process in self._processes:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(max(end_s - time.monotonic(), 0.0))
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+        for channel in self._channels:
+            channel.close()
+        self._alarm.close()
+        self._bell.close()

@@ -1,0 +1,89 @@
+"""Between threads of one process: arrays, or the buffers themselves, change hands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import Any
+
+from hetpipe.cluster.cluster import Link
+from hetpipe.engine.transport import (
+    EdgeClosedError,
+    Inlet,
+    Outlet,
+    Port,
+    Tensor,
+    empty_arrays,
+)
+from hetpipe.engine.wiring import Kind, Wire
+from hetpipe.sdk.backend import Device
+
+SLOTS = 4
+
+
+class HandoverPort(Port):
+    """Both ends of a wire inside one process: a queue of messages, and one of room for more."""
+
+    def __init__(self) -> None:
+        self.messages: SimpleQueue[Any] = SimpleQueue()
+        self.room: SimpleQueue[bool] = SimpleQueue()
+        self.target: Device | None = None
+        for _ in range(SLOTS):
+            self.room.put(True)
+
+    def outlet(self, wire: Wire, device: Device, link: Link, fds: Sequence[int]) -> Outlet:
+        return _HandoverOutlet(self, wire, device, link)
+
+    def inlet(self, wire: Wire, device: Device, fds: Sequence[int]) -> Inlet:
+        self.target = device
+        return _HandoverInlet(self, wire, device)
+
+    def close(self) -> None:
+        """Wake whoever waits at either end."""
+        self.messages.put(None)
+        self.room.put(False)
+
+
+class _HandoverOutlet(Outlet):
+    def __init__(self, port: HandoverPort, wire: Wire, device: Device, link: Link) -> None:
+        super().__init__(wire, device, link)
+        self._port = port
+
+    def _acquire(self, kind: Kind) -> list[Any]:
+        if not self._port.room.get():
+            raise EdgeClosedError
+        return [] if self._shared() else empty_arrays(self.wire.layouts[kind])
+
+    def _fill(self, tensors: Sequence[Tensor], arrays: list[Any]) -> None:
+        if self._shared():
+            arrays += tensors
+        else:
+            super()._fill(tensors, arrays)
+
+    def _shared(self) -> bool:
+        """Whether both ends are on one device, so that its buffers need no copy."""
+        return self._port.target is self.device
+
+    def _commit(self, kind: Kind, arrays: list[Any], deliver_s: float) -> None:
+        self._port.messages.put((arrays, deliver_s))
+
+    def close(self) -> None:
+        self._port.close()
+
+
+class _HandoverInlet(Inlet):
+    def __init__(self, port: HandoverPort, wire: Wire, device: Device) -> None:
+        super().__init__(wire, device)
+        self._port = port
+
+    def _take(self, kind: Kind) -> tuple[list[Any], float]:
+        message: tuple[list[Any], float] | None = self._port.messages.get()
+        if message is None:
+            raise EdgeClosedError
+        return message
+
+    def _release(self) -> None:
+        self._port.room.put(True)
+
+    def close(self) -> None:
+        self._port.close()

@@ -1,0 +1,90 @@
+"""Decides how a cluster's workers run, and starts them."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.engine.control import Control
+from hetpipe.engine.fleet import Fleet, ProcessFleet, ThreadFleet
+from hetpipe.engine.messages import Open
+from hetpipe.errors import BackendError, ClusterError, HetpipeError
+from hetpipe.sdk.info import DeviceInfo
+from hetpipe.sdk.registry import backend_reference, get_backend
+
+TRANSPORTS = ("auto", "local", "shared-memory", "distributed")
+
+
+def transport_of(cluster: Cluster) -> str:
+    """How messages travel: `auto` is shared memory, as all members are on this host."""
+    if cluster.transport not in TRANSPORTS:
+        raise ClusterError(
+            f"no transport {cluster.transport!r}; choose from {', '.join(TRANSPORTS)}"
+        )
+    return "shared-memory" if cluster.transport == "auto" else cluster.transport
+
+
+def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout_s: float) -> Fleet:
+    """Start one worker per member; they open their devices and then reply."""
+    transport = transport_of(cluster)
+    members = cluster.members
+    if not members or len({member.id for member in members}) != len(members):
+        raise ClusterError(
+            f"a crew needs members with different ids, got {[member.id for member in members]}"
+        )
+    control = Control([f"worker {m.id!r} ({m.device})" for m in members])
+    store, address = None, None
+    if transport == "distributed":
+        from hetpipe.engine.distributed import host_store
+
+        store = host_store()
+        address = (store.host, store.port)
+    local = transport == "local"
+    orders = [
+        Open(
+            member,
+            None if local else _reference(member),
+            tuple(sys.path),
+            heartbeat_s,
+            start_timeout_s,
+            rank,
+            len(members),
+            address,
+        )
+        for rank, member in enumerate(members)
+    ]
+    if local:
+        return ThreadFleet(control, orders)
+    environments = [_environment(member, _info(member)) for member in members]
+    fleet = ProcessFleet(control, orders, environments, silence_s)
+    fleet.keep = store
+    return fleet
+
+
+def _reference(member: Member) -> str:
+    name = member.device.partition(":")[0]
+    reference = backend_reference(name)
+    if reference is None:
+        raise HetpipeError(
+            f"backend {name!r} is defined in a script or a function, where no other process can "
+            'import it; put its class into a module, or use transport="local"'
+        )
+    return reference
+
+
+def _info(member: Member) -> DeviceInfo:
+    backend = get_backend(member.device.partition(":")[0])
+    infos = {info.id: info for info in backend.discover()}
+    if member.device not in infos:
+        raise BackendError(
+            f"member {member.id!r} needs {member.device!r}; found: {', '.join(infos) or 'none'}"
+        )
+    return infos[member.device]
+
+
+def _environment(member: Member, info: DeviceInfo) -> dict[str, str]:
+    cores = len(member.cores) or len(os.sched_getaffinity(0))
+    # Members share this host: gloo must not look the host's name up to find an interface.
+    defaults = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
+    return defaults | get_backend(info.backend).worker_environment(info, cores)

@@ -1,0 +1,205 @@
+"""What a worker does: opens its device and obeys commands, one after another."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+from hetpipe.engine.edges import Receiver, Sender
+from hetpipe.engine.messages import (
+    SCRIPTS,
+    Call,
+    Counts,
+    Failure,
+    Load,
+    Open,
+    Read,
+    Reply,
+    Scale,
+    Step,
+    Stop,
+    Write,
+)  # fmt: skip
+from hetpipe.engine.runner import Runner, Script
+from hetpipe.engine.stage import Stage
+from hetpipe.engine.transport import EdgeClosedError
+from hetpipe.errors import HetpipeError
+from hetpipe.sdk.backend import Device
+from hetpipe.sdk.registry import open_device, register_backend
+
+
+class Service:
+    """One worker. `serve` runs on its compute thread, `deliver` on any other."""
+
+    def __init__(
+        self,
+        order: Open,
+        answer: Callable[[Any], None],
+        opener: Callable[[str], Device] = open_device,
+    ) -> None:
+        self._order = order
+        self._answer = answer
+        self._opener = opener
+        self._inbox: SimpleQueue[tuple[Any, Sequence[int]]] = SimpleQueue()
+        self._task = "start"
+        self._stage: Stage | None = None
+        self._runner: Runner | None = None
+        self._edges: list[Sender | Receiver] = []
+        self._scripts: dict[int, Script] = {}
+        self._scale: dict[int, float] = {}
+        self._scaled = threading.Condition()
+        self._failed = threading.Lock()
+        self._stopped = False
+
+    @property
+    def doing(self) -> str:
+        """The present action, or command."""
+        runner = self._runner
+        action = runner.doing if runner is not None else None
+        return self._task if action is None else str(action)
+
+    def deliver(self, message: Any, fds: Sequence[int] = ()) -> None:
+        """Take a message of the controller; never blocks."""
+        if isinstance(message, Scale):
+            with self._scaled:
+                self._scale = {message.serial: message.value}
+                self._scaled.notify_all()
+        else:
+            self._inbox.put((message, fds))
+
+    def serve(self) -> None:
+        """Obey until told to stop; the first error is reported and ends it."""
+        try:
+            self._answer(Reply(self._open().info))
+            self._task = "idle"
+            while not isinstance((item := self._inbox.get())[0], Stop):
+                message, fds = item
+                self._task = type(message).__name__.lower()
+                value = _COMMANDS[type(message)](self, message, fds)
+                self._task = "idle"
+                self._answer(Reply(value))
+        except EdgeClosedError:
+            pass  # told to stop in the middle of a step
+        except BaseException as error:
+            self.fail(error)
+        finally:
+            self._close_edges()
+
+    def abort(self) -> None:
+        """Leave as soon as possible, from another thread: nothing waits any more."""
+        self._stopped = True
+        self.deliver(Stop())
+        with self._scaled:
+            self._scaled.notify_all()
+        self._close_edges()
+
+    def fail(self, error: BaseException) -> None:
+        """Report the first error; later ones only follow from it."""
+        if self._stopped or not self._failed.acquire(blocking=False):
+            return
+        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        self._answer(Failure(self.doing, _summary(error), trace))
+
+    def _open(self) -> Device:
+        order = self._order
+        if order.backend is not None:
+            module, _, name = order.backend.partition(":")
+            register_backend(getattr(importlib.import_module(module), name))
+        self._device = self._opener(order.member.device)
+        if order.store is not None:
+            from hetpipe.engine.distributed import join
+
+            join(order.rank, order.world, order.store, order.start_timeout_s)
+        return self._device
+
+    def _load(self, message: Load, fds: Sequence[int]) -> None:
+        self._close_edges()
+        self._runner, self._stage = None, None  # the old stage's memory, before the new one's
+        self._scripts.clear()
+        stage = Stage(self._device, message.stage, message.values, message.state_init)
+        senders, receivers = {}, {}
+        for end in message.edges:
+            wire, own = end.wire, fds[slice(*end.fds)]
+            if wire.source == message.stage.stage:
+                outlet = end.port.outlet(wire, self._device, end.link, own)
+                senders[wire.target] = Sender(outlet, self.fail)
+            else:
+                inlet = end.port.inlet(wire, self._device, own)
+                receivers[wire.source] = Receiver(inlet, self.fail)
+        self._edges = [*senders.values(), *receivers.values()]
+        self._stage = stage
+        self._runner = Runner(stage, senders, receivers, self._order.member.speed)
+        self._number = message.stage.stage
+
+    def _step(self, message: Step, fds: Sequence[int]) -> Any:
+        runner = self._runner
+        if runner is None:
+            raise HetpipeError("this worker has no stage; load one before a step")
+        if message.schedule is not None:
+            if len(self._scripts) >= SCRIPTS:
+                self._scripts.pop(next(iter(self._scripts)))
+            self._scripts[message.script] = Script.of(message.schedule, self._number)
+        return runner.run(
+            self._scripts[message.script],
+            message,
+            lambda counts: self._answer(Counts(message.serial, counts)),
+            lambda: self._grad_scale(message),
+        )
+
+    def _grad_scale(self, message: Step) -> float:
+        if message.grad_scale is not None:
+            return message.grad_scale
+        with self._scaled:
+            while message.serial not in self._scale:
+                if self._stopped:
+                    raise EdgeClosedError
+                self._scaled.wait()
+            return self._scale[message.serial]
+
+    def _call(self, message: Call, fds: Sequence[int]) -> Any:
+        module, _, name = message.function.partition(":")
+        return getattr(importlib.import_module(module), name)(self._device, *message.args)
+
+    def _read(self, message: Read, fds: Sequence[int]) -> Any:
+        assert self._stage is not None
+        return {name: self._stage.get((message.role, name)) for name in message.names}
+
+    def _write(self, message: Write, fds: Sequence[int]) -> None:
+        assert self._stage is not None
+        for name, value in message.values.items():
+            self._stage.put((message.role, name), value)
+
+    def _close_edges(self) -> None:
+        for edge in self._edges:
+            edge.close()
+        self._edges = []
+
+
+_COMMANDS: dict[type, Callable[[Service, Any, Sequence[int]], Any]] = {
+    Load: Service._load,
+    Step: Service._step,
+    Call: Service._call,
+    Read: Service._read,
+    Write: Service._write,
+}
+
+
+def _summary(error: BaseException) -> str:
+    """One line: a `HetpipeError` speaks for itself, others need their type and place."""
+    if isinstance(error, HetpipeError):
+        return str(error)
+    if isinstance(error, EdgeClosedError):
+        return f"the connection to a neighbouring worker is lost {error}".rstrip()
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def use_path(path: Sequence[str]) -> None:
+    """Find modules where the controller does."""
+    sys.path[:] = path

@@ -1,0 +1,129 @@
+"""Between processes of one host: a ring of slots in shared memory.
+
+A byte through a socket pair says that a slot is filled, a byte back that it is free; the end of the
+file says that the other end is gone.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetpipe.cluster.cluster import Link
+from hetpipe.engine.channel import anonymous_file
+from hetpipe.engine.transport import EdgeClosedError, Inlet, Outlet, Port
+from hetpipe.engine.wiring import Array, Kind, Wire, arrays_in
+from hetpipe.sdk.backend import Device
+
+SMALL_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class RingPort(Port):
+    """Its descriptors: the memory, and this end of the socket pair."""
+
+    slots: int
+    slot_nbytes: int
+
+    def outlet(self, wire: Wire, device: Device, link: Link, fds: Sequence[int]) -> Outlet:
+        return _RingOutlet(_Ring(self, wire, fds), wire, device, link)
+
+    def inlet(self, wire: Wire, device: Device, fds: Sequence[int]) -> Inlet:
+        return _RingInlet(_Ring(self, wire, fds), wire, device)
+
+
+def plugs(wire: Wire) -> tuple[tuple[RingPort, list[int]], tuple[RingPort, list[int]]]:
+    """The sending and the receiving end of a new ring, each with its descriptors."""
+    slot_nbytes = wire.packed_nbytes
+    port = RingPort(8 if slot_nbytes <= SMALL_NBYTES else 3, slot_nbytes)
+    memory = anonymous_file(port.slots * slot_nbytes)
+    left, right = socket.socketpair()
+    return (port, [memory, left.detach()]), (port, [os.dup(memory), right.detach()])
+
+
+class _Ring:
+    """What both ends have in common: the slots in turn, and bytes to and from the other end."""
+
+    def __init__(self, port: RingPort, wire: Wire, fds: Sequence[int]) -> None:
+        memory = mmap.mmap(fds[0], port.slots * port.slot_nbytes)
+        os.close(fds[0])
+        self._socket = socket.socket(fileno=fds[1])
+        bases = [slot * port.slot_nbytes for slot in range(port.slots)]
+        self._arrays: list[dict[Kind, list[Array]]] = [
+            {kind: arrays_in(memory, layout, base) for kind, layout in wire.layouts.items()}
+            for base in bases
+        ]
+        self._deliver_s = [np.ndarray((), np.float64, memory, base) for base in bases]
+        self.signals = 0
+        self.slots = port.slots
+        self._turn = 0
+
+    def wait(self) -> None:
+        """Use up one signal of the other end; blocks until there is one."""
+        if self.signals == 0:
+            try:
+                self.signals = len(self._socket.recv(64))
+            except OSError as error:
+                raise EdgeClosedError from error
+            if self.signals == 0:
+                raise EdgeClosedError
+        self.signals -= 1
+
+    def slot(self, kind: Kind) -> tuple[list[Array], Array]:
+        """The present slot: its tensors and its time of delivery."""
+        return self._arrays[self._turn][kind], self._deliver_s[self._turn]
+
+    def signal(self) -> None:
+        """Done with the present slot."""
+        self._turn = (self._turn + 1) % self.slots
+        try:
+            self._socket.send(b"\1")
+        except OSError as error:
+            raise EdgeClosedError from error
+
+    def close(self) -> None:
+        """Wake the thread that waits here, and the other end."""
+        with suppress(OSError):  # the other end was faster
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+class _RingOutlet(Outlet):
+    def __init__(self, ring: _Ring, wire: Wire, device: Device, link: Link) -> None:
+        super().__init__(wire, device, link)
+        self._ring = ring
+        ring.signals = ring.slots  # all are free
+
+    def _acquire(self, kind: Kind) -> list[Array]:
+        self._ring.wait()
+        return self._ring.slot(kind)[0]
+
+    def _commit(self, kind: Kind, arrays: list[Array], deliver_s: float) -> None:
+        self._ring.slot(kind)[1][()] = deliver_s
+        self._ring.signal()
+
+    def close(self) -> None:
+        self._ring.close()
+
+
+class _RingInlet(Inlet):
+    def __init__(self, ring: _Ring, wire: Wire, device: Device) -> None:
+        super().__init__(wire, device)
+        self._ring = ring
+
+    def _take(self, kind: Kind) -> tuple[list[Array], float]:
+        self._ring.wait()
+        arrays, deliver_s = self._ring.slot(kind)
+        return arrays, float(deliver_s)
+
+    def _release(self) -> None:
+        self._ring.signal()
+
+    def close(self) -> None:
+        self._ring.close()

@@ -1,0 +1,277 @@
+"""A loaded stage: compiled programs and the buffers that they read and write.
+
+Every slot has a place, (table, index), found once at load. A run picks its inputs from three
+tables, the parameters of the policy's choice, the store, and the micro-batch's frame, and files its
+outputs there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hetpipe.capture.program import (
+    BUFFER,
+    CONSTANT,
+    COUNT,
+    GRAD,
+    INPUT,
+    LOSS,
+    PARAM,
+    RNG,
+    SCALAR,
+    STATE,
+    TANGENT,
+    PassPrograms,
+    Program,
+    Slot,
+    StageGraphs,
+)  # fmt: skip
+from hetpipe.engine.policy import FlushPolicy
+from hetpipe.engine.wiring import Array, Layout, host_dtype
+from hetpipe.sdk.backend import Buffer, Device, Event, Executable
+
+PARAMS, STORE, FRAME = 0, 1, 2
+TABLE_OF = dict.fromkeys((BUFFER, CONSTANT, GRAD, STATE, SCALAR), STORE) | {PARAM: PARAMS}
+
+Key = tuple[str, str]
+Place = tuple[int, int]
+Frame = list[Any]
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """An executable, and the places of its inputs and outputs."""
+
+    executable: Executable
+    sources: tuple[Place, ...]
+    targets: tuple[Place, ...]
+    donate: frozenset[int]
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """The passes for one micro-batch size; all numbers are indices in the frame."""
+
+    forward: _Bound
+    backward: _Bound | None
+    feeds: tuple[tuple[str, int], ...]  # name of an INPUT, its index
+    kept: frozenset[int]  # what the backward reads
+    dead_after_forward: tuple[int, ...]
+    dead_after_backward: tuple[int, ...]
+
+
+class Stage:
+    """One stage on one device; holds parameters, buffers, gradients and optimizer state."""
+
+    def __init__(
+        self,
+        device: Device,
+        graphs: StageGraphs,
+        values: Mapping[str, Array],
+        state_init: Callable[..., Array],
+    ) -> None:
+        self.device = device
+        self._slots = {slot.key: slot for program in _programs(graphs) for slot in _slots(program)}
+        self._places: dict[Key, Place] = {}
+        self._tables: list[list[Any]] = [[], [], []]
+        for key, slot in self._slots.items():
+            table = self._tables[TABLE_OF.get(slot.role, FRAME)]
+            self._places[key] = (TABLE_OF.get(slot.role, FRAME), len(table))
+            table.append(self._initial(slot, graphs, values, state_init))
+        self.policy = FlushPolicy(self._tables[PARAMS])
+        self._store = self._tables[STORE]
+        self._frames: dict[int, Frame] = {}
+        self._passes = {samples: self._bind_passes(p) for samples, p in graphs.passes.items()}
+        donated = (PARAM, GRAD, STATE) if self.policy.donates else (GRAD, STATE)
+        self._update = None if graphs.update is None else self._bind(graphs.update, donated)
+        self._loss, self._count, self._rng = (self._index_of(r) for r in (LOSS, COUNT, RNG))
+        self._results: dict[str, dict[int, Buffer]] = {LOSS: {}, COUNT: {}}
+        self._scalars: dict[str, float] = {}
+        self._tangents: dict[float, Buffer] = {}
+
+    @property
+    def has_count(self) -> bool:
+        """Whether the loss is a sum, with a count of its own."""
+        return self._count is not None
+
+    def forward(
+        self, microbatch: int, samples: int, feed: Mapping[str, Array], rng: tuple[int, int, int]
+    ) -> None:
+        """Run the forward of `microbatch`; `rng` is (seed, step, index of the first sample)."""
+        passes = self._passes[samples]
+        frame = self._frame(microbatch)
+        after = [self._feed(frame, index, feed[name]) for name, index in passes.feeds]
+        if self._rng is not None:
+            after.append(self._feed(frame, self._rng, np.asarray(rng, np.int64)))
+        self._run(passes.forward, self.policy.forward(microbatch), frame, after)
+        for role, index in ((LOSS, self._loss), (COUNT, self._count)):
+            if index is not None:
+                self._results[role][microbatch] = frame[index]
+        for index in passes.dead_after_forward:
+            frame[index] = None
+
+    def backward(self, microbatch: int, samples: int, loss_tangent: float) -> None:
+        """Run the backward of `microbatch`, add to the gradients, drop what was kept for it."""
+        passes = self._passes[samples]
+        if passes.backward is None:
+            return
+        frame = self._frames[microbatch]
+        if (place := self._places.get((TANGENT, LOSS))) is not None:
+            frame[place[1]] = self._loss_tangent(loss_tangent)
+        self._run(passes.backward, self.policy.backward(microbatch), frame)
+        for index in passes.dead_after_backward:
+            frame[index] = None
+
+    def update(self, scalars: Mapping[str, float]) -> None:
+        """Apply the optimizer; `scalars` are lr, step and grad_scale."""
+        if self._update is None:
+            return
+        for name, value in scalars.items():
+            slot = self._slots.get((SCALAR, name))
+            if slot is not None and self._scalars.get(name) != value:
+                self.put(slot.key, np.asarray(value, host_dtype(slot.dtype)))
+                self._scalars[name] = value
+        self._run(self._update, self.policy.newest(), [])
+
+    def results(self, role: str) -> tuple[float, ...] | None:
+        """Losses or counts of all micro-batches since the last call, in their order."""
+        found = self._results[role]
+        if not found:
+            return None
+        self._results[role] = {}
+        slot = next(slot for slot in self._slots.values() if slot.role == role)
+        return tuple(float(self._download(slot, found[m])) for m in sorted(found))
+
+    def arrive(self, microbatch: int, layout: Layout, buffers: Sequence[Buffer]) -> None:
+        """File tensors that came from a neighbour for `microbatch`."""
+        frame = self._frame(microbatch)
+        for slot, buffer in zip(layout, buffers, strict=True):
+            frame[self._places[slot.key][1]] = buffer
+
+    def depart(self, microbatch: int, samples: int, layout: Layout) -> list[Buffer]:
+        """Tensors of `microbatch` for a neighbour; those that no backward reads are let go."""
+        frame = self._frames[microbatch]
+        kept = self._passes[samples].kept
+        indices = [self._places[slot.key][1] for slot in layout]
+        buffers = [frame[index] for index in indices]
+        for index in indices:
+            if index not in kept:
+                frame[index] = None
+        return buffers
+
+    def release(self, microbatch: int) -> None:
+        """Forget `microbatch`."""
+        self._frames.pop(microbatch, None)
+
+    def names(self, role: str) -> list[str]:
+        """Names of the slots of a role."""
+        return [slot.name for slot in self._slots.values() if slot.role == role]
+
+    def get(self, key: Key) -> Array:
+        """The present value of a parameter, buffer, gradient or state, on the host."""
+        table, index = self._places[key]
+        buffers = self.policy.newest() if table == PARAMS else self._store
+        return self._download(self._slots[key], buffers[index])
+
+    def put(self, key: Key, value: Array) -> None:
+        """Replace it."""
+        table, index = self._places[key]
+        buffers = self.policy.newest() if table == PARAMS else self._store
+        buffers[index] = self._upload(value)
+
+    def _run(
+        self, bound: _Bound, params: list[Buffer], frame: Frame, after: Sequence[Event] = ()
+    ) -> None:
+        tables = (params, self._store, frame)
+        inputs = [tables[table][index] for table, index in bound.sources]
+        outputs, event, _ = bound.executable.run(inputs, bound.donate, after)
+        event.wait()
+        for (table, index), buffer in zip(bound.targets, outputs, strict=True):
+            tables[table][index] = buffer
+
+    def _bind(self, program: Program, donated: Sequence[str] = ()) -> _Bound:
+        return _Bound(
+            self.device.compile(program.graph),
+            tuple(self._places[slot.key] for slot in program.inputs),
+            tuple(self._places[slot.key] for slot in program.outputs),
+            frozenset(i for i, slot in enumerate(program.inputs) if slot.role in donated),
+        )
+
+    def _bind_passes(self, passes: PassPrograms) -> _Passes:
+        forward = self._bind(passes.forward)
+        backward = None if passes.backward is None else self._bind(passes.backward, (GRAD,))
+        kept = _frame_indices(backward.sources) if backward else frozenset()
+        read, made = _frame_indices(forward.sources), _frame_indices(forward.targets)
+        sent_back = _frame_indices(backward.targets) if backward else frozenset()
+        slots = [slot for p in (passes.forward, passes.backward) if p for slot in p.inputs]
+        feeds = {slot.name: self._places[slot.key][1] for slot in slots if slot.role == INPUT}
+        return _Passes(
+            forward,
+            backward,
+            tuple(feeds.items()),
+            kept,
+            tuple(read - kept - made),
+            tuple((read | made | kept) - sent_back),
+        )
+
+    def _frame(self, microbatch: int) -> Frame:
+        frame = self._frames.get(microbatch)
+        if frame is None:
+            frame = self._frames[microbatch] = [None] * len(self._tables[FRAME])
+        return frame
+
+    def _feed(self, frame: Frame, index: int, value: Array) -> Event:
+        frame[index], event = self.device.upload(value)
+        return event
+
+    def _loss_tangent(self, value: float) -> Buffer:
+        if value not in self._tangents:
+            dtype = host_dtype(self._slots[TANGENT, LOSS].dtype)
+            self._tangents[value] = self._upload(np.asarray(value, dtype))
+        return self._tangents[value]
+
+    def _index_of(self, role: str) -> int | None:
+        return next((self._places[k][1] for k, s in self._slots.items() if s.role == role), None)
+
+    def _initial(
+        self,
+        slot: Slot,
+        graphs: StageGraphs,
+        values: Mapping[str, Array],
+        state_init: Callable[..., Array],
+    ) -> Buffer | None:
+        if slot.role in (PARAM, BUFFER):
+            return self._upload(values[slot.name])
+        if slot.role == CONSTANT:
+            return self._upload(graphs.constants[slot.name])
+        if slot.role in (GRAD, STATE):
+            make = np.zeros if slot.role == GRAD else state_init
+            return self._upload(make(slot.shape, host_dtype(slot.dtype)))
+        return None
+
+    def _upload(self, value: Array) -> Buffer:
+        buffer, event = self.device.upload(np.asarray(value, order="C"))
+        event.wait()
+        return buffer
+
+    def _download(self, slot: Slot, buffer: Buffer) -> Array:
+        array = np.empty(slot.shape, host_dtype(slot.dtype))
+        self.device.download(buffer, array).wait()
+        return array
+
+
+def _programs(graphs: StageGraphs) -> list[Program]:
+    passes = [p for pair in graphs.passes.values() for p in (pair.forward, pair.backward)]
+    return [program for program in (*passes, graphs.update) if program is not None]
+
+
+def _slots(program: Program) -> tuple[Slot, ...]:
+    return (*program.inputs, *program.outputs)
+
+
+def _frame_indices(places: Sequence[Place]) -> frozenset[int]:
+    return frozenset(index for table, index in places if table == FRAME)

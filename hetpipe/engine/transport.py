@@ -1,0 +1,161 @@
+"""What a transport provides: the two ends of a wire, made from a port that can travel.
+
+A message is a list of tensors whose shapes both ends know. An end is used by one thread.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hetpipe.cluster.cluster import Link
+from hetpipe.engine.wiring import TIED, Array, Kind, Layout, Wire, host_dtype, tensor_nbytes
+from hetpipe.sdk.backend import Buffer, Device
+
+Tensor = Buffer | Array
+
+
+class EdgeClosedError(Exception):
+    """The other end of a wire is gone."""
+
+
+class EmulatedLink:
+    """Holds a sender for as long as a slower link would, and says when the message arrives."""
+
+    def __init__(self, link: Link) -> None:
+        self._latency_s = link.latency_s or 0.0
+        self._bandwidth_Bps = link.bandwidth_Bps
+        self._emulates = link.latency_s is not None or link.bandwidth_Bps is not None
+
+    def occupy(self, start_s: float, nbytes: int) -> float:
+        """Return when the link is free again; the value is the time of delivery, 0 for now."""
+        if not self._emulates:
+            return 0.0
+        transfer_s = nbytes / self._bandwidth_Bps if self._bandwidth_Bps else 0.0
+        sleep_until(start_s + transfer_s)
+        return start_s + transfer_s + self._latency_s
+
+
+def sleep_until(time_s: float) -> None:
+    """Sleep until that `time.monotonic()`; times that are past cost nothing."""
+    if time_s and (rest_s := time_s - time.monotonic()) > 0:
+        time.sleep(rest_s)
+
+
+class Outlet(ABC):
+    """The sending end of a wire."""
+
+    def __init__(self, wire: Wire, device: Device, link: Link) -> None:
+        self.wire = wire
+        self.device = device
+        self.link = EmulatedLink(link)
+        self._nbytes = {kind: tensor_nbytes(layout) for kind, layout in wire.layouts.items()}
+
+    def send(self, kind: Kind, tensors: Sequence[Tensor]) -> tuple[float, float]:
+        """Send one message of that kind; blocks while there is no room. Returns start and end.
+
+        Raises `EdgeClosedError` if nobody can receive it.
+        """
+        arrays = self._acquire(kind)
+        start_s = time.monotonic()
+        self._fill(tensors, arrays)
+        self._commit(kind, arrays, self.link.occupy(start_s, self._nbytes[kind]))
+        return start_s, time.monotonic()
+
+    @abstractmethod
+    def _acquire(self, kind: Kind) -> list[Array]:
+        """Host arrays for the next message; blocks until there is room."""
+
+    def _fill(self, tensors: Sequence[Tensor], arrays: list[Array]) -> None:
+        to_host(self.device, tensors, arrays)
+
+    @abstractmethod
+    def _commit(self, kind: Kind, arrays: list[Array], deliver_s: float) -> None:
+        """They are filled: hand them over."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release it; the other end learns of it."""
+
+
+class Inlet(ABC):
+    """The receiving end of a wire."""
+
+    def __init__(self, wire: Wire, device: Device) -> None:
+        self.wire = wire
+        self.device = device
+
+    def receive(self, kind: Kind) -> tuple[list[Any], float]:
+        """The next message, which is of that kind, and when it came.
+
+        Tensors of activations and gradients are on the device, those of tied weights on the host.
+        Raises `EdgeClosedError` if none can come.
+        """
+        arrays, deliver_s = self._take(kind)
+        sleep_until(deliver_s)
+        start_s = time.monotonic()
+        if kind[0] in TIED:
+            tensors: list[Any] = [array.copy() for array in arrays]
+        else:
+            tensors = to_device(self.device, arrays)
+        self._release()
+        return tensors, start_s
+
+    @abstractmethod
+    def _take(self, kind: Kind) -> tuple[list[Any], float]:
+        """Arrays of the next message and its time of delivery; blocks."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """They have been read."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release it; the other end learns of it."""
+
+
+class Port(ABC):
+    """One end of a wire before it is opened; pickles. `fds` came with it to the process."""
+
+    @abstractmethod
+    def outlet(self, wire: Wire, device: Device, link: Link, fds: Sequence[int]) -> Outlet:
+        """Open as the sending end."""
+
+    @abstractmethod
+    def inlet(self, wire: Wire, device: Device, fds: Sequence[int]) -> Inlet:
+        """Open as the receiving end."""
+
+
+def to_host(device: Device, tensors: Sequence[Tensor], arrays: Sequence[Array]) -> None:
+    """Copy buffers (or host arrays) into host arrays."""
+    events = []
+    for tensor, array in zip(tensors, arrays, strict=True):
+        if isinstance(tensor, np.ndarray):
+            np.copyto(array, tensor)
+        else:
+            events.append(device.download(tensor, array))
+    for event in events:
+        event.wait()
+
+
+def to_device(device: Device, arrays: Sequence[Any]) -> list[Buffer]:
+    """Copy host arrays to the device; what is a buffer of it already stays as it is."""
+    buffers, events = [], []
+    for array in arrays:
+        if isinstance(array, np.ndarray):
+            buffer, event = device.upload(array)
+            events.append(event)
+            array = buffer
+        buffers.append(array)
+    for event in events:
+        event.wait()
+    return buffers
+
+
+def empty_arrays(layout: Layout) -> list[Array]:
+    """Fresh host arrays for a message."""
+    return [np.empty(slot.shape, host_dtype(slot.dtype)) for slot in layout]

@@ -1,0 +1,158 @@
+"""Which tensors travel between which stages, and how a message lies in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from hetpipe.capture.program import CUT, GRAD, PARAM, TANGENT, PassPrograms, Slot, StageGraphs
+from hetpipe.engine.channel import ALIGN, aligned
+from hetpipe.errors import HetpipeError
+from hetpipe.schedule.action import Action, Op
+
+Array = np.ndarray[Any, Any]
+Layout = tuple[Slot, ...]
+Kind = tuple[Op, int]
+"""A message's send action and its micro-batch's samples (0 for tied weights)."""
+
+RECEIVE_OF = {
+    Op.SEND_FORWARD: Op.RECV_FORWARD,
+    Op.SEND_BACKWARD: Op.RECV_BACKWARD,
+    Op.SEND_TIED_GRAD: Op.RECV_TIED_GRAD,
+    Op.SEND_TIED_PARAM: Op.RECV_TIED_PARAM,
+}
+SEND_OF = {receive: send for send, receive in RECEIVE_OF.items()}
+TIED = frozenset({Op.SEND_TIED_GRAD, Op.SEND_TIED_PARAM, Op.RECV_TIED_GRAD, Op.RECV_TIED_PARAM})
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What travels from stage `source` to stage `target`: the layout of each kind of message."""
+
+    source: int
+    target: int
+    layouts: dict[Kind, Layout]
+
+    @property
+    def packed_nbytes(self) -> int:
+        """Room that the largest message needs."""
+        return max(packed_nbytes(layout) for layout in self.layouts.values())
+
+
+def peer_of(action: Action) -> int:
+    """The stage at the other end of a send or receive."""
+    if action.op in (Op.SEND_FORWARD, Op.RECV_BACKWARD):
+        return action.stage + 1
+    if action.op in (Op.SEND_BACKWARD, Op.RECV_FORWARD):
+        return action.stage - 1
+    return action.number
+
+
+def answer_to(send: Action) -> Action:
+    """The receive that belongs to a send."""
+    number = send.stage if send.op in TIED else send.number
+    return Action(peer_of(send), RECEIVE_OF[send.op], number)
+
+
+def wires(stages: Sequence[StageGraphs]) -> list[Wire]:
+    """The wires that a pipeline needs; kinds of messages without a tensor do not appear."""
+    layouts: dict[tuple[int, int], dict[Kind, Layout]] = {}
+
+    def add(source: int, target: int, kind: Kind, layout: Layout) -> None:
+        if layout:
+            layouts.setdefault((source, target), {})[kind] = layout
+
+    for n, (left, right) in enumerate(pairwise(stages)):
+        for samples, passes in left.passes.items():
+            near, far = passes, right.passes[samples]
+            cuts = _common(near.forward.outputs, _inputs(far), CUT, (n, n + 1))
+            add(n, n + 1, (Op.SEND_FORWARD, samples), cuts)
+            if near.backward is not None and far.backward is not None:
+                found = _common(far.backward.outputs, near.backward.inputs, TANGENT, (n + 1, n))
+                add(n + 1, n, (Op.SEND_BACKWARD, samples), found)
+    for source, target, op, layout in _tied(stages):
+        add(source, target, (op, 0), layout)
+    return [Wire(*ends, kinds) for ends, kinds in layouts.items()]
+
+
+def _inputs(passes: PassPrograms) -> tuple[Slot, ...]:
+    backward = passes.backward.inputs if passes.backward is not None else ()
+    return (*passes.forward.inputs, *backward)
+
+
+def _common(
+    sent: Sequence[Slot], wanted: Sequence[Slot], role: str, ends: tuple[int, int]
+) -> Layout:
+    known = {slot.name: slot for slot in sent if slot.role == role}
+    layout: dict[str, Slot] = {}
+    for slot in wanted:
+        if slot.role != role or slot.name not in known:
+            continue
+        if known[slot.name] != slot:
+            raise HetpipeError(
+                f"stage {ends[0]} sends {slot.name} as {_text(known[slot.name])}, "
+                f"stage {ends[1]} reads it as {_text(slot)}: they come from different captures"
+            )
+        layout[slot.name] = slot
+    return tuple(layout.values())
+
+
+def _text(slot: Slot) -> str:
+    return f"{slot.dtype}{list(slot.shape)}"
+
+
+def _tied(stages: Sequence[StageGraphs]) -> list[tuple[int, int, Op, Layout]]:
+    grads: dict[tuple[int, int], list[Slot]] = {}
+    for name, owner, others in dict.fromkeys(entry for stage in stages for entry in stage.tied):
+        update = stages[owner].update
+        if update is None:
+            continue
+        slot = next((s for s in update.inputs if s.key == (GRAD, name)), None)
+        if slot is None:
+            continue  # frozen: never updated, so never exchanged
+        for other in others:
+            grads.setdefault((owner, other), []).append(slot)
+    found: list[tuple[int, int, Op, Layout]] = []
+    for (owner, other), slots in grads.items():
+        params = tuple(Slot(PARAM, slot.name, slot.shape, slot.dtype) for slot in slots)
+        found.append((other, owner, Op.SEND_TIED_GRAD, tuple(slots)))
+        found.append((owner, other, Op.SEND_TIED_PARAM, params))
+    return found
+
+
+def host_dtype(name: str) -> np.dtype[Any]:
+    """The numpy type in which a tensor travels; numpy has no bfloat16, so its bits do."""
+    return np.dtype(np.uint16 if name == "bfloat16" else name)
+
+
+@lru_cache(maxsize=256)
+def offsets(layout: Layout) -> tuple[int, ...]:
+    """Where each tensor begins in a message; in front there is room for the time of delivery."""
+    found, offset = [], ALIGN
+    for slot in layout:
+        found.append(offset)
+        offset = aligned(offset + slot.nbytes)
+    return (*found, offset)
+
+
+def packed_nbytes(layout: Layout) -> int:
+    """Bytes of a whole message."""
+    return offsets(layout)[-1]
+
+
+def tensor_nbytes(layout: Layout) -> int:
+    """Bytes of its tensors alone."""
+    return sum(slot.nbytes for slot in layout)
+
+
+def arrays_in(memory: Any, layout: Layout, base: int = 0) -> list[Array]:
+    """The tensors of a message as arrays over `memory`, which begins at byte `base` of it."""
+    return [
+        np.ndarray(slot.shape, host_dtype(slot.dtype), memory, base + offset)
+        for slot, offset in zip(layout, offsets(layout), strict=False)
+    ]

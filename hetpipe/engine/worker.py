@@ -1,0 +1,85 @@
+"""The process of one worker: `python -m hetpipe.engine.worker FD PARENT CORES`.
+
+Imports nothing heavy before cores and signals are set: thread pools read them once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+SWITCH_INTERVAL_S = 2e-4  # edge threads must not wait 5 ms for a compute thread inside Python
+
+
+def main(arguments: list[str]) -> None:
+    """Serve the controller at the other end of descriptor FD until it stops or dies."""
+    fd, parent = int(arguments[0]), int(arguments[1])
+    cores = [int(core) for core in arguments[2].split(",") if core]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _die_with(parent)
+    if cores:
+        os.sched_setaffinity(0, cores)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    _serve(fd)
+
+
+def _die_with(parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _serve(fd: int) -> None:
+    import socket
+    import threading
+    import time
+
+    from hetpipe.engine.channel import Channel
+    from hetpipe.engine.messages import Beat, Failure, Open, Stop
+    from hetpipe.engine.service import Service, use_path
+
+    channel = Channel(socket.socket(fileno=fd))
+    order = channel.receive()[0]
+    assert isinstance(order, Open)
+    use_path(order.path)
+
+    def answer(message: object) -> None:
+        try:
+            channel.send(message)
+        except OSError:
+            os._exit(1)  # the controller is gone
+        if isinstance(message, Failure):
+            sys.stderr.flush()
+            os._exit(1)
+
+    service = Service(order, answer)
+
+    def beat() -> None:
+        while True:
+            answer(Beat(service.doing))
+            time.sleep(order.heartbeat_s)
+
+    threading.Thread(target=beat, name="heartbeat", daemon=True).start()
+    threading.Thread(target=service.serve, name="compute", daemon=True).start()
+    # This thread only listens, so it hears of the controller's end whatever the others wait for.
+    try:
+        while True:
+            message, fds = channel.receive()
+            if isinstance(message, Stop):
+                break
+            service.deliver(message, fds)
+    except EOFError:
+        os._exit(1)
+    except Exception as error:  # a message that names modules unknown here
+        service.fail(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
