@@ -122,7 +122,9 @@ def _convolve(
     tile = choose_tile(g.images, h.outputs, w.outputs)
     channels, out_h, out_w = y.shape[1:]
     row_tiles, col_tiles = math.ceil(h.outputs / tile[1]), math.ceil(w.outputs / tile[2])
-    options = [f"-DTILE_{name}={n}" for name, n in zip(("IMAGES", "ROWS", "COLS"), tile)]
+    options = [
+        f"-DTILE_{name}={n}" for name, n in zip(("IMAGES", "ROWS", "COLS"), tile, strict=True)
+    ]
     builder.launch(
         _kernel(builder, "convolution", "convolve", *options),
         (row_tiles * col_tiles, math.ceil(g.images / tile[0]), g.groups * blocks), ONE,

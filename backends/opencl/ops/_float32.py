@@ -1,0 +1,25 @@
+"""What the float32 kernels have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..builder import Builder, Value
+
+
+def why_not_float32(node: fx.Node) -> str | None:
+    """Why the float32 kernels refuse a node, or None. Class indices may be int64."""
+    for arg in node.all_input_nodes:
+        val = arg.meta["val"]
+        if isinstance(val, torch.Tensor) and val.dtype not in (torch.float32, torch.int64):
+            return f"this operator is float32 here, not {val.dtype}"
+    first = node.all_input_nodes[0].meta["val"]
+    return f"an operand is empty: {tuple(first.shape)}" if first.numel() == 0 else None
+
+
+def optional(builder: Builder, node: Any, stand_in: Value) -> tuple[Value, int]:
+    """Kernel arguments (tensor, whether it is there); an absent tensor is never read."""
+    return (stand_in, 0) if node is None else (builder.value(node), 1)

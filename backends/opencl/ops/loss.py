@@ -1,0 +1,104 @@
+"""Softmax, log-softmax and the negative log likelihood, forward and backward."""
+
+from __future__ import annotations
+
+import math
+
+from torch import fx
+
+from ..builder import Builder, Kernel, Value
+from ._float32 import optional, why_not_float32
+from .registry import lowers
+
+LANES = 16
+NONE, SUM = 0, 2
+"""torch's numbers for reductions."""
+
+
+def _kernel(builder: Builder, name: str) -> Kernel:
+    return Kernel(builder.source("cpu/common.cl") + builder.source("cpu/loss.cl"), name)
+
+
+def _split(shape: tuple[int, ...], dim: int) -> tuple[int, int, int]:
+    """(outer, classes, inner) about dimension `dim`; a scalar is one class."""
+    if not shape:
+        return 1, 1, 1
+    dim %= len(shape)
+    return math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :])
+
+
+def _over_classes(
+    builder: Builder, name: str, tensors: tuple[Value, ...], dim: int, logarithm: bool
+) -> None:
+    """Launch the kernel for rows, or for columns if the classes are not neighbours in memory."""
+    outer, classes, inner = _split(tensors[0].shape, dim)
+    if inner == 1:
+        args = (*tensors, classes, int(logarithm))
+        builder.launch(_kernel(builder, f"{name}_rows"), (outer,), (1,), args)
+    else:
+        size = (math.ceil(inner / LANES), outer)
+        args = (*tensors, classes, inner, int(logarithm))
+        builder.launch(_kernel(builder, f"{name}_columns"), size, (1, 1), args)
+
+
+@lowers("aten._softmax.default", "aten._log_softmax.default", supports=why_not_float32)
+def softmax(builder: Builder, node: fx.Node) -> None:
+    """Softmax over one dimension, or its logarithm."""
+    x, dim = builder.value(node.args[0]), node.args[1]
+    y = builder.new(x.shape, "float32")
+    _over_classes(builder, "softmax", (x, y), dim, "log" in str(node.target))
+    builder.result(node, y)
+
+
+@lowers(
+    "aten._softmax_backward_data.default",
+    "aten._log_softmax_backward_data.default",
+    supports=why_not_float32,
+)
+def softmax_backward(builder: Builder, node: fx.Node) -> None:
+    """dx from dy and the forward's own result."""
+    dy, y, dim = builder.value(node.args[0]), builder.value(node.args[1]), node.args[2]
+    dx = builder.new(y.shape, "float32")
+    _over_classes(builder, "softmax_backward", (dy, y, dx), dim, "log" in str(node.target))
+    builder.result(node, dx)
+
+
+def _samples(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """(outer, classes, inner) of scores [C], [N][C] or [N][C][...]."""
+    return _split(shape, 0 if len(shape) == 1 else 1)
+
+
+@lowers(
+    "aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default", supports=why_not_float32
+)
+def nll_loss(builder: Builder, node: fx.Node) -> None:
+    """(loss, total weight)."""
+    x_node, target, weight, reduction, ignore = node.args
+    x = builder.value(x_node)
+    loss, total = (builder.new(val.shape, "float32") for val in node.meta["val"])
+    outer, classes, inner = _samples(x.shape)
+    if len(x.shape) == 1 and reduction == NONE:
+        reduction = SUM  # torch then tells the weight of the one sample
+    builder.launch(
+        _kernel(builder, "nll_forward"), (1,), (1,),
+        (x, builder.value(target), *optional(builder, weight, x), loss, total, outer, classes,
+         inner, reduction, ignore),
+    )  # fmt: skip
+    builder.result(node, (loss, total))
+
+
+@lowers(
+    "aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default", supports=why_not_float32
+)
+def nll_loss_backward(builder: Builder, node: fx.Node) -> None:
+    """The gradient of the scores."""
+    dloss, x_node, target, weight, reduction, ignore, total = node.args
+    shape = tuple(x_node.meta["val"].shape)
+    dx = builder.new(shape, "float32")
+    outer, classes, inner = _samples(shape)
+    builder.launch(
+        _kernel(builder, "nll_backward"), (outer,), (1,),
+        (builder.value(dloss), builder.value(target), *optional(builder, weight, dx),
+         builder.value(total), dx, classes, inner, reduction, ignore),
+    )  # fmt: skip
+    builder.result(node, dx)

@@ -1,0 +1,154 @@
+"""Batch and layer normalisation, forward and backward."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import fx
+
+from ..builder import Builder, Kernel, Value
+from ._float32 import optional, why_not_float32
+from .registry import lowers
+
+LANES = 16
+
+
+def _kernel(builder: Builder, name: str) -> Kernel:
+    source = builder.source("cpu/common.cl") + builder.source("cpu/normalization.cl")
+    return Kernel(source, name)
+
+
+def _channels(x: Value) -> tuple[int, int, int]:
+    """(N, C, pixels) of a tensor [N][C][...]."""
+    return x.shape[0], x.shape[1], math.prod(x.shape[2:])
+
+
+def _train(
+    builder: Builder, x: Value, weight: Any, bias: Any, running: Any, momentum: float, eps: float
+) -> tuple[Value, Value, Value, Value | None, Value | None]:
+    """(y, mean, rstd, new mean, new variance) of a batch; `running` is a pair of nodes or None."""
+    images, channels, pixels = _channels(x)
+    y, mean, rstd = (builder.new(s, "float32") for s in (x.shape, (channels,), (channels,)))
+    old = new = (None, None)
+    if running is not None:
+        old = tuple(builder.value(node) for node in running)
+        new = tuple(builder.new((channels,), "float32") for _ in running)
+    builder.launch(
+        _kernel(builder, "batch_norm_train"), (channels,), (1,),
+        (x, *optional(builder, weight, x), *optional(builder, bias, x), old[0] or x, old[1] or x,
+         int(running is not None), y, mean, rstd, new[0] or y, new[1] or y, images, channels,
+         pixels, float(momentum), float(eps)),
+    )  # fmt: skip
+    return y, mean, rstd, *new
+
+
+def _infer(
+    builder: Builder, x: Value, weight: Any, bias: Any, mean: Value, var: Value, eps: float
+) -> Value:
+    images, channels, pixels = _channels(x)
+    y = builder.new(x.shape, "float32")
+    builder.launch(
+        _kernel(builder, "batch_norm_infer"), (channels, images), (1, 1),
+        (x, *optional(builder, weight, x), *optional(builder, bias, x), mean, var, y, channels,
+         pixels, float(eps)),
+    )  # fmt: skip
+    return y
+
+
+@lowers("aten._native_batch_norm_legit_functional.default", supports=why_not_float32)
+def batch_norm_functional(builder: Builder, node: fx.Node) -> None:
+    """(y, mean, rstd, new running mean, new running variance)."""
+    x_node, weight, bias, mean, var, training, momentum, eps = node.args
+    x = builder.value(x_node)
+    if training:
+        builder.result(node, _train(builder, x, weight, bias, (mean, var), momentum, eps))
+        return
+    old_mean, old_var = builder.value(mean), builder.value(var)
+    y = _infer(builder, x, weight, bias, old_mean, old_var, eps)
+    builder.result(node, (y, *_no_statistics(builder), old_mean, old_var))
+
+
+@lowers("aten._native_batch_norm_legit_no_training.default", supports=why_not_float32)
+def batch_norm_inference(builder: Builder, node: fx.Node) -> None:
+    """(y, nothing, nothing) from running statistics."""
+    x_node, weight, bias, mean, var, _, eps = node.args
+    x = builder.value(x_node)
+    y = _infer(builder, x, weight, bias, builder.value(mean), builder.value(var), eps)
+    builder.result(node, (y, *_no_statistics(builder)))
+
+
+@lowers("aten._native_batch_norm_legit.no_stats", supports=why_not_float32)
+def batch_norm_no_stats(builder: Builder, node: fx.Node) -> None:
+    """(y, mean, rstd) of the batch, without running statistics."""
+    x_node, weight, bias, _, momentum, eps = node.args
+    results = _train(builder, builder.value(x_node), weight, bias, None, momentum, eps)
+    builder.result(node, results[:3])
+
+
+def _no_statistics(builder: Builder) -> tuple[Value, Value]:
+    """In inference torch returns empty tensors for mean and rstd."""
+    return builder.new((0,), "float32"), builder.new((0,), "float32")
+
+
+@lowers("aten.native_batch_norm_backward.default", supports=why_not_float32)
+def batch_norm_backward(builder: Builder, node: fx.Node) -> None:
+    """(dx, dweight, dbias), each only if `output_mask` asks for it."""
+    dy_node, x_node, weight, running_mean, running_var, mean, rstd, train, eps, mask = node.args
+    dy, x = builder.value(dy_node), builder.value(x_node)
+    images, channels, pixels = _channels(x)
+    center, spread = (mean, rstd) if train else (running_mean, running_var)
+    shapes = (x.shape, (channels,), (channels,))
+    wanted = zip(shapes, mask, strict=True)
+    out = [builder.new(shape, "float32") if want else None for shape, want in wanted]
+    some = next((each for each in out if each is not None), None)
+    if some is not None:
+        builder.launch(
+            _kernel(builder, "batch_norm_backward"), (channels,), (1,),
+            (dy, x, *optional(builder, weight, x), builder.value(center), builder.value(spread),
+             int(train), float(eps), *(each or some for each in out),
+             *(int(want) for want in mask), images, channels, pixels),
+        )  # fmt: skip
+    builder.result(node, tuple(out))
+
+
+@lowers("aten.native_layer_norm.default", supports=why_not_float32)
+def layer_norm(builder: Builder, node: fx.Node) -> None:
+    """(y, mean, rstd)."""
+    x_node, normalized, weight, bias, eps = node.args
+    x = builder.value(x_node)
+    length = math.prod(normalized)
+    rows = math.prod(x.shape) // length
+    y, mean, rstd = (builder.new(val.shape, "float32") for val in node.meta["val"])
+    builder.launch(
+        _kernel(builder, "layer_norm"), (rows,), (1,),
+        (x, *optional(builder, weight, x), *optional(builder, bias, x), y, mean, rstd, length,
+         float(eps)),
+    )  # fmt: skip
+    builder.result(node, (y, mean, rstd))
+
+
+@lowers("aten.native_layer_norm_backward.default", supports=why_not_float32)
+def layer_norm_backward(builder: Builder, node: fx.Node) -> None:
+    """(dx, dweight, dbias), each only if `output_mask` asks for it."""
+    dy_node, x_node, normalized, mean_node, rstd_node, weight, _, mask = node.args
+    dy, x, mean, rstd = (builder.value(n) for n in (dy_node, x_node, mean_node, rstd_node))
+    length = math.prod(normalized)
+    rows = math.prod(x.shape) // length
+    shapes = (x.shape, tuple(normalized), tuple(normalized))
+    dx, dweight, dbias = (
+        builder.new(s, "float32") if want else None for s, want in zip(shapes, mask, strict=True)
+    )
+    if dx is not None:
+        builder.launch(
+            _kernel(builder, "layer_norm_dx"), (rows,), (1,),
+            (dy, x, mean, rstd, *optional(builder, weight, x), dx, length),
+        )  # fmt: skip
+    params = dweight or dbias
+    if params is not None:
+        builder.launch(
+            _kernel(builder, "layer_norm_dparams"), (math.ceil(length / LANES),), (1,),
+            (dy, x, mean, rstd, dweight or params, dbias or params, int(mask[1]), int(mask[2]),
+             rows, length),
+        )  # fmt: skip
+    builder.result(node, (dx, dweight, dbias))

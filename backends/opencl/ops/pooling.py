@@ -1,0 +1,120 @@
+"""Maximum, average and adaptive average pooling over two dimensions, and their backwards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from ..builder import Builder, Kernel, Value
+from ._float32 import why_not_float32
+from .registry import lowers
+
+ADAPTIVE = (0, 0, 0, 0, 0, 0, 0, 0)
+"""Window arguments of the kernels that mean: bins that cover the image; see `window`."""
+
+
+def _kernel(builder: Builder, name: str) -> Kernel:
+    return Kernel(builder.source("cpu/common.cl") + builder.source("cpu/pooling.cl"), name)
+
+
+def _pair(value: Any, default: tuple[int, int]) -> tuple[int, int]:
+    """torch accepts one number, one in a list, two, or an empty list for the default."""
+    items = list(value) if isinstance(value, Sequence) else [value]
+    if not items:
+        return default
+    return (items[0], items[-1])
+
+
+def _planes(shape: Sequence[int]) -> int:
+    return math.prod(shape[:-2])
+
+
+def _argument(args: Sequence[Any], index: int, default: Any) -> Any:
+    return args[index] if len(args) > index else default
+
+
+@lowers("aten.max_pool2d_with_indices.default", supports=why_not_float32)
+def max_pool(builder: Builder, node: fx.Node) -> None:
+    """(y, indices); indices count pixels of a plane."""
+    args = node.args
+    x = builder.value(args[0])
+    kernel = _pair(args[1], (1, 1))
+    stride = _pair(_argument(args, 2, []), kernel)
+    padding = _pair(_argument(args, 3, 0), (0, 0))
+    dilation = _pair(_argument(args, 4, 1), (1, 1))
+    shape = tuple(node.meta["val"][0].shape)
+    y, index = builder.new(shape, "float32"), builder.new(shape, "int64")
+    builder.launch(
+        _kernel(builder, "max_pool"), (_planes(shape),), (1,),
+        (x, y, index, *x.shape[-2:], *shape[-2:], *kernel, *stride, *padding, *dilation),
+    )  # fmt: skip
+    builder.result(node, (y, index))
+
+
+@lowers("aten.max_pool2d_with_indices_backward.default", supports=why_not_float32)
+def max_pool_backward(builder: Builder, node: fx.Node) -> None:
+    """dx: each dy added where the forward found its maximum."""
+    dy, index = builder.value(node.args[0]), builder.value(node.args[7])
+    dx = builder.new(node.meta["val"].shape, "float32")
+    pixels, out_pixels = math.prod(dx.shape[-2:]), math.prod(dy.shape[-2:])
+    builder.launch(
+        _kernel(builder, "max_pool_backward"), (_planes(dx.shape),), (1,),
+        (dy, index, dx, pixels, out_pixels),
+    )  # fmt: skip
+    builder.result(node, dx)
+
+
+def _windows(args: Sequence[Any], first: int) -> tuple[int, ...]:
+    """Kernel, stride, padding, count_include_pad and divisor of an average pooling."""
+    kernel = _pair(args[first], (1, 1))
+    stride = _pair(_argument(args, first + 1, []), kernel)
+    padding = _pair(_argument(args, first + 2, 0), (0, 0))
+    include, divisor = _argument(args, first + 4, True), _argument(args, first + 5, None)
+    return (*kernel, *stride, *padding, int(include), divisor or 0)
+
+
+def _mean(builder: Builder, node: fx.Node, windows: tuple[int, ...]) -> None:
+    x, shape = builder.value(node.args[0]), tuple(node.meta["val"].shape)
+    y = builder.new(shape, "float32")
+    builder.launch(
+        _kernel(builder, "mean_pool"), (_planes(shape),), (1,),
+        (x, y, *x.shape[-2:], *shape[-2:], *windows),
+    )  # fmt: skip
+    builder.result(node, y)
+
+
+def _mean_backward(builder: Builder, node: fx.Node, windows: tuple[int, ...]) -> None:
+    dy: Value = builder.value(node.args[0])
+    dx = builder.new(node.meta["val"].shape, "float32")
+    builder.launch(
+        _kernel(builder, "mean_pool_backward"), (_planes(dx.shape),), (1,),
+        (dy, dx, *dx.shape[-2:], *dy.shape[-2:], *windows),
+    )  # fmt: skip
+    builder.result(node, dx)
+
+
+@lowers("aten.avg_pool2d.default", supports=why_not_float32)
+def mean_pool(builder: Builder, node: fx.Node) -> None:
+    """y: averages of windows."""
+    _mean(builder, node, _windows(node.args, 1))
+
+
+@lowers("aten.avg_pool2d_backward.default", supports=why_not_float32)
+def mean_pool_backward(builder: Builder, node: fx.Node) -> None:
+    """dx: each dy shared over its window."""
+    _mean_backward(builder, node, _windows(node.args, 2))
+
+
+@lowers("aten._adaptive_avg_pool2d.default", supports=why_not_float32)
+def adaptive_pool(builder: Builder, node: fx.Node) -> None:
+    """y: averages of bins that cover the image."""
+    _mean(builder, node, ADAPTIVE)
+
+
+@lowers("aten._adaptive_avg_pool2d_backward.default", supports=why_not_float32)
+def adaptive_pool_backward(builder: Builder, node: fx.Node) -> None:
+    """dx: each dy shared over its bin."""
+    _mean_backward(builder, node, ADAPTIVE)

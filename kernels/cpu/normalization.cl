@@ -1,0 +1,170 @@
+// Batch and layer normalisation on CPUs.
+//
+// Batch: x, y, dy, dx are [N][C][P] (P pixels, any trailing dimensions); one work-item owns one channel.
+// Layer: x, y, dy, dx are [rows][D]; mean and rstd are [rows]; weight and bias are [D].
+// Sums are kept in 16 lanes; variances are taken about the mean in a second pass.
+
+inline float16 valid_lanes(const float16 value, const int count) {
+  const float16 index = (float16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return count >= LANES ? value : select((float16)(0.0f), value, index < (float16)((float)count));
+}
+
+inline float sum_of(__global const float* x, const int runs, const int stride, const int length) {
+  float16 sum = (float16)(0.0f);
+  for (int n = 0; n < runs; n++)
+    for (int i = 0; i < length; i += LANES) sum += load_upto(x + n * stride + i, length - i);
+  return sum_lanes(sum);
+}
+
+inline float squares_about(__global const float* x, const float mean, const int runs, const int stride,
+                           const int length) {
+  float16 sum = (float16)(0.0f);
+  for (int n = 0; n < runs; n++)
+    for (int i = 0; i < length; i += LANES) {
+      const float16 d = valid_lanes(load_upto(x + n * stride + i, length - i) - mean, length - i);
+      sum = fma(d, d, sum);
+    }
+  return sum_lanes(sum);
+}
+
+// y = x * scale + shift
+inline void scale_and_shift(__global const float* x, __global float* y, const float scale, const float shift,
+                            const int runs, const int stride, const int length) {
+  for (int n = 0; n < runs; n++)
+    for (int i = 0; i < length; i += LANES)
+      store_upto(fma(load_upto(x + n * stride + i, length - i), (float16)(scale), (float16)(shift)),
+                 y + n * stride + i, length - i);
+}
+
+// y, mean and rstd of the batch; new_mean and new_var move by `momentum` if `has_running`. Global size: C
+WORK_ITEM __kernel void batch_norm_train(__global const float* restrict x, __global const float* weight,
+                                         const int has_weight, __global const float* bias, const int has_bias,
+                                         __global const float* running_mean, __global const float* running_var,
+                                         const int has_running, __global float* restrict y,
+                                         __global float* restrict save_mean, __global float* restrict save_rstd,
+                                         __global float* new_mean, __global float* new_var, const int images,
+                                         const int channels, const int pixels, const float momentum,
+                                         const float eps) {
+  const int c = get_global_id(0), stride = channels * pixels;
+  const float count = (float)images * (float)pixels;
+  const float mean = sum_of(x + c * pixels, images, stride, pixels) / count;
+  const float squares = squares_about(x + c * pixels, mean, images, stride, pixels);
+  const float rstd = 1.0f / sqrt(squares / count + eps);
+  save_mean[c] = mean;
+  save_rstd[c] = rstd;
+  if (has_running) {
+    new_mean[c] = momentum * mean + (1.0f - momentum) * running_mean[c];
+    new_var[c] = momentum * (squares / (count - 1.0f)) + (1.0f - momentum) * running_var[c];
+  }
+  const float scale = rstd * (has_weight ? weight[c] : 1.0f);
+  const float shift = (has_bias ? bias[c] : 0.0f) - mean * scale;
+  scale_and_shift(x + c * pixels, y + c * pixels, scale, shift, images, stride, pixels);
+}
+
+// Global size: C, N
+WORK_ITEM __kernel void batch_norm_infer(__global const float* restrict x, __global const float* weight,
+                                         const int has_weight, __global const float* bias, const int has_bias,
+                                         __global const float* mean, __global const float* var,
+                                         __global float* restrict y, const int channels, const int pixels,
+                                         const float eps) {
+  const int c = get_global_id(0), at = ((int)get_global_id(1) * channels + c) * pixels;
+  const float scale = (has_weight ? weight[c] : 1.0f) / sqrt(var[c] + eps);
+  const float shift = (has_bias ? bias[c] : 0.0f) - mean[c] * scale;
+  scale_and_shift(x + at, y + at, scale, shift, 1, 0, pixels);
+}
+
+// In training, `spread` is rstd of the batch; else it is the running variance. Global size: C
+WORK_ITEM __kernel void batch_norm_backward(__global const float* restrict dy, __global const float* restrict x,
+                                            __global const float* weight, const int has_weight,
+                                            __global const float* center, __global const float* spread,
+                                            const int train, const float eps, __global float* restrict dx,
+                                            __global float* dweight, __global float* dbias, const int want_dx,
+                                            const int want_dweight, const int want_dbias, const int images,
+                                            const int channels, const int pixels) {
+  const int c = get_global_id(0), stride = channels * pixels;
+  const float mean = center[c], rstd = train ? spread[c] : 1.0f / sqrt(spread[c] + eps);
+  dy += c * pixels;
+  x += c * pixels;
+  float16 sums = (float16)(0.0f), dots = (float16)(0.0f);
+  for (int n = 0; n < images; n++)
+    for (int i = 0; i < pixels; i += LANES) {
+      const float16 g = load_upto(dy + n * stride + i, pixels - i);
+      sums += g;
+      dots = fma(g, load_upto(x + n * stride + i, pixels - i) - mean, dots);
+    }
+  const float sum = sum_lanes(sums), dot_ = sum_lanes(dots);
+  if (want_dweight) dweight[c] = dot_ * rstd;
+  if (want_dbias) dbias[c] = sum;
+  if (!want_dx) return;
+  const float count = (float)images * (float)pixels, scale = rstd * (has_weight ? weight[c] : 1.0f);
+  const float mean_dy = train ? sum / count : 0.0f, slope = train ? dot_ * rstd * rstd / count : 0.0f;
+  dx += c * pixels;
+  for (int n = 0; n < images; n++)
+    for (int i = 0; i < pixels; i += LANES) {
+      const float16 g = load_upto(dy + n * stride + i, pixels - i);
+      const float16 d = load_upto(x + n * stride + i, pixels - i) - mean;
+      store_upto((g - mean_dy - d * slope) * scale, dx + n * stride + i, pixels - i);
+    }
+}
+
+// Global size: rows
+WORK_ITEM __kernel void layer_norm(__global const float* restrict x, __global const float* weight,
+                                   const int has_weight, __global const float* bias, const int has_bias,
+                                   __global float* restrict y, __global float* restrict save_mean,
+                                   __global float* restrict save_rstd, const int length, const float eps) {
+  const int row = get_global_id(0);
+  x += row * length;
+  y += row * length;
+  const float mean = sum_of(x, 1, 0, length) / length;
+  const float rstd = 1.0f / sqrt(squares_about(x, mean, 1, 0, length) / length + eps);
+  save_mean[row] = mean;
+  save_rstd[row] = rstd;
+  for (int i = 0; i < length; i += LANES) {
+    float16 v = (load_upto(x + i, length - i) - mean) * rstd;
+    if (has_weight) v *= load_upto(weight + i, length - i);
+    if (has_bias) v += load_upto(bias + i, length - i);
+    store_upto(v, y + i, length - i);
+  }
+}
+
+// Global size: rows
+WORK_ITEM __kernel void layer_norm_dx(__global const float* restrict dy, __global const float* restrict x,
+                                      __global const float* mean, __global const float* rstd,
+                                      __global const float* weight, const int has_weight,
+                                      __global float* restrict dx, const int length) {
+  const int row = get_global_id(0);
+  const float center = mean[row], scale = rstd[row];
+  dy += row * length;
+  x += row * length;
+  dx += row * length;
+  float16 sums = (float16)(0.0f), dots = (float16)(0.0f);
+  for (int i = 0; i < length; i += LANES) {
+    float16 g = load_upto(dy + i, length - i);
+    if (has_weight) g *= load_upto(weight + i, length - i);
+    sums += g;
+    dots = fma(g, (load_upto(x + i, length - i) - center) * scale, dots);
+  }
+  const float mean_g = sum_lanes(sums) / length, mean_dot = sum_lanes(dots) / length;
+  for (int i = 0; i < length; i += LANES) {
+    float16 g = load_upto(dy + i, length - i);
+    if (has_weight) g *= load_upto(weight + i, length - i);
+    const float16 h = (load_upto(x + i, length - i) - center) * scale;
+    store_upto((g - mean_g - h * mean_dot) * scale, dx + i, length - i);
+  }
+}
+
+// Gradients of weight and bias, 16 columns each. Global size: blocks of 16 columns
+WORK_ITEM __kernel void layer_norm_dparams(__global const float* restrict dy, __global const float* restrict x,
+                                           __global const float* mean, __global const float* rstd,
+                                           __global float* dweight, __global float* dbias, const int want_dweight,
+                                           const int want_dbias, const int rows, const int length) {
+  const int i = get_global_id(0) * LANES, count = length - i;
+  float16 dw = (float16)(0.0f), db = (float16)(0.0f);
+  for (int row = 0; row < rows; row++) {
+    const float16 g = load_upto(dy + row * length + i, count);
+    dw = fma(g, (load_upto(x + row * length + i, count) - mean[row]) * rstd[row], dw);
+    db += g;
+  }
+  if (want_dweight) store_upto(dw, dweight + i, count);
+  if (want_dbias) store_upto(db, dbias + i, count);
+}
