@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ._float32 import arguments
+
 MOST_PIXELS = 14
 """Pixels of a register tile: 2 accumulators each, of 32 registers."""
 
@@ -106,9 +108,11 @@ def geometry_of(node: fx.Node) -> tuple[Geometry, bool]:
     """The plain convolution behind a `convolution` or `convolution_backward` node, and whether
     the node is its transpose."""
     backward = "backward" in str(node.target)
-    x, weight = (_shape(arg) for arg in (node.args[1:3] if backward else node.args[0:2]))
-    y = _shape(node.args[0]) if backward else tuple(node.meta["val"].shape)
-    stride, padding, dilation, transposed, _, groups = node.args[3 + backward : 9 + backward]
+    x, weight = (
+        _shape(arg) for arg in (arguments(node)[1:3] if backward else arguments(node)[0:2])
+    )
+    y = _shape(arguments(node)[0]) if backward else tuple(node.meta["val"].shape)
+    stride, padding, dilation, transposed, _, groups = arguments(node)[3 + backward : 9 + backward]
     wide, narrow = (y, x) if transposed else (x, y)
     geometry = Geometry(
         images=wide[0],

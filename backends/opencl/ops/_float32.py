@@ -20,6 +20,11 @@ def why_not_float32(node: fx.Node) -> str | None:
     return f"an operand is empty: {tuple(first.shape)}" if first.numel() == 0 else None
 
 
+def arguments(node: fx.Node) -> tuple[Any, ...]:
+    """The positional arguments, whose types the operator's schema promises."""
+    return tuple(node.args)
+
+
 def optional(builder: Builder, node: Any, stand_in: Value) -> tuple[Value, int]:
     """Kernel arguments (tensor, whether it is there); an absent tensor is never read."""
     return (stand_in, 0) if node is None else (builder.value(node), 1)

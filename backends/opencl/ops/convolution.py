@@ -22,6 +22,7 @@ from ._convolution import (
     gradient_axes,
     why_not,
 )
+from ._float32 import arguments
 from .registry import lowers
 
 COLS = 32
@@ -220,7 +221,7 @@ def _gradient_copy(builder: Builder, g: Geometry, dy: Value) -> ChannelsLast:
 @lowers("aten.convolution.default", supports=why_not)
 def convolution(builder: Builder, node: fx.Node) -> None:
     """y; a transposed convolution is the input gradient of the one it transposes."""
-    x_node, weight_node, bias_node, *_ = node.args
+    x_node, weight_node, bias_node, *_ = arguments(node)
     g, transposed = geometry_of(node)
     x, weight = _images(builder, x_node), _images(builder, weight_node)
     bias = None if bias_node is None else builder.value(bias_node)
@@ -234,8 +235,8 @@ def convolution(builder: Builder, node: fx.Node) -> None:
 @lowers("aten.convolution_backward.default", supports=why_not)
 def convolution_backward(builder: Builder, node: fx.Node) -> None:
     """(dx, dw, db), each only if `output_mask` asks for it."""
-    dy_node, x_node, weight_node = node.args[:3]
-    want_x, want_weight, want_bias = node.args[10]
+    dy_node, x_node, weight_node = arguments(node)[:3]
+    want_x, want_weight, want_bias = arguments(node)[10]
     g, transposed = geometry_of(node)
     dy, x, weight = (_images(builder, each) for each in (dy_node, x_node, weight_node))
     wide, narrow = (dy, x) if transposed else (x, dy)  # what the plain convolution reads, writes

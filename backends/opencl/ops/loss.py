@@ -7,7 +7,7 @@ import math
 from torch import fx
 
 from ..builder import Builder, Kernel, Value
-from ._float32 import optional, why_not_float32
+from ._float32 import arguments, optional, why_not_float32
 from .registry import lowers
 
 LANES = 16
@@ -33,18 +33,22 @@ def _over_classes(
     """Launch the kernel for rows, or for columns if the classes are not neighbours in memory."""
     outer, classes, inner = _split(tensors[0].shape, dim)
     if inner == 1:
-        args = (*tensors, classes, int(logarithm))
-        builder.launch(_kernel(builder, f"{name}_rows"), (outer,), (1,), args)
+        builder.launch(
+            _kernel(builder, f"{name}_rows"), (outer,), (1,), (*tensors, classes, int(logarithm))
+        )
     else:
         size = (math.ceil(inner / LANES), outer)
-        args = (*tensors, classes, inner, int(logarithm))
-        builder.launch(_kernel(builder, f"{name}_columns"), size, (1, 1), args)
+        builder.launch(
+            _kernel(builder, f"{name}_columns"), size, (1, 1),
+            (*tensors, classes, inner, int(logarithm)),
+        )  # fmt: skip
 
 
 @lowers("aten._softmax.default", "aten._log_softmax.default", supports=why_not_float32)
 def softmax(builder: Builder, node: fx.Node) -> None:
     """Softmax over one dimension, or its logarithm."""
-    x, dim = builder.value(node.args[0]), node.args[1]
+    x_node, dim, _ = arguments(node)
+    x = builder.value(x_node)
     y = builder.new(x.shape, "float32")
     _over_classes(builder, "softmax", (x, y), dim, "log" in str(node.target))
     builder.result(node, y)
@@ -57,7 +61,11 @@ def softmax(builder: Builder, node: fx.Node) -> None:
 )
 def softmax_backward(builder: Builder, node: fx.Node) -> None:
     """dx from dy and the forward's own result."""
-    dy, y, dim = builder.value(node.args[0]), builder.value(node.args[1]), node.args[2]
+    dy, y, dim = (
+        builder.value(arguments(node)[0]),
+        builder.value(arguments(node)[1]),
+        arguments(node)[2],
+    )
     dx = builder.new(y.shape, "float32")
     _over_classes(builder, "softmax_backward", (dy, y, dx), dim, "log" in str(node.target))
     builder.result(node, dx)
@@ -73,7 +81,7 @@ def _samples(shape: tuple[int, ...]) -> tuple[int, int, int]:
 )
 def nll_loss(builder: Builder, node: fx.Node) -> None:
     """(loss, total weight)."""
-    x_node, target, weight, reduction, ignore = node.args
+    x_node, target, weight, reduction, ignore = arguments(node)
     x = builder.value(x_node)
     loss, total = (builder.new(val.shape, "float32") for val in node.meta["val"])
     outer, classes, inner = _samples(x.shape)
@@ -92,7 +100,7 @@ def nll_loss(builder: Builder, node: fx.Node) -> None:
 )
 def nll_loss_backward(builder: Builder, node: fx.Node) -> None:
     """The gradient of the scores."""
-    dloss, x_node, target, weight, reduction, ignore, total = node.args
+    dloss, x_node, target, weight, reduction, ignore, total = arguments(node)
     shape = tuple(x_node.meta["val"].shape)
     dx = builder.new(shape, "float32")
     outer, classes, inner = _samples(shape)

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from ..builder import Builder, Kernel, Value
+from ._float32 import arguments
 from .registry import lowers
 
 ROWS, COLS = 12, 32
@@ -166,13 +167,13 @@ def _lower(
 @lowers("aten.mm.default", "aten.bmm.default", supports=_why_not)
 def matmul(builder: Builder, node: fx.Node) -> None:
     """`mm(A, B)` and `bmm(A, B)`."""
-    _lower(builder, node, node.args[0], node.args[1], None, beta=0.0, alpha=1.0)
+    _lower(builder, node, arguments(node)[0], arguments(node)[1], None, beta=0.0, alpha=1.0)
 
 
 @lowers("aten.addmm.default", "aten.baddbmm.default", supports=_why_not)
 def biased_matmul(builder: Builder, node: fx.Node) -> None:
     """`beta * bias + alpha * A @ B`, the bias broadcast."""
-    bias, left, right = node.args[:3]
+    bias, left, right = arguments(node)[:3]
     beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
     assert isinstance(beta, (int, float))
     assert isinstance(alpha, (int, float))

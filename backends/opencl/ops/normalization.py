@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from ..builder import Builder, Kernel, Value
-from ._float32 import optional, why_not_float32
+from ._float32 import arguments, optional, why_not_float32
 from .registry import lowers
 
 LANES = 16
@@ -59,7 +59,7 @@ def _infer(
 @lowers("aten._native_batch_norm_legit_functional.default", supports=why_not_float32)
 def batch_norm_functional(builder: Builder, node: fx.Node) -> None:
     """(y, mean, rstd, new running mean, new running variance)."""
-    x_node, weight, bias, mean, var, training, momentum, eps = node.args
+    x_node, weight, bias, mean, var, training, momentum, eps = arguments(node)
     x = builder.value(x_node)
     if training:
         builder.result(node, _train(builder, x, weight, bias, (mean, var), momentum, eps))
@@ -72,7 +72,7 @@ def batch_norm_functional(builder: Builder, node: fx.Node) -> None:
 @lowers("aten._native_batch_norm_legit_no_training.default", supports=why_not_float32)
 def batch_norm_inference(builder: Builder, node: fx.Node) -> None:
     """(y, nothing, nothing) from running statistics."""
-    x_node, weight, bias, mean, var, _, eps = node.args
+    x_node, weight, bias, mean, var, _, eps = arguments(node)
     x = builder.value(x_node)
     y = _infer(builder, x, weight, bias, builder.value(mean), builder.value(var), eps)
     builder.result(node, (y, *_no_statistics(builder)))
@@ -81,7 +81,7 @@ def batch_norm_inference(builder: Builder, node: fx.Node) -> None:
 @lowers("aten._native_batch_norm_legit.no_stats", supports=why_not_float32)
 def batch_norm_no_stats(builder: Builder, node: fx.Node) -> None:
     """(y, mean, rstd) of the batch, without running statistics."""
-    x_node, weight, bias, _, momentum, eps = node.args
+    x_node, weight, bias, _, momentum, eps = arguments(node)
     results = _train(builder, builder.value(x_node), weight, bias, None, momentum, eps)
     builder.result(node, results[:3])
 
@@ -94,7 +94,9 @@ def _no_statistics(builder: Builder) -> tuple[Value, Value]:
 @lowers("aten.native_batch_norm_backward.default", supports=why_not_float32)
 def batch_norm_backward(builder: Builder, node: fx.Node) -> None:
     """(dx, dweight, dbias), each only if `output_mask` asks for it."""
-    dy_node, x_node, weight, running_mean, running_var, mean, rstd, train, eps, mask = node.args
+    dy_node, x_node, weight, running_mean, running_var, mean, rstd, train, eps, mask = arguments(
+        node
+    )
     dy, x = builder.value(dy_node), builder.value(x_node)
     images, channels, pixels = _channels(x)
     center, spread = (mean, rstd) if train else (running_mean, running_var)
@@ -115,7 +117,7 @@ def batch_norm_backward(builder: Builder, node: fx.Node) -> None:
 @lowers("aten.native_layer_norm.default", supports=why_not_float32)
 def layer_norm(builder: Builder, node: fx.Node) -> None:
     """(y, mean, rstd)."""
-    x_node, normalized, weight, bias, eps = node.args
+    x_node, normalized, weight, bias, eps = arguments(node)
     x = builder.value(x_node)
     length = math.prod(normalized)
     rows = math.prod(x.shape) // length
@@ -131,7 +133,7 @@ def layer_norm(builder: Builder, node: fx.Node) -> None:
 @lowers("aten.native_layer_norm_backward.default", supports=why_not_float32)
 def layer_norm_backward(builder: Builder, node: fx.Node) -> None:
     """(dx, dweight, dbias), each only if `output_mask` asks for it."""
-    dy_node, x_node, normalized, mean_node, rstd_node, weight, _, mask = node.args
+    dy_node, x_node, normalized, mean_node, rstd_node, weight, _, mask = arguments(node)
     dy, x, mean, rstd = (builder.value(n) for n in (dy_node, x_node, mean_node, rstd_node))
     length = math.prod(normalized)
     rows = math.prod(x.shape) // length

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from ..builder import Builder, Kernel, Value
-from ._float32 import why_not_float32
+from ._float32 import arguments, why_not_float32
 from .registry import lowers
 
 ADAPTIVE = (0, 0, 0, 0, 0, 0, 0, 0)
@@ -39,7 +39,7 @@ def _argument(args: Sequence[Any], index: int, default: Any) -> Any:
 @lowers("aten.max_pool2d_with_indices.default", supports=why_not_float32)
 def max_pool(builder: Builder, node: fx.Node) -> None:
     """(y, indices); indices count pixels of a plane."""
-    args = node.args
+    args = arguments(node)
     x = builder.value(args[0])
     kernel = _pair(args[1], (1, 1))
     stride = _pair(_argument(args, 2, []), kernel)
@@ -57,7 +57,7 @@ def max_pool(builder: Builder, node: fx.Node) -> None:
 @lowers("aten.max_pool2d_with_indices_backward.default", supports=why_not_float32)
 def max_pool_backward(builder: Builder, node: fx.Node) -> None:
     """dx: each dy added where the forward found its maximum."""
-    dy, index = builder.value(node.args[0]), builder.value(node.args[7])
+    dy, index = builder.value(arguments(node)[0]), builder.value(arguments(node)[7])
     dx = builder.new(node.meta["val"].shape, "float32")
     pixels, out_pixels = math.prod(dx.shape[-2:]), math.prod(dy.shape[-2:])
     builder.launch(
@@ -77,7 +77,7 @@ def _windows(args: Sequence[Any], first: int) -> tuple[int, ...]:
 
 
 def _mean(builder: Builder, node: fx.Node, windows: tuple[int, ...]) -> None:
-    x, shape = builder.value(node.args[0]), tuple(node.meta["val"].shape)
+    x, shape = builder.value(arguments(node)[0]), tuple(node.meta["val"].shape)
     y = builder.new(shape, "float32")
     builder.launch(
         _kernel(builder, "mean_pool"), (_planes(shape),), (1,),
@@ -87,7 +87,7 @@ def _mean(builder: Builder, node: fx.Node, windows: tuple[int, ...]) -> None:
 
 
 def _mean_backward(builder: Builder, node: fx.Node, windows: tuple[int, ...]) -> None:
-    dy: Value = builder.value(node.args[0])
+    dy: Value = builder.value(arguments(node)[0])
     dx = builder.new(node.meta["val"].shape, "float32")
     builder.launch(
         _kernel(builder, "mean_pool_backward"), (_planes(dx.shape),), (1,),
@@ -99,13 +99,13 @@ def _mean_backward(builder: Builder, node: fx.Node, windows: tuple[int, ...]) ->
 @lowers("aten.avg_pool2d.default", supports=why_not_float32)
 def mean_pool(builder: Builder, node: fx.Node) -> None:
     """y: averages of windows."""
-    _mean(builder, node, _windows(node.args, 1))
+    _mean(builder, node, _windows(arguments(node), 1))
 
 
 @lowers("aten.avg_pool2d_backward.default", supports=why_not_float32)
 def mean_pool_backward(builder: Builder, node: fx.Node) -> None:
     """dx: each dy shared over its window."""
-    _mean_backward(builder, node, _windows(node.args, 2))
+    _mean_backward(builder, node, _windows(arguments(node), 2))
 
 
 @lowers("aten._adaptive_avg_pool2d.default", supports=why_not_float32)
