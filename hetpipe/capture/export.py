@@ -15,11 +15,19 @@ from hetpipe.capture.attention import attention
 from hetpipe.capture.example import Example, call
 from hetpipe.capture.refuse import check_modules, explain, refusing_lost_gradients
 from hetpipe.errors import CaptureError
+from hetpipe.sdk.graph import core_decompositions
 
 aten = torch.ops.aten
 _SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
-_DECOMPOSITIONS = {aten.scaled_dot_product_attention.default: attention}
+
+
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    """Before the cut: operators whose derivative would name one device's own kernels."""
+    core = core_decompositions()
+    recurrent = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+    unrolled = {operator: core[operator] for operator in recurrent}
+    return {aten.scaled_dot_product_attention.default: attention, **unrolled}
 
 
 class _WithLoss(nn.Module):
@@ -70,7 +78,8 @@ def export(
             leaves = tuple(example.tensors(samples))
             program = torch.export.export(wrapped, leaves, strict=False)
             _inline_regions(program.graph_module)
-            return program.run_decompositions(_DECOMPOSITIONS)
+            with torch.backends.mkldnn.flags(enabled=False):  # else its LSTM would be baked in
+                return program.run_decompositions(_decompositions())
     except Exception as error:
         raise explain(error) from error
     finally:

@@ -13,7 +13,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from hetpipe.capture.program import BUFFER, CONSTANT, COUNT, INPUT, LOSS, PARAM, RNG
 from hetpipe.capture.random import make_explicit
-from hetpipe.capture.slots import Key, simplify
+from hetpipe.capture.slots import Key, drop_dead
 from hetpipe.errors import CaptureError
 
 
@@ -65,7 +65,7 @@ def flatten(
                 f"the model uses {node.target}: control flow that depends on data is not "
                 "supported; use torch.where"
             )
-    simplify(graph)
+    drop_dead(graph)
     flat.outputs = [
         (key, node)
         for (key, _), node in zip(flat.outputs, graph.output_node().args[0], strict=True)

@@ -54,19 +54,23 @@ def node_nbytes(node: fx.Node) -> int:
     return int(value.numel()) * int(value.element_size())
 
 
-def simplify(graph: fx.Graph) -> None:
-    """Drop assertions, operators that are the identity on values, and dead code."""
+def drop_dead(graph: fx.Graph) -> None:
+    """Drop assertions and dead code."""
     for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
         if node.target in _ASSERTIONS:
             graph.erase_node(node)
-        elif node.target in _IDENTITIES or (
+    graph.eliminate_dead_code()
+
+
+def simplify(graph: fx.Graph) -> None:
+    """Drop what is dead or the identity on values; only below autograd, where detach is one."""
+    for node in list(graph.nodes):
+        if node.target in _IDENTITIES or (
             node.target in _IDENTITIES_IF_SAME and _same(node, node.args[0])
         ):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-    graph.eliminate_dead_code()
+    drop_dead(graph)
 
 
 def _same(node: fx.Node, source: Any) -> bool:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from torch import fx
 
 from hetpipe.capture.flat import Flat
-from hetpipe.capture.program import CUT
+from hetpipe.capture.program import BUFFER, COUNT, CUT, LOSS
 from hetpipe.capture.slots import Key, extract, is_tensor, reachable
+
+_FINALS = (LOSS, COUNT, BUFFER)
 
 
 @dataclass(frozen=True)
@@ -45,14 +47,26 @@ def _piece(
     arriving = [node for node in crossing if stage[node] < index <= last_use[node]]
     leaving = [node for node in crossing if stage[node] <= index < last_use[node]]
     outputs: list[tuple[Key, fx.Node]] = [((CUT, node.name), node) for node in leaving]
-    outputs += [(key, node) for key, node in flat.outputs if stage.get(node, 0) == index]
+    finals = [(key, node) for key, node in flat.outputs if stage.get(node, 0) == index]
+    outputs += sorted(finals, key=lambda pair: _FINALS.index(pair[0][0]))
     needed = reachable([node for _, node in outputs], arriving)
     inputs = [(key, node) for node, key in flat.inputs.items() if node in needed]
     inputs += [((CUT, node.name), node) for node in arriving]
+    module = extract(flat.graph, [node for _, node in inputs], [node for _, node in outputs])
+    _label_free(module.graph)
     return Piece(
         index,
-        extract(flat.graph, [node for _, node in inputs], [node for _, node in outputs]),
+        module,
         tuple(key for key, _ in inputs),
         tuple(key for key, _ in outputs),
         frozenset(key for key, node in inputs if node in flat.differentiable),
     )
+
+
+def _label_free(graph: fx.Graph) -> None:
+    """Nodes that every stage computes for itself belong to the layer that uses them first."""
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and "layer" not in node.meta:
+            labels = [user.meta["layer"] for user in node.users if "layer" in user.meta]
+            if labels:
+                node.meta["layer"] = labels[0]

@@ -6,7 +6,6 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -223,25 +222,13 @@ def compare(actual: torch.Tensor, expected: torch.Tensor, name: str) -> None:
 
 
 def check(
-    model: nn.Module,
-    loss_fn: Callable[..., Any],
-    batch: tuple[Any, Any],
-    stages: int,
+    case: tuple[nn.Module, Callable[..., Any], tuple[Any, Any]],
+    captured: Captured,
+    graphs: Sequence[StageGraphs],
     sizes: Sequence[int],
-    table: Mapping[Any, Any],
-    cuts: Sequence[int] | None = None,
-) -> tuple[Captured, list[StageGraphs]]:
+) -> None:
     """Programs against eager: loss, count, every gradient, every buffer."""
-    before = {n: v.clone() for n, v in model.state_dict().items()}
-    captured = Captured(model, loss_fn, batch)
-    after = model.state_dict()
-    assert all(torch.equal(v, after[n]) for n, v in before.items()), "capture changed the model"
-    count = len(captured.layer_graph(sizes[0]))
-    if cuts is None:
-        assert count >= stages, f"{count} layers for {stages} stages"
-        cuts = [round(count * i / stages) for i in range(1, stages)]
-    tables = [table] * (len(cuts) + 1)
-    graphs = captured.stage_graphs(cuts, tables, sizes, None)
+    model, loss_fn, batch = case
     tangents = [2.0**-i for i in range(1, len(sizes) + 1)]
     state = Stages(captured, graphs)
     found = total(state.step(batch, sizes, tangents))
@@ -254,7 +241,11 @@ def check(
     buffers = dict(model.named_buffers())
     for name, value in state.buffers.items():
         compare(value, buffers[name], name)
-    return captured, graphs
 
 
-__all__ = ["TABLES", "Stages", "check", "compare", "eager", "np", "run", "total"]
+def even_cuts(captured: Captured, stages: int) -> list[int]:
+    """As many stages as asked for, or as there are layers, of about as many layers each."""
+    count = len(captured.layer_graph(6))
+    stages = min(stages, count)
+    return [round(count * i / stages) for i in range(1, stages)]
+
