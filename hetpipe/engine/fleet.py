@@ -129,7 +129,8 @@ class ProcessFleet(Fleet):
             return  # a fork of the controller has the object but not the workers
         self._closing = True
         self._wake()
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # a collected crew may be closed by it
+            self._thread.join()
 
     def _wake(self) -> None:
         with suppress(OSError):

@@ -97,7 +97,7 @@ def test_tied_gradient_is_written_once() -> None:
         crew.load(make_stages(2, [2, 3], tied=True), ["m0", "m1"], make_values(2, True))
         schedule = generate("gpipe", 2, 3, tied=[(0, (1,))])
         reference = Reference(2, tied=True)
-        loss, grads = reference.gradients(*batch(1))
+        _, grads = reference.gradients(*batch(1))
         crew.write(GRAD, {"w0": -grads["w0"]})
         run(crew, schedule, 1)  # the gradients cancel
         close(crew.read(PARAM)["w0"], reference.weights["w0"])
@@ -141,7 +141,7 @@ def test_requests_that_do_not_fit_are_refused_before_they_run() -> None:
         one = generate("gpipe", 2, 1)
         with pytest.raises(HetpipeError, match=r"float64\[3, 4\].*float32\[3, 4\]"):
             crew.step(StepRequest(one, (3,), [feed], (1.0,), LR, 1))
-        with pytest.raises(HetpipeError, match="has 5 samples; .* programs for 2, 3"):
+        with pytest.raises(HetpipeError, match=r"has 5 samples; .* programs for 2, 3"):
             crew.step(StepRequest(one, (5,), [feed], (1.0,), LR, 1))
         with pytest.raises(HetpipeError, match="no param 'w9'"):
             crew.read(PARAM, ["w9"])

@@ -1,0 +1,97 @@
+"""What an action costs that computes nothing: `python -m hetpipe.engine.overhead`."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+
+import numpy as np
+import torch
+from torch import fx
+
+from hetpipe.capture.program import (
+    CUT, GRAD, INPUT, LOSS, PARAM, TANGENT, PassPrograms, Program, Slot, StageGraphs,
+)  # fmt: skip
+from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.engine.crew import Crew, StepRequest
+from hetpipe.schedule.generators import generate
+from hetpipe.sdk.graph import canonical
+
+ROUNDS = 7
+TRANSPORTS = ("local", "shared-memory", "distributed")
+
+
+def measure_empty_action(
+    transport: str, workers: int = 2, microbatches: int = 64, device: str = "pytorch:cpu:0"
+) -> float:
+    """Seconds per action and worker of a step whose graphs hand their inputs on.
+
+    Actions are passes and transfers alike; the median of some 1F1B steps, from the first start to
+    the last end, over the actions of the busiest worker.
+    """
+    members = tuple(Member(f"worker {n}", device) for n in range(workers))
+    schedule = generate("1f1b", workers, microbatches)
+    request = StepRequest(
+        schedule,
+        (1,) * microbatches,
+        [{"x": np.zeros((1, 1), np.float32)}] * microbatches,
+        (1.0,) * microbatches,
+        lr=0.0,
+        number=1,
+        grad_scale=1.0,
+    )
+    with Crew.start(Cluster(members, transport=transport)) as crew:
+        stages = [_empty_stage(n, workers) for n in range(workers)]
+        weights = {f"w{n}": np.zeros((), np.float32) for n in range(workers)}
+        crew.load(stages, [member.id for member in members], weights)
+        times_s = [crew.step(request).timeline.step_s for _ in range(ROUNDS)]
+    return statistics.median(times_s[1:]) / max(len(actions) for actions in schedule)
+
+
+def _empty_stage(n: int, stages: int) -> StageGraphs:
+    first, last = n == 0, n == stages - 1
+    enter = Slot(INPUT, "x", (1, 1), "float32") if first else _tensor(CUT, f"t{n - 1}")
+    scalar = Slot(LOSS, "loss", (), "float32")
+    weight, grad = Slot(PARAM, f"w{n}", (), "float32"), Slot(GRAD, f"w{n}", (), "float32")
+    leave = scalar if last else _tensor(CUT, f"t{n}")
+    forward = _select([enter, weight], [leave])
+    arrives = Slot(TANGENT, leave.name, leave.shape, "float32")
+    back = [] if first else [_tensor(TANGENT, enter.name)]
+    kept = [enter] if last else []
+    backward = _select([arrives, grad, *kept], [grad, *back])
+    return StageGraphs(n, {1: PassPrograms(1, forward, backward)})
+
+
+def _tensor(role: str, name: str) -> Slot:
+    return Slot(role, name, (1, 1), "float32")
+
+
+def _select(inputs: list[Slot], outputs: list[Slot]) -> Program:
+    """A graph without operators: each output is an input of the same shape."""
+    graph = fx.Graph()
+    nodes = []
+    for slot in inputs:
+        nodes.append(graph.placeholder(f"a{len(nodes)}"))
+        nodes[-1].meta["val"] = torch.empty(slot.shape, device="meta")
+    shapes = [slot.shape for slot in inputs]
+    found = graph.output(tuple(nodes[_match(shapes, inputs, slot)] for slot in outputs))
+    found.meta["val"] = None
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    return Program(canonical(module), tuple(inputs), tuple(outputs))
+
+
+def _match(shapes: list[tuple[int, ...]], inputs: list[Slot], wanted: Slot) -> int:
+    keys = [slot.key for slot in inputs]
+    return keys.index(wanted.key) if wanted.key in keys else shapes.index(wanted.shape)
+
+
+def main() -> None:
+    """Print the cost for every transport."""
+    device = sys.argv[1] if len(sys.argv) > 1 else "pytorch:cpu:0"
+    for transport in TRANSPORTS:
+        cost_s = measure_empty_action(transport, device=device)
+        print(f"{device:16} {transport:14} {cost_s * 1e6:7.1f} us per action and worker, measured")
+
+
+if __name__ == "__main__":
+    main()

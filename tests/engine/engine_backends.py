@@ -1,0 +1,67 @@
+"""A backend that misbehaves: `faulty:raise:0` raises in its third run, `faulty:hang:0` never ends,
+`faulty:die:0` kills its process, `faulty:shut:0` cannot be opened, `faulty:good:0` is numpy."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from typing import Any
+
+from hetpipe.backends.numpy import NumpyBackend, NumpyDevice
+from hetpipe.errors import BackendError
+from hetpipe.sdk.backend import Buffer
+from hetpipe.sdk.info import DeviceInfo
+
+KINDS = ("good", "raise", "hang", "die", "shut")
+
+
+class FaultyBackend(NumpyBackend):
+    name = "faulty"
+
+    def discover(self) -> list[DeviceInfo]:
+        (info,) = super().discover()
+        return [replace(info, id=f"faulty:{kind}:0", backend="faulty") for kind in KINDS]
+
+    def open(self, info: DeviceInfo) -> NumpyDevice:
+        if "shut" in info.id:
+            raise BackendError("the driver is away; bring it back")
+        return FaultyDevice(info)
+
+
+class FaultyDevice(NumpyDevice):
+    runs = 0
+
+    def _run(self, program: Any, inputs: list[Buffer], donate: frozenset[int]) -> list[Buffer]:
+        self.runs += 1
+        kind = self.info.id.split(":")[1]
+        if self.runs == 3:
+            if kind == "raise":
+                raise ValueError("boom 42")
+            if kind == "die":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            if kind == "hang":
+                time.sleep(1000)
+        return super()._run(program, inputs, donate)
+
+
+def pid(device: Any) -> int:
+    return os.getpid()
+
+
+def scale(device: Any, factor: float, seconds: float) -> tuple[str, float]:
+    time.sleep(seconds)
+    return device.info.id, factor * 2
+
+
+def ignored_interrupts(device: Any) -> bool:
+    return signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def cores(device: Any) -> list[int]:
+    return sorted(os.sched_getaffinity(0))
+
+
+def variable(device: Any, name: str) -> str | None:
+    return os.environ.get(name)

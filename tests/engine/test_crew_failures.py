@@ -1,0 +1,271 @@
+"""Whatever happens to a worker or to the controller: a clear error soon, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_backends import FaultyBackend
+from engine_stages import LR, WIDTH, make_stages, make_values
+
+from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.engine.crew import Crew, StepRequest
+from hetpipe.errors import BackendError, HetpipeError, WorkerError
+from hetpipe.schedule.generators import generate
+from hetpipe.sdk import registry
+
+HERE = Path(__file__).parent
+PROCESSES = ["shared-memory", "distributed"]
+
+
+@pytest.fixture(autouse=True)
+def faulty() -> Iterator[None]:
+    registry.register_backend(FaultyBackend)
+    shared = set(os.listdir("/dev/shm"))
+    yield
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+def start(kinds: list[str], transport: str, **options: Any) -> Crew:
+    devices = [kind if ":" in kind else f"faulty:{kind}:0" for kind in kinds]
+    members = tuple(Member(f"m{n}", device) for n, device in enumerate(devices))
+    crew = Crew.start(Cluster(members, transport=transport), **options)
+    stages = make_stages(len(kinds), [2])
+    crew.load(stages, [m.id for m in members], make_values(len(kinds)))
+    return crew
+
+
+def step(crew: Crew, stages: int, timeout_s: float | None = None) -> None:
+    feed = {"x": np.ones((2, WIDTH)), "y": np.zeros((2, WIDTH))}
+    schedule = generate("1f1b", stages, 4)
+    crew.step(StepRequest(schedule, (2,) * 4, [feed] * 4, (1.0,) * 4, LR, 1), timeout_s)
+
+
+def pids(crew: Crew) -> list[int]:
+    return crew.call(list(crew.infos), "engine_backends:pid")
+
+
+def gone(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def eventually(condition: Callable[[], bool], limit_s: float = 5.0) -> bool:
+    end_s = time.monotonic() + limit_s
+    while time.monotonic() < end_s:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return condition()
+
+
+def failure(crew: Crew, action: Callable[[], Any], limit_s: float, workers: list[int]) -> str:
+    """The text of the error that `action` raises within the limit; everything is gone then."""
+    start_s = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        action()
+    assert time.monotonic() - start_s < limit_s
+    assert all(map(gone, workers))
+    with pytest.raises(WorkerError) as again:  # and every later call says the same, at once
+        crew.call(["m0"], "engine_backends:pid")
+    assert str(again.value) == str(caught.value)
+    crew.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("transport", ["local", *PROCESSES])
+def test_an_exception_names_worker_action_and_place(transport: str) -> None:
+    crew = start(["good", "raise", "good"], transport)
+    workers = [] if transport == "local" else pids(crew)
+    text = failure(crew, lambda: step(crew, 3), 5.0, workers)
+    assert "worker 'm1' (faulty:raise:0) failed at 1" in text
+    assert "ValueError: boom 42 (" in text
+    assert "engine_backends.py" in text
+
+
+@pytest.mark.parametrize("transport", PROCESSES)
+def test_a_worker_that_crashes_is_named_with_its_signal(transport: str) -> None:
+    crew = start(["good", "good", "die"], transport)
+    text = failure(crew, lambda: step(crew, 3), 5.0, pids(crew))
+    assert "worker 'm2' (faulty:die:0)" in text
+    assert "was killed by SIGSEGV" in text
+
+
+@pytest.mark.parametrize("transport", PROCESSES)
+def test_kill_far_from_who_waits(transport: str) -> None:
+    """m0 waits for m1, which waits for m2, which hangs; m2's death is not seen by m0's edge."""
+    crew = start(["good", "good", "hang"], transport)
+    workers = pids(crew)
+    killer = threading.Timer(1.0, os.kill, (workers[2], signal.SIGKILL))
+    killer.start()
+    text = failure(crew, lambda: step(crew, 3), 6.0, workers)
+    assert "worker 'm2' (faulty:hang:0)" in text
+    assert "SIGKILL" in text
+    killer.join()
+
+
+def test_kill_between_steps() -> None:
+    crew = start(["good", "good"], "shared-memory")
+    workers = pids(crew)
+    os.kill(workers[0], signal.SIGKILL)
+    assert "worker 'm0'" in failure(crew, lambda: step(crew, 2), 5.0, workers)
+
+
+def test_a_stopped_worker_is_found_by_its_silence() -> None:
+    crew = start(["good", "good", "hang"], "shared-memory")
+    workers = pids(crew)
+    stopper = threading.Timer(0.5, os.kill, (workers[1], signal.SIGSTOP))
+    stopper.start()
+    text = failure(crew, lambda: step(crew, 3), 10.5, workers)
+    assert "worker 'm1'" in text
+    assert "no sign of life" in text
+    stopper.join()
+
+
+@pytest.mark.parametrize("transport", ["local", "shared-memory"])
+def test_a_hang_says_who_waits_for_what(transport: str) -> None:
+    crew = start(["good", "hang"], transport, heartbeat_s=0.2)
+    workers = [] if transport == "local" else pids(crew)
+    text = failure(crew, lambda: step(crew, 2, timeout_s=2.0), 8.0, workers)
+    assert "nothing has moved for 2 s" in text
+    assert "worker 'm0' (faulty:good:0) waits in 0RB" in text
+    assert "worker 'm1' (faulty:hang:0) is at 1F" in text
+
+
+@pytest.mark.parametrize("transport", ["local", "shared-memory"])
+def test_a_device_that_does_not_open(transport: str) -> None:
+    with pytest.raises(WorkerError, match="'m0' .*at start: the driver is away; bring it back"):
+        start(["shut", "good"], transport)
+
+
+@pytest.mark.parametrize("transport", ["local", "shared-memory"])
+def test_a_device_that_is_not_there(transport: str) -> None:
+    with pytest.raises(HetpipeError, match=r"faulty:none:0.*found: faulty:good:0"):
+        start(["none", "good"], transport)
+
+
+def test_an_unknown_backend() -> None:
+    with pytest.raises(BackendError, match="no backend 'nothing'"):
+        start(["nothing:cpu:0"], "shared-memory")
+
+
+def test_a_class_that_no_process_can_import() -> None:
+    class Hidden(FaultyBackend):
+        name = "hidden"
+
+    registry.register_backend(Hidden)
+    with pytest.raises(HetpipeError, match='put its class into a module, or use transport="local"'):
+        start(["hidden:good:0"], "shared-memory")
+
+
+def test_an_error_in_a_call() -> None:
+    crew = start(["good"], "shared-memory")
+    with pytest.raises(WorkerError, match="failed at call: AttributeError: .* 'nowhere'"):
+        crew.call(["m0"], "engine_backends:nowhere")
+
+
+def test_calls_run_at_once_and_outlast_the_silence_limit() -> None:
+    with start(["good", "good"], "shared-memory", silence_s=2.0, heartbeat_s=0.5) as crew:
+        start_s = time.monotonic()
+        found = crew.call(["m1", "m0"], "engine_backends:scale", 2.0, 3.0)
+        assert time.monotonic() - start_s < 5.9
+        assert found == [("faulty:good:0", 4.0)] * 2
+
+
+def test_workers_are_set_up_before_they_import() -> None:
+    member = Member("m0", "faulty:good:0", cores=(0,))
+    with Crew.start(Cluster((member,))) as crew:
+        assert crew.call(["m0"], "engine_backends:ignored_interrupts") == [True]
+        assert crew.call(["m0"], "engine_backends:cores") == [[0]]
+        assert crew.call(["m0"], "engine_backends:variable", "OMP_NUM_THREADS") == ["1"]
+
+
+def test_close_leaves_nothing() -> None:
+    threads = threading.active_count()
+    files = len(os.listdir("/proc/self/fd"))
+    crew = start(["good", "good"], "shared-memory")
+    workers = pids(crew)
+    step(crew, 2)
+    crew.close()
+    crew.close()
+    assert all(map(gone, workers))
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == files
+    with pytest.raises(WorkerError, match="the crew is closed"):
+        step(crew, 2)
+
+
+SCRIPT = """
+import sys, time
+sys.path.insert(0, {here!r})
+from test_crew_failures import FaultyBackend, pids, registry, start, step
+registry.register_backend(FaultyBackend)
+crew = start(["good", {kind!r}], {transport!r})
+print(*pids(crew), flush=True)
+{then}
+"""
+
+
+def script(kind: str, transport: str, then: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """A controller without a `__main__` guard, in a process of its own, and its workers."""
+    text = SCRIPT.format(here=str(HERE), kind=kind, transport=transport, then=then)
+    process = subprocess.Popen(
+        [sys.executable, "-c", text],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    return process, [int(word) for word in process.stdout.readline().split()]
+
+
+@pytest.mark.parametrize("transport", PROCESSES)
+def test_workers_die_with_a_controller_that_is_killed(transport: str) -> None:
+    process, workers = script("hang", transport, "step(crew, 2)")
+    assert len(workers) == 2
+    time.sleep(0.5)
+    process.kill()
+    process.communicate()
+    assert eventually(lambda: all(map(gone, workers)))
+
+
+def test_an_interrupt_ends_everything_quietly() -> None:
+    """Ctrl-C reaches the whole process group; only the controller answers."""
+    process, workers = script("hang", "shared-memory", "step(crew, 2)")
+    time.sleep(1.0)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=10)
+    assert errors.strip().endswith("KeyboardInterrupt")
+    assert errors.count("Traceback") == 1
+    assert eventually(lambda: all(map(gone, workers)))
+
+
+@pytest.mark.parametrize("then", ["step(crew, 2)", "del crew", "raise SystemExit(0)"])
+def test_a_crew_that_is_forgotten_is_closed(then: str) -> None:
+    process, workers = script("good", "shared-memory", then)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 0, errors
+    assert len(workers) == 2
+    assert eventually(lambda: all(map(gone, workers)))
+
+
+def test_a_crew_started_in_a_thread_that_ends() -> None:
+    """The kernel kills a child when the *thread* that started it ends; ours is the crew's own."""
+    crews: list[Crew] = []
+    thread = threading.Thread(target=lambda: crews.append(start(["good", "good"], "auto")))
+    thread.start()
+    thread.join()
+    with crews[0] as crew:
+        step(crew, 2)
