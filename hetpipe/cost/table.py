@@ -144,9 +144,13 @@ def _stage_s(times_s: list[float], overhead_s: float) -> float:
 
 
 def _device(entry: Mapping[str, Any]) -> DeviceCost:
-    seconds = ("forward_s", "backward_s", "update_s")
     layers = tuple(
-        LayerCost(*(_unpacked(layer[name]) for name in seconds), reason=layer["reason"])
+        LayerCost(
+            _unpacked(layer["forward_s"]),
+            _unpacked(layer["backward_s"]),
+            _unpacked(layer["update_s"]),
+            layer["reason"],
+        )
         for layer in entry["layers"]
     )
     return DeviceCost(**{**entry, "layers": layers})

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from hetpipe.cost.table import CostTable
+from hetpipe.errors import PlanError
+from hetpipe.simulate.times import StageTimes, Transfer
+
+VERSION = 1
+
+Tied = tuple[tuple[int, tuple[int, ...]], ...]
+"""Stages that share parameters: (owner, the others)."""
 
 
 @dataclass(frozen=True)
@@ -35,3 +47,129 @@ class Plan:
     label: str
     origin: str  # which planner made it: balanced | even | speed-blind | user
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        ends = [0, *(stage.hi for stage in self.stages)]
+        starts = [stage.lo for stage in self.stages]
+        if starts != ends[:-1] or ends[-1] != len(self.layers) or sorted(set(ends)) != ends:
+            spans = ", ".join(f"{stage.lo}..{stage.hi}" for stage in self.stages)
+            raise PlanError(
+                f"stages {spans} do not cover layers 0..{len(self.layers)} one after the other"
+            )
+        if len(self.cut_nbytes) != len(self.stages) - 1:
+            raise PlanError(
+                f"{len(self.stages)} stages have {len(self.stages) - 1} cuts, "
+                f"but cut_nbytes has {len(self.cut_nbytes)} entries"
+            )
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """First layer of every stage but the first."""
+        return tuple(stage.lo for stage in self.stages[1:])
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The device of each stage (its first replica)."""
+        return tuple(stage.devices[0] for stage in self.stages)
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """K_n of each stage."""
+        return tuple(stage.in_flight for stage in self.stages)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Predicted throughput."""
+        return self.mini_batch / self.step_s
+
+    @property
+    def fill_limit(self) -> float:
+        """M / (M + N - 1): the share of the step that GPipe and 1F1B can be busy at best."""
+        return self.microbatches / (self.microbatches + len(self.stages) - 1)
+
+    def tied(self, table: CostTable) -> Tied:
+        """The stages that share parameters under these cuts; the owner is the lowest."""
+        groups: set[tuple[int, ...]] = set()
+        for shared in table.tied:
+            groups.add(tuple(sorted({bisect_right(self.cuts, layer) for layer in shared.layers})))
+        return tuple((group[0], group[1:]) for group in sorted(groups) if len(group) > 1)
+
+    def stage_times(self, table: CostTable) -> StageTimes:
+        """What a simulation needs, priced by `table`."""
+        stages, devices = self.stages, self.devices
+        ahead = list(zip(devices, devices[1:], self.cut_nbytes, strict=False))
+        return StageTimes(
+            tuple(table.forward_s(d, s.lo, s.hi) for d, s in zip(devices, stages, strict=True)),
+            tuple(table.backward_s(d, s.lo, s.hi) for d, s in zip(devices, stages, strict=True)),
+            tuple(table.update_s(d, s.lo, s.hi) for d, s in zip(devices, stages, strict=True)),
+            tuple(_transfer(table, here, there, nbytes) for here, there, nbytes in ahead),
+            tuple(_transfer(table, there, here, nbytes) for here, there, nbytes in ahead),
+            self._tied_transfers(table),
+            table.step_overhead_s,
+        )
+
+    def _tied_transfers(self, table: CostTable) -> dict[tuple[int, int], Transfer]:
+        nbytes: dict[tuple[int, int], int] = {}
+        for shared in table.tied:
+            owner, *others = sorted({bisect_right(self.cuts, layer) for layer in shared.layers})
+            for edge in [(owner, other) for other in others]:
+                nbytes[edge] = nbytes.get(edge, 0) + shared.nbytes
+        both = {**nbytes, **{(target, source): n for (source, target), n in nbytes.items()}}
+        return {
+            (source, target): _transfer(table, self.devices[source], self.devices[target], n)
+            for (source, target), n in both.items()
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict that `json` can write."""
+        return {"version": VERSION, **asdict(self)}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Plan:
+        """The inverse of `to_json`.
+
+        Raises `PlanError` for another version, a key that is unknown, missing or of a wrong type.
+        """
+        if data.get("version") != VERSION:
+            found = data.get("version")
+            raise PlanError(f"the plan has version {found}, this hetpipe reads {VERSION}")
+        plain = {key: value for key, value in data.items() if key != "version"}
+        values = _checked(Plan, plain, "plan")
+        values["stages"] = tuple(
+            StagePlan(**_checked(StagePlan, stage, f"stage {index} of the plan"))
+            for index, stage in enumerate(values["stages"])
+        )
+        return Plan(**values)
+
+    def __str__(self) -> str:
+        from hetpipe.plan.text import format_plan
+
+        return format_plan(self)
+
+
+def _transfer(table: CostTable, source: str, target: str, nbytes: int) -> Transfer:
+    link = table.link(source, target)
+    return Transfer(link.latency_s, nbytes / link.bandwidth_Bps)
+
+
+_KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
+
+
+def _checked(record: Any, data: Any, name: str) -> dict[str, Any]:
+    """The fields of a dataclass out of JSON: every key there, none unknown, types right."""
+    if not isinstance(data, Mapping):
+        raise PlanError(f"{name} is {data!r}, not an object")
+    known = {entry.name: str(entry.type) for entry in fields(record)}
+    for key in data:
+        if key not in known:
+            raise PlanError(f"{name} has an unknown key {key!r}; known: {', '.join(known)}")
+    values: dict[str, Any] = {}
+    for key, kind in known.items():
+        if key not in data:
+            raise PlanError(f"{name} lacks the key {key!r}")
+        value: Any = data[key]
+        allowed = _KINDS.get(kind, (list, tuple))
+        if not isinstance(value, allowed) or isinstance(value, bool):
+            raise PlanError(f"{name}: {key} is {value!r}, it should be of type {kind}")
+        values[key] = tuple(value) if kind not in _KINDS else value
+    return values

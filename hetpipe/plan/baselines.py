@@ -1,0 +1,87 @@
+"""Baselines: the plans that a balanced one is compared with, priced by the same costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hetpipe.cost.table import CostTable, LayerCost
+from hetpipe.errors import PlanError
+from hetpipe.plan.plan import Plan
+from hetpipe.plan.planner import make_plan
+
+
+def even_plan(
+    table: CostTable,
+    devices: Sequence[str],
+    *,
+    mini_batch: int,
+    microbatches: int,
+    schedule: str = "1f1b",
+) -> Plan:
+    """As many layers for each device, in the given order; what is over goes to the first ones.
+
+    Raises `PlanError` if a device cannot run its share.
+    """
+    share, over = divmod(len(table.layers), max(len(devices), 1))
+    # Where layers are too few, make_plan says so.
+    cuts = [share * n + min(n, over) for n in range(1, len(devices))] if share else None
+    plan = make_plan(
+        table, devices, mini_batch=mini_batch, microbatches=microbatches, schedule=schedule,
+        cuts=cuts,
+    )  # fmt: skip
+    return replace(plan, origin="even")
+
+
+def speed_blind_plan(
+    table: CostTable,
+    devices: Sequence[str],
+    *,
+    mini_batch: int,
+    microbatches: int,
+    schedule: str = "1f1b",
+) -> Plan:
+    """The best partition if all devices were the average one, in the given order; true prices.
+
+    What a device cannot run it still cannot. Raises `PlanError` as `make_plan`.
+    """
+    for device in devices:
+        if device not in table.devices:
+            raise PlanError(f"no costs for {device}; there are {', '.join(table.devices)}")
+    blind = make_plan(
+        _averaged(table, devices), devices, mini_batch=mini_batch, microbatches=microbatches,
+        schedule=schedule, fixed_order=True,
+    )  # fmt: skip
+    plan = make_plan(
+        table, devices, mini_batch=mini_batch, microbatches=microbatches, schedule=schedule,
+        cuts=blind.cuts,
+    )  # fmt: skip
+    return replace(plan, origin="speed-blind")
+
+
+def _averaged(table: CostTable, devices: Sequence[str]) -> CostTable:
+    """The table with every device at the mean times of those that can run the layer."""
+    costs = [table.devices[device] for device in devices]
+    overhead_s = sum(cost.overhead_s for cost in costs) / len(costs)
+    means = [
+        LayerCost(
+            _mean([entry.forward_s for entry in entries]),
+            _mean([entry.backward_s for entry in entries]),
+            _mean([entry.update_s for entry in entries]),
+        )
+        for entries in zip(*(cost.layers for cost in costs), strict=True)
+    ]
+    blind = {}
+    for device, cost in zip(devices, costs, strict=True):
+        layers = tuple(
+            own if math.isinf(own.forward_s + own.backward_s) else mean
+            for own, mean in zip(cost.layers, means, strict=True)
+        )
+        blind[device] = replace(cost, layers=layers, overhead_s=overhead_s)
+    return replace(table, devices={**table.devices, **blind})
+
+
+def _mean(times_s: Sequence[float]) -> float:
+    finite = [time_s for time_s in times_s if math.isfinite(time_s)]
+    return sum(finite) / len(finite) if finite else math.inf

@@ -1,0 +1,109 @@
+"""StageCosts: time and memory of any run of layers on any device, from prefix sums.
+
+Everywhere a stage is layers lo..hi (hi excluded), and cut c lies between layers c-1 and c; cuts 0
+and L are the ends of the model, where nothing crosses. lo, hi and c may be arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from hetpipe.cost.table import CostTable, DeviceCost
+
+Objective = Literal["sum", "max"]
+"""How a stage's time counts transfers. `sum`: a sync device hides none of what it sends (BaPipe's
+1F1B-SNO), an async one all. `max`: all are hidden, the longest of compute and transfers counts."""
+
+Array = Any  # an index or time, or a numpy array of them
+
+
+class StageCosts:
+    """Prices stages of one cost table."""
+
+    def __init__(self, table: CostTable) -> None:
+        self.table = table
+        self.count = len(table.layers)
+        weights = [2 * layer.params_nbytes + layer.state_nbytes for layer in table.layers]
+        self._weights = _prefix(weights)
+        self._saved = _prefix([layer.saved_nbytes for layer in table.layers])
+        self._cuts = np.array([0, *(layer.cut_nbytes for layer in table.layers[:-1]), 0], float)
+        self._passes: dict[str, tuple[Array, Array, float]] = {}
+
+    def memory_nbytes(self, lo: Array, hi: Array, in_flight: int) -> Array:
+        """Weights and gradients, optimizer state, saved x in-flight, buffers of the cuts.
+
+        A cut has two buffers on each side: what crosses forward and the gradient that comes back.
+        """
+        return (
+            self._weights[hi]
+            - self._weights[lo]
+            + in_flight * (self._saved[hi] - self._saved[lo])
+            + 2 * (self._cuts[lo] + self._cuts[hi])
+        )
+
+    def compute_s(self, device: str, lo: Array, hi: Array) -> Array:
+        """Forward and backward of one micro-batch; infinite with a layer that it cannot run."""
+        if device not in self._passes:
+            self._passes[device] = _passes(self.table.devices[device])
+        seconds, unsupported, overhead_s = self._passes[device]
+        able = unsupported[hi] == unsupported[lo]
+        return np.where(able, overhead_s + seconds[hi] - seconds[lo], math.inf)
+
+    def transfer_s(self, source: str, target: str, cut: Array) -> Array:
+        """One way across a cut."""
+        link = self.table.link(source, target)
+        return link.latency_s + self._cuts[cut] / link.bandwidth_Bps
+
+    def stage_s(
+        self, devices: Sequence[str], stage: int, lo: Array, hi: Array, objective: Objective
+    ) -> Array:
+        """Time that the stage holds the pipeline up, for one micro-batch.
+
+        The stage pays for what it sends: activations ahead, gradients back.
+        """
+        device = devices[stage]
+        compute_s = self.compute_s(device, lo, hi)
+        sends_s = []
+        if stage + 1 < len(devices):
+            sends_s.append(self.transfer_s(device, devices[stage + 1], hi))
+        if stage > 0:
+            sends_s.append(self.transfer_s(device, devices[stage - 1], lo))
+        if objective == "sum" and self.table.devices[device].execution == "sync":
+            return compute_s + sum(sends_s)
+        for send_s in sends_s:
+            compute_s = np.maximum(compute_s, send_s)
+        return compute_s
+
+    def matrix(
+        self,
+        devices: Sequence[str],
+        stage: int,
+        in_flight: int,
+        objective: Objective,
+        bounded: bool = True,
+    ) -> Array:
+        """`stage_s` for all [lo, hi]; infinite where empty or (if `bounded`) over the memory."""
+        lo = np.arange(self.count + 1)[:, None]
+        hi = np.arange(self.count + 1)[None, :]
+        capacity = self.table.devices[devices[stage]].memory_nbytes if bounded else math.inf
+        fits = (lo < hi) & (self.memory_nbytes(lo, hi, in_flight) <= capacity)
+        return np.where(fits, self.stage_s(devices, stage, lo, hi, objective), math.inf)
+
+
+def _passes(cost: DeviceCost) -> tuple[Array, Array, float]:
+    """Prefix seconds without the fixed overhead, prefix count of unsupported layers, overhead."""
+    seconds, unsupported = [], []
+    for layer in cost.layers:
+        times_s = (layer.forward_s, layer.backward_s)
+        unsupported.append(math.isinf(sum(times_s)))
+        own_s = sum(max(time_s - cost.overhead_s, 0.0) for time_s in times_s)
+        seconds.append(0.0 if unsupported[-1] else own_s)
+    return _prefix(seconds), _prefix(unsupported), 2 * cost.overhead_s
+
+
+def _prefix(values: Sequence[float]) -> Array:
+    return np.concatenate(([0.0], np.cumsum(np.array(values, float))))

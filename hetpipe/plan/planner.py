@@ -1,0 +1,243 @@
+"""The planner: the best partition for given devices, and the best devices and micro-batches.
+
+Two partitioners propose: BaPipe's balanced partition and the exact one, each with transfers
+counted in two ways. The simulator decides: the slowest stage is not yet the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import combinations, permutations
+from typing import Literal
+
+from hetpipe.cost.table import CostTable
+from hetpipe.errors import PlanError
+from hetpipe.plan.costs import Objective, StageCosts
+from hetpipe.plan.exact import exact
+from hetpipe.plan.partition import balanced, moves
+from hetpipe.plan.plan import Plan
+from hetpipe.plan.pricing import Partition, Question, lower_bound_s, predict, price, problem
+from hetpipe.schedule.generators import generate, max_in_flight
+
+__all__ = ["explore", "make_plan", "predict"]
+
+FREE_ORDER_DEVICES = 4  # up to so many devices all orders and all subsets are tried
+GAIN = (
+    1e-9  # relative; less is no gain but rounding, and the earlier candidate keeps less in flight
+)
+
+
+def make_plan(
+    table: CostTable,
+    devices: Sequence[str],
+    *,
+    mini_batch: int,
+    microbatches: int,
+    schedule: str = "1f1b",
+    objective: Objective | Literal["auto"] = "auto",
+    cuts: Sequence[int] | None = None,
+    fixed_order: bool = False,
+) -> Plan:
+    """The plan with the quickest predicted step that puts one stage on each of `devices`.
+
+    Every order of up to 4 devices is tried, unless `fixed_order` or `cuts` (layer indices) are
+    given; of more, the given one. Under 1F1B the in-flight depth is chosen too: the one that
+    hides transfers where it pays, a smaller one where memory asks for it.
+
+    Raises `PlanError` if there are more devices than layers, or no partition fits.
+    """
+    question = Question(table, schedule, mini_batch, microbatches)
+    _check(question, devices)
+    if cuts is not None:
+        _check_cuts(table, devices, cuts)
+    free = not fixed_order and cuts is None and len(devices) <= FREE_ORDER_DEVICES
+    orders = list(permutations(devices)) if free else [tuple(devices)]
+    objectives: tuple[Objective, ...] = ("sum", "max") if objective == "auto" else (objective,)
+    why = ""
+    for depths in _depths(schedule, len(devices), microbatches):
+        candidates: list[Partition] = []
+        for order in orders:
+            for depth in depths:
+                found = _propose(table, order, depth, objectives) if cuts is None else [tuple(cuts)]
+                candidates += [Partition(order, proposal, depth) for proposal in found]
+        able = [candidate for candidate in candidates if problem(table, candidate) is None]
+        if able:
+            return _quickest(question, able, "balanced" if cuts is None else "user", cuts is None)
+        why = _why_not(table, candidates, orders, depths[0])
+    raise PlanError(f"no plan for {', '.join(devices)}: {why}")
+
+
+def explore(
+    tables: Mapping[int, CostTable],
+    devices: Sequence[str],
+    *,
+    mini_batch: int,
+    schedules: Sequence[str] = ("gpipe", "1f1b"),
+    use_all: bool = False,
+) -> list[Plan]:
+    """Plans over devices, schedules and micro-batch counts, the quickest predicted step first,
+    and of equals the one with the least memory.
+
+    `tables` is keyed by micro-batch size s; M = ceil(mini_batch / s) where that gives micro-batches
+    of at most s again. Subsets of up to 4 devices are all tried; of more devices, all of them and
+    each alone; with `use_all`, only all. Raises `PlanError` if no combination works.
+    """
+    plans: list[Plan] = []
+    refused: list[str] = []
+    for samples, table in sorted(tables.items()):
+        microbatches = -(-mini_batch // samples)
+        if -(-mini_batch // microbatches) != samples:
+            refused.append(f"micro-batches of {samples} do not divide a mini-batch of {mini_batch}")
+            continue
+        for subset in [tuple(devices)] if use_all else _subsets(devices):
+            for schedule in schedules:
+                try:
+                    plans.append(
+                        make_plan(
+                            table, subset, mini_batch=mini_batch, microbatches=microbatches,
+                            schedule=schedule,
+                        )
+                    )  # fmt: skip
+                except PlanError as error:
+                    refused.append(str(error))
+    if not plans:
+        raise PlanError("no plan: " + "; ".join(dict.fromkeys(refused)))
+    return sorted(plans, key=lambda plan: (plan.step_s, _memory_nbytes(plan)))
+
+
+def _memory_nbytes(plan: Plan) -> int:
+    return sum(stage.memory_nbytes for stage in plan.stages)
+
+
+def _subsets(devices: Sequence[str]) -> Iterable[tuple[str, ...]]:
+    if len(devices) > FREE_ORDER_DEVICES:
+        return [tuple(devices), *((device,) for device in devices)]
+    sizes = range(1, len(devices) + 1)
+    return [subset for size in sizes for subset in combinations(devices, size)]
+
+
+def _check(question: Question, devices: Sequence[str]) -> None:
+    table = question.table
+    if not devices or len(set(devices)) != len(devices):
+        raise PlanError(f"devices {list(devices)}: name one or more, each once")
+    for device in devices:
+        if device not in table.devices:
+            known = ", ".join(table.devices)
+            raise PlanError(f"no costs for {device}; the table of {table.model} has {known}")
+    if len(devices) > len(table.layers):
+        raise PlanError(
+            f"{len(devices)} stages need as many layers, {table.model} has {len(table.layers)}: "
+            f"use at most {len(table.layers)} devices"
+        )
+    if not 1 <= question.microbatches <= question.mini_batch:
+        raise PlanError(
+            f"a mini-batch of {question.mini_batch} cannot be {question.microbatches} "
+            f"micro-batches; choose 1 to {question.mini_batch}"
+        )
+    samples = -(-question.mini_batch // question.microbatches)
+    if samples != table.samples:
+        raise PlanError(
+            f"{question.microbatches} micro-batches of a mini-batch of {question.mini_batch} have "
+            f"{samples} samples, but the costs are for {table.samples}; profile at {samples}"
+        )
+
+
+def _check_cuts(table: CostTable, devices: Sequence[str], cuts: Sequence[int]) -> None:
+    ends = [0, *cuts, len(table.layers)]
+    if len(cuts) != len(devices) - 1 or sorted(set(ends)) != ends:
+        raise PlanError(
+            f"cuts {list(cuts)}: {len(devices)} devices need {len(devices) - 1} ascending layer "
+            f"indices between 1 and {len(table.layers) - 1}"
+        )
+
+
+def _depths(schedule: str, stages: int, microbatches: int) -> Iterator[list[tuple[int, ...]]]:
+    """In-flight depths to choose from; each later list only where nothing before it fits.
+
+    1F1B: DAPPLE's P_A and P_B (section 3 there), then P_A bounded ever closer by memory.
+    """
+    if schedule != "1f1b":
+        yield [tuple(max_in_flight(generate(schedule, stages, microbatches)))]
+        return
+    straight = [min(stages - stage, microbatches) for stage in range(stages)]
+    hiding = [min(2 * (stages - stage) - 1, microbatches) for stage in range(stages)]
+    yield list(dict.fromkeys([tuple(straight), tuple(hiding)]))
+    for bound in range(straight[0] - 1, 0, -1):
+        yield [tuple(min(depth, bound) for depth in straight)]
+
+
+def _propose(
+    table: CostTable,
+    order: Sequence[str],
+    depth: Sequence[int],
+    objectives: Iterable[Objective],
+    bounded: bool = True,
+) -> list[tuple[int, ...]]:
+    """Cuts that may be best for this order of devices; none if no partition fits."""
+    costs = StageCosts(table)
+    whole_s = [float(costs.compute_s(device, 0, costs.count)) for device in order]
+    found: list[tuple[int, ...]] = []
+    for objective in objectives:
+        matrices = [
+            costs.matrix(order, stage, depth[stage], objective, bounded)
+            for stage in range(len(order))
+        ]
+        best = exact(matrices)
+        if best is not None:
+            found += [best, balanced(matrices, whole_s)]
+    return list(dict.fromkeys(found))
+
+
+def _quickest(
+    question: Question, candidates: Sequence[Partition], origin: str, movable: bool
+) -> Plan:
+    """The candidate with the quickest simulated step, improved by moves of boundary layers."""
+    bounds = {candidate: lower_bound_s(question, candidate) for candidate in candidates}
+    best: tuple[float, Partition, Plan] | None = None
+    for candidate in sorted(bounds, key=lambda candidate: bounds[candidate]):
+        if best is not None and bounds[candidate] >= best[0]:
+            break
+        plan = price(question, candidate, origin)
+        if best is None or plan.step_s < best[0] * (1 - GAIN):
+            best = (plan.step_s, candidate, plan)
+    assert best is not None
+    return _improved(question, best[1], best[2]) if movable else best[2]
+
+
+def _improved(question: Question, partition: Partition, plan: Plan) -> Plan:
+    """Move boundary layers while the simulated step gets quicker."""
+    layers = len(question.table.layers)
+    while True:
+        best = None
+        for cuts in moves(partition.cuts, layers):
+            moved = Partition(partition.devices, cuts, partition.in_flight)
+            limit_s = (best[1] if best else plan).step_s * (1 - GAIN)
+            if lower_bound_s(question, moved) < limit_s and problem(question.table, moved) is None:
+                priced = price(question, moved, plan.origin)
+                if priced.step_s < limit_s:
+                    best = (moved, priced)
+        if best is None:
+            return plan
+        partition, plan = best
+
+
+def _why_not(
+    table: CostTable,
+    refused: Sequence[Partition],
+    orders: Sequence[tuple[str, ...]],
+    depth: tuple[int, ...],
+) -> str:
+    """The reason why nothing fits, from the best partition without a bound on memory."""
+    relaxed = list(refused)
+    for order in orders if not relaxed else []:
+        found = _propose(table, order, depth, ["sum"], bounded=False)
+        relaxed += [Partition(order, cuts, depth) for cuts in found]
+    if relaxed:
+        return str(problem(table, relaxed[0]))
+    for index, layer in enumerate(table.layers):
+        entries = {device: table.devices[device].layers[index] for device in orders[0]}
+        if all(math.isinf(entry.forward_s + entry.backward_s) for entry in entries.values()):
+            reasons = "; ".join(f"{device}: {entry.reason}" for device, entry in entries.items())
+            return f"none of them can run layer {layer.name} ({reasons})"
+    return "each can run some layers, but in no order of them do these join to the whole model"

@@ -1,0 +1,145 @@
+"""Pricing: a partition becomes a plan; what makes one impossible; a plan becomes a timeline."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from hetpipe.cost.table import CostTable
+from hetpipe.plan.costs import StageCosts
+from hetpipe.plan.plan import Plan, StagePlan, Tied
+from hetpipe.schedule.generators import generate
+from hetpipe.simulate.simulator import simulate
+from hetpipe.simulate.timeline import Timeline
+from hetpipe.simulate.times import FREE
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be planned, whatever the partition."""
+
+    table: CostTable
+    schedule: str
+    mini_batch: int
+    microbatches: int
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Layers to devices: one candidate answer."""
+
+    devices: tuple[str, ...]
+    cuts: tuple[int, ...]
+    in_flight: tuple[int, ...]
+
+    def ends(self, layers: int) -> list[tuple[int, int]]:
+        """(lo, hi) of each stage."""
+        return list(zip((0, *self.cuts), (*self.cuts, layers), strict=True))
+
+
+def price(question: Question, partition: Partition, origin: str) -> Plan:
+    """The plan of a partition, its step predicted by simulation."""
+    table = question.table
+    layers = len(table.layers)
+    costs = StageCosts(table)
+    stages = []
+    placed = zip(partition.devices, partition.ends(layers), partition.in_flight, strict=True)
+    for device, (lo, hi), in_flight in placed:
+        stages.append(
+            StagePlan(
+                lo, hi, (device,), in_flight,
+                table.forward_s(device, lo, hi),
+                table.backward_s(device, lo, hi),
+                table.update_s(device, lo, hi),
+                int(costs.memory_nbytes(lo, hi, in_flight)),
+                table.devices[device].memory_nbytes,
+            )
+        )  # fmt: skip
+    plan = Plan(
+        table.model,
+        tuple(layer.name for layer in table.layers),
+        tuple(stages),
+        question.schedule,
+        question.mini_batch,
+        question.microbatches,
+        step_s=0.0,
+        cut_nbytes=tuple(table.layers[cut - 1].cut_nbytes for cut in partition.cuts),
+        label=_label(table, partition.devices),
+        origin=origin,
+    )
+    return replace(plan, step_s=predict(plan, table).total_s)
+
+
+def predict(plan: Plan, table: CostTable, *, tied: Tied | None = None) -> Timeline:
+    """The timeline of one step of `plan`, priced by `table`.
+
+    `tied`: stages that share parameters, where the table does not know (their bytes are free).
+    """
+    times = plan.stage_times(table)
+    pairs = plan.tied(table) if tied is None else tied
+    edges = {(a, b) for owner, others in pairs for o in others for a, b in ((owner, o), (o, owner))}
+    times = replace(times, tied={**dict.fromkeys(edges, FREE), **times.tied})
+    schedule = generate(
+        plan.schedule, len(plan.stages), plan.microbatches, in_flight=plan.in_flight, tied=pairs
+    )
+    return simulate(schedule, times, workers=plan.devices)
+
+
+def lower_bound_s(question: Question, partition: Partition) -> float:
+    """No schedule is quicker: a stage's own passes, and the way to it and back for one of them."""
+    table = question.table
+    layers = len(table.layers)
+    bound_s = way_s = 0.0
+    for stage, (lo, hi) in enumerate(partition.ends(layers)):
+        device = partition.devices[stage]
+        both_s = table.forward_s(device, lo, hi) + table.backward_s(device, lo, hi)
+        bound_s = max(bound_s, way_s + question.microbatches * both_s)
+        way_s += both_s
+        if stage + 1 < len(partition.devices):
+            there = partition.devices[stage + 1]
+            nbytes = table.layers[hi - 1].cut_nbytes
+            way_s += table.link(device, there).time_s(nbytes)
+            way_s += table.link(there, device).time_s(nbytes)
+    return bound_s + table.step_overhead_s
+
+
+def problem(table: CostTable, partition: Partition) -> str | None:
+    """Why the partition cannot run: an unsupported layer, or too little memory; else None."""
+    costs = StageCosts(table)
+    used: dict[str, int] = defaultdict(int)
+    capacity: dict[str, int] = defaultdict(int)
+    for stage, (lo, hi) in enumerate(partition.ends(len(table.layers))):
+        device = partition.devices[stage]
+        cost = table.devices[device]
+        what = f"stage {stage} (layers {lo}..{hi - 1} on {device})"
+        for layer, entry in list(zip(table.layers, cost.layers, strict=True))[lo:hi]:
+            if math.isinf(entry.forward_s + entry.backward_s):
+                return f"{what}: the device cannot run layer {layer.name}: {entry.reason}"
+        need = int(costs.memory_nbytes(lo, hi, partition.in_flight[stage]))
+        used[cost.memory_domain] += need
+        capacity[cost.memory_domain] = max(capacity[cost.memory_domain], cost.memory_nbytes)
+        if need > cost.memory_nbytes:
+            return f"{what} {_lack(need, cost.memory_nbytes)}"
+        if used[cost.memory_domain] > capacity[cost.memory_domain]:
+            lack = _lack(used[cost.memory_domain], capacity[cost.memory_domain])
+            return f"{what}, with the stages before it in memory {cost.memory_domain}, {lack}"
+    return None
+
+
+def _lack(need: int, capacity: int) -> str:
+    return (
+        f"needs {need} bytes ({need / MIB:.1f} MiB) and has {capacity} ({capacity / MIB:.1f} MiB): "
+        f"{need - capacity} bytes are lacking"
+    )
+
+
+def _label(table: CostTable, devices: Sequence[str]) -> str:
+    """The least certain of the costs that went in."""
+    labels = {table.devices[device].label for device in devices}
+    labels |= {table.link(here, there).label for here, there in pairwise(devices)}
+    return next((label for label in ("modelled", "emulated") if label in labels), "measured")
