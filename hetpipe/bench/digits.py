@@ -101,4 +101,5 @@ def workload() -> Workload:
         mini_batch=256,
         optimizer=optim.sgd(lr=0.05, momentum=0.9),
         validate=accuracy_on(x_held, y_held),
+        train_samples=len(x),
     )

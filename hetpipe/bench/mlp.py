@@ -40,4 +40,5 @@ def workload() -> Workload:
         mini_batch=128,
         optimizer=optim.sgd(lr=0.05, momentum=0.9),
         validate=accuracy_on(x[2048:], y[2048:]),
+        train_samples=2048,
     )

@@ -27,3 +27,4 @@ class Workload:
     mini_batch: int = 128
     optimizer: Any = None  # hp.optim.*; default chosen by the command
     validate: Callable[[torch.nn.Module], dict[str, float]] | None = None
+    train_samples: int | None = None  # in an epoch, if there is such a thing

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from hetpipe.bench.workload import Workload
 from hetpipe.errors import HetpipeError
+
+if TYPE_CHECKING:
+    from hetpipe.optim.rule import Optimizer
 
 ZOO = {
     "digits": "hetpipe.bench.digits:workload",
@@ -43,3 +47,11 @@ def load_workload(name: str) -> Workload:
             "return hetpipe.Workload(model, loss_fn, batches)"
         )
     return made
+
+
+def optimizer_of(workload: Workload) -> Optimizer:
+    """The workload's own optimizer, or SGD with momentum."""
+    from hetpipe import optim
+
+    chosen: Optimizer = workload.optimizer or optim.sgd(lr=0.05, momentum=0.9)
+    return chosen

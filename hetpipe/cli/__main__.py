@@ -1,0 +1,5 @@
+"""`python -m hetpipe.cli`."""
+
+from hetpipe.cli import main
+
+main()

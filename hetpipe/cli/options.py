@@ -1,0 +1,92 @@
+"""Options that commands share, and the cluster that they describe."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hetpipe.errors import ClusterError
+
+if TYPE_CHECKING:
+    from hetpipe.cluster import Cluster
+
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A zoo name, or package.module:factory.")
+]
+ClusterOption = Annotated[
+    Path | None, typer.Option("--cluster", metavar="FILE", help="Cluster description, TOML.")
+]
+DevicesOption = Annotated[
+    str | None,
+    typer.Option("--devices", metavar="LIST", help="Device ids, with commas between, in order."),
+]
+BackendsOption = Annotated[
+    str | None, typer.Option("--backends", metavar="LIST", help="Only these backends.")
+]
+SpeedOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--emulate-speed",
+        metavar="ID=SPEED",
+        help="0.5 stretches every computation of a device to twice its time. Repeatable.",
+    ),
+]
+MicrobatchesOption = Annotated[
+    int | None,
+    typer.Option("--microbatches", min=1, help="Micro-batches per mini-batch; else explored."),
+]
+MiniBatchOption = Annotated[
+    int | None, typer.Option("--mini-batch", min=1, help="Samples per optimizer step.")
+]
+ScheduleOption = Annotated[str, typer.Option("--schedule", help="auto, gpipe or 1f1b.")]
+SeedOption = Annotated[int, typer.Option("--seed", help="Seed of batches and dropout.")]
+JsonOption = Annotated[
+    str | None,
+    typer.Option("--json", metavar="FILE", help="Write the result as JSON; - is standard output."),
+]
+
+
+def split_names(text: str | None) -> list[str] | None:
+    """`"a, b"` -> `["a", "b"]`; None stays None."""
+    if text is None:
+        return None
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def parse_speeds(entries: list[str] | None) -> dict[str, float]:
+    """`["a=0.5"]` -> `{"a": 0.5}`. Raises `ClusterError`."""
+    speeds: dict[str, float] = {}
+    for entry in entries or []:
+        member, _, number = entry.rpartition("=")
+        try:
+            speeds[member] = float(number)
+        except ValueError:
+            member = ""
+        if not member:
+            raise ClusterError(f"--emulate-speed {entry!r}: write ID=SPEED, for instance a:0=0.5")
+    return speeds
+
+
+def make_cluster(
+    file: Path | None, devices: str | None, backends: str | None, speeds: list[str] | None
+) -> Cluster:
+    """The cluster that the options describe, else the local one. Raises `ClusterError`."""
+    from hetpipe.cluster import Cluster
+
+    emulated = parse_speeds(speeds)
+    if file is None:
+        return Cluster.local(split_names(backends), split_names(devices), emulated)
+    if devices or backends:
+        raise ClusterError("--cluster lists the devices already: leave out --devices, --backends")
+    cluster = Cluster.load(file)
+    members = {cluster.member(member).id: speed for member, speed in emulated.items()}
+    return replace(
+        cluster,
+        members=tuple(
+            replace(member, speed=members.get(member.id, member.speed))
+            for member in cluster.members
+        ),
+    )

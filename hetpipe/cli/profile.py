@@ -1,0 +1,48 @@
+"""`hetpipe profile MODEL`: what every layer costs on every device, and every link."""
+
+from __future__ import annotations
+
+from hetpipe.cli.options import (
+    BackendsOption,
+    ClusterOption,
+    DevicesOption,
+    JsonOption,
+    MicrobatchesOption,
+    MiniBatchOption,
+    ModelArgument,
+    SpeedOption,
+    make_cluster,
+)
+from hetpipe.cli.output import Output, progress_bar
+
+
+def command(
+    model: ModelArgument,
+    cluster: ClusterOption = None,
+    devices: DevicesOption = None,
+    backends: BackendsOption = None,
+    emulate_speed: SpeedOption = None,
+    microbatches: MicrobatchesOption = 8,
+    mini_batch: MiniBatchOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Measure every layer of a model on every device of the cluster, and every link."""
+    from hetpipe.bench.zoo import load_workload, optimizer_of
+    from hetpipe.capture import Captured
+    from hetpipe.engine.crew import Crew
+    from hetpipe.engine.measure import profile
+    from hetpipe.report import cost_table, link_table
+
+    output = Output(json)
+    workload = load_workload(model)
+    members = make_cluster(cluster, devices, backends, emulate_speed)
+    rows = mini_batch or workload.mini_batch
+    samples = -(-rows // (microbatches or 1))
+    example = next(workload.batches(rows, 0))
+    with progress_bar() as progress, Crew.start(members) as crew:
+        progress("capturing", 0, 1)
+        captured = Captured(workload.model, workload.loss_fn, example)
+        costs = profile(captured, crew, optimizer_of(workload), [samples], progress)[samples]
+    output.console.print(cost_table(costs))
+    output.console.print(link_table(costs))
+    output.finish(costs.to_json())

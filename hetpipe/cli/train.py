@@ -1,0 +1,173 @@
+"""`hetpipe train MODEL`: train, validate, and show that the result is torch's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hetpipe.cli.options import (
+    BackendsOption,
+    ClusterOption,
+    DevicesOption,
+    JsonOption,
+    MicrobatchesOption,
+    MiniBatchOption,
+    ModelArgument,
+    ScheduleOption,
+    SeedOption,
+    SpeedOption,
+    make_cluster,
+)
+from hetpipe.cli.output import Output, progress_bar
+from hetpipe.errors import HetpipeError, PlanError
+
+if TYPE_CHECKING:
+    from hetpipe.bench.training import Step
+    from hetpipe.bench.workload import Workload
+    from hetpipe.cli.output import Progress
+    from hetpipe.engine.pipeline import Pipeline
+    from hetpipe.plan.plan import Plan
+
+LINES = 10  # losses printed in a run, beside the progress bar
+
+
+def command(
+    model: ModelArgument,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Mini-batches to train.")] = 100,
+    epochs: Annotated[
+        int | None, typer.Option("--epochs", min=1, help="Passes over the data; before --steps.")
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", metavar="FILE", help="A plan that `plan` wrote.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option(help="Train unpartitioned torch beside it and compare the losses.")
+    ] = True,
+    check_steps: Annotated[
+        int, typer.Option("--check-steps", min=1, help="Steps to compare, from the first.")
+    ] = 20,
+    picture: Annotated[
+        Path | None,
+        typer.Option("--picture", metavar="FILE", help="Timeline of the last step, .png or .svg."),
+    ] = None,
+    cluster: ClusterOption = None,
+    devices: DevicesOption = None,
+    backends: BackendsOption = None,
+    emulate_speed: SpeedOption = None,
+    microbatches: MicrobatchesOption = None,
+    mini_batch: MiniBatchOption = None,
+    schedule: ScheduleOption = "auto",
+    seed: SeedOption = 0,
+    json: JsonOption = None,
+) -> None:
+    """Train a model as a pipeline on the cluster."""
+    from hetpipe.bench import load_workload
+    from hetpipe.bench.open import open_pipeline
+    from hetpipe.report import draw_timelines
+
+    output = Output(json)
+    workload = load_workload(model)
+    members = make_cluster(cluster, devices, backends, emulate_speed)
+    known = _load_plan(plan)
+    with (
+        progress_bar() as progress,
+        open_pipeline(
+            workload, members, mini_batch=mini_batch, microbatches=microbatches, schedule=schedule,
+            plan=known, seed=seed, progress=progress,
+        ) as pipe,
+    ):  # fmt: skip
+        output.text(str(pipe.plan))
+        count = _count(workload, pipe.plan.mini_batch, steps, epochs)
+        taken = _train(
+            workload, pipe, count, seed, min(count, check_steps) if check else 0, output, progress
+        )
+        workload.model.load_state_dict(pipe.state_dict(), strict=False)
+        if picture is not None:
+            draw_timelines(picture, [pipe.timeline, pipe.predicted], model)
+            output.text(f"timelines of a step drawn in {picture}")
+    _conclude(output, workload, pipe.plan, taken, seed)
+
+
+def _load_plan(path: Path | None) -> Plan | None:
+    import json
+
+    from hetpipe.plan.plan import Plan
+
+    if path is None:
+        return None
+    try:
+        return Plan.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise PlanError(f"cannot read the plan {path}: {error}") from error
+
+
+def _count(workload: Workload, rows: int, steps: int, epochs: int | None) -> int:
+    if epochs is None:
+        return steps
+    if workload.train_samples is None:
+        raise HetpipeError(f"{workload.name} does not say how long an epoch is: give --steps")
+    return epochs * (workload.train_samples // rows)
+
+
+def _train(
+    workload: Workload,
+    pipe: Pipeline,
+    count: int,
+    seed: int,
+    check_steps: int,
+    output: Output,
+    progress: Progress,
+) -> list[Step]:
+    from hetpipe.bench.eager import random_layers
+    from hetpipe.bench.training import train
+
+    if check_steps and (dropout := random_layers(workload.model)):
+        output.text(f"not compared with torch, which draws other masks: {', '.join(dropout)}")
+        check_steps = 0
+    taken: list[Step] = []
+    for step in train(workload, pipe, count, seed=seed, check_steps=check_steps):
+        taken.append(step)
+        progress("training", len(taken), count)
+        if len(taken) % max(count // LINES, 1) == 0:
+            output.text(f"step {len(taken):5d}   loss {step.loss:.6f}")
+    return taken
+
+
+def _conclude(output: Output, workload: Workload, plan: Plan, taken: list[Step], seed: int) -> None:
+    """Rate, validation, equality; then JSON. Raises `HetpipeError` if losses are not torch's."""
+    from hetpipe.bench.training import EQUAL
+
+    step_s = median(step.time_s for step in taken[len(taken) // 2 :])
+    output.text(
+        f"{plan.mini_batch / step_s:.1f} samples/s ({plan.label}; median step "
+        f"{step_s * 1e3:.1f} ms, predicted {plan.step_s * 1e3:.1f} ms)"
+    )
+    figures = workload.validate(workload.model) if workload.validate else {}
+    for name, value in figures.items():
+        output.text(f"validation {name} {value:.4f}")
+    compared = [step for step in taken if step.expected is not None]
+    worst = max((step.difference for step in compared), default=None)
+    if worst is not None and worst <= EQUAL:
+        output.text(f"equal to unpartitioned torch: {worst:.0e} (loss, {len(compared)} steps)")
+    output.finish(
+        {
+            "model": workload.name,
+            "seed": seed,
+            "plan": plan.to_json(),
+            "losses": [step.loss for step in taken],
+            "torch_losses": [step.expected for step in compared],
+            "max_loss_rel_diff": worst,
+            "step_s": step_s,
+            "samples_per_s": plan.mini_batch / step_s,
+            "label": plan.label,
+            "validation": figures,
+        }
+    )
+    if worst is not None and worst > EQUAL:
+        raise HetpipeError(
+            f"differs from unpartitioned torch: {worst:.0e} (loss, {len(compared)} steps), more "
+            f"than rounding explains ({EQUAL:.0e})"
+        )
