@@ -18,7 +18,6 @@ from hetpipe.sdk.info import Capabilities, DeviceInfo
 from .operators import OPERATORS
 
 if TYPE_CHECKING:
-    import torch
     from torch import fx
 
 Array = np.ndarray[Any, Any]

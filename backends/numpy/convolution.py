@@ -40,7 +40,8 @@ def fold(parts: Array, size: Ints, stride: Ints, dilation: Ints) -> Array:
             slice(p * d, p * d + (o - 1) * s + 1, s)
             for p, d, o, s in zip(position, dilation, out, stride, strict=True)
         ]
-        x[(slice(None), slice(None), *where)] += parts[(..., *position)]
+        here: Any = (..., *position)
+        x[(slice(None), slice(None), *where)] += parts[here]
     return x
 
 
@@ -91,7 +92,8 @@ def _input_gradient(
     spread = spread.reshape(n, groups * w.shape[1], *dy.shape[2:], *kernel)
     padded = [s + 2 * p for s, p in zip(size, padding, strict=True)]
     dx = fold(spread, padded, stride, dilation)
-    return dx[(..., *(slice(p, p + s) for p, s in zip(padding, size, strict=True)))]
+    kept = [slice(p, p + s) for p, s in zip(padding, size, strict=True)]
+    return dx[(slice(None), slice(None), *kept)]
 
 
 def _weight_gradient(
@@ -126,7 +128,7 @@ def convolution_backward(
 ) -> tuple[Array | None, Array | None, Array | None]:  # fmt: skip
     """aten.convolution_backward: gradients of x, w and bias, each None where not asked for."""
     rank = x.ndim - 2
-    geometry = (*(per_dim(v, rank) for v in (stride, padding, dilation)), groups)
+    geometry: Any = (*(per_dim(v, rank) for v in (stride, padding, dilation)), groups)
     dx = dw = db = None
     if output_mask[0] and transposed:
         dx = _forward(dy, w, *geometry)

@@ -1,3 +1,5 @@
+# mypy: disable-error-code="no-any-return"
+# (numpy's functions return Any)
 """Softmax and the normalisations, forward and backward.
 
 One routine serves batch, layer and group norm: they differ in the axes that share statistics.
@@ -38,12 +40,15 @@ def _channel_shape(x: Array) -> tuple[int, ...]:
 
 
 def _batch_norm(
-    x: Array, weight: Array | None, bias: Array | None, running_mean: Array, running_var: Array,
+    x: Array, weight: Array | None, bias: Array | None,
+    running_mean: Array | None, running_var: Array | None,
     training: bool, momentum: float, eps: float,
 ) -> tuple[Array, ...]:  # fmt: skip
     """y, saved mean, saved 1/std, new running mean, new running variance; channels on axis 1."""
     shape, axes = _channel_shape(x), (0, *range(2, x.ndim))
     if not training:
+        assert running_mean is not None
+        assert running_var is not None
         invstd = 1 / np.sqrt(running_var + np.asarray(eps, x.dtype))
         y = (x - running_mean.reshape(shape)) * invstd.reshape(shape)
         empty = np.zeros(0, x.dtype)
@@ -51,7 +56,7 @@ def _batch_norm(
     mean, variance, invstd = _statistics(x, axes, eps)
     y = _affine((x - mean) * invstd, weight, bias, shape)
     mean, variance, invstd = mean.ravel(), variance.ravel(), invstd.ravel()
-    if running_mean is None:
+    if running_mean is None or running_var is None:
         return y, mean, invstd, mean, variance
     count = x.size // x.shape[1]
     unbiased = variance * (count / max(count - 1, 1))
@@ -91,7 +96,8 @@ def _layer_norm_backward(
 
 
 def _group_norm(
-    x: Array, weight: Array | None, bias: Array | None, n: int, c: int, hw: int, groups: int, eps: float
+    x: Array, weight: Array | None, bias: Array | None,
+    n: int, c: int, hw: int, groups: int, eps: float,
 ) -> tuple[Array, ...]:  # fmt: skip
     grouped = x.reshape(n, groups, -1)
     mean, _, invstd = _statistics(grouped, (2,), eps)
@@ -130,8 +136,7 @@ def _log_softmax_backward(dy: Array, y: Array, dim: int, *_: Any) -> Array:
 
 
 def _without_running(x: Array, w: Any, b: Any, *rest: Any) -> tuple[Array, ...]:
-    nothing: Any = None
-    return _batch_norm(x, w, b, nothing, nothing, *rest)[:3]
+    return _batch_norm(x, w, b, None, None, *rest)[:3]
 
 
 def _impure(*args: Any) -> tuple[Array, ...]:

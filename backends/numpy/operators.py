@@ -1,3 +1,5 @@
+# mypy: disable-error-code="no-any-return"
+# (numpy's functions return Any)
 """The table: operator name -> numpy function with the operator's own arguments.
 
 The device casts every result to the dtype that the graph promises, so functions leave dtypes to
@@ -35,7 +37,7 @@ def _axes(dims: Dims) -> tuple[int, ...] | int | None:
 
 
 def _erf(x: Array) -> Array:
-    return np.frompyfunc(math.erf, 1, 1)(x).astype(np.result_type(x, np.float32))
+    return np.asarray(np.frompyfunc(math.erf, 1, 1)(x), np.result_type(x, np.float32))
 
 
 def _sigmoid(x: Array) -> Array:
@@ -49,7 +51,8 @@ def _clamp(x: Array, low: Any = None, high: Any = None) -> Array:
 
 # --- elementwise -------------------------------------------------------------------------------
 
-_SQRT_HALF, _PDF, _TANH_SCALE, _CUBIC = math.sqrt(0.5), 1 / math.sqrt(2 * math.pi), math.sqrt(2 / math.pi), 0.044715  # fmt: skip
+_SQRT_HALF, _PDF = math.sqrt(0.5), 1 / math.sqrt(2 * math.pi)
+_TANH_SCALE, _CUBIC = math.sqrt(2 / math.pi), 0.044715
 
 
 def _gelu(x: Array, approximate: str = "none") -> Array:
@@ -89,33 +92,38 @@ _UNARY: dict[str, Callable[..., Any]] = {
     "tanh": np.tanh, "sigmoid": _sigmoid, "erf": _erf, "floor": np.floor, "ceil": np.ceil,
     "round": np.round, "trunc": np.trunc, "isnan": np.isnan, "isinf": np.isinf,
     "logical_not": np.logical_not, "bitwise_not": np.invert, "relu": lambda x: np.maximum(x, 0),
-    "gelu": _gelu, "silu": lambda x: x * _sigmoid(x), "square": np.square,
+    "gelu": _gelu, "silu": lambda x: x * _sigmoid(x),
     "clamp": _clamp, "hardtanh": lambda x, low=-1.0, high=1.0: _clamp(x, low, high),
     "leaky_relu": lambda x, slope=0.01: np.where(x > 0, x, slope * x),
-    "elu": lambda x, a=1.0, s=1.0, i=1.0: s * np.where(x > 0, x, a * np.expm1(np.minimum(x * i, 0))),
+    "elu": lambda x, a=1.0, s=1.0, i=1.0: s * np.where(
+        x > 0, x, a * np.expm1(np.minimum(x * i, 0))),
     "alias": np.asarray, "detach": np.asarray, "clone": lambda x, **_: x,
-    "contiguous": lambda x, **_: x, "lift_fresh_copy": np.asarray, "_to_copy": lambda x, **_: x,
+    "lift_fresh_copy": np.asarray, "_to_copy": lambda x, **_: x,
 }  # fmt: skip
 
 _BINARY: dict[str, Callable[..., Any]] = {
     "add": lambda a, b, alpha=1: a + b if alpha == 1 else a + alpha * b,
     "sub": lambda a, b, alpha=1: a - (b if alpha == 1 else alpha * b),
-    "mul": np.multiply, "div": _div, "pow": np.power, "fmod": np.fmod, "remainder": np.mod,
-    "maximum": np.maximum, "minimum": np.minimum, "atan2": np.arctan2,
+    "mul": np.multiply, "div": np.true_divide, "fmod": np.fmod, "remainder": np.mod,
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
-    "gt": np.greater, "ge": np.greater_equal, "logical_and": np.logical_and,
-    "logical_or": np.logical_or, "logical_xor": np.logical_xor, "bitwise_and": np.bitwise_and,
+    "gt": np.greater, "ge": np.greater_equal, "bitwise_and": np.bitwise_and,
     "bitwise_or": np.bitwise_or, "bitwise_xor": np.bitwise_xor, "lerp": _lerp,
-    "clamp_min": np.maximum, "clamp_max": np.minimum, "masked_fill": lambda x, m, v: np.where(m, v, x),
+    "masked_fill": lambda x, m, v: np.where(m, v, x),
     "fill": lambda x, v: np.broadcast_to(v, x.shape),
 }  # fmt: skip
+"""Operators with a Tensor and a Scalar overload."""
 
 _ELEMENTWISE: dict[str, Callable[..., Any]] = {
-    "clamp.Tensor": _clamp,
+    "clamp.Tensor": _clamp, "clamp_min.default": np.maximum, "clamp_max.default": np.minimum,
+    "clamp_min.Tensor": np.maximum, "clamp_max.Tensor": np.minimum,
+    "maximum.default": np.maximum, "minimum.default": np.minimum, "atan2.default": np.arctan2,
+    "logical_and.default": np.logical_and, "logical_or.default": np.logical_or,
+    "logical_xor.default": np.logical_xor,
     "div.Tensor_mode": _div, "div.Scalar_mode": _div, "pow.Tensor_Scalar": np.power,
-    "pow.Tensor_Tensor": np.power, "rsub.Scalar": lambda a, b, alpha=1: b - alpha * a,
-    "where.self": np.where, "where.ScalarSelf": np.where, "where.ScalarOther": np.where,
-    "where.Scalar": np.where, "copy.default": lambda x, src: np.broadcast_to(src, x.shape),
+    "pow.Tensor_Tensor": np.power, "pow.Scalar": np.power,
+    "rsub.Scalar": lambda a, b, alpha=1: b - alpha * a,
+    "where.self": np.where,
+    "copy.default": lambda x, src: np.broadcast_to(src, x.shape),
     "addcmul.default": lambda x, a, b, value=1: x + value * (a * b),
     "addcdiv.default": lambda x, a, b, value=1: x + value * (a / b),
     "threshold_backward.default": lambda dy, x, limit: np.where(x <= limit, 0, dy),
@@ -192,7 +200,7 @@ def _index_put(x: Array, indices: Sequence[Any], value: Array, accumulate: bool 
 
 def _along(index: Array, dim: int) -> tuple[Array, ...]:
     """The index tuple that gathers `index` [...] along `dim`."""
-    where = list(np.indices(index.shape, sparse=True))
+    where: list[Array] = list(np.indices(index.shape, sparse=True))
     where[dim] = index
     return tuple(where)
 
@@ -223,16 +231,17 @@ def _embedding_backward(dy: Array, index: Array, count: int, padding: int, by_co
 
 
 _SHAPES: dict[str, Callable[..., Any]] = {
-    "view.default": lambda x, size: x.reshape(size), "reshape.default": lambda x, size: x.reshape(size),
+    "view.default": lambda x, size: x.reshape(size),
     "_unsafe_view.default": lambda x, size: x.reshape(size),
     "permute.default": lambda x, dims: x.transpose(dims), "t.default": np.transpose,
     "transpose.int": lambda x, a, b: x.swapaxes(a, b) if x.ndim else x, "expand.default": _expand,
     "squeeze.default": _squeeze, "squeeze.dim": _squeeze, "squeeze.dims": _squeeze,
     "unsqueeze.default": np.expand_dims, "slice.Tensor": _slice,
-    "select.int": lambda x, dim, index: x[_cut(x, dim, index)], "slice_scatter.default": _slice_scatter,
+    "select.int": lambda x, dim, index: x[_cut(x, dim, index)],
+    "slice_scatter.default": _slice_scatter,
     "select_scatter.default": _scatter_into,
-    "slice_backward.default": lambda dy, size, *at: _slice_scatter(np.zeros(size, dy.dtype), dy, *at),
-    "select_backward.default": lambda dy, size, *at: _scatter_into(np.zeros(size, dy.dtype), dy, *at),
+    "slice_backward.default": lambda dy, size, *at: _slice_scatter(np.zeros(size), dy, *at),
+    "select_backward.default": lambda dy, size, *at: _scatter_into(np.zeros(size), dy, *at),
     "cat.default": lambda xs, dim=0: np.concatenate([x for x in xs if x.shape != (0,)] or xs, dim),
     "stack.default": np.stack, "split.Tensor": _split, "split_with_sizes.default": _split,
     "unbind.int": lambda x, dim=0: list(np.moveaxis(x, dim, 0)),
@@ -240,20 +249,28 @@ _SHAPES: dict[str, Callable[..., Any]] = {
     "roll.default": lambda x, by, dims=(): np.roll(x, by, tuple(dims) or None),
     "constant_pad_nd.default": _pad_constant, "diagonal.default": np.diagonal,
     "tril.default": np.tril, "triu.default": np.triu,
-    "index.Tensor": lambda x, i: x[_where_index(i)], "_unsafe_index.Tensor": lambda x, i: x[_where_index(i)],
+    "index.Tensor": lambda x, i: x[_where_index(i)],
+    "_unsafe_index.Tensor": lambda x, i: x[_where_index(i)],
     "index_put.default": _index_put, "_unsafe_index_put.default": _index_put,
-    "index_select.default": lambda x, dim, i: np.take(x, i.reshape(-1), dim), "gather.default": _gather,
+    "index_select.default": lambda x, dim, i: np.take(x, i.reshape(-1), dim),
+    "gather.default": _gather,
     "scatter.src": _scatter, "scatter.value": _scatter,
     "scatter_add.default": lambda x, dim, i, src: _scatter(x, dim, i, src, accumulate=True),
     "embedding.default": _embedding, "embedding_dense_backward.default": _embedding_backward,
     "full.default": lambda size, value, **_: np.full(size, value),
     "full_like.default": lambda x, value, **_: np.full(x.shape, value),
-    "zeros.default": lambda size, **_: np.zeros(size), "ones.default": lambda size, **_: np.ones(size),
-    "zeros_like.default": lambda x, **_: np.zeros(x.shape), "ones_like.default": lambda x, **_: np.ones(x.shape),
-    "empty.memory_format": lambda size, **_: np.zeros(size), "empty_like.default": lambda x, **_: np.zeros(x.shape),
-    "new_zeros.default": lambda x, size, **_: np.zeros(size), "new_ones.default": lambda x, size, **_: np.ones(size),
+    "zeros.default": lambda size, **_: np.zeros(size),
+    "ones.default": lambda size, **_: np.ones(size),
+    "zeros_like.default": lambda x, **_: np.zeros(x.shape),
+    "ones_like.default": lambda x, **_: np.ones(x.shape),
+    "empty.memory_format": lambda size, **_: np.zeros(size),
+    "empty_permuted.default": lambda size, *_, **__: np.zeros(size),
+    "empty_like.default": lambda x, **_: np.zeros(x.shape),
+    "new_zeros.default": lambda x, size, **_: np.zeros(size),
+    "new_ones.default": lambda x, size, **_: np.ones(size),
     "new_full.default": lambda x, size, value, **_: np.full(size, value),
-    "scalar_tensor.default": lambda value, **_: np.asarray(value), "arange.default": lambda end, **_: np.arange(end),
+    "scalar_tensor.default": lambda value, **_: np.asarray(value),
+    "arange.default": lambda end, **_: np.arange(end),
     "arange.start": lambda start, end, **_: np.arange(start, end),
     "arange.start_step": lambda start, end, step=1, **_: np.arange(start, end, step),
 }  # fmt: skip
@@ -333,10 +350,9 @@ _OTHER: dict[str, Callable[..., Any]] = {
         _variance(x, dims, **how), _reduction(np.mean)(x, dims, how.get("keepdim", False))),
     "cumsum.default": lambda x, dim, **_: np.cumsum(x, dim) if x.ndim else x,
     "mm.default": np.matmul, "bmm.default": np.matmul, "mv.default": np.matmul,
-    "dot.default": np.dot, "matmul.default": np.matmul,
+    "dot.default": np.dot,
     "addmm.default": lambda c, a, b, beta=1, alpha=1: beta * c + alpha * (a @ b),
     "baddbmm.default": lambda c, a, b, beta=1, alpha=1: beta * c + alpha * (a @ b),
-    "linear.default": lambda x, w, b=None: x @ w.T if b is None else x @ w.T + b,
     "nll_loss_forward.default": _nll, "nll_loss_backward.default": _nll_backward,
     "nll_loss2d_forward.default": _nll, "nll_loss2d_backward.default": _nll_backward,
     "mse_loss.default": lambda x, y, how=1: _reduced_loss(np.square(x - y), how),
@@ -352,7 +368,7 @@ _OTHER: dict[str, Callable[..., Any]] = {
 
 _NAMED = {f"{name}.default": fn for name, fn in _UNARY.items()}
 for _name, _fn in _BINARY.items():
-    _NAMED |= {f"{_name}.{kind}": _fn for kind in ("default", "Tensor", "Scalar")}
+    _NAMED |= {f"{_name}.{kind}": _fn for kind in ("Tensor", "Scalar")}
 
 OPERATORS: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem,

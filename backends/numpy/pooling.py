@@ -1,3 +1,5 @@
+# mypy: disable-error-code="no-any-return"
+# (numpy's functions return Any)
 """Pooling over windows; shapes as in `convolution.py`, an input without N is allowed."""
 
 from __future__ import annotations

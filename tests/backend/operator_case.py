@@ -1,0 +1,86 @@
+"""Operator cases: a function of torch tensors, what to feed it, and how long its sums are.
+
+Traced, each becomes a canonical graph; the expected result is the function itself in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Feed:
+    """A random tensor: kind is float, positive, int (0 to high), bool, or rng (a dropout state)."""
+
+    shape: tuple[int, ...]
+    kind: str = "float"
+    high: int = 0
+
+    def make(self, generator: torch.Generator) -> torch.Tensor:
+        """The tensor, float32 where it is floating."""
+        if self.kind == "rng":
+            return torch.tensor([-0x123456789ABCDEF, 3, 5])
+        if self.kind == "int":
+            return torch.randint(0, self.high, self.shape, generator=generator)
+        value = torch.randn(self.shape, generator=generator)
+        if self.kind == "bool":
+            return value > 0
+        return value.abs() + 0.1 if self.kind == "positive" else value
+
+
+@dataclass(frozen=True)
+class Case:
+    """`terms`: how many terms the longest sum has, which sets the tolerance."""
+
+    name: str
+    fn: Callable[..., Any]
+    feeds: tuple[Feed, ...]
+    terms: int = 1
+    large: bool = False
+    tolerance: float = field(default=16.0)  # in units of sqrt(terms) * eps * largest magnitude
+
+
+def r(*shape: int) -> Feed:
+    return Feed(shape)
+
+
+def pos(*shape: int) -> Feed:
+    return Feed(shape, "positive")
+
+
+def ints(high: int, *shape: int) -> Feed:
+    return Feed(shape, "int", high)
+
+
+def bools(*shape: int) -> Feed:
+    return Feed(shape, "bool")
+
+
+RNG = Feed((3,), "rng")
+
+
+def grads(fn: Callable[..., torch.Tensor], count: int) -> Callable[..., Any]:
+    """`fn`'s value and its gradients by the first `count` arguments, times a last argument."""
+
+    def both(*args: torch.Tensor) -> Any:
+        *inputs, tangent = args
+        inputs = [t.detach().requires_grad_(i < count) for i, t in enumerate(inputs)]
+        with torch.enable_grad():
+            value = fn(*inputs)
+            gradients = torch.autograd.grad(value, inputs[:count], tangent)
+        return (value.detach(), *gradients)
+
+    return both
+
+
+CASES: list[Case] = []
+
+
+def case(name: str, fn: Callable[..., Any], *feeds: Feed, **settings: Any) -> None:
+    CASES.append(Case(name, fn, feeds, **settings))

@@ -1,0 +1,369 @@
+"""Convolutions, pooling, normalisation, losses, embeddings, dropout and an optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from operator_case import RNG, aten, case, grads, ints, pos, r
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    scores = (q * 0.5) @ k.transpose(-2, -1)
+    mask = torch.ones(5, 5, dtype=torch.bool).tril()
+    return scores.masked_fill(mask.logical_not(), float("-inf")).softmax(-1) @ v
+
+
+def _adamw(
+    p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, lr: torch.Tensor
+) -> Any:
+    m = torch.lerp(m, g, 0.1)
+    v = torch.addcmul(v * 0.999, g, g, value=0.001)
+    return p * (1 - lr * 0.01) - lr * (m / (v.sqrt() + 1e-8)), m, v, torch.zeros_like(g)
+
+
+def conv(**how: Any) -> Callable[..., Any]:
+    return grads(lambda x, w, b: F.conv2d(x, w, b, **how), 3)
+
+
+case("conv", conv(), r(2, 3, 6, 5), r(4, 3, 3, 3), r(4), r(2, 4, 4, 3), terms=27)
+case(
+    "conv_pad_stride",
+    conv(padding=1, stride=2),
+    r(2, 3, 7, 6),
+    r(4, 3, 3, 3),
+    r(4),
+    r(2, 4, 4, 3),
+    terms=36,
+)
+case("conv_1x1", conv(), r(2, 3, 4, 4), r(5, 3, 1, 1), r(5), r(2, 5, 4, 4), terms=32)
+case(
+    "conv_one_pixel",
+    conv(padding=1),
+    r(1, 1, 1, 1),
+    r(1, 1, 3, 3),
+    r(1),
+    r(1, 1, 1, 1),
+    terms=9,
+)
+case(
+    "conv_groups",
+    conv(groups=2, padding=1),
+    r(2, 4, 5, 5),
+    r(6, 2, 3, 3),
+    r(6),
+    r(2, 6, 5, 5),
+    terms=50,
+)
+case(
+    "conv_depthwise",
+    conv(groups=3, padding=1, stride=2),
+    r(2, 3, 5, 5),
+    r(3, 1, 3, 3),
+    r(3),
+    r(2, 3, 3, 3),
+    terms=18,
+)
+case(
+    "conv_dilated",
+    conv(dilation=2, padding=2),
+    r(1, 2, 6, 6),
+    r(3, 2, 3, 3),
+    r(3),
+    r(1, 3, 6, 6),
+    terms=36,
+)
+case(
+    "conv_rectangle",
+    conv(stride=(1, 2), padding=(0, 2)),
+    r(1, 2, 5, 6),
+    r(2, 2, 1, 4),
+    r(2),
+    r(1, 2, 5, 4),
+    terms=20,
+)
+case(
+    "conv_no_bias",
+    grads(lambda x, w: F.conv2d(x, w), 2),
+    r(1, 2, 4, 4),
+    r(2, 2, 2, 2),
+    r(1, 2, 3, 3),
+    terms=9,
+)
+case(
+    "conv_weight_only",
+    lambda dy, x, w: aten.convolution_backward(
+        dy, x, w, [3], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [False, True, True]
+    )[1:],
+    r(2, 3, 4, 4),
+    r(2, 2, 4, 4),
+    r(3, 2, 3, 3),
+    terms=32,
+)
+case(
+    "conv1d",
+    grads(lambda x, w, b: F.conv1d(x, w, b, stride=2, padding=1), 3),
+    r(2, 3, 8),
+    r(4, 3, 3),
+    r(4),
+    r(2, 4, 4),
+    terms=9,
+)
+case(
+    "conv3d",
+    grads(lambda x, w: F.conv3d(x, w), 2),
+    r(1, 2, 3, 3, 3),
+    r(2, 2, 2, 2, 2),
+    r(1, 2, 2, 2, 2),
+    terms=16,
+)
+case(
+    "conv_transposed",
+    grads(lambda x, w, b: F.conv_transpose2d(x, w, b, stride=2, padding=1, output_padding=1), 3),
+    r(2, 4, 3, 4),
+    r(4, 3, 3, 3),
+    r(3),
+    r(2, 3, 6, 8),
+    terms=96,
+)
+case(
+    "conv_large",
+    conv(padding=1),
+    r(4, 16, 8, 8),
+    r(32, 16, 3, 3),
+    r(32),
+    r(4, 32, 8, 8),
+    terms=256,
+    large=True,
+)
+
+
+def pool(fn: Callable[..., torch.Tensor], *args: Any, **how: Any) -> Callable[..., Any]:
+    return grads(lambda x: fn(x, *args, **how), 1)
+
+
+case("max_pool", pool(F.max_pool2d, 2), r(2, 3, 6, 5), r(2, 3, 3, 2))
+case("max_pool_overlap", pool(F.max_pool2d, 3, 2, 1), r(2, 3, 6, 5), r(2, 3, 3, 3), terms=4)
+case(
+    "max_pool_ceil",
+    pool(F.max_pool2d, 3, 2, 1, ceil_mode=True),
+    r(1, 2, 6, 6),
+    r(1, 2, 4, 4),
+    terms=4,
+)
+case("max_pool_dilated", pool(F.max_pool2d, 2, 1, 0, 2), r(1, 2, 5, 5), r(1, 2, 3, 3), terms=4)
+case("max_pool_indices", lambda x: F.max_pool2d(x, 3, 2, 1, return_indices=True), r(2, 2, 5, 5))
+case("avg_pool", pool(F.avg_pool2d, 2), r(2, 3, 6, 5), r(2, 3, 3, 2), terms=4)
+case("avg_pool_pad", pool(F.avg_pool2d, 3, 2, 1), r(2, 3, 6, 5), r(2, 3, 3, 3), terms=9)
+case(
+    "avg_pool_ceil",
+    pool(F.avg_pool2d, 3, 2, 1, True, False),
+    r(1, 2, 6, 6),
+    r(1, 2, 4, 4),
+    terms=9,
+)
+case(
+    "avg_pool_ceil_pad",
+    pool(F.avg_pool2d, 3, 2, 1, True, True),
+    r(1, 2, 6, 6),
+    r(1, 2, 4, 4),
+    terms=9,
+)
+case(
+    "avg_pool_divisor",
+    pool(F.avg_pool2d, 2, 2, 0, False, True, 3),
+    r(1, 2, 4, 4),
+    r(1, 2, 2, 2),
+    terms=4,
+)
+case("adaptive_pool", pool(F.adaptive_avg_pool2d, (2, 3)), r(2, 3, 5, 7), r(2, 3, 2, 3), terms=12)
+case(
+    "adaptive_pool_1",
+    pool(F.adaptive_avg_pool2d, (1, 1)),
+    r(2, 3, 4, 4),
+    r(2, 3, 1, 1),
+    terms=16,
+)
+case(
+    "max_pool_large",
+    pool(F.max_pool2d, 3, 2, 1),
+    r(8, 16, 16, 16),
+    r(8, 16, 8, 8),
+    terms=4,
+    large=True,
+)
+
+case("softmax", grads(lambda a: a.softmax(-1), 1), r(3, 4, 5), r(3, 4, 5), terms=5)
+case("softmax_middle", grads(lambda a: a.softmax(1), 1), r(3, 4, 5), r(3, 4, 5), terms=5)
+case("log_softmax", grads(lambda a: a.log_softmax(1), 1), r(3, 6), r(3, 6), terms=6)
+for how in ("none", "mean", "sum"):
+    tangent = r(5) if how == "none" else r()
+    case(
+        f"nll_{how}",
+        grads(lambda a, y, h=how: F.nll_loss(a, y, reduction=h), 1),
+        r(5, 4),
+        ints(4, 5),
+        tangent,
+        terms=5,
+    )
+    case(
+        f"mse_{how}",
+        grads(lambda a, b, h=how: F.mse_loss(a, b, reduction=h), 2),
+        r(5),
+        r(5),
+        tangent,
+        terms=5,
+    )
+case(
+    "nll_weighted",
+    grads(lambda a, y, w: F.nll_loss(a, y, w, ignore_index=2), 1),
+    r(6, 4),
+    ints(4, 6),
+    pos(4),
+    r(),
+    terms=6,
+)
+case(
+    "nll_2d",
+    grads(lambda a, y: F.nll_loss(a, y), 1),
+    r(2, 3, 2, 2),
+    ints(3, 2, 2, 2),
+    r(),
+    terms=8,
+)
+case(
+    "cross_entropy",
+    grads(lambda a, y: F.cross_entropy(a, y, ignore_index=1), 1),
+    r(6, 4),
+    ints(4, 6),
+    r(),
+    terms=6,
+)
+case("mse_core", lambda a, b: aten.mse_loss(a, b), r(5), r(5), terms=5)
+
+case(
+    "layer_norm",
+    grads(lambda x, w, b: F.layer_norm(x, (5,), w, b), 3),
+    r(3, 4, 5),
+    r(5),
+    r(5),
+    r(3, 4, 5),
+    terms=12,
+)
+case(
+    "layer_norm_2d",
+    grads(lambda x: F.layer_norm(x, (4, 5)), 1),
+    r(3, 4, 5),
+    r(3, 4, 5),
+    terms=20,
+)
+case(
+    "group_norm",
+    grads(lambda x, w, b: F.group_norm(x, 2, w, b), 3),
+    r(2, 4, 3, 3),
+    r(4),
+    r(4),
+    r(2, 4, 3, 3),
+    terms=18,
+)
+case(
+    "batch_norm",
+    grads(lambda x, w, b: F.batch_norm(x, None, None, w, b, True), 3),
+    r(4, 3, 2, 2),
+    r(3),
+    r(3),
+    r(4, 3, 2, 2),
+    terms=16,
+)
+case(
+    "batch_norm_plain",
+    grads(lambda x: F.batch_norm(x, None, None, training=True), 1),
+    r(6, 3),
+    r(6, 3),
+    terms=6,
+)
+case(
+    "batch_norm_eval",
+    grads(lambda x, w, b, m, v: F.batch_norm(x, m, v, w, b), 3),
+    r(4, 3, 2, 2),
+    r(3),
+    r(3),
+    r(3),
+    pos(3),
+    r(4, 3, 2, 2),
+    terms=16,
+)
+case(
+    "batch_norm_functional",
+    lambda x, w, b, m, v: aten._native_batch_norm_legit_functional(x, w, b, m, v, True, 0.1, 1e-5),
+    r(4, 3, 2, 2),
+    r(3),
+    r(3),
+    r(3),
+    pos(3),
+    terms=16,
+)
+case(
+    "batch_norm_no_stats",
+    lambda x, w, b: aten._native_batch_norm_legit.no_stats(x, w, b, True, 0.1, 1e-5),
+    r(4, 3, 2),
+    r(3),
+    r(3),
+    terms=8,
+)
+case(
+    "batch_norm_no_training",
+    lambda x, w, b, m, v: aten._native_batch_norm_legit_no_training(x, w, b, m, v, 0.1, 1e-5)[0],
+    r(4, 3, 2),
+    r(3),
+    r(3),
+    r(3),
+    pos(3),
+    terms=8,
+)
+
+case(
+    "embedding",
+    grads(lambda w, i: F.embedding(i, w), 1),
+    r(6, 4),
+    ints(6, 2, 3),
+    r(2, 3, 4),
+    terms=6,
+)
+case(
+    "embedding_padding",
+    grads(lambda w, i: F.embedding(i, w, padding_idx=1, scale_grad_by_freq=True), 1),
+    r(3, 4),
+    ints(3, 8),
+    r(8, 4),
+    terms=8,
+)
+hetpipe = torch.ops.hetpipe
+case(
+    "keep_mask",
+    lambda rng: (
+        hetpipe.keep_mask(rng, 3, [4, 5], 0.7, 0, 4),
+        hetpipe.keep_mask(rng, 9, [3, 6], 0.5, 1, 2),
+    ),
+    RNG,
+)
+case("uniform", lambda rng: hetpipe.uniform(rng, 1, [2, 3, 4], 1, 3), RNG)
+case(
+    "dropout",
+    grads(lambda x, rng: x * hetpipe.keep_mask(rng, 0, [4, 6], 0.9, 0, 4) / 0.9, 1),
+    r(4, 6),
+    RNG,
+    r(4, 6),
+)
+case(
+    "attention",
+    grads(_attention, 3),
+    r(2, 2, 5, 4),
+    r(2, 2, 5, 4),
+    r(2, 2, 5, 4),
+    r(2, 2, 5, 4),
+    terms=5,
+)
+case("adamw", _adamw, r(4, 3), r(4, 3), r(4, 3), pos(4, 3), pos())
