@@ -38,16 +38,15 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel over one range. `reuse`: arguments that may share the memory of a later one."""
+    """One kernel over one range."""
 
     kernel: Kernel
     global_size: tuple[int, ...]
     local_size: tuple[int, ...] | None
     args: tuple[Value | int | float, ...]
-    elementwise: bool = False
-    """Whether every work-item reads and writes its own elements alone, so that a tensor that
-    `inplace` names may be overwritten by the result."""
     inplace: frozenset[int] = field(default_factory=frozenset)
+    """Tensors read element by element, each just before the same element of a result is written:
+    a result of the same size may take their memory."""
 
 
 Lowered = Expr | tuple["Expr | None", ...]
@@ -75,7 +74,6 @@ class Builder:
         """(tensor, strides, offset), in elements, of an argument: no copy if it is a view."""
         expr = self.expr(node)
         if isinstance(expr, Load) and not expr.indices:
-            self._flush()
             return expr.value, expr.layout.strides, expr.layout.offset
         return self.store(expr), Layout.row_major(expr.shape).strides, 0
 
@@ -122,6 +120,8 @@ class Builder:
             found = self._lowered[arg]
             if isinstance(found, tuple):
                 raise BackendError(f"{arg.name} is a tuple of results, not a tensor")
+            if found in self._stored:
+                found = self.pool.load(self._stored[found])
             return found if shape is None else self.expand(found, shape)
         if not isinstance(arg, (bool, int, float)):
             raise BackendError(f"expected a tensor or a number, got {arg!r}")
@@ -206,10 +206,12 @@ class Builder:
         code = generate(group, self.device)
         kernel = Kernel(code.text, code.name, generated=True)
         read = [load for store in group for load in loads(store.expr)]
-        crooked = {load.value.id for load in read if not load.plain}
-        straight = frozenset(load.value.id for load in read) - crooked
+        straight = {load.value.id for load in read if load.plain}
+        if not all(store.plain for store in group):
+            straight = set()
+        inplace = frozenset(straight - {load.value.id for load in read if not load.plain})
         self.launches.append(
-            Launch(kernel, code.global_size, code.local_size, code.args, True, straight)
+            Launch(kernel, code.global_size, code.local_size, code.args, inplace)
         )
 
 

@@ -1,1 +1,5 @@
 """The operators that OpenCL devices run. Importing this package registers them all."""
+
+from . import convolution, creation, elementwise, indexing, matmul, reduction, view
+
+__all__ = ["convolution", "creation", "elementwise", "indexing", "matmul", "reduction", "view"]

@@ -31,6 +31,11 @@ class Geometry:
     padding: tuple[int, int]
     dilation: tuple[int, int]
 
+    def channels(self, flipped: bool = False) -> tuple[int, int]:
+        """(lanes, depth): channels of a group that come out and go in; exchanged if `flipped`."""
+        lanes, depth = self.out_channels // self.groups, self.in_channels // self.groups
+        return (depth, lanes) if flipped else (lanes, depth)
+
 
 @dataclass(frozen=True)
 class Axis:

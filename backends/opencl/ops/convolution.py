@@ -66,9 +66,9 @@ def channels_last(
 ) -> ChannelsLast:
     """Copy [N][C][H][W] to channels last with the border that `axes` reach into."""
     images, channels = value.shape[:2]
-    top, left = (max(0, -min(pair[i].start for pair in axes)) for i in (0, 1))
+    top, left = (max(0, -min((pair[i].start for pair in axes), default=0)) for i in (0, 1))
     rows, cols = (
-        border + max(size[i], max(pair[i].end for pair in axes))
+        border + max([size[i], *(pair[i].end for pair in axes)])
         for i, border in ((0, top), (1, left))
     )
     band = min(rows, max(1, BAND_PIXELS // cols))
@@ -89,7 +89,8 @@ def forward(
     axes = (forward_axis(g, 0), forward_axis(g, 1))
     copy = channels_last(builder, x, g.size, [axes])
     y = builder.new((g.images, g.out_channels, *g.out_size), "float32")
-    _convolve(builder, g, copy, weight, bias, y, axes, flipped=False)
+    packed = pack_weights(builder, g, weight, flipped=False)
+    _convolve(builder, g, copy, packed, bias, y, axes, flipped=False)
     return y
 
 
@@ -99,8 +100,9 @@ def input_gradient(
     """dx [N][Ci][H][W]: one convolution of dy for each residue of the pixel modulo the stride."""
     g = geometry
     dx = builder.new((g.images, g.in_channels, *g.size), "float32")
+    packed = pack_weights(builder, g, weight, flipped=True)
     for axes in product(gradient_axes(g, 0), gradient_axes(g, 1)):
-        _convolve(builder, g, dy, weight, bias, dx, axes, flipped=True)
+        _convolve(builder, g, dy, packed, bias, dx, axes, flipped=True)
     return dx
 
 
@@ -108,18 +110,16 @@ def _convolve(
     builder: Builder,
     g: Geometry,
     copy: ChannelsLast,
-    weight: Value,
+    packed: Value,
     bias: Value | None,
     y: Value,
     axes: tuple[Axis, Axis],
     flipped: bool,
 ) -> None:
-    lanes, depth = g.out_channels // g.groups, g.in_channels // g.groups
-    if flipped:
-        lanes, depth = depth, lanes
+    lanes, depth = g.channels(flipped)
     blocks = math.ceil(lanes / COLS)
-    packed = _pack_weights(builder, g, weight, axes, lanes, depth, flipped)
     h, w = axes
+    tap = depth * COLS
     tile = choose_tile(g.images, h.outputs, w.outputs)
     channels, out_h, out_w = y.shape[1:]
     row_tiles, col_tiles = math.ceil(h.outputs / tile[1]), math.ceil(w.outputs / tile[2])
@@ -129,38 +129,31 @@ def _convolve(
     builder.launch(
         _kernel(builder, "convolution", "convolve", *options),
         (row_tiles * col_tiles, math.ceil(g.images / tile[0]), g.groups * blocks), ONE,
-        (copy.value, packed or copy.value, bias or copy.value, int(bias is not None), y,
+        (copy.value, packed, bias or copy.value, int(bias is not None), y,
          g.images, h.outputs, w.outputs, depth, lanes, blocks, h.taps, w.taps,
          copy.offset(h.start, w.start), copy.image, h.x_step * copy.row,
          w.x_step * copy.channels, h.tap_step * copy.row, w.tap_step * copy.channels,
+         g.kernel[0] * g.kernel[1], (h.first * g.kernel[1] + w.first) * tap,
+         h.step * g.kernel[1] * tap, w.step * tap,
          h.y_start * out_w + w.y_start, channels * out_h * out_w, out_h * out_w,
          h.y_step * out_w, w.y_step),
     )  # fmt: skip
 
 
-def _pack_weights(
-    builder: Builder,
-    g: Geometry,
-    weight: Value,
-    axes: tuple[Axis, Axis],
-    lanes: int,
-    depth: int,
-    flipped: bool,
-) -> Value | None:
-    """The taps that `axes` select, or None if there are none."""
-    h, w = axes
-    if h.taps * w.taps == 0:
-        return None
+def pack_weights(builder: Builder, g: Geometry, weight: Value, flipped: bool) -> Value:
+    """Weights by blocks of output channels; of input channels if `flipped`."""
     taps = g.kernel[0] * g.kernel[1]
-    out_stride, in_stride = g.in_channels // g.groups * taps, taps
-    lane, deep = (in_stride, out_stride) if flipped else (out_stride, in_stride)
+    lanes, depth = g.channels(flipped)
+    lane_stride, depth_stride = g.in_channels // g.groups * taps, taps
+    if flipped:
+        lane_stride, depth_stride = depth_stride, lane_stride
     blocks = math.ceil(lanes / COLS)
-    packed = builder.new((g.groups * blocks, h.taps, w.taps, depth, COLS), "float32")
+    packed = builder.new((g.groups * blocks, taps, depth, COLS), "float32")
     builder.launch(
         _kernel(builder, "layout", "pack_weights"),
         (g.groups * blocks, math.ceil(depth / LANES)), (1, 1),
-        (weight, packed, g.out_channels // g.groups * out_stride, lane, deep, lanes, blocks, depth,
-         *g.kernel, h.first, h.step, h.taps, w.first, w.step, w.taps),
+        (weight, packed, math.prod(weight.shape), math.prod(weight.shape) // g.groups, lane_stride,
+         depth_stride, lanes, blocks, depth, taps),
     )  # fmt: skip
     return packed
 
@@ -170,7 +163,7 @@ def weight_gradient(
 ) -> Value:
     """dw [Co][Ci / groups][kh][kw]."""
     g = geometry
-    lanes, depth = g.out_channels // g.groups, g.in_channels // g.groups
+    lanes, depth = g.channels()
     tile = min(DEPTH_TILE, depth)
     h, w = forward_axis(g, 0), forward_axis(g, 1)
     dw = builder.new((g.out_channels, depth, *g.kernel), "float32")
@@ -213,8 +206,8 @@ def _forward_copy(builder: Builder, g: Geometry, x: Value) -> ChannelsLast:
     return channels_last(builder, x, g.size, [(forward_axis(g, 0), forward_axis(g, 1))])
 
 
-def _gradient_copy(builder: Builder, g: Geometry, dy: Value) -> ChannelsLast:
-    axes = list(product(gradient_axes(g, 0), gradient_axes(g, 1)))
+def _gradient_copy(builder: Builder, g: Geometry, dy: Value, border: bool = True) -> ChannelsLast:
+    axes = list(product(gradient_axes(g, 0), gradient_axes(g, 1))) if border else []
     return channels_last(builder, dy, g.out_size, axes)
 
 
@@ -240,20 +233,17 @@ def convolution_backward(builder: Builder, node: fx.Node) -> None:
     g, transposed = geometry_of(node)
     dy, x, weight = (_images(builder, each) for each in (dy_node, x_node, weight_node))
     wide, narrow = (dy, x) if transposed else (x, dy)  # what the plain convolution reads, writes
-    narrow_copy = wide_copy = dx = dw = None
+    dx = dw = None
+    if want_x and transposed:
+        dx = forward(builder, g, dy, weight, None)
     if want_weight or not transposed:
-        narrow_copy = _gradient_copy(builder, g, narrow)
-    if want_weight:
-        wide_copy = _forward_copy(builder, g, wide)
-        dw = builder.reshape(
-            weight_gradient(builder, g, wide_copy, narrow_copy), weight_node.meta["val"].shape
-        )
-    if want_x:
-        dx = (
-            forward(builder, g, dy, weight, None)
-            if transposed
-            else input_gradient(builder, g, narrow_copy, weight)
-        )
+        narrow_copy = _gradient_copy(builder, g, narrow, border=want_x and not transposed)
+        if want_x and not transposed:
+            dx = input_gradient(builder, g, narrow_copy, weight)
+        if want_weight:
+            dw = weight_gradient(builder, g, _forward_copy(builder, g, wide), narrow_copy)
+            dw = builder.reshape(dw, weight_node.meta["val"].shape)
+    if dx is not None:
         dx = builder.reshape(dx, x_node.meta["val"].shape)
     db = bias_gradient(builder, dy) if want_bias else None
     builder.result(node, (dx, dw, db))

@@ -30,17 +30,18 @@ def _train(
     """(y, mean, rstd, new mean, new variance) of a batch; `running` is a pair of nodes or None."""
     images, channels, pixels = _channels(x)
     y, mean, rstd = (builder.new(s, "float32") for s in (x.shape, (channels,), (channels,)))
-    old = new = (None, None)
+    old: list[Value | None] = [None, None]
+    new: list[Value | None] = [None, None]
     if running is not None:
-        old = tuple(builder.value(node) for node in running)
-        new = tuple(builder.new((channels,), "float32") for _ in running)
+        old = [builder.value(node) for node in running]
+        new = [builder.new((channels,), "float32") for _ in running]
     builder.launch(
         _kernel(builder, "batch_norm_train"), (channels,), (1,),
         (x, *optional(builder, weight, x), *optional(builder, bias, x), old[0] or x, old[1] or x,
          int(running is not None), y, mean, rstd, new[0] or y, new[1] or y, images, channels,
          pixels, float(momentum), float(eps)),
     )  # fmt: skip
-    return y, mean, rstd, *new
+    return y, mean, rstd, new[0], new[1]
 
 
 def _infer(

@@ -1,0 +1,85 @@
+"""Where intermediates live: one stretch of memory per graph, shared by those not alive at once."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hetpipe.sdk.backend import DTYPE_NBYTES
+
+from .builder import Launch
+from .expr import Value
+
+
+@dataclass(frozen=True)
+class Life:
+    """First and last launch that uses a piece of memory, and its size."""
+
+    first: int
+    last: int
+    nbytes: int
+    itemsize: int
+
+
+def nbytes(value: Value) -> int:
+    """Size of a tensor in bytes."""
+    return math.prod(value.shape) * DTYPE_NBYTES[value.dtype]
+
+
+def lives(launches: Sequence[Launch]) -> dict[int, Life]:
+    """The life of every tensor's memory, by id, in order of birth."""
+    found: dict[int, Life] = {}
+    for at, launch in enumerate(launches):
+        for arg in launch.args:
+            if isinstance(arg, Value):
+                first = found[arg.id].first if arg.id in found else at
+                found[arg.id] = Life(first, at, nbytes(arg), DTYPE_NBYTES[arg.dtype])
+    return found
+
+
+def inherits(old: Life, new: Life, old_id: int, launches: Sequence[Launch]) -> bool:
+    """Whether `new` may take the memory of `old`: dead before, or read just ahead of the writes."""
+    if old.nbytes != new.nbytes:
+        return False
+    if old.last < new.first:
+        return True
+    in_place = old_id in launches[new.first].inplace and old.itemsize == new.itemsize
+    return old.last == new.first and in_place
+
+
+def place(
+    life: Mapping[int, Life], launches: Sequence[Launch], alignment: int
+) -> tuple[dict[int, int], int]:
+    """Offsets of tensors by id, and the size of the arena, all in bytes: first fit by birth."""
+    offsets: dict[int, int] = {}
+    live: dict[int, tuple[int, int]] = {}  # id -> (begin, end)
+    total = 0
+    births = defaultdict(list)
+    for key, span in life.items():
+        births[span.first].append(key)
+    for at, born in sorted(births.items()):
+        live = {key: span for key, span in live.items() if life[key].last >= at}
+        ending = [key for key in live if life[key].last == at]
+        for key in born:
+            heir = next((o for o in ending if inherits(life[o], life[key], o, launches)), None)
+            if heir is not None:
+                ending.remove(heir)
+                live[key] = live.pop(heir)
+            else:
+                size = max(1, -(-life[key].nbytes // alignment)) * alignment
+                begin = _gap(sorted(live.values()), size)
+                live[key] = (begin, begin + size)
+            offsets[key] = live[key][0]
+            total = max(total, live[key][1])
+    return offsets, total
+
+
+def _gap(taken: Sequence[tuple[int, int]], size: int) -> int:
+    begin = 0
+    for low, high in taken:
+        if low - begin >= size:
+            break
+        begin = max(begin, high)
+    return begin

@@ -1,0 +1,148 @@
+"""Finds and opens OpenCL devices."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from hetpipe.errors import BackendError
+from hetpipe.sdk.backend import Backend, Device
+from hetpipe.sdk.info import Capabilities, DeviceInfo
+
+from .driver import driver, errors, platforms
+from .names import RUNTIMES, Known, known, slug
+from .runtimes import EMULATORS, POCL, Finding, prepare
+
+if TYPE_CHECKING:
+    from .device import OpenCLDevice
+
+KEPT = (
+    "aten.convolution", "aten.convolution_backward",
+    "aten._native_batch_norm_legit_functional", "aten._native_batch_norm_legit",
+    "aten._native_batch_norm_legit_no_training", "aten.native_batch_norm_backward",
+    "aten.native_batch_norm",
+    "aten.max_pool2d_with_indices", "aten.max_pool2d_with_indices_backward",
+    "aten.avg_pool2d", "aten.avg_pool2d_backward",
+    "aten._log_softmax", "aten._log_softmax_backward_data",
+    "aten._softmax", "aten._softmax_backward_data",
+    "aten.nll_loss_forward", "aten.nll_loss_backward",
+    "aten.native_layer_norm", "aten.native_layer_norm_backward",
+    "aten.addmm", "aten.mm", "aten.bmm", "aten.embedding_dense_backward",
+)  # fmt: skip
+"""Operators that have kernels of their own, and so are not decomposed."""
+
+
+class OpenCLBackend(Backend):
+    """Every device that any OpenCL runtime of this machine offers."""
+
+    name = "opencl"
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[Any, Known | None]] = {}
+
+    def discover(self) -> list[DeviceInfo]:
+        infos: list[DeviceInfo] = []
+        counts: Counter[str] = Counter()
+        failures = []
+        for platform in platforms():
+            try:
+                devices = _devices(platform)
+            except BackendError as error:
+                failures.append(str(error))
+                continue
+            for device in devices:
+                entry = known(platform.name, _is_cpu(device))
+                name = entry.slug if entry else slug(device.vendor)
+                info = _describe(device, f"opencl:{name}:{counts[name]}", entry)
+                counts[name] += 1
+                self._found[info.id] = (device, entry)
+                infos.append(info)
+        if not infos:
+            reason = "; ".join(failures) or "its runtimes have no device"
+            raise BackendError(f"no OpenCL device: {reason}; run `{EMULATORS}` or `{POCL}`")
+        return infos
+
+    def open(self, info: DeviceInfo) -> Device:
+        from .device import OpenCLDevice
+
+        if info.id not in self._found:
+            self.discover()
+        if info.id not in self._found:
+            known_ids = ", ".join(self._found) or "none"
+            raise BackendError(f"no OpenCL device {info.id!r} here; found: {known_ids}")
+        device, entry = self._found[info.id]
+        opened: OpenCLDevice = OpenCLDevice(info, device, drains=bool(entry and entry.drains))
+        return opened
+
+    def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
+        from hetpipe.sdk.graph import core_decompositions
+
+        return core_decompositions(keep=KEPT)
+
+    def worker_environment(self, info: DeviceInfo, cores: int) -> dict[str, str]:
+        name = info.id.split(":")[1]
+        for entry in RUNTIMES:
+            if entry.slug == name:
+                return {variable: str(cores) for variable in entry.threads}
+        return {}
+
+    def describe(self) -> list[Finding]:
+        """What is found, was repaired, is missing or broken: (level, what, cure) each."""
+        findings = list(prepare().findings)
+        try:
+            infos = self.discover()
+        except BackendError as error:
+            return [*findings, ("broken", str(error), "")]
+        findings += [("ok", f"{info.id}: {info.name}, {info.driver}", "") for info in infos]
+        here = {info.id.split(":")[1] for info in infos}
+        if "pocl" not in here:
+            findings.append(("missing", "PoCL, OpenCL on any CPU", POCL))
+        if "oclgrind" not in here:
+            findings.append(("missing", "Oclgrind, which finds faults in kernels", EMULATORS))
+        return findings
+
+
+def _devices(platform: Any) -> list[Any]:
+    cl = driver()
+    with errors(f"OpenCL platform {platform.name}", "listing its devices"):
+        try:
+            return list(platform.get_devices())
+        except cl.Error as error:
+            if error.code == cl.status_code.DEVICE_NOT_FOUND:
+                return []
+            raise
+
+
+def _is_cpu(device: Any) -> bool:
+    return bool(device.type & driver().device_type.CPU)
+
+
+def _describe(device: Any, device_id: str, entry: Known | None) -> DeviceInfo:
+    types = driver().device_type
+    by_type = (
+        (types.CPU, "cpu"), (types.GPU, "gpu"), (types.ACCELERATOR, "fpga")
+    )  # fmt: skip
+    kind = next((name for bit, name in by_type if device.type & bit), "other")
+    kind = entry.kind if entry else kind
+    on_host = entry is not None or _is_cpu(device)
+    extensions = device.extensions.split()
+    dtypes = ["float32", "int64", "int32", "int16", "int8", "uint8", "bool"]
+    if "cl_khr_fp64" in extensions:
+        dtypes.append("float64")
+    return DeviceInfo(
+        id=device_id,
+        backend="opencl",
+        kind=kind,
+        name=device.name.strip(),
+        vendor=device.vendor.strip(),
+        driver=f"{device.platform.name.strip()}, {device.version.strip()}",
+        memory_nbytes=device.global_mem_size,
+        memory_domain="host" if on_host else device_id,
+        dtypes=tuple(dtypes),
+        capabilities=Capabilities(
+            emulated=bool(entry and entry.emulated),
+            reference=bool(entry and entry.reference),
+            hidden_threads=on_host,
+        ),
+    )

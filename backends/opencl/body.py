@@ -1,0 +1,194 @@
+"""Statements that compute expressions at one coordinate, or at 16 neighbouring ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from .cnames import C_TYPES, MASKS, literal, vector
+from .expr import Apply, Const, Coord, Expr, Layout, Load, Value, children
+from .nest import Nest
+
+if TYPE_CHECKING:
+    from .codegen import Store
+
+
+class Body:
+    """Emits statements; remembers the tensors used and what was hoisted out of the row.
+
+    `written` maps tensors that the kernel itself stores to their expressions: reading one of
+    them back is the expression.
+    """
+
+    def __init__(self, nest: Nest, written: Mapping[int, Expr] | None = None) -> None:
+        self.nest = nest
+        self.named: dict[str, Value] = {}
+        self.vectorises = True
+        self._written = written or {}
+        self._names: dict[tuple[int, str], str] = {}
+        self._row: list[str] = []
+        self._bases: dict[Layout, str] = {}
+        self._hoisted: dict[Expr, str] = {}
+        self._still: dict[Expr, bool] = {}
+
+    @property
+    def tensors(self) -> dict[str, Value]:
+        """Kernel parameters by name, in order."""
+        return self.named
+
+    def tensor(self, value: Value) -> str:
+        """The parameter that points to `value`."""
+        key = (value.id, value.dtype)
+        if key not in self._names:
+            self._names[key] = f"p{len(self._names)}"
+            self.named[self._names[key]] = value
+        return self._names[key]
+
+    def coordinates(self, row: str) -> list[str]:
+        """Statements that split the number `row` into coordinates c0, c1, ..."""
+        lines, rest = [], self.nest.rows
+        for d, size in enumerate(self.nest.shape[:-1]):
+            rest //= size
+            whole = row if rest == 1 else f"{row} / {rest}"
+            lines.append(f"const int c{d} = {whole}{f' % {size}' if d else ''};")
+        return lines
+
+    def row_lines(self, coordinates: list[str]) -> list[str]:
+        """What is to be computed at the start of a row. Call it after the rest is emitted."""
+        return coordinates + self._row
+
+    def stores(self, group: Sequence[Store], width: int) -> list[str]:
+        """Statements that compute and store at element `i` of the row, `width` at once."""
+        lines: list[str] = []
+        memo: dict[Expr, str] = {}
+        names = [self.emit(store.expr, width, lines, memo) for store in group]
+        # All reads before the first write: a result may lie over something that is read.
+        puts = zip(group, names, strict=True)
+        return lines + [self._put(store, name, width) for store, name in puts]
+
+    def emit(self, expr: Expr, width: int, lines: list[str], memo: dict[Expr, str]) -> str:
+        """Append the statements that compute `expr`; returns the variable."""
+        if expr in memo:
+            return memo[expr]
+        if isinstance(expr, Load) and expr.plain and expr.value.id in self._written:
+            source = self._written[expr.value.id]
+            if source is not expr:
+                memo[expr] = self.emit(source, width, lines, memo)
+                return memo[expr]
+        ctype = C_TYPES[expr.dtype]
+        if self.still(expr):
+            code = self._hoist(expr)
+            if width > 1:
+                code = f"({vector(ctype, width)})({code})"
+        else:
+            code = self._code(expr, width, lines, memo)
+        name = f"v{len(memo)}"
+        memo[expr] = name
+        lines.append(f"const {vector(ctype, width)} {name} = {code};")
+        return name
+
+    def still(self, expr: Expr) -> bool:
+        """Whether `expr` is the same all along a row."""
+        if expr not in self._still:
+            fixed = not isinstance(expr, (Load, Coord)) or self.nest.step(expr.layout) == 0
+            self._still[expr] = fixed and all(self.still(child) for child in children(expr))
+        return self._still[expr]
+
+    def has_lanes(self, expr: Expr) -> bool:
+        """Whether 16 neighbours of `expr` can be computed at once."""
+        if not isinstance(expr, Load) or not expr.indices or self.still(expr):
+            return True
+        straight = self.nest.step(expr.layout) == 1
+        return straight and all(self.still(index) for index, _, _ in expr.indices)
+
+    def in_step(self, expr: Load) -> bool:
+        """Whether reading a little past the last element of a row stays in the tensor's room."""
+        return expr.plain or self.still(expr)
+
+    def _hoist(self, expr: Expr) -> str:
+        if isinstance(expr, Const):
+            code = literal(expr.number, expr.dtype)
+            return f"({code})" if code.startswith("-") else code
+        if expr not in self._hoisted:
+            code = self._code(expr, 1, self._row, self._hoisted)
+            self._hoisted[expr] = f"r{len(self._hoisted)}"
+            self._row.append(f"const {C_TYPES[expr.dtype]} {self._hoisted[expr]} = {code};")
+        return self._hoisted[expr]
+
+    def _code(self, expr: Expr, width: int, lines: list[str], memo: dict[Expr, str]) -> str:
+        ctype = C_TYPES[expr.dtype]
+        if isinstance(expr, Apply):
+            if lines is self._row:
+                args = [self._hoist(arg) for arg in expr.args]
+            else:
+                args = [self.emit(arg, width, lines, memo) for arg in expr.args]
+            return expr.code.format(*args, **type_names(expr.dtype, width))
+        if isinstance(expr, Coord):
+            return self._coordinate(expr, ctype, width)
+        assert isinstance(expr, Load)
+        if expr.indices:
+            return self._gather(expr, width, lines, memo)
+        return self._load(expr, ctype, width)
+
+    def _coordinate(self, expr: Coord, ctype: str, width: int) -> str:
+        at = self._at(expr.layout)
+        if width == 1:
+            return f"({ctype})({at})"
+        kind = vector(ctype, width)
+        step = self.nest.step(expr.layout)
+        lanes = ", ".join(str(lane * step) for lane in range(width))
+        return f"({kind})({at}) + ({kind})({lanes})"
+
+    def _load(self, expr: Load, ctype: str, width: int) -> str:
+        pointer, at = self.tensor(expr.value), self._at(expr.layout)
+        step = self.nest.step(expr.layout)
+        if width == 1:
+            return f"{pointer}[{at}]"
+        if step == 1:
+            return f"vload{width}(0, {pointer} + {at})"
+        elements = ", ".join(f"{pointer}[{at} + {lane * step}]" for lane in range(width))
+        return f"({vector(ctype, width)})({elements})"
+
+    def _gather(self, expr: Load, width: int, lines: list[str], memo: dict[Expr, str]) -> str:
+        """An indexed element; NaN (0 for integers) where an index is out of range."""
+        at, valid = self._at(expr.layout), []
+        for index, stride, size in expr.indices:
+            fixed = lines is self._row or self.still(index)
+            name = self._hoist(index) if fixed else self.emit(index, 1, lines, memo)
+            valid.append(f"{name} >= -{size} && {name} < {size}")
+            at += f" + (int)({name} < 0 ? {name} + {size} : {name}) * {stride}"
+        pointer, ctype = self.tensor(expr.value), C_TYPES[expr.dtype]
+        outside = "NAN" if expr.dtype.startswith("float") else "0"
+        inside = f"{pointer}[{at}]" if width == 1 else f"vload{width}(0, {pointer} + {at})"
+        return f"({' && '.join(valid)}) ? {inside} : ({vector(ctype, width)})({outside})"
+
+    def _put(self, store: Store, name: str, width: int) -> str:
+        pointer, at = self.tensor(store.out), self._at(store.layout)
+        step = self.nest.step(store.layout)
+        if width == 1:
+            return f"{pointer}[{at}] = {name};"
+        if step == 1:
+            return f"vstore{width}({name}, 0, {pointer} + {at});"
+        return " ".join(
+            f"{pointer}[{at} + {lane * step}] = {name}.s{lane:x};" for lane in range(width)
+        )
+
+    def _at(self, layout: Layout) -> str:
+        """Where `layout` is at element `i` of the row, in elements."""
+        if layout not in self._bases:
+            outer = self.nest.strides(layout)[:-1]
+            terms = [f"c{d} * {s}" for d, s in enumerate(outer) if s]
+            if layout.offset or not terms:
+                terms.append(str(layout.offset))
+            base = f"b{len(self._bases)}"
+            self._bases[layout] = base
+            self._row.append(f"const int {base} = {' + '.join(terms)};")
+        step = self.nest.step(layout)
+        base = self._bases[layout]
+        return base if step == 0 else f"{base} + i" if step == 1 else f"{base} + i * {step}"
+
+
+def type_names(dtype: str, width: int) -> dict[str, str]:
+    """`{T}` and `{M}` of a piece of C: the type of a result, and the signed integer as wide."""
+    ctype = C_TYPES[dtype]
+    return {"T": vector(ctype, width), "M": vector(MASKS.get(ctype, ctype), width)}

@@ -1,0 +1,40 @@
+"""Names and literals of OpenCL C."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+C_TYPES = {
+    "float64": "double", "float32": "float", "int64": "long", "int32": "int", "int16": "short",
+    "int8": "char", "uint8": "uchar", "bool": "uchar",
+}  # fmt: skip
+"""C types of the dtypes that kernels handle; a bool is a byte that is 0 or 1."""
+
+MASKS = {"double": "long", "float": "int", "uchar": "char"}
+"""The signed integer type as wide as a type, where that is not the type itself."""
+
+
+def literal(number: float | int | bool, dtype: str) -> str:
+    """`number` as a literal of the C type of `dtype`, exact.
+
+    A float that an integer dtype cannot hold is cut off towards zero, as torch does.
+    """
+    if dtype not in ("float32", "float64"):
+        whole = int(bool(number)) if dtype == "bool" else int(number)
+        if whole == -(2**63):
+            return "(-9223372036854775807L - 1)"
+        return f"{whole}L" if dtype == "int64" else str(whole)
+    with np.errstate(over="ignore"):
+        value = float(np.float32(number)) if dtype == "float32" else float(number)
+    if math.isnan(value):
+        return "NAN"
+    if math.isinf(value):
+        return "INFINITY" if value > 0 else "-INFINITY"
+    return repr(value) + ("f" if dtype == "float32" else "")
+
+
+def vector(ctype: str, width: int) -> str:
+    """`float16` for 16 floats, `float` for one."""
+    return ctype if width == 1 else f"{ctype}{width}"

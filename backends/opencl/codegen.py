@@ -1,0 +1,166 @@
+"""Text of fused elementwise kernels.
+
+A work-item walks whole rows of the innermost dimension, 16 elements at a time (CPU), or computes
+one element (GPU). What does not change along a row is computed once per row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .body import Body
+from .cnames import C_TYPES
+from .expr import Coord, Expr, Layout, Load, Value, walk
+from .nest import Nest
+from .target import Target
+
+BLOCK = 4096
+"""Elements per work-item on a CPU: enough to hide what a work-group costs."""
+LANES = 16
+MOST_TENSORS = 24
+
+
+@dataclass(frozen=True)
+class Store:
+    """`expr` goes to the elements of `out` that `layout` names."""
+
+    expr: Expr
+    out: Value
+    layout: Layout
+
+    @property
+    def plain(self) -> bool:
+        """Whether it fills `out` in order."""
+        whole = self.expr.numel == math.prod(self.out.shape)
+        return whole and self.layout == Layout.row_major(self.expr.shape)
+
+    def joins(self, group: Sequence[Store]) -> bool:
+        """Whether this store can be in one kernel with `group`: one pass over one shape.
+
+        A tensor that the group writes may be read here only element by element.
+        """
+        if self.expr.shape != group[0].expr.shape or not all(s.plain for s in (self, *group)):
+            return False
+        roots = [store.expr for store in (*group, self)]
+        tensors = {item.value.id for item in walk(*roots) if isinstance(item, Load)}
+        if len(tensors) + len(roots) > MOST_TENSORS:
+            return False
+        written = {store.out.id for store in group}
+        mine = [item for item in walk(self.expr) if isinstance(item, Load)]
+        return all(load.plain for load in mine if load.value.id in written)
+
+
+@dataclass(frozen=True)
+class Code:
+    """A generated kernel and how to launch it."""
+
+    text: str
+    name: str
+    global_size: tuple[int, ...]
+    local_size: tuple[int, ...] | None
+    args: tuple[Value | int | float, ...]
+
+
+def generate(group: Sequence[Store], target: Target) -> Code:
+    """One kernel that does all the stores of `group`, which have one shape."""
+    exprs = list(walk(*(store.expr for store in group)))
+    layouts = [item.layout for item in exprs if isinstance(item, (Load, Coord))]
+    layouts += [store.layout for store in group]
+    nest = Nest(group[0].expr.shape, layouts)
+    body = Body(nest, {store.out.id: store.expr for store in group})
+    body.vectorises = nest.inner >= (2 if nest.rows == 1 else LANES) and all(
+        map(body.has_lanes, exprs)
+    )
+    if target.kind == "gpu":
+        lines, count = _by_element(body, group)
+        width = min(256, target.max_work_group_size)
+        size = (-(-count // width) * width,)
+        local = (width,)
+    else:
+        straight = all(body.in_step(item) for item in exprs if isinstance(item, Load))
+        padded = straight and all(store.plain for store in group) and not target.checks_memory
+        lines, count = _by_row(body, group, padded)
+        size, local = (count,), (1,)
+    args: list[Value | int | float] = list(body.tensors.values())
+    parameters = [
+        f"__global {C_TYPES[value.dtype]} *{name}" for name, value in body.named.items()
+    ]
+    if nest.rows == 1:
+        parameters.append("const int n")
+        args.append(nest.inner)
+    return finish(lines, parameters, size, local, tuple(args))
+
+
+def finish(
+    lines: Sequence[str],
+    parameters: Sequence[str],
+    global_size: tuple[int, ...],
+    local_size: tuple[int, ...] | None,
+    args: tuple[Value | int | float, ...],
+) -> Code:
+    """The kernel's text, named by its own hash."""
+    inside = "\n".join(f"    {line}" for line in lines)
+    signature = ",\n    ".join(parameters)
+    digest = hashlib.sha256((signature + inside).encode()).hexdigest()[:16]
+    name = f"fused_{digest}"
+    text = f"__kernel void {name}(\n    {signature})\n{{\n{inside}\n}}\n"
+    return Code(text, name, global_size, local_size, args)
+
+
+def _by_row(body: Body, group: Sequence[Store], padded: bool) -> tuple[list[str], int]:
+    nest = body.nest
+    if nest.rows == 1:
+        head = [
+            f"const int begin = get_global_id(0) * {BLOCK};",
+            f"const int end = min(begin + {BLOCK}, n);",
+        ]
+        loops = _loops(body, group, ("begin", "end"), not padded)
+        return head + body.row_lines([]) + loops, -(-nest.inner // BLOCK)
+    each = max(1, BLOCK // nest.inner)
+    loops = _loops(body, group, ("0", str(nest.inner)), nest.inner % LANES != 0)
+    lines = [
+        f"const int first = get_global_id(0) * {each};",
+        *indent(
+            body.row_lines(body.coordinates("row")) + loops,
+            f"for (int row = first; row < min(first + {each}, {nest.rows}); ++row) {{",
+            "}",
+        ),
+    ]
+    return lines, -(-nest.rows // each)
+
+
+def _loops(body: Body, group: Sequence[Store], span: tuple[str, str], tail: bool) -> list[str]:
+    """Loops over `i` from `span[0]` to `span[1]`: by vectors, then what is left by elements.
+
+    Without `tail` the last vector may pass the end: the caller knows that there is room.
+    """
+    lo, hi = span
+    by_element = indent(body.stores(group, 1), f"for (; i < {hi}; ++i) {{", "}")
+    if not body.vectorises:
+        return indent([f"int i = {lo};", *by_element], "{", "}")
+    stop = f"i + {LANES - 1} < {hi}" if tail else f"i < {hi}"
+    by_vector = indent(body.stores(group, LANES), f"for (; {stop}; i += {LANES}) {{", "}")
+    return indent([f"int i = {lo};", *by_vector, *(by_element if tail else ())], "{", "}")
+
+
+def indent(lines: Sequence[str], head: str = "{", foot: str = "}") -> list[str]:
+    """A block of C."""
+    return [head, *(f"    {line}" for line in lines), foot]
+
+
+def _by_element(body: Body, group: Sequence[Store]) -> tuple[list[str], int]:
+    nest = body.nest
+    count = nest.rows * nest.inner
+    stores = body.stores(group, 1)
+    if nest.rows == 1:
+        head = ["const int i = get_global_id(0);", "if (i >= n) return;"]
+        return head + body.row_lines([]) + stores, count
+    head = [
+        "const int element = get_global_id(0);",
+        f"if (element >= {count}) return;",
+        f"const int row = element / {nest.inner}, i = element % {nest.inner};",
+    ]
+    return head + body.row_lines(body.coordinates("row")) + stores, count

@@ -1,0 +1,170 @@
+"""An opened OpenCL device: two queues, a memory pool, built programs."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from torch import fx
+
+from hetpipe.errors import BackendError
+from hetpipe.sdk.backend import DONE, Buffer, Device, Event, Executable
+from hetpipe.sdk.graph import require_support
+from hetpipe.sdk.info import DeviceInfo
+
+from .driver import driver, errors
+from .events import CommandEvent, LaterEvent, when_done
+from .executable import OpenCLExecutable
+from .lowering import lower
+from .memory import GRANULE_NBYTES, MemoryPool, OpenCLBuffer
+from .programs import Programs
+from .support import refusal
+from .target import Target
+
+
+class OpenCLDevice(Device):
+    """Passes run in one in-order queue, transfers in another.
+
+    Memory is given from one to the other only when the compute queue is done with it.
+    """
+
+    def __init__(self, info: DeviceInfo, cl_device: Any, drains: bool) -> None:
+        cl = driver()
+        self.info = info
+        self.drains = drains
+        self.target = Target(
+            info,
+            max_work_group_size=cl_device.max_work_group_size,
+            compute_units=cl_device.max_compute_units,
+            local_memory_nbytes=cl_device.local_mem_size,
+            alignment_nbytes=max(GRANULE_NBYTES, cl_device.mem_base_addr_align // 8),
+            extensions=frozenset(cl_device.extensions.split()),
+        )
+        with errors(info.id, "opening it"):
+            self.context = cl.Context([cl_device])
+            profiling = cl.command_queue_properties.PROFILING_ENABLE
+            self.queue = cl.CommandQueue(self.context, properties=profiling)
+            self._transfers = cl.CommandQueue(self.context)
+        self.last_command: Any = None
+        self.retired: deque[Any] = deque()
+        self.memory = MemoryPool(self.context, info.id, lambda: self.last_command)
+        self.programs = Programs(self.context, info.id)
+        self._arena: tuple[int, Any] = (0, None)
+        self._held: deque[tuple[Any, tuple[Any, ...]]] = deque()
+        self._lock = threading.RLock()
+
+    def supports(self, node: fx.Node) -> str | None:
+        return refusal(self.info, node)
+
+    def compile(self, graph: fx.GraphModule) -> Executable:
+        require_support(self, graph)
+        return OpenCLExecutable(self, lower(graph, self.target))
+
+    def upload(
+        self, src: np.ndarray[Any, Any], dst: Buffer | None = None, after: Sequence[Event] = ()
+    ) -> tuple[Buffer, Event]:
+        host = np.ascontiguousarray(src)
+        if dst is None:
+            memory = self.memory.take(host.nbytes, idle=True)
+            dst = OpenCLBuffer(self, src.shape, str(src.dtype), memory)
+        buffer = self._mine(dst, src, "upload")
+        if host.nbytes == 0:
+            return buffer, DONE
+        pending = self._transfer(buffer, buffer.memory.cl, host.reshape(-1).view(np.uint8), after)
+        return buffer, pending
+
+    def download(
+        self, buf: Buffer, dst: np.ndarray[Any, Any], after: Sequence[Event] = ()
+    ) -> Event:
+        buffer = self._mine(buf, dst, "download")
+        if not (dst.flags.c_contiguous and dst.flags.writeable):
+            raise BackendError("download needs a writable C-contiguous array to copy into")
+        if dst.nbytes == 0:
+            return DONE
+        return self._transfer(buffer, dst.reshape(-1).view(np.uint8), buffer.memory.cl, after)
+
+    def memory_used_nbytes(self) -> int | None:
+        return self.memory.held_nbytes + self._arena[0]
+
+    def close(self) -> None:
+        """Wait for all work, then drop what is cached."""
+        with errors(self.info.id, "closing it"):
+            self.queue.finish()
+            self._transfers.finish()
+        self._collect()
+        self.memory.trim()
+        self.retired.clear()
+
+    def arena(self, nbytes: int) -> Any:
+        """Memory for intermediates. All graphs share it: their launches run in one order."""
+        with self._lock:
+            if self._arena[0] < nbytes:
+                self._arena = (nbytes, self.memory.create(nbytes))
+            return self._arena[1]
+
+    def native(self, events: Sequence[Event]) -> list[Any] | None:
+        """Events of this device's queues, for a command to wait for; waits for all others."""
+        waits = []
+        for event in events:
+            if isinstance(event, CommandEvent) and event.device is self:
+                if not event.done():
+                    waits.append(event.command)
+            else:
+                event.wait()
+        return waits or None
+
+    def _transfer(self, buffer: OpenCLBuffer, dst: Any, src: Any, after: Sequence[Event]) -> Event:
+        def start() -> Any:
+            cl = driver()
+            with self._lock, errors(self.info.id, "copying"):
+                self._collect()
+                command = cl.enqueue_copy(self._transfers, dst, src, is_blocking=False)
+                self._transfers.flush()
+                self._held.append((command, (buffer, src, dst)))
+            return command
+
+        if all(event.done() for event in after):
+            return CommandEvent(self, start(), "copying")
+        return self._later(start, after)
+
+    def _later(self, start: Callable[[], Any], after: Sequence[Event]) -> Event:
+        later = LaterEvent(f"a copy on {self.info.id}")
+
+        def begin() -> None:
+            try:
+                for event in after:
+                    event.done()
+                command = CommandEvent(self, start(), "copying")
+                command.on_done(lambda: later.end(_failure(command)))
+            except BaseException as error:  # reported to whoever waits
+                later.end(error)
+
+        when_done(after, begin)
+        return later
+
+    def _collect(self) -> None:
+        """Let go of what finished transfers used."""
+        complete = driver().command_execution_status.COMPLETE
+        while self._held and self._held[0][0].command_execution_status <= complete:
+            self._held.popleft()
+
+    def _mine(self, buf: Buffer, array: np.ndarray[Any, Any], doing: str) -> OpenCLBuffer:
+        if not isinstance(buf, OpenCLBuffer) or buf.device is not self:
+            raise BackendError(f"cannot {doing}: the buffer is not on {self.info.id}")
+        if buf.shape != array.shape or buf.dtype != str(array.dtype):
+            raise BackendError(
+                f"cannot {doing}: the buffer is {buf.dtype}{list(buf.shape)}, "
+                f"the array {array.dtype}{list(array.shape)}"
+            )
+        return buf
+
+
+def _failure(event: CommandEvent) -> BaseException | None:
+    try:
+        event.done()
+    except BackendError as error:
+        return error
+    return None

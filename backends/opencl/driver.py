@@ -1,0 +1,65 @@
+"""pyopencl, imported on first use, and its errors turned into ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+from hetpipe.errors import BackendError
+
+from .runtimes import EMULATORS, POCL, prepare
+
+NO_PLATFORM = -1001
+
+
+@lru_cache(maxsize=None)
+def driver() -> Any:
+    """The module pyopencl, with every runtime made visible first.
+
+    Raises `BackendError` with a cure if it cannot be imported.
+    """
+    prepare()
+    try:
+        import pyopencl
+    except ImportError as error:
+        raise BackendError(f"pyopencl cannot be imported ({error}): pip install pyopencl") from error
+    return pyopencl
+
+
+def platforms() -> list[Any]:
+    """All platforms. Raises `BackendError` with cures if there is none."""
+    cl = driver()
+    try:
+        found = list(cl.get_platforms())
+    except cl.Error as error:
+        if getattr(error, "code", None) != NO_PLATFORM:
+            raise BackendError(f"OpenCL's loader fails: {error}") from error
+        found = []
+    if not found:
+        raise BackendError(
+            f"no OpenCL runtime is installed: run `{EMULATORS}`, or `{POCL}`, or install the "
+            "driver of your device"
+        )
+    return found
+
+
+@contextmanager
+def errors(device: str, doing: str) -> Iterator[None]:
+    """Turn pyopencl's errors into `BackendError` that names the device and what it was doing."""
+    cl = driver()
+    try:
+        yield
+    except cl.MemoryError as error:
+        raise BackendError(
+            f"{device} is out of memory while {doing} ({_reason(error)}): use smaller "
+            "micro-batches, more stages, or recompute"
+        ) from error
+    except cl.Error as error:
+        raise BackendError(f"{device} failed while {doing}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).strip()
+    return text if len(text) < 4000 else text[:2000] + "\n...\n" + text[-2000:]

@@ -1,0 +1,169 @@
+"""A lowered graph that is ready to run: arguments are set once, a run only enqueues."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hetpipe.errors import BackendError
+from hetpipe.sdk.backend import DONE, Buffer, Chunk, Event, Executable
+
+from .arena import lives, nbytes, place
+from .driver import driver, errors
+from .events import CommandEvent
+from .expr import Value
+from .lowering import Lowered
+from .memory import Memory, OpenCLBuffer
+
+if TYPE_CHECKING:
+    from .device import OpenCLDevice
+
+
+class OpenCLExecutable(Executable):
+    """Launches in order, whose arguments are fixed but for inputs and outputs."""
+
+    def __init__(self, device: OpenCLDevice, lowered: Lowered) -> None:
+        self._device = device
+        self._lowered = lowered
+        self._lock = threading.Lock()
+        device.programs.prepare(launch.kernel for launch in lowered.launches)
+        slots = {value.id: index for index, value in enumerate(lowered.inputs)}
+        for index, output in enumerate(lowered.outputs):
+            if output.value is not None:
+                slots[output.value.id] = len(lowered.inputs) + index
+        self._keep, memory = _intermediates(device, lowered, set(slots))
+        self._steps: list[tuple[Any, tuple[int, ...], tuple[int, ...] | None]] = []
+        self._rebind: dict[int, list[tuple[Any, int]]] = {slot: [] for slot in slots.values()}
+        for launch in lowered.launches:
+            kernel = device.programs.kernel(launch.kernel)
+            with errors(device.info.id, f"setting arguments of {launch.kernel.name}"):
+                for at, arg in enumerate(launch.args):
+                    if not isinstance(arg, Value):
+                        kernel.set_arg(at, _scalar(arg))
+                    elif arg.id in slots:
+                        self._rebind[slots[arg.id]].append((kernel, at))
+                    else:
+                        kernel.set_arg(at, memory[arg.id])
+            self._steps.append((kernel, launch.global_size, launch.local_size))
+        self._bound: dict[int, Any] = {}
+        self._plans: dict[frozenset[int], tuple[int | None, ...]] = {}
+
+    def run(
+        self,
+        inputs: Sequence[Buffer],
+        donate: frozenset[int] = frozenset(),
+        after: Sequence[Event] = (),
+        queue: int = 0,
+    ) -> tuple[list[Buffer], Event, Sequence[Chunk]]:
+        device = self._device
+        given = self._check(inputs)
+        waits = device.native(after)
+        with self._lock, errors(device.info.id, "enqueueing a graph"):
+            device.retired.clear()
+            outputs = self._outputs(given, donate)
+            for slot, buffer in enumerate(given):
+                self._bind(slot, buffer.memory.cl)
+            for slot, buffer in enumerate(outputs, len(given)):
+                self._bind(slot, buffer.memory.cl)
+            command = self._enqueue(waits)
+        event: Event = DONE
+        if command is not None:
+            event = CommandEvent(device, command, "running a graph")
+        return [outputs[index] for index in self._lowered.results], event, ()
+
+    def _enqueue(self, waits: list[Any] | None) -> Any:
+        cl, device = driver(), self._device
+        enqueue, queue = cl.enqueue_nd_range_kernel, device.queue
+        command = None
+        for kernel, global_size, local_size in self._steps:
+            command = enqueue(queue, kernel, global_size, local_size, None, waits)
+            waits = None
+        if command is None and waits:
+            command = cl.enqueue_marker(queue, wait_for=waits)
+        if command is not None:
+            queue.flush()
+            device.last_command = command
+        return command
+
+    def _bind(self, slot: int, memory: Any) -> None:
+        if self._bound.get(slot) is not memory:
+            for kernel, at in self._rebind.get(slot, ()):
+                kernel.set_arg(at, memory)
+            self._bound[slot] = memory
+
+    def _check(self, inputs: Sequence[Buffer]) -> list[OpenCLBuffer]:
+        expected = self._lowered.inputs
+        if len(inputs) != len(expected):
+            raise BackendError(f"the graph takes {len(expected)} inputs, got {len(inputs)}")
+        given = []
+        for index, (buffer, value) in enumerate(zip(inputs, expected, strict=True)):
+            if not isinstance(buffer, OpenCLBuffer) or buffer.device is not self._device:
+                raise BackendError(f"input {index} is not on {self._device.info.id}: upload it")
+            if buffer.shape != value.shape or buffer.dtype != value.dtype:
+                raise BackendError(
+                    f"input {index} is {buffer.dtype}{list(buffer.shape)}, the graph was compiled "
+                    f"for {value.dtype}{list(value.shape)}"
+                )
+            given.append(buffer)
+        return given
+
+    def _outputs(self, given: list[OpenCLBuffer], donate: frozenset[int]) -> list[OpenCLBuffer]:
+        if donate:
+            # Memory that is given twice is read under two names: nobody may overwrite it.
+            memories = [buffer.memory for buffer in given]
+            if len(set(map(id, memories))) < len(memories):
+                donate = frozenset(i for i in donate if memories.count(memories[i]) == 1)
+        if donate not in self._plans:
+            self._plans[donate] = self._plan(donate)
+        device, outputs = self._device, []
+        for output, heir in zip(self._lowered.outputs, self._plans[donate], strict=True):
+            value = output.value
+            if value is None:
+                assert output.source is not None
+                outputs.append(given[output.source])
+                continue
+            memory: Memory
+            memory = device.memory.take(nbytes(value), False) if heir is None else given[heir].memory
+            outputs.append(OpenCLBuffer(device, value.shape, value.dtype, memory))
+        return outputs
+
+    def _plan(self, donate: frozenset[int]) -> tuple[int | None, ...]:
+        """Per output, the donated input whose memory it takes."""
+        free = set(donate)
+        plan = []
+        for output in self._lowered.outputs:
+            heir = next((index for index in output.heirs if index in free), None)
+            free.discard(-1 if heir is None else heir)
+            plan.append(heir)
+        return tuple(plan)
+
+
+def _intermediates(
+    device: OpenCLDevice, lowered: Lowered, outside: set[int]
+) -> tuple[Any, dict[int, Any]]:
+    """Memory of the tensors that only the graph itself sees, by id, and what keeps it alive."""
+    life = {k: span for k, span in lives(lowered.launches).items() if k not in outside}
+    if device.target.checks_memory:
+        # An allocation each, so that the interpreter sees every access outside a tensor.
+        return None, {key: device.memory.create(span.nbytes) for key, span in life.items()}
+    offsets, total = place(life, lowered.launches, device.target.alignment_nbytes)
+    if not total:
+        return None, {}
+    arena = device.arena(total)
+    regions: dict[tuple[int, int], Any] = {}
+    memory = {}
+    with errors(device.info.id, "dividing the arena"):
+        for key, begin in offsets.items():
+            size = device.target.alignment_nbytes
+            size *= max(1, -(-life[key].nbytes // device.target.alignment_nbytes))
+            if (begin, size) not in regions:
+                regions[begin, size] = arena.get_sub_region(begin, size)
+            memory[key] = regions[begin, size]
+    return arena, memory
+
+
+def _scalar(number: int | float) -> Any:
+    return np.float32(number) if isinstance(number, float) else np.int32(number)

@@ -1,0 +1,52 @@
+"""What this backend calls the runtimes that it knows, and what it knows of them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Known:
+    """An OpenCL runtime with peculiarities. `platform` is found in its platform's name."""
+
+    slug: str
+    platform: str
+    kind: str
+    emulated: bool = False
+    reference: bool = False
+    threads: tuple[str, ...] = ()
+    """Variables that bound its thread pool."""
+    drains: bool = False
+    """Waiting for an event returns only when its whole queue has drained."""
+
+
+RUNTIMES = (
+    Known(
+        "pocl", "Portable Computing Language", "cpu",
+        threads=("POCL_MAX_PTHREAD_COUNT", "POCL_CPU_MAX_CU_COUNT"),
+    ),
+    # The pool of the emulator must stay free: kernels joined by channels hang in a small one.
+    Known("intel-fpga-emulator", "FPGA Emulation", "fpga", emulated=True, drains=True),
+    Known(
+        "intel-cpu", "Intel(R) OpenCL", "cpu", drains=True,
+        threads=("CL_CONFIG_CPU_TBB_NUM_WORKERS", "DPCPP_CPU_NUM_CUS"),
+    ),
+    # Its one device claims to be of every type at once.
+    Known("oclgrind", "Oclgrind", "cpu", emulated=True, reference=True),
+)  # fmt: skip
+
+
+def known(platform: str, is_cpu: bool) -> Known | None:
+    """The entry for a platform; None for an ordinary driver."""
+    for entry in RUNTIMES:
+        if entry.platform in platform and (is_cpu or entry.kind != "cpu" or entry.reference):
+            return entry
+    return None
+
+
+def slug(vendor: str) -> str:
+    """`NVIDIA Corporation` -> `nvidia`."""
+    words = re.findall(r"[a-z0-9]+", vendor.lower().replace("(r)", "").replace("(tm)", ""))
+    noise = {"corporation", "corp", "inc", "the", "project", "ltd", "limited", "co"}
+    return "-".join([word for word in words if word not in noise][:2]) or "unknown"

@@ -1,0 +1,44 @@
+"""What the lowerings of elementwise operators share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from ..builder import Builder, node_dtype, node_shape
+from ..expr import Const, Expr
+
+FLOATS = ("float32", "float64")
+
+
+def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+    """An argument, given by position or by name."""
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get(name, default)
+
+
+def cast(builder: Builder, expr: Expr, dtype: str) -> Expr:
+    """`expr` as another dtype, converted as torch does."""
+    if expr.dtype == dtype:
+        return expr
+    if isinstance(expr, Const):
+        whole = dtype not in FLOATS
+        number = bool(expr.number) if dtype == "bool" else expr.number
+        return builder.pool.make(Const, expr.shape, dtype, int(number) if whole else float(number))
+    if dtype == "bool":
+        return builder.apply("abs(convert_{M}({0} != 0))", dtype, expr)
+    return builder.apply("convert_{T}({0})", dtype, expr, weight=0)
+
+
+def operands(builder: Builder, node: fx.Node, args: Any, dtype: str | None = None) -> list[Expr]:
+    """Tensors and numbers as expressions of the node's shape and one dtype (default: its own)."""
+    shape, dtype = node_shape(node), dtype or node_dtype(node)
+    return [cast(builder, builder.expr(arg, shape, dtype), dtype) for arg in args]
+
+
+def choose(builder: Builder, condition: Expr, yes: Expr, no: Expr) -> Expr:
+    """`yes` where `condition` (bool) holds, else `no`."""
+    code = "select({2}, {1}, convert_{M}(-convert_{M}({0})))"
+    return builder.apply(code, yes.dtype, condition, yes, no)

@@ -1,0 +1,300 @@
+"""Operators that work element by element. Each is a piece of C; codegen fuses them.
+
+`{0}` is the first operand, `{T}` the C type of the result (a vector of 16, or one element),
+`{M}` the signed integer type as wide. Comparisons give 1 for one element and -1 in a vector:
+`abs` of either is 1.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import fx
+
+from hetpipe.sdk.graph import dtype_name, operator_name
+
+from ..builder import Builder, node_dtype, node_shape
+from ..expr import Expr
+from ._common import FLOATS, argument, cast, choose, operands
+from .registry import lowers
+
+DEAR = 8
+"""Weight of a function that takes many instructions."""
+
+ARITHMETIC = {
+    "mul": ("{0} * {1}", 1),
+    "div": ("{0} / {1}", 4),
+    "atan2": ("atan2({0}, {1})", DEAR),
+    "maximum": ("select({0}, {1}, convert_{M}(({0} < {1}) | ({1} != {1})))", 1),
+    "minimum": ("select({0}, {1}, convert_{M}(({0} > {1}) | ({1} != {1})))", 1),
+    "bitwise_and": ("{0} & {1}", 1),
+    "bitwise_or": ("{0} | {1}", 1),
+    "bitwise_xor": ("{0} ^ {1}", 1),
+}
+COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+LOGIC = {"logical_and": "{0} & {1}", "logical_or": "{0} | {1}", "logical_xor": "{0} ^ {1}"}
+FUNCTIONS = {
+    "neg": ("-{0}", 1),
+    "reciprocal": ("({T})(1) / {0}", 4),
+    "sqrt": ("sqrt({0})", 4),
+    "rsqrt": ("rsqrt({0})", 4),
+    "sigmoid": ("({T})(1) / (({T})(1) + exp(-{0}))", DEAR),
+    "silu": ("{0} / (({T})(1) + exp(-{0}))", DEAR),
+    "relu": ("select({0}, ({T})(0), convert_{M}({0} < ({T})(0)))", 1),
+    "sign": ("sign({0})", 1),
+    "floor": ("floor({0})", 1),
+    "ceil": ("ceil({0})", 1),
+    "trunc": ("trunc({0})", 1),
+    "round": ("rint({0})", 1),
+    **{
+        name: (f"{name}({{0}})", DEAR)
+        for name in (
+            "exp", "exp2", "log", "log2", "log10", "log1p", "expm1", "sin", "cos", "tan", "tanh",
+            "erf", "erfc", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh",
+        )
+    },
+}  # fmt: skip
+POWERS = {
+    0.0: "({T})(1)", 1.0: "{0}", 2.0: "{0} * {0}", 3.0: "{0} * {0} * {0}", 0.5: "sqrt({0})",
+    -0.5: "rsqrt({0})", -1.0: "({T})(1) / {0}", -2.0: "({T})(1) / ({0} * {0})",
+}  # fmt: skip
+
+
+def _names(table: Any, *overloads: str) -> list[str]:
+    return [f"aten.{name}.{overload}" for name in table for overload in overloads]
+
+
+def _stem(node: fx.Node) -> str:
+    return operator_name(node).split(".")[1]
+
+
+def _floats_only(node: fx.Node) -> str | None:
+    dtype = node_dtype(node)
+    return None if dtype in FLOATS else f"its kernels compute in floats, not in {dtype}"
+
+
+@lowers("aten.add.Tensor", "aten.add.Scalar", "aten.sub.Tensor", "aten.sub.Scalar")
+def add(builder: Builder, node: fx.Node) -> None:
+    alpha = argument(node, 2, "alpha", 1)
+    a, b, scale = operands(builder, node, (*node.args[:2], alpha))
+    sign = "+" if _stem(node) == "add" else "-"
+    if alpha == 1:
+        expr = builder.apply(f"{{0}} {sign} {{1}}", a.dtype, a, b)
+    else:
+        expr = builder.apply(f"{{0}} {sign} {{2}} * {{1}}", a.dtype, a, b, scale, weight=2)
+    builder.define(node, _truth(builder, expr))
+
+
+@lowers("aten.rsub.Scalar", "aten.rsub.Tensor")
+def reversed_sub(builder: Builder, node: fx.Node) -> None:
+    a, b, alpha = operands(builder, node, (*node.args[:2], argument(node, 2, "alpha", 1)))
+    builder.define(node, builder.apply("{1} - {2} * {0}", a.dtype, a, b, alpha))
+
+
+@lowers(*_names(ARITHMETIC, "Tensor", "Scalar"), "aten.maximum.default", "aten.minimum.default",
+        "aten.atan2.default")  # fmt: skip
+def arithmetic(builder: Builder, node: fx.Node) -> None:
+    code, weight = ARITHMETIC[_stem(node)]
+    a, b = operands(builder, node, node.args[:2])
+    builder.define(node, _truth(builder, builder.apply(code, a.dtype, a, b, weight=weight)))
+
+
+def _truth(builder: Builder, expr: Expr) -> Expr:
+    """Sums and products of bools are bools."""
+    if expr.dtype != "bool":
+        return expr
+    return builder.apply("abs(convert_{M}({0} != 0))", "bool", expr)
+
+
+@lowers("aten.div.Tensor_mode", "aten.div.Scalar_mode", "aten.floor_divide.default")
+def rounded_div(builder: Builder, node: fx.Node) -> None:
+    mode = node.kwargs.get("rounding_mode", "floor" if _stem(node) == "floor_divide" else None)
+    a, b = operands(builder, node, node.args[:2])
+    if a.dtype in FLOATS:
+        code = "{0} / {1}" if mode is None else f"{mode}({{0}} / {{1}})"
+    elif mode == "trunc":
+        code = "{0} / {1}"
+    else:
+        # C rounds towards zero: one less where there is a remainder of the other sign.
+        code = "{0} / {1} - abs(convert_{M}(({0} % {1} != 0) & (({0} < 0) != ({1} < 0))))"
+        code = f"convert_{{T}}({code})"
+    builder.define(node, builder.apply(code, a.dtype, a, b, weight=4))
+
+
+@lowers("aten.remainder.Scalar", "aten.remainder.Tensor", "aten.fmod.Scalar", "aten.fmod.Tensor")
+def remainder(builder: Builder, node: fx.Node) -> None:
+    a, b = operands(builder, node, node.args[:2])
+    if _stem(node) == "fmod":
+        code = "fmod({0}, {1})" if a.dtype in FLOATS else "{0} % {1}"
+    else:
+        inexact = "{0} - {1} * floor({0} / {1})"
+        code = inexact if a.dtype in FLOATS else "({0} % {1} + {1}) % {1}"
+    builder.define(node, builder.apply(code, a.dtype, a, b, weight=4))
+
+
+@lowers(*_names(COMPARISONS, "Tensor", "Scalar"))
+def comparison(builder: Builder, node: fx.Node) -> None:
+    values = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args[:2]]
+    a, b = operands(builder, node, node.args[:2], dtype_name(torch.result_type(*values)))
+    code = f"abs(convert_{{M}}({{0}} {COMPARISONS[_stem(node)]} {{1}}))"
+    builder.define(node, builder.apply(code, "bool", a, b))
+
+
+@lowers(*_names(LOGIC, "default"))
+def logic(builder: Builder, node: fx.Node) -> None:
+    a, b = operands(builder, node, node.args[:2], "bool")
+    builder.define(node, builder.apply(LOGIC[_stem(node)], "bool", a, b))
+
+
+@lowers("aten.logical_not.default", "aten.bitwise_not.default")
+def negation(builder: Builder, node: fx.Node) -> None:
+    (a,) = operands(builder, node, node.args[:1])
+    code = "{0} ^ ({T})(1)" if a.dtype == "bool" else "~{0}"
+    builder.define(node, builder.apply(code, a.dtype, a))
+
+
+@lowers("aten.isnan.default", "aten.isinf.default", "aten.isfinite.default")
+def classify(builder: Builder, node: fx.Node) -> None:
+    a = builder.expr(node.args[0])
+    code = f"abs(convert_{{M}}({_stem(node)}({{0}})))"
+    builder.define(node, builder.apply(code, "bool", cast(builder, a, _float_of(a))))
+
+
+def _float_of(expr: Expr) -> str:
+    return expr.dtype if expr.dtype in FLOATS else "float32"
+
+
+@lowers(*_names(FUNCTIONS, "default"))
+def function(builder: Builder, node: fx.Node) -> None:
+    name = _stem(node)
+    code, weight = FUNCTIONS[name]
+    (a,) = operands(builder, node, node.args[:1])
+    if a.dtype not in FLOATS:
+        rounding = name in ("floor", "ceil", "trunc", "round")
+        whole = {"sign": "convert_{T}(clamp({0}, ({T})(-1), ({T})(1)))"}
+        code = "{0}" if rounding else whole.get(name, code)
+    builder.define(node, builder.apply(code, a.dtype, a, weight=weight))
+
+
+@lowers("aten.abs.default")
+def absolute(builder: Builder, node: fx.Node) -> None:
+    (a,) = operands(builder, node, node.args[:1])
+    code = "fabs({0})" if a.dtype in FLOATS else "convert_{T}(abs({0}))"
+    builder.define(node, builder.apply(code, a.dtype, a))
+
+
+@lowers(
+    "aten.pow.Tensor_Scalar", "aten.pow.Tensor_Tensor", "aten.pow.Scalar", supports=_floats_only
+)
+def power(builder: Builder, node: fx.Node) -> None:
+    a, b = operands(builder, node, node.args[:2])
+    exponent = node.args[1]
+    if isinstance(exponent, (int, float)) and float(exponent) in POWERS:
+        code = POWERS[float(exponent)]
+        builder.define(node, builder.apply(code, a.dtype, a, weight=4 if "r" in code else 2))
+    elif a.numel == 1 and "float64" in builder.device.info.dtypes:
+        # An optimizer's 1 - beta^step loses three digits: one element can afford doubles.
+        wide = [cast(builder, item, "float64") for item in (a, b)]
+        exact = builder.apply("pow({0}, {1})", "float64", *wide, weight=2 * DEAR)
+        builder.define(node, cast(builder, exact, a.dtype))
+    else:
+        builder.define(node, builder.apply("pow({0}, {1})", a.dtype, a, b, weight=2 * DEAR))
+
+
+@lowers("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.where.Scalar")
+def where(builder: Builder, node: fx.Node) -> None:
+    condition = builder.expr(node.args[0], node_shape(node))
+    yes, no = operands(builder, node, node.args[1:3])
+    builder.define(node, choose(builder, cast(builder, condition, "bool"), yes, no))
+
+
+@lowers("aten.masked_fill.Scalar", "aten.masked_fill.Tensor")
+def masked_fill(builder: Builder, node: fx.Node) -> None:
+    mask = builder.expr(node.args[1], node_shape(node))
+    old, new = operands(builder, node, (node.args[0], node.args[2]))
+    builder.define(node, choose(builder, mask, new, old))
+
+
+@lowers("aten.clamp.default", "aten.clamp.Tensor", "aten.clamp_min.default",
+        "aten.clamp_max.default", "aten.hardtanh.default")  # fmt: skip
+def clamp(builder: Builder, node: fx.Node) -> None:
+    name = _stem(node)
+    tanh = name == "hardtanh"
+    low = argument(node, 1, "min_val" if tanh else "min", -1.0 if tanh else None)
+    high = argument(node, 2, "max_val" if tanh else "max", 1.0 if tanh else None)
+    if name == "clamp_max":
+        low, high = None, argument(node, 1, "max")
+    (expr,) = operands(builder, node, node.args[:1])
+    for bound, sign in ((low, "<"), (high, ">")):
+        if bound is not None:
+            (limit,) = operands(builder, node, [bound])
+            code = f"select({{0}}, {{1}}, convert_{{M}}({{0}} {sign} {{1}}))"
+            expr = builder.apply(code, expr.dtype, expr, limit)
+    builder.define(node, expr)
+
+
+@lowers("aten.threshold_backward.default")
+def threshold_backward(builder: Builder, node: fx.Node) -> None:
+    gradient, x, threshold = operands(builder, node, node.args[:3])
+    passes = builder.apply("abs(convert_{M}({0} > {1}))", "bool", x, threshold)
+    (zero,) = operands(builder, node, [0])
+    builder.define(node, choose(builder, passes, gradient, zero))
+
+
+@lowers("aten.gelu.default")
+def gelu(builder: Builder, node: fx.Node) -> None:
+    (x,) = operands(builder, node, node.args[:1])
+    if argument(node, 1, "approximate", "none") == "tanh":
+        cubic = "({T})(0.7978845608028654f) * ({0} + ({T})(0.044715f) * {0} * {0} * {0})"
+        code = f"({{T}})(0.5f) * {{0}} * (({{T}})(1) + tanh({cubic}))"
+    else:
+        code = "({T})(0.5f) * {0} * (({T})(1) + erf({0} * ({T})(0.7071067811865476f)))"
+    if x.dtype == "float64":
+        code = functools.reduce(lambda c, d: c.replace(f"{d}f", d), "0123456789", code)
+    builder.define(node, builder.apply(code, x.dtype, x, weight=2 * DEAR))
+
+
+@lowers("aten.leaky_relu.default", "aten.elu.default")
+def leaky(builder: Builder, node: fx.Node) -> None:
+    if _stem(node) == "leaky_relu":
+        x, slope = operands(builder, node, (node.args[0], argument(node, 1, "slope", 0.01)))
+        low = builder.apply("{0} * {1}", x.dtype, x, slope)
+    else:
+        alpha, scale = argument(node, 1, "alpha", 1.0), argument(node, 2, "scale", 1.0)
+        inner = argument(node, 3, "input_scale", 1.0)
+        x, a, s, i = operands(builder, node, (node.args[0], alpha, scale, inner))
+        low = builder.apply("{1} * {2} * expm1({0} * {3})", x.dtype, x, a, s, i, weight=DEAR)
+        x = builder.apply("{0} * {1}", x.dtype, x, s)
+    (zero,) = operands(builder, node, [0])
+    positive = builder.apply("abs(convert_{M}({0} > {1}))", "bool", x, zero)
+    builder.define(node, choose(builder, positive, x, low))
+
+
+@lowers("aten.lerp.Scalar", "aten.lerp.Tensor")
+def lerp(builder: Builder, node: fx.Node) -> None:
+    a, b, weight = operands(builder, node, node.args[:3])
+    builder.define(node, builder.apply("{0} + {2} * ({1} - {0})", a.dtype, a, b, weight, weight=2))
+
+
+@lowers("aten.addcmul.default", "aten.addcdiv.default")
+def add_product(builder: Builder, node: fx.Node) -> None:
+    sign, weight = ("*", 2) if _stem(node) == "addcmul" else ("/", 5)
+    args = (*node.args[:3], argument(node, 3, "value", 1))
+    a, b, c, scale = operands(builder, node, args)
+    code = f"{{0}} + {{3}} * ({{1}} {sign} {{2}})"
+    builder.define(node, builder.apply(code, a.dtype, a, b, c, scale, weight=weight))
+
+
+@lowers("aten._to_copy.default", "aten.clone.default", "aten.alias.default",
+        "aten.detach.default", "aten.lift_fresh_copy.default", "aten.contiguous.default")  # fmt: skip
+def copy(builder: Builder, node: fx.Node) -> None:
+    (expr,) = operands(builder, node, node.args[:1])
+    builder.define(node, expr)
+
+
+@lowers("aten.copy.default", "aten.fill.Scalar", "aten.fill.Tensor")
+def overwrite(builder: Builder, node: fx.Node) -> None:
+    (expr,) = operands(builder, node, node.args[1:2])
+    builder.define(node, expr)

@@ -1,0 +1,136 @@
+"""Sums, means, extremes and variances over any dimensions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from hetpipe.sdk.graph import dtype_name, operator_name
+
+from .. import layouts
+from ..builder import Builder, node_dtype, node_shape
+from ..expr import Const, Coord, Expr, Layout
+from ..reduce import ALL, ANY, MAXIMUM, MINIMUM, PRODUCT, SUM, Reduction, reduce
+from ._common import FLOATS, argument, cast
+from .registry import lowers
+
+
+def _dims(dims: Any, rank: int) -> list[int]:
+    if dims is None or (isinstance(dims, (list, tuple)) and not dims):
+        return list(range(rank))
+    listed = [dims] if isinstance(dims, int) else dims
+    return sorted({int(d) % max(rank, 1) for d in listed} & set(range(rank)))
+
+
+def _reduced(builder: Builder, expr: Expr, dims: Sequence[int], how: Reduction) -> Expr:
+    """`expr` reduced, with the reduced dimensions kept as size 1."""
+    value = reduce(builder, expr, dims, how)
+    shape = tuple(1 if d in dims else n for d, n in enumerate(expr.shape))
+    return builder.pool.load(builder.reshape(value, shape))
+
+
+def _shaped(builder: Builder, expr: Expr, shape: tuple[int, ...]) -> Expr:
+    return builder.view(expr, lambda layout: layouts.reshape(layout, shape))
+
+
+def _scaled(builder: Builder, expr: Expr, divisor: float) -> Expr:
+    number = builder.pool.make(Const, expr.shape, expr.dtype, float(divisor))
+    return builder.apply("{0} / {1}", expr.dtype, expr, number, weight=1)
+
+
+def _source(builder: Builder, node: fx.Node, dtype: str) -> Expr:
+    return cast(builder, builder.expr(node.args[0]), dtype)
+
+
+@lowers("aten.sum.default", "aten.sum.dim_IntList", "aten.mean.default", "aten.mean.dim",
+        "aten.prod.default", "aten.prod.dim_int")  # fmt: skip
+def total(builder: Builder, node: fx.Node) -> None:
+    expr = _source(builder, node, node_dtype(node))
+    whole = operator_name(node).endswith(".default")
+    dims = _dims(None if whole else node.args[1], len(expr.shape))
+    how = PRODUCT if "prod" in operator_name(node) else SUM
+    result = _reduced(builder, expr, dims, how)
+    if "mean" in operator_name(node):
+        result = _scaled(builder, result, math.prod(expr.shape[d] for d in dims))
+    builder.define(node, _shaped(builder, result, node_shape(node)))
+
+
+@lowers("aten.amax.default", "aten.amin.default", "aten.max.default", "aten.min.default",
+        "aten.any.default", "aten.any.dim", "aten.any.dims", "aten.all.default",
+        "aten.all.dim")  # fmt: skip
+def extreme(builder: Builder, node: fx.Node) -> None:
+    name = operator_name(node).split(".")[1]
+    how = {"amax": MAXIMUM, "max": MAXIMUM, "amin": MINIMUM, "min": MINIMUM}.get(name)
+    how = how or (ANY if name == "any" else ALL)
+    expr = _source(builder, node, node_dtype(node))
+    dims = _dims(argument(node, 1, "dim"), len(expr.shape))
+    result = _reduced(builder, expr, dims, how)
+    builder.define(node, _shaped(builder, result, node_shape(node)))
+
+
+def _moments(
+    builder: Builder, expr: Expr, dims: Sequence[int], correction: float
+) -> tuple[Expr, Expr]:
+    """Variance and mean in two passes: sums of squares of differences lose nothing."""
+    count = math.prod(expr.shape[d] for d in dims)
+    mean = _scaled(builder, _reduced(builder, expr, dims, SUM), count)
+    mean = builder.pool.load(builder.store(mean))
+    wide = builder.expand(mean, expr.shape)
+    square = builder.apply("({0} - {1}) * ({0} - {1})", expr.dtype, expr, wide, weight=2)
+    variance = _reduced(builder, square, dims, SUM)
+    return _scaled(builder, variance, max(0.0, count - correction)), mean
+
+
+def _correction(node: fx.Node) -> float:
+    unbiased = node.kwargs.get("correction", 1)
+    return 1.0 if unbiased is None else float(unbiased)  # type: ignore[arg-type] # a number
+
+
+@lowers("aten.var.correction", "aten.var_mean.correction")
+def variance(builder: Builder, node: fx.Node) -> None:
+    source: Any = node.args[0]
+    expr = builder.pool.load(builder.store(builder.expr(source)))
+    dims = _dims(argument(node, 1, "dim"), len(expr.shape))
+    var, mean = _moments(builder, expr, dims, _correction(node))
+    if operator_name(node) == "aten.var.correction":
+        builder.define(node, _shaped(builder, var, node_shape(node)))
+        return
+    shape = tuple(int(n) for n in node.meta["val"][0].shape)
+    parts = (_shaped(builder, var, shape), _shaped(builder, mean, shape))
+    builder.define_results(node, parts)
+
+
+def _one_dim(node: fx.Node) -> str | None:
+    dtype = dtype_name(node.args[0].meta["val"].dtype)  # type: ignore[union-attr] # a tensor
+    return None if dtype in (*FLOATS, "int32", "int64") else f"it has no kernel for {dtype}"
+
+
+@lowers("aten.argmax.default", "aten.argmin.default", supports=_one_dim)
+def position(builder: Builder, node: fx.Node) -> None:
+    """The first place of the extreme: the least of the places that hold it."""
+    source: Any = node.args[0]
+    expr = builder.pool.load(builder.store(builder.expr(source)))
+    dim = argument(node, 1, "dim")
+    if dim is None:
+        expr = _shaped(builder, expr, (expr.numel,))
+        dim = 0
+    dim = int(dim) % max(1, len(expr.shape))
+    builder.define(node, _shaped(builder, _place(builder, expr, dim, node), node_shape(node)))
+
+
+def _place(builder: Builder, expr: Expr, dim: int, node: fx.Node) -> Expr:
+    if not expr.shape:
+        return builder.pool.make(Const, (), "int64", 0)
+    how = MAXIMUM if "argmax" in operator_name(node) else MINIMUM
+    best = builder.expand(_reduced(builder, expr, [dim], how), expr.shape)
+    strides = tuple(int(d == dim) for d in range(len(expr.shape)))
+    place = builder.pool.make(Coord, expr.shape, "int64", Layout(expr.shape, strides))
+    far = builder.pool.make(Const, expr.shape, "int64", expr.shape[dim])
+    # A NaN is an extreme, and equals nothing.
+    code = "abs(convert_{M}(({0} == {1}) | ({0} != {0})))"
+    here = builder.apply(code, "bool", expr, best)
+    code = "select({2}, {1}, convert_{M}(-convert_{M}({0})))"
+    return _reduced(builder, builder.apply(code, "int64", here, place, far), [dim], MINIMUM)

@@ -1,0 +1,191 @@
+"""Views, which cost nothing, and what joins tensors: concatenation, padding, scatter of slices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from hetpipe.sdk.graph import operator_name
+
+from .. import layouts
+from ..builder import Builder, node_dtype, node_shape
+from ..expr import Const, Expr, Layout, View
+from ._common import argument, cast
+from .registry import lowers
+
+
+def _define_view(builder: Builder, node: fx.Node, view: View) -> None:
+    builder.define(node, builder.view(builder.expr(node.args[0]), view))
+
+
+@lowers("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default",
+        "aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze.default", "aten.flatten.using_ints",
+        "aten.unsqueeze.default")  # fmt: skip
+def reshape(builder: Builder, node: fx.Node) -> None:
+    shape = node_shape(node)
+    _define_view(builder, node, lambda layout: layouts.reshape(layout, shape))
+
+
+@lowers("aten.permute.default", "aten.t.default", "aten.transpose.int")
+def permute(builder: Builder, node: fx.Node) -> None:
+    rank = len(node_shape(node))
+    order: list[int] = list(range(rank))
+    name = operator_name(node)
+    if name == "aten.permute.default":
+        dims: Any = node.args[1]
+        order = [d % rank for d in dims]
+    elif name == "aten.transpose.int":
+        a, b = (_dim(arg, rank) for arg in node.args[1:3])
+        order[a], order[b] = b, a
+    else:
+        order.reverse()
+    _define_view(builder, node, lambda layout: layouts.permute(layout, order))
+
+
+@lowers("aten.expand.default")
+def expand(builder: Builder, node: fx.Node) -> None:
+    builder.define(node, builder.expr(node.args[0], node_shape(node)))
+
+
+@lowers("aten.slice.Tensor")
+def slice_(builder: Builder, node: fx.Node) -> None:
+    dim, start, step = _slice(node, 1)
+    length = node_shape(node)[dim]
+    _define_view(builder, node, lambda x: layouts.narrow(x, dim, start, length, step))
+
+
+def _slice(node: fx.Node, first: int) -> tuple[int, int, int]:
+    """Dimension, start and step of a slice whose arguments begin at `first`."""
+    tensor: Any = node.args[0]
+    shape = node_shape(tensor)
+    dim = _dim(argument(node, first, "dim", 0), len(shape))
+    start = argument(node, first + 1, "start", None) or 0
+    start = min(max(start + shape[dim] if start < 0 else start, 0), shape[dim])
+    return dim, start, argument(node, first + 3, "step", 1)
+
+
+def _dim(dim: Any, rank: int) -> int:
+    return int(dim) % max(rank, 1)
+
+
+@lowers("aten.select.int")
+def select(builder: Builder, node: fx.Node) -> None:
+    tensor, dim, index = _selected(node, 1)
+    dim = _dim(dim, len(tensor))
+    _define_view(builder, node, lambda x: layouts.select(x, dim, index % tensor[dim]))
+
+
+def _selected(node: fx.Node, first: int) -> tuple[tuple[int, ...], int, int]:
+    tensor: Any = node.args[0]
+    index: Any = node.args[first + 1]
+    shape = node_shape(tensor)
+    return shape, _dim(node.args[first], len(shape)), int(index)
+
+
+@lowers("aten.flip.default")
+def flip(builder: Builder, node: fx.Node) -> None:
+    shape = node_shape(node)
+    dims: Any = node.args[1]
+    expr = builder.expr(node.args[0])
+    for d in (dim % len(shape) for dim in dims):
+        expr = builder.view(expr, lambda x, d=d: layouts.narrow(x, d, shape[d] - 1, shape[d], -1))  # type: ignore[misc] # mypy: lambda default
+    builder.define(node, expr)
+
+
+@lowers("aten.split_with_sizes.default", "aten.split.Tensor", "aten.unbind.int", "aten.chunk.default")
+def split(builder: Builder, node: fx.Node) -> None:
+    source: Any = node.args[0]
+    unbind = operator_name(node) == "aten.unbind.int"
+    dim = _dim(argument(node, 1 if unbind else 2, "dim", 0), len(node_shape(source)))
+    expr, parts, begin = builder.expr(source), [], 0
+    for part in node.meta["val"]:
+        size = 1 if unbind else int(part.shape[dim])
+        view = _cutter(dim, begin, size, unbind)
+        parts.append(builder.view(expr, view))
+        begin += size
+    builder.define_results(node, tuple(parts))
+
+
+def _cutter(dim: int, begin: int, size: int, drop: bool) -> View:
+    if drop:
+        return lambda layout: layouts.select(layout, dim, begin)
+    return lambda layout: layouts.narrow(layout, dim, begin, size)
+
+
+@lowers("getitem")
+def getitem(builder: Builder, node: fx.Node) -> None:
+    source: Any = node.args[0]
+    index: Any = node.args[1]
+    expr = builder.results(source)[index]
+    if expr is not None:
+        builder.define(node, expr)
+
+
+@lowers("aten.repeat.default")
+def repeat(builder: Builder, node: fx.Node) -> None:
+    shape = node_shape(node)
+    repeats: Any = node.args[1]
+    expr = builder.expr(node.args[0])
+    sizes = (1,) * (len(shape) - len(expr.shape)) + expr.shape
+    spread = tuple(n for pair in zip(repeats, sizes, strict=True) for n in pair)
+    paired = tuple(n for size in sizes for n in (1, size))
+    expr = builder.view(expr, lambda layout: layouts.reshape(layout, paired))
+    value = builder.store(builder.expand(expr, spread))
+    builder.define(node, builder.pool.load(builder.reshape(value, shape)))
+
+
+@lowers("aten.cat.default", "aten.stack.default")
+def cat(builder: Builder, node: fx.Node) -> None:
+    parts: Any = node.args[0]
+    shape, dtype = node_shape(node), node_dtype(node)
+    dim = _dim(argument(node, 1, "dim", 0), len(shape))
+    exprs = [cast(builder, builder.expr(part), dtype) for part in parts]
+    if operator_name(node) == "aten.stack.default":
+        exprs = [builder.view(expr, lambda x: layouts.unsqueeze(x, dim)) for expr in exprs]
+    out, whole, begin = builder.new(shape, dtype), Layout.row_major(shape), 0
+    for expr in exprs:
+        # torch lets an empty vector stand for "nothing" among tensors of any rank.
+        if len(expr.shape) == len(shape) and expr.shape[dim] > 0:
+            part = layouts.narrow(whole, dim, begin, expr.shape[dim])
+            builder.store_into(expr, out, part)
+            begin += expr.shape[dim]
+    builder.define(node, builder.pool.load(out))
+
+
+@lowers("aten.constant_pad_nd.default")
+def constant_pad(builder: Builder, node: fx.Node) -> None:
+    pads: Any = node.args[1]
+    shape, dtype = node_shape(node), node_dtype(node)
+    number = argument(node, 2, "value", 0)
+    expr = builder.expr(node.args[0])
+    target = Layout.row_major(shape)
+    for at in range(len(pads) // 2):
+        dim, before, after = len(shape) - 1 - at, pads[2 * at], pads[2 * at + 1]
+        # A negative pad cuts: less is read, instead of written.
+        skip, room = max(0, -before), expr.shape[dim] + min(0, before) + min(0, after)
+        expr = builder.view(expr, _cutter(dim, skip, room, False))
+        target = layouts.narrow(target, dim, max(0, before), room)
+    fill = cast(builder, builder.pool.make(Const, shape, "float32", float(number)), dtype)
+    _define_over(builder, node, fill, expr, target)
+
+
+@lowers("aten.slice_scatter.default", "aten.select_scatter.default")
+def scatter_view(builder: Builder, node: fx.Node) -> None:
+    whole = Layout.row_major(node_shape(node))
+    part = builder.expr(node.args[1])
+    if operator_name(node) == "aten.select_scatter.default":
+        shape, dim, index = _selected(node, 2)
+        target = layouts.select(whole, dim, index % shape[dim])
+    else:
+        dim, start, step = _slice(node, 2)
+        target = layouts.narrow(whole, dim, start, part.shape[dim], step)
+    _define_over(builder, node, builder.expr(node.args[0]), part, target)
+
+
+def _define_over(
+    builder: Builder, node: fx.Node, below: Expr, above: Expr, target: Layout
+) -> None:
+    out = builder.store_copy(below)
+    builder.store_into(cast(builder, above, below.dtype), out, target)
+    builder.define(node, builder.pool.load(out))

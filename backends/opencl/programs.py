@@ -1,0 +1,56 @@
+"""Built programs of one device, by source and options."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from .builder import Kernel, kernel_source
+from .driver import driver, errors
+
+_warnings_lock = threading.Lock()
+
+
+class Programs:
+    """Builds each (source, options) once; generated kernels that are new share one program."""
+
+    def __init__(self, context: Any, device_id: str) -> None:
+        self._context = context
+        self._device_id = device_id
+        self._built: dict[tuple[str, tuple[str, ...]], Any] = {}
+        self._lock = threading.Lock()
+
+    def prepare(self, kernels: Iterable[Kernel]) -> None:
+        """Build what is not built yet. Raises `BackendError` with the compiler's words."""
+        with self._lock:
+            new = [k for k in dict.fromkeys(kernels) if (k.source, k.options) not in self._built]
+            fresh = [kernel for kernel in new if kernel.generated]
+            if fresh:
+                text = "\n".join(kernel.source for kernel in fresh)
+                if "philox_uniform(" in text:
+                    text = kernel_source("random.cl") + text
+                program = self._build(text, (), fresh[0].name)
+                self._built |= {(kernel.source, ()): program for kernel in fresh}
+            for kernel in new:
+                key = (kernel.source, kernel.options)
+                if key not in self._built:
+                    self._built[key] = self._build(*key, kernel.name)
+
+    def kernel(self, kernel: Kernel) -> Any:
+        """A new `cl.Kernel`, with arguments of its own."""
+        with errors(self._device_id, f"looking up kernel {kernel.name}"):
+            return driver().Kernel(self._built[kernel.source, kernel.options], kernel.name)
+
+    def _build(self, source: str, options: tuple[str, ...], name: str) -> Any:
+        cl = driver()
+        with errors(self._device_id, f"building kernel {name} with options {options}"):
+            # "-w", because PoCL prints warnings to the terminal.
+            with _warnings_lock, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                program = cl.Program(self._context, source)
+                # Reading from the program makes pyopencl build it without its own disk cache,
+                # whose lock outlives a process that is killed and stops the next for a minute.
+                program.get_info(cl.program_info.CONTEXT)
+                return program.build([*options, "-w"])

@@ -1,0 +1,251 @@
+"""Text of reduction kernels, with what they reduce computed on the way.
+
+Sums are deterministic: every work-item adds its own elements in order, and long sums are cut into
+segments whose results a second kernel adds in order. Shorter chains of additions are also exacter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from . import layouts
+from .body import Body, type_names
+from .builder import Builder, Kernel
+from .cnames import C_TYPES
+from .codegen import LANES, finish, indent
+from .expr import Const, Coord, Expr, Load, Value, loads, walk
+from .nest import Nest
+
+CHAIN = 2048
+"""Longest chain of additions, after which a segment ends."""
+COLUMNS = 8
+"""Vectors of columns that a work-item holds at once: whole stretches of a row are read."""
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How two elements become one; `start` is what changes nothing."""
+
+    code: str
+    start: str
+
+
+SUM = Reduction("{0} + {1}", "0")
+PRODUCT = Reduction("{0} * {1}", "1")
+ANY = Reduction("{0} | {1}", "0")
+ALL = Reduction("{0} & {1}", "1")
+MAXIMUM = Reduction("select({0}, {1}, convert_{M}(({0} < {1}) | ({1} != {1})))", "LOWEST")
+MINIMUM = Reduction("select({0}, {1}, convert_{M}(({0} > {1}) | ({1} != {1})))", "HIGHEST")
+EXTREMES = {
+    "float32": ("-INFINITY", "INFINITY"), "float64": ("-INFINITY", "INFINITY"),
+    "int64": ("LONG_MIN", "LONG_MAX"), "int32": ("INT_MIN", "INT_MAX"),
+    "int16": ("SHRT_MIN", "SHRT_MAX"), "int8": ("CHAR_MIN", "CHAR_MAX"),
+    "uint8": ("0", "UCHAR_MAX"), "bool": ("0", "1"),
+}  # fmt: skip
+
+
+def reduce(builder: Builder, expr: Expr, dims: Sequence[int], how: Reduction) -> Value:
+    """`expr` reduced over `dims`; the result has the other dimensions, in order."""
+    rank = len(expr.shape)
+    kept = [d for d in range(rank) if d not in dims]
+    reduced = [d for d in range(rank) if d in dims]
+    shape = tuple(expr.shape[d] for d in kept)
+    if expr.numel == 0 or not reduced:
+        return _degenerate(builder, expr, shape, how)
+    if _contiguous(expr, reduced) or not kept:
+        order, borders = kept + reduced, (len(kept),)
+        make = _by_rows
+    else:
+        order, borders = kept[:-1] + reduced + kept[-1:], (len(kept) - 1, rank - 1)
+        make = _by_columns
+    moved = builder.view(expr, lambda layout: layouts.permute(layout, order))
+    leaves = [item.layout for item in walk(moved) if isinstance(item, (Load, Coord))]
+    nest = Nest(moved.shape, leaves, borders)
+    count = math.prod(expr.shape[d] for d in reduced)
+    return make(builder, moved, nest, shape, count, how)
+
+
+def _degenerate(builder: Builder, expr: Expr, shape: tuple[int, ...], how: Reduction) -> Value:
+    if expr.numel:
+        return builder.store(expr)
+    number = 1 if how in (PRODUCT, ALL) else 0
+    return builder.store(builder.pool.make(Const, shape, expr.dtype, number))
+
+
+def _contiguous(expr: Expr, reduced: Sequence[int]) -> bool:
+    """Whether what is read lies in a row along the reduced dimensions, not along the others."""
+    votes = 0
+    for load in loads(expr):
+        strides = [(s, d) for d, s in enumerate(load.layout.strides) if s]
+        if strides:
+            votes += 1 if min(strides)[1] in reduced else -1
+    return votes > 0
+
+
+def _start(how: Reduction, dtype: str) -> str:
+    low, high = EXTREMES[dtype]
+    return how.start.replace("LOWEST", low).replace("HIGHEST", high)
+
+
+def _join(how: Reduction, dtype: str, width: int, a: str, b: str) -> str:
+    return how.code.format(a, b, **type_names(dtype, width))
+
+
+def _segments(count: int, outputs: int, chain: int) -> int:
+    """Into how many parts to cut a sum of `count`, at least for exactness."""
+    return 1 if count <= chain else -(-count // chain)
+
+
+def _by_rows(
+    builder: Builder, expr: Expr, nest: Nest, shape: tuple[int, ...], count: int, how: Reduction
+) -> Value:
+    """A work-item reduces rows of the innermost dimension, 16 lanes at a time."""
+    inner, outputs = nest.inner, math.prod(shape)
+    rows = count // inner
+    segments = _segments(count, outputs, CHAIN * LANES)
+    each_row = each_inner = 0
+    if rows > 1:
+        each_row = -(-rows // min(segments, rows))
+        segments = -(-rows // each_row)
+    else:
+        each_inner = -(-inner // segments)
+        segments = -(-inner // each_inner)
+    body = Body(nest)
+    wide = builder.device.kind != "gpu" and inner >= LANES and all(map(body.has_lanes, walk(expr)))
+    dtype = expr.dtype
+    lanes = _accumulate(body, expr, how, LANES) if wide else []
+    single = _accumulate(body, expr, how, 1)
+    lo = f"segment * {each_inner}" if each_inner else "0"
+    hi = f"min({inner}, ({lo}) + {each_inner})" if each_inner else str(inner)
+    loop = [f"int i = {lo};", f"const int end = {hi};"]
+    if wide:
+        loop += indent(lanes, f"for (; i + {LANES - 1} < end; i += {LANES}) {{", "}")
+    loop += indent(single, "for (; i < end; ++i) {", "}")
+    first = f"segment * {each_row}" if each_row else "0"
+    last = f"min({rows}, ({first}) + {each_row})" if each_row else "1"
+    ctype, start = C_TYPES[dtype], _start(how, dtype)
+    lines = [
+        "const int item = get_global_id(0);",
+        f"if (item >= {outputs * segments}) return;",
+        f"const int output = item / {segments}, segment = item % {segments};",
+        f"{ctype} sum1 = {start};",
+        *([f"{ctype}{LANES} sum{LANES} = ({ctype}{LANES})({start});"] if wide else []),
+        *indent(
+            [
+                f"const int row = output * {rows} + part;",
+                *body.row_lines(body.coordinates("row")),
+                *loop,
+            ],
+            f"for (int part = {first}; part < {last}; ++part) {{",
+            "}",
+        ),
+        *(_fold(how, dtype) if wide else []),
+        "result[item] = sum1;",
+    ]
+    return _launch(builder, body, lines, shape, segments, outputs * segments, dtype, how, True)
+
+
+def _accumulate(body: Body, expr: Expr, how: Reduction, width: int, to: str = "") -> list[str]:
+    lines: list[str] = []
+    name = body.emit(expr, width, lines, {})
+    to = to or f"sum{width}"
+    return [*lines, f"{to} = {_join(how, expr.dtype, width, to, name)};"]
+
+
+def _fold(how: Reduction, dtype: str) -> list[str]:
+    """The 16 lanes in a tree, then with the rest."""
+    lines, ctype, width = [], C_TYPES[dtype], LANES
+    while width > 1:
+        half = width // 2
+        name = f"sum{half}" if half > 1 else "folded"
+        kind = f"{ctype}{half}" if half > 1 else ctype
+        joined = _join(how, dtype, half, f"sum{width}.lo", f"sum{width}.hi")
+        lines.append(f"const {kind} {name} = {joined};")
+        width = half
+    return [*lines, f"sum1 = {_join(how, dtype, 1, 'sum1', 'folded')};"]
+
+
+def _by_columns(
+    builder: Builder, expr: Expr, nest: Nest, shape: tuple[int, ...], count: int, how: Reduction
+) -> Value:
+    """A work-item holds neighbouring columns and walks down the rows."""
+    last = shape[-1]
+    # A last dimension of size 1 is not in the nest; its columns are one.
+    inner = nest.inner if last > 1 else 1
+    outer = math.prod(shape) // last
+    segments = _segments(count, math.prod(shape), CHAIN)
+    each = -(-count // segments)
+    segments = -(-count // each)
+    body = Body(nest)
+    vectors = min(COLUMNS, inner // LANES) if all(map(body.has_lanes, walk(expr))) else 0
+    vectors = 0 if builder.device.kind == "gpu" else vectors
+    block = max(1, vectors * LANES)
+    blocks = -(-inner // block)
+    lines = [
+        "const int item = get_global_id(0);",
+        f"if (item >= {blocks * outer * segments}) return;",
+        f"const int block = item % {blocks}, rest = item / {blocks};",
+        f"const int output = rest % {outer}, segment = rest / {outer};",
+        f"const int begin = block * {block};",
+        f"const int first = segment * {each}, last = min(first + {each}, {count});",
+    ]
+    put = f"(segment * {outer} + output) * {inner}"
+    narrow = _column_loop(body, expr, how, count, 1, 1, put)
+    if vectors:
+        wide = _column_loop(body, expr, how, count, LANES, vectors, put)
+        lines += indent(wide, f"if (begin + {block} <= {inner}) {{", "} else {")
+        lines += indent(narrow, f"    for (int i = begin; i < {inner}; ++i) {{", "    }")
+        lines.append("}")
+    else:
+        lines += indent(narrow, "const int i = begin; {", "}")
+    items = blocks * outer * segments
+    return _launch(builder, body, lines, shape, segments, items, expr.dtype, how, False)
+
+
+def _column_loop(
+    body: Body, expr: Expr, how: Reduction, rows: int, width: int, vectors: int, put: str
+) -> list[str]:
+    ctype = C_TYPES[expr.dtype] + (str(width) if width > 1 else "")
+    start = f"({ctype})({_start(how, expr.dtype)})"
+    lines = [f"{ctype} sum_{k} = {start};" for k in range(vectors)]
+    inside: list[str] = []
+    for k in range(vectors):
+        step = _accumulate(body, expr, how, width, f"sum_{k}")
+        inside += indent([f"const int i = begin + {k * width};", *step] if width > 1 else step)
+    lines += indent(
+        [
+            f"const int row = output * {rows} + part;",
+            *body.row_lines(body.coordinates("row")),
+            *inside,
+        ],
+        "for (int part = first; part < last; ++part) {",
+        "}",
+    )
+    for k in range(vectors):
+        if width > 1:
+            lines.append(f"vstore{width}(sum_{k}, 0, result + {put} + begin + {k * width});")
+        else:
+            lines.append(f"result[{put} + i] = sum_{k};")
+    return lines
+
+
+def _launch(
+    builder: Builder, body: Body, lines: list[str], shape: tuple[int, ...], segments: int,
+    items: int, dtype: str, how: Reduction, segment_last: bool,
+) -> Value:  # fmt: skip
+    """Launch the kernel; reduce the segments too, if there are several."""
+    partial = (*shape, segments) if segment_last else (segments, *shape)
+    out = builder.new(shape if segments == 1 else partial, dtype)
+    parameters = [f"__global {C_TYPES[v.dtype]} *{name}" for name, v in body.named.items()]
+    parameters.append(f"__global {C_TYPES[dtype]} *result")
+    local = min(64, builder.device.max_work_group_size) if builder.device.kind == "gpu" else 1
+    size = (-(-items // local) * local,)
+    code = finish(lines, parameters, size, (local,), (*body.named.values(), out))
+    kernel = Kernel(code.text, code.name, generated=True)
+    builder.launch(kernel, code.global_size, code.local_size, code.args)
+    if segments == 1:
+        return out
+    dim = len(shape) if segment_last else 0
+    return reduce(builder, builder.pool.load(out), [dim], how)

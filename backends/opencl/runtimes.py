@@ -1,0 +1,175 @@
+"""Makes the OpenCL runtimes of this machine visible, and says what it did.
+
+Runtimes that pip installs are found by nobody: their registrations point to paths that do not
+exist and their libraries' dependencies are on no search path. Everything here must happen before
+the first `clGetPlatformIDs` of the process. Variables that the user has set are never changed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import platform
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from platformdirs import user_cache_path
+
+SYSTEM_VENDORS = Path("/etc/OpenCL/vendors")
+INTEL = {
+    "libintelocl.so": "Intel's OpenCL runtime for CPUs",
+    "libintelocl_emu.so": "Intel's FPGA emulator",
+}
+DEPENDENCIES = (
+    "libtbb.so.12", "libintlc.so.5", "libimf.so", "libirng.so", "libsvml.so",
+    "libonnxruntime.1.12*.so", "libcommon_clang.so.2024*",
+)  # fmt: skip
+"""What Intel's runtimes need, in an order in which each finds what it needs itself."""
+EMULATORS = "pip install 'hetpipe[emulators]'"
+POCL = "apt install pocl-opencl-icd"
+OURS = "HETPIPE_SET_"
+"""Prefix of variables that remember what this module set, so that a child process can tell."""
+SLOTS = 256
+
+Finding = tuple[str, str, str]
+"""(level, what, cure): level is ok, repaired, missing or broken."""
+
+
+@dataclass(frozen=True)
+class RuntimeReport:
+    """What was found of OpenCL's runtimes, before any was loaded."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def cures(self) -> list[str]:
+        """Commands that would add what is missing."""
+        return list(dict.fromkeys(cure for _, _, cure in self.findings if cure))
+
+
+@lru_cache(maxsize=None)
+def prepare() -> RuntimeReport:
+    """Cure what keeps runtimes from being found. Once per process; later calls cost nothing."""
+    lib = Path(sys.prefix) / "lib"
+    libraries = [lib / name for name in INTEL if (lib / name).exists()]
+    findings = [*_preload(lib, libraries), *_register(libraries), *_target_arch(libraries)]
+    findings += _private_cache()
+    if not libraries and sys.platform == "linux" and platform.machine() == "x86_64":
+        findings.append(("missing", " and ".join(INTEL.values()), EMULATORS))
+    return RuntimeReport(tuple(findings))
+
+
+def _preload(lib: Path, libraries: list[Path]) -> list[Finding]:
+    if not libraries:
+        return []
+    for pattern in DEPENDENCIES:
+        for path in sorted(lib.glob(pattern)):
+            try:
+                ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+            except OSError as error:
+                return [("broken", f"{path.name} of Intel's runtimes: {error}", EMULATORS)]
+    return [("repaired", f"loaded what Intel's runtimes need from {lib}", "")]
+
+
+def _register(libraries: list[Path]) -> list[Finding]:
+    """Point the loader to a directory that names the system's runtimes and `libraries`."""
+    if _user_set("OCL_ICD_VENDORS"):
+        kept = os.environ["OCL_ICD_VENDORS"]
+        return [("ok", f"OCL_ICD_VENDORS={kept} is set and decides which runtimes exist", "")]
+    if not libraries:
+        return []
+    entries = {path.name: path.read_text() for path in sorted(SYSTEM_VENDORS.glob("*.icd"))}
+    entries |= {f"{path.name}.icd": f"{path}\n" for path in libraries}
+    digest = hashlib.sha256(repr(sorted(entries.items())).encode()).hexdigest()[:12]
+    folder = _cache() / f"icd-{digest}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in entries.items():
+        _write(folder / name, text)
+    _set("OCL_ICD_VENDORS", str(folder))
+    names = ", ".join(INTEL[path.name] for path in libraries)
+    return [("repaired", f"registered {names} through OCL_ICD_VENDORS={folder}", "")]
+
+
+def _target_arch(libraries: list[Path]) -> list[Finding]:
+    """Intel's runtimes run scalar code, 60 times slower, on a CPU that they do not know."""
+    flags = _cpu_flags()
+    if not libraries or _user_set("CL_CONFIG_CPU_TARGET_ARCH") or "GenuineIntel" in flags:
+        return []
+    if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags:
+        arch = "skx"
+    elif "avx2" in flags:
+        arch = "core-avx2"
+    else:
+        return []
+    _set("CL_CONFIG_CPU_TARGET_ARCH", arch)
+    return [("repaired", f"CL_CONFIG_CPU_TARGET_ARCH={arch}: Intel's runtimes know the CPU", "")]
+
+
+def _private_cache() -> list[Finding]:
+    """A kernel cache of our own for PoCL, whose processes corrupt a cache that they share.
+
+    A cache outlives its process and is warm for the next: a lock claims it meanwhile.
+    """
+    if _user_set("POCL_CACHE_DIR"):
+        return [("ok", f"POCL_CACHE_DIR={os.environ['POCL_CACHE_DIR']} is set", "")]
+    for slot in range(SLOTS):
+        folder = _cache() / "pocl" / str(slot)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            continue
+        # The lock is held by the open file until the process ends.
+        _set("POCL_CACHE_DIR", str(folder))
+        return [("repaired", f"private kernel cache POCL_CACHE_DIR={folder}", "")]
+    _set("POCL_CACHE_DIR", tempfile.mkdtemp(prefix="hetpipe-pocl-"))
+    return [("repaired", f"temporary kernel cache {os.environ['POCL_CACHE_DIR']}", "")]
+
+
+def _user_set(name: str) -> bool:
+    value = os.environ.get(name)
+    return value is not None and value != os.environ.get(OURS + name)
+
+
+def _set(name: str, value: str) -> None:
+    os.environ[name] = os.environ[OURS + name] = value
+
+
+def _write(path: Path, text: str) -> None:
+    """Write atomically: another process may be reading or writing the same file."""
+    if path.exists() and path.read_text() == text:
+        return
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False) as file:
+        file.write(text)
+    os.replace(file.name, path)
+
+
+@lru_cache(maxsize=None)
+def _cache() -> Path:
+    folder = user_cache_path("hetpipe") / "opencl"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="hetpipe-opencl-"))
+    return folder if os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix="hetpipe-"))
+
+
+def _cpu_flags() -> frozenset[str]:
+    """Flags of the first CPU, and its vendor."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    words: list[str] = []
+    for line in text.partition("\n\n")[0].splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "vendor_id"):
+            words += value.split()
+    return frozenset(words)

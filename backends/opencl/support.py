@@ -1,0 +1,40 @@
+"""Why an OpenCL device cannot run a node."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from hetpipe.sdk.graph import dtype_name, operator_name
+from hetpipe.sdk.info import DeviceInfo
+
+from . import ops  # noqa: F401 - registers the lowerings
+from .ops.registry import LOWERINGS
+
+
+def refusal(info: DeviceInfo, node: fx.Node) -> str | None:
+    """The reason, or None if the device can."""
+    name = operator_name(node)
+    lowering = LOWERINGS.get(name)
+    if lowering is None:
+        return f"{name} has no OpenCL lowering"
+    for arg in (node, *node.all_input_nodes):
+        if node.target is operator.getitem and arg is not node:
+            continue
+        for tensor in _tensors(arg.meta.get("val")):
+            dtype = dtype_name(tensor.dtype)
+            if dtype not in info.dtypes:
+                return f"dtype {dtype} of {arg.name}; the device has {', '.join(info.dtypes)}"
+            if tensor.numel() >= 2**31:
+                return f"{arg.name} has {tensor.numel()} elements; kernels count to {2**31 - 1}"
+    return None if lowering.supports is None else lowering.supports(node)
+
+
+def _tensors(val: object) -> list[torch.Tensor]:
+    if isinstance(val, torch.Tensor):
+        return [val]
+    if isinstance(val, (tuple, list)):
+        return [item for item in val if isinstance(item, torch.Tensor)]
+    return []
