@@ -1,0 +1,171 @@
+"""A device's self-test: does it move tensors, train, and how fast does it multiply."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from hetpipe.errors import HetpipeError
+from hetpipe.sdk.backend import Buffer, Device, Executable
+from hetpipe.sdk.graph import canonical
+from hetpipe.sdk.registry import get_backend
+
+Array = np.ndarray[Any, Any]
+
+_EVENT_S = 10.0  # longest wait for one event
+_MEASURE_S = 0.2  # time given to each of the two rates
+_SIZES = (64, 256, 1024)  # of the matrices: the last that a fast device reaches counts
+_COPY_NBYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """`message` says what failed, or what was checked."""
+
+    ok: bool
+    message: str
+    seconds: float
+    gflops_matmul: float  # float32, one product after the other; 0 where the test failed
+    copy_Bps: float  # host to device and back, bytes each way counted
+
+
+def selftest(device: Device) -> SelfTest:
+    """Check a device against numpy in float64 and take two rates, in a few seconds.
+
+    Never raises `HetpipeError`: a failure is the result.
+    """
+    start_s = time.perf_counter()
+    gflops, copy_Bps = 0.0, 0.0
+    try:
+        problem = _round_trip(device) or _training(device)
+        if problem is None:
+            copy_Bps, gflops = _copy_rate(device), _matmul_rate(device)
+    except HetpipeError as error:
+        problem = str(error)
+    seconds = time.perf_counter() - start_s
+    message = problem or "copies round trip, a training step agrees with numpy in float64"
+    return SelfTest(problem is None, message, seconds, gflops, copy_Bps)
+
+
+def _put(device: Device, array: Array) -> Buffer:
+    buffer, event = device.upload(array)
+    event.wait(_EVENT_S)
+    return buffer
+
+
+def _get(device: Device, buffer: Buffer) -> Array:
+    array = np.empty(buffer.shape, buffer.dtype)
+    device.download(buffer, array).wait(_EVENT_S)
+    return array
+
+
+def _round_trip(device: Device) -> str | None:
+    generator = np.random.default_rng(0)
+    for dtype in ("float32", "int64", "int32", "bool"):
+        if dtype not in device.info.dtypes:
+            continue
+        for shape in ((), (1,), (3, 5), (1023,)):
+            sent = np.asarray(generator.integers(0, 2, shape), dtype)
+            if not np.array_equal(_get(device, _put(device, sent)), sent):
+                return f"a {dtype} array of shape {shape} came back changed"
+    return None
+
+
+def _compile(device: Device, fn: Callable[..., Any], inputs: list[Array]) -> Executable:
+    tensors = [torch.from_numpy(array) for array in inputs]
+    table = dict(get_backend(device.info.backend).decompositions())
+    graph: fx.GraphModule = make_fx(fn, decomposition_table=table)(*tensors)
+    graph.graph.eliminate_dead_code()
+    return device.compile(canonical(graph))
+
+
+def _step(x: Any, y: Any, w1: Any, b1: Any, w2: Any, lr: Any) -> tuple[Any, ...]:
+    """One step of a two-layer perceptron under mean squared error, written out by hand."""
+    hidden = (x @ w1 + b1).relu()
+    difference = hidden @ w2 - y
+    slope = difference * (2.0 / difference.numel())
+    upward = (slope @ w2.t()) * (hidden > 0)
+    new = (w1 - lr * (x.t() @ upward), b1 - lr * upward.sum(0), w2 - lr * (hidden.t() @ slope))
+    return ((difference * difference).mean(), *new)
+
+
+def _step_in_float64(x: Array, y: Array, w1: Array, b1: Array, w2: Array, lr: Array) -> list[Array]:
+    hidden = np.maximum(x @ w1 + b1, 0)
+    difference = hidden @ w2 - y
+    slope = difference * (2.0 / difference.size)
+    upward = (slope @ w2.T) * (hidden > 0)
+    new = [w1 - lr * (x.T @ upward), b1 - lr * upward.sum(0), w2 - lr * (hidden.T @ slope)]
+    return [np.mean(difference * difference), *new]
+
+
+def _training(device: Device) -> str | None:
+    generator = np.random.default_rng(1)
+    shapes = ((8, 12), (8, 3), (12, 16), (16,), (16, 3), ())
+    inputs = [generator.standard_normal(shape).astype(np.float32) for shape in shapes[:-1]]
+    inputs.append(np.asarray(0.1, np.float32))
+    executable = _compile(device, _step, inputs)
+    parameters = [array.astype(np.float64) for array in inputs]
+    buffers = [_put(device, array) for array in inputs]
+    for step in range(3):
+        outputs, event, _ = executable.run(buffers, frozenset({2, 3, 4}))
+        event.wait(_EVENT_S)
+        expected = _step_in_float64(*parameters)
+        parameters[2:5] = expected[1:]
+        buffers[2:5] = outputs[1:]
+        for name, buffer, wide in zip(("loss", "w1", "b1", "w2"), outputs, expected, strict=True):
+            found = _get(device, buffer)
+            error = float(np.abs(found - wide).max())
+            limit = 64 * float(np.finfo(np.float32).eps) * max(1.0, float(np.abs(wide).max()))
+            if not error <= limit:  # a NaN fails too
+                return f"training step {step}: {name} is off by {error:.3g}, allowed {limit:.3g}"
+    return None
+
+
+def _per_call_s(call: Callable[[], None]) -> float:
+    """Seconds of a call, best of as many as fit in `_MEASURE_S`; the first warms up."""
+    call()
+    best_s, end_s = float("inf"), time.perf_counter() + _MEASURE_S
+    while True:
+        start_s = time.perf_counter()
+        call()
+        now_s = time.perf_counter()
+        best_s = min(best_s, now_s - start_s)
+        if now_s >= end_s:
+            return best_s
+
+
+def _copy_rate(device: Device) -> float:
+    nbytes = 4096 if device.info.capabilities.reference else _COPY_NBYTES
+    array = np.zeros(nbytes // 4, np.float32)
+    buffer, back = _put(device, array), np.empty_like(array)
+
+    def both() -> None:
+        device.upload(array, buffer)[1].wait(_EVENT_S)
+        device.download(buffer, back).wait(_EVENT_S)
+
+    return 2 * nbytes / _per_call_s(both)
+
+
+def _matmul_rate(device: Device) -> float:
+    """GFLOP/s of float32 products, larger while they stay short; slow interpreters stop early."""
+    rate = 0.0
+    for size in _SIZES if not device.info.capabilities.reference else (16,):
+        matrices = [np.ones((size, size), np.float32)] * 2
+        executable = _compile(device, lambda a, b: (a @ b,), matrices)
+        buffers = [_put(device, matrix) for matrix in matrices]
+
+        def once(run: Executable = executable, inputs: list[Buffer] = buffers) -> None:
+            run.run(inputs)[1].wait(_EVENT_S)
+
+        seconds = _per_call_s(once)
+        rate = max(rate, 2 * size**3 / seconds / 1e9)
+        if seconds * 64 > _EVENT_S / 10:  # the next size up costs 64 times as much
+            break
+    return rate

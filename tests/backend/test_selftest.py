@@ -1,0 +1,58 @@
+"""The self-test passes on every device found, and fails a device that computes wrongly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from found_devices import infos, opened
+from hetpipe.backends.numpy import NumpyDevice
+
+from hetpipe.errors import BackendError
+from hetpipe.sdk.backend import Buffer
+from hetpipe.sdk.selftest import selftest
+
+
+@pytest.mark.parametrize("device_id", [info.id for info in infos()])
+def test_every_device_passes(device_id: str) -> None:
+    result = selftest(opened(device_id))
+    assert result.ok, result.message
+    assert result.gflops_matmul > 0
+    assert result.copy_Bps > 0
+    assert "agrees" in result.message
+
+
+class OffByALittle(NumpyDevice):
+    def _run(self, program: Any, inputs: list[Buffer], donate: frozenset[int]) -> list[Buffer]:
+        outputs = super()._run(program, inputs, donate)
+        for buffer in outputs:
+            buffer.array[...] *= 1.001  # type: ignore[attr-defined]  # NumpyBuffer's own
+        return outputs
+
+
+class Broken(NumpyDevice):
+    def _run(self, program: Any, inputs: list[Buffer], donate: frozenset[int]) -> list[Buffer]:
+        raise BackendError("the board is on fire")
+
+
+class Forgetful(NumpyDevice):
+    def _to_device(self, src: Any, dst: Buffer | None) -> Any:
+        return super()._to_device(src * 0, dst)
+
+
+def test_wrong_arithmetic_is_found() -> None:
+    result = selftest(OffByALittle(opened("numpy:cpu:0").info))
+    assert not result.ok
+    assert "off by" in result.message
+    assert result.gflops_matmul == 0
+
+
+def test_an_error_is_a_result() -> None:
+    result = selftest(Broken(opened("numpy:cpu:0").info))
+    assert (result.ok, result.message) == (False, "the board is on fire")
+
+
+def test_a_lossy_copy_is_found() -> None:
+    result = selftest(Forgetful(opened("numpy:cpu:0").info))
+    assert not result.ok
+    assert "came back changed" in result.message
