@@ -16,7 +16,7 @@ from .driver import driver, errors
 from .events import CommandEvent
 from .expr import Value
 from .lowering import Lowered
-from .memory import Memory, OpenCLBuffer
+from .memory import Memory, OpenCLBuffer, room_nbytes
 
 if TYPE_CHECKING:
     from .device import OpenCLDevice
@@ -34,7 +34,8 @@ class OpenCLExecutable(Executable):
         for index, output in enumerate(lowered.outputs):
             if output.value is not None:
                 slots[output.value.id] = len(lowered.inputs) + index
-        self._keep, memory = _intermediates(device, lowered, set(slots))
+        # Setting an argument retains nothing: what arguments point to is kept here.
+        self._intermediates = memory = _intermediates(device, lowered, set(slots))
         self._steps: list[tuple[Any, tuple[int, ...], tuple[int, ...] | None]] = []
         self._rebind: dict[int, list[tuple[Any, int]]] = {slot: [] for slot in slots.values()}
         for launch in lowered.launches:
@@ -79,7 +80,12 @@ class OpenCLExecutable(Executable):
         enqueue, queue = cl.enqueue_nd_range_kernel, device.queue
         command = None
         for kernel, global_size, local_size in self._steps:
-            command = enqueue(queue, kernel, global_size, local_size, None, waits)
+            try:
+                command = enqueue(queue, kernel, global_size, local_size, None, waits)
+            except cl.Error as error:
+                name = kernel.function_name
+                with errors(device.info.id, f"enqueueing {name}, {global_size} by {local_size}"):
+                    raise error
             waits = None
         if command is None and waits:
             command = cl.enqueue_marker(queue, wait_for=waits)
@@ -143,15 +149,15 @@ class OpenCLExecutable(Executable):
 
 def _intermediates(
     device: OpenCLDevice, lowered: Lowered, outside: set[int]
-) -> tuple[Any, dict[int, Any]]:
-    """Memory of the tensors that only the graph itself sees, by id, and what keeps it alive."""
+) -> dict[int, Any]:
+    """Memory of the tensors that only the graph itself sees, by id."""
     life = {k: span for k, span in lives(lowered.launches).items() if k not in outside}
     if device.target.checks_memory:
         # An allocation each, so that the interpreter sees every access outside a tensor.
-        return None, {key: device.memory.create(span.nbytes) for key, span in life.items()}
+        return {key: device.memory.create(room_nbytes(span.nbytes)) for key, span in life.items()}
     offsets, total = place(life, lowered.launches, device.target.alignment_nbytes)
     if not total:
-        return None, {}
+        return {}
     arena = device.arena(total)
     regions: dict[tuple[int, int], Any] = {}
     memory = {}
@@ -162,7 +168,7 @@ def _intermediates(
             if (begin, size) not in regions:
                 regions[begin, size] = arena.get_sub_region(begin, size)
             memory[key] = regions[begin, size]
-    return arena, memory
+    return memory
 
 
 def _scalar(number: int | float) -> Any:
