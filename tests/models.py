@@ -87,18 +87,31 @@ class TwoBranch(nn.Module):
         return self.last(merged * 0.5 + entry)
 
 
+class Transposed(nn.Module):
+    """A linear layer with another's weight, transposed, and a bias of its own."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.weight = other.weight
+        self.bias = nn.Parameter(torch.zeros(other.in_features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight.t(), self.bias)
+
+
 class TiedAutoencoder(nn.Module):
-    """The decoder's first and last layers are the encoder's, transposed."""
+    """The decoder's weights are the encoder's, transposed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.encode = nn.Linear(20, 12)
-        self.inner = nn.Linear(12, 12)
-        self.bias = nn.Parameter(torch.zeros(20))
+        self.encode = nn.Linear(20, 16)
+        self.squeeze = nn.Linear(16, 8)
+        self.expand = Transposed(self.squeeze)
+        self.decode = Transposed(self.encode)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        code = torch.tanh(self.inner(torch.tanh(self.encode(x))))
-        return F.linear(code, self.encode.weight.t(), self.bias)
+        code = torch.tanh(self.squeeze(torch.tanh(self.encode(x))))
+        return self.decode(torch.tanh(self.expand(code)))
 
 
 def _vectors(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,8 +119,8 @@ def _vectors(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _images(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(12, 1, 8, 8, generator=generator)
-    return x, torch.randint(0, 5, (12,), generator=generator)
+    x = torch.randn(32, 1, 8, 8, generator=generator)
+    return x, torch.randint(0, 5, (32,), generator=generator)
 
 
 def _itself(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,7 +130,7 @@ def _itself(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
 
 CASES: dict[str, Case] = {
     "mlp": Case(MLP, F.cross_entropy, _vectors),
-    "residual_cnn": Case(ResidualCNN, F.cross_entropy, _images),
+    "residual_cnn": Case(ResidualCNN, F.cross_entropy, _images, mini_batch=32),
     "two_branch": Case(TwoBranch, F.cross_entropy, _vectors),
     "tied_autoencoder": Case(TiedAutoencoder, F.mse_loss, _itself),
 }

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hetpipe.capture.program import CONSTANT, PassPrograms, Program, Slot, StageGraphs
+from hetpipe.capture.program import CONSTANT, SAVED, PassPrograms, Program, Slot, StageGraphs
 from hetpipe.errors import UnsupportedOperatorError
 from hetpipe.sdk.backend import Buffer, Device, Executable
 
@@ -67,6 +67,7 @@ class _StageRun:
             None if program is None else (program, device.compile(program.graph))
             for program in (passes.forward, passes.backward, stage.update)
         ]
+        self._saved: Environment = {}  # names of saved tensors are a stage's own
         self._times_s: list[list[float]] = [[], [], []]
 
     def forward(self, env: Environment, rng: np.random.Generator) -> None:
@@ -90,9 +91,10 @@ class _StageRun:
             return
         program, executable = entry
         for slot in program.inputs:
-            if slot.key not in env or env[slot.key].shape != slot.shape:
-                env[slot.key] = self._device.upload(_example(slot, self._constants, rng))[0]
-        inputs = [env[slot.key] for slot in program.inputs]
+            known = self._room(slot, env)
+            if slot.key not in known:
+                known[slot.key] = self._device.upload(_example(slot, self._constants, rng))[0]
+        inputs = [self._room(slot, env)[slot.key] for slot in program.inputs]
         donate = frozenset(
             i for i, slot in enumerate(program.inputs) if index > 0 and _donated(slot, program)
         )
@@ -100,7 +102,11 @@ class _StageRun:
         outputs, event, _ = executable.run(inputs, donate)
         event.wait()
         self._times_s[index].append(time.perf_counter() - start_s)
-        env.update({slot.key: buffer for slot, buffer in zip(program.outputs, outputs, strict=True)})
+        for slot, buffer in zip(program.outputs, outputs, strict=True):
+            self._room(slot, env)[slot.key] = buffer
+
+    def _room(self, slot: Slot, env: Environment) -> Environment:
+        return self._saved if slot.role == SAVED else env
 
 
 def _donated(slot: Slot, program: Program) -> bool:

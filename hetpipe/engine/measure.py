@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hetpipe.capture.capture import Captured
+from hetpipe.capture.captured import Captured
 from hetpipe.capture.program import CUT, INPUT, LOSS, PassPrograms, Program, Slot, StageGraphs
 from hetpipe.cost import cache
 from hetpipe.cost.profiler import Times
@@ -53,9 +53,7 @@ def profile(
         "members": [
             [asdict(member), asdict(crew.infos[member.id])] for member in crew.cluster.members
         ],
-        "links": sorted(
-            [sorted(pair), asdict(link)] for pair, link in crew.cluster.links.items()
-        ),
+        "links": sorted([sorted(pair), asdict(link)] for pair, link in crew.cluster.links.items()),
         "transport": crew.cluster.transport,
     }
     tables: dict[int, CostTable] = {}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hetpipe.capture.capture import Captured
+from hetpipe.capture.captured import Captured
 from hetpipe.capture.program import BUFFER, GRAD, PARAM, STATE, StageGraphs
 from hetpipe.engine.crew import Crew, StepRequest
 from hetpipe.engine.measure import Progress, profile
@@ -230,7 +230,7 @@ class Pipeline:
             )
             validate(made, microbatches)
             if not update:
-                made = tuple(tuple(a for a in worker if a.op in _PASSES) for worker in made)
+                made = tuple(tuple(a for a in worker if a.op not in _UPDATING) for worker in made)
             self._schedules[key] = made
         return self._schedules[key]
 
@@ -260,9 +260,7 @@ class Pipeline:
         return sum(loss * size for loss, size in zip(result.losses, samples, strict=True)) / rows
 
 
-_PASSES = frozenset(
-    {Op.FORWARD, Op.BACKWARD, Op.SEND_FORWARD, Op.RECV_FORWARD, Op.SEND_BACKWARD, Op.RECV_BACKWARD}
-)
+_UPDATING = frozenset({Op.UPDATE, Op.SEND_TIED_PARAM, Op.RECV_TIED_PARAM})
 
 
 def _rows(leaves: Mapping[str, Any]) -> int:
