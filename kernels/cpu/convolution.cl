@@ -1,6 +1,6 @@
 // Direct two-dimensional convolution on CPUs, from the copies that layout.cl makes.
 //
-//   padded  [N][rows][cols][C]   packed  [group][block][taps_h][taps_w][depth][COLS]   y  row-major [N][C][H][W]
+//   padded  [N][rows][cols][C]   packed  [group][block][kernel_h * kernel_w][depth][COLS]   y  row-major [N][C][H][W]
 //
 // PIXELS x COLS sums stay in registers while taps and input channels stream through; PIXELS is a box of
 // TILE_IMAGES x TILE_ROWS x TILE_COLS output pixels. The input gradient is the same kernel, on dy with other taps
@@ -8,30 +8,33 @@
 
 #define PIXELS (TILE_IMAGES * TILE_ROWS * TILE_COLS)
 #define COLS 32
+// Where pixel p of the box is.
+#define IMAGE(p) ((p) / (TILE_ROWS * TILE_COLS))
+#define ROW(p) ((p) / TILE_COLS % TILE_ROWS)
+#define COL(p) ((p) % TILE_COLS)
+#define PLACE(p, image, row, col) (IMAGE(p) * (image) + ROW(p) * (row) + COL(p) * (col))
 
 // 16 channels of one tile of pixels, r[pixel] -> y. (skip_*: leading part of the box that another tile owns.)
 inline void store_tile(float16* r, __global float* y, const int channels, const int y_image, const int y_channel,
                        const int y_row, const int y_col, const int skip_image, const int skip_row,
                        const int skip_col) {
   transpose16(r);
-  const bool whole = y_col == 1 && skip_image + skip_row + skip_col == 0;
+  const bool whole = skip_image + skip_row + skip_col == 0;
 #pragma unroll
   for (int c = 0; c < LANES; c++) {
     if (c < channels) {
-      if (whole && TILE_COLS % 4 == 0) {
-        const float4 quad[4] = {r[c].lo.lo, r[c].lo.hi, r[c].hi.lo, r[c].hi.hi};
+      float lane[LANES];
+      vstore16(r[c], 0, lane);
+      if (whole && y_col == 1 && TILE_COLS % 4 == 0) {
 #pragma unroll
-        for (int p = 0; p < PIXELS; p += 4)
-          vstore4(quad[p / 4], 0, y + p / (TILE_ROWS * TILE_COLS) * y_image + p / TILE_COLS % TILE_ROWS * y_row +
-                                      p % TILE_COLS);
+        for (int p = 0; p < PIXELS; p += 4) vstore4(vload4(0, lane + p), 0, y + PLACE(p, y_image, y_row, 1));
+      } else if (whole) {
+#pragma unroll
+        for (int p = 0; p < PIXELS; p++) y[PLACE(p, y_image, y_row, y_col)] = lane[p];
       } else {
-        float lane[LANES];
-        vstore16(r[c], 0, lane);
-        for (int p = 0; p < PIXELS; p++) {
-          const int image = p / (TILE_ROWS * TILE_COLS), row = p / TILE_COLS % TILE_ROWS, col = p % TILE_COLS;
-          if (image >= skip_image && row >= skip_row && col >= skip_col)
-            y[image * y_image + row * y_row + col * y_col] = lane[p];
-        }
+        for (int p = 0; p < PIXELS; p++)
+          if (IMAGE(p) >= skip_image && ROW(p) >= skip_row && COL(p) >= skip_col)
+            y[PLACE(p, y_image, y_row, y_col)] = lane[p];
       }
     }
     y += y_channel;
@@ -39,21 +42,22 @@ inline void store_tile(float16* r, __global float* y, const int channels, const 
 }
 
 // y = bias + sum over taps and d of padded * packed. Offsets into `padded` are in floats: x_image per image,
-// x_row and x_col per output row and column, tap_row and tap_col per tap.
+// x_row and x_col per output row and column, tap_row and tap_col per tap; `packed` likewise by w_row and w_col per tap.
 // global size: tiles in an image, tiles of images, groups * blocks
 WORK_ITEM __kernel void convolve(__global const float* restrict padded, __global const float* restrict packed,
                                  __global const float* restrict bias, const int has_bias, __global float* restrict y,
                                  const int images, const int rows, const int cols, const int depth,
                                  const int channels, const int blocks, const int taps_h, const int taps_w,
                                  const int x_offset, const int x_image, const int x_row, const int x_col,
-                                 const int tap_row, const int tap_col, const int y_offset, const int y_image,
+                                 const int tap_row, const int tap_col, const int kernel_size,
+                                 const int w_offset, const int w_row, const int w_col, const int y_offset, const int y_image,
                                  const int y_channel, const int y_row, const int y_col) {
   const int col_tiles = (cols + TILE_COLS - 1) / TILE_COLS;
   const int own_col = (int)get_global_id(0) % col_tiles * TILE_COLS, col = min(own_col, cols - TILE_COLS);
   const int own_row = (int)get_global_id(0) / col_tiles * TILE_ROWS, row = min(own_row, rows - TILE_ROWS);
   const int own_image = get_global_id(1) * TILE_IMAGES, image = min(own_image, images - TILE_IMAGES);
   const int block = get_global_id(2), group = block / blocks, c0 = block % blocks * COLS;
-  float16 lo[LANES], hi[LANES];
+  float16 lo[PIXELS], hi[PIXELS];
   const float16 bias_lo = has_bias ? load_upto(bias + group * channels + c0, channels - c0) : (float16)(0.0f);
   const float16 bias_hi =
       has_bias ? load_upto(bias + group * channels + c0 + LANES, channels - c0 - LANES) : (float16)(0.0f);
@@ -62,10 +66,11 @@ WORK_ITEM __kernel void convolve(__global const float* restrict padded, __global
     lo[m] = bias_lo;
     hi[m] = bias_hi;
   }
-  __global const float* w = packed + block * taps_h * taps_w * depth * COLS;
+  packed += block * kernel_size * depth * COLS + w_offset;
   __global const float* origin = padded + x_offset + group * depth + image * x_image + row * x_row + col * x_col;
   for (int th = 0; th < taps_h; th++) {
     for (int tw = 0; tw < taps_w; tw++) {
+      __global const float* w = packed + th * w_row + tw * w_col;
       __global const float* x[PIXELS / TILE_COLS];
 #pragma unroll
       for (int i = 0; i < PIXELS / TILE_COLS; i++)
@@ -82,10 +87,15 @@ WORK_ITEM __kernel void convolve(__global const float* restrict padded, __global
       }
     }
   }
-#pragma unroll
-  for (int m = PIXELS; m < LANES; m++) lo[m] = hi[m] = (float16)(0.0f);
   y += y_offset + image * y_image + (group * channels + c0) * y_channel + row * y_row + col * y_col;
-  store_tile(lo, y, channels - c0, y_image, y_channel, y_row, y_col, own_image - image, own_row - row, own_col - col);
-  store_tile(hi, y + LANES * y_channel, channels - c0 - LANES, y_image, y_channel, y_row, y_col, own_image - image,
-             own_row - row, own_col - col);
+  // Copies, so that no address of the sums is taken: else Intel's compiler keeps them in memory.
+  float16 tile[2][LANES];
+#pragma unroll
+  for (int m = 0; m < LANES; m++) {
+    tile[0][m] = m < PIXELS ? lo[m % PIXELS] : (float16)(0.0f);
+    tile[1][m] = m < PIXELS ? hi[m % PIXELS] : (float16)(0.0f);
+  }
+  for (int i = 0; i < 2; i++)
+    store_tile(tile[i], y + i * LANES * y_channel, channels - c0 - i * LANES, y_image, y_channel, y_row, y_col,
+               own_image - image, own_row - row, own_col - col);
 }

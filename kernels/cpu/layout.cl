@@ -3,7 +3,7 @@
 //   x        row-major [N][C][H][W]
 //   padded   [N][rows][cols][C]: channels last, inside a border of zeros
 //   w        row-major weights
-//   packed   [group][ceil(lanes / COLS)][taps_h][taps_w][depth][COLS]: weights by blocks of output channels (lanes)
+//   packed   [group][ceil(lanes / COLS)][kernel_h * kernel_w][depth][COLS]: weights by blocks of output channels (lanes)
 
 #define COLS 32
 
@@ -42,53 +42,41 @@ WORK_ITEM __kernel void pad_channels_last(__global const float* restrict x, __gl
   }
 }
 
-// Position of kernel index `k` among taps first, first + step, ... (`taps` of them), or -1.
-inline int tap_of(const int k, const int first, const int step, const int taps) {
-  const int distance = step > 0 ? k - first : first - k;
-  const int tap = abs(step) == 1 ? distance : distance / abs(step);
-  return distance >= 0 && tap < taps && tap * abs(step) == distance ? tap : -1;
-}
-
-// Weights w[lane * lane_stride + d * depth_stride + kh * kernel_w + kw] of one group into `packed`.
+// Weights w[group][lane * lane_stride + d * depth_stride + tap], `size` in all, into `packed`.
 // global size: groups * blocks of COLS lanes, chunks of 16 d
 WORK_ITEM __kernel void pack_weights(__global const float* restrict w, __global float* restrict packed,
-                                     const int group_stride, const int lane_stride, const int depth_stride,
-                                     const int lanes, const int blocks, const int depth, const int kernel_h,
-                                     const int kernel_w, const int first_h, const int step_h, const int taps_h,
-                                     const int first_w, const int step_w, const int taps_w) {
+                                     const int size, const int group_stride, const int lane_stride,
+                                     const int depth_stride, const int lanes, const int blocks, const int depth,
+                                     const int taps) {
   const int block = get_global_id(0), lane0 = block % blocks * COLS;
   const int d0 = get_global_id(1) * LANES, d1 = min(d0 + LANES, depth);
-  const int kernel_size = kernel_h * kernel_w;
-  const bool merged = depth_stride == kernel_size;  // then (d, kh, kw) is one contiguous run
-  const int run = merged ? (d1 - d0) * kernel_size : kernel_size;
-  w += block / blocks * group_stride + lane0 * lane_stride;
-  packed += block * taps_h * taps_w * depth * COLS;
+  const bool merged = depth_stride == taps;  // then (d, tap) is one contiguous run
+  const int run = merged ? (d1 - d0) * taps : taps;
+  const int first = block / blocks * group_stride + lane0 * lane_stride;
+  packed += block * taps * depth * COLS;
   for (int base = 0; base < COLS; base += LANES) {
     for (int d = d0; d < d1; d += merged ? d1 - d0 : 1) {
-      int at = d, kh = 0, kw = 0;
+      int at = d, tap = 0;
       for (int j = 0; j < run; j += LANES) {
+        const int from = first + base * lane_stride + d * depth_stride + j;
         float16 r[LANES];
-        __global const float* from = w + base * lane_stride + d * depth_stride + j;
         if (run == 1) {
-          r[0] = load_strided(from, lane_stride, lanes - lane0 - base);
+          r[0] = load_strided(w + from, lane_stride, lanes - lane0 - base);
         } else {
+          // Beyond the run lie other weights: reading them is harmless and quicker than not to.
 #pragma unroll
           for (int i = 0; i < LANES; i++)
-            r[i] = lane0 + base + i < lanes ? load_upto(from + i * lane_stride, run - j) : (float16)(0.0f);
+            r[i] = lane0 + base + i < lanes ? load_upto(w + from + i * lane_stride, size - from - i * lane_stride)
+                                            : (float16)(0.0f);
           transpose16(r);
         }
 #pragma unroll
         for (int i = 0; i < LANES; i++) {
           if (j + i < run) {
-            const int th = tap_of(kh, first_h, step_h, taps_h), tw = tap_of(kw, first_w, step_w, taps_w);
-            if (th >= 0 && tw >= 0)
-              vstore16(r[i], 0, packed + ((th * taps_w + tw) * depth + at) * COLS + base);
-            if (++kw == kernel_w) {
-              kw = 0;
-              if (++kh == kernel_h) {
-                kh = 0;
-                at++;
-              }
+            vstore16(r[i], 0, packed + (tap * depth + at) * COLS + base);
+            if (++tap == taps) {
+              tap = 0;
+              at++;
             }
           }
         }
