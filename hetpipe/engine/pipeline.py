@@ -47,8 +47,9 @@ class Pipeline:
     `example` is one mini-batch `(x, y)`: tensors, tuples or dicts of them, batch first. `loss_fn`
     takes the model's output and `y` and returns a mean over samples, or `(sum, count)`.
     `microbatches=None` lets the planner choose. `plan` (or `cuts`, layer indices) overrides the
-    planner. A `crew` (started workers) or `captured` model that is given is used and left running;
-    a crew serves one pipeline at a time. Raises children of `HetpipeError` only.
+    planner; `costs` is the table that `plan` was made with, else the pipeline profiles for it. A
+    `crew` (started workers) or a `captured` model that is given is used and left running; a crew
+    serves one pipeline at a time. Raises children of `HetpipeError` only.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Pipeline:
         microbatches: int | None = None,
         schedule: str = "auto",
         plan: Plan | None = None,
+        costs: CostTable | None = None,
         cuts: Sequence[int] | None = None,
         seed: int = 0,
         progress: Progress | None = None,
@@ -79,7 +81,11 @@ class Pipeline:
         self._borrowed = crew is not None
         self._crew = crew or Crew.start(cluster)
         try:
-            self.plan, self.costs = self._planned(microbatches, schedule, plan, cuts)
+            if plan is None:
+                self.plan, self.costs = self._planned(microbatches, schedule, cuts)
+            else:
+                self.plan = self._fitting(plan)
+                self.costs = costs or self._profiled([plan.microbatches])[plan.microbatches]
             self._loaded: set[int] = set()
             self._load(set(_sizes(self._mini_batch, self.plan.microbatches)), None)
         except BaseException:
@@ -154,35 +160,34 @@ class Pipeline:
         self.close()
 
     def _planned(
-        self,
-        microbatches: int | None,
-        schedule: str,
-        plan: Plan | None,
-        cuts: Sequence[int] | None,
+        self, microbatches: int | None, schedule: str, cuts: Sequence[int] | None
     ) -> tuple[Plan, CostTable]:
         counts = [microbatches] if microbatches else list(EXPLORED_MICROBATCHES)
-        if plan is not None:
-            counts = [plan.microbatches]
-        sizes = sorted({-(-self._mini_batch // count) for count in counts}, reverse=True)
-        tables = profile(self._captured, self._crew, self._optimizer, sizes, self._progress)
-        if plan is not None:
-            self._require_fit(plan)
-            return plan, tables[sizes[0]]
+        tables = self._profiled(counts)
         schedules = ("1f1b", "gpipe") if schedule == "auto" else (schedule,)
-        if cuts is not None:
-            table = tables[sizes[0]]
-            members = list(self._crew.infos)[: len(cuts) + 1]
-            made = make_plan(
-                table, members, mini_batch=self._mini_batch, microbatches=counts[0],
-                schedule=schedules[0], cuts=cuts,
-            )  # fmt: skip
-            return made, table
-        best = explore(
-            tables, list(self._crew.infos), mini_batch=self._mini_batch, schedules=schedules
-        )[0]
-        return best, tables[-(-self._mini_batch // best.microbatches)]
+        members = list(self._crew.infos)
+        if cuts is None:
+            by_size = {table.samples: table for table in tables.values()}
+            best = explore(by_size, members, mini_batch=self._mini_batch, schedules=schedules)[0]
+            return best, tables[best.microbatches]
+        made = make_plan(
+            tables[counts[0]],
+            members[: len(cuts) + 1],
+            mini_batch=self._mini_batch,
+            microbatches=counts[0],
+            schedule=schedules[0],
+            cuts=cuts,
+        )
+        return made, tables[counts[0]]
 
-    def _require_fit(self, plan: Plan) -> None:
+    def _profiled(self, counts: Sequence[int]) -> dict[int, CostTable]:
+        """A table for each of these numbers of micro-batches."""
+        sizes = {count: -(-self._mini_batch // count) for count in counts}
+        wanted = sorted(set(sizes.values()), reverse=True)
+        tables = profile(self._captured, self._crew, self._optimizer, wanted, self._progress)
+        return {count: tables[size] for count, size in sizes.items()}
+
+    def _fitting(self, plan: Plan) -> Plan:
         layers = len(self._captured.layer_graph(self._mini_batch).layers)
         if plan.stages[-1].hi != layers:
             raise PlanError(
@@ -195,6 +200,7 @@ class Pipeline:
                     raise PlanError(
                         f"the plan uses {device}, the cluster has {', '.join(self._crew.infos)}"
                     )
+        return plan
 
     def _load(self, sizes: set[int], kept: Mapping[str, Mapping[str, Any]] | None) -> None:
         """Give the workers the stages for these micro-batch sizes; `kept` by role, else initial."""

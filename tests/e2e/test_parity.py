@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -17,7 +19,10 @@ from reference import train
 import hetpipe as hp
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Member
+from hetpipe.cost.table import CostTable
 from hetpipe.engine.crew import Crew
+from hetpipe.plan.plan import Plan, StagePlan
+from hetpipe.schedule.generators import generate, max_in_flight
 
 STEPS = 20
 MICROBATCHES = 4
@@ -60,13 +65,44 @@ def crew(request: pytest.FixtureRequest) -> Iterator[tuple[Crew, str]]:
         yield started, schedule
 
 
+def fresh(name: str) -> torch.nn.Module:
+    """The same initial weights every time."""
+    torch.manual_seed(1)
+    return CASES[name].model()
+
+
+@cache
+def capture(name: str) -> Captured:
+    """Captured once for all rows."""
+    case = CASES[name]
+    return Captured(fresh(name), case.loss_fn, case.batch(torch.Generator().manual_seed(2)))
+
+
+def unpriced(
+    captured: Captured, members: list[str], schedule: str, mini_batch: int
+) -> tuple[Plan, CostTable]:
+    """Equal layer counts, nothing measured: these tests are about results."""
+    samples = mini_batch // MICROBATCHES
+    names = tuple(layer.name for layer in captured.layer_graph(samples).layers)
+    cuts = [len(names) * n // len(members) for n in range(len(members) + 1)]
+    depths = max_in_flight(generate(schedule, len(members), MICROBATCHES))
+    stages = tuple(
+        StagePlan(lo, hi, (member,), depth, 0.0, 0.0, 0.0, 0, 0)
+        for member, depth, (lo, hi) in zip(members, depths, pairwise(cuts), strict=True)
+    )
+    nbytes = (0,) * (len(members) - 1)
+    plan = Plan(
+        "case", names, stages, schedule, mini_batch, MICROBATCHES, 0.0, nbytes, "measured", "even"
+    )
+    return plan, CostTable("case", samples, (), {})
+
+
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("name", list(CASES))
 def test_pipeline_equals_unpartitioned(crew: tuple[Crew, str], name: str, stages: int) -> None:
     started, schedule = crew
     case = CASES[name]
-    torch.manual_seed(1)
-    model = case.model()
+    model = fresh(name)
     generator = torch.Generator().manual_seed(2)
     batches = [case.batch(generator) for _ in range(STEPS)]
 
@@ -74,8 +110,8 @@ def test_pipeline_equals_unpartitioned(crew: tuple[Crew, str], name: str, stages
     optimizer = torch.optim.SGD(eager.parameters(), lr=LEARNING_RATE, momentum=0.9)
     expected, gradients = train(eager, case.loss_fn, batches, MICROBATCHES, optimizer)
 
-    captured = Captured(model, case.loss_fn, batches[0])
-    layers = len(captured.layer_graph(case.mini_batch // MICROBATCHES).layers)
+    captured = capture(name)
+    plan, costs = unpriced(captured, list(started.infos)[:stages], schedule, case.mini_batch)
     with hp.Pipeline(
         model,
         case.loss_fn,
@@ -83,10 +119,9 @@ def test_pipeline_equals_unpartitioned(crew: tuple[Crew, str], name: str, stages
         cluster=started.cluster,
         crew=started,
         optimizer=hp.optim.sgd(lr=LEARNING_RATE, momentum=0.9),
-        microbatches=MICROBATCHES,
-        schedule=schedule,
         captured=captured,
-        cuts=[layers * n // stages for n in range(1, stages)],
+        plan=plan,
+        costs=costs,
     ) as pipe:
         _, found = pipe.gradients(*batches[0])
         assert found.keys() == gradients.keys()
