@@ -167,9 +167,9 @@ def _checked(record: Any, data: Any, name: str) -> dict[str, Any]:
     for key, kind in known.items():
         if key not in data:
             raise PlanError(f"{name} lacks the key {key!r}")
-        value: Any = data[key]
         allowed = _KINDS.get(kind, (list, tuple))
-        if not isinstance(value, allowed) or isinstance(value, bool):
-            raise PlanError(f"{name}: {key} is {value!r}, it should be of type {kind}")
-        values[key] = tuple(value) if kind not in _KINDS else value
+        right = isinstance(data[key], allowed) and not isinstance(data[key], bool)
+        if not right:
+            raise PlanError(f"{name}: {key} is {data[key]!r}, it should be of type {kind}")
+        values[key] = data[key] if kind in _KINDS else tuple(data[key])
     return values

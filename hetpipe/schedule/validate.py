@@ -110,7 +110,7 @@ def _needs(action: Action, stages: int, row: Sequence[Action]) -> Iterator[Actio
             yield Action(n, Op.RECV_BACKWARD, number)
     elif op is Op.SEND_BACKWARD:
         yield Action(n, Op.BACKWARD, number)
-    elif op is Op.SEND_TIED_GRAD:
+    elif op in (Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD):  # received ones are added last: one order
         yield from (a for a in row if a.stage == n and a.op is Op.BACKWARD)
     elif op is Op.UPDATE:
         yield from (a for a in row if a.stage == n and a.op.value[1:] == "G")

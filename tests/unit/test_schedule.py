@@ -1,0 +1,171 @@
+"""Schedules as staircases, drawn literally; no device."""
+
+import pytest
+
+from hetpipe.errors import ScheduleError
+from hetpipe.schedule.action import Action, Message, Op
+from hetpipe.schedule.generators import (
+    generate,
+    gpipe,
+    max_in_flight,
+    one_f_one_b,
+    register_schedule,
+    schedule_names,
+)
+from hetpipe.schedule.grid import format_grid
+
+
+def passes(schedule):
+    """`F0 B0 ...` per stage, without transfers."""
+    return [
+        " ".join(str(a)[1:] for a in row if a.op in (Op.FORWARD, Op.BACKWARD)) for row in schedule
+    ]
+
+
+def text(schedule):
+    return [" ".join(str(action)[1:] for action in row) for row in schedule]
+
+
+def test_gpipe_is_all_forwards_then_all_backwards():
+    assert passes(gpipe(3, 3)) == ["F0 F1 F2 B0 B1 B2"] * 3
+
+
+def test_one_f_one_b_is_a_staircase():
+    assert passes(one_f_one_b(4, 5)) == [
+        "F0 F1 F2 F3 B0 F4 B1 B2 B3 B4",
+        "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4",
+        "F0 F1 B0 F2 B1 F3 B2 F4 B3 B4",
+        "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4",
+    ]
+
+
+def test_one_f_one_b_with_fewer_microbatches_than_stages():
+    assert passes(one_f_one_b(3, 2)) == ["F0 F1 B0 B1", "F0 F1 B0 B1", "F0 B0 F1 B1"]
+
+
+def test_in_flight_sets_the_warm_up():
+    assert passes(one_f_one_b(3, 4, [5, 3, 1])) == [
+        "F0 F1 F2 F3 B0 B1 B2 B3",
+        "F0 F1 F2 B0 F3 B1 B2 B3",
+        "F0 B0 F1 B1 F2 B2 F3 B3",
+    ]
+
+
+def test_transfers_stand_around_the_passes_that_need_them():
+    assert text(generate("1f1b", 3, 2)) == [
+        "F0 SF0 F1 SF1 RB0 B0 RB1 B1 U",
+        "RF0 F0 SF0 RF1 F1 SF1 RB0 B0 SB0 RB1 B1 SB1 U",
+        "RF0 F0 B0 SB0 RF1 F1 B1 SB1 U",
+    ]
+
+
+def test_a_single_stage_has_no_transfers():
+    assert text(generate("gpipe", 1, 2)) == ["F0 F1 B0 B1 U"]
+
+
+def test_tied_parameters_are_summed_by_the_owner_and_sent_back():
+    rows = text(generate("gpipe", 4, 1, tied=[(0, [2, 3]), (1, (3,)), (0, (3,))]))
+    assert [row[row.index(" B0") + 1 :] for row in rows] == [
+        "B0 RG2 RG3 U SP2 SP3",
+        "B0 SB0 RG3 U SP3",
+        "B0 SB0 SG0 U RP0",
+        "B0 SB0 SG0 SG1 U RP0 RP1",
+    ]
+
+
+@pytest.mark.parametrize("stages", range(1, 7))
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 8])
+def test_depths_of_the_papers(stages, microbatches):
+    straight = [min(stages - n, microbatches) for n in range(stages)]
+    hiding = [min(2 * (stages - n) - 1, microbatches) for n in range(stages)]
+    assert max_in_flight(generate("1f1b", stages, microbatches)) == straight
+    assert max_in_flight(generate("1f1b", stages, microbatches, in_flight=hiding)) == hiding
+    assert max_in_flight(generate("gpipe", stages, microbatches)) == [microbatches] * stages
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (("1f2b", 2, 2), {}, "no schedule '1f2b'; known: 1f1b, gpipe"),
+        (("1f1b", 0, 2), {}, "0 stages, 2 micro-batches"),
+        (("1f1b", 2, 0), {}, "2 stages, 0 micro-batches"),
+        (("1f1b", 2, 2), {"in_flight": [1]}, r"in_flight \[1\]: give one number"),
+        (("1f1b", 2, 2), {"in_flight": [1, 0]}, "at least 1"),
+        (("gpipe", 2, 4), {"in_flight": [2, 2]}, "keeps all 4 micro-batches in flight, but 2"),
+        (("1f1b", 2, 2), {"tied": [(0, [2])]}, "tied stages 0 and 2"),
+        (("1f1b", 2, 2), {"tied": [(1, [1])]}, "tied stages 1 and 1"),
+    ],
+)
+def test_impossible_requests_are_refused(arguments, options, message):
+    with pytest.raises(ScheduleError, match=message):
+        generate(*arguments, **options)
+
+
+def test_a_deadlock_of_in_flight_depths_is_found_when_generated():
+    with pytest.raises(ScheduleError, match="deadlock: worker 0 waits in 0RB0 for worker 1, "):
+        generate("1f1b", 2, 4, in_flight=[1, 2])
+
+
+def test_users_register_their_own(monkeypatch):
+    import hetpipe.schedule.generators as module
+
+    monkeypatch.setattr(module, "_generators", dict(module._generators))
+
+    @register_schedule("naive")
+    def naive(stages, microbatches, in_flight):
+        """One micro-batch at a time."""
+        ops = (Op.FORWARD, Op.BACKWARD)
+        row = [(op, m) for m in range(microbatches) for op in ops]
+        return tuple(tuple(Action(n, op, m) for op, m in row) for n in range(stages))
+
+    assert schedule_names() == ["1f1b", "gpipe", "naive"]
+    assert text(generate("naive", 2, 2))[1] == "RF0 F0 B0 SB0 RF1 F1 B1 SB1 U"
+    with pytest.raises(ScheduleError, match="'naive' is registered already"):
+        register_schedule("naive")(one_f_one_b)
+
+
+def test_stages_that_share_a_worker_hand_over_by_the_same_actions(monkeypatch):
+    import hetpipe.schedule.generators as module
+
+    monkeypatch.setattr(module, "_generators", dict(module._generators))
+    row = "0F0 1F0 1B0 0B0"
+    register_schedule("one")(lambda n, m, k: (tuple(map(Action.parse, row.split())),))
+    assert format_grid(generate("one", 2, 1)) == (
+        "worker 0: 0F0 0SF0 1RF0 1F0 1B0 1SB0 0RB0 0B0 0U 1U"
+    )
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_actions_print_and_parse(name):
+    for row in generate(name, 4, 12, tied=[(0, [3])]):
+        for action in row:
+            assert Action.parse(str(action)) == action
+
+
+@pytest.mark.parametrize("wrong", ["F0", "2F", "0U1", "2X0", "2F0 ", "", "-1F0"])
+def test_what_is_not_an_action_does_not_parse(wrong):
+    with pytest.raises(ScheduleError):
+        Action.parse(wrong)
+
+
+@pytest.mark.parametrize(
+    ("send", "receive", "message"),
+    [
+        ("1SF3", "2RF3", Message(1, 2, "F", 3)),
+        ("2SB3", "1RB3", Message(2, 1, "B", 3)),
+        ("2SG0", "0RG2", Message(2, 0, "G", 0)),
+        ("0SP2", "2RP0", Message(0, 2, "P", 0)),
+    ],
+)
+def test_a_send_and_its_receive_name_one_message(send, receive, message):
+    assert Action.parse(send).message == Action.parse(receive).message == message
+    assert Action.parse(send).op.is_send
+    assert Action.parse(receive).op.is_receive
+
+
+def test_the_grid_shows_the_surroundings_of_marks():
+    schedule = generate("1f1b", 2, 4)
+    assert format_grid(schedule, {1: 7}) == (
+        "worker 0: ... 0F1 0SF1 0RB0 0B0 0F2 0SF2 0RB1 0B1 0F3 0SF3 0RB2 ...\n"
+        "worker 1: ... 1B0 1SB0 1RF1 1F1 1B1 [1SB1] 1RF2 1F2 1B2 1SB2 1RF3 ..."
+    )

@@ -1,0 +1,202 @@
+"""The validator against hand-written faults, and against an independent judge on mutations."""
+
+from collections import Counter, defaultdict
+from graphlib import CycleError, TopologicalSorter
+
+import pytest
+
+from hetpipe.errors import ScheduleError
+from hetpipe.schedule.action import Action
+from hetpipe.schedule.generators import generate
+from hetpipe.schedule.validate import validate
+
+
+def draw(*rows):
+    """A schedule from rows of text; blanks only draw the staircase."""
+    return tuple(tuple(Action.parse(cell) for cell in row.split()) for row in rows)
+
+
+VALID = draw(
+    "0F0 0SF0 0F1 0SF1                    0RB0 0B0          0RB1 0B1 0U",
+    "         1RF0 1F0 1B0 1SB0 1RF1 1F1 1B1 1SB1                     1U",
+)
+
+
+def test_the_drawn_schedule_is_valid():
+    validate(VALID, 2)
+    validate(VALID, 2, in_flight=[2, 1])
+
+
+def refusal(schedule, microbatches=2, in_flight=None):
+    with pytest.raises(ScheduleError) as caught:
+        validate(schedule, microbatches, in_flight)
+    return str(caught.value)
+
+
+def test_a_missing_action_is_marked_at_the_end_of_its_row():
+    broken = draw("0F0 0SF0 0RB0 0B0 0U", "1RF0 1F0 1SB0 1U")
+    assert refusal(broken, 1) == (
+        "1B0 is missing\nworker 0: 0F0 0SF0 0RB0 0B0 0U\nworker 1: 1RF0 1F0 1SB0 1U [?]"
+    )
+
+
+def test_a_backward_before_its_forward():
+    broken = draw("0F0 0SF0 0RB0 0B0 0U", "1RF0 1B0 1F0 1SB0 1U")
+    assert refusal(broken, 1) == (
+        "1B0 comes before 1F0, which it needs\n"
+        "worker 0: 0F0 0SF0 0RB0 0B0 0U\n"
+        "worker 1: 1RF0 [1B0] 1F0 1SB0 1U"
+    )
+
+
+def test_a_repeated_forward():
+    broken = draw("0F0 0SF0 0F0 0RB0 0B0 0U", "1RF0 1F0 1B0 1SB0 1U")
+    assert "0F0 is there twice" in refusal(broken, 1)
+    assert "0F0 0SF0 [0F0] 0RB0" in refusal(broken, 1)
+
+
+def test_a_microbatch_that_does_not_exist():
+    assert "0F1 has no place among 2 stages, 1 micro-batches" in refusal(VALID, 1)
+
+
+def test_receives_in_another_order_than_sends():
+    broken = draw(
+        "0F0 0SF0 0F1 0SF1 0RB0 0B0 0RB1 0B1 0U",
+        "1RF1 1F1 1RF0 1F0 1B0 1SB0 1B1 1SB1 1U",
+    )
+    assert "1RF1 receives from stage 0, which sends F0 at that turn" in refusal(broken)
+    assert "worker 1: [1RF1] 1F1" in refusal(broken)
+
+
+def test_the_update_comes_last():
+    broken = draw("0F0 0SF0 0RB0 0U 0B0", "1RF0 1F0 1B0 1SB0 1U")
+    assert "the update of stage 0 must come last" in refusal(broken, 1)
+    assert "0RB0 [0U] 0B0" in refusal(broken, 1)
+
+
+def test_too_many_forwards_in_flight():
+    message = refusal(VALID, in_flight=[1, 1])
+    assert "stage 0 has 2 forwards in flight, its bound is 1" in message
+    assert "0F0 0SF0 [0F1]" in message
+
+
+def test_a_deadlock_names_its_cycle_and_marks_who_waits():
+    broken = draw(
+        "0F0 0SF0 0RB0 0B0 0F1 0SF1 0RB1 0B1 0U",
+        "1RF0 1F0 1SF0 1RF1 1F1 1SF1 1RB0 1B0 1SB0 1RB1 1B1 1SB1 1U",
+        "2RF0 2F0 2B0 2SB0 2RF1 2F1 2B1 2SB1 2U",
+    )
+    assert refusal(broken) == (
+        "deadlock: worker 0 waits in 0RB0 for worker 1, worker 1 waits in 1RF1 for worker 0\n"
+        "worker 0: 0F0 0SF0 [0RB0] 0B0 0F1 0SF1 0RB1 0B1 ...\n"
+        "worker 1: 1RF0 1F0 1SF0 [1RF1] 1F1 1SF1 1RB0 1B0 1SB0 ...\n"
+        "worker 2: 2RF0 2F0 2B0 2SB0 [2RF1] 2F1 2B1 2SB1 2U"
+    )
+
+
+def test_a_tied_gradient_that_nobody_awaits_and_one_that_nobody_sends():
+    tied = generate("gpipe", 2, 1, tied=[(0, [1])])
+    unheard = (tuple(a for a in tied[0] if str(a) != "0RG1"), tied[1])
+    assert "1SG0 is never received" in refusal(unheard, 1)
+    unsent = (tied[0], tuple(a for a in tied[1] if str(a) != "1SG0"))
+    assert "0RG1 receives from stage 1, which sends nothing more" in refusal(unsent, 1)
+
+
+def test_a_stage_lives_on_one_worker_and_numbers_have_no_gaps():
+    assert "stage 0 is on workers 0 and 1" in refusal(draw("0F0 0B0", "0U"), 1)
+    assert "stages are [0, 2]" in refusal(draw("0F0 0B0 0U", "2F0 2B0 2U"), 1)
+
+
+# An independent judge: the actions, the order on every edge, and one graph of all precedences.
+
+LOCAL = [  # (before, after): of one stage and micro-batch, where both exist
+    ("RF", "F"), ("F", "SF"), ("F", "B"), ("RB", "B"), ("B", "SB"),
+]  # fmt: skip
+
+
+def judge(schedule, complete):
+    """Whether a schedule with a complete set of actions can run as it should."""
+    cells = [action for row in schedule for action in row]
+    if Counter(cells) != Counter(complete):
+        return False
+    edges = defaultdict(lambda: ([], []))
+    graph = defaultdict(set)
+    for row in schedule:
+        at = {action: index for index, action in enumerate(row)}
+        if not orderly(row):
+            return False
+        for before, after in zip(row, row[1:], strict=False):
+            graph[after].add(before)
+        for action in row:
+            if action.message:
+                edges[action.message[:2]][action.op.is_receive].append(action.message)
+            name, number = action.op.value, action.number
+            later = [
+                Action(action.stage, type(action.op)(b), number) for a, b in LOCAL if a == name
+            ]
+            if any(other in at and at[other] < at[action] for other in later):
+                return False
+    sends = {action.message: action for action in cells if action.op.is_send}
+    for action in cells:
+        if action.op.is_receive:
+            graph[action].add(sends[action.message])
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError:
+        return False
+    return all(sent == received for sent, received in edges.values())
+
+
+def orderly(row):
+    """Passes, tied gradients, update, tied parameters; transfers anywhere before the update."""
+    names = [action.op.value for action in row]
+    kinds = ["FB", "G", "U", "P"]
+    ranks = [
+        next(rank for rank, kind in enumerate(kinds) if name[-1] in kind)
+        for name in names
+        if len(name) == 1 or name[-1] in "GP"
+    ]
+    transfers = [i for i, name in enumerate(names) if len(name) == 2 and name[-1] in "FB"]
+    return ranks == sorted(ranks) and all(i < names.index("U") for i in transfers)
+
+
+CASES = [
+    ("1f1b", 3, 3, [], None),
+    ("1f1b", 2, 4, [], [3, 1]),
+    ("gpipe", 3, 2, [], None),
+    ("1f1b", 3, 2, [(0, [2])], None),
+]
+
+
+@pytest.mark.parametrize(("name", "stages", "microbatches", "tied", "in_flight"), CASES)
+def test_dropped_and_repeated_actions_are_refused(name, stages, microbatches, tied, in_flight):
+    valid = generate(name, stages, microbatches, tied=tied, in_flight=in_flight)
+    for worker, row in enumerate(valid):
+        for i in range(len(row)):
+            for changed in (row[:i] + row[i + 1 :], row[: i + 1] + row[i:]):
+                mutant = (*valid[:worker], changed, *valid[worker + 1 :])
+                with pytest.raises(ScheduleError):
+                    validate(mutant, microbatches)
+
+
+@pytest.mark.parametrize(("name", "stages", "microbatches", "tied", "in_flight"), CASES)
+def test_swapped_actions_are_refused_where_they_must_be(
+    name, stages, microbatches, tied, in_flight
+):
+    valid = generate(name, stages, microbatches, tied=tied, in_flight=in_flight)
+    complete = [action for row in valid for action in row]
+    verdicts = Counter()
+    for worker, row in enumerate(valid):
+        for j in range(len(row)):
+            for i in range(j):
+                changed = (*row[:i], row[j], *row[i + 1 : j], row[i], *row[j + 1 :])
+                mutant = (*valid[:worker], changed, *valid[worker + 1 :])
+                try:
+                    validate(mutant, microbatches)
+                    accepted = True
+                except ScheduleError:
+                    accepted = False
+                assert accepted == judge(mutant, complete), (str(row[i]), str(row[j]))
+                verdicts[accepted] += 1
+    assert verdicts[True] > 0  # a send may move behind a receive
+    assert verdicts[False] > verdicts[True]
