@@ -9,20 +9,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from functools import cache
-from itertools import pairwise
 
 import pytest
 import torch
 from models import CASES
+from plans import unpriced
 from reference import train
 
 import hetpipe as hp
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Member
-from hetpipe.cost.table import CostTable
 from hetpipe.engine.crew import Crew
-from hetpipe.plan.plan import Plan, StagePlan
-from hetpipe.schedule.generators import generate, max_in_flight
 
 STEPS = 20
 MICROBATCHES = 4
@@ -78,25 +75,6 @@ def capture(name: str) -> Captured:
     return Captured(fresh(name), case.loss_fn, case.batch(torch.Generator().manual_seed(2)))
 
 
-def unpriced(
-    captured: Captured, members: list[str], schedule: str, mini_batch: int
-) -> tuple[Plan, CostTable]:
-    """Equal layer counts, nothing measured: these tests are about results."""
-    samples = mini_batch // MICROBATCHES
-    names = tuple(layer.name for layer in captured.layer_graph(samples).layers)
-    cuts = [len(names) * n // len(members) for n in range(len(members) + 1)]
-    depths = max_in_flight(generate(schedule, len(members), MICROBATCHES))
-    stages = tuple(
-        StagePlan(lo, hi, (member,), depth, 0.0, 0.0, 0.0, 0, 0)
-        for member, depth, (lo, hi) in zip(members, depths, pairwise(cuts), strict=True)
-    )
-    nbytes = (0,) * (len(members) - 1)
-    plan = Plan(
-        "case", names, stages, schedule, mini_batch, MICROBATCHES, 0.0, nbytes, "measured", "even"
-    )
-    return plan, CostTable("case", samples, (), {})
-
-
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("name", list(CASES))
 def test_pipeline_equals_unpartitioned(crew: tuple[Crew, str], name: str, stages: int) -> None:
@@ -111,7 +89,9 @@ def test_pipeline_equals_unpartitioned(crew: tuple[Crew, str], name: str, stages
     expected, gradients = train(eager, case.loss_fn, batches, MICROBATCHES, optimizer)
 
     captured = capture(name)
-    plan, costs = unpriced(captured, list(started.infos)[:stages], schedule, case.mini_batch)
+    plan, costs = unpriced(
+        captured, list(started.infos)[:stages], schedule, case.mini_batch, MICROBATCHES
+    )
     with hp.Pipeline(
         model,
         case.loss_fn,

@@ -1,0 +1,48 @@
+"""A backend that core has never heard of, registered at run time, trains one of two stages."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from models import CASES
+from plans import unpriced
+from reference import train
+from wrapped_backend import WrappedBackend
+
+import hetpipe as hp
+from hetpipe.capture import Captured
+from hetpipe.cluster import Cluster, Member
+
+
+@pytest.mark.parametrize("transport", ["local", "shared-memory"])
+def test_registered_backend_trains_a_stage(transport: str) -> None:
+    hp.register_backend(WrappedBackend)
+    case = CASES["residual_cnn"]
+    torch.manual_seed(1)
+    model = case.model()
+    generator = torch.Generator().manual_seed(2)
+    batches = [case.batch(generator) for _ in range(5)]
+    eager = copy.deepcopy(model)
+    expected, _ = train(
+        eager, case.loss_fn, batches, 4, torch.optim.Adam(eager.parameters(), lr=1e-3)
+    )
+
+    captured = Captured(model, case.loss_fn, batches[0])
+    plan, costs = unpriced(captured, ["theirs", "torch"], "1f1b", case.mini_batch, 4)
+    members = (Member("theirs", "wrapped:unit:0"), Member("torch", "pytorch:cpu:0"))
+    with hp.Pipeline(
+        model,
+        case.loss_fn,
+        batches[0],
+        cluster=Cluster(members=members, transport=transport),
+        optimizer=hp.optim.adam(lr=1e-3),
+        captured=captured,
+        plan=plan,
+        costs=costs,
+    ) as pipe:
+        losses = [pipe.step(x, y) for x, y in batches]
+    assert losses == pytest.approx(expected, rel=1e-4)
+    if transport == "local":
+        assert WrappedBackend.opened > 0

@@ -1,0 +1,46 @@
+"""The digits CNN trains with one stage on the FPGA emulator and one on torch, to torch's losses."""
+
+from __future__ import annotations
+
+import copy
+from itertools import islice
+
+import pytest
+import torch
+from plans import unpriced
+from reference import train
+
+import hetpipe as hp
+from hetpipe.bench.zoo import load_workload
+from hetpipe.capture import Captured
+from hetpipe.cluster import Cluster, Member
+
+STEPS, MINI_BATCH, MICROBATCHES = 5, 64, 4
+
+
+def test_digits_on_fpga_emulator_and_torch() -> None:
+    found, _ = hp.discover_devices(["opencl"])
+    emulators = [d.id for d in found if d.kind == "fpga" and d.capabilities.emulated]
+    if not emulators:
+        pytest.skip("no FPGA emulator: install the extra `emulators`")
+    workload = load_workload("digits")
+    batches = list(islice(workload.batches(MINI_BATCH, 0), STEPS))
+    eager = copy.deepcopy(workload.model)
+    optimizer = torch.optim.SGD(eager.parameters(), lr=0.003, momentum=0.9)
+    expected, _ = train(eager, workload.loss_fn, batches, MICROBATCHES, optimizer)
+
+    captured = Captured(workload.model, workload.loss_fn, batches[0])
+    plan, costs = unpriced(captured, ["fpga", "cpu"], "1f1b", MINI_BATCH, MICROBATCHES)
+    members = (Member("fpga", emulators[0], cores=(0,)), Member("cpu", "pytorch:cpu:0", cores=(1,)))
+    with hp.Pipeline(
+        workload.model,
+        workload.loss_fn,
+        batches[0],
+        cluster=Cluster(members=members),
+        optimizer=hp.optim.sgd(lr=0.003, momentum=0.9),
+        captured=captured,
+        plan=plan,
+        costs=costs,
+    ) as pipe:
+        losses = [pipe.step(x, y) for x, y in batches]
+    assert losses == pytest.approx(expected, rel=1e-4)

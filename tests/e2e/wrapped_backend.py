@@ -1,0 +1,26 @@
+"""A hardware maker's backend as core has never seen it: its own module, wrapping numpy's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hetpipe.backends.numpy import NumpyBackend
+
+from hetpipe.sdk import Device, DeviceInfo
+
+
+class WrappedBackend(NumpyBackend):
+    """Devices of another name; what they run is counted, so that a test knows they ran."""
+
+    name = "wrapped"
+    opened = 0
+
+    def discover(self) -> list[DeviceInfo]:
+        return [
+            replace(info, id=f"wrapped:unit:{index}", backend="wrapped")
+            for index, info in enumerate(super().discover())
+        ]
+
+    def open(self, info: DeviceInfo) -> Device:
+        WrappedBackend.opened += 1
+        return super().open(info)
