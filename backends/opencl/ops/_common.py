@@ -28,8 +28,14 @@ def cast(builder: Builder, expr: Expr, dtype: str) -> Expr:
         number = bool(expr.number) if dtype == "bool" else expr.number
         return builder.pool.make(Const, expr.shape, dtype, int(number) if whole else float(number))
     if dtype == "bool":
-        return builder.apply("abs(convert_{M}({0} != 0))", dtype, expr)
+        return truth(builder, expr)
     return builder.apply("convert_{T}({0})", dtype, expr, weight=0)
+
+
+def truth(builder: Builder, expr: Expr) -> Expr:
+    """1 where `expr` is not 0, else 0."""
+    zero = builder.pool.make(Const, expr.shape, expr.dtype, 0.0 if expr.dtype in FLOATS else 0)
+    return builder.apply("abs(convert_{M}({0} != {1}))", "bool", expr, zero)
 
 
 def operands(builder: Builder, node: fx.Node, args: Any, dtype: str | None = None) -> list[Expr]:

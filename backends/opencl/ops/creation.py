@@ -34,7 +34,8 @@ def scalar_tensor(builder: Builder, node: fx.Node) -> None:
 
 @lowers("aten.zeros.default", "aten.zeros_like.default", "aten.new_zeros.default",
         "aten.empty.memory_format", "aten.empty_like.default", "aten.new_empty.default",
-        "aten.empty_strided.default", "aten.new_empty_strided.default")  # fmt: skip
+        "aten.empty_strided.default", "aten.empty_permuted.default",
+        "aten.new_empty_strided.default")  # fmt: skip
 def zeros(builder: Builder, node: fx.Node) -> None:
     _constant(builder, node, 0)
 

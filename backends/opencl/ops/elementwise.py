@@ -17,7 +17,7 @@ from hetpipe.sdk.graph import dtype_name, operator_name
 
 from ..builder import Builder, node_dtype, node_shape
 from ..expr import Expr
-from ._common import FLOATS, argument, cast, choose, operands
+from ._common import FLOATS, argument, cast, choose, operands, truth
 from .registry import lowers
 
 DEAR = 8
@@ -44,6 +44,7 @@ FUNCTIONS = {
     "silu": ("{0} / (({T})(1) + exp(-{0}))", DEAR),
     "relu": ("select({0}, ({T})(0), convert_{M}({0} < ({T})(0)))", 1),
     "sign": ("sign({0})", 1),
+    "sgn": ("sign({0})", 1),
     "floor": ("floor({0})", 1),
     "ceil": ("ceil({0})", 1),
     "trunc": ("trunc({0})", 1),
@@ -105,7 +106,7 @@ def _truth(builder: Builder, expr: Expr) -> Expr:
     """Sums and products of bools are bools."""
     if expr.dtype != "bool":
         return expr
-    return builder.apply("abs(convert_{M}({0} != 0))", "bool", expr)
+    return truth(builder, expr)
 
 
 @lowers("aten.div.Tensor_mode", "aten.div.Scalar_mode", "aten.floor_divide.default")
@@ -118,8 +119,8 @@ def rounded_div(builder: Builder, node: fx.Node) -> None:
         code = "{0} / {1}"
     else:
         # C rounds towards zero: one less where there is a remainder of the other sign.
-        code = "{0} / {1} - abs(convert_{M}(({0} % {1} != 0) & (({0} < 0) != ({1} < 0))))"
-        code = f"convert_{{T}}({code})"
+        odd = "({0} % {1} != ({T})(0)) & (({0} < ({T})(0)) != ({1} < ({T})(0)))"
+        code = f"{{0}} / {{1}} - select(({{T}})(0), ({{T}})(1), convert_{{M}}({odd}))"
     builder.define(node, builder.apply(code, a.dtype, a, b, weight=4))
 
 
@@ -173,8 +174,8 @@ def function(builder: Builder, node: fx.Node) -> None:
     (a,) = operands(builder, node, node.args[:1])
     if a.dtype not in FLOATS:
         rounding = name in ("floor", "ceil", "trunc", "round")
-        whole = {"sign": "convert_{T}(clamp({0}, ({T})(-1), ({T})(1)))"}
-        code = "{0}" if rounding else whole.get(name, code)
+        signed = "convert_{T}(clamp({0}, ({T})(-1), ({T})(1)))"
+        code = "{0}" if rounding else signed if name in ("sign", "sgn") else code
     builder.define(node, builder.apply(code, a.dtype, a, weight=weight))
 
 
@@ -217,8 +218,8 @@ def masked_fill(builder: Builder, node: fx.Node) -> None:
     builder.define(node, choose(builder, mask, new, old))
 
 
-@lowers("aten.clamp.default", "aten.clamp.Tensor", "aten.clamp_min.default",
-        "aten.clamp_max.default", "aten.hardtanh.default")  # fmt: skip
+@lowers("aten.clamp.default", "aten.clamp.Tensor", "aten.clamp_min.default", "aten.clamp_min.Tensor",
+        "aten.clamp_max.default", "aten.clamp_max.Tensor", "aten.hardtanh.default")  # fmt: skip
 def clamp(builder: Builder, node: fx.Node) -> None:
     name = _stem(node)
     tanh = name == "hardtanh"

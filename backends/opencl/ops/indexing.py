@@ -109,7 +109,12 @@ def _indices(
     return given[0], rank, found
 
 
-@lowers("aten.embedding_dense_backward.default")
+def _unscaled(node: fx.Node) -> str | None:
+    scaled = argument(node, 4, "scale_grad_by_freq", False)
+    return "scale_grad_by_freq=True has no kernel" if scaled else None
+
+
+@lowers("aten.embedding_dense_backward.default", supports=_unscaled)
 def embedding_backward(builder: Builder, node: fx.Node) -> None:
     """Sums the gradients of each row in the order of the samples: the same on every run."""
     gradient, indices, rows, padding = node.args[:4]

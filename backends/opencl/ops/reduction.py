@@ -14,7 +14,7 @@ from .. import layouts
 from ..builder import Builder, node_dtype, node_shape
 from ..expr import Const, Coord, Expr, Layout
 from ..reduce import ALL, ANY, MAXIMUM, MINIMUM, PRODUCT, SUM, Reduction, reduce
-from ._common import FLOATS, argument, cast
+from ._common import FLOATS, argument, cast, choose
 from .registry import lowers
 
 
@@ -103,34 +103,43 @@ def variance(builder: Builder, node: fx.Node) -> None:
     builder.define_results(node, parts)
 
 
-def _one_dim(node: fx.Node) -> str | None:
+def _has_order(node: fx.Node) -> str | None:
     dtype = dtype_name(node.args[0].meta["val"].dtype)  # type: ignore[union-attr] # a tensor
     return None if dtype in (*FLOATS, "int32", "int64") else f"it has no kernel for {dtype}"
 
 
-@lowers("aten.argmax.default", "aten.argmin.default", supports=_one_dim)
+@lowers("aten.argmax.default", "aten.argmin.default", supports=_has_order)
 def position(builder: Builder, node: fx.Node) -> None:
     """The first place of the extreme: the least of the places that hold it."""
-    source: Any = node.args[0]
-    expr = builder.pool.load(builder.store(builder.expr(source)))
+    expr = builder.pool.load(builder.store(builder.expr(node.args[0])))
     dim = argument(node, 1, "dim")
     if dim is None:
-        expr = _shaped(builder, expr, (expr.numel,))
-        dim = 0
-    dim = int(dim) % max(1, len(expr.shape))
-    builder.define(node, _shaped(builder, _place(builder, expr, dim, node), node_shape(node)))
-
-
-def _place(builder: Builder, expr: Expr, dim: int, node: fx.Node) -> Expr:
-    if not expr.shape:
-        return builder.pool.make(Const, (), "int64", 0)
+        expr, dim = _shaped(builder, expr, (expr.numel,)), 0
     how = MAXIMUM if "argmax" in operator_name(node) else MINIMUM
-    best = builder.expand(_reduced(builder, expr, [dim], how), expr.shape)
+    _, place = _extreme_at(builder, expr, int(dim), how)
+    builder.define(node, _shaped(builder, place, node_shape(node)))
+
+
+@lowers("aten.max.dim", "aten.min.dim", supports=_has_order)
+def extreme_along(builder: Builder, node: fx.Node) -> None:
+    expr = builder.pool.load(builder.store(builder.expr(node.args[0])))
+    how = MAXIMUM if operator_name(node) == "aten.max.dim" else MINIMUM
+    dim: Any = node.args[1]
+    shape = tuple(int(n) for n in node.meta["val"][0].shape)
+    parts = _extreme_at(builder, expr, int(dim), how)
+    builder.define_results(node, tuple(_shaped(builder, part, shape) for part in parts))
+
+
+def _extreme_at(builder: Builder, expr: Expr, dim: int, how: Reduction) -> tuple[Expr, Expr]:
+    """The extreme along a dimension, and its first place."""
+    if not expr.shape:
+        return expr, builder.pool.make(Const, (), "int64", 0)
+    dim %= len(expr.shape)
+    best = _reduced(builder, expr, [dim], how)
+    wide = builder.expand(best, expr.shape)
     strides = tuple(int(d == dim) for d in range(len(expr.shape)))
     place = builder.pool.make(Coord, expr.shape, "int64", Layout(expr.shape, strides))
     far = builder.pool.make(Const, expr.shape, "int64", expr.shape[dim])
     # A NaN is an extreme, and equals nothing.
-    code = "abs(convert_{M}(({0} == {1}) | ({0} != {0})))"
-    here = builder.apply(code, "bool", expr, best)
-    code = "select({2}, {1}, convert_{M}(-convert_{M}({0})))"
-    return _reduced(builder, builder.apply(code, "int64", here, place, far), [dim], MINIMUM)
+    here = builder.apply("abs(convert_{M}(({0} == {1}) | ({0} != {0})))", "bool", expr, wide)
+    return best, _reduced(builder, choose(builder, here, place, far), [dim], MINIMUM)

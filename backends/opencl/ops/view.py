@@ -83,6 +83,23 @@ def _selected(node: fx.Node, first: int) -> tuple[tuple[int, ...], int, int]:
     return shape, _dim(node.args[first], len(shape)), int(index)
 
 
+@lowers("aten.diagonal.default")
+def diagonal(builder: Builder, node: fx.Node) -> None:
+    source: Any = node.args[0]
+    rank, size = len(node_shape(source)), node_shape(node)[-1]
+    offset = argument(node, 1, "offset", 0)
+    rows, cols = _dim(argument(node, 2, "dim1", 0), rank), _dim(argument(node, 3, "dim2", 1), rank)
+    others = [d for d in range(rank) if d not in (rows, cols)]
+
+    def view(x: Layout) -> Layout:
+        first = max(0, -offset) * x.strides[rows] + max(0, offset) * x.strides[cols]
+        step = x.strides[rows] + x.strides[cols]
+        shape = (*(x.shape[d] for d in others), size)
+        return Layout(shape, (*(x.strides[d] for d in others), step), x.offset + first)
+
+    _define_view(builder, node, view)
+
+
 @lowers("aten.flip.default")
 def flip(builder: Builder, node: fx.Node) -> None:
     shape = node_shape(node)
