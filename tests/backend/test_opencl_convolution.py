@@ -1,0 +1,113 @@
+"""OpenCL convolutions: sizes that no tile fits, strides, dilation, groups, transposes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hetpipe.backends.opencl.ops._convolution import MOST_PIXELS, choose_tile
+from opencl_products import INTERPRETERS, OPENCL, check_sums
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Shape:
+    x: tuple[int, ...]
+    channels: int
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...] = (1, 1)
+    padding: tuple[int, ...] = (0, 0)
+    dilation: tuple[int, ...] = (1, 1)
+    groups: int = 1
+    transposed: bool = False
+    output_padding: tuple[int, ...] = (0, 0)
+
+    @property
+    def rest(self) -> tuple[Any, ...]:
+        return (list(self.stride), list(self.padding), list(self.dilation), self.transposed,
+                list(self.output_padding), self.groups)  # fmt: skip
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        wide, narrow = self.x[1], self.channels
+        if self.transposed:
+            wide, narrow = narrow, wide
+        g = torch.Generator().manual_seed(sum(self.x))
+        weight = torch.randn(narrow, wide // self.groups, *self.kernel, generator=g)
+        return torch.randn(self.x, generator=g), weight, torch.randn(self.channels, generator=g)
+
+
+SHAPES = {
+    "3x3": Shape((2, 64, 8, 8), 64, (3, 3), padding=(1, 1)),
+    "4x4 images": Shape((3, 20, 4, 4), 40, (3, 3), padding=(1, 1)),
+    "stride 2": Shape((2, 16, 8, 8), 33, (3, 3), (2, 2), (1, 1)),
+    "1x1 stride 2": Shape((2, 8, 8, 8), 16, (1, 1), (2, 2)),
+    "1x1 images": Shape((9, 17, 1, 1), 19, (1, 1)),
+    "one channel": Shape((2, 1, 7, 9), 5, (3, 3), padding=(1, 1)),
+    "wide row": Shape((1, 3, 5, 37), 6, (3, 3), padding=(1, 1)),
+    "7x7 stride 2": Shape((1, 3, 23, 23), 8, (7, 7), (2, 2), (3, 3)),
+    "dilated, strided": Shape((2, 6, 9, 11), 4, (3, 3), (2, 2), (0, 0), (2, 2), 2),
+    "depthwise": Shape((1, 4, 13, 17), 4, (5, 5), (3, 3), (4, 4), groups=4),
+    "uneven": Shape((2, 6, 10, 7), 9, (3, 2), (2, 3), (2, 1), (2, 1), 3),
+    "padding beyond the kernel": Shape((1, 2, 5, 5), 3, (2, 2), (2, 2), (3, 3)),
+    "one-dimensional": Shape((2, 5, 19), 7, (3,), (2,), (1,), (1,), 1, False, (0,)),
+    "transposed": Shape((2, 6, 5, 7), 8, (3, 3), (2, 2), (1, 1), (1, 1), 2, True, (1, 1)),
+}
+
+
+def forward(shape: Shape) -> Any:
+    return lambda x, w, b: aten.convolution(x, w, b, *shape.rest)
+
+
+def backward(shape: Shape, mask: list[bool]) -> Any:
+    def fn(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = aten.convolution_backward(dy, x, w, [shape.channels], *shape.rest, mask)
+        return tuple(each for each, want in zip(found, mask, strict=True) if want)
+
+    return fn
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("device_id", OPENCL)
+def test_forward(device_id: str, name: str) -> None:
+    x, weight, bias = SHAPES[name].tensors()
+    check_sums(device_id, forward(SHAPES[name]), (x, weight, bias), weight[0].numel() + 1)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("device_id", OPENCL)
+def test_gradients(device_id: str, name: str) -> None:
+    shape = SHAPES[name]
+    x, weight, bias = shape.tensors()
+    dy = torch.randn_like(forward(shape)(x, weight, bias))
+    terms = max(dy[:, 0].numel(), weight[:, 0].numel())
+    check_sums(device_id, backward(shape, [True, True, True]), (dy, x, weight), terms)
+
+
+@pytest.mark.parametrize("only", range(3))
+@pytest.mark.parametrize("name", ["stride 2", "transposed"])
+@pytest.mark.parametrize("device_id", OPENCL)
+def test_output_mask(device_id: str, name: str, only: int) -> None:
+    shape = SHAPES[name]
+    x, weight, bias = shape.tensors()
+    dy = torch.randn_like(forward(shape)(x, weight, bias))
+    mask = [i == only for i in range(3)]
+    check_sums(device_id, backward(shape, mask), (dy, x, weight), 1000)
+
+
+@pytest.mark.parametrize("device_id", INTERPRETERS)
+def test_interpreted(device_id: str) -> None:
+    shape = Shape((2, 3, 5, 4), 5, (3, 3), (2, 2), (1, 1))
+    x, weight, bias = shape.tensors()
+    check_sums(device_id, forward(shape), (x, weight, bias), 28)
+    dy = torch.randn_like(forward(shape)(x, weight, bias))
+    check_sums(device_id, backward(shape, [True, True, True]), (dy, x, weight), 45)
+
+
+def test_tiles_fit_registers_and_waste_nothing_on_common_sizes() -> None:
+    for images, rows, cols in ((32, 8, 8), (32, 4, 4), (16, 2, 2), (8, 14, 14), (8, 56, 56)):
+        tile = choose_tile(images, rows, cols)
+        assert 8 <= tile[0] * tile[1] * tile[2] <= MOST_PIXELS
+        assert (images % tile[0], rows % tile[1], cols % tile[2]) == (0, 0, 0)

@@ -1,0 +1,80 @@
+"""OpenCL matrix products: every edge of the register tile, transposes, bias."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hetpipe.backends.opencl.ops.matmul import DEPTH_BLOCK, depth_blocks
+from opencl_products import INTERPRETERS, OPENCL, check_sums, on_device
+
+aten = torch.ops.aten
+SHAPES = [
+    (1, 1, 1), (12, 32, 16), (13, 33, 17), (64, 64, 64), (50, 70, DEPTH_BLOCK + 29), (24, 95, 31),
+    (2, 100, 129), (100, 1, 37), (100, 2, 37), (3, 5, 7), (32, 10, 64), (40, 31, 1),
+]  # fmt: skip
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("device_id", OPENCL)
+def test_mm(device_id: str, shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    check_sums(device_id, aten.mm.default, (random(m, k), random(k, n)), k)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("device_id", OPENCL)
+def test_transposed_operands_are_read_in_place(device_id: str, shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    check_sums(device_id, lambda a, b: aten.mm(a.t(), b.t()), (random(k, m), random(n, k)), k)
+    check_sums(device_id, lambda a, b: aten.mm(a, b.t()), (random(m, k), random(n, k)), k)
+
+
+@pytest.mark.parametrize("bias", [(33,), (1, 33), (13, 1), (13, 33)], ids=str)
+@pytest.mark.parametrize("depth", [5, 2 * DEPTH_BLOCK + 1])
+@pytest.mark.parametrize("device_id", OPENCL)
+def test_addmm_scales_and_broadcasts(device_id: str, depth: int, bias: tuple[int, ...]) -> None:
+    inputs = (random(*bias), random(13, depth), random(depth, 33))
+    check_sums(device_id, lambda c, a, b: aten.addmm(c, a, b, beta=0.5, alpha=2.0), inputs, depth)
+
+
+@pytest.mark.parametrize("shape", [(100, 2), (1, 40), (4, 4)], ids=str)
+@pytest.mark.parametrize("device_id", OPENCL)
+def test_small_products_with_bias(device_id: str, shape: tuple[int, int]) -> None:
+    m, n = shape
+    for bias in ((n,), (m, 1), (m, n)):
+        inputs = (random(*bias), random(m, 19), random(19, n))
+        check_sums(device_id, aten.addmm.default, inputs, 19)
+
+
+@pytest.mark.parametrize("device_id", OPENCL)
+def test_beta_of_zero_ignores_what_the_bias_holds(device_id: str) -> None:
+    a, b, nothing = random(13, 40), random(40, 33), torch.full((33,), float("nan"))
+    (found,) = on_device(device_id, lambda c, a, b: aten.addmm(c, a, b, beta=0), (nothing, a, b))
+    torch.testing.assert_close(found, a @ b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device_id", OPENCL)
+def test_bmm(device_id: str) -> None:
+    check_sums(device_id, aten.bmm.default, (random(3, 25, 40), random(3, 40, 50)), 40)
+    inputs = random(4, 9, 20), random(4, 33, 20)
+    check_sums(device_id, lambda a, b: aten.bmm(a, b.transpose(1, 2)), inputs, 20)
+
+
+def test_blocks_of_depth_cover_it_evenly() -> None:
+    for depth in (1, DEPTH_BLOCK, DEPTH_BLOCK + 1, 5 * DEPTH_BLOCK - 3):
+        blocks = depth_blocks(depth)
+        assert [k0 for k0, _ in blocks[1:]] == [k1 for _, k1 in blocks[:-1]]
+        assert (blocks[0][0], blocks[-1][1]) == (0, depth)
+        sizes = [k1 - k0 for k0, k1 in blocks]
+        assert max(sizes) <= DEPTH_BLOCK
+        assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("device_id", INTERPRETERS)
+def test_interpreted(device_id: str) -> None:
+    check_sums(device_id, aten.mm.default, (random(13, 40), random(40, 33)), 40)
+    check_sums(device_id, aten.mm.default, (random(3, 5), random(5, 4)), 5)
