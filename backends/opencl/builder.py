@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from importlib.resources import files
 
 from torch import fx
@@ -210,12 +210,10 @@ class Builder:
         if not all(store.plain for store in group):
             straight = set()
         inplace = frozenset(straight - {load.value.id for load in read if not load.plain})
-        self.launches.append(
-            Launch(kernel, code.global_size, code.local_size, code.args, inplace)
-        )
+        self.launches.append(Launch(kernel, code.global_size, code.local_size, code.args, inplace))
 
 
-@lru_cache(maxsize=None)
+@cache
 def kernel_source(path: str) -> str:
     """Text of a file of `hetpipe.kernels`. Raises `BackendError` if there is none."""
     try:

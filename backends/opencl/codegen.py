@@ -19,6 +19,8 @@ from .target import Target
 
 BLOCK = 4096
 """Elements per work-item on a CPU: enough to hide what a work-group costs."""
+TILE = 256
+"""Width of the tile that a work-item copies when it reads across rows."""
 LANES = 16
 MOST_TENSORS = 24
 
@@ -85,9 +87,7 @@ def generate(group: Sequence[Store], target: Target) -> Code:
         lines, count = _by_row(body, group, padded)
         size, local = (count,), (1,)
     args: list[Value | int | float] = list(body.tensors.values())
-    parameters = [
-        f"__global {C_TYPES[value.dtype]} *{name}" for name, value in body.named.items()
-    ]
+    parameters = [f"__global {C_TYPES[value.dtype]} *{name}" for name, value in body.named.items()]
     if nest.rows == 1:
         parameters.append("const int n")
         args.append(nest.inner)
@@ -119,17 +119,23 @@ def _by_row(body: Body, group: Sequence[Store], padded: bool) -> tuple[list[str]
         ]
         loops = _loops(body, group, ("begin", "end"), not padded)
         return head + body.row_lines([]) + loops, -(-nest.inner // BLOCK)
-    each = max(1, BLOCK // nest.inner)
-    loops = _loops(body, group, ("0", str(nest.inner)), nest.inner % LANES != 0)
+    # Rows side by side share the cache lines that a step other than 1 touches: walk tiles.
+    crooked = any(nest.step(layout) not in (0, 1) for layout in nest.layouts)
+    span = min(nest.inner, TILE if crooked else BLOCK)
+    each = max(1, BLOCK // span)
+    blocks = -(-nest.inner // span)
+    loops = _loops(body, group, ("begin", "end"), nest.inner % LANES != 0)
     lines = [
-        f"const int first = get_global_id(0) * {each};",
+        f"const int first = get_global_id(0) / {blocks} * {each};",
+        f"const int begin = get_global_id(0) % {blocks} * {span};",
+        f"const int end = min(begin + {span}, {nest.inner});",
         *indent(
             body.row_lines(body.coordinates("row")) + loops,
             f"for (int row = first; row < min(first + {each}, {nest.rows}); ++row) {{",
             "}",
         ),
     ]
-    return lines, -(-nest.rows // each)
+    return lines, -(-nest.rows // each) * blocks
 
 
 def _loops(body: Body, group: Sequence[Store], span: tuple[str, str], tail: bool) -> list[str]:

@@ -34,7 +34,7 @@ class OpenCLDevice(Device):
     def __init__(self, info: DeviceInfo, cl_device: Any, drains: bool) -> None:
         cl = driver()
         self.info = info
-        self.drains = drains
+        self._drains = drains
         self.target = Target(
             info,
             max_work_group_size=cl_device.max_work_group_size,
@@ -97,6 +97,11 @@ class OpenCLDevice(Device):
         self._collect()
         self.memory.trim()
         self.retired.clear()
+
+    def waits_long(self, command: Any) -> bool:
+        """Whether the driver's own wait for `command` would also wait for later commands."""
+        later = self.last_command is not None and self.last_command is not command
+        return self._drains and later and command.command_queue == self.queue
 
     def arena(self, nbytes: int) -> Any:
         """Memory for intermediates. All graphs share it: their launches run in one order."""

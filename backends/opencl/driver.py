@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from hetpipe.errors import BackendError
@@ -14,7 +14,7 @@ from .runtimes import EMULATORS, POCL, prepare
 NO_PLATFORM = -1001
 
 
-@lru_cache(maxsize=None)
+@cache
 def driver() -> Any:
     """The module pyopencl, with every runtime made visible first.
 
@@ -24,7 +24,9 @@ def driver() -> Any:
     try:
         import pyopencl
     except ImportError as error:
-        raise BackendError(f"pyopencl cannot be imported ({error}): pip install pyopencl") from error
+        raise BackendError(
+            f"pyopencl cannot be imported ({error}): pip install pyopencl"
+        ) from error
     return pyopencl
 
 

@@ -45,7 +45,7 @@ class CommandEvent(Event):
     def wait(self, timeout_s: float | None = None) -> None:
         if self.done():
             return
-        if timeout_s is None and not self.device.drains:
+        if timeout_s is None and not self.device.waits_long(self.command):
             with errors(self.device.info.id, self.doing):
                 self.command.wait()
         else:

@@ -132,7 +132,9 @@ class OpenCLExecutable(Executable):
                 outputs.append(given[output.source])
                 continue
             memory: Memory
-            memory = device.memory.take(nbytes(value), False) if heir is None else given[heir].memory
+            memory = (
+                device.memory.take(nbytes(value), False) if heir is None else given[heir].memory
+            )
             outputs.append(OpenCLBuffer(device, value.shape, value.dtype, memory))
         return outputs
 
@@ -147,9 +149,7 @@ class OpenCLExecutable(Executable):
         return tuple(plan)
 
 
-def _intermediates(
-    device: OpenCLDevice, lowered: Lowered, outside: set[int]
-) -> dict[int, Any]:
+def _intermediates(device: OpenCLDevice, lowered: Lowered, outside: set[int]) -> dict[int, Any]:
     """Memory of the tensors that only the graph itself sees, by id."""
     life = {k: span for k, span in lives(lowered.launches).items() if k not in outside}
     if device.target.checks_memory:

@@ -147,9 +147,7 @@ class Pool:
             done = [arg for arg in args if arg is not None]
             if len(done) < len(args):
                 return None
-            return self.make(
-                Apply, done[0].shape, expr.dtype, expr.code, tuple(done), expr.weight
-            )
+            return self.make(Apply, done[0].shape, expr.dtype, expr.code, tuple(done), expr.weight)
         layout = view(expr.layout if isinstance(expr, (Load, Coord)) else _flat(expr.shape))
         if layout is None:
             return None

@@ -38,9 +38,11 @@ class Nest:
                 sizes.append(size)
                 strides.append(step)
         self.shape = tuple(sizes)
-        self._strides = dict(zip(self.layouts, zip(*strides, strict=True), strict=True)) if (
-            strides
-        ) else {layout: () for layout in self.layouts}
+        self._strides = (
+            dict(zip(self.layouts, zip(*strides, strict=True), strict=True))
+            if (strides)
+            else dict.fromkeys(self.layouts, ())
+        )
 
     @property
     def inner(self) -> int:

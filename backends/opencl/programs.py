@@ -10,6 +10,8 @@ from typing import Any
 from .builder import Kernel, kernel_source
 from .driver import driver, errors
 
+HELPERS = {"philox_uniform(": "random.cl", "exact_erf(": "erf.cl"}
+"""Functions that generated kernels may call, and the files that define them."""
 _warnings_lock = threading.Lock()
 
 
@@ -29,8 +31,8 @@ class Programs:
             fresh = [kernel for kernel in new if kernel.generated]
             if fresh:
                 text = "\n".join(kernel.source for kernel in fresh)
-                if "philox_uniform(" in text:
-                    text = kernel_source("random.cl") + text
+                helpers = [kernel_source(f) for call, f in HELPERS.items() if call in text]
+                text = "\n".join([*helpers, text])
                 program = self._build(text, (), fresh[0].name)
                 self._built |= {(kernel.source, ()): program for kernel in fresh}
             for kernel in new:

@@ -15,7 +15,7 @@ import platform
 import sys
 import tempfile
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 from platformdirs import user_cache_path
@@ -52,7 +52,7 @@ class RuntimeReport:
         return list(dict.fromkeys(cure for _, _, cure in self.findings if cure))
 
 
-@lru_cache(maxsize=None)
+@cache
 def prepare() -> RuntimeReport:
     """Cure what keeps runtimes from being found. Once per process; later calls cost nothing."""
     lib = Path(sys.prefix) / "lib"
@@ -151,7 +151,7 @@ def _write(path: Path, text: str) -> None:
     os.replace(file.name, path)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _cache() -> Path:
     folder = user_cache_path("hetpipe") / "opencl"
     try:

@@ -40,6 +40,7 @@ FUNCTIONS = {
     "reciprocal": ("({T})(1) / {0}", 4),
     "sqrt": ("sqrt({0})", 4),
     "rsqrt": ("rsqrt({0})", 4),
+    "erf": ("exact_erf({0})", DEAR),
     "sigmoid": ("({T})(1) / (({T})(1) + exp(-{0}))", DEAR),
     "silu": ("{0} / (({T})(1) + exp(-{0}))", DEAR),
     "relu": ("select({0}, ({T})(0), convert_{M}({0} < ({T})(0)))", 1),
@@ -53,7 +54,7 @@ FUNCTIONS = {
         name: (f"{name}({{0}})", DEAR)
         for name in (
             "exp", "exp2", "log", "log2", "log10", "log1p", "expm1", "sin", "cos", "tan", "tanh",
-            "erf", "erfc", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh",
+            "erfc", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh",
         )
     },
 }  # fmt: skip
@@ -251,7 +252,7 @@ def gelu(builder: Builder, node: fx.Node) -> None:
         cubic = "({T})(0.7978845608028654f) * ({0} + ({T})(0.044715f) * {0} * {0} * {0})"
         code = f"({{T}})(0.5f) * {{0}} * (({{T}})(1) + tanh({cubic}))"
     else:
-        code = "({T})(0.5f) * {0} * (({T})(1) + erf({0} * ({T})(0.7071067811865476f)))"
+        code = "({T})(0.5f) * {0} * (({T})(1) + exact_erf({0} * ({T})(0.7071067811865476f)))"
     if x.dtype == "float64":
         code = functools.reduce(lambda c, d: c.replace(f"{d}f", d), "0123456789", code)
     builder.define(node, builder.apply(code, x.dtype, x, weight=2 * DEAR))

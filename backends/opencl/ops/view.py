@@ -110,7 +110,9 @@ def flip(builder: Builder, node: fx.Node) -> None:
     builder.define(node, expr)
 
 
-@lowers("aten.split_with_sizes.default", "aten.split.Tensor", "aten.unbind.int", "aten.chunk.default")
+@lowers(
+    "aten.split_with_sizes.default", "aten.split.Tensor", "aten.unbind.int", "aten.chunk.default"
+)
 def split(builder: Builder, node: fx.Node) -> None:
     source: Any = node.args[0]
     unbind = operator_name(node) == "aten.unbind.int"
@@ -200,9 +202,7 @@ def scatter_view(builder: Builder, node: fx.Node) -> None:
     _define_over(builder, node, builder.expr(node.args[0]), part, target)
 
 
-def _define_over(
-    builder: Builder, node: fx.Node, below: Expr, above: Expr, target: Layout
-) -> None:
+def _define_over(builder: Builder, node: fx.Node, below: Expr, above: Expr, target: Layout) -> None:
     out = builder.store_copy(below)
     builder.store_into(cast(builder, above, below.dtype), out, target)
     builder.define(node, builder.pool.load(out))
