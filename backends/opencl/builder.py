@@ -104,7 +104,9 @@ class Builder:
     def result(self, node: fx.Node, value: Value | tuple[Value | None, ...]) -> None:
         """Say what `node` is; a tuple for an operator with several results."""
         if isinstance(value, tuple):
-            self._lowered[node] = tuple(v and self.pool.load(v) for v in value)
+            self._lowered[node] = tuple(
+                None if item is None else self.pool.load(item) for item in value
+            )
         else:
             self._lowered[node] = self.pool.load(value)
 

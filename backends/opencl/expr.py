@@ -199,7 +199,8 @@ def loads(expr: Expr) -> list[Load]:
 
 def work(expr: Expr) -> int:
     """Rough cost of one element, in additions; what needs no memory is free."""
-    total, fed = 0, {}
+    total = 0
+    fed: dict[Expr, bool] = {}
     for item in walk(expr):
         fed[item] = isinstance(item, Load) or any(fed[child] for child in children(item))
         if isinstance(item, Apply) and fed[item]:

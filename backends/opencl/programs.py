@@ -47,12 +47,12 @@ class Programs:
 
     def _build(self, source: str, options: tuple[str, ...], name: str) -> Any:
         cl = driver()
-        with errors(self._device_id, f"building kernel {name} with options {options}"):
+        doing = f"building kernel {name} with options {options}"
+        with _warnings_lock, warnings.catch_warnings(), errors(self._device_id, doing):
+            warnings.simplefilter("ignore")
+            program = cl.Program(self._context, source)
+            # Reading from the program makes pyopencl build it without its own disk cache, whose
+            # lock outlives a process that is killed and stops the next for a minute.
+            program.get_info(cl.program_info.CONTEXT)
             # "-w", because PoCL prints warnings to the terminal.
-            with _warnings_lock, warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                program = cl.Program(self._context, source)
-                # Reading from the program makes pyopencl build it without its own disk cache,
-                # whose lock outlives a process that is killed and stops the next for a minute.
-                program.get_info(cl.program_info.CONTEXT)
-                return program.build([*options, "-w"])
+            return program.build([*options, "-w"])

@@ -55,10 +55,9 @@ def reduce(builder: Builder, expr: Expr, dims: Sequence[int], how: Reduction) ->
     if expr.numel == 0 or not reduced:
         return _degenerate(builder, expr, shape, how)
     if _contiguous(expr, reduced) or not kept:
-        order, borders = kept + reduced, (len(kept),)
-        make = _by_rows
+        order, borders, make = kept + reduced, [len(kept)], _by_rows
     else:
-        order, borders = kept[:-1] + reduced + kept[-1:], (len(kept) - 1, rank - 1)
+        order, borders = kept[:-1] + reduced + kept[-1:], [len(kept) - 1, rank - 1]
         make = _by_columns
     moved = builder.view(expr, lambda layout: layouts.permute(layout, order))
     leaves = [item.layout for item in walk(moved) if isinstance(item, (Load, Coord))]
@@ -93,18 +92,13 @@ def _join(how: Reduction, dtype: str, width: int, a: str, b: str) -> str:
     return how.code.format(a, b, **type_names(dtype, width))
 
 
-def _segments(count: int, outputs: int, chain: int) -> int:
-    """Into how many parts to cut a sum of `count`, at least for exactness."""
-    return 1 if count <= chain else -(-count // chain)
-
-
 def _by_rows(
     builder: Builder, expr: Expr, nest: Nest, shape: tuple[int, ...], count: int, how: Reduction
 ) -> Value:
     """A work-item reduces rows of the innermost dimension, 16 lanes at a time."""
     inner, outputs = nest.inner, math.prod(shape)
     rows = count // inner
-    segments = _segments(count, outputs, CHAIN * LANES)
+    segments = max(1, -(-count // (CHAIN * LANES)))
     each_row = each_inner = 0
     if rows > 1:
         each_row = -(-rows // min(segments, rows))
@@ -175,7 +169,7 @@ def _by_columns(
     # A last dimension of size 1 is not in the nest; its columns are one.
     inner = nest.inner if last > 1 else 1
     outer = math.prod(shape) // last
-    segments = _segments(count, math.prod(shape), CHAIN)
+    segments = max(1, -(-count // CHAIN))
     each = -(-count // segments)
     segments = -(-count // each)
     body = Body(nest)

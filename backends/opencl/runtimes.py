@@ -8,7 +8,6 @@ the first `clGetPlatformIDs` of the process. Variables that the user has set are
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import hashlib
 import os
 import platform
@@ -117,6 +116,10 @@ def _private_cache() -> list[Finding]:
     """
     if _user_set("POCL_CACHE_DIR"):
         return [("ok", f"POCL_CACHE_DIR={os.environ['POCL_CACHE_DIR']} is set", "")]
+    if sys.platform == "win32":
+        return []
+    import fcntl
+
     for slot in range(SLOTS):
         folder = _cache() / "pocl" / str(slot)
         folder.mkdir(parents=True, exist_ok=True)

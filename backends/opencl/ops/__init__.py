@@ -1,5 +1,27 @@
 """The operators that OpenCL devices run. Importing this package registers them all."""
 
-from . import convolution, creation, elementwise, indexing, matmul, reduction, view
+from . import (
+    convolution,
+    creation,
+    elementwise,
+    indexing,
+    loss,
+    matmul,
+    normalization,
+    pooling,
+    reduction,
+    view,
+)
 
-__all__ = ["convolution", "creation", "elementwise", "indexing", "matmul", "reduction", "view"]
+__all__ = [
+    "convolution",
+    "creation",
+    "elementwise",
+    "indexing",
+    "loss",
+    "matmul",
+    "normalization",
+    "pooling",
+    "reduction",
+    "view",
+]

@@ -138,7 +138,7 @@ def remainder(builder: Builder, node: fx.Node) -> None:
 
 @lowers(*_names(COMPARISONS, "Tensor", "Scalar"))
 def comparison(builder: Builder, node: fx.Node) -> None:
-    values = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args[:2]]
+    values: Any = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args[:2]]
     a, b = operands(builder, node, node.args[:2], dtype_name(torch.result_type(*values)))
     code = f"abs(convert_{{M}}({{0}} {COMPARISONS[_stem(node)]} {{1}}))"
     builder.define(node, builder.apply(code, "bool", a, b))
@@ -219,8 +219,7 @@ def masked_fill(builder: Builder, node: fx.Node) -> None:
     builder.define(node, choose(builder, mask, new, old))
 
 
-@lowers("aten.clamp.default", "aten.clamp.Tensor", "aten.clamp_min.default", "aten.clamp_min.Tensor",
-        "aten.clamp_max.default", "aten.clamp_max.Tensor", "aten.hardtanh.default")  # fmt: skip
+@lowers(*_names(("clamp", "clamp_min", "clamp_max"), "default", "Tensor"), "aten.hardtanh.default")
 def clamp(builder: Builder, node: fx.Node) -> None:
     name = _stem(node)
     tanh = name == "hardtanh"
@@ -289,8 +288,7 @@ def add_product(builder: Builder, node: fx.Node) -> None:
     builder.define(node, builder.apply(code, a.dtype, a, b, c, scale, weight=weight))
 
 
-@lowers("aten._to_copy.default", "aten.clone.default", "aten.alias.default",
-        "aten.detach.default", "aten.lift_fresh_copy.default", "aten.contiguous.default")  # fmt: skip
+@lowers(*_names(("_to_copy", "clone", "alias", "detach", "lift_fresh_copy"), "default"))
 def copy(builder: Builder, node: fx.Node) -> None:
     (expr,) = operands(builder, node, node.args[:1])
     builder.define(node, expr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 from torch import fx
 
 from hetpipe.sdk.graph import operator_name
@@ -117,16 +118,15 @@ def _unscaled(node: fx.Node) -> str | None:
 @lowers("aten.embedding_dense_backward.default", supports=_unscaled)
 def embedding_backward(builder: Builder, node: fx.Node) -> None:
     """Sums the gradients of each row in the order of the samples: the same on every run."""
-    gradient, indices, rows, padding = node.args[:4]
-    assert isinstance(gradient, fx.Node)
-    assert isinstance(indices, fx.Node)
+    arguments: Any = node.args
+    gradient, indices, rows, padding = arguments[:4]
     width = node_shape(gradient)[-1]
     index = builder.store(cast(builder, builder.expr(indices), "int64"))
     zero = builder.pool.make(Const, node_shape(node), node_dtype(node), 0.0)
     out = builder.store_copy(zero)
     count = math.prod(node_shape(indices))
     skip = padding if isinstance(padding, int) else -1
-    args = (builder.value(gradient), index, out, count, width, int(rows), skip)  # type: ignore[call-overload] # an int
+    args = (builder.value(gradient), index, out, count, width, rows, skip)
     _accumulate(builder, node_dtype(node), width, args)
     builder.result(node, out)
 
@@ -173,6 +173,4 @@ def index_put(builder: Builder, node: fx.Node) -> None:
 
 
 def _broadcast_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
-    import torch
-
-    return tuple(torch.broadcast_shapes(*shapes))
+    return tuple(np.broadcast_shapes(*shapes))

@@ -111,7 +111,7 @@ def _has_order(node: fx.Node) -> str | None:
 @lowers("aten.argmax.default", "aten.argmin.default", supports=_has_order)
 def position(builder: Builder, node: fx.Node) -> None:
     """The first place of the extreme: the least of the places that hold it."""
-    expr = builder.pool.load(builder.store(builder.expr(node.args[0])))
+    expr: Expr = builder.pool.load(builder.store(builder.expr(node.args[0])))
     dim = argument(node, 1, "dim")
     if dim is None:
         expr, dim = _shaped(builder, expr, (expr.numel,)), 0
