@@ -71,9 +71,9 @@ class Channel:
         frame = _HEAD.pack(nbytes, len(parts) - 1, in_file)
         try:
             with self._sending:
-                sent = socket.send_fds(self._socket, [frame], all_fds)
+                sent = socket.send_fds(self._socket, [frame, body], all_fds)
                 self._socket.sendall(frame[sent:])
-                self._socket.sendall(body)
+                self._socket.sendall(memoryview(body)[max(sent - len(frame), 0) :])
         finally:
             if in_file:
                 os.close(all_fds[-1])

@@ -10,7 +10,16 @@ import torch
 from torch import fx
 
 from hetpipe.capture.program import (
-    CUT, GRAD, INPUT, LOSS, PARAM, TANGENT, PassPrograms, Program, Slot, StageGraphs,
+    CUT,
+    GRAD,
+    INPUT,
+    LOSS,
+    PARAM,
+    TANGENT,
+    PassPrograms,
+    Program,
+    Slot,
+    StageGraphs,
 )  # fmt: skip
 from hetpipe.cluster.cluster import Cluster, Member
 from hetpipe.engine.crew import Crew, StepRequest
@@ -69,7 +78,7 @@ def _tensor(role: str, name: str) -> Slot:
 def _select(inputs: list[Slot], outputs: list[Slot]) -> Program:
     """A graph without operators: each output is an input of the same shape."""
     graph = fx.Graph()
-    nodes = []
+    nodes: list[fx.Node] = []
     for slot in inputs:
         nodes.append(graph.placeholder(f"a{len(nodes)}"))
         nodes[-1].meta["val"] = torch.empty(slot.shape, device="meta")

@@ -12,9 +12,10 @@ from hetpipe.capture.program import COUNT, LOSS
 from hetpipe.engine.edges import Receiver, Sender, Span
 from hetpipe.engine.messages import Step, StepReport
 from hetpipe.engine.stage import Stage
-from hetpipe.engine.wiring import RECEIVE_OF, SEND_OF, TIED, Kind, answer_to, peer_of
+from hetpipe.engine.transport import Tensor
+from hetpipe.engine.wiring import TIED, TIED_GRAD, TIED_PARAM, Kind, Layout
 from hetpipe.errors import ScheduleError
-from hetpipe.schedule.action import Action, Op, Schedule
+from hetpipe.schedule.action import Action, Message, Op, Schedule
 
 
 @dataclass(frozen=True)
@@ -22,29 +23,38 @@ class Script:
     """A schedule from one worker's point of view."""
 
     actions: tuple[Action, ...]
-    arrivals: dict[int, list[tuple[int, Action]]]  # per peer, in its order: (my index, its send)
+    messages: tuple[Message | None, ...]  # what each action sends or receives
+    arrivals: dict[int, list[tuple[int, Message]]]  # per peer, in its order; index of my receive
     releases: dict[int, int]  # index of the last action with a micro-batch -> the micro-batch
     last_forward: int  # index; -1 if there is none
 
     @classmethod
     def of(cls, schedule: Schedule, stage: int) -> Script:
-        """Raises `ScheduleError` if a send has no receive."""
+        """Raises `ScheduleError` if a message is not received, or a stage is not this worker's."""
         actions = schedule[stage]
         strange = next((action for action in actions if action.stage != stage), None)
         if strange is not None:
             raise ScheduleError(f"worker {stage} runs stage {stage} alone, but was given {strange}")
-        index_of = {action: index for index, action in enumerate(actions)}
-        arrivals: dict[int, list[tuple[int, Action]]] = {}
+        messages = tuple(action.message for action in actions)
+        receives = {messages[i]: i for i, a in enumerate(actions) if a.op.is_receive}
+        arrivals: dict[int, list[tuple[int, Message]]] = {}
         for peer, theirs in enumerate(schedule):
-            sends = [a for a in theirs if a.op in RECEIVE_OF and peer_of(a) == stage]
-            for send in sends:
-                if answer_to(send) not in index_of:
-                    raise ScheduleError(f"{send} has no {answer_to(send)} on worker {stage}")
-                arrivals.setdefault(peer, []).append((index_of[answer_to(send)], send))
-        numbered = [(i, a) for i, a in enumerate(actions) if a.op not in TIED | {Op.UPDATE}]
-        last = {action.number: index for index, action in numbered}
+            for action in theirs:
+                message = action.message
+                if message is None or not action.op.is_send or message.target != stage:
+                    continue
+                if message not in receives:
+                    raise ScheduleError(f"worker {stage} never receives what {action} sends")
+                arrivals.setdefault(peer, []).append((receives[message], message))
+        last = {a.number: i for i, a in enumerate(actions) if _of_microbatch(a)}
         forwards = [i for i, action in enumerate(actions) if action.op is Op.FORWARD]
-        return cls(actions, arrivals, {i: m for m, i in last.items()}, max(forwards, default=-1))
+        releases = {index: microbatch for microbatch, index in last.items()}
+        return cls(actions, messages, arrivals, releases, max(forwards, default=-1))
+
+
+def _of_microbatch(action: Action) -> bool:
+    message = action.message
+    return action.op is not Op.UPDATE and (message is None or message.kind not in TIED)
 
 
 class Runner:
@@ -76,21 +86,21 @@ class Runner:
         counts: tuple[float, ...] | None = None
         spans: list[Span] = []
         self._expect(script)
-        for index, action in enumerate(script.actions):
+        for index, (action, message) in enumerate(
+            zip(script.actions, script.messages, strict=True)
+        ):
             self.doing = action
-            if action.op is Op.FORWARD or action.op is Op.BACKWARD:
-                start_s = time.monotonic()
-                self._pass(action, firsts[action.number])
-                spans.append((index, start_s, self._stretch(start_s)))
+            if message is not None:
+                self._transfer(index, action, message)
             elif action.op is Op.UPDATE:
                 scalars = {"lr": step.lr, "step": float(step.number), "grad_scale": scale()}
                 start_s = time.monotonic()
                 self._stage.update(scalars)
                 spans.append((index, start_s, self._stretch(start_s)))
-            elif action.op in RECEIVE_OF:
-                self._send(index, action)
             else:
-                self._receive(index, action)
+                start_s = time.monotonic()
+                self._pass(action, firsts[action.number])
+                spans.append((index, start_s, self._stretch(start_s)))
             if index in script.releases:
                 self._stage.release(script.releases[index])
             if index == script.last_forward and self._stage.has_count:
@@ -105,7 +115,7 @@ class Runner:
 
     def _expect(self, script: Script) -> None:
         for peer, receiver in self._receivers.items():
-            kinds = [(index, self._kind(send)) for index, send in script.arrivals.get(peer, ())]
+            kinds = [(index, self._kind(found)) for index, found in script.arrivals.get(peer, ())]
             receiver.expect([(index, kind) for index, kind in kinds if receiver.layout(kind)])
 
     def _pass(self, action: Action, first_sample: int) -> None:
@@ -124,36 +134,33 @@ class Runner:
             end_s = time.monotonic()
         return end_s
 
-    def _kind(self, send: Action) -> Kind:
-        return (send.op, 0 if send.op in TIED else self._step.samples[send.number])
+    def _kind(self, message: Message) -> Kind:
+        tied = message.kind in TIED
+        return (message.kind, 0 if tied else self._step.samples[message.number])
 
-    def _send(self, index: int, action: Action) -> None:
-        sender = self._senders.get(peer_of(action))
-        kind = self._kind(action)
-        layout = sender.layout(kind) if sender else None
-        if sender is None or layout is None:
-            return
-        tensors: list[Any]
-        if action.op in TIED:
-            # The next update overwrites them: they leave the device before the list goes on.
-            tensors = [self._stage.get(slot.key) for slot in layout]
+    def _transfer(self, index: int, action: Action, message: Message) -> None:
+        kind = self._kind(message)
+        if action.op.is_send:
+            sender = self._senders.get(message.target)
+            if sender is not None and (layout := sender.layout(kind)) is not None:
+                sender.send(index, kind, self._outgoing(message, kind, layout))
         else:
-            tensors = [*self._stage.depart(action.number, kind[1], layout)]
-        sender.send(index, kind, tensors)
+            receiver = self._receivers.get(message.source)
+            if receiver is not None and (layout := receiver.layout(kind)) is not None:
+                self._arrived(message, layout, receiver.take(index))
 
-    def _receive(self, index: int, action: Action) -> None:
-        op = SEND_OF[action.op]
-        kind = (op, 0 if op in TIED else self._step.samples[action.number])
-        receiver = self._receivers.get(peer_of(action))
-        layout = receiver.layout(kind) if receiver else None
-        if receiver is None or layout is None:
-            return
-        tensors = receiver.take(index)
-        if op is Op.SEND_TIED_GRAD:
+    def _outgoing(self, message: Message, kind: Kind, layout: Layout) -> list[Tensor]:
+        if message.kind in TIED:
+            # The next update overwrites them: they leave the device before the list goes on.
+            return [self._stage.get(slot.key) for slot in layout]
+        return [*self._stage.depart(message.number, kind[1], layout)]
+
+    def _arrived(self, message: Message, layout: Layout, tensors: list[Any]) -> None:
+        if message.kind == TIED_GRAD:
             for slot, array in zip(layout, tensors, strict=True):
                 self._stage.put(slot.key, self._stage.get(slot.key) + array)
-        elif op is Op.SEND_TIED_PARAM:
+        elif message.kind == TIED_PARAM:
             for slot, array in zip(layout, tensors, strict=True):
                 self._stage.put(slot.key, array)
         else:
-            self._stage.arrive(action.number, layout, tensors)
+            self._stage.arrive(message.number, layout, tensors)

@@ -13,21 +13,14 @@ import numpy as np
 from hetpipe.capture.program import CUT, GRAD, PARAM, TANGENT, PassPrograms, Slot, StageGraphs
 from hetpipe.engine.channel import ALIGN, aligned
 from hetpipe.errors import HetpipeError
-from hetpipe.schedule.action import Action, Op
 
 Array = np.ndarray[Any, Any]
 Layout = tuple[Slot, ...]
-Kind = tuple[Op, int]
-"""A message's send action and its micro-batch's samples (0 for tied weights)."""
+Kind = tuple[str, int]
+"""A message's letter (see `Message.kind`) and its micro-batch's samples, 0 for tied weights."""
 
-RECEIVE_OF = {
-    Op.SEND_FORWARD: Op.RECV_FORWARD,
-    Op.SEND_BACKWARD: Op.RECV_BACKWARD,
-    Op.SEND_TIED_GRAD: Op.RECV_TIED_GRAD,
-    Op.SEND_TIED_PARAM: Op.RECV_TIED_PARAM,
-}
-SEND_OF = {receive: send for send, receive in RECEIVE_OF.items()}
-TIED = frozenset({Op.SEND_TIED_GRAD, Op.SEND_TIED_PARAM, Op.RECV_TIED_GRAD, Op.RECV_TIED_PARAM})
+FORWARD, BACKWARD, TIED_GRAD, TIED_PARAM = "FBGP"
+TIED = frozenset({TIED_GRAD, TIED_PARAM})
 
 
 @dataclass(frozen=True)
@@ -44,21 +37,6 @@ class Wire:
         return max(packed_nbytes(layout) for layout in self.layouts.values())
 
 
-def peer_of(action: Action) -> int:
-    """The stage at the other end of a send or receive."""
-    if action.op in (Op.SEND_FORWARD, Op.RECV_BACKWARD):
-        return action.stage + 1
-    if action.op in (Op.SEND_BACKWARD, Op.RECV_FORWARD):
-        return action.stage - 1
-    return action.number
-
-
-def answer_to(send: Action) -> Action:
-    """The receive that belongs to a send."""
-    number = send.stage if send.op in TIED else send.number
-    return Action(peer_of(send), RECEIVE_OF[send.op], number)
-
-
 def wires(stages: Sequence[StageGraphs]) -> list[Wire]:
     """The wires that a pipeline needs; kinds of messages without a tensor do not appear."""
     layouts: dict[tuple[int, int], dict[Kind, Layout]] = {}
@@ -71,12 +49,12 @@ def wires(stages: Sequence[StageGraphs]) -> list[Wire]:
         for samples, passes in left.passes.items():
             near, far = passes, right.passes[samples]
             cuts = _common(near.forward.outputs, _inputs(far), CUT, (n, n + 1))
-            add(n, n + 1, (Op.SEND_FORWARD, samples), cuts)
+            add(n, n + 1, (FORWARD, samples), cuts)
             if near.backward is not None and far.backward is not None:
                 found = _common(far.backward.outputs, near.backward.inputs, TANGENT, (n + 1, n))
-                add(n + 1, n, (Op.SEND_BACKWARD, samples), found)
-    for source, target, op, layout in _tied(stages):
-        add(source, target, (op, 0), layout)
+                add(n + 1, n, (BACKWARD, samples), found)
+    for source, target, letter, layout in _tied(stages):
+        add(source, target, (letter, 0), layout)
     return [Wire(*ends, kinds) for ends, kinds in layouts.items()]
 
 
@@ -98,6 +76,7 @@ def _common(
                 f"stage {ends[0]} sends {slot.name} as {_text(known[slot.name])}, "
                 f"stage {ends[1]} reads it as {_text(slot)}: they come from different captures"
             )
+        host_dtype(slot.dtype)
         layout[slot.name] = slot
     return tuple(layout.values())
 
@@ -106,7 +85,7 @@ def _text(slot: Slot) -> str:
     return f"{slot.dtype}{list(slot.shape)}"
 
 
-def _tied(stages: Sequence[StageGraphs]) -> list[tuple[int, int, Op, Layout]]:
+def _tied(stages: Sequence[StageGraphs]) -> list[tuple[int, int, str, Layout]]:
     grads: dict[tuple[int, int], list[Slot]] = {}
     for name, owner, others in dict.fromkeys(entry for stage in stages for entry in stage.tied):
         update = stages[owner].update
@@ -117,17 +96,22 @@ def _tied(stages: Sequence[StageGraphs]) -> list[tuple[int, int, Op, Layout]]:
             continue  # frozen: never updated, so never exchanged
         for other in others:
             grads.setdefault((owner, other), []).append(slot)
-    found: list[tuple[int, int, Op, Layout]] = []
+    found: list[tuple[int, int, str, Layout]] = []
     for (owner, other), slots in grads.items():
         params = tuple(Slot(PARAM, slot.name, slot.shape, slot.dtype) for slot in slots)
-        found.append((other, owner, Op.SEND_TIED_GRAD, tuple(slots)))
-        found.append((owner, other, Op.SEND_TIED_PARAM, params))
+        found.append((other, owner, TIED_GRAD, tuple(slots)))
+        found.append((owner, other, TIED_PARAM, params))
     return found
 
 
 def host_dtype(name: str) -> np.dtype[Any]:
-    """The numpy type in which a tensor travels; numpy has no bfloat16, so its bits do."""
-    return np.dtype(np.uint16 if name == "bfloat16" else name)
+    """The numpy type in which a tensor is uploaded, downloaded and sent."""
+    if name == "bfloat16":
+        raise HetpipeError(
+            "a bfloat16 tensor would leave its device, and host tensors are numpy's, which has no "
+            "bfloat16; cast to float32 or float16 at the cut, or cut elsewhere"
+        )
+    return np.dtype(name)
 
 
 @lru_cache(maxsize=256)

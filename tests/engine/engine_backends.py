@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from hetpipe.backends.numpy import NumpyBackend, NumpyDevice
+
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Buffer
 from hetpipe.sdk.info import DeviceInfo

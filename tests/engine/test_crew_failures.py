@@ -1,4 +1,4 @@
-"""Whatever happens to a worker or to the controller: a clear error soon, and nothing left behind."""
+"""Whatever happens to a worker or the controller: a clear error soon, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_hang_says_who_waits_for_what(transport: str) -> None:
 
 @pytest.mark.parametrize("transport", ["local", "shared-memory"])
 def test_a_device_that_does_not_open(transport: str) -> None:
-    with pytest.raises(WorkerError, match="'m0' .*at start: the driver is away; bring it back"):
+    with pytest.raises(WorkerError, match=r"'m0' .*at start: the driver is away; bring it back"):
         start(["shut", "good"], transport)
 
 
@@ -171,7 +171,7 @@ def test_a_class_that_no_process_can_import() -> None:
 
 def test_an_error_in_a_call() -> None:
     crew = start(["good"], "shared-memory")
-    with pytest.raises(WorkerError, match="failed at call: AttributeError: .* 'nowhere'"):
+    with pytest.raises(WorkerError, match=r"failed at call: AttributeError: .* 'nowhere'"):
         crew.call(["m0"], "engine_backends:nowhere")
 
 

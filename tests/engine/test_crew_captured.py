@@ -1,0 +1,105 @@
+"""Captured models through a crew equal eager training, uneven micro-batches included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hetpipe as hp
+from hetpipe.capture import Captured
+from hetpipe.capture.program import BUFFER, PARAM
+from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.engine.crew import Crew, StepRequest
+from hetpipe.schedule.generators import generate
+from hetpipe.sdk.registry import get_backend
+
+SIZES = (3, 3, 2)
+LR = 0.05
+
+
+class Net(nn.Module):
+    """Batch norm changes buffers; `first` is tied to `last`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.middle = nn.Linear(6, 6)
+        self.last = nn.Linear(6, 6)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.norm(self.first(x)))
+        return self.last(torch.relu(self.middle(h)) + h)
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(3)
+    return torch.randn(sum(SIZES), 6), torch.randint(0, 6, (sum(SIZES),))
+
+
+def eager(steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model, (x, y) = make(), data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        parts = zip(x.split(SIZES), y.split(SIZES), strict=True)
+        loss = sum(nn.functional.cross_entropy(model(a), b) * len(a) for a, b in parts) / len(x)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, dict(model.state_dict())
+
+
+def make() -> nn.Module:
+    torch.manual_seed(1)
+    return Net().train()
+
+
+@pytest.mark.parametrize(
+    ("transport", "schedule", "devices"),
+    [
+        ("local", "gpipe", ("pytorch", "pytorch", "pytorch")),
+        ("shared-memory", "1f1b", ("pytorch", "numpy", "pytorch")),
+        ("distributed", "1f1b", ("numpy", "pytorch", "pytorch")),
+    ],
+)
+def test_equals_eager(transport: str, schedule: str, devices: tuple[str, ...]) -> None:
+    captured = Captured(make(), nn.functional.cross_entropy, data())
+    count = len(captured.layer_graph(3).layers)
+    cuts = [count // 3, 2 * count // 3]
+    tables = [get_backend(name).decompositions() for name in devices]
+    optimizer = hp.optim.sgd(lr=LR, momentum=0.9)
+    stages = captured.stage_graphs(cuts, tables, sorted(set(SIZES)), optimizer)
+    tied = [
+        (owner, others) for _, owner, others in dict.fromkeys(t for s in stages for t in s.tied)
+    ]
+    assert tied, "the cuts must part the tied layers"
+    members = tuple(Member(f"m{n}", f"{name}:cpu:0") for n, name in enumerate(devices))
+    losses, wanted = eager(3)
+    with Crew.start(Cluster(members, transport=transport)) as crew:
+        crew.load(stages, [m.id for m in members], {**captured.parameters, **captured.buffers})
+        actions = generate(schedule, 3, len(SIZES), tied=tied)
+        for number, loss in enumerate(losses, 1):
+            result = crew.step(request(captured, actions, number))
+            pairs = zip(result.losses, SIZES, strict=True)
+            assert sum(a * n for a, n in pairs) / sum(SIZES) == pytest.approx(loss, abs=1e-5)
+        found: dict[str, Any] = {**crew.read(PARAM), **crew.read(BUFFER)}
+    for name, value in found.items():
+        np.testing.assert_allclose(value, wanted[name].numpy(), rtol=1e-4, atol=1e-5, err_msg=name)
+    assert "first.weight" in found
+    assert "norm.running_var" in found
+
+
+def request(captured: Captured, actions: Any, number: int) -> StepRequest:
+    leaves = captured.leaves(*data())
+    ends = np.cumsum(SIZES)[:-1]
+    parts = {name: np.split(np.asarray(leaf), ends) for name, leaf in leaves.items()}
+    feeds = [{name: part[m] for name, part in parts.items()} for m in range(len(SIZES))]
+    tangents = tuple(size / sum(SIZES) for size in SIZES)
+    return StepRequest(actions, SIZES, feeds, tangents, LR, number, grad_scale=1.0)

@@ -1,0 +1,210 @@
+"""The engine's small parts: channels, links, scripts, edges that run ahead."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_stages import LR, WIDTH, make_stages, make_values
+
+from hetpipe.capture.program import CUT, Slot
+from hetpipe.cluster.cluster import Cluster, Link, Member
+from hetpipe.engine.channel import INLINE_NBYTES, Channel
+from hetpipe.engine.control import Control
+from hetpipe.engine.crew import Crew, StepRequest
+from hetpipe.engine.messages import Beat, Failure, Reply
+from hetpipe.engine.overhead import measure_empty_action
+from hetpipe.engine.runner import Script
+from hetpipe.engine.wiring import arrays_in, packed_nbytes, wires
+from hetpipe.errors import HetpipeError, ScheduleError, WorkerError
+from hetpipe.schedule.action import Action
+from hetpipe.schedule.generators import generate
+
+
+def pair() -> tuple[Channel, Channel]:
+    left, right = socket.socketpair()
+    return Channel(left), Channel(right)
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, INLINE_NBYTES // 8, 1 << 20])
+def test_channel_carries_arrays_of_any_size(count: int) -> None:
+    left, right = pair()
+    sent = {"a": np.arange(count, dtype=np.float64), "b": np.float32(1.5), "c": np.array(True)}
+    before = len(os.listdir("/proc/self/fd"))
+    thread = threading.Thread(target=left.send, args=(sent,))
+    thread.start()
+    found, fds = right.receive()
+    thread.join()
+    assert fds == []
+    np.testing.assert_array_equal(found["a"], sent["a"])
+    assert found["b"] == 1.5
+    assert found["c"].shape == ()
+    del found  # the memory is its arrays' own
+    assert len(os.listdir("/proc/self/fd")) == before
+    left.close()
+    with pytest.raises(EOFError):
+        right.receive()
+    right.close()
+
+
+def test_channel_passes_descriptors() -> None:
+    left, right = pair()
+    reader, writer = os.pipe()
+    left.send("one", [writer])
+    message, (copy,) = right.receive()
+    os.close(writer)
+    os.write(copy, b"x")
+    assert (message, os.read(reader, 1)) == ("one", b"x")
+    for fd in (reader, copy):
+        os.close(fd)
+    left.close()
+    right.close()
+
+
+def test_tensors_of_a_message_do_not_overlap() -> None:
+    layout = tuple(Slot(CUT, f"t{n}", (n, 3), "float32") for n in range(4))
+    memory = bytearray(2 * packed_nbytes(layout))
+    for base in (0, packed_nbytes(layout)):
+        for number, array in enumerate(arrays_in(memory, layout, base)):
+            array[...] = base + number
+    for base in (0, packed_nbytes(layout)):
+        for number, array in enumerate(arrays_in(memory, layout, base)):
+            assert (array == base + number).all()
+
+
+def test_a_relayed_tensor_travels_on_both_wires() -> None:
+    found = {(w.source, w.target): w.layouts for w in wires(make_stages(3, [2], skip=True))}
+    names = {ends: [s.name for s in lay["F", 2]] for ends, lay in found.items() if ("F", 2) in lay}
+    assert names == {(0, 1): ["h0"], (1, 2): ["h1", "h0"]}
+    assert [slot.name for slot in found[2, 1]["B", 2]] == ["h1", "h0"]
+
+
+def test_a_bfloat16_cut_is_refused() -> None:
+    left, right = make_stages(2, [2])
+    for program in (left.passes[2].forward, right.passes[2].forward):
+        for side in ("inputs", "outputs"):
+            slots = [
+                Slot(s.role, s.name, s.shape, "bfloat16") if s.role == CUT else s
+                for s in getattr(program, side)
+            ]
+            object.__setattr__(program, side, tuple(slots))
+    object.__setattr__(right.passes[2], "backward", None)
+    with pytest.raises(HetpipeError, match="cast to float32"):
+        wires([left, right])
+
+
+def test_stages_of_different_captures_are_refused() -> None:
+    left, right = make_stages(2, [2])[0], make_stages(2, [2])[1]
+    slots = tuple(
+        Slot(s.role, s.name, (9, 9), s.dtype) if s.role == CUT else s
+        for s in left.passes[2].forward.outputs
+    )
+    object.__setattr__(left.passes[2].forward, "outputs", slots)
+    with pytest.raises(HetpipeError, match=r"float64\[9, 9\].*float64\[2, 4\]"):
+        wires([left, right])
+
+
+def parse(*rows: str) -> Any:
+    return tuple(tuple(map(Action.parse, row.split())) for row in rows)
+
+
+def test_script_expects_messages_in_the_senders_order() -> None:
+    schedule = parse("0F0 0SF0 0F1 0SF1", "1RF1 1F1 1RF0 1F0")
+    script = Script.of(schedule, 1)
+    assert [(i, message.number) for i, message in script.arrivals[0]] == [(2, 0), (0, 1)]
+    assert script.releases == {1: 1, 3: 0}
+    assert script.last_forward == 3
+    with pytest.raises(ScheduleError, match="worker 1 never receives what 0SF1 sends"):
+        Script.of(parse("0F0 0SF0 0F1 0SF1", "1RF0 1F0"), 1)
+    with pytest.raises(ScheduleError, match="runs stage 1 alone, but was given 0F0"):
+        Script.of(parse("0F1", "0F0"), 1)
+
+
+def test_control_keeps_the_first_failure() -> None:
+    control = Control(["worker 'a'", "worker 'b'"])
+    control.arrived(0, Reply(1))
+    control.arrived(1, Failure("1F0", "KeyError: 'x'", "trace of it"))
+    control.arrived(0, Failure("idle", "late", ""))
+    with pytest.raises(WorkerError, match="worker 'b' failed at 1F0: KeyError: 'x'") as caught:
+        control.gather([0])
+    assert "trace of it" in str(caught.value.__cause__)
+
+
+def test_control_waits_while_something_moves() -> None:
+    control = Control(["worker 'a'"])
+
+    def beats() -> None:
+        for number in range(6):
+            control.arrived(0, Beat(f"0F{number}"))
+            time.sleep(0.5)
+        control.arrived(0, Reply("done"))
+
+    thread = threading.Thread(target=beats)
+    thread.start()
+    assert control.gather([0], patience_s=2.5) == ["done"]
+    thread.join()
+
+
+@pytest.mark.parametrize("transport", ["local", "shared-memory", "distributed"])
+def test_messages_out_of_order_and_far_ahead(transport: str) -> None:
+    """The receiver asks first for the message that was sent last, behind all it may keep."""
+    count = 12
+    sends = " ".join(f"0F{m} 0SF{m}" for m in range(count))
+    takes = " ".join(f"1RF{m} 1F{m}" for m in reversed(range(count)))
+    x = np.random.default_rng(0).normal(size=(count, 2, WIDTH))
+    feeds = [{"x": x[m], "y": np.zeros((2, WIDTH))} for m in range(count)]
+    members = tuple(Member(f"m{n}", "numpy:cpu:0") for n in range(2))
+    with Crew.start(Cluster(members, transport=transport)) as crew:
+        values = make_values(2)
+        crew.load(make_stages(2, [2]), ["m0", "m1"], values)
+        request = StepRequest(parse(sends, takes), (2,) * count, feeds, (1.0,) * count, LR, 1)
+        losses = crew.step(request).losses
+    wanted = ((x @ values["w0"] @ values["w1"]) ** 2).sum(axis=(1, 2))
+    np.testing.assert_allclose(losses, wanted, rtol=1e-12)
+
+
+@pytest.mark.parametrize("transport", ["local", "shared-memory", "distributed"])
+def test_emulated_links_and_speeds_only_ever_slow_down(transport: str) -> None:
+    """A message occupies its link and comes no sooner than that and the latency; compute stretches,
+    transfers do not."""
+    nbytes, latency_s, speed = 2 * WIDTH * 8, 0.03, 0.25
+    link = Link(latency_s, nbytes / 0.02)
+    members = (Member("m0", "numpy:cpu:0"), Member("m1", "numpy:cpu:0", speed=speed))
+    cluster = Cluster(members, {frozenset(("m1", "m0")): link}, transport)
+    feeds = [{"x": np.ones((2, WIDTH)), "y": np.zeros((2, WIDTH))}] * 3
+    with Crew.start(cluster) as crew:
+        crew.load(make_stages(2, [2]), ["m0", "m1"], make_values(2))
+        schedule = generate("gpipe", 2, 3)
+        result = crew.step(StepRequest(schedule, (2,) * 3, feeds, (1.0,) * 3, LR, 1))
+    at = {str(span.action): span for span in result.timeline.spans}
+    for m in range(3):
+        for sent, came in ((f"0SF{m}", f"1RF{m}"), (f"1SB{m}", f"0RB{m}")):
+            assert at[sent].end_s - at[sent].start_s >= 0.02
+            assert at[came].start_s - at[sent].start_s >= 0.02 + latency_s
+    for m in range(2):  # one message at a time
+        assert at[f"0SF{m + 1}"].start_s >= at[f"0SF{m}"].end_s
+
+
+def test_a_big_feed_arrives() -> None:
+    rows = 4096  # 128 KiB a leaf: through shared memory
+    x = np.random.default_rng(0).normal(size=(rows, WIDTH))
+    members = (Member("m0", "numpy:cpu:0"), Member("m1", "numpy:cpu:0"))
+    with Crew.start(Cluster(members)) as crew:
+        values = make_values(2)
+        crew.load(make_stages(2, [rows]), ["m0", "m1"], values)
+        request = StepRequest(generate("gpipe", 2, 1), (rows,), [{"x": x, "y": x}], (1.0,), LR, 1)
+        for _ in range(2):
+            (loss,) = crew.step(request).losses
+            crew.write("param", values)
+        error = x @ values["w0"] @ values["w1"] - x
+        assert loss == pytest.approx((error**2).sum(), rel=1e-10)
+
+
+@pytest.mark.parametrize("transport", ["local", "shared-memory", "distributed"])
+def test_the_empty_action_can_be_measured(transport: str) -> None:
+    assert measure_empty_action(transport, microbatches=4) > 0.0
