@@ -19,7 +19,7 @@ class Member:
     id: str
     device: str
     cores: tuple[int, ...] = ()  # CPU cores its worker is pinned to; empty: not pinned
-    speed: float = 1.0  # emulated: 0.5 stretches every compute action to twice its time
+    speed: float = 1.0  # at most 1; 0.5 (emulated) stretches every compute action to twice its time
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ def available_cores() -> tuple[int, ...]:
 
 
 def _check_member(member: Member) -> None:
-    if not member.speed > 0:
-        raise ClusterError(f"{member.id}: speed is {member.speed}, it must be above 0")
+    if not 0 < member.speed <= 1:  # a device can be held back, not hurried
+        raise ClusterError(f"{member.id}: speed is {member.speed}, it must be above 0, at most 1")
     absent = sorted(set(member.cores) - set(available_cores()))
     if absent:
         found = ", ".join(map(str, available_cores()))

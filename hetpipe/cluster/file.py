@@ -33,7 +33,7 @@ def parse_bandwidth(text: str) -> float:
 
     Raises `ClusterError`.
     """
-    match = re.fullmatch(rf"{NUMBER}([kMGT]?i?)(b|B)/s", text.strip())
+    match = re.fullmatch(rf"{NUMBER}([kKMGT]?i?)(b|B)/s", text.strip())
     if match is None or match[2] not in PREFIXES:
         raise ClusterError(
             f"bandwidth {text!r}: write a number and b/s (bits) or B/s (bytes), with "
@@ -110,7 +110,7 @@ class _File:
             float(self._value(table, "speed", (int, float), 1.0, line)),
         )
         repeated = member.id in [other.id for other in before]
-        culprit = "speed" if not member.speed > 0 else "id" if repeated else "cores"
+        culprit = "speed" if not 0 < member.speed <= 1 else "id" if repeated else "cores"
         self._checked(self._find(culprit, line), lambda: Cluster((*before, member)))
         return member
 

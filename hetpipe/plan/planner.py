@@ -1,7 +1,8 @@
 """The planner: the best partition for given devices, and the best devices and micro-batches.
 
-Two partitioners propose: BaPipe's balanced partition and the exact one, each with transfers
-counted in two ways. The simulator decides: the slowest stage is not yet the step.
+Where partitions are few (two devices, or a short model) all are candidates. Else two partitioners
+propose, BaPipe's balanced partition and the exact one, each with transfers counted in two ways. The
+simulator decides: the slowest stage is not yet the step.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ from hetpipe.schedule.generators import generate, max_in_flight
 __all__ = ["explore", "make_plan", "predict"]
 
 FREE_ORDER_DEVICES = 4  # up to so many devices all orders and all subsets are tried
-GAIN = (
-    1e-9  # relative; less is no gain but rounding, and the earlier candidate keeps less in flight
-)
+FEW = 100  # up to so many partitions of an order all are candidates
+GAIN = 1e-9  # relative; less is no gain but rounding
 
 
 def make_plan(
@@ -42,29 +42,31 @@ def make_plan(
     """The plan with the quickest predicted step that puts one stage on each of `devices`.
 
     Every order of up to 4 devices is tried, unless `fixed_order` or `cuts` (layer indices) are
-    given; of more, the given one. Under 1F1B the in-flight depth is chosen too: the one that
+    given; of more, the given one. `objective` is how the partitioners count transfers, where
+    not all partitions are candidates. Under 1F1B the in-flight depth is chosen too: the one that
     hides transfers where it pays, a smaller one where memory asks for it.
 
     Raises `PlanError` if there are more devices than layers, or no partition fits.
     """
-    question = Question(table, schedule, mini_batch, microbatches)
+    question = Question(StageCosts(table), schedule, mini_batch, microbatches)
     _check(question, devices)
     if cuts is not None:
-        _check_cuts(table, devices, cuts)
-    free = not fixed_order and cuts is None and len(devices) <= FREE_ORDER_DEVICES
+        return _as_given(question, tuple(devices), tuple(cuts))
+    free = not fixed_order and len(devices) <= FREE_ORDER_DEVICES
     orders = list(permutations(devices)) if free else [tuple(devices)]
     objectives: tuple[Objective, ...] = ("sum", "max") if objective == "auto" else (objective,)
     why = ""
     for depths in _depths(schedule, len(devices), microbatches):
-        candidates: list[Partition] = []
-        for order in orders:
-            for depth in depths:
-                found = _propose(table, order, depth, objectives) if cuts is None else [tuple(cuts)]
-                candidates += [Partition(order, proposal, depth) for proposal in found]
-        able = [candidate for candidate in candidates if problem(table, candidate) is None]
+        candidates = [
+            Partition(order, proposal, depth)
+            for order in orders
+            for depth in depths
+            for proposal in _propose(question.costs, order, depth, objectives)
+        ]
+        able = [candidate for candidate in candidates if problem(question.costs, candidate) is None]
         if able:
-            return _quickest(question, able, "balanced" if cuts is None else "user", cuts is None)
-        why = _why_not(table, candidates, orders, depths[0])
+            return _improved(question, *_quickest(question, able, "balanced"))
+        why = _why_not(question.costs, candidates, orders, depths[0])
     raise PlanError(f"no plan for {', '.join(devices)}: {why}")
 
 
@@ -103,11 +105,12 @@ def explore(
                     refused.append(str(error))
     if not plans:
         raise PlanError("no plan: " + "; ".join(dict.fromkeys(refused)))
-    return sorted(plans, key=lambda plan: (plan.step_s, _memory_nbytes(plan)))
+    return sorted(plans, key=_rank)
 
 
-def _memory_nbytes(plan: Plan) -> int:
-    return sum(stage.memory_nbytes for stage in plan.stages)
+def _rank(plan: Plan) -> tuple[float, int]:
+    """Quickest first; of equals (to rounding) the one with the least memory."""
+    return float(f"{plan.step_s:.8e}"), sum(stage.memory_nbytes for stage in plan.stages)
 
 
 def _subsets(devices: Sequence[str]) -> Iterable[tuple[str, ...]]:
@@ -118,7 +121,7 @@ def _subsets(devices: Sequence[str]) -> Iterable[tuple[str, ...]]:
 
 
 def _check(question: Question, devices: Sequence[str]) -> None:
-    table = question.table
+    table = question.costs.table
     if not devices or len(set(devices)) != len(devices):
         raise PlanError(f"devices {list(devices)}: name one or more, each once")
     for device in devices:
@@ -152,6 +155,19 @@ def _check_cuts(table: CostTable, devices: Sequence[str], cuts: Sequence[int]) -
         )
 
 
+def _as_given(question: Question, devices: tuple[str, ...], cuts: tuple[int, ...]) -> Plan:
+    """The user's partition; only the in-flight depth is left to choose."""
+    _check_cuts(question.costs.table, devices, cuts)
+    why: str | None = None
+    for depths in _depths(question.schedule, len(devices), question.microbatches):
+        candidates = [Partition(devices, cuts, depth) for depth in depths]
+        able = [candidate for candidate in candidates if problem(question.costs, candidate) is None]
+        if able:
+            return _quickest(question, able, "user")[1]
+        why = problem(question.costs, candidates[0])
+    raise PlanError(f"no plan for {', '.join(devices)}, cut at {list(cuts)}: {why}")
+
+
 def _depths(schedule: str, stages: int, microbatches: int) -> Iterator[list[tuple[int, ...]]]:
     """In-flight depths to choose from; each later list only where nothing before it fits.
 
@@ -168,20 +184,21 @@ def _depths(schedule: str, stages: int, microbatches: int) -> Iterator[list[tupl
 
 
 def _propose(
-    table: CostTable,
+    costs: StageCosts,
     order: Sequence[str],
     depth: Sequence[int],
     objectives: Iterable[Objective],
     bounded: bool = True,
 ) -> list[tuple[int, ...]]:
-    """Cuts that may be best for this order of devices; none if no partition fits."""
-    costs = StageCosts(table)
+    """Cuts that may be best for this order of devices."""
+    stages = len(order)
+    if bounded and math.comb(costs.count - 1, stages - 1) <= FEW:
+        return list(combinations(range(1, costs.count), stages - 1))
     whole_s = [float(costs.compute_s(device, 0, costs.count)) for device in order]
     found: list[tuple[int, ...]] = []
     for objective in objectives:
         matrices = [
-            costs.matrix(order, stage, depth[stage], objective, bounded)
-            for stage in range(len(order))
+            costs.matrix(order, stage, depth[stage], objective, bounded) for stage in range(stages)
         ]
         best = exact(matrices)
         if best is not None:
@@ -190,30 +207,34 @@ def _propose(
 
 
 def _quickest(
-    question: Question, candidates: Sequence[Partition], origin: str, movable: bool
-) -> Plan:
-    """The candidate with the quickest simulated step, improved by moves of boundary layers."""
+    question: Question, candidates: Sequence[Partition], origin: str
+) -> tuple[Partition, Plan]:
+    """The candidate with the quickest simulated step.
+
+    Candidates are simulated in the order of a lower bound, until it exceeds the best step found:
+    the rest cannot be quicker.
+    """
     bounds = {candidate: lower_bound_s(question, candidate) for candidate in candidates}
-    best: tuple[float, Partition, Plan] | None = None
+    best: tuple[Partition, Plan] | None = None
     for candidate in sorted(bounds, key=lambda candidate: bounds[candidate]):
-        if best is not None and bounds[candidate] >= best[0]:
+        if best is not None and bounds[candidate] > best[1].step_s:
             break
         plan = price(question, candidate, origin)
-        if best is None or plan.step_s < best[0] * (1 - GAIN):
-            best = (plan.step_s, candidate, plan)
+        if best is None or _rank(plan) < _rank(best[1]):
+            best = (candidate, plan)
     assert best is not None
-    return _improved(question, best[1], best[2]) if movable else best[2]
+    return best
 
 
 def _improved(question: Question, partition: Partition, plan: Plan) -> Plan:
     """Move boundary layers while the simulated step gets quicker."""
-    layers = len(question.table.layers)
+    layers = question.costs.count
     while True:
         best = None
         for cuts in moves(partition.cuts, layers):
             moved = Partition(partition.devices, cuts, partition.in_flight)
             limit_s = (best[1] if best else plan).step_s * (1 - GAIN)
-            if lower_bound_s(question, moved) < limit_s and problem(question.table, moved) is None:
+            if lower_bound_s(question, moved) < limit_s and problem(question.costs, moved) is None:
                 priced = price(question, moved, plan.origin)
                 if priced.step_s < limit_s:
                     best = (moved, priced)
@@ -223,21 +244,23 @@ def _improved(question: Question, partition: Partition, plan: Plan) -> Plan:
 
 
 def _why_not(
-    table: CostTable,
+    costs: StageCosts,
     refused: Sequence[Partition],
     orders: Sequence[tuple[str, ...]],
     depth: tuple[int, ...],
 ) -> str:
-    """The reason why nothing fits, from the best partition without a bound on memory."""
-    relaxed = list(refused)
-    for order in orders if not relaxed else []:
-        found = _propose(table, order, depth, ["sum"], bounded=False)
-        relaxed += [Partition(order, cuts, depth) for cuts in found]
+    """The reason why nothing fits: of the best partition without a bound on memory, if any."""
+    relaxed = [
+        Partition(order, cuts, depth)
+        for order in orders
+        for cuts in _propose(costs, order, depth, ["sum"], bounded=False)
+    ]
     if relaxed:
-        return str(problem(table, relaxed[0]))
-    for index, layer in enumerate(table.layers):
-        entries = {device: table.devices[device].layers[index] for device in orders[0]}
+        reasons = (problem(costs, partition) for partition in (*relaxed, *refused))
+        return next(reason for reason in reasons if reason is not None)
+    for index, layer in enumerate(costs.table.layers):
+        entries = {device: costs.table.devices[device].layers[index] for device in orders[0]}
         if all(math.isinf(entry.forward_s + entry.backward_s) for entry in entries.values()):
-            reasons = "; ".join(f"{device}: {entry.reason}" for device, entry in entries.items())
-            return f"none of them can run layer {layer.name} ({reasons})"
+            refusals = "; ".join(f"{name}: {entry.reason}" for name, entry in entries.items())
+            return f"none of them can run layer {layer.name} ({refusals})"
     return "each can run some layers, but in no order of them do these join to the whole model"

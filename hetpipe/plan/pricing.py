@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -23,7 +23,7 @@ MIB = 2**20
 class Question:
     """What is to be planned, whatever the partition."""
 
-    table: CostTable
+    costs: StageCosts
     schedule: str
     mini_batch: int
     microbatches: int
@@ -44,9 +44,8 @@ class Partition:
 
 def price(question: Question, partition: Partition, origin: str) -> Plan:
     """The plan of a partition, its step predicted by simulation."""
-    table = question.table
-    layers = len(table.layers)
-    costs = StageCosts(table)
+    costs, table = question.costs, question.costs.table
+    layers = costs.count
     stages = []
     placed = zip(partition.devices, partition.ends(layers), partition.in_flight, strict=True)
     for device, (lo, hi), in_flight in placed:
@@ -71,6 +70,7 @@ def price(question: Question, partition: Partition, origin: str) -> Plan:
         cut_nbytes=tuple(table.layers[cut - 1].cut_nbytes for cut in partition.cuts),
         label=_label(table, partition.devices),
         origin=origin,
+        notes=tuple(_notes(table, partition.devices)),
     )
     return replace(plan, step_s=predict(plan, table).total_s)
 
@@ -92,43 +92,59 @@ def predict(plan: Plan, table: CostTable, *, tied: Tied | None = None) -> Timeli
 
 def lower_bound_s(question: Question, partition: Partition) -> float:
     """No schedule is quicker: a stage's own passes, and the way to it and back for one of them."""
-    table = question.table
-    layers = len(table.layers)
+    costs = question.costs
     bound_s = way_s = 0.0
-    for stage, (lo, hi) in enumerate(partition.ends(layers)):
+    for stage, (lo, hi) in enumerate(partition.ends(costs.count)):
         device = partition.devices[stage]
-        both_s = table.forward_s(device, lo, hi) + table.backward_s(device, lo, hi)
+        both_s = float(costs.compute_s(device, lo, hi))
         bound_s = max(bound_s, way_s + question.microbatches * both_s)
         way_s += both_s
         if stage + 1 < len(partition.devices):
             there = partition.devices[stage + 1]
-            nbytes = table.layers[hi - 1].cut_nbytes
-            way_s += table.link(device, there).time_s(nbytes)
-            way_s += table.link(there, device).time_s(nbytes)
-    return bound_s + table.step_overhead_s
+            way_s += costs.transfer_s(device, there, hi) + costs.transfer_s(there, device, hi)
+    return bound_s + costs.table.step_overhead_s
 
 
-def problem(table: CostTable, partition: Partition) -> str | None:
+def problem(costs: StageCosts, partition: Partition) -> str | None:
     """Why the partition cannot run: an unsupported layer, or too little memory; else None."""
-    costs = StageCosts(table)
     used: dict[str, int] = defaultdict(int)
     capacity: dict[str, int] = defaultdict(int)
-    for stage, (lo, hi) in enumerate(partition.ends(len(table.layers))):
+    for stage, (lo, hi) in enumerate(partition.ends(costs.count)):
         device = partition.devices[stage]
-        cost = table.devices[device]
+        cost = costs.table.devices[device]
+        domain = cost.memory_domain
         what = f"stage {stage} (layers {lo}..{hi - 1} on {device})"
-        for layer, entry in list(zip(table.layers, cost.layers, strict=True))[lo:hi]:
-            if math.isinf(entry.forward_s + entry.backward_s):
-                return f"{what}: the device cannot run layer {layer.name}: {entry.reason}"
+        if math.isinf(costs.compute_s(device, lo, hi)):
+            first = _refused(costs.table, device, lo, hi)[0]
+            return f"{what}: the device cannot run {first}"
         need = int(costs.memory_nbytes(lo, hi, partition.in_flight[stage]))
-        used[cost.memory_domain] += need
-        capacity[cost.memory_domain] = max(capacity[cost.memory_domain], cost.memory_nbytes)
+        used[domain] += need
+        capacity[domain] = max(capacity[domain], cost.memory_nbytes)
         if need > cost.memory_nbytes:
             return f"{what} {_lack(need, cost.memory_nbytes)}"
-        if used[cost.memory_domain] > capacity[cost.memory_domain]:
-            lack = _lack(used[cost.memory_domain], capacity[cost.memory_domain])
-            return f"{what}, with the stages before it in memory {cost.memory_domain}, {lack}"
+        if used[domain] > capacity[domain]:
+            lack = _lack(used[domain], capacity[domain])
+            return f"{what}, with the stages before it in memory {domain}, {lack}"
     return None
+
+
+def _notes(table: CostTable, devices: Sequence[str]) -> Iterator[str]:
+    """What kept layers off the devices."""
+    for device in devices:
+        refused = _refused(table, device, 0, len(table.layers))
+        if refused:
+            more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+            yield f"{device} cannot run {refused[0]}{more}"
+
+
+def _refused(table: CostTable, device: str, lo: int, hi: int) -> list[str]:
+    """The layers among lo..hi that the device cannot run, and why."""
+    entries = zip(table.layers[lo:hi], table.devices[device].layers[lo:hi], strict=True)
+    return [
+        f"layer {layer.name}: {cost.reason}"
+        for layer, cost in entries
+        if math.isinf(cost.forward_s + cost.backward_s)
+    ]
 
 
 def _lack(need: int, capacity: int) -> str:

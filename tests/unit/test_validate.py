@@ -1,5 +1,6 @@
 """The validator against hand-written faults, and against an independent judge on mutations."""
 
+import itertools
 from collections import Counter, defaultdict
 from graphlib import CycleError, TopologicalSorter
 
@@ -125,7 +126,7 @@ def judge(schedule, complete):
         at = {action: index for index, action in enumerate(row)}
         if not orderly(row):
             return False
-        for before, after in zip(row, row[1:], strict=False):
+        for before, after in itertools.pairwise(row):
             graph[after].add(before)
         for action in row:
             if action.message:

@@ -1,0 +1,268 @@
+"""Clusters: which devices of a machine take part, and what a cluster file may say."""
+
+import pytest
+
+from hetpipe.cluster.cluster import Cluster, Link, Member
+from hetpipe.cluster.file import parse_bandwidth, parse_time
+from hetpipe.errors import ClusterError
+from hetpipe.sdk.info import Capabilities, DeviceInfo
+
+EMULATED = Capabilities(emulated=True)
+REFERENCE = Capabilities(reference=True)
+
+
+def device(id, kind="cpu", domain="ram", capabilities=Capabilities()):  # noqa: B008 - frozen
+    backend = id.partition(":")[0]
+    return DeviceInfo(id, backend, kind, "name", "vendor", "1", 1 << 30, domain,
+                      capabilities=capabilities)  # fmt: skip
+
+
+FOUND = [
+    device("plain:cpu:0", capabilities=REFERENCE),
+    device("soft:fast:0"),
+    device("soft:slow:0"),
+    device("soft:board:0", "fpga", capabilities=EMULATED),
+    device("soft:board:1", "fpga", capabilities=EMULATED),
+    device("torchy:cpu:0"),
+    device("torchy:gpu:0", "gpu", "gpu0"),
+    device("torchy:gpu:1", "gpu", "gpu1"),
+]
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with FOUND and eight cores, 4 to 11; returns a function that changes the cores."""
+
+    def discover(names):
+        found = [info for info in FOUND if names is None or info.backend in names]
+        return found, {"broken": "no driver; install one"}
+
+    def set_cores(*cores):
+        monkeypatch.setattr("hetpipe.cluster.cluster.available_cores", lambda: cores)
+        monkeypatch.setattr("hetpipe.cluster.local.available_cores", lambda: cores)
+
+    monkeypatch.setattr("hetpipe.cluster.local.discover_devices", discover)
+    set_cores(*range(4, 12))
+    return set_cores
+
+
+def test_accelerators_and_one_cpu_worker_per_backend_share_the_cores(machine):
+    assert Cluster.local().members == (
+        Member("soft:fast:0", "soft:fast:0", (4, 5, 6, 7)),
+        Member("torchy:cpu:0", "torchy:cpu:0", (8, 9, 10, 11)),
+        Member("torchy:gpu:0", "torchy:gpu:0"),
+        Member("torchy:gpu:1", "torchy:gpu:1"),
+    )
+
+
+def test_each_memory_domain_gets_its_own_cpu_workers(machine, monkeypatch):
+    numa = [device("soft:fast:0"), device("soft:fast:1", domain="ram1"), device("soft:slow:0")]
+    monkeypatch.setattr("hetpipe.cluster.local.discover_devices", lambda names: (numa, {}))
+    assert Cluster.local().ids == ("soft:fast:0", "soft:fast:1")
+
+
+def test_rank_chooses_among_the_cpu_devices_of_a_backend(machine):
+    times_s = {"soft:fast:0": 2.0, "soft:slow:0": 1.0}
+    local = Cluster.local(["soft"], rank=lambda info: times_s.get(info.id, 0.0))
+    assert local.ids == ("soft:slow:0",)
+
+
+def test_backends_narrow_the_choice(machine):
+    assert Cluster.local(backends=["torchy"]).ids == (
+        "torchy:cpu:0",
+        "torchy:gpu:0",
+        "torchy:gpu:1",
+    )
+    with pytest.raises(
+        ClusterError, match="no usable device: found plain:cpu:0; backend broken is"
+    ):
+        Cluster.local(backends=["plain"])
+
+
+def test_named_devices_keep_their_order_and_join_even_if_emulated(machine):
+    named = Cluster.local(devices=["torchy:gpu:1", "soft:board", "plain:cpu:0", "soft:slow:"])
+    assert named.ids == (
+        "torchy:gpu:1", "soft:board:0", "soft:board:1", "plain:cpu:0", "soft:slow:0",
+    )  # fmt: skip
+    assert [len(member.cores) for member in named.members] == [0, 2, 2, 2, 2]
+
+
+def test_a_prefix_ends_at_a_colon(machine):
+    with pytest.raises(ClusterError, match="no device 'soft:boa': found plain:cpu:0, soft:fast:0"):
+        Cluster.local(devices=["soft:boa"])
+    with pytest.raises(ClusterError, match="backend broken is unusable: no driver; install one"):
+        Cluster.local(devices=["gpu"])
+
+
+def test_a_device_named_twice_is_two_members_that_share_its_cores(machine):
+    twice = Cluster.local(
+        devices=["torchy:cpu", "soft:fast:0", "torchy:cpu:0"],
+        emulate_speed={"torchy:cpu:0#1": 0.5},
+    )
+    assert twice.members == (
+        Member("torchy:cpu:0#0", "torchy:cpu:0", (4, 5)),
+        Member("soft:fast:0", "soft:fast:0", (6, 7, 8)),
+        Member("torchy:cpu:0#1", "torchy:cpu:0", (9, 10, 11), 0.5),
+    )
+
+
+def test_fewer_cores_than_workers(machine):
+    machine(3, 7)
+    shares = [
+        m.cores for m in Cluster.local(devices=["soft:fast", "soft:slow", "torchy:cpu"]).members
+    ]
+    assert shares == [(3,), (3,), (7,)]
+
+
+def test_a_speed_for_nobody_is_refused(machine):
+    with pytest.raises(ClusterError, match="names 'gpu'; the members are soft:fast:0, "):
+        Cluster.local(emulate_speed={"gpu": 0.5})
+    with pytest.raises(ClusterError, match="soft:fast:0: speed is 0, it must be above 0"):
+        Cluster.local(emulate_speed={"soft:fast:0": 0})
+
+
+def test_links_hold_both_ways():
+    slow = Link(0.001, 1e6)
+    cluster = Cluster((Member("a", "x"), Member("b", "x")), {frozenset("ab"): slow})
+    assert cluster.link("a", "b") == cluster.link("b", "a") == slow
+    assert Cluster((Member("a", "x"),)).link("a", "z") == Link()
+    assert cluster.member("b").device == "x"
+    with pytest.raises(ClusterError, match="no device 'c'; the cluster has a, b"):
+        cluster.member("c")
+
+
+A, B = Member("a", "x"), Member("b", "x")
+
+
+@pytest.mark.parametrize(
+    ("members", "links", "transport", "message"),
+    [
+        ((), {}, "auto", "no device"),
+        ((A, A), {}, "auto", "two devices have the id 'a'"),
+        ((A, B), {frozenset("ac"): Link()}, "auto", "a link names 'c'; the cluster has a, b"),
+        ((A, B), {frozenset("a"): Link()}, "auto", "joins two different devices"),
+        ((A, B), {frozenset("ab"): Link(-1.0)}, "auto", "latency is -1.0 s"),
+        ((A, B), {frozenset("ab"): Link(None, 0.0)}, "auto", "bandwidth is 0.0 B/s"),
+        ((A,), {}, "pigeon", "no transport 'pigeon'; choose one of auto, local, shared-memory"),
+        ((Member("a", "x", (4, 12)),), {}, "auto", r"cores \[12\] are not among .*: 4, 5, 6"),
+        ((Member("a", "x", (), -1.0),), {}, "auto", "speed is -1.0"),
+        ((Member("a", "x", (), 1.5),), {}, "auto", "speed is 1.5, it must be above 0, at most 1"),
+        ((Member("a", "x", (), float("nan")),), {}, "auto", "speed is nan"),
+    ],
+)
+def test_what_is_wrong_in_itself_is_refused(machine, members, links, transport, message):
+    with pytest.raises(ClusterError, match=message):
+        Cluster(members, links, transport)
+
+
+FILE = """\
+# two machines' worth of devices, rehearsed on one
+transport = "shared-memory"
+
+[[device]]
+id = "slow"
+device = "torchy:cpu:0"
+cores = [4]
+speed = 0.5
+
+[[device]]
+device = "soft:board:7"
+
+[[link]]
+between = ["soft:board:7", "slow"]
+bandwidth = "1 Gb/s"
+latency = "1 ms"
+"""
+
+
+@pytest.fixture
+def write(tmp_path, machine):
+    def write(text):
+        path = tmp_path / "cluster.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_a_cluster_file(write):
+    assert Cluster.load(write(FILE)) == Cluster(
+        (Member("slow", "torchy:cpu:0", (4,), 0.5), Member("soft:board:7", "soft:board:7")),
+        {frozenset(("slow", "soft:board:7")): Link(1e-3, 125e6)},
+        "shared-memory",
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "message"),
+    [
+        ("transport", "transprt", 2, "unknown key 'transprt'; allowed here: transport, device, l"),
+        ('"shared-memory"', '"wire"', 2, "no transport 'wire'; choose one of auto"),
+        ('"shared-memory"', "3", 2, "transport = 3: write text in quotes"),
+        ('device = "torchy:cpu:0"\n', "", 4, 'needs device = "backend:name:index"'),
+        ("speed = 0.5", "sped = 0.5", 8, "'sped'; allowed here: id, device, cores, speed"),
+        ("speed = 0.5", "speed = 0", 8, "speed is 0.0, it must be above 0"),
+        ("speed = 0.5", "speed = 2", 8, "speed is 2.0, it must be above 0, at most 1"),
+        ("speed = 0.5", 'speed = "half"', 8, "speed = 'half': write a number"),
+        ("cores = [4]", "cores = [40]", 7, r"cores \[40\] are not among this machine's: 4, 5"),
+        ("cores = [4]", "cores = [4.5]", 7, r"cores are whole numbers, not \[4.5\]"),
+        ("cores = [4]", "cores = 4", 7, "cores = 4: write a list"),
+        ('"soft:board:7"\n\n', '"soft:board:7"\nid = "slow"\n\n', 12, "two devices have the id"),
+        ('"slow"]', '"fast"]', 14, "no device 'fast'; there is slow, soft:board:7"),
+        ('"slow"]', '"soft:board:7"]', 13, "joins two different devices"),
+        ('"soft:board:7", ', "", 14, r'needs between = \["one", "other"\]'),
+        ("1 Gb/s", "1 Gbps", 15, "bandwidth '1 Gbps': write a number and b/s .bits. or B/s"),
+        ('"1 Gb/s"', "1e9", 15, "bandwidth = 1000000000.0: write text in quotes"),
+        ("1 Gb/s", "0 Gb/s", 13, "bandwidth is 0.0 B/s, must be above 0"),
+        ("1 ms", "1 h", 16, "latency '1 h': write a number and one of s, ms, us, ns"),
+        ("latency", "delay", 16, "'delay'; allowed here: between, bandwidth, latency"),
+        ("[[link]]", "[[lnk]]", 13, "unknown key 'lnk'"),
+        ("[[link]]", "[link]", 13, r"write each link as a \[\[link\]\] table"),
+        ("speed = 0.5", "speed = ", 8, "Invalid value"),
+    ],
+)
+def test_errors_point_at_the_line(write, old, new, line, message):
+    assert old in FILE
+    path = write(FILE.replace(old, new, 1))
+    with pytest.raises(ClusterError, match=message) as caught:
+        Cluster.load(path)
+    assert str(caught.value).startswith(f"{path}:{line}: ")
+
+
+def test_a_second_link_between_two_devices(write):
+    extra = '\n[[link]]\nbetween = ["slow", "soft:board:7"]\n'
+    with pytest.raises(ClusterError, match="toml:18: a second link between slow and soft:board:7"):
+        Cluster.load(write(FILE + extra))
+
+
+def test_files_that_hold_nothing(write, tmp_path):
+    with pytest.raises(ClusterError, match="toml:1: the cluster has no device"):
+        Cluster.load(write(""))
+    with pytest.raises(ClusterError, match="No such file"):
+        Cluster.load(tmp_path / "absent.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "bandwidth_Bps"),
+    [
+        ("8 b/s", 1), ("1kB/s", 1e3), ("1 Gb/s", 125e6), ("2.5 GB/s", 2.5e9), ("1 MiB/s", 2**20),
+        ("1 Tb/s", 125e9), ("8 Kib/s", 1024), ("1e3 MB/s", 1e9),
+    ],
+)  # fmt: skip
+def test_bandwidths(text, bandwidth_Bps):
+    assert parse_bandwidth(text) == bandwidth_Bps
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1", "1 G", "Gb/s", "1 gb/s", "1 iB/s", "1 KB/s", "-1 Gb/s", "1.2.3 B/s"]
+)
+def test_wrong_bandwidths(text):
+    with pytest.raises(ClusterError, match="bandwidth"):
+        parse_bandwidth(text)
+
+
+def test_times():
+    assert [parse_time(text) for text in ("2 s", "1ms", "3 us", "1 ns")] == [2, 1e-3, 3e-6, 1e-9]
+    for wrong in ("", "1", "ms", "1 min", "-1 ms"):
+        with pytest.raises(ClusterError, match="latency"):
+            parse_time(wrong)

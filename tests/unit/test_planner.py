@@ -1,0 +1,347 @@
+"""The planner: what it chooses, what it refuses, and that no better partition was left out."""
+
+import math
+import random
+from dataclasses import replace
+from itertools import combinations, pairwise, permutations
+
+import pytest
+
+from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost, TiedBytes
+from hetpipe.errors import CostError, PlanError
+from hetpipe.plan.baselines import even_plan, speed_blind_plan
+from hetpipe.plan.costs import StageCosts
+from hetpipe.plan.planner import explore, make_plan
+from hetpipe.plan.pricing import Partition, Question, lower_bound_s, predict, price
+from hetpipe.schedule.generators import generate, max_in_flight
+
+MIB = 2**20
+
+
+def make_table(
+    speeds, layers=8, *, samples=4, latency_s=0.0, bandwidth=1e12, memory=1 << 40, domain=None,
+    overhead_s=0.0, saved=MIB, tied=(),
+):  # fmt: skip
+    """Equal layers of 1 s forward and 2 s backward per 4 samples at speed 1."""
+    share = samples / 4
+    return CostTable(
+        "toy",
+        samples,
+        tuple(
+            LayerBytes(f"l{i}", MIB, 2 * MIB, int(saved * share), int(MIB * share))
+            for i in range(layers)
+        ),
+        {
+            name: DeviceCost(
+                (LayerCost(share / speed, 2 * share / speed, 0.1 / speed),) * layers,
+                0.0, memory, domain or name,
+            )
+            for name, speed in speeds.items()
+        },
+        {(a, b): LinkCost(latency_s, bandwidth) for a in speeds for b in speeds if a != b},
+        overhead_s,
+        tied,
+    )  # fmt: skip
+
+
+SPEEDS = {"a": 1.0, "b": 3.0}
+
+
+def test_layers_follow_speed():
+    plan = make_plan(make_table(SPEEDS), ["a", "b"], mini_batch=32, microbatches=8)
+    assert {s.devices[0]: s.hi - s.lo for s in plan.stages} == {"a": 2, "b": 6}
+    assert plan.origin == "balanced"
+    assert plan.samples_per_s == 32 / plan.step_s
+    assert plan.fill_limit == 8 / 9
+    assert plan.schedule == "1f1b"
+
+
+def test_the_prediction_is_the_simulation_and_the_overhead():
+    table = make_table(SPEEDS, overhead_s=0.25)
+    plan = make_plan(table, ["a", "b"], mini_batch=32, microbatches=8)
+    timeline = predict(plan, table)
+    assert plan.step_s == timeline.total_s == timeline.step_s + 0.25
+    assert timeline.workers == plan.devices
+    assert plan.step_s >= 8 * 6.0  # the slowest stage: M (F + B)
+
+
+def random_table(rng):
+    """2-3 devices that are good at different layers: harder than any real cluster."""
+    names = ["a", "b", "c"][: rng.randint(2, 3)]
+    layers = rng.randint(len(names), 7)
+    cost = lambda: LayerCost(rng.uniform(0.1, 2), rng.uniform(0.1, 2), 0.1)  # noqa: E731
+    return replace(
+        make_table(dict.fromkeys(names, 1.0), layers),
+        devices={
+            name: DeviceCost(tuple(cost() for _ in range(layers)), 0.0, 1 << 40, name)
+            for name in names
+        },
+        links={
+            (a, b): LinkCost(rng.uniform(0, 0.5), MIB * rng.uniform(1, 9))
+            for a, b in permutations(names, 2)
+        },
+    )
+
+
+def quickest_of_all(table):
+    """All orders x cuts x depths, simulated; on the way, that the bound which prunes is a bound."""
+    question = Question(StageCosts(table), "1f1b", 24, 6)
+    stages, layers = len(table.devices), len(table.layers)
+    best_s = math.inf
+    for order in permutations(table.devices):
+        for cuts in combinations(range(1, layers), stages - 1):
+            for scale in (1, 2):
+                depths = [min(scale * (stages - n) - scale + 1, 6) for n in range(stages)]
+                partition = Partition(order, cuts, tuple(depths))
+                step_s = price(question, partition, "user").step_s
+                assert lower_bound_s(question, partition) <= step_s * (1 + 1e-12)
+                best_s = min(best_s, step_s)
+    return best_s
+
+
+def test_a_short_model_gets_the_quickest_partition_of_all():
+    for seed in range(12):
+        table = random_table(random.Random(seed))
+        plan = make_plan(table, list(table.devices), mini_batch=24, microbatches=6)
+        assert plan.step_s == pytest.approx(quickest_of_all(table), rel=1e-8)
+
+
+def test_what_the_partitioners_propose_is_near_the_quickest(monkeypatch):
+    monkeypatch.setattr("hetpipe.plan.planner.FEW", 0)
+    gaps = []
+    for seed in range(20):
+        table = random_table(random.Random(seed))
+        plan = make_plan(table, list(table.devices), mini_batch=24, microbatches=6)
+        gaps.append(plan.step_s / quickest_of_all(table) - 1)
+    assert min(gaps) >= -1e-12
+    assert sum(gaps) / len(gaps) < 0.02
+    assert max(gaps) < 0.2
+
+
+def test_given_cuts_and_a_given_order_are_kept():
+    table = make_table(SPEEDS)
+    plan = make_plan(table, ["a", "b"], mini_batch=32, microbatches=8, cuts=[5])
+    assert (plan.cuts, plan.devices, plan.origin) == ((5,), ("a", "b"), "user")
+    for order in (("a", "b"), ("b", "a")):
+        plan = make_plan(table, order, mini_batch=32, microbatches=8, fixed_order=True)
+        assert plan.devices == order
+
+
+def test_the_order_avoids_a_slow_link():
+    table = make_table({"a": 1.0, "b": 1.0, "c": 1.0}, 9)
+    for pair in (("a", "b"), ("b", "a")):
+        table.links[pair] = LinkCost(50.0, 1e12)
+    plan = make_plan(table, ["a", "b", "c"], mini_batch=32, microbatches=8)
+    assert plan.devices[1] == "c"
+
+
+def test_more_warm_up_where_transfers_would_show_and_less_where_they_do_not():
+    slow = make_table({"a": 1.0, "b": 1.0}, latency_s=2.0)
+    assert make_plan(slow, ["a", "b"], mini_batch=64, microbatches=16).in_flight == (3, 1)
+    free = make_table({"a": 1.0, "b": 1.0}, bandwidth=math.inf)
+    assert make_plan(free, ["a", "b"], mini_batch=64, microbatches=16).in_flight == (2, 1)
+
+
+def test_in_flight_is_what_the_schedule_does():
+    for schedule in ("1f1b", "gpipe"):
+        table = make_table({"a": 1.0, "b": 1.0, "c": 2.0})
+        plan = make_plan(table, list("abc"), mini_batch=8, microbatches=2, schedule=schedule)
+        made = generate(schedule, 3, 2, in_flight=plan.in_flight)
+        assert max_in_flight(made) == list(plan.in_flight)
+
+
+def test_memory_of_a_stage_and_a_smaller_depth_where_it_is_short():
+    # Stage 0: 4 layers x (2 + 2 MiB weights, gradients, state + 10 MiB saved x K) + 2 MiB buffers.
+    table = make_table({"a": 1.0, "b": 1.0}, latency_s=2.0, saved=10 * MIB)
+    ask = {"mini_batch": 64, "microbatches": 16, "cuts": [4]}
+    wide = make_plan(table, ["a", "b"], **ask)
+    assert [s.memory_nbytes // MIB for s in wide.stages] == [18 + 120, 18 + 40]
+    for capacity, depths in [(138, (3, 1)), (137, (2, 1)), (97, (1, 1))]:
+        small = make_table(
+            {"a": 1.0, "b": 1.0}, latency_s=2.0, saved=10 * MIB, memory=capacity * MIB
+        )
+        assert make_plan(small, ["a", "b"], **ask).in_flight == depths
+
+
+def test_memory_moves_layers_to_where_there_is_room():
+    table = make_table(SPEEDS)
+    table.devices["b"] = replace(table.devices["b"], memory_nbytes=20 * MIB)
+    plan = make_plan(table, ["a", "b"], mini_batch=32, microbatches=8)
+    assert {s.devices[0]: s.hi - s.lo for s in plan.stages} != {"a": 2, "b": 6}
+    assert all(s.memory_nbytes <= s.capacity_nbytes for s in plan.stages)
+
+
+def test_without_room_the_error_says_which_stage_lacks_how_much():
+    table = make_table(SPEEDS, memory=10 * MIB)
+    with pytest.raises(PlanError, match=r"stage \d \(layers \d\.\.\d on .\) needs (\d+) bytes .* "
+                                        r"and has 10485760 .*: \d+ bytes are lacking"):  # fmt: skip
+        make_plan(table, ["a", "b"], mini_batch=32, microbatches=8)
+
+
+def test_devices_that_share_memory_share_its_capacity():
+    ask = {"mini_batch": 32, "microbatches": 8}
+    own = make_table(SPEEDS, memory=40 * MIB)
+    assert make_plan(own, ["a", "b"], **ask)
+    shared = make_table(SPEEDS, memory=40 * MIB, domain="ram")
+    with pytest.raises(PlanError, match="with the stages before it in memory ram, needs"):
+        make_plan(shared, ["a", "b"], **ask)
+    assert make_plan(make_table(SPEEDS, memory=80 * MIB, domain="ram"), ["a", "b"], **ask)
+
+
+def without(table, device, indices):
+    """The table with layers that the device cannot run."""
+    cost = table.devices[device]
+    refused = LayerCost(math.inf, math.inf, 0.0, "no kernel for it")
+    layers = tuple(refused if i in indices else entry for i, entry in enumerate(cost.layers))
+    return replace(table, devices={**table.devices, device: replace(cost, layers=layers)})
+
+
+def test_a_layer_stays_off_a_device_that_cannot_run_it():
+    table = without(make_table(SPEEDS), "b", {0, 1, 2, 3})
+    plan = make_plan(table, ["b", "a"], mini_batch=32, microbatches=8)
+    assert [(s.devices, s.lo, s.hi) for s in plan.stages] == [(("a",), 0, 4), (("b",), 4, 8)]
+    assert plan.notes == ("b cannot run layer l0: no kernel for it and 3 more",)
+
+
+def test_a_layer_that_no_device_can_run_is_named_with_the_reasons():
+    table = without(without(make_table(SPEEDS), "a", {3}), "b", {3})
+    with pytest.raises(PlanError, match=r"none of them can run layer l3 \(a: no kernel for it; b"):
+        make_plan(table, ["a", "b"], mini_batch=32, microbatches=8)
+    table = without(without(make_table(SPEEDS), "a", {0, 7}), "b", {3})
+    with pytest.raises(PlanError, match="in no order of them"):
+        make_plan(table, ["a", "b"], mini_batch=32, microbatches=8)
+    table = without(make_table(SPEEDS), "b", {3})
+    with pytest.raises(PlanError, match="the device cannot run layer l3: no kernel for it"):
+        make_plan(table, ["a", "b"], mini_batch=32, microbatches=8, cuts=[3])
+
+
+@pytest.mark.parametrize(
+    ("devices", "options", "message"),
+    [
+        (["a", "b"], {"microbatches": 4}, "have 8 samples, but the costs are for 4; profile at 8"),
+        (["a", "b"], {"microbatches": 64}, "of 32 cannot be 64 micro-batches; choose 1 to 32"),
+        (["a", "x"], {}, "no costs for x; the table of toy has a, b"),
+        (["a", "a"], {}, "each once"),
+        ([], {}, "name one or more"),
+        (["a", "b"], {"cuts": [0]}, r"cuts \[0\]: 2 devices need 1 ascending .* 1 and 7"),
+        (["a", "b"], {"cuts": [3, 5]}, "2 devices need 1 ascending"),
+    ],
+)
+def test_impossible_questions_are_refused(devices, options, message):
+    ask = {"mini_batch": 32, "microbatches": 8, **options}
+    with pytest.raises(PlanError, match=message):
+        make_plan(make_table(SPEEDS), devices, **ask)
+
+
+@pytest.mark.parametrize("planner", [make_plan, even_plan, speed_blind_plan])
+def test_more_stages_than_layers(planner):
+    table = make_table({"a": 1.0, "b": 1.0, "c": 1.0}, layers=2)
+    with pytest.raises(PlanError, match="3 stages need as many layers, toy has 2"):
+        planner(table, ["a", "b", "c"], mini_batch=32, microbatches=8)
+
+
+def test_a_link_without_a_cost_is_named():
+    table = replace(make_table(SPEEDS), links={})
+    with pytest.raises(CostError, match="no cost for the link a -> b"):
+        make_plan(table, ["a", "b"], mini_batch=32, microbatches=8)
+
+
+def test_baselines_are_priced_by_the_true_costs():
+    table = make_table(SPEEDS, layers=9)
+    ask = {"mini_batch": 32, "microbatches": 8}
+    even = even_plan(table, ["a", "b"], **ask)
+    assert (even.cuts, even.origin) == ((5,), "even")
+    assert even.stages[0].forward_s == 5.0
+    blind = speed_blind_plan(make_table(SPEEDS), ["a", "b"], **ask)
+    assert (blind.cuts, blind.origin) == ((4,), "speed-blind")
+    best = make_plan(table, ["a", "b"], **ask)
+    assert best.step_s < 0.6 * even.step_s
+
+
+def test_the_speed_blind_split_still_weighs_unequal_layers():
+    table = make_table(SPEEDS)
+    for name, cost in table.devices.items():
+        heavy = replace(cost.layers[0], forward_s=7 * cost.layers[0].forward_s,
+                        backward_s=7 * cost.layers[0].backward_s)  # fmt: skip
+        table.devices[name] = replace(cost, layers=(heavy, *cost.layers[1:]))
+    blind = speed_blind_plan(table, ["a", "b"], mini_batch=32, microbatches=8)
+    assert blind.cuts == (1,)
+    assert even_plan(table, ["a", "b"], mini_batch=32, microbatches=8).cuts == (4,)
+
+
+def tables(speeds, sizes=(2, 4, 8, 16, 32), **options):
+    return {size: make_table(speeds, samples=size, **options) for size in sizes}
+
+
+def test_explore_sorts_by_step_and_chooses_the_microbatches():
+    plans = explore(tables(SPEEDS), ["a", "b"], mini_batch=32)
+    steps_s = [plan.step_s for plan in plans]
+    assert all(a <= b * (1 + 1e-8) for a, b in pairwise(steps_s))
+    assert plans[0].microbatches == 16  # without overheads, more micro-batches fill better
+    assert {plan.microbatches for plan in plans} == {1, 2, 4, 8, 16}
+    assert {plan.schedule for plan in plans} == {"gpipe", "1f1b"}
+    assert {plan.devices for plan in plans} >= {("a",), ("b",)}
+
+
+def test_explore_leaves_a_device_out_where_that_is_quicker():
+    slow_link = tables({"a": 1.0, "b": 20.0}, latency_s=30.0)
+    assert explore(slow_link, ["a", "b"], mini_batch=32)[0].devices == ("b",)
+    forced = explore(slow_link, ["a", "b"], mini_batch=32, use_all=True)
+    assert all(len(plan.stages) == 2 for plan in forced)
+
+
+def test_of_equally_quick_plans_the_one_with_less_memory_comes_first():
+    plans = explore(tables({"a": 1.0}), ["a"], mini_batch=32)
+    assert (plans[0].schedule, plans[0].microbatches, plans[0].in_flight) == ("1f1b", 16, (1,))
+
+
+def test_explore_takes_sizes_that_differ_by_one_and_no_others():
+    plans = explore(tables(SPEEDS, sizes=(4, 5)), ["a", "b"], mini_batch=14)
+    assert {(plan.microbatches) for plan in plans} == {4, 3}
+    with pytest.raises(PlanError, match="micro-batches of 4 do not divide a mini-batch of 9"):
+        explore(tables(SPEEDS, sizes=(4,)), ["a", "b"], mini_batch=9)
+
+
+def test_explore_says_why_nothing_works():
+    with pytest.raises(PlanError, match="bytes are lacking"):
+        explore(tables(SPEEDS, memory=MIB), ["a", "b"], mini_batch=32)
+
+
+def test_more_than_four_devices_keep_their_order():
+    speeds = dict.fromkeys("abcde", 1.0)
+    plans = explore(tables(speeds, sizes=(4,)), list("edcba"), mini_batch=32)
+    assert plans[0].devices == tuple("edcba")
+    assert {len(plan.stages) for plan in plans} == {1, 5}
+
+
+def test_tied_parameters_are_priced_and_kept_apart_only_where_cut():
+    free = make_table(SPEEDS, bandwidth=MIB)
+    tied = replace(free, tied=(TiedBytes("embedding", 10 * MIB, (0, 7)),))
+    ask = {"mini_batch": 32, "microbatches": 8, "cuts": [2]}
+    plan = make_plan(tied, ["a", "b"], **ask)
+    assert plan.tied(tied) == ((0, (1,)),)
+    assert plan.tied(free) == ()
+    # The gradient of 10 s waits for both stages' backwards, the parameter for the update.
+    assert plan.step_s > make_plan(free, ["a", "b"], **ask).step_s + 10
+    near = replace(free, tied=(TiedBytes("embedding", 10 * MIB, (0, 1)),))
+    assert make_plan(near, ["a", "b"], **ask).step_s == make_plan(free, ["a", "b"], **ask).step_s
+    untold = predict(plan, free, tied=((0, (1,)),))
+    assert "0RG1" in {str(span.action) for span in untold.spans}
+
+
+@pytest.mark.parametrize(
+    ("labels", "label"),
+    [
+        (("measured", "measured", "measured"), "measured"),
+        (("measured", "emulated", "measured"), "emulated"),
+        (("measured", "emulated", "modelled"), "modelled"),
+        (("modelled", "measured", "measured"), "modelled"),
+    ],
+)
+def test_a_plan_is_as_certain_as_its_least_certain_cost(labels, label):
+    table = make_table(SPEEDS)
+    for name, one in zip(SPEEDS, labels, strict=False):
+        table.devices[name] = replace(table.devices[name], label=one)
+    for pair, link in table.links.items():
+        table.links[pair] = replace(link, label=labels[2])
+    assert make_plan(table, ["a", "b"], mini_batch=32, microbatches=8).label == label
