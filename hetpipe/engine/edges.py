@@ -17,6 +17,9 @@ AHEAD = 2
 GRACE_S = 2.0
 """How long a broken edge keeps silent: its cause, a dead neighbour, is told by the controller."""
 
+LOOK_S = 0.5
+"""How often who waits for a sender looks whether it still lives."""
+
 Span = tuple[int, float, float]
 OnError = Callable[[BaseException], None]
 
@@ -40,10 +43,15 @@ class Sender:
         self._queue.put((index, kind, tensors))
 
     def drain(self) -> list[Span]:
-        """Wait until everything is sent; the spans since the last time."""
+        """Wait until everything is sent; the spans since the last time.
+
+        Raises `EdgeClosedError` if the thread has ended before.
+        """
         sent = threading.Event()
         self._queue.put(sent)
-        sent.wait()
+        while not sent.wait(LOOK_S):
+            if not self._thread.is_alive():
+                raise EdgeClosedError
         spans, self._spans = self._spans, []
         return spans
 

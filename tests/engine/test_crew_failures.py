@@ -115,6 +115,13 @@ def test_kill_far_from_who_waits(transport: str) -> None:
     killer.join()
 
 
+def test_a_local_crew_that_fails_leaves_no_thread() -> None:
+    threads = threading.active_count()
+    crew = start(["good", "good", "raise", "good"], "local")
+    failure(crew, lambda: step(crew, 4), 5.0, [])
+    assert eventually(lambda: threading.active_count() == threads)
+
+
 def test_kill_between_steps() -> None:
     crew = start(["good", "good"], "shared-memory")
     workers = pids(crew)
