@@ -11,23 +11,15 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from hetpipe.capture.attention import attention
+from hetpipe.capture.decompositions import before_cut
 from hetpipe.capture.example import Example, call
 from hetpipe.capture.refuse import check_modules, explain, refusing_lost_gradients
+from hetpipe.capture.slots import placeholders, results
 from hetpipe.errors import CaptureError
-from hetpipe.sdk.graph import core_decompositions
 
 aten = torch.ops.aten
 _SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
-
-
-def _decompositions() -> dict[Any, Callable[..., Any]]:
-    """Before the cut: operators whose derivative would name one device's own kernels."""
-    core = core_decompositions()
-    recurrent = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
-    unrolled = {operator: core[operator] for operator in recurrent}
-    return {aten.scaled_dot_product_attention.default: attention, **unrolled}
 
 
 class _WithLoss(nn.Module):
@@ -79,7 +71,8 @@ def export(
             program = torch.export.export(wrapped, leaves, strict=False)
             _inline_regions(program.graph_module)
             with torch.backends.mkldnn.flags(enabled=False):  # else its LSTM would be baked in
-                return program.run_decompositions(_decompositions())
+                functional: ExportedProgram = program.run_decompositions(before_cut())
+                return functional
     except Exception as error:
         raise explain(error) from error
     finally:
@@ -113,18 +106,16 @@ def _inline_regions(module: fx.GraphModule) -> None:
 
 
 def _copy_region(module: fx.GraphModule, inner: fx.GraphModule, inputs: list[Any]) -> list[Any]:
-    placeholders = [node for node in inner.graph.nodes if node.op == "placeholder"]
-    env: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
+    env: dict[fx.Node, Any] = dict(zip(placeholders(inner.graph), inputs, strict=True))
     for node in inner.graph.nodes:
         if node.op == "get_attr":
-            name = f"{inner._get_name()}_{len(module._modules)}_{node.name}"
+            name = f"region{len(list(module.graph.nodes))}_{node.name}"
             setattr(module, name, _attribute(inner, node.target))
             env[node] = module.graph.get_attr(name)
             env[node].meta.update(node.meta)
         elif node.op == "call_function":
             env[node] = module.graph.node_copy(node, env.__getitem__)
-    results = inner.graph.output_node().args[0]
-    return [env[item] if isinstance(item, fx.Node) else item for item in results]
+    return [env[out] if isinstance(out, fx.Node) else out for out in results(inner.graph)]
 
 
 def _detached(graph: fx.Graph, value: Any) -> Any:

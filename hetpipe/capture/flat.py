@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -13,8 +14,11 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from hetpipe.capture.program import BUFFER, CONSTANT, COUNT, INPUT, LOSS, PARAM, RNG
 from hetpipe.capture.random import make_explicit
-from hetpipe.capture.slots import Key, drop_dead
+from hetpipe.capture.refuse import where
+from hetpipe.capture.slots import Key, drop_dead, placeholders, results
 from hetpipe.errors import CaptureError
+
+aten = torch.ops.aten
 
 
 @dataclass
@@ -59,16 +63,10 @@ def flatten(
     rng = make_explicit(graph, samples)
     if rng is not None:
         flat.inputs[rng] = (RNG, "rng")
-    for node in graph.nodes:
-        if node.op == "get_attr" or isinstance(node.target, torch._ops.HigherOrderOperator):
-            raise CaptureError(
-                f"the model uses {node.target}: control flow that depends on data is not "
-                "supported; use torch.where"
-            )
     drop_dead(graph)
+    _check_nodes(graph)
     flat.outputs = [
-        (key, node)
-        for (key, _), node in zip(flat.outputs, graph.output_node().args[0], strict=True)
+        (key, node) for (key, _), node in zip(flat.outputs, results(graph), strict=True)
     ]
     flat.free = _free(flat)
     flat.differentiable = _differentiable(flat, trainable)
@@ -80,6 +78,30 @@ def flatten(
     return flat
 
 
+def _check_nodes(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.op == "get_attr" or isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise CaptureError(
+                f"the model uses {node.target}{where(node)}: control flow that depends on data is "
+                "not supported; use torch.where"
+            )
+        if node.op == "call_function" and not _is_static(node.meta.get("val")):
+            raise CaptureError(
+                f"the result of {node.target}{where(node)} depends on values in its shape or "
+                "becomes a Python number; keep shapes fixed, for instance with torch.where"
+            )
+        if node.target is aten.embedding.default and len(node.args) > 4 and node.args[4]:
+            raise CaptureError(f"an embedding has sparse=True{where(node)}; use sparse=False")
+
+
+def _is_static(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(_is_static(item) for item in value)
+    if isinstance(value, torch.Tensor):
+        return all(isinstance(extent, int) for extent in value.shape)
+    return not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
 def _model_name(target: str, aliases: dict[str, str]) -> str | None:
     """The canonical name of a tensor of the model; None for a tensor of the loss."""
     prefix, _, name = target.partition(".")
@@ -89,10 +111,10 @@ def _model_name(target: str, aliases: dict[str, str]) -> str | None:
 def _name_inputs(
     flat: Flat, program: ExportedProgram, leaves: tuple[str, ...], aliases: dict[str, str]
 ) -> None:
-    placeholders = {node.name: node for node in flat.graph.nodes if node.op == "placeholder"}
+    by_name = {node.name: node for node in placeholders(flat.graph)}
     remaining, first = iter(leaves), dict[Key, fx.Node]()
     for spec in program.graph_signature.input_specs:
-        node, target = placeholders[spec.arg.name], spec.target or ""
+        node, target = by_name[spec.arg.name], spec.target or ""
         name = _model_name(target, aliases)
         if spec.kind is InputKind.USER_INPUT:
             key = (INPUT, next(remaining))
@@ -112,7 +134,7 @@ def _name_inputs(
 
 
 def _name_outputs(flat: Flat, program: ExportedProgram, aliases: dict[str, str]) -> None:
-    nodes = flat.graph.output_node().args[0]
+    nodes = results(flat.graph)
     user = iter((LOSS, COUNT))
     for spec, node in zip(program.graph_signature.output_specs, nodes, strict=True):
         if spec.kind is OutputKind.USER_OUTPUT and isinstance(node, fx.Node):
@@ -146,7 +168,7 @@ def _free(flat: Flat) -> set[fx.Node]:
 def _differentiable(flat: Flat, trainable: frozenset[str]) -> set[fx.Node]:
     """The nodes whose value requires a gradient, found by running the graph without data."""
     found: set[fx.Node] = set()
-    env: dict[fx.Node, object] = {}
+    env: dict[fx.Node, Any] = {}
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         for node in flat.graph.nodes:
             if node.op == "output":

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from hetpipe.capture.program import CONSTANT, CUT, LOSS, TANGENT
-from hetpipe.capture.slots import Key, simplify
+from hetpipe.capture.slots import Key, placeholders, results, simplify
 from hetpipe.capture.split import Piece
 from hetpipe.errors import CaptureError
 
@@ -36,19 +36,19 @@ def trace_joint(piece: Piece, wanted: frozenset[str], decompositions: Decomposit
     """Trace a piece on row-major inputs; `wanted` names the CUT outputs whose tangent will come."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        nodes = [n for n in piece.module.graph.nodes if n.op == "placeholder"]
+        nodes = placeholders(piece.module.graph)
         primals = [
             _empty(node).requires_grad_(key in piece.differentiable)
             for key, node in zip(piece.inputs, nodes, strict=True)
         ]
-        results = piece.module.graph.output_node().args[0]
+        returned = results(piece.module.graph)
         tangent_of = [
             index
             for index, (role, name) in enumerate(piece.outputs)
             if role == LOSS or (role == CUT and name in wanted)
         ]
         tangent_of = tangent_of if piece.differentiable else []
-        tangents = [_empty(results[index]) for index in tangent_of]  # type: ignore[index,arg-type,union-attr]
+        tangents = [_empty(returned[index]) for index in tangent_of]
         step = _Step(piece, tangent_of)
         module = make_fx(step, decomposition_table=dict(decompositions))(*primals, *tangents)
         if any(_is_mutable(node) for node in module.graph.nodes):
@@ -97,7 +97,7 @@ class _Labels:
     def __init__(self) -> None:
         mode = get_proxy_mode()
         assert mode is not None
-        self._graph: fx.Graph = mode.tracer.graph  # type: ignore[attr-defined]
+        self._graph: fx.Graph = mode.tracer.graph
         self._last = next(iter(reversed(self._graph.nodes)))
         self._layer: str | None = None
 
@@ -134,7 +134,7 @@ class _Labelled(fx.Interpreter):
     def _watch(self, result: Any, layer: str | None) -> None:
         """Hook the autograd nodes that the call made: when one runs, its layer is the current."""
         items = result if isinstance(result, (tuple, list)) else (result,)
-        stack = [r.grad_fn for r in items if isinstance(r, torch.Tensor) and r.grad_fn is not None]
+        stack: list[Any] = [r.grad_fn for r in items if isinstance(r, torch.Tensor)]
         while stack:
             grad_fn = stack.pop()
             if grad_fn is None or grad_fn in self._seen:
@@ -166,21 +166,33 @@ def _functional(
 
 
 def _joint(piece: Piece, module: fx.GraphModule, step: _Step, tangent_of: list[int]) -> Joint:
+    _check_layouts(module.graph)
     simplify(module.graph)
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     tangents = [(TANGENT, piece.outputs[index][1]) for index in tangent_of]
-    inputs = dict(zip(placeholders, [*piece.inputs, *tangents], strict=True))
+    inputs = dict(zip(placeholders(module.graph), [*piece.inputs, *tangents], strict=True))
     constants = _lift_constants(piece, module, inputs)
-    results = list(module.graph.output_node().args[0])  # type: ignore[arg-type]
+    returned = results(module.graph)
     count = len(piece.outputs)
     gradients = [piece.inputs[index] for index in step.received]
     return Joint(
         module.graph,
         inputs,
-        list(zip(piece.outputs, results[:count], strict=True)),  # type: ignore[arg-type]
-        list(zip(gradients, results[count:], strict=True)),  # type: ignore[arg-type]
+        list(zip(piece.outputs, returned[:count], strict=True)),
+        list(zip(gradients, returned[count:], strict=True)),
         constants,
     )
+
+
+def _check_layouts(graph: fx.Graph) -> None:
+    """`as_strided` means something else once its input is row-major."""
+    for node in graph.nodes:
+        if node.target is aten.as_strided.default:
+            source = node.all_input_nodes[0]
+            if not source.meta["val"].is_contiguous():
+                raise CaptureError(
+                    f"layer {node.meta.get('layer', '?')} uses as_strided on a tensor that is not "
+                    "row-major; call contiguous() before it, or use slicing and permute"
+                )
 
 
 def _lift_constants(

@@ -25,7 +25,7 @@ from hetpipe.capture.program import (
     TANGENT,
     PassPrograms,
 )
-from hetpipe.capture.slots import Key, is_tensor, make_program, node_nbytes
+from hetpipe.capture.slots import Key, is_tensor, make_program, node_nbytes, placeholders
 
 aten = torch.ops.aten
 _FORWARD_ORDER = (PARAM, BUFFER, CONSTANT, INPUT, CUT, RNG)
@@ -180,14 +180,10 @@ def _accumulate(
         with graph.inserting_before(first):
             accumulator = graph.placeholder("grad")
         accumulator.meta["val"] = gradient.meta["val"]
-        spot = gradient if gradient.op != "placeholder" else _last_placeholder(graph)
+        spot = gradient if gradient.op != "placeholder" else placeholders(graph)[-1]
         with graph.inserting_after(spot):
             total = graph.call_function(aten.add.Tensor, (accumulator, gradient))
         total.meta.update(gradient.meta)
         accumulators.append(((GRAD, name), accumulator))
         sums.append(((GRAD, name), total))
     return accumulators, [*tangents, *sums]
-
-
-def _last_placeholder(graph: fx.Graph) -> fx.Node:
-    return [node for node in graph.nodes if node.op == "placeholder"][-1]

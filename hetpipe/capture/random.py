@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import hetpipe.sdk.operators  # noqa: F401 - registers the operators
+from hetpipe.capture.refuse import where
+from hetpipe.capture.slots import placeholders
 from hetpipe.errors import CaptureError
 
 aten = torch.ops.aten
@@ -22,6 +24,8 @@ class _Site:
 
     def __init__(self, node: fx.Node, rng: fx.Node, site: int, samples: int) -> None:
         self.node, self._rng, self._site, self._samples = node, rng, site, samples
+        self.args: tuple[Any, ...] = node.args
+        self.value: Any = node.meta["val"]
         self._graph = node.graph
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -63,8 +67,8 @@ class _Site:
             if extent % self._samples == 0 and extent > 0:
                 return dim
         raise CaptureError(
-            f"{self.node.target} draws shape {tuple(size)}, of which no dimension is a multiple of "
-            f"the {self._samples} samples; draw one number per sample"
+            f"{self.node.target}{where(self.node)} draws shape {tuple(size)}, of which no "
+            f"dimension is a multiple of the {self._samples} samples; draw one number per sample"
         )
 
 
@@ -76,7 +80,7 @@ def make_explicit(graph: fx.Graph, samples: int) -> fx.Node | None:
     found = [node for node in graph.nodes if _is_random(node)]
     if not found:
         return None
-    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    last = placeholders(graph)[-1]
     with graph.inserting_after(last):
         rng = graph.placeholder("rng")
     with _fake_mode(graph):
@@ -84,8 +88,8 @@ def make_explicit(graph: fx.Graph, samples: int) -> fx.Node | None:
     for index, node in enumerate(found):
         if node.target not in _REPLACEMENTS:
             raise CaptureError(
-                f"{node.target} is random and has no reproducible form here; use dropout, "
-                "bernoulli, rand or randn, or pass the numbers in with the batch"
+                f"{node.target}{where(node)} is random and has no reproducible form here; use "
+                "dropout, bernoulli, rand or randn, or pass the numbers in with the batch"
             )
         with graph.inserting_before(node):
             _REPLACEMENTS[node.target](_Site(node, rng, index, samples))
@@ -99,28 +103,23 @@ def _is_random(node: fx.Node) -> bool:
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     if node.target in _DROPOUT_ARGUMENT:  # tagged because of an argument that may be zero
-        place, name = _DROPOUT_ARGUMENT[node.target]
-        return bool(node.args[place] if len(node.args) > place else node.kwargs.get(name, 0))
+        return bool(node.args[5])
     return True
 
 
-_DROPOUT_ARGUMENT = {
-    aten.lstm.input: (5, "dropout"),
-    aten.gru.input: (5, "dropout"),
-    aten.rnn_tanh.input: (5, "dropout"),
-    aten.rnn_relu.input: (5, "dropout"),
-}
+_DROPOUT_ARGUMENT = frozenset(
+    {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input}
+)
 
 
 def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
     values = (node.meta.get("val") for node in graph.nodes)
-    mode: FakeTensorMode = next(v.fake_mode for v in values if isinstance(v, torch.Tensor))
-    return mode
+    return next(value.fake_mode for value in values if isinstance(value, FakeTensor))
 
 
 def _dropout(site: _Site) -> None:
-    x, p, train = site.node.args
-    value, _ = site.node.meta["val"]
+    x, p, train = site.args
+    value, _ = site.value
     kept: Any = x
     mask: Any = None
     if train is not False and p > 0:
@@ -129,35 +128,40 @@ def _dropout(site: _Site) -> None:
         factor = site.emit(aten.mul.Tensor, site.cast(mask, value.dtype), scale)
         kept = site.emit(aten.mul.Tensor, x, factor)
     for user in list(site.node.users):
-        user.replace_all_uses_with((kept, mask)[user.args[1]])
+        user.replace_all_uses_with(mask if user.args[1] == 1 else kept)
         site.node.graph.erase_node(user)
 
 
 def _value(make: Callable[[_Site, torch.Tensor], fx.Node]) -> Callable[[_Site], None]:
     def replace(site: _Site) -> None:
-        site.node.replace_all_uses_with(make(site, site.node.meta["val"]))
+        site.node.replace_all_uses_with(make(site, site.value))
 
     return replace
 
 
 def _bernoulli_p(site: _Site, value: torch.Tensor) -> fx.Node:
-    probability = site.node.args[1] if len(site.node.args) > 1 else site.node.kwargs["p"]
-    return site.cast(site.mask(value.shape, float(probability)), value.dtype)  # type: ignore[arg-type]
+    return site.cast(site.mask(value.shape, site.args[1]), value.dtype)
 
 
 def _bernoulli(site: _Site, value: torch.Tensor) -> fx.Node:
     drawn = site.uniform(value.shape, value.dtype)
-    return site.cast(site.emit(aten.lt.Tensor, drawn, site.node.args[0]), value.dtype)
+    return site.cast(site.emit(aten.lt.Tensor, drawn, site.args[0]), value.dtype)
+
+
+def _pair(site: _Site) -> tuple[float, float]:
+    """The two settings behind the tensor; 0 and 1 where the graph leaves them out."""
+    given = dict(enumerate(site.args))
+    return given.get(1, 0.0), given.get(2, 1.0)
 
 
 def _uniform(site: _Site, value: torch.Tensor) -> fx.Node:
-    low, high = (*site.node.args[1:], *(0.0, 1.0)[len(site.node.args) - 1 :])
+    low, high = _pair(site)
     drawn = site.uniform(value.shape, value.dtype)
-    return site.emit(aten.add.Tensor, site.emit(aten.mul.Tensor, drawn, high - low), low)  # type: ignore[operator]
+    return site.emit(aten.add.Tensor, site.emit(aten.mul.Tensor, drawn, high - low), low)
 
 
 def _normal(site: _Site, value: torch.Tensor) -> fx.Node:
-    mean, std = (*site.node.args[1:], *(0.0, 1.0)[len(site.node.args) - 1 :])
+    mean, std = _pair(site)
     drawn = site.normal(value.shape, value.dtype)
     return site.emit(aten.add.Tensor, site.emit(aten.mul.Tensor, drawn, std), mean)
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hetpipe.errors import CaptureError
@@ -48,27 +49,51 @@ def check_modules(model: nn.Module) -> None:
 @contextmanager
 def refusing_lost_gradients() -> Iterator[None]:
     """Inside, what export would drop from the backward raises `CaptureError` instead."""
-    function, tensor = torch.autograd.Function, torch.Tensor
+    function: Any = torch.autograd.Function
+    tensor: Any = torch.Tensor
     apply, register_hook = function.__dict__["apply"], tensor.register_hook
+    # A model may hold the bound method from before: `double = Double.apply`. It calls `forward`.
+    known = [cls for cls in _subclasses(function) if "forward" in cls.__dict__]
+    forwards = [(cls, cls.__dict__["forward"]) for cls in known if not _is_plumbing(cls)]
+
+    def refusing(cls: type) -> Callable[..., Any]:
+        def refuse_forward(*args: Any, **kwargs: Any) -> Any:
+            raise CaptureError(
+                f"{cls.__qualname__} is a torch.autograd.Function, whose backward export loses; "
+                "write it with torch.library.custom_op and register_autograd"
+            )
+
+        return refuse_forward
 
     def refuse_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__.startswith("torch._"):  # torch's own plumbing of custom operators
+        if _is_plumbing(cls):
             return apply.__get__(None, cls)(*args, **kwargs)
-        raise CaptureError(
-            f"{cls.__qualname__} is a torch.autograd.Function, whose backward export loses; write "
-            "it with torch.library.custom_op and register_autograd"
-        )
+        return refusing(cls)()
 
     def refuse_hook(self: torch.Tensor, hook: Any) -> Any:
         raise CaptureError("Tensor.register_hook is lost by export; remove the hook")
 
-    function.apply = classmethod(refuse_apply)  # type: ignore[assignment]  # restored below
-    tensor.register_hook = refuse_hook  # type: ignore[method-assign,assignment]  # restored below
+    function.apply = classmethod(refuse_apply)
+    tensor.register_hook = refuse_hook
+    for cls, _ in forwards:
+        cls.forward = staticmethod(refusing(cls))
     try:
         yield
     finally:
         function.apply = apply
-        tensor.register_hook = register_hook  # type: ignore[method-assign]
+        tensor.register_hook = register_hook
+        for cls, forward in forwards:
+            cls.forward = forward
+
+
+def _subclasses(cls: type) -> list[Any]:
+    children: list[type] = cls.__subclasses__()
+    return [found for child in children for found in (child, *_subclasses(child))]
+
+
+def _is_plumbing(cls: type) -> bool:
+    """Whether it is torch's own wrapping of custom operators."""
+    return cls.__module__.startswith("torch._")
 
 
 def explain(error: Exception) -> CaptureError:
@@ -80,6 +105,13 @@ def explain(error: Exception) -> CaptureError:
     if isinstance(error, CaptureError):
         return CaptureError(f"{text}{where}")
     return CaptureError(f"the model cannot be exported{where}: {text}{_advice(error)}")
+
+
+def where(node: fx.Node) -> str:
+    """ " at file:line" of the user's call behind a node, as far as torch recorded it."""
+    frames = re.findall(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or "")
+    users = [f" at {name}:{line}" for name, line in frames if _is_users(name)]
+    return users[-1] if users else ""
 
 
 def _user_frame(error: BaseException) -> traceback.FrameSummary | None:

@@ -27,6 +27,7 @@ _IDENTITIES = frozenset(
 _IDENTITIES_IF_SAME = frozenset(
     {
         aten._to_copy.default,
+        aten.copy.default,  # of its second argument
         aten.view.default,
         aten._unsafe_view.default,
         aten.reshape.default,
@@ -41,6 +42,17 @@ _ASSERTIONS = frozenset(
         aten.sym_constrain_range_for_size.default,
     }
 )
+
+
+def placeholders(graph: fx.Graph) -> list[fx.Node]:
+    """The graph's inputs in order."""
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def results(graph: fx.Graph) -> list[Any]:
+    """What the graph returns, in order: nodes, or constants."""
+    returned: Any = graph.output_node().args[0]
+    return list(returned)
 
 
 def is_tensor(node: fx.Node) -> bool:
@@ -65,10 +77,11 @@ def drop_dead(graph: fx.Graph) -> None:
 def simplify(graph: fx.Graph) -> None:
     """Drop what is dead or the identity on values; only below autograd, where detach is one."""
     for node in list(graph.nodes):
+        source: Any = node.args[node.target is aten.copy.default] if node.args else None
         if node.target in _IDENTITIES or (
-            node.target in _IDENTITIES_IF_SAME and _same(node, node.args[0])
+            node.target in _IDENTITIES_IF_SAME and _same(node, source)
         ):
-            node.replace_all_uses_with(node.args[0])
+            node.replace_all_uses_with(source)
             graph.erase_node(node)
     drop_dead(graph)
 

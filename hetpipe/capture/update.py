@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hetpipe.capture.joint import Decompositions
 from hetpipe.capture.program import GRAD, PARAM, SCALAR, STATE, Program
-from hetpipe.capture.slots import Key, make_program, simplify
+from hetpipe.capture.slots import Key, make_program, placeholders, results, simplify
 from hetpipe.optim.rule import Optimizer
 
 _SCALARS = ("lr", "step", "grad_scale")
@@ -40,14 +40,14 @@ def trace_update(
 
     def run(*values: torch.Tensor) -> list[torch.Tensor]:
         env = dict(zip(inputs, values, strict=True))
-        results = {}
+        found = {}
         for name in updated:
-            results.update(_one(optimizer, env, name))
+            found.update(_one(optimizer, env, name))
         for name in everything:
-            results[GRAD, name] = torch.zeros_like(env[GRAD, name])
-        ordered = sorted(results, key=lambda key: (PARAM, STATE, GRAD).index(key[0]))
+            found[GRAD, name] = torch.zeros_like(env[GRAD, name])
+        ordered = sorted(found, key=lambda key: (PARAM, STATE, GRAD).index(key[0]))
         outputs[:] = ordered
-        return [results[key] for key in ordered]
+        return [found[key] for key in ordered]
 
     with FakeTensorMode():
         values = [_example(key, everything) for key in inputs]
@@ -55,12 +55,10 @@ def trace_update(
             module = make_fx(run, decomposition_table=dict(decompositions))(*values)
     simplify(module.graph)
     merge_equal(module.graph)
-    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-    results: Any = module.graph.output_node().args[0]
     return make_program(
         module.graph,
-        list(zip(inputs, placeholders, strict=True)),
-        list(zip(outputs, results, strict=True)),
+        list(zip(inputs, placeholders(module.graph), strict=True)),
+        list(zip(outputs, results(module.graph), strict=True)),
     )
 
 

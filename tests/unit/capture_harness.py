@@ -248,4 +248,3 @@ def even_cuts(captured: Captured, stages: int) -> list[int]:
     count = len(captured.layer_graph(6))
     stages = min(stages, count)
     return [round(count * i / stages) for i in range(1, stages)]
-

@@ -67,9 +67,7 @@ def _depends_on(program: Program, roles: tuple[str, ...]) -> set[str]:
         if any(source in found for source in node.all_input_nodes):
             found.add(node)
     results = program.graph.graph.output_node().args[0]
-    return {
-        slot.name for slot, node in zip(program.outputs, results, strict=True) if node in found
-    }
+    return {slot.name for slot, node in zip(program.outputs, results, strict=True) if node in found}
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -265,7 +263,11 @@ def test_views_are_not_saved_beside_their_base() -> None:
     saved = [n for s, n in zip(forward.outputs, results, strict=True) if s.role == SAVED]
     bases = set()
     for node in saved:
-        while operator_name(node) in ("aten.view.default", "aten.t.default", "aten.permute.default"):
+        while operator_name(node) in (
+            "aten.view.default",
+            "aten.t.default",
+            "aten.permute.default",
+        ):
             node = node.args[0]
         assert node not in bases
         bases.add(node)

@@ -1,0 +1,255 @@
+"""What capture refuses, and that each refusal names the place and the cure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from capture_harness import check
+from capture_models import captured
+from torch import nn
+
+from hetpipe.capture import Captured
+from hetpipe.errors import CaptureError, HetpipeError
+
+HERE = r"test_capture_refusals\.py:\d+"
+
+
+class Model(nn.Module):
+    """A linear layer around any function."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.function = function
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.function(self.first(x)))
+
+
+class _Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2
+
+
+def _branch(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if x.sum() > 0 else x
+
+
+def _hook(x: torch.Tensor) -> torch.Tensor:
+    x.register_hook(lambda grad: grad * 2)
+    return x
+
+
+def _batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(4, 3), torch.randint(0, 2, (4,))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (_Double.apply, rf"_Double is a torch.autograd.Function.*custom_op.*{HERE}"),
+        (_hook, rf"register_hook is lost.*{HERE}"),
+        (_branch, rf"cannot be exported at .*{HERE}.*torch.where"),
+        (lambda x: x @ torch.ones(3, 3), rf"cannot be exported at .*{HERE}"),
+        (lambda x: torch.tensor(x.tolist()), rf"{HERE}.*becomes a Python number"),
+        (lambda x: x[x > 0].sum() + x, rf"{HERE} depends on values in its shape"),
+        (lambda x: x.detach(), None),
+    ],
+)
+def test_functions(function: Callable[[torch.Tensor], torch.Tensor], message: str | None) -> None:
+    if message is None:
+        Captured(Model(function), F.cross_entropy, _batch())  # the last layer still learns
+        return
+    with pytest.raises(CaptureError, match=message) as caught:
+        Captured(Model(function), F.cross_entropy, _batch())
+    assert "Traceback" not in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (nn.BatchNorm1d(4, momentum=None), r"function \(BatchNorm1d\) has momentum=None.*0.1"),
+        (nn.Embedding(4, 4, sparse=True), r"function \(Embedding\) has sparse=True"),
+    ],
+)
+def test_modules(module: nn.Module, message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        Captured(Model(module), F.cross_entropy, _batch())
+
+
+def test_sparse_embedding_function() -> None:
+    def look_up(x: torch.Tensor) -> torch.Tensor:
+        return F.embedding((x[:, 0] > 0).long(), table, sparse=True)
+
+    table = nn.Parameter(torch.randn(2, 4))
+    with pytest.raises(CaptureError, match=rf"sparse=True.*{HERE}.*sparse=False"):
+        Captured(Model(look_up), F.cross_entropy, _batch())
+
+
+def test_hooks_on_modules_and_parameters() -> None:
+    model = Model(torch.relu)
+    handle = model.first.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(CaptureError, match=r"first \(Linear\) has a backward hook"):
+        Captured(model, F.cross_entropy, _batch())
+    handle.remove()
+    model.last.weight.register_hook(lambda grad: grad)
+    with pytest.raises(CaptureError, match=r"parameter last.weight has a gradient hook"):
+        Captured(model, F.cross_entropy, _batch())
+
+
+def test_patches_are_undone() -> None:
+    apply, hook = torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook
+    with pytest.raises(CaptureError):
+        Captured(Model(_branch), F.cross_entropy, _batch())
+    assert torch.autograd.Function.__dict__["apply"] is apply
+    assert torch.Tensor.register_hook is hook
+    x = torch.ones(2, requires_grad=True)
+    _Double.apply(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2, 2]
+
+
+def test_a_batch_changed_in_place() -> None:
+    class Changes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x.add_(1))
+
+    with pytest.raises(CaptureError, match=r"in place.*work on a copy"):
+        Captured(Changes(), F.cross_entropy, _batch())
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (lambda out, y: out.sum(1), r"the loss must be a 0-d tensor.*shape \(4,\)"),
+        (lambda out, y: (out.sum(1), 4), r"sum must be a 0-d tensor"),
+        (lambda out, y: 1.0, "the loss must be a 0-d tensor.*float"),
+        (lambda out, y: F.cross_entropy(out.detach(), y), "no gradient of the loss reaches"),
+        (lambda out, y: (out.argmax(1) == y).float().mean(), "no gradient of the loss reaches"),
+    ],
+)
+def test_losses(loss_fn: Callable[..., Any], message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        Captured(Model(torch.relu), loss_fn, _batch())
+
+
+def test_a_model_without_trainable_parameters() -> None:
+    model = Model(torch.relu).requires_grad_(False)
+    with pytest.raises(CaptureError, match="no gradient of the loss reaches any trainable"):
+        Captured(model, F.cross_entropy, _batch())
+
+
+def test_an_example_without_batch_dimension() -> None:
+    with pytest.raises(CaptureError, match=r"y of the example batch is 0-d"):
+        Captured(Model(torch.relu), F.cross_entropy, (torch.randn(4, 3), torch.tensor(1)))
+    with pytest.raises(HetpipeError, match="number of samples: x 4, y 3"):
+        Captured(Model(torch.relu), F.cross_entropy, (torch.randn(4, 3), torch.zeros(3).long()))
+    with pytest.raises(CaptureError, match="holds no tensor"):
+        Captured(Model(torch.relu), F.cross_entropy, (3, None))
+
+
+def test_half_precision_parameters() -> None:
+    model = Model(torch.relu).to(torch.bfloat16)
+    with pytest.raises(CaptureError, match=r"first.weight is .*bfloat16.*model.float\(\)"):
+        Captured(model, F.cross_entropy, (torch.randn(4, 3).bfloat16(), _batch()[1]))
+
+
+@pytest.mark.parametrize("cuts", [[0], [3], [2, 1], [1, 1], [-1]])
+def test_cuts(cuts: list[int]) -> None:
+    with pytest.raises(CaptureError, match="increase strictly between 0 and the 3 layers"):
+        captured("mlp").stage_graphs(cuts, [{}] * (len(cuts) + 1), [4], None)
+
+
+def test_one_table_per_stage() -> None:
+    with pytest.raises(CaptureError, match="1 decomposition tables for 2 stages"):
+        captured("mlp").stage_graphs([1], [{}], [4], None)
+
+
+def test_leaves_of_other_batches() -> None:
+    model = captured("masked")
+    values, mask = torch.randn(5, 6).double(), torch.ones(5, 6).long()
+    good = {"values": values, "mask": mask}
+    label = {"label": torch.zeros(5).long()}
+    leaves = model.leaves(good, label)
+    assert list(leaves) == ["x.values", "x.mask", "y.label"]
+    assert all(isinstance(leaf, np.ndarray) for leaf in leaves.values())
+    assert leaves["x.values"].flags.c_contiguous
+    for x, y, message in (
+        ({"values": values}, label, "holds x.values, y.label; .*held x.values, x.mask"),
+        ({"values": values[:, :5], "mask": mask}, label, r"shape \(5, 5\).*\(12, 6\)"),
+        ({"values": values.float(), "mask": mask}, label, "x.values is float32, but float64"),
+        ({"values": values[:4], "mask": mask}, label, "x.values 4, x.mask 5, y.label 5"),
+        ({"values": [1.0], "mask": mask}, label, "holds"),
+        (good, {"label": 3}, "y.label is a int; it was a tensor"),
+        ({k: v[:0] for k, v in good.items()}, {"label": label["label"][:0]}, "no samples"),
+    ):
+        with pytest.raises(HetpipeError, match=message):
+            model.leaves(x, y)
+
+
+def test_a_custom_operator_keeps_its_own_derivative() -> None:
+    """The cure that the refusal of autograd.Function recommends is exact."""
+
+    @torch.library.custom_op("hetpipe_tests::triple", mutates_args=())
+    def triple(x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+    triple.register_fake(torch.empty_like)
+    triple.register_autograd(lambda ctx, grad: grad * 5)
+    batch = _batch()
+    model = Model(triple)
+    got = Captured(model, F.cross_entropy, batch)
+    graphs = got.stage_graphs([1], [{}, {}], [4], None)
+    check((model, F.cross_entropy, batch), got, graphs, [4])
+
+
+def test_modes_are_restored() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+    model.eval()
+    model[1].train()
+    Captured(model, F.cross_entropy, _batch())
+    assert [module.training for module in model.modules()] == [False, False, True, False]
+
+
+def _assigned(x: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    y[:, 0] = x[:, 1] * 2
+    y[:, 1] += 1
+    return y
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        _assigned,
+        lambda x: x.std(1, keepdim=True) * x,  # its derivative works in place
+        lambda x: x.t().contiguous().as_strided((4, 4), (1, 4)),
+        lambda x: x.unflatten(1, (2, 2)).transpose(1, 2).flatten(1),
+        lambda x: x[:, torch.tensor([3, 0, 0, 1])],
+        lambda x: torch.roll(x, 1, 1).cumsum(1).sort(1)[0],
+    ],
+)
+def test_awkward_operators_are_exact(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(4, 3).double(), torch.randint(0, 2, (4,))
+    model = Model(function).double()
+    got = Captured(model, F.cross_entropy, batch)
+    for cuts in ([], [1]):
+        graphs = got.stage_graphs(cuts, [{}] * (len(cuts) + 1), [4], None)
+        check((model, F.cross_entropy, batch), got, graphs, [4])
