@@ -245,6 +245,6 @@ def check(
 
 def even_cuts(captured: Captured, stages: int) -> list[int]:
     """As many stages as asked for, or as there are layers, of about as many layers each."""
-    count = len(captured.layer_graph(6))
+    count = len(captured.layer_graph(8))
     stages = min(stages, count)
     return [round(count * i / stages) for i in range(1, stages)]

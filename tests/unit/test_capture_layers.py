@@ -12,11 +12,11 @@ from hetpipe.capture import Captured, capture
 
 
 def names(model: Captured) -> list[str]:
-    return [layer.name for layer in model.layer_graph(6).layers]
+    return [layer.name for layer in model.layer_graph(8).layers]
 
 
 def test_convolution_norm_and_activation_are_one_layer() -> None:
-    graph = captured("residual").layer_graph(6)
+    graph = captured("residual").layer_graph(8)
     assert [layer.name for layer in graph.layers] == ["stem", "conv1", "conv2", "head"]
     assert graph.layers[0].parameters == ("stem.weight", "stem.bias", "bn.weight", "bn.bias")
     assert graph.layers[0].params_nbytes == 8 * (3 * 4 * 9 + 4 + 4 + 4)
@@ -25,10 +25,10 @@ def test_convolution_norm_and_activation_are_one_layer() -> None:
 
 
 def test_cut_bytes_count_skips() -> None:
-    """Behind stem: x (6 x 4 x 3 x 3 doubles); behind conv1 x and y; behind conv2 the pooled sum."""
-    one = 6 * 4 * 9 * 8
-    assert captured("residual").layer_graph(6).cut_nbytes == (one, 2 * one, 6 * 4 * 8)
-    assert captured("residual").layer_graph(3).cut_nbytes == (one // 2, one, 6 * 4 * 4)
+    """Behind stem: x (8 x 4 x 3 x 3 doubles); behind conv1 x and y; behind conv2 the pooled sum."""
+    one = 8 * 4 * 9 * 8
+    assert captured("residual").layer_graph(8).cut_nbytes == (one, 2 * one, 8 * 4 * 8)
+    assert captured("residual").layer_graph(4).cut_nbytes == (one // 2, one, 4 * 4 * 8)
 
 
 def test_a_module_called_twice_is_two_layers() -> None:
