@@ -3,6 +3,10 @@
 1797 grey images; 1437 train, 360 validate. The network follows He et al. (CVPR 2016): a stem, two
 residual blocks at 8x8 and width 64, then three at 4x4 and width 128. 45 MFLOP forward per sample,
 nearly all in ten convolutions of which nine cost the same, so that it can be cut almost anywhere.
+
+The activation is SiLU, not ReLU: at ReLU's corner the last bit of a sum decides which gradients
+flow, and plain torch on one thread and on two are 3e-2 apart after 20 steps. A smooth network shows
+whether two trainings are the same (1e-6 then).
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ VALIDATION = 360
 
 
 class Block(nn.Module):
-    """conv-bn-relu-conv-bn plus the skip, then relu. A stride or a new width gets a 1x1 shortcut.
+    """conv-bn-silu-conv-bn plus the skip, then silu. A stride or a new width gets a 1x1 shortcut.
 
     (n, inner, h, w) -> (n, outer, h / stride, w / stride).
     """
@@ -30,10 +34,10 @@ class Block(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(inner, outer, 3, stride, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(outer)
-        self.relu1 = nn.ReLU()
+        self.act1 = nn.SiLU()
         self.conv2 = nn.Conv2d(outer, outer, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(outer)
-        self.relu2 = nn.ReLU()
+        self.act2 = nn.SiLU()
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inner != outer:
             self.shortcut = nn.Sequential(
@@ -41,9 +45,9 @@ class Block(nn.Module):
             )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.relu1(self.bn1(self.conv1(x)))
+        y = self.act1(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
-        summed: torch.Tensor = self.relu2(y + self.shortcut(x))
+        summed: torch.Tensor = self.act2(y + self.shortcut(x))
         return summed
 
 
@@ -54,7 +58,7 @@ class DigitsNet(nn.Sequential):
         super().__init__(
             nn.Conv2d(1, 64, 3, padding=1, bias=False),
             nn.BatchNorm2d(64),
-            nn.ReLU(),
+            nn.SiLU(),
             Block(64, 64),
             Block(64, 64),
             Block(64, 128, stride=2),

@@ -1,14 +1,17 @@
-"""Trains a workload on a pipeline, step by step beside unpartitioned torch if asked."""
+"""Trains a workload on a pipeline, step by step, and compares losses with unpartitioned torch."""
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
-from hetpipe.bench.eager import Eager, micro_sizes
+import torch
+
+from hetpipe.bench.eager import Eager
 from hetpipe.bench.zoo import optimizer_of
 
 if TYPE_CHECKING:
@@ -16,7 +19,9 @@ if TYPE_CHECKING:
     from hetpipe.engine.pipeline import Pipeline
 
 EQUAL = 1e-4
-"""Largest relative difference of two losses that rounding may make of the same training."""
+"""Largest relative difference of two losses that are called equal without further questions."""
+ROUNDING_FACTOR = 10
+"""Beyond: how many times what rounding alone makes of this training."""
 
 
 @dataclass(frozen=True)
@@ -33,27 +38,42 @@ class Step:
         """Relative to torch's loss; 0 where there is none."""
         if self.expected is None:
             return 0.0
-        return abs(self.loss - self.expected) / max(abs(self.expected), 1e-12)
+        return relative(self.loss, self.expected)
+
+
+def relative(loss: float, expected: float) -> float:
+    """Relative difference of a loss."""
+    return abs(loss - expected) / max(abs(expected), 1e-12)
+
+
+def torch_losses(
+    workload: Workload, sizes: Sequence[int], steps: int, seed: int, rounding: bool = False
+) -> tuple[float, ...]:
+    """Losses of plain, unpartitioned torch on a copy of the model, in micro-batches of `sizes`.
+
+    With `rounding` from weights that are off by one rounding: how far these losses are from the
+    true ones is how far rounding alone carries this model in so many steps.
+    """
+    model = copy.deepcopy(workload.model)
+    if rounding:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + torch.finfo(parameter.dtype).eps)
+    eager = Eager(model, workload.loss_fn, optimizer_of(workload))
+    batches = workload.batches(sum(sizes), seed)
+    return tuple(eager.step(x, y, sizes) for x, y in islice(batches, steps))
 
 
 def train(
-    workload: Workload, pipe: Pipeline, steps: int, *, seed: int, check_steps: int = 0
+    workload: Workload, pipe: Pipeline, steps: int, *, seed: int, expected: Sequence[float] = ()
 ) -> Iterator[Step]:
     """Train `steps` mini-batches of the plan's size; a `Step` each.
 
-    The first `check_steps` of them are trained by plain torch as well, in the same micro-batches,
-    on a copy of the model as it was at the start.
+    `expected` are the losses of `torch_losses` for the first of them.
     """
-    rows = pipe.plan.mini_batch
-    sizes = micro_sizes(rows, pipe.plan.microbatches)
-    eager = None
-    if check_steps:
-        model = copy.deepcopy(workload.model)
-        eager = Eager(model, workload.loss_fn, optimizer_of(workload))
-    batches = workload.batches(rows, seed)
-    for index in range(steps):
-        x, y = next(batches)
-        expected = eager.step(x, y, sizes) if eager and index < check_steps else None
+    batches = workload.batches(pipe.plan.mini_batch, seed)
+    for index, (x, y) in enumerate(islice(batches, steps)):
         begin_s = time.perf_counter()
         loss = pipe.step(x, y)
-        yield Step(index, loss, time.perf_counter() - begin_s, expected)
+        time_s = time.perf_counter() - begin_s
+        yield Step(index, loss, time_s, expected[index] if index < len(expected) else None)

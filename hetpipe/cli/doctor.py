@@ -44,8 +44,7 @@ def command(
                 tests[info.id] = run_selftest(info.id)
         for device_id, result in tests.items():
             level = "ok" if result["ok"] else "broken"
-            what = f"{device_id}: self-test {'passed' if result['ok'] else 'failed'}"
-            _show(output, _finding("", level, f"{what}, {result['detail']}", ""))
+            _show(output, _finding("", level, f"{device_id}: {_tested(result)}", ""))
     output.finish(
         {
             "findings": findings,
@@ -77,6 +76,15 @@ def _list_devices(backend: Backend) -> list[tuple[str, str, str]]:
 
 
 _OK = {"ok": True}
+
+
+def _tested(result: dict[str, Any]) -> str:
+    if not result["ok"]:
+        return f"self-test failed: {result['message']}"
+    return (
+        f"{result['message']}; {result['gflops_matmul']:.3g} GFLOP/s, copies "
+        f"{result['copy_Bps'] / 1e9:.3g} GB/s"
+    )
 
 
 def _matters(info: DeviceInfo) -> bool:

@@ -14,35 +14,35 @@ LIMIT_S = 60.0  # the test itself takes ten seconds at most; torch and drivers l
 
 
 def run_selftest(device_id: str) -> dict[str, Any]:
-    """{"ok", "detail"} of one device, tested in another process."""
-    command = [sys.executable, "-m", __name__, device_id]
+    """The fields of `SelfTest` for one device, tested in another process."""
+    command = [sys.executable, "-m", "hetpipe.cli.selftest", device_id]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
-        return {"ok": False, "detail": f"did not end within {LIMIT_S:.0f} s"}
+        return {"ok": False, "message": f"did not end within {LIMIT_S:.0f} s"}
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return {"ok": False, "detail": f"its process ended with {done.returncode}: {last}"}
+        return {"ok": False, "message": f"its process ended with {done.returncode}: {last}"}
     result: dict[str, Any] = json.loads(lines[-1])
     return result
 
 
 def main(device_id: str) -> None:
-    """Test the device and print {"ok", "detail"}."""
+    """Test the device and print the fields of `SelfTest` as JSON."""
+    from dataclasses import asdict
+
     from hetpipe.errors import HetpipeError
     from hetpipe.sdk.registry import open_device
     from hetpipe.sdk.selftest import selftest
 
     try:
         device = open_device(device_id)
-        try:
-            detail = str(selftest(device))
-        finally:
-            device.close()
-        print(json.dumps({"ok": True, "detail": detail}))
+        result = asdict(selftest(device))
+        device.close()
     except HetpipeError as error:
-        print(json.dumps({"ok": False, "detail": str(error)}))
+        result = {"ok": False, "message": str(error)}
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,45 @@
+"""What a benchmark has to say about where it ran."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from hetpipe.cluster import available_cores
+
+PACKAGES = ("hetpipe", "torch", "numpy", "pyopencl")
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores that may be used, memory, operating system."""
+    return {
+        "processor": _processor(),
+        "cores": len(available_cores()),
+        "memory_nbytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": platform.platform(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that matter."""
+    return {"python": platform.python_version(), **{p: metadata.version(p) for p in PACKAGES}}
+
+
+def describe() -> str:
+    """Both in one line."""
+    here = machine()
+    parts = [f"{here['processor']}, {here['cores']} cores, {here['memory_nbytes'] / 2**30:.0f} GiB"]
+    parts += [f"{name} {version}" for name, version in versions().items()]
+    return ", ".join(parts)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

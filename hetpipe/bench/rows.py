@@ -1,0 +1,185 @@
+"""Rows of the benchmark: each does steps of the same mini-batches, and keeps its rates."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from hetpipe.bench.eager import micro_sizes
+from hetpipe.bench.plain import PlainTorch
+from hetpipe.bench.training import torch_losses, train
+from hetpipe.bench.zoo import optimizer_of
+from hetpipe.engine.crew import Crew
+from hetpipe.engine.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hetpipe.bench.workload import Workload
+    from hetpipe.capture import Captured
+    from hetpipe.cluster import Cluster
+    from hetpipe.plan.plan import Plan
+
+CHECK_STEPS = 20
+
+
+@dataclass
+class Task:
+    """What every row of one table has in common. `model` is the name that finds `workload`."""
+
+    model: str
+    workload: Workload
+    captured: Captured
+    cluster: Cluster
+    mini_batch: int
+    seed: int
+    torch_losses: dict[tuple[int, ...], tuple[float, ...]] = field(default_factory=dict)
+
+    def expected(self, microbatches: int) -> tuple[float, ...]:
+        """Unpartitioned torch's first losses in so many micro-batches; computed once."""
+        sizes = micro_sizes(self.mini_batch, microbatches)
+        if sizes not in self.torch_losses:
+            self.torch_losses[sizes] = torch_losses(self.workload, sizes, CHECK_STEPS, self.seed)
+        return self.torch_losses[sizes]
+
+
+class Row(ABC):
+    """One line of the table. It keeps its processes from the start to `close`."""
+
+    name: str
+    label: str  # measured | emulated
+    microbatches: int
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.steps_s: list[float] = []
+
+    @abstractmethod
+    def step_s(self, steps: int) -> float:
+        """Mean seconds of `steps` steps, after one that is not timed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the row's processes."""
+
+    def measure(self, steps: int) -> None:
+        """One round."""
+        self.steps_s.append(self.step_s(steps))
+
+    @property
+    def rate(self) -> float:
+        """Samples per second, median over rounds."""
+        return statistics.median(self.rates)
+
+    @property
+    def rates(self) -> list[float]:
+        """Samples per second of every round."""
+        return [self.task.mini_batch / time_s for time_s in self.steps_s]
+
+    def to_json(self) -> dict[str, Any]:
+        """Median and spread."""
+        return {
+            "name": self.name,
+            "label": self.label,
+            "microbatches": self.microbatches,
+            "samples_per_s": self.rate,
+            "samples_per_s_min": min(self.rates),
+            "samples_per_s_max": max(self.rates),
+            "rounds": self.rates,
+        }
+
+
+class PlainRow(Row):
+    """Plain torch on so many cores, at the best of several micro-batch counts."""
+
+    label = "measured"
+
+    def __init__(self, task: Task, cores: Sequence[int], counts: Sequence[int]) -> None:
+        super().__init__(task)
+        self._torch = PlainTorch(task.model, task.mini_batch, task.seed, cores)
+        self.threads = len(cores)
+        self.name = f"plain torch, {self.threads} thread{'s' if self.threads > 1 else ''}"
+        try:
+            self.microbatches = min(counts, key=lambda count: self._torch.step_s(count, 2))
+        except BaseException:
+            self.close()
+            raise
+
+    def step_s(self, steps: int) -> float:
+        return self._torch.step_s(self.microbatches, steps)
+
+    def close(self) -> None:
+        self._torch.close()
+
+
+class PipelineRow(Row):
+    """A plan on a crew of its own. Starts with the check of its losses against torch's."""
+
+    def __init__(self, task: Task, name: str, plans: Sequence[Plan]) -> None:
+        """Of several plans the quickest is kept, after a short trial of each."""
+        super().__init__(task)
+        self.name = name
+        self._batches = task.workload.batches(task.mini_batch, task.seed)
+        self._crew = Crew.start(task.cluster)
+        try:
+            if len(plans) > 1:
+                trials = {index: self._trial_s(plan) for index, plan in enumerate(plans)}
+                plans = [plans[min(trials, key=lambda index: trials[index])]]
+            self.plan = plans[0]
+            self.pipe = self._open(self.plan)
+            self.difference = self._check()
+        except BaseException:
+            self.close()
+            raise
+        self.label = self.plan.label
+        self.microbatches = self.plan.microbatches
+
+    def step_s(self, steps: int) -> float:
+        fed = list(islice(self._batches, steps + 1))
+        self.pipe.step(*fed[0])
+        begin_s = time.perf_counter()
+        for x, y in fed[1:]:
+            self.pipe.step(x, y)
+        return (time.perf_counter() - begin_s) / steps
+
+    def close(self) -> None:
+        self._crew.close()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **super().to_json(),
+            "predicted_step_s": self.plan.step_s,
+            "measured_step_s": self.task.mini_batch / self.rate,
+            "max_loss_rel_diff": self.difference,
+            "plan": self.plan.to_json(),
+        }
+
+    def _open(self, plan: Plan) -> Pipeline:
+        task = self.task
+        return Pipeline(
+            task.workload.model,
+            task.workload.loss_fn,
+            next(task.workload.batches(task.mini_batch, task.seed)),
+            cluster=task.cluster,
+            optimizer=optimizer_of(task.workload),
+            plan=plan,
+            seed=task.seed,
+            captured=task.captured,
+            crew=self._crew,
+        )
+
+    def _trial_s(self, plan: Plan) -> float:
+        self.pipe = self._open(plan)
+        return self.step_s(2)
+
+    def _check(self) -> float:
+        """The largest relative difference to unpartitioned torch over the first steps."""
+        expected = self.task.expected(self.plan.microbatches)
+        steps = train(
+            self.task.workload, self.pipe, CHECK_STEPS, seed=self.task.seed, expected=expected
+        )
+        return max(step.difference for step in steps)

@@ -1,0 +1,118 @@
+"""`hetpipe bench`: unlike devices together, against each of them alone and against their sum."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hetpipe.cli.options import (
+    BackendsOption,
+    ClusterOption,
+    DevicesOption,
+    JsonOption,
+    MicrobatchesOption,
+    MiniBatchOption,
+    ScheduleOption,
+    SeedOption,
+    SpeedOption,
+    make_cluster,
+)
+from hetpipe.cli.output import Output, progress_bar
+
+if TYPE_CHECKING:
+    from hetpipe.bench.bench import Outcome
+
+REHEARSAL = "pytorch:cpu:0,pytorch:cpu:0"
+REHEARSAL_SPEED = "pytorch:cpu:0#1=0.5"
+
+
+def command(
+    workload: Annotated[
+        str, typer.Option("--workload", metavar="MODEL", help="Zoo name or package.module:factory.")
+    ] = "digits",
+    matmul: Annotated[
+        bool, typer.Option(help="Matrix products of the OpenCL devices first, against torch's.")
+    ] = True,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Turns of every row.")] = 5,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps of a turn.")] = 4,
+    picture: Annotated[
+        Path | None,
+        typer.Option("--picture", metavar="FILE", help="Measured and predicted steps, .png, .svg."),
+    ] = None,
+    cluster: ClusterOption = None,
+    devices: DevicesOption = None,
+    backends: BackendsOption = None,
+    emulate_speed: SpeedOption = None,
+    microbatches: MicrobatchesOption = None,
+    mini_batch: MiniBatchOption = None,
+    schedule: ScheduleOption = "auto",
+    seed: SeedOption = 0,
+    json: JsonOption = None,
+) -> None:
+    """Measure a workload on devices alone and together.
+
+    Without a cluster, devices or speeds: the devices of this machine, then two of its processors'
+    cores of which one is emulated at half its speed.
+    """
+    from hetpipe.bench.bench import Setting, run
+    from hetpipe.bench.machine import describe, machine, versions
+    from hetpipe.bench.show import outcome_lines, outcome_table
+
+    output = Output(json)
+    here = make_cluster(cluster, devices, backends, emulate_speed)
+    settings = {f"{workload} on {', '.join(here.ids)}": here}
+    if not (cluster or devices or backends or emulate_speed):
+        rehearsal = make_cluster(None, REHEARSAL, None, [REHEARSAL_SPEED])
+        settings[f"{workload}, one of two at half its speed"] = rehearsal
+    output.text(describe())
+    outcomes: list[Outcome] = []
+    products = _matmul(output) if matmul else []
+    for name, members in settings.items():
+        setting = Setting(
+            name, workload, members, mini_batch, microbatches, schedule, rounds, steps, seed
+        )
+        with progress_bar() as progress:
+            outcomes.append(run(setting, progress))
+        output.console.print(outcome_table(outcomes[-1]))
+        for line in outcome_lines(outcomes[-1]):
+            output.text(line)
+    if picture is not None:
+        _draw(output, picture, outcomes)
+    output.finish(
+        {
+            "machine": machine(),
+            "versions": versions(),
+            "seed": seed,
+            "matmul": products,
+            "workloads": [outcome.to_json() for outcome in outcomes],
+        }
+    )
+
+
+def _matmul(output: Output) -> list[dict[str, Any]]:
+    from hetpipe.bench.products import products
+    from hetpipe.bench.show import product_table
+
+    with progress_bar() as progress:
+        progress("matrix products", 0, 1)
+        figures = products()
+    if figures:
+        output.console.print(product_table(figures))
+    return figures
+
+
+def _draw(output: Output, path: Path, outcomes: list[Outcome]) -> None:
+    """The balanced pipelines' last steps, measured above predicted."""
+    from dataclasses import replace
+
+    from hetpipe.report import draw_timelines
+
+    timelines = [
+        replace(timeline, label=f"{outcome.setting.name}; {timeline.label}")
+        for outcome in outcomes
+        for timeline in outcome.timelines
+    ]
+    draw_timelines(path, timelines, "One mini-batch")
+    output.text(f"timelines drawn in {path}")
