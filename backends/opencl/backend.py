@@ -21,7 +21,6 @@ KEPT = (
     "aten.convolution", "aten.convolution_backward",
     "aten._native_batch_norm_legit_functional", "aten._native_batch_norm_legit",
     "aten._native_batch_norm_legit_no_training", "aten.native_batch_norm_backward",
-    "aten.native_batch_norm",
     "aten.max_pool2d_with_indices", "aten.max_pool2d_with_indices_backward",
     "aten.avg_pool2d", "aten.avg_pool2d_backward",
     "aten._log_softmax", "aten._log_softmax_backward_data",
