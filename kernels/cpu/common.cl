@@ -58,8 +58,8 @@ inline float max_lanes(const float16 v) {
   return fmax(c.lo, c.hi);
 }
 
-// Transposes a 16 x 16 tile held in registers: four rounds of a perfect shuffle of the rows.
-inline void transpose16(float16* r) {
+// Transposes a 16 x 16 tile in registers: four rounds of a perfect shuffle of its rows.
+inline void transpose_rows(float16* r) {
 #pragma unroll
   for (int round = 0; round < 4; round++) {
     float16 t[LANES];
@@ -73,4 +73,14 @@ inline void transpose16(float16* r) {
 #pragma unroll
     for (int i = 0; i < LANES; i++) r[i] = t[i];
   }
+}
+
+// The same in memory, for callers with edges: their loops over rows need no unrolling, and code stays small.
+inline void transpose16(float* tile) {
+  float16 r[LANES];
+#pragma unroll
+  for (int i = 0; i < LANES; i++) r[i] = vload16(i, tile);
+  transpose_rows(r);
+#pragma unroll
+  for (int i = 0; i < LANES; i++) vstore16(r[i], i, tile);
 }

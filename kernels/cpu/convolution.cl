@@ -14,28 +14,24 @@
 #define COL(p) ((p) % TILE_COLS)
 #define PLACE(p, image, row, col) (IMAGE(p) * (image) + ROW(p) * (row) + COL(p) * (col))
 
-// 16 channels of one tile of pixels, r[pixel] -> y. (skip_*: leading part of the box that another tile owns.)
-inline void store_tile(float16* r, __global float* y, const int channels, const int y_image, const int y_channel,
+// 16 channels of the box, tile[pixel][channel] -> y. (skip_*: leading part of the box that another work-item owns.)
+inline void store_tile(float* tile, __global float* y, const int channels, const int y_image, const int y_channel,
                        const int y_row, const int y_col, const int skip_image, const int skip_row,
                        const int skip_col) {
-  transpose16(r);
+  transpose16(tile);
   const bool whole = skip_image + skip_row + skip_col == 0;
+  for (int c = 0; c < min(channels, LANES); c++) {
+    const float* lane = tile + c * LANES;
+    if (whole && y_col == 1 && TILE_COLS % 4 == 0) {
 #pragma unroll
-  for (int c = 0; c < LANES; c++) {
-    if (c < channels) {
-      float lane[LANES];
-      vstore16(r[c], 0, lane);
-      if (whole && y_col == 1 && TILE_COLS % 4 == 0) {
+      for (int p = 0; p < PIXELS; p += 4) vstore4(vload4(0, lane + p), 0, y + PLACE(p, y_image, y_row, 1));
+    } else if (whole) {
 #pragma unroll
-        for (int p = 0; p < PIXELS; p += 4) vstore4(vload4(0, lane + p), 0, y + PLACE(p, y_image, y_row, 1));
-      } else if (whole) {
-#pragma unroll
-        for (int p = 0; p < PIXELS; p++) y[PLACE(p, y_image, y_row, y_col)] = lane[p];
-      } else {
-        for (int p = 0; p < PIXELS; p++)
-          if (IMAGE(p) >= skip_image && ROW(p) >= skip_row && COL(p) >= skip_col)
-            y[PLACE(p, y_image, y_row, y_col)] = lane[p];
-      }
+      for (int p = 0; p < PIXELS; p++) y[PLACE(p, y_image, y_row, y_col)] = lane[p];
+    } else {
+      for (int p = 0; p < PIXELS; p++)
+        if (IMAGE(p) >= skip_image && ROW(p) >= skip_row && COL(p) >= skip_col)
+          y[PLACE(p, y_image, y_row, y_col)] = lane[p];
     }
     y += y_channel;
   }
@@ -88,12 +84,15 @@ WORK_ITEM __kernel void convolve(__global const float* restrict padded, __global
     }
   }
   y += y_offset + image * y_image + (group * channels + c0) * y_channel + row * y_row + col * y_col;
-  // Copies, so that no address of the sums is taken: else Intel's compiler keeps them in memory.
-  float16 tile[2][LANES];
+  float tile[2][LANES * LANES];
 #pragma unroll
-  for (int m = 0; m < LANES; m++) {
-    tile[0][m] = m < PIXELS ? lo[m % PIXELS] : (float16)(0.0f);
-    tile[1][m] = m < PIXELS ? hi[m % PIXELS] : (float16)(0.0f);
+  for (int m = 0; m < PIXELS; m++) {
+    vstore16(lo[m], m, tile[0]);
+    vstore16(hi[m], m, tile[1]);
+  }
+  for (int m = PIXELS; m < LANES; m++) {
+    vstore16((float16)(0.0f), m, tile[0]);
+    vstore16((float16)(0.0f), m, tile[1]);
   }
   for (int i = 0; i < 2; i++)
     store_tile(tile[i], y + i * LANES * y_channel, channels - c0 - i * LANES, y_image, y_channel, y_row, y_col,

@@ -26,14 +26,12 @@ WORK_ITEM __kernel void pad_channels_last(__global const float* restrict x, __gl
   __global const float* in = x + (image * channels + c0) * height * width;
   int row = first / width + top, col = left;
   for (int p = first; p < last; p += LANES) {
-    float16 r[LANES];
-#pragma unroll
+    float tile[LANES * LANES];
     for (int i = 0; i < LANES; i++)
-      r[i] = i < count ? load_upto(in + i * height * width + p, last - p) : (float16)(0.0f);
-    transpose16(r);
-#pragma unroll
-    for (int i = 0; i < LANES; i++) {
-      if (p + i < last && col < cols) store_upto(r[i], out + (row * cols + col) * channels, count);
+      vstore16(i < count ? load_upto(in + i * height * width + p, last - p) : (float16)(0.0f), i, tile);
+    transpose16(tile);
+    for (int i = 0; i < min(LANES, last - p); i++) {
+      store_upto(vload16(i, tile), out + (row * cols + col) * channels, count);
       if (++col == left + width) {
         col = left;
         row++;
@@ -56,28 +54,25 @@ WORK_ITEM __kernel void pack_weights(__global const float* restrict w, __global 
   packed += block * taps * depth * COLS;
   for (int base = 0; base < COLS; base += LANES) {
     for (int d = d0; d < d1; d += merged ? d1 - d0 : 1) {
-      int at = d, tap = 0;
+      int row = d, tap = 0;
       for (int j = 0; j < run; j += LANES) {
         const int from = first + base * lane_stride + d * depth_stride + j;
-        float16 r[LANES];
+        float tile[LANES * LANES];
         if (run == 1) {
-          r[0] = load_strided(w + from, lane_stride, lanes - lane0 - base);
+          vstore16(load_strided(w + from, lane_stride, lanes - lane0 - base), 0, tile);
         } else {
           // Beyond the run lie other weights: reading them is harmless and quicker than not to.
-#pragma unroll
-          for (int i = 0; i < LANES; i++)
-            r[i] = lane0 + base + i < lanes ? load_upto(w + from + i * lane_stride, size - from - i * lane_stride)
-                                            : (float16)(0.0f);
-          transpose16(r);
+          for (int i = 0; i < LANES; i++) {
+            const int at = from + i * lane_stride;
+            vstore16(lane0 + base + i < lanes ? load_upto(w + at, size - at) : (float16)(0.0f), i, tile);
+          }
+          transpose16(tile);
         }
-#pragma unroll
-        for (int i = 0; i < LANES; i++) {
-          if (j + i < run) {
-            vstore16(r[i], 0, packed + (tap * depth + at) * COLS + base);
-            if (++tap == taps) {
-              tap = 0;
-              at++;
-            }
+        for (int i = 0; i < min(LANES, run - j); i++) {
+          vstore16(vload16(i, tile), 0, packed + (tap * depth + row) * COLS + base);
+          if (++tap == taps) {
+            tap = 0;
+            row++;
           }
         }
       }

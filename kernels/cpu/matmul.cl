@@ -11,6 +11,7 @@
 
 #define ROWS 12
 #define COLS 32
+#define ROW_BLOCK 8
 #define DEPTH_CHUNK 128
 
 // One k of a panel: `count` of its `width` rows exist.
@@ -28,25 +29,47 @@ inline void pack_contiguous(__global const float* src, const int stride_k, const
   }
 }
 
-// Rows are contiguous along k: transpose 16 k of 16 rows at a time.
+// 16 k of 16 rows, or of the 12 that are left of a panel, from registers to registers.
+inline void pack_tile(__global const float* src, const int stride_row, const int width, const int rows,
+                      __global float* dst) {
+  float16 r[LANES];
+#pragma unroll
+  for (int i = 0; i < LANES; i++) r[i] = i < rows ? vload16(0, src + i * stride_row) : (float16)(0.0f);
+  transpose_rows(r);
+#pragma unroll
+  for (int i = 0; i < LANES; i++) {
+    if (rows >= LANES) {
+      vstore16(r[i], 0, dst + i * width);
+    } else {
+      vstore8(r[i].lo, 0, dst + i * width);
+      vstore4(r[i].hi.lo, 0, dst + i * width + 8);
+    }
+  }
+}
+
+// The same at the edges of the matrix: `count` rows exist, `depth` k.
+inline void pack_edge(__global const float* src, const int stride_row, const int width, const int rows,
+                      const int count, const int depth, __global float* dst) {
+  float tile[LANES * LANES];
+  for (int i = 0; i < LANES; i++)
+    vstore16(i < count ? load_upto(src + i * stride_row, depth) : (float16)(0.0f), i, tile);
+  transpose16(tile);
+  for (int i = 0; i < depth; i++)
+    for (int row = 0; row < rows; row++) dst[i * width + row] = tile[i * LANES + row];
+}
+
+// Rows are contiguous along k.
 inline void pack_transposed(__global const float* src, const int stride_row, const int count, const int width,
                             const int k0, const int k1, __global float* dst) {
   for (int k = k0; k < k1; k += LANES) {
     for (int base = 0; base < width; base += LANES) {
-      float16 r[LANES];
-#pragma unroll
-      for (int i = 0; i < LANES; i++)
-        r[i] = base + i < count ? load_upto(src + (base + i) * stride_row + k, k1 - k) : (float16)(0.0f);
-      transpose16(r);
+      const int rows = min(width - base, LANES);
+      __global const float* from = src + base * stride_row + k;
       __global float* to = dst + k * width + base;
-#pragma unroll
-      for (int i = 0; i < LANES; i++) {
-        if (k + i < k1) {
-          vstore8(r[i].lo, 0, to + i * width);
-          vstore4(r[i].hi.lo, 0, to + i * width + 8);
-          if (width - base >= LANES) vstore4(r[i].hi.hi, 0, to + i * width + 12);
-        }
-      }
+      if (count >= base + rows && k + LANES <= k1)
+        pack_tile(from, stride_row, width, rows, to);
+      else
+        pack_edge(from, stride_row, width, rows, count - base, min(k1 - k, LANES), to);
     }
   }
 }
@@ -87,24 +110,32 @@ WORK_ITEM __kernel void pack_right(__global const float* b, const int offset, co
 }
 
 // C gets alpha * sum + beta * bias once `k1` reaches `depth`; before that it carries the sums of earlier blocks.
-// global size: row panels, column panels, batch
+// Blocks of ROW_BLOCK row panels stay in a second-level cache while all column panels pass by.
+// global size: ROW_BLOCK, column panels, batch * ceil(row panels / ROW_BLOCK)
 WORK_ITEM __kernel void matmul(__global const float* restrict left, __global const float* restrict right,
                                __global float* restrict c, const int rows, const int cols, const int depth,
                                const int k0, const int k1, const float alpha, const float beta,
                                __global const float* restrict bias, const int bias_offset, const int bias_batch,
                                const int bias_row, const int bias_col) {
-  const int i = get_global_id(0), j = get_global_id(1), batch = get_global_id(2);
-  const int row0 = i * ROWS, col0 = j * COLS;
+  const int panels = (rows + ROWS - 1) / ROWS, row_blocks = (panels + ROW_BLOCK - 1) / ROW_BLOCK;
+  const int i = (int)get_global_id(2) % row_blocks * ROW_BLOCK + (int)get_global_id(0), j = get_global_id(1);
+  const int batch = (int)get_global_id(2) / row_blocks, row0 = i * ROWS, col0 = j * COLS;
+  if (i >= panels) return;
   const int row_count = min(rows - row0, ROWS), col_count = cols - col0;
   __global float* out = c + (batch * rows + row0) * cols + col0;
+  float16 sums[ROWS][2];  // in memory, before and after: loops over it stay small
+  for (int m = 0; m < ROWS; m++) {
+    const bool resume = k0 > 0 && m < row_count;
+    sums[m][0] = resume ? load_upto(out + m * cols, col_count) : (float16)(0.0f);
+    sums[m][1] = resume ? load_upto(out + m * cols + LANES, col_count - LANES) : (float16)(0.0f);
+  }
   float16 lo[ROWS], hi[ROWS];
 #pragma unroll
   for (int m = 0; m < ROWS; m++) {
-    const bool resume = k0 > 0 && m < row_count;
-    lo[m] = resume ? load_upto(out + m * cols, col_count) : (float16)(0.0f);
-    hi[m] = resume ? load_upto(out + m * cols + LANES, col_count - LANES) : (float16)(0.0f);
+    lo[m] = sums[m][0];
+    hi[m] = sums[m][1];
   }
-  __global const float* a = left + ((batch * (int)get_global_size(0) + i) * depth + k0) * ROWS;
+  __global const float* a = left + ((batch * panels + i) * depth + k0) * ROWS;
   __global const float* b = right + ((batch * (int)get_global_size(1) + j) * depth + k0) * COLS;
   for (int k = k0; k < k1; k++) {
     const float16 b_lo = vload16(0, b), b_hi = vload16(1, b);
@@ -116,21 +147,22 @@ WORK_ITEM __kernel void matmul(__global const float* restrict left, __global con
     a += ROWS;
     b += COLS;
   }
-  const bool last = k1 == depth;
-  bias += bias_offset + batch * bias_batch + row0 * bias_row + col0 * bias_col;
 #pragma unroll
   for (int m = 0; m < ROWS; m++) {
-    if (m < row_count) {
-      if (last) {
-        lo[m] *= alpha;
-        hi[m] *= alpha;
-        if (beta != 0.0f) {
-          lo[m] += beta * load_strided(bias + m * bias_row, bias_col, col_count);
-          hi[m] += beta * load_strided(bias + m * bias_row + LANES * bias_col, bias_col, col_count - LANES);
-        }
+    sums[m][0] = lo[m];
+    sums[m][1] = hi[m];
+  }
+  bias += bias_offset + batch * bias_batch + row0 * bias_row + col0 * bias_col;
+  for (int m = 0; m < row_count; m++) {
+    for (int n = 0; n < 2; n++) {
+      float16 sum = sums[m][n];
+      const int col = n * LANES;
+      if (k1 == depth) {
+        sum *= alpha;
+        if (beta != 0.0f)
+          sum += beta * load_strided(bias + m * bias_row + col * bias_col, bias_col, col_count - col);
       }
-      store_upto(lo[m], out + m * cols, col_count);
-      store_upto(hi[m], out + m * cols + LANES, col_count - LANES);
+      store_upto(sum, out + m * cols + col, col_count - col);
     }
   }
 }

@@ -41,13 +41,16 @@ WORK_ITEM __kernel void weight_gradient(__global const float* restrict padded, _
       }
     }
   }
+  float16 sums[DEPTH_TILE][2];
 #pragma unroll
   for (int m = 0; m < DEPTH_TILE; m++) {
-    if (d0 + m >= own_d) {
-      __global float* out = dw + ((group * lanes + lane0) * depth + d0 + m) * taps + tap;
-      store_strided(lo[m], out, depth * taps, count);
-      store_strided(hi[m], out + LANES * depth * taps, depth * taps, count - LANES);
-    }
+    sums[m][0] = lo[m];
+    sums[m][1] = hi[m];
+  }
+  for (int m = own_d - d0; m < DEPTH_TILE; m++) {
+    __global float* out = dw + ((group * lanes + lane0) * depth + d0 + m) * taps + tap;
+    store_strided(sums[m][0], out, depth * taps, count);
+    store_strided(sums[m][1], out + LANES * depth * taps, depth * taps, count - LANES);
   }
 }
 

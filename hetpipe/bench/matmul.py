@@ -1,0 +1,205 @@
+"""How near an OpenCL device's matrix product comes to its own ceiling, and to torch's.
+
+Run it in a process pinned to one core, with the runtime held to one thread, for figures that mean
+one core (`POCL_MAX_PTHREAD_COUNT=1`, `CL_CONFIG_CPU_TBB_NUM_WORKERS=1`):
+
+    taskset -c 0 python -m hetpipe.bench.matmul opencl:pocl:0
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from importlib import import_module
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import fx
+
+from hetpipe.sdk.backend import Device
+from hetpipe.sdk.graph import canonical
+from hetpipe.sdk.registry import open_device
+
+Array = npt.NDArray[np.float32]
+
+ROUNDS = 7
+ROUND_S = 0.1
+"""About how long each contender runs in a round."""
+WAIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Rate:
+    """GFLOP/s over the rounds of one run: the median, the lowest and the highest."""
+
+    median: float
+    lowest: float
+    highest: float
+
+
+@dataclass(frozen=True)
+class MatmulFigures:
+    """float32 products of n x n matrices, measured in turns in one run; packing included.
+
+    `ceiling` is register-only multiply-adds on the device; `torch_mm` is `torch.mm`; `onednn` is
+    torch's oneDNN linear (`mkldnn::_linear_pointwise`, plain weights), None where torch lacks it.
+    `of_ceiling` and `of_torch` are medians of the ratios within each round.
+    """
+
+    device_id: str
+    n: int
+    rounds: int
+    ceiling_gflops: Rate
+    ours_gflops: Rate
+    torch_mm_gflops: Rate
+    onednn_gflops: Rate | None
+    of_ceiling: float
+    of_torch: float
+    largest_error: float
+    """Of |ours - float64|, over the largest of |A| |B|."""
+
+
+@dataclass(frozen=True)
+class _Contender:
+    name: str
+    run: Callable[[], object]
+    operations: int
+
+    def rate(self, clock: Callable[[], float], seconds: float) -> float:
+        """GFLOP/s over about `seconds`."""
+        count, start = 0, clock()
+        while True:
+            self.run()
+            count += 1
+            elapsed = clock() - start
+            if elapsed >= seconds:
+                return count * self.operations / elapsed / 1e9
+
+
+def measure(
+    device_id: str,
+    n: int = 1024,
+    rounds: int = ROUNDS,
+    round_s: float = ROUND_S,
+    clock: Callable[[], float] = time.perf_counter,
+) -> MatmulFigures:
+    """Time the contenders in turns, `rounds` times, torch on one thread.
+
+    `clock` may be `time.process_time` on a machine that is busy with other work.
+    Raises `BackendError` if the device is not an OpenCL one.
+    """
+    device = open_device(device_id)
+    a, b = np.random.default_rng(0).standard_normal((2, n, n), dtype=np.float32)
+    run, product = _resident_product(device, a, b)
+    contenders = [
+        _ceiling(device),
+        _Contender("ours", run, 2 * n**3),
+        *_torch_contenders(torch.from_numpy(a), torch.from_numpy(b)),
+    ]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for contender in contenders:
+            contender.rate(clock, round_s / 4)
+        table = [[each.rate(clock, round_s) for each in contenders] for _ in range(rounds)]
+    finally:
+        torch.set_num_threads(threads)
+    rates = {each.name: [row[i] for row in table] for i, each in enumerate(contenders)}
+    error = np.abs(product() - a.astype(np.float64) @ b).max() / (np.abs(a) @ np.abs(b)).max()
+    return MatmulFigures(
+        device_id=device_id,
+        n=n,
+        rounds=rounds,
+        ceiling_gflops=_summary(rates["ceiling"]),
+        ours_gflops=_summary(rates["ours"]),
+        torch_mm_gflops=_summary(rates["torch_mm"]),
+        onednn_gflops=_summary(rates["onednn"]) if "onednn" in rates else None,
+        of_ceiling=_ratio(rates["ours"], rates["ceiling"]),
+        of_torch=_ratio(rates["ours"], rates["torch_mm"]),
+        largest_error=float(error),
+    )
+
+
+def _resident_product(
+    device: Device, a: Array, b: Array
+) -> tuple[Callable[[], None], Callable[[], Array]]:
+    """A call that runs one `aten.mm` graph on resident tensors, and one that fetches its result."""
+    executable = device.compile(_mm_graph(a.shape[0]))
+    inputs = []
+    for host in (a, b):
+        buffer, event = device.upload(host)
+        event.wait(WAIT_S)
+        inputs.append(buffer)
+
+    def run() -> None:
+        executable.run(inputs)[1].wait(WAIT_S)
+
+    def product() -> Array:
+        (buffer,), event, _ = executable.run(inputs)
+        event.wait(WAIT_S)
+        host = np.empty_like(a)
+        device.download(buffer, host).wait(WAIT_S)
+        return host
+
+    return run, product
+
+
+def _mm_graph(n: int) -> fx.GraphModule:
+    graph = fx.Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    product = graph.call_function(torch.ops.aten.mm.default, (a, b))
+    for node in (a, b, product):
+        node.meta["val"] = torch.empty(n, n, device="meta")
+    graph.output((product,))
+    return canonical(fx.GraphModule(torch.nn.Module(), graph))
+
+
+def _ceiling(device: Device) -> _Contender:
+    # Imported by name, because only this benchmark's subject, and no other core code, is OpenCL.
+    run, operations = import_module("hetpipe.backends.opencl.ceiling").fma_ceiling(device)
+    return _Contender("ceiling", run, operations)
+
+
+def _torch_contenders(a: torch.Tensor, b: torch.Tensor) -> list[_Contender]:
+    operations = 2 * a.shape[0] ** 3
+    found = [_Contender("torch_mm", lambda: torch.mm(a, b), operations)]
+    weight = b.t().contiguous()
+    linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    if linear is not None:
+        run = lambda: linear(a, weight, None, "none", [], "")  # noqa: E731 - one expression
+        found.append(_Contender("onednn", run, operations))
+    return found
+
+
+def _summary(rates: list[float]) -> Rate:
+    return Rate(statistics.median(rates), min(rates), max(rates))
+
+
+def _ratio(ours: list[float], theirs: list[float]) -> float:
+    return statistics.median(x / y for x, y in zip(ours, theirs, strict=True))
+
+
+def table(figures: MatmulFigures) -> str:
+    """The figures for people."""
+    lines = [f"{figures.device_id}, n = {figures.n}, {figures.rounds} rounds, float32, GFLOP/s"]
+    for field in fields(figures):
+        rate = getattr(figures, field.name)
+        if isinstance(rate, Rate):
+            name = field.name.removesuffix("_gflops")
+            spread = f"({rate.lowest:.0f} to {rate.highest:.0f})"
+            lines.append(f"  {name:10} {rate.median:6.1f}  {spread}")
+    lines.append(
+        f"  of its ceiling {figures.of_ceiling:.3f}, times torch.mm {figures.of_torch:.2f}"
+    )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    for argument in [each for each in sys.argv[1:] if each != "--json"]:
+        measured = measure(argument)
+        print(json.dumps(asdict(measured)) if "--json" in sys.argv else table(measured))
