@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hetpipe.bench.eager import Eager
+from hetpipe.bench.eager import Eager, micro_sizes
 from hetpipe.bench.zoo import optimizer_of
 
 if TYPE_CHECKING:
     from hetpipe.bench.workload import Workload
     from hetpipe.engine.pipeline import Pipeline
+    from hetpipe.plan.plan import Plan
 
 EQUAL = 1e-4
 """Largest relative difference of two losses that are called equal without further questions."""
@@ -77,3 +78,47 @@ def train(
         loss = pipe.step(x, y)
         time_s = time.perf_counter() - begin_s
         yield Step(index, loss, time_s, expected[index] if index < len(expected) else None)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Losses of `steps` steps against torch's: their largest relative difference.
+
+    `rounding` is what rounding alone makes of this training, where that had to be found out.
+    """
+
+    steps: int
+    difference: float
+    rounding: float | None = None
+
+    @property
+    def equal(self) -> bool:
+        """Whether rounding explains the difference."""
+        if self.rounding is None:
+            return self.difference <= EQUAL
+        return self.difference <= ROUNDING_FACTOR * self.rounding
+
+    def __str__(self) -> str:
+        start = "equal to" if self.equal else "differs from"
+        text = f"{start} unpartitioned torch: {self.difference:.0e} (loss, {self.steps} steps)"
+        return (
+            text if self.rounding is None else f"{text}; rounding alone makes {self.rounding:.0e}"
+        )
+
+
+def compare(workload: Workload, plan: Plan, taken: Sequence[Step], seed: int) -> Comparison | None:
+    """Judge the steps that have an expected loss; None if none has.
+
+    The model must still have the weights that training began with: where the difference is large,
+    torch is run again from there, one rounding off.
+    """
+    expected = [step.expected for step in taken if step.expected is not None]
+    if not expected:
+        return None
+    worst = max(step.difference for step in taken)
+    if worst <= EQUAL:
+        return Comparison(len(expected), worst)
+    sizes = micro_sizes(plan.mini_batch, plan.microbatches)
+    rounded = torch_losses(workload, sizes, len(expected), seed, rounding=True)
+    drift = max(relative(loss, true) for loss, true in zip(rounded, expected, strict=True))
+    return Comparison(len(expected), worst, drift)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated
@@ -26,7 +25,7 @@ from hetpipe.cli.output import Output, progress_bar
 from hetpipe.errors import HetpipeError, PlanError
 
 if TYPE_CHECKING:
-    from hetpipe.bench.training import Step
+    from hetpipe.bench.training import Comparison, Step
     from hetpipe.bench.workload import Workload
     from hetpipe.cli.output import Progress
     from hetpipe.engine.pipeline import Pipeline
@@ -67,6 +66,7 @@ def command(
     """Train a model as a pipeline on the cluster."""
     from hetpipe.bench import load_workload
     from hetpipe.bench.open import open_pipeline
+    from hetpipe.bench.training import compare
     from hetpipe.report import draw_timelines
 
     output = Output(json)
@@ -85,11 +85,12 @@ def command(
         taken = _train(
             workload, pipe, count, seed, min(count, check_steps) if check else 0, output, progress
         )
+        found = compare(workload, pipe.plan, taken, seed)
         workload.model.load_state_dict(pipe.state_dict(), strict=False)
         if picture is not None:
             draw_timelines(picture, [pipe.timeline, pipe.predicted], model)
             output.text(f"timelines of a step drawn in {picture}")
-    _conclude(output, workload, pipe.plan, taken, seed)
+    _conclude(output, workload, pipe.plan, taken, found, seed)
 
 
 def _load_plan(path: Path | None) -> Plan | None:
@@ -140,7 +141,14 @@ def _train(
     return taken
 
 
-def _conclude(output: Output, workload: Workload, plan: Plan, taken: list[Step], seed: int) -> None:
+def _conclude(
+    output: Output,
+    workload: Workload,
+    plan: Plan,
+    taken: list[Step],
+    found: Comparison | None,
+    seed: int,
+) -> None:
     """Rate, validation, equality; then JSON. Raises `HetpipeError` if losses are not torch's."""
     step_s = median(step.time_s for step in taken[len(taken) // 2 :])
     output.text(
@@ -150,43 +158,21 @@ def _conclude(output: Output, workload: Workload, plan: Plan, taken: list[Step],
     figures = workload.validate(workload.model) if workload.validate else {}
     for name, value in figures.items():
         output.text(f"validation {name} {value:.4f}")
-    compared = [step for step in taken if step.expected is not None]
-    worst = max((step.difference for step in compared), default=None)
-    verdict = _compare(workload, plan, compared, seed) if compared else None
-    if verdict:
-        output.text(verdict)
+    if found is not None and found.equal:
+        output.text(str(found))
     output.finish(
         {
             "model": workload.name,
             "seed": seed,
             "plan": plan.to_json(),
             "losses": [step.loss for step in taken],
-            "torch_losses": [step.expected for step in compared],
-            "max_loss_rel_diff": worst,
+            "torch_losses": [step.expected for step in taken if step.expected is not None],
+            "max_loss_rel_diff": found.difference if found else None,
             "step_s": step_s,
             "samples_per_s": plan.mini_batch / step_s,
             "label": plan.label,
             "validation": figures,
         }
     )
-    if compared and verdict is None:
-        raise HetpipeError(
-            f"differs from unpartitioned torch: {worst:.0e} (loss, {len(compared)} steps), more "
-            "than rounding explains"
-        )
-
-
-def _compare(workload: Workload, plan: Plan, compared: Sequence[Step], seed: int) -> str | None:
-    """The line that says the losses are torch's; None if they are not."""
-    from hetpipe.bench.eager import micro_sizes
-    from hetpipe.bench.training import EQUAL, ROUNDING_FACTOR, relative, torch_losses
-
-    worst = max(step.difference for step in compared)
-    line = f"equal to unpartitioned torch: {worst:.0e} (loss, {len(compared)} steps)"
-    if worst <= EQUAL:
-        return line
-    sizes = micro_sizes(plan.mini_batch, plan.microbatches)
-    rounded = torch_losses(workload, sizes, len(compared), seed, rounding=True)
-    pairs = zip(rounded, (step.expected or 0.0 for step in compared), strict=True)
-    drift = max(relative(loss, expected) for loss, expected in pairs)
-    return f"{line}; rounding alone makes {drift:.0e}" if worst <= ROUNDING_FACTOR * drift else None
+    if found is not None and not found.equal:
+        raise HetpipeError(str(found))

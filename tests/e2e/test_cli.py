@@ -1,0 +1,191 @@
+"""The commands as a user starts them: in a process of their own, by their exit codes and files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TWO = "pytorch:cpu:0,pytorch:cpu:0"
+SLOW = "pytorch:cpu:0#1=0.5"
+LIMIT_S = 240
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder to start commands in, with a cost cache of its own."""
+    return tmp_path_factory.mktemp("cli")
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "hetpipe.cli", *map(str, arguments)]
+
+
+def environment(home: Path) -> dict[str, str]:
+    return {**os.environ, "HETPIPE_CACHE": str(home / "cache"), "COLUMNS": "160"}
+
+
+def run(home: Path, *arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        command(*arguments), cwd=home, env=environment(home), capture_output=True, text=True,
+        timeout=LIMIT_S,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def result(home: Path, *arguments: object) -> Any:
+    """What a command writes with `--json -`: nothing but JSON on standard output."""
+    return json.loads(run(home, *arguments, "--json", "-").stdout)
+
+
+def test_help_needs_neither_torch_nor_a_driver() -> None:
+    code = (
+        "import sys; from hetpipe.cli.app import app\n"
+        "try: app(['--help'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit(len({'torch', 'pyopencl', 'numpy', 'matplotlib'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in ("doctor", "devices", "profile", "plan", "train", "bench"):
+        assert name in done.stdout
+
+
+def test_devices_lists_what_is_here(home: Path) -> None:
+    devices = {entry["id"]: entry for entry in result(home, "devices")["devices"]}
+    assert devices["pytorch:cpu:0"]["joins"]
+    assert not devices["numpy:cpu:0"]["joins"], "the reference joins only when named"
+
+
+def test_doctor_tests_each_device_and_says_so(home: Path) -> None:
+    found = result(home, "doctor", "--backends", "numpy,pytorch")
+    assert {entry["backend"] for entry in found["findings"]} == {"numpy", "pytorch"}
+    for device in found["devices"]:
+        assert device["selftest"]["ok"], device
+        assert device["selftest"]["gflops_matmul"] > 0
+
+
+def test_doctor_names_what_is_broken_and_goes_on(home: Path) -> None:
+    done = run(home, "doctor", "--backends", "nope,numpy", "--no-selftest")
+    assert "broken  no backend 'nope'" in done.stdout
+    assert "ok  numpy:cpu:0" in done.stdout
+
+
+def test_profile_prices_every_layer_and_link(home: Path) -> None:
+    costs = result(
+        home, "profile", "mlp", "--devices", TWO, "--emulate-speed", SLOW, "--microbatches", 4
+    )
+    assert costs["samples"] == 32
+    labels = {member: device["label"] for member, device in costs["devices"].items()}
+    assert labels == {"pytorch:cpu:0#0": "measured", "pytorch:cpu:0#1": "emulated"}
+    assert len(costs["links"]) == 2
+
+
+def test_a_plan_is_kept_and_trained(home: Path) -> None:
+    options = ("--devices", TWO, "--microbatches", 4, "--schedule", "gpipe")
+    plan = result(home, "plan", "mlp", *options, "--out", "plan.json")
+    assert json.loads((home / "plan.json").read_text()) == plan
+    report = result(
+        home, "train", "mlp", "--devices", TWO, "--plan", "plan.json", "--steps", 60,
+        "--check-steps", 20, "--picture", "step.svg",
+    )  # fmt: skip
+    assert report["plan"] == plan
+    assert len(report["losses"]) == 60
+    assert report["losses"][:20] == pytest.approx(report["torch_losses"], rel=1e-4)
+    assert report["max_loss_rel_diff"] < 1e-4
+    assert report["validation"]["accuracy"] > 0.2
+    assert "measured" in (home / "step.svg").read_text()
+
+
+def test_train_says_that_it_equals_torch(home: Path) -> None:
+    done = run(home, "train", "mlp", "--devices", "pytorch:cpu:0", "--steps", 5, "--mini-batch", 32,
+               "--microbatches", 2)  # fmt: skip
+    assert "equal to unpartitioned torch: " in done.stdout
+    assert "validation accuracy 0." in done.stdout
+
+
+def test_a_user_s_own_workload(home: Path) -> None:
+    """A model in the working directory, one epoch long, without validation."""
+    (home / "mine.py").write_text(
+        "import torch, hetpipe as hp\n"
+        "def batches(n, seed):\n"
+        "    g = torch.Generator().manual_seed(seed)\n"
+        "    while True:\n"
+        "        x = torch.randn(n, 6, generator=g)\n"
+        "        yield x, x.sum(1, keepdim=True)\n"
+        "def make():\n"
+        "    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 1))\n"
+        "    return hp.Workload(model, torch.nn.functional.mse_loss, batches, 'mine', 16,\n"
+        "                       train_samples=64)\n"
+    )
+    report = result(
+        home, "train", "mine:make", "--epochs", 2, "--devices", "pytorch:cpu:0", "--microbatches", 2
+    )
+    assert len(report["losses"]) == 8
+    assert report["validation"] == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train", "nope"), "no model 'nope'; write one of digits, mlp"),
+        (("train", "mine_not:make"), "no module 'mine_not'"),
+        (("plan", "mlp", "--emulate-speed", "0.5"), "write ID=SPEED"),
+        (("plan", "mlp", "--devices", "nope:0"), "no device 'nope:0'"),
+        (("train", "mlp", "--plan", "absent.json"), "cannot read the plan absent.json"),
+        (("devices", "--backends", "numpy", "--json", "/proc/none/x"), "cannot write /proc/none/x"),
+    ],
+)
+def test_errors_are_one_line(home: Path, arguments: tuple[str, ...], message: str) -> None:
+    done = run(home, *arguments, code=1)
+    last = done.stderr.strip().splitlines()[-1]
+    assert message in last
+
+
+def test_bench_figures_agree_with_each_other(home: Path) -> None:
+    run(home, "bench", "--workload", "mlp", "--no-matmul", "--devices", TWO, "--emulate-speed",
+        SLOW, "--microbatches", 4, "--rounds", 1, "--steps", 1, "--json", "out/bench.json",
+        "--picture", "out/bench.png")  # fmt: skip
+    report = json.loads((home / "out" / "bench.json").read_text())
+    assert {"machine", "versions", "seed", "matmul", "workloads"} == report.keys()
+    (found,) = report["workloads"]
+    assert [device["label"] for device in found["devices"]] == ["measured", "emulated"]
+    ideal = sum(device["samples_per_s"] for device in found["devices"])
+    assert found["ideal_samples_per_s"] == pytest.approx(ideal)
+    assert found["efficiency"] == pytest.approx(found["balanced_samples_per_s"] / ideal)
+    assert found["fill_limit"] == pytest.approx(4 / 5)
+    assert found["measured_step_s"] * found["balanced_samples_per_s"] == pytest.approx(128)
+    assert found["max_loss_rel_diff"] < 1e-4
+    assert set(found["over_plain"]) == {"pytorch:cpu:0#0"}, "an emulated speed is no match"
+    assert [row["name"] for row in found["rows"]][-3:] == [
+        "even split", "best split ignoring speeds", "balanced pipeline",
+    ]  # fmt: skip
+    assert (home / "out" / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_interrupt_leaves_quietly_and_no_process(home: Path) -> None:
+    """Ctrl-C reaches the whole foreground group: command and workers alike."""
+    process = subprocess.Popen(
+        command("train", "mlp", "--devices", TWO, "--microbatches", 4, "--steps", 1_000_000),
+        cwd=home, env=environment(home), start_new_session=True, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    while "fill limit" not in process.stdout.readline():  # the plan: training begins
+        assert process.poll() is None
+    time.sleep(1.0)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)

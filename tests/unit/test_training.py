@@ -1,0 +1,93 @@
+"""Comparing a training with plain torch's: equal, equal within rounding, or not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hetpipe import optim
+from hetpipe.bench import Workload, load_workload
+from hetpipe.bench.eager import Eager, micro_sizes
+from hetpipe.bench.training import Comparison, Step, compare, torch_losses
+from hetpipe.errors import HetpipeError
+from hetpipe.plan.plan import Plan, StagePlan
+
+STEPS = 5
+
+
+@pytest.fixture
+def workload() -> Workload:
+    return load_workload("mlp")
+
+
+@pytest.fixture
+def plan() -> Plan:
+    stage = StagePlan(0, 1, ("a",), 1, 1.0, 1.0, 0.0, 0, 1)
+    return Plan("mlp", ("all",), (stage,), "1f1b", 64, 4, 1.0, (), "measured", "user")
+
+
+def steps(workload: Workload, factor: float) -> list[Step]:
+    losses = torch_losses(workload, (16,) * 4, STEPS, seed=0)
+    return [Step(index, loss * factor, 1.0, loss) for index, loss in enumerate(losses)]
+
+
+def test_the_same_losses_are_equal(workload: Workload, plan: Plan) -> None:
+    found = compare(workload, plan, steps(workload, 1.0 + 1e-6), seed=0)
+    assert found is not None
+    assert found.equal
+    assert str(found) == "equal to unpartitioned torch: 1e-06 (loss, 5 steps)"
+
+
+def test_one_percent_is_a_different_training(workload: Workload, plan: Plan) -> None:
+    """Once the comparison ran from trained weights, and called everything rounding."""
+    found = compare(workload, plan, steps(workload, 1.01), seed=0)
+    assert found is not None
+    assert not found.equal
+    assert found.rounding is not None
+    assert found.rounding < 1e-4
+    assert str(found).startswith("differs from unpartitioned torch: 1e-02")
+
+
+def test_what_rounding_explains_is_equal() -> None:
+    assert Comparison(20, 3e-2, rounding=1e-2).equal
+    assert not Comparison(20, 3e-2, rounding=1e-3).equal
+
+
+def test_nothing_to_compare(workload: Workload, plan: Plan) -> None:
+    assert compare(workload, plan, [Step(0, 1.0, 1.0)], seed=0) is None
+
+
+def test_batches_repeat_with_their_seed(workload: Workload) -> None:
+    first, again, other = (next(workload.batches(32, seed))[0] for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    with pytest.raises(HetpipeError, match=r"4096 samples.*2048"):
+        next(workload.batches(4096, 0))
+
+
+@pytest.mark.parametrize("rule", [optim.sgd(0.1, momentum=0.9), optim.adam(), optim.adamw()])
+def test_micro_batches_do_not_change_plain_training(rule: optim.Optimizer) -> None:
+    """Uneven micro-batches, a mean loss and (sum, count): three ways to the same losses."""
+
+    def summed(out: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return torch.nn.functional.cross_entropy(out, y, reduction="sum"), len(y)
+
+    rows = []
+    for loss_fn, count in ((None, 1), (None, 5), (summed, 5)):
+        workload = load_workload("mlp")
+        eager = Eager(workload.model, loss_fn or workload.loss_fn, rule)
+        batches = workload.batches(64, 0)
+        rows.append([eager.step(*next(batches), micro_sizes(64, count)) for _ in range(STEPS)])
+    assert micro_sizes(64, 5) == (13, 13, 13, 13, 12)
+    assert rows[1] == pytest.approx(rows[0], rel=1e-4)
+    assert rows[2] == pytest.approx(rows[0], rel=1e-4)
+
+
+def test_digits_are_split_and_scaled() -> None:
+    pytest.importorskip("sklearn")
+    from hetpipe.bench.digits import DigitsNet, load_digits
+
+    x, y, x_held, y_held = load_digits()
+    assert (len(x), len(y), len(x_held), len(y_held)) == (1437, 1437, 360, 360)
+    assert abs(x.mean().item()) < 1e-4
+    assert DigitsNet()(x[:2]).shape == (2, 10)
