@@ -34,7 +34,8 @@ def label(flat: Flat, model: nn.Module) -> None:
         call, path = owner(node)
         if call != current and matrices.get(path):
             read = {id(by_name[name]) for name in _parameters(flat, [node])}
-            if not any(modules[path].children()) or read & matrices[path]:
+            leaf = path and not any(modules[path].children())  # the loss's nodes have path ""
+            if leaf or read & matrices[path]:
                 starts.append(path)
                 current, index = call, len(starts) - 1
         flat.layer[node] = max(index, 0)

@@ -14,10 +14,19 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hetpipe.capture.captured import Captured
-from hetpipe.capture.program import CUT, INPUT, LOSS, PassPrograms, Program, Slot, StageGraphs
+from hetpipe.capture.program import (
+    CUT,
+    INPUT,
+    LOSS,
+    PARAM,
+    PassPrograms,
+    Program,
+    Slot,
+    StageGraphs,
+)
 from hetpipe.cost import cache
 from hetpipe.cost.profiler import Times
-from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost
+from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost, TiedBytes
 from hetpipe.engine.crew import Crew, StepRequest
 from hetpipe.errors import CostError
 from hetpipe.schedule.action import Action, Op
@@ -128,7 +137,20 @@ def _table(
         devices=devices,
         links=links,
         step_overhead_s=step_overhead_s,
+        tied=_tied(stages, samples),
     )
+
+
+def _tied(stages: Sequence[StageGraphs], samples: int) -> tuple[TiedBytes, ...]:
+    """The parameters that several layers share; here every stage is one layer."""
+    sizes = {
+        slot.name: slot.nbytes
+        for stage in stages
+        for slot in stage.passes[samples].forward.inputs
+        if slot.role == PARAM
+    }
+    shared = {name: (owner, *others) for stage in stages for name, owner, others in stage.tied}
+    return tuple(TiedBytes(name, sizes[name], layers) for name, layers in shared.items())
 
 
 def _measure_members(
@@ -227,13 +249,13 @@ def _transfer(crew: Crew, source: str, target: str | None, nbytes: int) -> tuple
 
 
 def _probe_stage(index: int, stages: int, count: int) -> StageGraphs:
-    """A stage that passes a tensor of `count` floats on, or ends with its first element."""
+    """A stage that passes a tensor of `count` floats on, or ends with its sum."""
     last = index == stages - 1
     role, name = (INPUT, "x") if index == 0 else (CUT, "t")
     entering = Slot(role, name, (1, count), "float32")
 
     def body(x: torch.Tensor) -> tuple[Any, ...]:
-        return (torch.sum(x[0, :1]),) if last else (-x,)
+        return (torch.sum(x, (0, 1)),) if last else (-x,)
 
     graph = canonical(make_fx(body)(torch.zeros(1, count)))
     leaving = Slot(LOSS, "loss", (), "float32") if last else Slot(CUT, "t", (1, count), "float32")

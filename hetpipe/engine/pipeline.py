@@ -141,7 +141,7 @@ class Pipeline:
     @property
     def predicted(self) -> Timeline:
         """The plan's timeline, from profiles and links alone."""
-        return predict(self.plan, self.costs, tied=self._tied)
+        return predict(self.plan, self.costs)
 
     def close(self) -> None:
         """Stop the workers, unless they were lent."""

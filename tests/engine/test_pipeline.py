@@ -1,0 +1,149 @@
+"""Pipeline: what a user sees, on small models and devices that are always there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import CASES, MLP
+from reference import train
+from torch import nn
+
+import hetpipe as hp
+from hetpipe.cluster import Cluster, Member
+from hetpipe.engine.crew import Crew
+from hetpipe.errors import CaptureError, HetpipeError, PlanError
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path))
+
+
+@pytest.fixture
+def crew() -> Iterator[Crew]:
+    members = (Member("a", "pytorch:cpu:0"), Member("b", "numpy:cpu:0"))
+    with Crew.start(Cluster(members=members, transport="local")) as started:
+        yield started
+
+
+def mlp(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return MLP()
+
+
+def batch(rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 20, generator=generator)
+    return x, torch.randint(0, 5, (rows,), generator=generator)
+
+
+def pipeline(crew: Crew, model: nn.Module, loss_fn=F.cross_entropy, example=None, **options):
+    options = {"optimizer": hp.optim.sgd(lr=0.1, momentum=0.9), "microbatches": 4, **options}
+    return hp.Pipeline(
+        model, loss_fn, example or batch(12), cluster=crew.cluster, crew=crew, **options
+    )
+
+
+def test_state_dict_equals_eager_after_training(crew: Crew) -> None:
+    case = CASES["tied_autoencoder"]
+    torch.manual_seed(0)
+    model = case.model()
+    generator = torch.Generator().manual_seed(1)
+    batches = [case.batch(generator) for _ in range(4)]
+    eager = copy.deepcopy(model)
+    train(eager, case.loss_fn, batches, 4, torch.optim.AdamW(eager.parameters(), lr=1e-2))
+    with pipeline(
+        crew, model, case.loss_fn, batches[0], optimizer=hp.optim.adamw(lr=1e-2), cuts=[2]
+    ) as pipe:
+        for x, y in batches:
+            pipe.step(x, y)
+        state = pipe.state_dict()
+    assert list(state) == list(eager.state_dict())
+    for name, value in eager.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_smaller_mini_batches_run_with_fewer_micro_batches(crew: Crew) -> None:
+    """12 rows, then 7 (as 2, 2, 2, 1), then 3 (as 1, 1, 1), then 12 again."""
+    model = mlp()
+    batches = [batch(rows, seed) for seed, rows in enumerate((12, 7, 3, 12))]
+    eager = copy.deepcopy(model)
+    expected, _ = train(
+        eager, F.cross_entropy, batches, 4, torch.optim.SGD(eager.parameters(), 0.1, 0.9)
+    )
+    with pipeline(crew, model, cuts=[2]) as pipe:
+        losses = [result.loss for result in pipe.run(batches)]
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_sum_and_count_loss_weighs_what_it_counts(crew: Crew) -> None:
+    """Samples with label 0 do not count: micro-batches weigh unequally, the mean must not care."""
+
+    def summed(output: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        counted = (y != 0).float()
+        return (F.cross_entropy(output, y, reduction="none") * counted).sum(), counted.sum()
+
+    model = mlp()
+    eager = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(eager.parameters(), 0.1, 0.9)
+    expected = []
+    for seed in range(3):
+        x, y = batch(12, seed)
+        optimizer.zero_grad()
+        total, count = summed(eager(x), y)
+        (total / count).backward()
+        optimizer.step()
+        expected.append(float((total / count).detach()))
+    with pipeline(crew, model, summed, cuts=[2]) as pipe:
+        losses = [pipe.step(*batch(12, seed)) for seed in range(3)]
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_planner_chooses_and_predicts(crew: Crew) -> None:
+    with pipeline(crew, mlp(), microbatches=None) as pipe:
+        assert pipe.plan.microbatches in (4, 8, 12)
+        assert pipe.plan.step_s > 0
+        assert pipe.predicted.total_s == pytest.approx(pipe.plan.step_s)
+        with pytest.raises(HetpipeError, match="no step"):
+            _ = pipe.timeline
+        pipe.step(*batch(12))
+        assert pipe.timeline.step_s > 0
+
+
+def test_plan_of_another_model_is_refused(crew: Crew) -> None:
+    with pipeline(crew, mlp(), cuts=[2]) as pipe:
+        plan, costs = pipe.plan, pipe.costs
+    torch.manual_seed(0)
+    other = nn.Sequential(nn.Linear(20, 9), nn.Linear(9, 5))
+    with pytest.raises(PlanError, match="plan is for 4 layers, the model has 2"):
+        pipeline(crew, other, plan=plan, costs=costs)
+
+
+def test_more_stages_than_layers(crew: Crew) -> None:
+    with pytest.raises(PlanError, match="2 devices need 1 ascending layer"):
+        pipeline(crew, nn.Linear(20, 5), cuts=[1])
+
+
+def test_batch_of_other_structure(crew: Crew) -> None:
+    with pipeline(crew, mlp(), cuts=[2]) as pipe, pytest.raises(HetpipeError, match="20"):
+        pipe.step(torch.zeros(12, 21), torch.zeros(12, dtype=torch.int64))
+
+
+def test_model_that_cannot_be_exported_names_the_line(crew: Crew) -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(20, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.sum() > 0:
+                x = -x
+            return self.linear(x)
+
+    with pytest.raises(CaptureError, match=r"test_pipeline\.py:\d+"):
+        pipeline(crew, Branching())
