@@ -23,6 +23,8 @@ CHEAP = 2
 """Work (see `expr.work`) up to which computing again beats a trip through memory."""
 LARGEST = 48
 """Distinct expressions in one fused tree, beyond which it is stored: bounds compile time."""
+NEAR = 6
+"""How many kernels back a store looks for one to join."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Builder:
         self.pool = Pool()
         self._lowered: dict[fx.Node, Lowered] = {}
         self._stored: dict[Expr, Value] = {}
-        self._group: list[Store] = []
+        self._groups: list[list[Store]] = []
         self._count = 0
 
     # -- what lowerings use
@@ -186,9 +188,16 @@ class Builder:
         if expr.numel == 0:
             return
         store = Store(expr, out, layout)
-        if not (self._group and store.joins(self._group)):
-            self._flush()
-        self._group.append(store)
+        for at in reversed(range(max(0, len(self._groups) - NEAR), len(self._groups))):
+            group, later = self._groups[at], self._groups[at + 1 :]
+            if any(other.follows(group) for others in later for other in others):
+                continue
+            if store.joins(group):
+                # Nothing since needs the group: it may as well run last, after what this reads.
+                del self._groups[at]
+                self._groups.append([*group, store])
+                return
+        self._groups.append([store])
 
     # -- what the compiler uses
 
@@ -202,9 +211,11 @@ class Builder:
         return expr
 
     def _flush(self) -> None:
-        if not self._group:
-            return
-        group, self._group = self._group, []
+        groups, self._groups = self._groups, []
+        for group in groups:
+            self._launch_group(group)
+
+    def _launch_group(self, group: list[Store]) -> None:
         code = generate(group, self.device)
         kernel = Kernel(code.text, code.name, generated=True)
         read = [load for store in group for load in loads(store.expr)]

@@ -40,19 +40,26 @@ class Store:
         return whole and self.layout == Layout.row_major(self.expr.shape)
 
     def joins(self, group: Sequence[Store]) -> bool:
-        """Whether this store can be in one kernel with `group`: one pass over one shape.
+        """Whether this store can be in one kernel with `group`, and gains by it.
 
-        A tensor that the group writes may be read here only element by element.
+        One pass over one shape that shares tensors. A tensor that the group writes may be read
+        here only element by element.
         """
         if self.expr.shape != group[0].expr.shape or not all(s.plain for s in (self, *group)):
             return False
-        roots = [store.expr for store in (*group, self)]
-        tensors = {item.value.id for item in walk(*roots) if isinstance(item, Load)}
-        if len(tensors) + len(roots) > MOST_TENSORS:
-            return False
-        written = {store.out.id for store in group}
         mine = [item for item in walk(self.expr) if isinstance(item, Load)]
-        return all(load.plain for load in mine if load.value.id in written)
+        theirs = {item.value.id for s in group for item in walk(s.expr) if isinstance(item, Load)}
+        written = {store.out.id for store in group}
+        read = {load.value.id for load in mine}
+        if len(read | theirs | written) >= MOST_TENSORS:
+            return False
+        shares = bool(read & (theirs | written)) or not (read or theirs)
+        return shares and all(load.plain for load in mine if load.value.id in written)
+
+    def follows(self, group: Sequence[Store]) -> bool:
+        """Whether it reads or overwrites what `group` writes."""
+        touched = {item.value.id for item in walk(self.expr) if isinstance(item, Load)}
+        return any(store.out.id in touched | {self.out.id} for store in group)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,70 @@
+"""OpenCL devices for tests, and how tests run a function of torch on one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from found_devices import infos, opened, trace
+
+from hetpipe.backends.opencl.device import OpenCLDevice
+from hetpipe.sdk.backend import Buffer, Event
+from hetpipe.sdk.registry import get_backend
+
+Array = np.ndarray[Any, Any]
+
+IDS = [info.id for info in infos() if info.backend == "opencl"]
+
+
+def opencl_device(device_id: str) -> OpenCLDevice:
+    """An open device, one per process."""
+    device = opened(device_id)
+    assert isinstance(device, OpenCLDevice)
+    return device
+
+
+def compiled(device: OpenCLDevice, fn: Callable[..., Any], *inputs: torch.Tensor) -> Any:
+    """`fn` compiled for the shapes of `inputs`."""
+    graph = trace(fn, inputs, get_backend("opencl").decompositions())
+    return device.compile(graph)
+
+
+def upload(device: OpenCLDevice, *inputs: torch.Tensor) -> tuple[list[Buffer], list[Event]]:
+    """Buffers, and the events after which they are filled."""
+    pairs = [device.upload(tensor.numpy()) for tensor in inputs]
+    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+
+def fetch(device: OpenCLDevice, buffer: Buffer, after: Sequence[Event] = ()) -> Array:
+    """A buffer as a numpy array."""
+    array = np.empty(buffer.shape, buffer.dtype)
+    device.download(buffer, array, after).wait()
+    return array
+
+
+def results(device: OpenCLDevice, fn: Callable[..., Any], *inputs: torch.Tensor) -> list[Array]:
+    """What `fn` gives on the device."""
+    buffers, events = upload(device, *inputs)
+    outputs, event, _ = compiled(device, fn, *inputs).run(buffers, after=events)
+    return [fetch(device, buffer, [event]) for buffer in outputs]
+
+
+def close_to_torch(
+    device: OpenCLDevice, fn: Callable[..., Any], *inputs: torch.Tensor, ulps: float = 64
+) -> None:
+    """Compare with torch in float64, relative to the largest element."""
+    wide = [x.double() if x.is_floating_point() else x for x in inputs]
+    expected = fn(*wide)
+    expected = expected if isinstance(expected, (tuple, list)) else [expected]
+    found = results(device, fn, *inputs)
+    assert len(found) == len(expected)
+    for array, tensor in zip(found, expected, strict=True):
+        want = tensor.numpy()
+        assert array.shape == want.shape
+        if array.dtype.kind != "f":
+            np.testing.assert_array_equal(array, want)
+        else:
+            scale = max(1.0, float(np.abs(want).max(initial=0)))
+            np.testing.assert_allclose(array, want, rtol=0, atol=ulps * 2.0**-23 * scale)

@@ -1,0 +1,155 @@
+"""Finding runtimes: what is cured, what is said when there is none, what is never overridden."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from found_devices import infos
+
+from hetpipe.backends.opencl.names import known, slug
+from hetpipe.sdk.registry import get_backend
+
+OPENCL = [info for info in infos() if info.backend == "opencl"]
+DISCOVER = """
+from hetpipe.backends.opencl import OpenCLBackend
+from hetpipe.errors import BackendError
+try:
+    print(*(info.id for info in OpenCLBackend().discover()))
+except BackendError as error:
+    print("BackendError:", error)
+"""
+
+
+def python(code: str, **environment: str) -> str:
+    """What a fresh process prints; it must not fail."""
+    ours = [name for name in os.environ if name.startswith("HETPIPE_SET_")]
+    mine = [name.removeprefix("HETPIPE_SET_") for name in ours]
+    clean = {key: value for key, value in os.environ.items() if key not in (*ours, *mine)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True,
+        check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_no_platform_is_an_error_with_a_cure() -> None:
+    fake = "import pyopencl\npyopencl.get_platforms = lambda: []\n"
+    said = python(fake + DISCOVER)
+    assert said.startswith("BackendError: no OpenCL runtime is installed")
+    assert "pip install 'hetpipe[emulators]'" in said
+    assert "apt install pocl-opencl-icd" in said
+
+
+def test_platforms_without_devices_are_an_error_with_a_cure() -> None:
+    fake = """
+import pyopencl
+class Empty:
+    name = "Hollow"
+    def get_devices(self): return []
+pyopencl.get_platforms = lambda: [Empty()]
+"""
+    said = python(fake + DISCOVER)
+    assert said.startswith("BackendError: no OpenCL device")
+    assert "pip install" in said
+
+
+def test_a_missing_pyopencl_is_an_error_with_a_cure() -> None:
+    said = python("import sys\nsys.modules['pyopencl'] = None\n" + DISCOVER)
+    assert said.startswith("BackendError: pyopencl cannot be imported")
+    assert "pip install pyopencl" in said
+
+
+def test_the_users_vendors_decide(tmp_path: Path) -> None:
+    """An empty directory leaves what pyopencl brings itself, or nothing; never PoCL or Intel's."""
+    said = python(DISCOVER, OCL_ICD_VENDORS=str(tmp_path))
+    assert said.startswith("BackendError") or all("oclgrind" in word for word in said.split())
+
+
+def test_the_users_settings_are_kept(tmp_path: Path) -> None:
+    code = """
+import os
+from hetpipe.backends.opencl.runtimes import prepare
+prepare()
+print(os.environ["OCL_ICD_VENDORS"], os.environ["CL_CONFIG_CPU_TARGET_ARCH"], os.environ["POCL_CACHE_DIR"])
+"""
+    kept = {
+        "OCL_ICD_VENDORS": str(tmp_path), "CL_CONFIG_CPU_TARGET_ARCH": "corei7",
+        "POCL_CACHE_DIR": str(tmp_path / "cache"),
+    }  # fmt: skip
+    assert python(code, **kept).split() == list(kept.values())
+
+
+def test_two_processes_never_share_a_kernel_cache() -> None:
+    code = """
+import os, subprocess, sys
+from hetpipe.backends.opencl.runtimes import prepare
+prepare()
+again = "from hetpipe.backends.opencl.runtimes import prepare; prepare(); import os; print(os.environ['POCL_CACHE_DIR'])"
+child = subprocess.run([sys.executable, "-c", again], capture_output=True, text=True, check=True)
+print(os.environ["POCL_CACHE_DIR"], child.stdout.strip())
+"""
+    parent, child = python(code).splitlines()[-1].split()
+    assert parent != child
+
+
+def test_loading_the_backend_loads_no_driver() -> None:
+    code = """
+import sys
+from hetpipe.backends.opencl import OpenCLBackend
+OpenCLBackend()
+print("pyopencl" in sys.modules, "torch" in sys.modules)
+"""
+    assert python(code) == "False False"
+
+
+@pytest.mark.skipif(not OPENCL, reason="no OpenCL runtime: pip install 'hetpipe[emulators]'")
+def test_what_devices_say_of_themselves() -> None:
+    assert len({info.id for info in OPENCL}) == len(OPENCL)
+    for info in OPENCL:
+        name = info.id.split(":")[1]
+        assert info.memory_nbytes > 0
+        if name in ("pocl", "intel-cpu"):
+            assert (info.kind, info.memory_domain) == ("cpu", "host")
+            assert not info.capabilities.emulated
+        if name == "oclgrind":
+            assert (info.kind, info.capabilities.reference) == ("cpu", True)
+        if name == "intel-fpga-emulator":
+            assert (info.kind, info.capabilities.emulated) == ("fpga", True)
+
+
+@pytest.mark.skipif(not OPENCL, reason="no OpenCL runtime: pip install 'hetpipe[emulators]'")
+def test_thread_pools_are_bounded_but_the_emulators() -> None:
+    backend = get_backend("opencl")
+    for info in OPENCL:
+        bounds = backend.worker_environment(info, 3)
+        assert set(bounds.values()) <= {"3"}
+        assert bool(bounds) == (info.id.split(":")[1] in ("pocl", "intel-cpu"))
+
+
+def test_describe_names_every_device_and_gives_cures() -> None:
+    code = """
+from hetpipe.backends.opencl import OpenCLBackend
+for level, what, cure in OpenCLBackend().describe():
+    assert level in ("ok", "repaired", "missing", "broken"), level
+    assert cure or level in ("ok", "repaired"), what
+    print(what)
+"""
+    said = python(code)
+    assert all(f"{info.id}:" in said for info in OPENCL)
+
+
+def test_names() -> None:
+    assert slug("NVIDIA Corporation") == "nvidia"
+    assert slug("Advanced Micro Devices, Inc.") == "advanced-micro"
+    assert slug("Intel(R) Corporation") == "intel"
+    assert slug("") == "unknown"
+    graphics = known("Intel(R) OpenCL Graphics", is_cpu=False)
+    assert graphics is None
+    emulator = known("Intel(R) FPGA Emulation Platform for OpenCL(TM)", is_cpu=False)
+    assert emulator is not None
+    assert emulator.kind == "fpga"

@@ -1,0 +1,56 @@
+"""Placement of intermediates: what lives at once never overlaps."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hetpipe.backends.opencl.arena import lives, place
+from hetpipe.backends.opencl.builder import Kernel, Launch
+from hetpipe.backends.opencl.expr import Value
+
+ALIGNMENT = 128
+
+
+def random_launches(seed: int) -> list[Launch]:
+    choose = random.Random(seed)
+    launches, values = [], [Value(0, (choose.randrange(1, 400),), "float32")]
+    for number in range(1, 40):
+        made = Value(number, (choose.choice([1, 16, 100, 100, 333]),), "float32")
+        read = choose.sample(values, min(len(values), choose.randrange(1, 4)))
+        inplace = frozenset(v.id for v in read if choose.random() < 0.5)
+        launches.append(Launch(Kernel("", "k"), (1,), (1,), (*read, made), inplace))
+        values = [*values[-6:], made]
+    return launches
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_two_live_tensors_overlap(seed: int) -> None:
+    launches = random_launches(seed)
+    life = lives(launches)
+    offsets, total = place(life, launches, ALIGNMENT)
+    assert offsets.keys() == life.keys()
+    for a, one in life.items():
+        assert offsets[a] % ALIGNMENT == 0
+        assert offsets[a] + one.nbytes <= total
+        for b, other in life.items():
+            apart = (
+                offsets[a] + one.nbytes <= offsets[b] or offsets[b] + other.nbytes <= offsets[a]
+            )
+            if a == b or one.last < other.first or other.last < one.first or apart:
+                continue
+            # Only a tensor that dies where the other is born, element by element, may be under it.
+            old, new = (a, b) if one.first < other.first else (b, a)
+            assert life[old].last == life[new].first
+            assert old in launches[life[new].first].inplace
+            assert (offsets[a], one.nbytes) == (offsets[b], other.nbytes)
+
+
+def test_a_chain_needs_two_tensors_of_room_and_one_in_place() -> None:
+    values = [Value(i, (32,), "float32") for i in range(10)]
+    pairs = [(values[0],), *zip(values, values[1:], strict=False)]
+    apart = [Launch(Kernel("", "k"), (1,), None, pair) for pair in pairs]
+    assert place(lives(apart), apart, ALIGNMENT)[1] == 2 * 128
+    over = [Launch(Kernel("", "k"), (1,), None, p, frozenset({p[0].id})) for p in pairs]
+    assert place(lives(over), over, ALIGNMENT)[1] == 128
