@@ -28,13 +28,15 @@ class Captured:
     """A model as graphs. The model itself is neither changed nor run.
 
     `parameters` and `buffers` are copies at the time of capture, by the model's names, a tied
-    tensor once; `aliases` maps its other names. `has_count`: loss_fn returns (sum, count).
+    tensor once; `aliases` maps its other names. `name` is that of
+    the model's class. `has_count`: loss_fn returns (sum, count).
     Raises `CaptureError`, which names the line or module and what to change.
     """
 
     def __init__(
         self, model: nn.Module, loss_fn: Callable[..., Any], example: tuple[Any, Any]
     ) -> None:
+        self.name = type(model).__name__
         self._model = _on_cpu(model)
         self._loss_fn = loss_fn
         self._example = Example(*example)

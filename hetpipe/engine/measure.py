@@ -120,7 +120,7 @@ def _table(
         )
     stages = next(iter(by_backend.values()))
     return CostTable(
-        model=captured.fingerprint,
+        model=captured.name,
         samples=samples,
         layers=tuple(
             LayerBytes(

@@ -63,9 +63,10 @@ def core_decompositions(keep: Iterable[str] = ()) -> Mapping[Any, Callable[..., 
     from torch._decomp import core_aten_decompositions
 
     kept = frozenset(keep)
+    table: dict[Any, Callable[..., Any]] = dict(core_aten_decompositions())
     return {
         op: fn
-        for op, fn in core_aten_decompositions().items()
+        for op, fn in table.items()
         if str(op) not in kept and str(op).rpartition(".")[0] not in kept
     }
 

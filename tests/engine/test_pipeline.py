@@ -125,7 +125,7 @@ def test_plan_of_another_model_is_refused(crew: Crew) -> None:
 
 
 def test_more_stages_than_layers(crew: Crew) -> None:
-    with pytest.raises(PlanError, match="2 devices need 1 ascending layer"):
+    with pytest.raises(PlanError, match="2 stages need as many layers, Linear has 1"):
         pipeline(crew, nn.Linear(20, 5), cuts=[1])
 
 
