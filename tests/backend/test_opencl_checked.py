@@ -1,0 +1,73 @@
+"""Kernels under Oclgrind: no access outside a tensor, no race, no uninitialised read."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from opencl_devices import IDS
+
+ORACLE = next((device_id for device_id in IDS if "oclgrind" in device_id), None)
+
+GRAPHS = """
+import sys
+import numpy as np, torch
+sys.path.insert(0, TESTS)
+from opencl_devices import close_to_torch, opencl_device
+device = opencl_device(ORACLE)
+def x(*shape): return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+close_to_torch(device, lambda a, b: (a.t() + b[:, None], torch.cat([a, a * 2], 1)[:, 3:]), x(5, 19), x(19))
+close_to_torch(device, lambda a: torch.nn.functional.pad(a, (1, 2, 3, 0), value=2.0).exp(), x(3, 17))
+close_to_torch(device, lambda t, i: torch.nn.functional.embedding(i, t) * 2, x(5, 18), torch.tensor([[1, 4], [0, 4]]))
+close_to_torch(device, lambda a: (a * 2 + 1, (a > 0).to(torch.int64)), x(37))
+"""  # noqa: E501 - one graph a line
+SUMS = """
+close_to_torch(device, lambda a: (a.sum((0, 2)), a.mean(), a.var(1), a.amax((1, 2)), a.argmax(1)), x(3, 4, 33))
+"""  # noqa: E501 - one graph a line
+FAULT = """
+import numpy as np, sys
+sys.path.insert(0, TESTS)
+from opencl_devices import opencl_device
+from hetpipe.backends.opencl.builder import Kernel
+import pyopencl as cl
+device = opencl_device(ORACLE)
+kernel = Kernel("__kernel void out(__global float *a) { a[999] = 1.0f; }", "out")
+device.programs.prepare([kernel])
+ready = device.programs.kernel(kernel)
+memory = device.memory.take(64, idle=True)
+ready.set_arg(0, memory.cl)
+cl.enqueue_nd_range_kernel(device.queue, ready, (1,), (1,))
+device.queue.finish()
+"""
+
+
+def log_of(code: str, folder: Path, *checks: str) -> str:
+    """What Oclgrind writes when a fresh process runs `code`."""
+    log = folder / "log.txt"
+    settings = {"OCLGRIND_LOG": str(log), **dict.fromkeys(checks, "1")}
+    head = f"TESTS = {str(Path(__file__).parent)!r}\nORACLE = {ORACLE!r}\n"
+    done = subprocess.run(
+        [sys.executable, "-c", head + code], env=os.environ | settings, capture_output=True,
+        text=True, check=False, timeout=250,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return log.read_text() if log.exists() else ""
+
+
+@pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")
+def test_generated_kernels_are_clean(tmp_path: Path) -> None:
+    assert log_of(GRAPHS, tmp_path, "OCLGRIND_DATA_RACES", "OCLGRIND_UNINITIALIZED") == ""
+
+
+@pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")
+def test_generated_reductions_are_clean(tmp_path: Path) -> None:
+    """Oclgrind's check for uninitialised reads crashes on an instruction that these contain."""
+    assert log_of(GRAPHS + SUMS, tmp_path, "OCLGRIND_DATA_RACES") == ""
+
+
+@pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")
+def test_a_fault_would_be_seen(tmp_path: Path) -> None:
+    assert "Invalid write" in log_of(FAULT, tmp_path)
