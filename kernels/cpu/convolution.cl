@@ -39,13 +39,15 @@ inline void store_tile(float* tile, __global float* y, const int channels, const
 
 // y = bias + sum over taps and d of padded * packed. Offsets into `padded` are in floats: x_image per image,
 // x_row and x_col per output row and column, tap_row and tap_col per tap; `packed` likewise by w_row and w_col per tap.
+// Output row 0 meets input row first_row at tap 0, and row_step and tap_step lead on: taps on the border are skipped.
 // global size: tiles in an image, tiles of images, groups * blocks
 WORK_ITEM __kernel void convolve(__global const float* restrict padded, __global const float* restrict packed,
                                  __global const float* restrict bias, const int has_bias, __global float* restrict y,
                                  const int images, const int rows, const int cols, const int depth,
                                  const int channels, const int blocks, const int taps_h, const int taps_w,
                                  const int x_offset, const int x_image, const int x_row, const int x_col,
-                                 const int tap_row, const int tap_col, const int kernel_size,
+                                 const int tap_row, const int tap_col, const int first_row,
+                                 const int row_step, const int tap_step, const int height, const int kernel_size,
                                  const int w_offset, const int w_row, const int w_col, const int y_offset, const int y_image,
                                  const int y_channel, const int y_row, const int y_col) {
   const int col_tiles = (cols + TILE_COLS - 1) / TILE_COLS;
@@ -65,6 +67,8 @@ WORK_ITEM __kernel void convolve(__global const float* restrict padded, __global
   packed += block * kernel_size * depth * COLS + w_offset;
   __global const float* origin = padded + x_offset + group * depth + image * x_image + row * x_row + col * x_col;
   for (int th = 0; th < taps_h; th++) {
+    const int top = first_row + row * row_step + th * tap_step, bottom = top + (TILE_ROWS - 1) * row_step;
+    if (bottom < 0 || top >= height) continue;
     for (int tw = 0; tw < taps_w; tw++) {
       __global const float* w = packed + th * w_row + tw * w_col;
       __global const float* x[PIXELS / TILE_COLS];

@@ -6,6 +6,11 @@
 //   packed   [group][ceil(lanes / COLS)][kernel_h * kernel_w][depth][COLS]: weights by blocks of output channels (lanes)
 
 #define COLS 32
+#define NEXT_PIXEL         \
+  if (++col == left + width) { \
+    col = left;            \
+    row++;                 \
+  }
 
 // `band` rows of one image, 16 channels. (top, left) is where the image starts in the copy.
 // global size: blocks of 16 channels, bands of rows, N
@@ -26,15 +31,24 @@ WORK_ITEM __kernel void pad_channels_last(__global const float* restrict x, __gl
   __global const float* in = x + (image * channels + c0) * height * width;
   int row = first / width + top, col = left;
   for (int p = first; p < last; p += LANES) {
-    float tile[LANES * LANES];
-    for (int i = 0; i < LANES; i++)
-      vstore16(i < count ? load_upto(in + i * height * width + p, last - p) : (float16)(0.0f), i, tile);
-    transpose16(tile);
-    for (int i = 0; i < min(LANES, last - p); i++) {
-      store_upto(vload16(i, tile), out + (row * cols + col) * channels, count);
-      if (++col == left + width) {
-        col = left;
-        row++;
+    float16 r[LANES];
+    if (count >= LANES && p + LANES <= last) {
+#pragma unroll
+      for (int i = 0; i < LANES; i++) r[i] = vload16(0, in + i * height * width + p);
+      transpose_rows(r);
+#pragma unroll
+      for (int i = 0; i < LANES; i++) {
+        vstore16(r[i], 0, out + (row * cols + col) * channels);
+        NEXT_PIXEL;
+      }
+    } else {
+      float tile[LANES * LANES];
+      for (int i = 0; i < LANES; i++)
+        vstore16(i < count ? load_upto(in + i * height * width + p, last - p) : (float16)(0.0f), i, tile);
+      transpose16(tile);
+      for (int i = 0; i < min(LANES, last - p); i++) {
+        store_upto(vload16(i, tile), out + (row * cols + col) * channels, count);
+        NEXT_PIXEL;
       }
     }
   }

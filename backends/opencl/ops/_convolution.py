@@ -90,7 +90,8 @@ def gradient_axes(g: Geometry, dim: int) -> list[Axis]:
 def choose_tile(images: int, rows: int, cols: int) -> tuple[int, int, int]:
     """(images, rows, cols) of the register tile that wastes least.
 
-    Waste is what the last tiles repeat, loads of weights per pixel, and broken runs of stores.
+    Waste is what the last tiles repeat, loads of weights per pixel, broken runs of stores, and
+    rows of border that a tile of several rows cannot skip.
     """
     best, best_score = (1, 1, 1), 0.0
     for tc in range(1, min(cols, MOST_PIXELS) + 1):
@@ -98,11 +99,20 @@ def choose_tile(images: int, rows: int, cols: int) -> tuple[int, int, int]:
             for ti in range(1, min(images, MOST_PIXELS // (tc * tr)) + 1):
                 pixels = ti * tr * tc
                 useful = _filled(images, ti) * _filled(rows, tr) * _filled(cols, tc)
-                score = useful * pixels / (pixels + 1) * (1 - 0.01 * (ti * tr - 1))
+                score = (
+                    useful * pixels / (pixels + 1) * (1 - 0.01 * (ti * tr - 1) - 0.04 * (tr - 1))
+                )
                 score *= 1.0 if tc % 4 == 0 else 0.97
                 if score > best_score:
                     best, best_score = (ti, tr, tc), score
     return best
+
+
+def weight_tile(kernel_w: int, depth: int) -> tuple[int, int]:
+    """(taps, input channels) of the weight gradient's register tile: 8 or 12 pairs of sums."""
+    if kernel_w in (2, 3):
+        return kernel_w, min(4, depth)
+    return 1, min(8, depth)
 
 
 def _filled(size: int, tile: int) -> float:

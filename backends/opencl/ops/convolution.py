@@ -20,6 +20,7 @@ from ._convolution import (
     forward_axis,
     geometry_of,
     gradient_axes,
+    weight_tile,
     why_not,
 )
 from ._float32 import arguments
@@ -28,8 +29,6 @@ from .registry import lowers
 COLS = 32
 """Output channels of a register tile, as in the kernels."""
 LANES = 16
-DEPTH_TILE = 8
-"""Input channels of the weight gradient's register tile."""
 BAND_PIXELS = 1024
 """About how many pixels one work-item of the layout kernel copies."""
 ONE = (1, 1, 1)
@@ -119,7 +118,7 @@ def _convolve(
     lanes, depth = g.channels(flipped)
     blocks = math.ceil(lanes / COLS)
     h, w = axes
-    tap = depth * COLS
+    tap, height = depth * COLS, g.out_size[0] if flipped else g.size[0]
     tile = choose_tile(g.images, h.outputs, w.outputs)
     channels, out_h, out_w = y.shape[1:]
     row_tiles, col_tiles = math.ceil(h.outputs / tile[1]), math.ceil(w.outputs / tile[2])
@@ -133,6 +132,7 @@ def _convolve(
          g.images, h.outputs, w.outputs, depth, lanes, blocks, h.taps, w.taps,
          copy.offset(h.start, w.start), copy.image, h.x_step * copy.row,
          w.x_step * copy.channels, h.tap_step * copy.row, w.tap_step * copy.channels,
+         h.start, h.x_step, h.tap_step, height,
          g.kernel[0] * g.kernel[1], (h.first * g.kernel[1] + w.first) * tap,
          h.step * g.kernel[1] * tap, w.step * tap,
          h.y_start * out_w + w.y_start, channels * out_h * out_w, out_h * out_w,
@@ -164,16 +164,18 @@ def weight_gradient(
     """dw [Co][Ci / groups][kh][kw]."""
     g = geometry
     lanes, depth = g.channels()
-    tile = min(DEPTH_TILE, depth)
+    taps, tile = weight_tile(g.kernel[1], depth)
     h, w = forward_axis(g, 0), forward_axis(g, 1)
     dw = builder.new((g.out_channels, depth, *g.kernel), "float32")
+    options = (f"-DDEPTH_TILE={tile}", f"-DTAP_TILE={taps}")
     builder.launch(
-        _kernel(builder, "weight_gradient", "weight_gradient", f"-DDEPTH_TILE={tile}"),
-        (math.ceil(depth / tile), g.kernel[0] * g.kernel[1], g.groups * math.ceil(lanes / COLS)),
-        ONE,
-        (x.value, dy.value, dw, g.images, *g.out_size, depth, lanes, g.groups, g.kernel[1],
+        _kernel(builder, "weight_gradient", "weight_gradient", *options),
+        (math.ceil(depth / tile), g.kernel[0] * g.kernel[1] // taps,
+         g.groups * math.ceil(lanes / COLS)), ONE,
+        (x.value, dy.value, dw, g.images, *g.out_size, depth, lanes, g.groups, *g.kernel,
          x.offset(h.start, w.start), x.image, h.x_step * x.row, w.x_step * x.channels,
-         h.tap_step * x.row, w.tap_step * x.channels, dy.offset(0, 0), dy.image, dy.row),
+         h.tap_step * x.row, w.tap_step * x.channels, h.start, h.x_step, h.tap_step, g.size[0],
+         dy.offset(0, 0), dy.image, dy.row),
     )  # fmt: skip
     return dw
 
@@ -183,8 +185,8 @@ def bias_gradient(builder: Builder, dy: Value) -> Value:
     images, channels, height, width = dy.shape
     db = builder.new((channels,), "float32")
     builder.launch(
-        _kernel(builder, "weight_gradient", "bias_gradient", f"-DDEPTH_TILE={DEPTH_TILE}"),
-        (channels,), (1,), (dy, db, images, channels, height * width),
+        _kernel(builder, "bias_gradient", "bias_gradient"), (channels,), (1,),
+        (dy, db, images, channels, height * width),
     )  # fmt: skip
     return db
 
