@@ -1,39 +1,83 @@
-// Functions that generated kernels call, for one element and for 16 at once.
+// Random numbers that depend on (seed, step, sample, site) alone: Philox 4x32-10 (Salmon et al.,
+// "Parallel random numbers: as easy as 1, 2, 3", SC'11).
 //
-// philox_uniform: Philox 4x32-10 (Salmon et al., SC'11). `flat` numbers an element of a tensor seen
-// as [samples, elements]; the draw is word e % 4 of the block with counter
-// (e / 4, first + s, site, step) and key `seed`, as a multiple of 2^-24 in [0, 1).
+// draw: out is [samples, elements], row-major. Element e of sample s is word e % 4 of the block with
+// counter (e / 4, first + s, site, step) and key seed; rng holds seed, step, first. With -DMASK, out
+// is a byte that says whether the word, as a multiple of 2^-24 in [0, 1), is less than `keep`;
+// without, it is that number. Work-item g draws CHUNK blocks of one sample, LANES (1 or 16) at once.
 
-#define PHILOX_UNIFORM(FLOAT, UINT, INT, LONG)                                                   \
-    static inline FLOAT __attribute__((overloadable)) philox_uniform(                            \
-        const LONG flat, const long elements, const uint site,                                   \
-        const LONG seed, const LONG step, const LONG first)                                      \
-    {                                                                                            \
-        const UINT at = convert_##UINT(flat);                                                    \
-        const UINT sample = at / (UINT)((uint)elements);                                         \
-        const UINT e = at - sample * (UINT)((uint)elements);                                     \
-        UINT c0 = e / (UINT)(4u);                                                                \
-        UINT c1 = convert_##UINT(first & (LONG)(0xFFFFFFFFL)) + sample;                          \
-        UINT c2 = (UINT)(site);                                                                  \
-        UINT c3 = convert_##UINT(step & (LONG)(0xFFFFFFFFL));                                    \
-        UINT k0 = convert_##UINT(seed & (LONG)(0xFFFFFFFFL));                                    \
-        UINT k1 = convert_##UINT((seed >> (LONG)(32)) & (LONG)(0xFFFFFFFFL));                    \
-        for (int round = 0; round < 10; ++round) {                                               \
-            const UINT high0 = mul_hi((UINT)(0xD2511F53u), c0), low0 = (UINT)(0xD2511F53u) * c0; \
-            const UINT high1 = mul_hi((UINT)(0xCD9E8D57u), c2), low1 = (UINT)(0xCD9E8D57u) * c2; \
-            c0 = high1 ^ c1 ^ k0;                                                                \
-            c1 = low1;                                                                           \
-            c2 = high0 ^ c3 ^ k1;                                                                \
-            c3 = low0;                                                                           \
-            k0 += (UINT)(0x9E3779B9u);                                                           \
-            k1 += (UINT)(0xBB67AE85u);                                                           \
-        }                                                                                        \
-        const INT word = convert_##INT(e & (UINT)(3u));                                          \
-        UINT drawn = select(c0, c1, convert_##INT(word == (INT)(1)));                            \
-        drawn = select(drawn, c2, convert_##INT(word == (INT)(2)));                              \
-        drawn = select(drawn, c3, convert_##INT(word == (INT)(3)));                              \
-        return convert_##FLOAT(drawn >> (UINT)(8u)) * (FLOAT)(5.9604644775390625e-8f);           \
+#if LANES == 1
+#define UINT uint
+#define TO_UINT convert_uint
+#define TO_FLOAT convert_float
+#define STORE(value, at) (*(at) = (value))
+#define IOTA 0u
+#else
+#define UINT uint16
+#define TO_UINT convert_uint16
+#define TO_FLOAT convert_float16
+#define STORE(value, at) vstore16(value, 0, at)
+#define IOTA (uint16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
+#endif
+
+#define UNIT 5.9604644775390625e-8f // 2^-24
+
+#ifdef MASK
+#define TYPE uchar
+#define DRAWN(word) ((uchar)(convert_float((word) >> 8) * UNIT < keep))
+#else
+#define TYPE float
+#define DRAWN(word) (convert_float((word) >> 8) * UNIT)
+#endif
+
+static inline void philox(UINT *c, uint k0, uint k1)
+{
+    for (int round = 0; round < 10; ++round) {
+        const UINT high0 = mul_hi((UINT)(0xD2511F53u), c[0]), low0 = c[0] * 0xD2511F53u;
+        const UINT high1 = mul_hi((UINT)(0xCD9E8D57u), c[2]), low1 = c[2] * 0xCD9E8D57u;
+        c[0] = high1 ^ c[1] ^ k0;
+        c[1] = low1;
+        c[2] = high0 ^ c[3] ^ k1;
+        c[3] = low0;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
     }
+}
 
-PHILOX_UNIFORM(float, uint, int, long)
-PHILOX_UNIFORM(float16, uint16, int16, long16)
+__kernel void draw(
+    __global const long *rng, __global TYPE *out, const int site, const int elements,
+    const int samples, const float keep)
+{
+    const int blocks = (elements + 3) / 4, chunks = (blocks + CHUNK - 1) / CHUNK;
+    const int sample = get_global_id(0) / chunks;
+    if (sample >= samples)
+        return;
+    const int first = get_global_id(0) % chunks * CHUNK, last = min(first + CHUNK, blocks);
+    const uint k0 = (uint)rng[0], k1 = (uint)(rng[0] >> 32);
+    __global TYPE *row = out + sample * elements;
+    for (int block = first; block < last; block += LANES) {
+        UINT c[4];
+        c[0] = (UINT)(block) + IOTA;
+        c[1] = (UINT)((uint)rng[2] + sample);
+        c[2] = (UINT)((uint)site);
+        c[3] = (UINT)((uint)rng[1]);
+        philox(c, k0, k1);
+        const int e = block * 4;
+#ifdef MASK
+        if (elements % 4 == 0 && block + LANES <= last) {
+            UINT bytes = (UINT)(0u);
+            for (int word = 0; word < 4; ++word) {
+                const UINT kept = TO_UINT(TO_FLOAT(c[word] >> 8u) * UNIT < keep) & 1u;
+                bytes |= kept << (UINT)(8u * word);
+            }
+            STORE(bytes, (__global uint *)(row + e));
+            continue;
+        }
+#endif
+        uint words[4 * LANES];
+        for (int word = 0; word < 4; ++word)
+            STORE(c[word], words + word * LANES);
+        for (int i = 0; i < min(4 * LANES, elements - e); ++i)
+            row[e + i] = DRAWN(words[i % 4 * LANES + i / 4]);
+    }
+}

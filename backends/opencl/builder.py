@@ -57,8 +57,10 @@ Lowered = Expr | tuple["Expr | None", ...]
 class Builder:
     """The state of lowering: expressions that wait, tensors, and launches in order."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, outputs: frozenset[fx.Node] = frozenset()) -> None:
+        """`outputs`: nodes to store as soon as they are known, beside what they share."""
         self.device = target
+        self._outputs = outputs
         self.launches: list[Launch] = []
         self.pool = Pool()
         self._lowered: dict[fx.Node, Lowered] = {}
@@ -159,7 +161,7 @@ class Builder:
 
     def define(self, node: fx.Node, expr: Expr) -> None:
         """Say that `node` is `expr`, computed when and where it is needed."""
-        if len(node.users) > 1 and work(expr) > CHEAP:
+        if node in self._outputs or (len(node.users) > 1 and work(expr) > CHEAP):
             expr = self.pool.load(self.store(expr))
         self._lowered[node] = expr
 

@@ -42,7 +42,8 @@ class Lowered:
 
 def lower(graph: fx.GraphModule, target: Target) -> Lowered:
     """Lower every node that a result needs, in order."""
-    builder = Builder(target)
+    nodes = graph_outputs(graph)
+    builder = Builder(target, frozenset(nodes))
     placeholders = graph_inputs(graph)
     inputs = []
     for node in placeholders:
@@ -57,7 +58,6 @@ def lower(graph: fx.GraphModule, target: Target) -> Lowered:
                     f"{target.info.id} has no kernel for {operator_name(node)}"
                 )
             lowering.lower(builder, node)
-    nodes = graph_outputs(graph)
     distinct = list(dict.fromkeys(nodes))
     taken = {value.id for value in inputs}
     outputs: list[Output] = []

@@ -10,7 +10,7 @@ from typing import Any
 from .builder import Kernel, kernel_source
 from .driver import driver, errors
 
-HELPERS = {"philox_uniform(": "random.cl", "exact_erf(": "erf.cl"}
+HELPERS = {"exact_erf(": "erf.cl"}
 """Functions that generated kernels may call, and the files that define them."""
 _warnings_lock = threading.Lock()
 

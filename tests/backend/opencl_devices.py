@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 from found_devices import infos, opened, trace
-
 from hetpipe.backends.opencl.device import OpenCLDevice
+
 from hetpipe.sdk.backend import Buffer, Event
 from hetpipe.sdk.registry import get_backend
 

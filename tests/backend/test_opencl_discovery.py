@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from found_devices import infos
-
 from hetpipe.backends.opencl.names import known, slug
+
 from hetpipe.sdk.registry import get_backend
 
 OPENCL = [info for info in infos() if info.backend == "opencl"]

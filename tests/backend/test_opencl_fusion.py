@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from found_devices import trace
+from hetpipe.backends.opencl.lowering import lower
 from opencl_devices import (
     IDS,
     close_to_torch,
@@ -19,7 +20,6 @@ from opencl_devices import (
     upload,
 )
 
-from hetpipe.backends.opencl.lowering import lower
 from hetpipe.sdk.operators import keep_mask
 from hetpipe.sdk.registry import get_backend
 

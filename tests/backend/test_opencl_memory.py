@@ -7,10 +7,10 @@ import threading
 import numpy as np
 import pytest
 import torch
-from opencl_devices import IDS, compiled, fetch, opencl_device, upload
-
 from hetpipe.backends.opencl.events import LaterEvent
 from hetpipe.backends.opencl.memory import OpenCLBuffer
+from opencl_devices import IDS, compiled, fetch, opencl_device, upload
+
 from hetpipe.errors import BackendError, UnsupportedOperatorError
 from hetpipe.sdk.backend import Buffer, DoneEvent
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-
 from hetpipe.backends.opencl.arena import lives, place
 from hetpipe.backends.opencl.builder import Kernel, Launch
 from hetpipe.backends.opencl.expr import Value
@@ -35,9 +34,7 @@ def test_no_two_live_tensors_overlap(seed: int) -> None:
         assert offsets[a] % ALIGNMENT == 0
         assert offsets[a] + one.nbytes <= total
         for b, other in life.items():
-            apart = (
-                offsets[a] + one.nbytes <= offsets[b] or offsets[b] + other.nbytes <= offsets[a]
-            )
+            apart = offsets[a] + one.nbytes <= offsets[b] or offsets[b] + other.nbytes <= offsets[a]
             if a == b or one.last < other.first or other.last < one.first or apart:
                 continue
             # Only a tensor that dies where the other is born, element by element, may be under it.

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import fx
 
-from ..builder import Builder, node_dtype, node_shape
-from ..expr import Const, Coord, Expr, Layout
+from .. import layouts
+from ..builder import Builder, Kernel, node_dtype, node_shape
+from ..expr import Const, Coord, Layout
 from ._common import FLOATS, cast
 from .registry import lowers
+
+CHUNK = 1024
+"""Blocks of four numbers that a work-item draws."""
 
 
 def _constant(builder: Builder, node: fx.Node, number: float | int | bool) -> None:
@@ -62,40 +67,37 @@ def arange(builder: Builder, node: fx.Node) -> None:
 
 @lowers("hetpipe.keep_mask.default")
 def keep_mask(builder: Builder, node: fx.Node) -> None:
-    """Philox 4x32-10; counter and key as `hetpipe.sdk.operators` says."""
-    keep = node.args[3]
-    assert isinstance(keep, (int, float))
-    drawn = _draw(builder, node, node.args[4], node.args[5])
-    limit = builder.pool.make(Const, drawn.shape, "float32", float(keep))
-    less = builder.apply("abs(convert_{M}({0} < {1}))", "bool", drawn, limit)
-    builder.define(node, builder.pool.load(builder.store(less)))
+    rng, site, _, keep, batch_dim, samples = _arguments(node)
+    _draw(builder, node, rng, site, batch_dim, samples, float(keep), "-DMASK")
 
 
 @lowers("hetpipe.uniform.default")
 def uniform(builder: Builder, node: fx.Node) -> None:
-    drawn = _draw(builder, node, node.args[3], node.args[4])
-    builder.define(node, builder.pool.load(builder.store(drawn)))
+    rng, site, _, batch_dim, samples = _arguments(node)
+    _draw(builder, node, rng, site, batch_dim, samples, 0.0)
 
 
-def _draw(builder: Builder, node: fx.Node, batch_dim: object, samples: object) -> Expr:
-    """Uniform floats in [0, 1) of the node's shape."""
-    assert isinstance(batch_dim, int)
-    assert isinstance(samples, int)
-    rng, site, shape = node.args[0], node.args[1], node_shape(node)
-    assert isinstance(site, int)
+def _arguments(node: fx.Node) -> Any:
+    return node.args
+
+
+def _draw(
+    builder: Builder, node: fx.Node, rng: fx.Node, site: int, batch_dim: int, samples: int,
+    keep: float, *options: str,
+) -> None:  # fmt: skip
+    """Draw with the batch dimension first, and view the result with it in its place."""
+    shape = node_shape(node)
     batch_dim %= len(shape)
-    order = [batch_dim, *(d for d in range(len(shape)) if d != batch_dim)]
-    moved = Layout.row_major(tuple(shape[d] for d in order))
-    strides = [0] * len(shape)
-    for d, stride in zip(order, moved.strides, strict=True):
-        strides[d] = stride
-    flat = builder.pool.make(Coord, shape, "int64", Layout(shape, tuple(strides)))
-    elements = max(1, math.prod(shape) // max(1, samples))
-    words = builder.expr(rng)
-    seed, step, first = (
-        builder.view(words, lambda layout, k=k: Layout(  # type: ignore[misc] # mypy: lambda default
-            shape, (0,) * len(shape), layout.offset + k * layout.strides[0]))
-        for k in range(3)
-    )  # fmt: skip
-    code = f"philox_uniform({{0}}, {elements}L, {site & 0xFFFFFFFF}u, {{1}}, {{2}}, {{3}})"
-    return builder.apply(code, "float32", flat, seed, step, first, weight=64)
+    moved = (shape[batch_dim], *shape[:batch_dim], *shape[batch_dim + 1 :])
+    out = builder.new(moved, node_dtype(node))
+    elements = math.prod(shape) // max(1, samples)
+    lanes, chunk = (1, 1) if builder.device.kind == "gpu" else (16, CHUNK)
+    options = (*options, f"-DLANES={lanes}", f"-DCHUNK={chunk}")
+    kernel = Kernel(builder.source("random.cl"), "draw", options)
+    items = samples * -(-(-(-elements // 4)) // chunk)
+    signed = (site & 0xFFFFFFFF) - ((site & 0x80000000) << 1)
+    args = (builder.value(rng), out, signed, elements, samples, keep)
+    builder.launch(kernel, (items,), (1,) if lanes > 1 else None, args)
+    order = [*range(1, batch_dim + 1), 0, *range(batch_dim + 1, len(shape))]
+    drawn = builder.view(builder.pool.load(out), lambda layout: layouts.permute(layout, order))
+    builder.define(node, drawn)
