@@ -6,6 +6,13 @@
 #define WORK_ITEM __attribute__((reqd_work_group_size(1, 1, 1)))
 #define LANES 16
 
+// Asks early for the line at `p`, to write it. The language's own prefetch does nothing on PoCL; interpreters lack it.
+#ifdef INTERPRETED
+#define PREFETCH_WRITE(p)
+#else
+#define PREFETCH_WRITE(p) __builtin_prefetch((const void*)(size_t)(p), 1, 3)
+#endif
+
 // The first `count` floats at `p`, then zeros; never reads past them.
 inline float16 load_upto(__global const float* p, const int count) {
   if (count >= LANES) return vload16(0, p);

@@ -126,6 +126,8 @@ WORK_ITEM __kernel void matmul(__global const float* restrict left, __global con
   float16 sums[ROWS][2];  // in memory, before and after: loops over it stay small
   for (int m = 0; m < ROWS; m++) {
     const bool resume = k0 > 0 && m < row_count;
+    if (m < row_count) PREFETCH_WRITE(out + m * cols);
+    if (m < row_count && col_count > LANES) PREFETCH_WRITE(out + m * cols + LANES);
     sums[m][0] = resume ? load_upto(out + m * cols, col_count) : (float16)(0.0f);
     sums[m][1] = resume ? load_upto(out + m * cols + LANES, col_count - LANES) : (float16)(0.0f);
   }

@@ -123,7 +123,8 @@ def _thin(builder: Builder, p: Product) -> Value:
 
 
 def _kernel(builder: Builder, name: str) -> Kernel:
-    return Kernel(builder.source("cpu/common.cl") + builder.source("cpu/matmul.cl"), name)
+    source = builder.source("cpu/common.cl") + builder.source("cpu/matmul.cl")
+    return Kernel(source, name, ("-DINTERPRETED",) if builder.device.checks_memory else ())
 
 
 def _why_not(node: fx.Node) -> str | None:
