@@ -11,7 +11,6 @@
 
 #define ROWS 12
 #define COLS 32
-#define ROW_BLOCK 8
 #define DEPTH_CHUNK 128
 
 // One k of a panel: `count` of its `width` rows exist.
@@ -110,17 +109,14 @@ WORK_ITEM __kernel void pack_right(__global const float* b, const int offset, co
 }
 
 // C gets alpha * sum + beta * bias once `k1` reaches `depth`; before that it carries the sums of earlier blocks.
-// Blocks of ROW_BLOCK row panels stay in a second-level cache while all column panels pass by.
-// global size: ROW_BLOCK, column panels, batch * ceil(row panels / ROW_BLOCK)
+// global size: row panels, column panels, batch; a column panel stays in a second-level cache while row panels pass by
 WORK_ITEM __kernel void matmul(__global const float* restrict left, __global const float* restrict right,
                                __global float* restrict c, const int rows, const int cols, const int depth,
                                const int k0, const int k1, const float alpha, const float beta,
                                __global const float* restrict bias, const int bias_offset, const int bias_batch,
                                const int bias_row, const int bias_col) {
-  const int panels = (rows + ROWS - 1) / ROWS, row_blocks = (panels + ROW_BLOCK - 1) / ROW_BLOCK;
-  const int i = (int)get_global_id(2) % row_blocks * ROW_BLOCK + (int)get_global_id(0), j = get_global_id(1);
-  const int batch = (int)get_global_id(2) / row_blocks, row0 = i * ROWS, col0 = j * COLS;
-  if (i >= panels) return;
+  const int i = get_global_id(0), j = get_global_id(1), batch = get_global_id(2);
+  const int row0 = i * ROWS, col0 = j * COLS;
   const int row_count = min(rows - row0, ROWS), col_count = cols - col0;
   __global float* out = c + (batch * rows + row0) * cols + col0;
   float16 sums[ROWS][2];  // in memory, before and after: loops over it stay small
@@ -137,7 +133,7 @@ WORK_ITEM __kernel void matmul(__global const float* restrict left, __global con
     lo[m] = sums[m][0];
     hi[m] = sums[m][1];
   }
-  __global const float* a = left + ((batch * panels + i) * depth + k0) * ROWS;
+  __global const float* a = left + ((batch * (int)get_global_size(0) + i) * depth + k0) * ROWS;
   __global const float* b = right + ((batch * (int)get_global_size(1) + j) * depth + k0) * COLS;
   for (int k = k0; k < k1; k++) {
     const float16 b_lo = vload16(0, b), b_hi = vload16(1, b);

@@ -20,8 +20,6 @@ DEPTH_CHUNK = 128
 """How much of K one work-item packs."""
 DEPTH_BLOCK = 1024
 """K per launch: a panel of DEPTH_BLOCK x COLS floats is 128 KiB."""
-ROW_BLOCK = 8
-"""Row panels that meet all column panels in turn: 384 KiB, for a second-level cache."""
 THIN_ROWS = 2
 THIN_OPERATIONS = 1 << 14
 """Up to these, packing costs more than it saves."""
@@ -95,11 +93,9 @@ def _packed(builder: Builder, p: Product) -> Value:
         _kernel(builder, "pack_right"), (col_panels, chunks, p.batch), one,
         (b.value, b.offset, b.batch, b.col, b.row, p.cols, p.depth, right),
     )  # fmt: skip
-    row_blocks = math.ceil(row_panels / ROW_BLOCK)
-    block = min(row_panels, ROW_BLOCK)
     for k0, k1 in depth_blocks(p.depth):
         builder.launch(
-            _kernel(builder, "matmul"), (block, col_panels, p.batch * row_blocks), one,
+            _kernel(builder, "matmul"), (row_panels, col_panels, p.batch), one,
             (left, right, out, p.rows, p.cols, p.depth, k0, k1, *p.epilogue),
         )  # fmt: skip
     return out
