@@ -75,7 +75,8 @@ def test_the_users_settings_are_kept(tmp_path: Path) -> None:
 import os
 from hetpipe.backends.opencl.runtimes import prepare
 prepare()
-print(os.environ["OCL_ICD_VENDORS"], os.environ["CL_CONFIG_CPU_TARGET_ARCH"], os.environ["POCL_CACHE_DIR"])
+for name in ("OCL_ICD_VENDORS", "CL_CONFIG_CPU_TARGET_ARCH", "POCL_CACHE_DIR"):
+    print(os.environ[name])
 """
     kept = {
         "OCL_ICD_VENDORS": str(tmp_path), "CL_CONFIG_CPU_TARGET_ARCH": "corei7",
@@ -89,7 +90,12 @@ def test_two_processes_never_share_a_kernel_cache() -> None:
 import os, subprocess, sys
 from hetpipe.backends.opencl.runtimes import prepare
 prepare()
-again = "from hetpipe.backends.opencl.runtimes import prepare; prepare(); import os; print(os.environ['POCL_CACHE_DIR'])"
+again = '''
+import os
+from hetpipe.backends.opencl.runtimes import prepare
+prepare()
+print(os.environ["POCL_CACHE_DIR"])
+'''
 child = subprocess.run([sys.executable, "-c", again], capture_output=True, text=True, check=True)
 print(os.environ["POCL_CACHE_DIR"], child.stdout.strip())
 """

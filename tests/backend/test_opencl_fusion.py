@@ -146,8 +146,10 @@ def test_adam_step_is_one_kernel_beside_its_scalars(device_id: str) -> None:
     assert len(big) == 1
 
 
-@pytest.mark.parametrize("size, batch_dim, samples", [((6, 5, 9), 0, 6), ((8, 7), 0, 4),
-                                                       ((3, 4, 11), 1, 4), ((37,), 0, 1)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("size", "batch_dim", "samples"),
+    [((6, 5, 9), 0, 6), ((8, 7), 0, 4), ((3, 4, 11), 1, 4), ((37,), 0, 1), ((2, 5000), 0, 2)],
+)
 def test_keep_mask_draws_the_reference_numbers(
     device_id: str, size: tuple[int, ...], batch_dim: int, samples: int
 ) -> None:
@@ -166,7 +168,8 @@ def test_integers_and_bools(device_id: str) -> None:
     close_to_torch(
         opencl_device(device_id),
         lambda a, b: (
-            torch.div(a, b, rounding_mode="floor"), a.remainder(b), a.to(torch.bool), (a > b) & (b > 0),
+            torch.div(a, b, rounding_mode="floor"), a.remainder(b), a.to(torch.bool),
+            (a > b) & (b > 0),
             (a > 0).to(torch.float32) * 2, a.to(torch.int32) - 1, ~(a == b), a.clamp(min=-3, max=4),
         ),
         a,

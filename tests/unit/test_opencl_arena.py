@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -46,7 +47,7 @@ def test_no_two_live_tensors_overlap(seed: int) -> None:
 
 def test_a_chain_needs_two_tensors_of_room_and_one_in_place() -> None:
     values = [Value(i, (32,), "float32") for i in range(10)]
-    pairs = [(values[0],), *zip(values, values[1:], strict=False)]
+    pairs = [(values[0],), *itertools.pairwise(values)]
     apart = [Launch(Kernel("", "k"), (1,), None, pair) for pair in pairs]
     assert place(lives(apart), apart, ALIGNMENT)[1] == 2 * 128
     over = [Launch(Kernel("", "k"), (1,), None, p, frozenset({p[0].id})) for p in pairs]
