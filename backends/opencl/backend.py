@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Backend, Device
-from hetpipe.sdk.info import Capabilities, DeviceInfo
+from hetpipe.sdk.info import HOST_MEMORY, Capabilities, DeviceInfo
 
 from .driver import driver, errors, platforms
 from .names import RUNTIMES, Known, known, slug
@@ -137,7 +137,7 @@ def _describe(device: Any, device_id: str, entry: Known | None) -> DeviceInfo:
         vendor=device.vendor.strip(),
         driver=f"{device.platform.name.strip()}, {device.version.strip()}",
         memory_nbytes=device.global_mem_size,
-        memory_domain="host" if on_host else device_id,
+        memory_domain=HOST_MEMORY if on_host else device_id,
         dtypes=tuple(dtypes),
         capabilities=Capabilities(
             emulated=bool(entry and entry.emulated),

@@ -13,13 +13,13 @@ from torch import fx
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import DONE, Buffer, Device, Event, Executable
 from hetpipe.sdk.graph import require_support
-from hetpipe.sdk.info import DeviceInfo
+from hetpipe.sdk.info import HOST_MEMORY, DeviceInfo
 
 from .driver import driver, errors
 from .events import CommandEvent, LaterEvent, when_done
 from .executable import OpenCLExecutable
 from .lowering import lower
-from .memory import GRANULE_NBYTES, MemoryPool, OpenCLBuffer
+from .memory import GRANULE_NBYTES, Bytes, MemoryPool, OpenCLBuffer, computes_in_host
 from .programs import Programs
 from .support import refusal
 from .target import Target
@@ -34,6 +34,8 @@ class OpenCLDevice(Device):
     def __init__(self, info: DeviceInfo, cl_device: Any, drains: bool) -> None:
         cl = driver()
         self.info = info
+        self.last_command: Any = None
+        self.retired: deque[Any] = deque()
         self._drains = drains
         self.target = Target(
             info,
@@ -48,9 +50,11 @@ class OpenCLDevice(Device):
             profiling = cl.command_queue_properties.PROFILING_ENABLE
             self.queue = cl.CommandQueue(self.context, properties=profiling)
             self._transfers = cl.CommandQueue(self.context)
-        self.last_command: Any = None
-        self.retired: deque[Any] = deque()
-        self.memory = MemoryPool(self.context, info.id, lambda: self.last_command)
+            shared = info.memory_domain == HOST_MEMORY and computes_in_host(
+                self.context, self._transfers
+            )
+        host_queue = self._transfers if shared else None
+        self.memory = MemoryPool(self.context, info.id, host_queue, lambda: self.last_command)
         self.programs = Programs(self.context, info.id)
         self._arena: tuple[int, Any] = (0, None)
         self._held: deque[tuple[Any, tuple[Any, ...]]] = deque()
@@ -73,8 +77,10 @@ class OpenCLDevice(Device):
         buffer = self._mine(dst, src, "upload")
         if host.nbytes == 0:
             return buffer, DONE
-        pending = self._transfer(buffer, buffer.memory.cl, host.reshape(-1).view(np.uint8), after)
-        return buffer, pending
+        source = host.reshape(-1).view(np.uint8)
+        if (room := buffer.memory.host) is not None:
+            return buffer, _copied(room[: host.nbytes], source, after)
+        return buffer, self._transfer(buffer, buffer.memory.cl, source, after)
 
     def download(
         self, buf: Buffer, dst: np.ndarray[Any, Any], after: Sequence[Event] = ()
@@ -84,7 +90,10 @@ class OpenCLDevice(Device):
             raise BackendError("download needs a writable C-contiguous array to copy into")
         if dst.nbytes == 0:
             return DONE
-        return self._transfer(buffer, dst.reshape(-1).view(np.uint8), buffer.memory.cl, after)
+        target = dst.reshape(-1).view(np.uint8)
+        if (room := buffer.memory.host) is not None:
+            return _copied(target, room[: dst.nbytes], after)
+        return self._transfer(buffer, target, buffer.memory.cl, after)
 
     def memory_used_nbytes(self) -> int | None:
         return self.memory.held_nbytes + self._arena[0]
@@ -107,7 +116,7 @@ class OpenCLDevice(Device):
         """Memory for intermediates. All graphs share it: their launches run in one order."""
         with self._lock:
             if self._arena[0] < nbytes:
-                self._arena = (nbytes, self.memory.create(nbytes))
+                self._arena = (nbytes, self.memory.create(nbytes).cl)
             return self._arena[1]
 
     def native(self, events: Sequence[Event]) -> list[Any] | None:
@@ -165,6 +174,14 @@ class OpenCLDevice(Device):
                 f"the array {array.dtype}{list(array.shape)}"
             )
         return buf
+
+
+def _copied(dst: Bytes, src: Bytes, after: Sequence[Event]) -> Event:
+    """A copy in the host's memory: a driver would queue it behind the kernels that are running."""
+    for event in after:
+        event.wait()
+    np.copyto(dst, src)
+    return DONE
 
 
 def _failure(event: CommandEvent) -> BaseException | None:

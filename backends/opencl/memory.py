@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from hetpipe.sdk.backend import Buffer
 
@@ -13,6 +16,10 @@ from .driver import driver, errors
 
 if TYPE_CHECKING:
     from .device import OpenCLDevice
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+PROBE_NBYTES = 4096
 
 GRANULE_NBYTES = 128
 """Every tensor's room is a multiple of this, so that 16 lanes may pass its end."""
@@ -23,18 +30,35 @@ def room_nbytes(nbytes: int) -> int:
     return max(1, -(-nbytes // GRANULE_NBYTES)) * GRANULE_NBYTES
 
 
+class Piece(NamedTuple):
+    """A `cl.Buffer`, and the host's bytes that it lies in where a device computes in them."""
+
+    cl: Any
+    host: Bytes | None
+
+
 class Memory:
     """A piece of device memory; returns to its pool when the last tensor in it is gone."""
 
-    __slots__ = ("_pool", "cl", "nbytes")
+    __slots__ = ("_piece", "_pool", "nbytes")
 
-    def __init__(self, cl_buffer: Any, nbytes: int, pool: MemoryPool) -> None:
-        self.cl = cl_buffer
+    def __init__(self, piece: Piece, nbytes: int, pool: MemoryPool) -> None:
+        self._piece = piece
         self.nbytes = nbytes
         self._pool = pool
 
+    @property
+    def cl(self) -> Any:
+        """The `cl.Buffer`."""
+        return self._piece.cl
+
+    @property
+    def host(self) -> Bytes | None:
+        """The same memory as the host sees it, or None."""
+        return self._piece.host
+
     def __del__(self) -> None:
-        self._pool.give_back(self.cl, self.nbytes)
+        self._pool.give_back(self._piece, self.nbytes)
 
 
 class OpenCLBuffer(Buffer):
@@ -52,11 +76,19 @@ class OpenCLBuffer(Buffer):
 class MemoryPool:
     """Free pieces by size, each with the event after which nothing uses it."""
 
-    def __init__(self, context: Any, device_id: str, last_event: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        context: Any,
+        device_id: str,
+        host_queue: Any | None,
+        last_event: Callable[[], Any],
+    ) -> None:
+        """With `host_queue`, memory is the host's own, and mapped once through that queue."""
         self._context = context
         self._device_id = device_id
+        self._host_queue = host_queue
         self._last_event = last_event
-        self._free: dict[int, list[tuple[Any, Any]]] = defaultdict(list)
+        self._free: dict[int, list[tuple[Piece, Any]]] = defaultdict(list)
         # Reentrant: a collection of garbage inside may give memory back.
         self._lock = threading.RLock()
         self.held_nbytes = 0
@@ -75,20 +107,20 @@ class MemoryPool:
             self.held_nbytes += size
         return Memory(self.create(size), size, self)
 
-    def create(self, nbytes: int) -> Any:
-        """A new `cl.Buffer`; frees what is unused and tries again if there is no room."""
+    def create(self, nbytes: int) -> Piece:
+        """New memory; frees what is unused and tries again if there is no room."""
         cl = driver()
         with errors(self._device_id, f"allocating {nbytes} bytes"):
             try:
-                return cl.Buffer(self._context, cl.mem_flags.READ_WRITE, nbytes)
+                return allocate(self._context, nbytes, self._host_queue)
             except cl.MemoryError:
                 self.trim()
-                return cl.Buffer(self._context, cl.mem_flags.READ_WRITE, nbytes)
+                return allocate(self._context, nbytes, self._host_queue)
 
-    def give_back(self, cl_buffer: Any, size: int) -> None:
+    def give_back(self, piece: Piece, size: int) -> None:
         """Keep a piece for the next who asks."""
         with self._lock:
-            self._free[size].append((cl_buffer, self._last_event()))
+            self._free[size].append((piece, self._last_event()))
 
     def trim(self) -> None:
         """Free every piece that nothing uses."""
@@ -97,6 +129,37 @@ class MemoryPool:
                 busy = [piece for piece in pieces if not _complete(piece[1])]
                 self.held_nbytes -= size * (len(pieces) - len(busy))
                 pieces[:] = busy
+
+
+def allocate(context: Any, nbytes: int, queue: Any | None) -> Piece:
+    """A buffer of `nbytes`; with a queue, also the place in the host's memory where it maps."""
+    cl = driver()
+    if queue is None:
+        return Piece(cl.Buffer(context, cl.mem_flags.READ_WRITE, nbytes), None)
+    buffer = cl.Buffer(context, cl.mem_flags.READ_WRITE | cl.mem_flags.ALLOC_HOST_PTR, nbytes)
+    flags = cl.map_flags.READ | cl.map_flags.WRITE
+    mapped, _ = cl.enqueue_map_buffer(queue, buffer, flags, 0, (nbytes,), np.uint8)
+    place = (ctypes.c_uint8 * nbytes).from_address(mapped.ctypes.data)
+    mapped.base.release(queue)
+    return Piece(buffer, np.frombuffer(place, np.uint8))
+
+
+def computes_in_host(context: Any, queue: Any) -> bool:
+    """Whether kernels and the host see each other's writes without mapping a buffer for each.
+
+    OpenCL leaves that open; drivers for processors do it, and it is tried before it is relied on.
+    """
+    cl = driver()
+    piece = allocate(context, PROBE_NBYTES, queue)
+    found = np.zeros(PROBE_NBYTES, np.uint8)
+    assert piece.host is not None
+    cl.enqueue_fill_buffer(queue, piece.cl, np.uint8(0x5A), 0, PROBE_NBYTES)
+    queue.finish()
+    if not bool((piece.host == 0x5A).all()):
+        return False
+    piece.host[:] = 0xA5
+    cl.enqueue_copy(queue, found, piece.cl)
+    return bool((found == 0xA5).all())
 
 
 def _complete(event: Any) -> bool:

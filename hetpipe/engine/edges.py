@@ -25,12 +25,17 @@ OnError = Callable[[BaseException], None]
 
 
 class Sender:
-    """Sends messages in the order in which it gets them."""
+    """Sends messages in the order in which it gets them.
+
+    A message that leaves without waiting for anybody is copied by who sends it: on a processor that
+    is cheaper than waking a thread, which would compete for the same core.
+    """
 
     def __init__(self, outlet: Outlet, on_error: OnError) -> None:
         self._outlet = outlet
         self._queue: SimpleQueue[Any] = SimpleQueue()
         self._spans: list[Span] = []
+        self._queued = self._sent = 0  # messages given to the thread, and those it is done with
         self._thread = _start(self._run, on_error, f"send {outlet.wire.target}", self)
         self.closing = False
 
@@ -39,8 +44,12 @@ class Sender:
         return self._outlet.wire.layouts.get(kind)
 
     def send(self, index: int, kind: Kind, tensors: Sequence[Tensor]) -> None:
-        """Queue a message for action `index`; buffers must stay unchanged until `drain`."""
-        self._queue.put((index, kind, tensors))
+        """Send a message for action `index`; buffers must stay unchanged until `drain`."""
+        if self._queued == self._sent and self._outlet.immediate():
+            self._spans.append((index, *self._outlet.send(kind, tensors)))
+        else:
+            self._queued += 1
+            self._queue.put((index, kind, tensors))
 
     def drain(self) -> list[Span]:
         """Wait until everything is sent; the spans since the last time.
@@ -68,6 +77,7 @@ class Sender:
                 continue
             index, kind, tensors = item
             self._spans.append((index, *self._outlet.send(kind, tensors)))
+            self._sent += 1
 
 
 class Receiver:

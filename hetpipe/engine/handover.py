@@ -49,6 +49,9 @@ class _HandoverOutlet(Outlet):
         super().__init__(wire, device, link)
         self._port = port
 
+    def _has_room(self) -> bool:
+        return not self._port.room.empty()
+
     def _acquire(self, kind: Kind) -> list[Any]:
         if not self._port.room.get():
             raise EdgeClosedError

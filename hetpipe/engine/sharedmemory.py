@@ -75,6 +75,19 @@ class _Ring:
                 raise EdgeClosedError
         self.signals -= 1
 
+    def signalled(self) -> bool:
+        """Whether `wait` would return at once."""
+        if self.signals == 0:
+            try:
+                self.signals = len(self._socket.recv(64, socket.MSG_DONTWAIT))
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                raise EdgeClosedError from error
+            if self.signals == 0:
+                raise EdgeClosedError
+        return True
+
     def slot(self, kind: Kind) -> tuple[list[Array], Array]:
         """The present slot: its tensors and its time of delivery."""
         return self._arrays[self._turn][kind], self._deliver_s[self._turn]
@@ -99,6 +112,9 @@ class _RingOutlet(Outlet):
         super().__init__(wire, device, link)
         self._ring = ring
         ring.signals = ring.slots  # all are free
+
+    def _has_room(self) -> bool:
+        return self._ring.signalled()
 
     def _acquire(self, kind: Kind) -> list[Array]:
         self._ring.wait()

@@ -15,6 +15,7 @@ import numpy as np
 from hetpipe.cluster.cluster import Link
 from hetpipe.engine.wiring import TIED, Array, Kind, Layout, Wire, host_dtype, tensor_nbytes
 from hetpipe.sdk.backend import Buffer, Device
+from hetpipe.sdk.info import HOST_MEMORY
 
 Tensor = Buffer | Array
 
@@ -29,11 +30,11 @@ class EmulatedLink:
     def __init__(self, link: Link) -> None:
         self._latency_s = link.latency_s or 0.0
         self._bandwidth_Bps = link.bandwidth_Bps
-        self._emulates = link.latency_s is not None or link.bandwidth_Bps is not None
+        self.emulates = link.latency_s is not None or link.bandwidth_Bps is not None
 
     def occupy(self, start_s: float, nbytes: int) -> float:
         """Return when the link is free again; the value is the time of delivery, 0 for now."""
-        if not self._emulates:
+        if not self.emulates:
             return 0.0
         transfer_s = nbytes / self._bandwidth_Bps if self._bandwidth_Bps else 0.0
         sleep_until(start_s + transfer_s)
@@ -53,6 +54,7 @@ class Outlet(ABC):
         self.wire = wire
         self.device = device
         self.link = EmulatedLink(link)
+        self._in_host_memory = device.info.memory_domain == HOST_MEMORY
         self._nbytes = {kind: tensor_nbytes(layout) for kind, layout in wire.layouts.items()}
 
     def send(self, kind: Kind, tensors: Sequence[Tensor]) -> tuple[float, float]:
@@ -65,6 +67,17 @@ class Outlet(ABC):
         self._fill(tensors, arrays)
         self._commit(kind, arrays, self.link.occupy(start_s, self._nbytes[kind]))
         return start_s, time.monotonic()
+
+    def immediate(self) -> bool:
+        """Whether a message would leave now, by a copy in the host's memory and without waiting.
+
+        Raises `EdgeClosedError` if nobody can receive it.
+        """
+        return not self.link.emulates and self._in_host_memory and self._has_room()
+
+    def _has_room(self) -> bool:
+        """Whether `_acquire` would return at once; where that is unknown, no."""
+        return False
 
     @abstractmethod
     def _acquire(self, kind: Kind) -> list[Array]:

@@ -172,9 +172,7 @@ class BlockingDevice(Device):
     """
 
     @abstractmethod
-    def _run(
-        self, program: Any, inputs: list[Buffer], donate: frozenset[int]
-    ) -> list[Buffer]:
+    def _run(self, program: Any, inputs: list[Buffer], donate: frozenset[int]) -> list[Buffer]:
         """Run what `_compile` returned."""
 
     @abstractmethod

@@ -7,6 +7,9 @@ from enum import Enum
 
 API_VERSION = 1
 
+HOST_MEMORY = "host"
+"""The memory domain of devices that compute in the host's own memory."""
+
 
 class Execution(str, Enum):
     """How a device hands results on (BaPipe, section 3)."""
