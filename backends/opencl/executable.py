@@ -154,7 +154,8 @@ def _intermediates(device: OpenCLDevice, lowered: Lowered, outside: set[int]) ->
     life = {k: span for k, span in lives(lowered.launches).items() if k not in outside}
     if device.target.checks_memory:
         # An allocation each, so that the interpreter sees every access outside a tensor.
-        return {key: device.memory.create(room_nbytes(span.nbytes)) for key, span in life.items()}
+        sizes = {key: room_nbytes(span.nbytes) for key, span in life.items()}
+        return {key: device.memory.create(nbytes).cl for key, nbytes in sizes.items()}
     offsets, total = place(life, lowered.launches, device.target.alignment_nbytes)
     if not total:
         return {}
