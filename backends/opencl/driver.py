@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -10,6 +12,8 @@ from typing import Any
 from hetpipe.errors import BackendError
 
 from .runtimes import EMULATORS, POCL, prepare
+
+NOISE = b"Unknown host CPU"
 
 
 @cache
@@ -28,11 +32,29 @@ def driver() -> Any:
     return pyopencl
 
 
+@contextmanager
+def _without_noise() -> Iterator[None]:
+    """Drop what Intel's runtime prints on another maker's processor; all else comes after."""
+    saved = os.dup(2)
+    with tempfile.TemporaryFile() as caught:
+        os.dup2(caught.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+            caught.seek(0)
+            for line in caught:
+                if NOISE not in line:
+                    os.write(2, line)
+
+
 def platforms() -> list[Any]:
     """All platforms. Raises `BackendError` with cures if there is none."""
     cl = driver()
     try:
-        found = list(cl.get_platforms())
+        with _without_noise():
+            found = list(cl.get_platforms())
     except cl.Error as error:
         if "PLATFORM_NOT_FOUND" not in str(error):
             raise BackendError(f"OpenCL's loader fails: {error}") from error
