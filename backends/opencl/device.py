@@ -79,7 +79,7 @@ class OpenCLDevice(Device):
             return buffer, DONE
         source = host.reshape(-1).view(np.uint8)
         if (room := buffer.memory.host) is not None:
-            return buffer, _copied(room[: host.nbytes], source, after)
+            return buffer, self._copy(room[: host.nbytes], source, after)
         return buffer, self._transfer(buffer, buffer.memory.cl, source, after)
 
     def download(
@@ -92,7 +92,7 @@ class OpenCLDevice(Device):
             return DONE
         target = dst.reshape(-1).view(np.uint8)
         if (room := buffer.memory.host) is not None:
-            return _copied(target, room[: dst.nbytes], after)
+            return self._copy(target, room[: dst.nbytes], after)
         return self._transfer(buffer, target, buffer.memory.cl, after)
 
     def memory_used_nbytes(self) -> int | None:
@@ -130,29 +130,39 @@ class OpenCLDevice(Device):
                 event.wait()
         return waits or None
 
+    def _copy(self, dst: Bytes, src: Bytes, after: Sequence[Event]) -> Event:
+        """In the host's memory: a driver would queue it behind the kernels that are running."""
+
+        def start() -> Event:
+            np.copyto(dst, src)
+            return DONE
+
+        return self._when(after, start)
+
     def _transfer(self, buffer: OpenCLBuffer, dst: Any, src: Any, after: Sequence[Event]) -> Event:
-        def start() -> Any:
+        def start() -> Event:
             cl = driver()
             with self._lock, errors(self.info.id, "copying"):
                 self._collect()
                 command = cl.enqueue_copy(self._transfers, dst, src, is_blocking=False)
                 self._transfers.flush()
                 self._held.append((command, (buffer, src, dst)))
-            return command
+            return CommandEvent(self, command, "copying")
 
+        return self._when(after, start)
+
+    def _when(self, after: Sequence[Event], start: Callable[[], Event]) -> Event:
+        """Start now if all of `after` have ended, else when they have."""
         if all(event.done() for event in after):
-            return CommandEvent(self, start(), "copying")
-        return self._later(start, after)
-
-    def _later(self, start: Callable[[], Any], after: Sequence[Event]) -> Event:
+            return start()
         later = LaterEvent(f"a copy on {self.info.id}")
 
         def begin() -> None:
             try:
                 for event in after:
                     event.done()
-                command = CommandEvent(self, start(), "copying")
-                command.on_done(lambda: later.end(_failure(command)))
+                started = start()
+                started.on_done(lambda: later.end(_failure(started)))
             except BaseException as error:  # reported to whoever waits
                 later.end(error)
 
@@ -176,15 +186,7 @@ class OpenCLDevice(Device):
         return buf
 
 
-def _copied(dst: Bytes, src: Bytes, after: Sequence[Event]) -> Event:
-    """A copy in the host's memory: a driver would queue it behind the kernels that are running."""
-    for event in after:
-        event.wait()
-    np.copyto(dst, src)
-    return DONE
-
-
-def _failure(event: CommandEvent) -> BaseException | None:
+def _failure(event: Event) -> BaseException | None:
     try:
         event.done()
     except BackendError as error:
