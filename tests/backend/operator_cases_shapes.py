@@ -120,6 +120,7 @@ case(
     ),
     r(2, 3),
 )
+case("zeros_like", lambda a: torch.zeros_like(a) + a, r(2, 3))
 case(
     "empty_filled",
     lambda a: (aten.fill(torch.empty(2, 3), 1.0), aten.fill(torch.empty_like(a), 2.0)),
