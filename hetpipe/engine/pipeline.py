@@ -169,7 +169,7 @@ class Pipeline:
         if cuts is None:
             by_size = {table.samples: table for table in tables.values()}
             best = explore(by_size, members, mini_batch=self._mini_batch, schedules=schedules)[0]
-            return best, tables[best.microbatches]
+            return best, by_size[-(-self._mini_batch // best.microbatches)]
         made = make_plan(
             tables[counts[0]],
             members[: len(cuts) + 1],
