@@ -50,8 +50,11 @@ class OpenCLDevice(Device):
             profiling = cl.command_queue_properties.PROFILING_ENABLE
             self.queue = cl.CommandQueue(self.context, properties=profiling)
             self._transfers = cl.CommandQueue(self.context)
-            shared = info.memory_domain == HOST_MEMORY and computes_in_host(
-                self.context, self._transfers
+            # An interpreter must see every access of the host to judge those of kernels.
+            shared = (
+                info.memory_domain == HOST_MEMORY
+                and not self.target.checks_memory
+                and computes_in_host(self.context, self._transfers)
             )
         host_queue = self._transfers if shared else None
         self.memory = MemoryPool(self.context, info.id, host_queue, lambda: self.last_command)

@@ -141,7 +141,8 @@ def allocate(context: Any, nbytes: int, queue: Any | None) -> Piece:
     mapped, _ = cl.enqueue_map_buffer(queue, buffer, flags, 0, (nbytes,), np.uint8)
     place = (ctypes.c_uint8 * nbytes).from_address(mapped.ctypes.data)
     mapped.base.release(queue)
-    return Piece(buffer, np.frombuffer(place, np.uint8))
+    queue.finish()  # no kernel may meet a buffer that is still mapped
+    return Piece(buffer, np.ctypeslib.as_array(place))
 
 
 def computes_in_host(context: Any, queue: Any) -> bool:
