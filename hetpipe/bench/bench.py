@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from hetpipe.simulate.timeline import Timeline
 
 COUNTS = (4, 8, 16, 32)  # micro-batches that pipelines explore
-WHOLE = (1, 2)  # and that rows of a single device may have as well
+FEWER = (2,)  # and that rows of a single device may have as well
+PLAIN_COUNTS = (1, 2, 4, 8)  # for plain torch, which gains nothing by more
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def run(setting: Setting, progress: Progress) -> Outcome:
 
 def _profile(task: Task, setting: Setting, progress: Progress) -> dict[int, CostTable]:
     """Tables for every micro-batch size that a row may have."""
-    counts = (setting.microbatches,) if setting.microbatches else (*WHOLE, *COUNTS)
+    counts = (setting.microbatches,) if setting.microbatches else (*FEWER, *COUNTS)
     sizes = sorted({-(-task.mini_batch // min(count, task.mini_batch)) for count in counts})
     with Crew.start(task.cluster) as crew:
         return profile(task.captured, crew, optimizer_of(task.workload), sizes[::-1], progress)
@@ -179,7 +180,7 @@ def _open(task: Task, setting: Setting, progress: Progress) -> Iterator[Outcome]
             return stack.enter_context(closing(PipelineRow(task, name, plans)))
 
         plain = [
-            stack.enter_context(closing(PlainRow(task, cores, (*WHOLE, *COUNTS))))
+            stack.enter_context(closing(PlainRow(task, cores, PLAIN_COUNTS)))
             for cores in _plain_cores(task.cluster)
         ]
         alone = [

@@ -42,8 +42,8 @@ def draw_timelines(path: Path, timelines: Sequence[Timeline], title: str = "") -
     for axes, timeline in zip(grid[:, 0], timelines, strict=True):
         _draw(axes, timeline)
     grid[-1, 0].set_xlabel("time since the step began, ms")
-    figure.suptitle(title)
-    figure.legend(handles=_legend(), loc="lower right", ncols=4, frameon=False)
+    figure.suptitle(title, x=0.01, ha="left")
+    figure.legend(handles=_legend(), loc="upper right", ncols=4, frameon=False)
     figure.tight_layout()
     kind = path.suffix.removeprefix(".")
     write_beside(path, lambda beside: figure.savefig(beside, format=kind, dpi=130))
