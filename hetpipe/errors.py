@@ -1,4 +1,4 @@
-"""The errors that hetpipe raises: one root, few children, each says what is wrong and what to do."""
+"""The errors that hetpipe raises: one root, few children; each says what is wrong and the cure."""
 
 
 class HetpipeError(Exception):
@@ -10,7 +10,7 @@ class CaptureError(HetpipeError):
 
 
 class UnsupportedOperatorError(HetpipeError):
-    """A device lacks an operator; the message names operator, layer and the devices that have it."""
+    """A device lacks an operator; the message names operator, layer and who has it."""
 
 
 class ClusterError(HetpipeError):

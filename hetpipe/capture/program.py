@@ -94,7 +94,7 @@ class PassPrograms:
 
     @property
     def saved_nbytes(self) -> int:
-        """What one micro-batch in flight keeps: saved tensors and the inputs that backward reads."""
+        """What one micro-batch in flight keeps: saved tensors and inputs that backward reads."""
         if self.backward is None:
             return 0
         kept = (SAVED, INPUT, CUT)
