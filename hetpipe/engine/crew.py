@@ -269,7 +269,7 @@ class Crew:
             for n, report in enumerate(reports)
             for index, start_s, end_s in report.spans
         ]
-        names = tuple(self.cluster.members[worker].device for worker in self._workers)
+        names = tuple(self.cluster.members[worker].id for worker in self._workers)
         losses = next((r.losses for r in reports if r.losses is not None), ())
         counts = next((r.counts for r in reports if r.counts is not None), None)
         spans.sort(key=lambda span: (span.worker, span.start_s))
