@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hetpipe.capture.example import call
 from hetpipe.errors import HetpipeError
 from hetpipe.optim.rule import Optimizer
 
@@ -82,13 +83,6 @@ def micro_sizes(rows: int, microbatches: int) -> tuple[int, ...]:
     return tuple(rows // count + (index < rows % count) for index in range(count))
 
 
-def call(model: torch.nn.Module, x: Tree) -> Any:
-    """`model(x)`, `model(*x)` for a tuple or list, `model(**x)` for a dict."""
-    if isinstance(x, Mapping):
-        return model(**x)
-    return model(*x) if isinstance(x, (tuple, list)) else model(x)
-
-
 def rows_of(tree: Tree, lo: int, hi: int) -> Tree:
     """Samples lo..hi (hi excluded) of every tensor."""
     if isinstance(tree, Mapping):
@@ -96,13 +90,6 @@ def rows_of(tree: Tree, lo: int, hi: int) -> Tree:
     if isinstance(tree, (tuple, list)):
         return tuple(rows_of(item, lo, hi) for item in tree)
     return tree[lo:hi] if isinstance(tree, torch.Tensor) else tree
-
-
-def count_rows(tree: Tree) -> int:
-    """Samples in a batch: the first dimension of its first tensor."""
-    while not isinstance(tree, torch.Tensor):
-        tree = next(iter(tree.values())) if isinstance(tree, Mapping) else tree[0]
-    return int(tree.shape[0])
 
 
 def random_layers(model: torch.nn.Module) -> list[str]:

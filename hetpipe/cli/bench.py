@@ -58,26 +58,23 @@ def command(
     """
     from hetpipe.bench.bench import Setting, run
     from hetpipe.bench.machine import describe, machine, versions
-    from hetpipe.bench.show import outcome_lines, outcome_table
 
     output = Output(json)
     here = make_cluster(cluster, devices, backends, emulate_speed)
-    settings = {f"{workload} on {', '.join(here.ids)}": here}
+    clusters = {f"{workload} on {', '.join(here.ids)}": here}
     if not (cluster or devices or backends or emulate_speed):
         rehearsal = make_cluster(None, REHEARSAL, None, [REHEARSAL_SPEED])
-        settings[f"{workload}, one of two at half its speed"] = rehearsal
+        clusters[f"{workload}, one of two at half its speed"] = rehearsal
     output.text(describe())
     outcomes: list[Outcome] = []
     products = _matmul(output) if matmul else []
-    for name, members in settings.items():
+    for name, members in clusters.items():
         setting = Setting(
             name, workload, members, mini_batch, microbatches, schedule, rounds, steps, seed
         )
         with progress_bar() as progress:
             outcomes.append(run(setting, progress))
-        output.console.print(outcome_table(outcomes[-1]))
-        for line in outcome_lines(outcomes[-1]):
-            output.text(line)
+        _show(output, outcomes[-1])
     if picture is not None:
         _draw(output, picture, outcomes)
     output.finish(
@@ -101,6 +98,14 @@ def _matmul(output: Output) -> list[dict[str, Any]]:
     if figures:
         output.console.print(product_table(figures))
     return figures
+
+
+def _show(output: Output, outcome: Outcome) -> None:
+    from hetpipe.bench.show import outcome_lines, outcome_table
+
+    output.console.print(outcome_table(outcome))
+    for line in outcome_lines(outcome):
+        output.text(line)
 
 
 def _draw(output: Output, path: Path, outcomes: list[Outcome]) -> None:
