@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from hetpipe.capture.program import CONSTANT, SAVED, PassPrograms, Program, Slot, StageGraphs
+from hetpipe.cost.emulation import stretch
 from hetpipe.errors import UnsupportedOperatorError
 from hetpipe.sdk.backend import Buffer, Device, Executable
 
@@ -26,17 +27,18 @@ BUDGET_S = 1.0
 
 
 def measure_layers(
-    device: Device, stages: Sequence[StageGraphs], samples: int, seed: int = 0
+    device: Device, stages: Sequence[StageGraphs], samples: int, speed: float = 1.0, seed: int = 0
 ) -> list[Times | str]:
     """Median seconds (forward, backward, update) of each stage for micro-batches of `samples`.
 
+    Below 1, `speed` emulates a slower device as the engine does: every pass is stretched.
     A stage that the device cannot run gives the reason instead.
     """
     rng = np.random.default_rng(seed)
     runs: list[_StageRun | str] = []
     for stage in stages:
         try:
-            runs.append(_StageRun(device, stage, samples))
+            runs.append(_StageRun(device, stage, samples, speed))
         except UnsupportedOperatorError as error:
             runs.append(str(error))
     able = [run for run in runs if not isinstance(run, str)]
@@ -59,9 +61,10 @@ def measure_layers(
 class _StageRun:
     """One stage compiled, and the times of its passes."""
 
-    def __init__(self, device: Device, stage: StageGraphs, samples: int) -> None:
+    def __init__(self, device: Device, stage: StageGraphs, samples: int, speed: float) -> None:
         passes: PassPrograms = stage.passes[samples]
         self._device = device
+        self._speed = speed
         self._constants = stage.constants
         self._passes: list[tuple[Program, Executable] | None] = [
             None if program is None else (program, device.compile(program.graph))
@@ -98,10 +101,10 @@ class _StageRun:
         donate = frozenset(
             i for i, slot in enumerate(program.inputs) if index > 0 and _donated(slot, program)
         )
-        start_s = time.perf_counter()
+        start_s = time.monotonic()
         outputs, event, _ = executable.run(inputs, donate)
         event.wait()
-        self._times_s[index].append(time.perf_counter() - start_s)
+        self._times_s[index].append(stretch(start_s, self._speed) - start_s)
         for slot, buffer in zip(program.outputs, outputs, strict=True):
             self._room(slot, env)[slot.key] = buffer
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import hetpipe
 from hetpipe.capture.captured import Captured
 from hetpipe.capture.program import (
     CUT,
@@ -58,7 +59,7 @@ def profile(
     key = {
         "model": captured.fingerprint,
         "optimizer": [optimizer.name, *map(list, optimizer.hyperparameters)],
-        "torch": torch.__version__,
+        "versions": [hetpipe.__version__, torch.__version__],
         "members": [
             [asdict(member), asdict(crew.infos[member.id])] for member in crew.cluster.members
         ],
@@ -108,11 +109,11 @@ def _table(
     devices = {}
     for member in crew.cluster.members:
         info = crew.infos[member.id]
-        times = [_stretched(entry, member.speed) for entry in rows[member.id]]
+        times = [_layer_cost(entry) for entry in rows[member.id]]
         emulated = member.speed != 1.0 or info.capabilities.emulated
         devices[member.id] = DeviceCost(
             layers=tuple(times),
-            overhead_s=empty[member.id] / member.speed,
+            overhead_s=empty[member.id],
             memory_nbytes=info.memory_nbytes,
             memory_domain=info.memory_domain,
             execution=info.execution.value,
@@ -157,13 +158,14 @@ def _measure_members(
     crew: Crew, stages: dict[str, list[StageGraphs]], samples: int
 ) -> tuple[dict[str, list[Times | str]], dict[str, float]]:
     members = list(stages)
+    speeds = {member.id: member.speed for member in crew.cluster.members}
     rows = crew.call_each(
         "hetpipe.cost.profiler:measure_layers",
-        {member: (stages[member], samples) for member in members},
+        {member: (stages[member], samples, speeds[member]) for member in members},
     )
     empty = crew.call_each(
         "hetpipe.cost.profiler:measure_layers",
-        {member: ([_probe_stage(0, 1, 4)], 1) for member in members},
+        {member: ([_probe_stage(0, 1, 4)], 1, speeds[member]) for member in members},
     )
     overheads = {}
     for member in members:
@@ -174,11 +176,10 @@ def _measure_members(
     return rows, overheads
 
 
-def _stretched(entry: Times | str, speed: float) -> LayerCost:
+def _layer_cost(entry: Times | str) -> LayerCost:
     if isinstance(entry, str):
         return LayerCost(float("inf"), float("inf"), float("inf"), reason=entry)
-    forward_s, backward_s, update_s = (time_s / speed for time_s in entry)
-    return LayerCost(forward_s, backward_s, update_s)
+    return LayerCost(*entry)
 
 
 def _state_nbytes(stage: StageGraphs) -> int:

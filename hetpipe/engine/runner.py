@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from hetpipe.capture.program import COUNT, LOSS
+from hetpipe.cost.emulation import stretch
 from hetpipe.engine.edges import Receiver, Sender, Span
 from hetpipe.engine.messages import Step, StepReport
 from hetpipe.engine.stage import Stage
@@ -96,11 +97,11 @@ class Runner:
                 scalars = {"lr": step.lr, "step": float(step.number), "grad_scale": scale()}
                 start_s = time.monotonic()
                 self._stage.update(scalars)
-                spans.append((index, start_s, self._stretch(start_s)))
+                spans.append((index, start_s, stretch(start_s, self._speed)))
             else:
                 start_s = time.monotonic()
                 self._pass(action, firsts[action.number])
-                spans.append((index, start_s, self._stretch(start_s)))
+                spans.append((index, start_s, stretch(start_s, self._speed)))
             if index in script.releases:
                 self._stage.release(script.releases[index])
             if index == script.last_forward and self._stage.has_count:
@@ -125,14 +126,6 @@ class Runner:
             self._stage.forward(m, step.samples[m], step.feeds[m], rng)
         else:
             self._stage.backward(m, step.samples[m], step.loss_tangents[m])
-
-    def _stretch(self, start_s: float) -> float:
-        """Make a compute action last as long as on the emulated, slower device; its end."""
-        end_s = time.monotonic()
-        if self._speed < 1.0:
-            time.sleep((end_s - start_s) * (1.0 / self._speed - 1.0))
-            end_s = time.monotonic()
-        return end_s
 
     def _kind(self, message: Message) -> Kind:
         tied = message.kind in TIED
