@@ -10,7 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from hetpipe.bench.eager import micro_sizes
-from hetpipe.bench.plain import PlainTorch
+from hetpipe.bench.plain import WARM_UP, PlainTorch
 from hetpipe.bench.training import torch_losses, train
 from hetpipe.bench.zoo import optimizer_of
 from hetpipe.engine.crew import Crew
@@ -60,7 +60,7 @@ class Row(ABC):
 
     @abstractmethod
     def step_s(self, steps: int) -> float:
-        """Mean seconds of `steps` steps, after one that is not timed."""
+        """Mean seconds of `steps` steps, after `WARM_UP` that are not timed."""
 
     @abstractmethod
     def close(self) -> None:
@@ -139,10 +139,11 @@ class PipelineRow(Row):
         self.microbatches = self.plan.microbatches
 
     def step_s(self, steps: int) -> float:
-        fed = list(islice(self._batches, steps + 1))
-        self.pipe.step(*fed[0])
+        fed = list(islice(self._batches, WARM_UP + steps))
+        for x, y in fed[:WARM_UP]:
+            self.pipe.step(x, y)
         begin_s = time.perf_counter()
-        for x, y in fed[1:]:
+        for x, y in fed[WARM_UP:]:
             self.pipe.step(x, y)
         return (time.perf_counter() - begin_s) / steps
 
