@@ -10,7 +10,7 @@ class CaptureError(HetpipeError):
 
 
 class UnsupportedOperatorError(HetpipeError):
-    """A device lacks an operator; the message names operator, layer and who has it."""
+    """A device lacks an operator; the message names the device, the operator and the layer."""
 
 
 class ClusterError(HetpipeError):
