@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetpipe.bench.eager import micro_sizes
 from hetpipe.bench.plain import WARM_UP, PlainTorch
-from hetpipe.bench.training import torch_losses, train
+from hetpipe.bench.training import one_thread, torch_losses, train
 from hetpipe.bench.zoo import optimizer_of
 from hetpipe.engine.crew import Crew
 from hetpipe.engine.pipeline import Pipeline
@@ -139,13 +139,14 @@ class PipelineRow(Row):
         self.microbatches = self.plan.microbatches
 
     def step_s(self, steps: int) -> float:
-        fed = list(islice(self._batches, WARM_UP + steps))
-        for x, y in fed[:WARM_UP]:
-            self.pipe.step(x, y)
-        begin_s = time.perf_counter()
-        for x, y in fed[WARM_UP:]:
-            self.pipe.step(x, y)
-        return (time.perf_counter() - begin_s) / steps
+        with one_thread():
+            fed = list(islice(self._batches, WARM_UP + steps))
+            for x, y in fed[:WARM_UP]:
+                self.pipe.step(x, y)
+            begin_s = time.perf_counter()
+            for x, y in fed[WARM_UP:]:
+                self.pipe.step(x, y)
+            return (time.perf_counter() - begin_s) / steps
 
     def close(self) -> None:
         self._crew.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -73,11 +74,23 @@ def train(
     `expected` are the losses of `torch_losses` for the first of them.
     """
     batches = workload.batches(pipe.plan.mini_batch, seed)
-    for index, (x, y) in enumerate(islice(batches, steps)):
-        begin_s = time.perf_counter()
-        loss = pipe.step(x, y)
-        time_s = time.perf_counter() - begin_s
-        yield Step(index, loss, time_s, expected[index] if index < len(expected) else None)
+    with one_thread():
+        for index, (x, y) in enumerate(islice(batches, steps)):
+            begin_s = time.perf_counter()
+            loss = pipe.step(x, y)
+            time_s = time.perf_counter() - begin_s
+            yield Step(index, loss, time_s, expected[index] if index < len(expected) else None)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Keep torch in this process to one thread: the others, idle, spin on cores of the workers."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)
