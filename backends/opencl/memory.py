@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 PROBE_NBYTES = 4096
+HUGE_PAGE_NBYTES = 2 << 20
+MADV_HUGEPAGE = 14
 
 GRANULE_NBYTES = 128
 """Every tensor's room is a multiple of this, so that 16 lanes may pass its end."""
@@ -140,9 +143,22 @@ def allocate(context: Any, nbytes: int, queue: Any | None) -> Piece:
     flags = cl.map_flags.READ | cl.map_flags.WRITE
     mapped, _ = cl.enqueue_map_buffer(queue, buffer, flags, 0, (nbytes,), np.uint8)
     place = (ctypes.c_uint8 * nbytes).from_address(mapped.ctypes.data)
+    _ask_for_huge_pages(mapped.ctypes.data, nbytes)
     mapped.base.release(queue)
     queue.finish()  # no kernel may meet a buffer that is still mapped
     return Piece(buffer, np.ctypeslib.as_array(place))
+
+
+def _ask_for_huge_pages(address: int, nbytes: int) -> None:
+    """Let Linux back untouched memory with pages of 2 MiB: matrices span too many of 4 KiB.
+
+    A wish: where the system does not grant it, nothing is lost but the speed.
+    """
+    begin = -(-address // HUGE_PAGE_NBYTES) * HUGE_PAGE_NBYTES
+    end = (address + nbytes) // HUGE_PAGE_NBYTES * HUGE_PAGE_NBYTES
+    if sys.platform == "linux" and begin < end:
+        advise = ctypes.CDLL(None).madvise
+        advise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_HUGEPAGE)
 
 
 def computes_in_host(context: Any, queue: Any) -> bool:

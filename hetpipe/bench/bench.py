@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from hetpipe.plan.plan import Plan
     from hetpipe.simulate.timeline import Timeline
 
-COUNTS = (4, 8, 16, 32)  # micro-batches that pipelines explore
-FEWER = (2,)  # and that rows of a single device may have as well
+COUNTS = (8, 16, 32)  # micro-batches that pipelines explore
+FEWER = (2, 4)  # and that rows of a single device may have as well
 PLAIN_COUNTS = (1, 2, 4, 8)  # for plain torch, which gains nothing by more
 
 
@@ -168,7 +168,7 @@ def _open(task: Task, setting: Setting, progress: Progress) -> Iterator[Outcome]
     table = tables[-(-task.mini_batch // balanced.microbatches)]
     even, blind = (
         make(
-            table, balanced.devices, mini_batch=task.mini_batch,
+            table, task.cluster.ids, mini_batch=task.mini_batch,
             microbatches=balanced.microbatches, schedule=balanced.schedule,
         )
         for make in (even_plan, speed_blind_plan)

@@ -20,13 +20,14 @@ def even_plan(
     microbatches: int,
     schedule: str = "1f1b",
 ) -> Plan:
-    """As many layers for each device, in the given order; what is over goes to the first ones.
+    """As many layers for each device, in the given order; what is over goes to the last ones.
 
-    Raises `PlanError` if a device cannot run its share.
+    (They keep fewer micro-batches in flight.) Raises `PlanError` if a device cannot run its share.
     """
     share, over = divmod(len(table.layers), max(len(devices), 1))
     # Where layers are too few, make_plan says so.
-    cuts = [share * n + min(n, over) for n in range(1, len(devices))] if share else None
+    more = [max(0, n - len(devices) + over) for n in range(1, len(devices))]
+    cuts = [share * n + extra for n, extra in enumerate(more, 1)] if share else None
     plan = make_plan(
         table, devices, mini_batch=mini_batch, microbatches=microbatches, schedule=schedule,
         cuts=cuts,
