@@ -19,7 +19,10 @@ inline void pack_contiguous(__global const float* src, const int stride_k, const
   for (int k = k0; k < k1; k++) {
     __global const float* from = src + k * stride_k;
     __global float* to = dst + k * width;
-    if (count >= width) {
+    if (count >= width && width % LANES == 0) {
+#pragma unroll
+      for (int i = 0; i < width / LANES; i++) vstore16(vload16(i, from), i, to);
+    } else if (count >= width) {
 #pragma unroll
       for (int i = 0; i < width / 4; i++) vstore4(vload4(i, from), i, to);
     } else {
