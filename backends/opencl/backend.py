@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hetpipe.errors import BackendError
-from hetpipe.sdk.backend import Backend, Device
+from hetpipe.sdk.backend import Backend, Device, Finding
 from hetpipe.sdk.info import HOST_MEMORY, Capabilities, DeviceInfo
 
 from .driver import driver, errors, platforms
 from .names import RUNTIMES, Known, known, slug
-from .runtimes import EMULATORS, POCL, Finding, prepare
+from .runtimes import EMULATORS, POCL, prepare
 
 if TYPE_CHECKING:
     from .device import OpenCLDevice

@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hetpipe.errors import BackendError
-from hetpipe.sdk.backend import Device
-
 from .builder import Kernel, kernel_source
-from .device import OpenCLDevice
 from .driver import driver
+
+if TYPE_CHECKING:
+    from .device import OpenCLDevice
 
 CHAINS, LANES = 12, 16
 """Independent multiply-adds of a work-item, as in `kernels/cpu/ceiling.cl`."""
 WORK_ITEMS, REPEATS = 32, 40_000
 
 
-def fma_ceiling(device: Device) -> tuple[Callable[[], None], int]:
-    """(run, operations): `run` does so many float32 operations in registers and waits for them.
-
-    Raises `BackendError` if the device is not an OpenCL one.
-    """
-    if not isinstance(device, OpenCLDevice):
-        raise BackendError(
-            f"the ceiling is of OpenCL kernels, and {device.info.id} is a device of "
-            f"{device.info.backend}; give an id that starts with opencl:"
-        )
+def fma_ceiling(device: OpenCLDevice) -> tuple[Callable[[], None], int]:
+    """(run, operations): `run` does so many float32 operations in registers and waits for them."""
     cl = driver()
     source = kernel_source("cpu/common.cl") + kernel_source("cpu/ceiling.cl")
     wanted = Kernel(source, "fma_ceiling")

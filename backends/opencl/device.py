@@ -15,6 +15,7 @@ from hetpipe.sdk.backend import DONE, Buffer, Device, Event, Executable
 from hetpipe.sdk.graph import require_support
 from hetpipe.sdk.info import HOST_MEMORY, DeviceInfo
 
+from .ceiling import fma_ceiling
 from .driver import driver, errors
 from .events import CommandEvent, LaterEvent, when_done
 from .executable import OpenCLExecutable
@@ -97,6 +98,9 @@ class OpenCLDevice(Device):
         if (room := buffer.memory.host) is not None:
             return self._copy(target, room[: dst.nbytes], after)
         return self._transfer(buffer, target, buffer.memory.cl, after)
+
+    def fma_ceiling(self) -> tuple[Callable[[], None], int] | None:
+        return fma_ceiling(self)
 
     def memory_used_nbytes(self) -> int | None:
         return self.memory.held_nbytes + self._arena[0]

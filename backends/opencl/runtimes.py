@@ -19,6 +19,8 @@ from pathlib import Path
 
 from platformdirs import user_cache_path
 
+from hetpipe.sdk.backend import Finding
+
 SYSTEM_VENDORS = Path("/etc/OpenCL/vendors")
 INTEL = {
     "libintelocl.so": "Intel's OpenCL runtime for CPUs",
@@ -34,9 +36,6 @@ POCL = "apt install pocl-opencl-icd"
 OURS = "HETPIPE_SET_"
 """Prefix of variables that remember what this module set, so that a child process can tell."""
 SLOTS = 256
-
-Finding = tuple[str, str, str]
-"""(level, what, cure): level is ok, repaired, missing or broken."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Matrix products of the OpenCL devices here, each in a process of its own that has one core."""
+"""Matrix products of the devices here, each in a process of its own that has one core."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from typing import Any
 
 from hetpipe.cluster import available_cores
 from hetpipe.errors import HetpipeError
+from hetpipe.sdk.info import DeviceInfo
 from hetpipe.sdk.registry import discover_devices, get_backend
 
-BACKEND = "opencl"  # this benchmark's subject: its kernels against their ceiling
 LIMIT_S = 300.0
 
 
 def products() -> list[dict[str, Any]]:
-    """The fields of `MatmulFigures` for every device that is no emulator; [] without OpenCL."""
-    infos, _ = discover_devices([BACKEND])
-    able = [i for i in infos if not (i.capabilities.emulated or i.capabilities.reference)]
-    return [_measure(info.id, get_backend(BACKEND).worker_environment(info, 1)) for info in able]
+    """The fields of `MatmulFigures` for every processor that can tell its own ceiling."""
+    found, _ = discover_devices()
+    infos = [i for i in found if i.kind == "cpu" and not i.capabilities.reference]
+    figures = [_measure(info) for info in infos if not info.capabilities.emulated]
+    return [each for each in figures if each is not None]
 
 
-def _measure(device_id: str, settings: dict[str, str]) -> dict[str, Any]:
+def _measure(info: DeviceInfo) -> dict[str, Any] | None:
+    settings = get_backend(info.backend).worker_environment(info, 1)
     core = available_cores()[0]
 
     def pin() -> None:
@@ -31,7 +33,7 @@ def _measure(device_id: str, settings: dict[str, str]) -> dict[str, Any]:
             os.sched_setaffinity(0, {core})
 
     done = subprocess.run(
-        [sys.executable, "-m", "hetpipe.bench.matmul", "--json", device_id],
+        [sys.executable, "-m", "hetpipe.bench.matmul", "--json", info.id],
         env={**os.environ, **settings, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         preexec_fn=pin,
         capture_output=True,
@@ -40,6 +42,6 @@ def _measure(device_id: str, settings: dict[str, str]) -> dict[str, Any]:
     )
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise HetpipeError(f"matrix products on {device_id} failed: {last}")
-    figures: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        raise HetpipeError(f"matrix products on {info.id} failed: {last}")
+    figures: dict[str, Any] | None = json.loads(done.stdout.strip().splitlines()[-1])
     return figures

@@ -20,10 +20,12 @@ TORCH_BAR = 0.97  # the engine on one device has to keep this share of plain tor
 
 def product_table(figures: Sequence[Mapping[str, Any]]) -> Table:
     """Matrix products in GFLOP/s, median and spread, one core each."""
-    columns = ("ours", "min .. max", "its ceiling", "torch.mm", "of ceiling", "times torch.mm")
+    columns = (
+        "ours", "min .. max", "its ceiling", "torch.mm", "oneDNN", "of ceiling", "times torch.mm",
+    )  # fmt: skip
     table = make_table("Matrix products, float32, one core, GFLOP/s", ("", "n", *columns), columns)
     for each in figures:
-        ours = each["ours_gflops"]
+        ours, onednn = each["ours_gflops"], each["onednn_gflops"]
         table.add_row(
             each["device_id"],
             str(each["n"]),
@@ -31,6 +33,7 @@ def product_table(figures: Sequence[Mapping[str, Any]]) -> Table:
             f"{ours['lowest']:.0f} .. {ours['highest']:.0f}",
             f"{each['ceiling_gflops']['median']:.0f}",
             f"{each['torch_mm_gflops']['median']:.0f}",
+            f"{onednn['median']:.0f}" if onednn else "-",
             f"{each['of_ceiling']:.1%}",
             f"{each['of_torch']:.2f}",
         )

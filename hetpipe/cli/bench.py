@@ -24,17 +24,18 @@ from hetpipe.cli.output import Output, progress_bar
 if TYPE_CHECKING:
     from hetpipe.bench.bench import Outcome
 
-REHEARSAL = "pytorch:cpu:0,pytorch:cpu:0"
-REHEARSAL_SPEED = "pytorch:cpu:0#1=0.5"
-
 
 def command(
     workload: Annotated[
         str, typer.Option("--workload", metavar="MODEL", help="Zoo name or package.module:factory.")
     ] = "digits",
     matmul: Annotated[
-        bool, typer.Option(help="Matrix products of the OpenCL devices first, against torch's.")
+        bool, typer.Option(help="Matrix products of the processors first, against torch's.")
     ] = True,
+    rehearse: Annotated[
+        str,
+        typer.Option(metavar="ID", help="Two workers on this device, one at half speed; '' none."),
+    ] = "pytorch:cpu:0",
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Turns of every row.")] = 5,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps of a turn.")] = 4,
     picture: Annotated[
@@ -53,8 +54,8 @@ def command(
 ) -> None:
     """Measure a workload on devices alone and together.
 
-    Without a cluster, devices or speeds: the devices of this machine, then two of its processors'
-    cores of which one is emulated at half its speed.
+    Without a cluster, devices or speeds: the devices of this machine, then two workers on one
+    device, of which one is emulated at half its speed.
     """
     from hetpipe.bench.bench import Setting, run
     from hetpipe.bench.machine import describe, machine, versions
@@ -62,9 +63,9 @@ def command(
     output = Output(json)
     here = make_cluster(cluster, devices, backends, emulate_speed)
     clusters = {f"{workload} on {', '.join(here.ids)}": here}
-    if not (cluster or devices or backends or emulate_speed):
-        rehearsal = make_cluster(None, REHEARSAL, None, [REHEARSAL_SPEED])
-        clusters[f"{workload}, one of two at half its speed"] = rehearsal
+    if rehearse and not (cluster or devices or backends or emulate_speed):
+        both = make_cluster(None, f"{rehearse},{rehearse}", None, [f"{rehearse}#1=0.5"])
+        clusters[f"{workload}, one of two at half its speed"] = both
     output.text(describe())
     outcomes: list[Outcome] = []
     products = _matmul(output) if matmul else []

@@ -11,7 +11,6 @@ from hetpipe.cli.options import BackendsOption, JsonOption, split_names
 from hetpipe.cli.output import Output, progress_bar
 
 if TYPE_CHECKING:
-    from hetpipe.sdk.backend import Backend
     from hetpipe.sdk.info import DeviceInfo
 
 STYLES = {"ok": "green", "repaired": "cyan", "missing": "yellow", "broken": "red"}
@@ -62,17 +61,10 @@ def examine(name: str) -> list[dict[str, str]]:
     from hetpipe.sdk import get_backend
 
     try:
-        backend = get_backend(name)
-        describe = getattr(backend, "describe", None)  # optional: most have nothing to add
-        described = describe() if describe else _list_devices(backend)
+        described = get_backend(name).describe()
     except BackendError as error:
         return [_finding(name, "broken", str(error), "")]
     return [_finding(name, level, what, cure) for level, what, cure in described]
-
-
-def _list_devices(backend: Backend) -> list[tuple[str, str, str]]:
-    found = [("ok", f"{i.id}: {i.name}, {i.driver}", "") for i in backend.discover()]
-    return found or [("missing", f"backend {backend.name} finds no device", "")]
 
 
 _OK = {"ok": True}

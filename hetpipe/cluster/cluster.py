@@ -41,6 +41,7 @@ class Cluster:
     members: tuple[Member, ...]
     links: dict[frozenset[str], Link] = field(default_factory=dict)
     transport: str = "auto"  # auto | local | shared-memory | distributed
+    places: Mapping[str, str] = field(default_factory=dict, compare=False)  # file:line by member id
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:

@@ -80,8 +80,11 @@ class _File:
             if not (isinstance(found, list) and all(isinstance(item, dict) for item in found)):
                 self._fail(self._find(kind, 1), f"write each {kind} as a [[{kind}]] table")
         members: list[Member] = []
+        places: dict[str, str] = {}
         for index, table in enumerate(tables["device"]):
-            members.append(self._member(table, self._header("device", index), members))
+            line = self._header("device", index)
+            members.append(self._member(table, line, members))
+            places[members[-1].id] = f"{self._path}:{self._find('device', line + 1)}"
         ids = [member.id for member in members]
         links: dict[frozenset[str], Link] = {}
         for index, table in enumerate(tables["link"]):
@@ -92,7 +95,7 @@ class _File:
             links[pair] = self._link(table, line, pair, ids)
         transport = self._value(data, "transport", str, "auto", 1)
         return self._checked(
-            self._find("transport", 1), lambda: Cluster(tuple(members), links, transport)
+            self._find("transport", 1), lambda: Cluster(tuple(members), links, transport, places)
         )
 
     def _member(self, table: Mapping[str, Any], line: int, before: list[Member]) -> Member:

@@ -21,6 +21,11 @@ class LayerCost:
     update_s: float  # optimizer, once per mini-batch
     reason: str = ""  # why the device cannot run it
 
+    @property
+    def impossible(self) -> bool:
+        """Whether the device cannot run it."""
+        return math.isinf(self.forward_s + self.backward_s)
+
 
 @dataclass(frozen=True)
 class LayerBytes:

@@ -33,6 +33,8 @@ def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout
         raise ClusterError(
             f"a crew needs members with different ids, got {[member.id for member in members]}"
         )
+    local = transport == "local"
+    found = [_find(member, local, cluster.places.get(member.id)) for member in members]
     control = Control([f"worker {m.id!r} ({m.device})" for m in members])
     store, address = None, None
     if transport == "distributed":
@@ -40,11 +42,10 @@ def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout
 
         store = host_store()
         address = (store.host, store.port)
-    local = transport == "local"
     orders = [
         Open(
             member,
-            None if local else _reference(member),
+            reference,
             tuple(sys.path),
             heartbeat_s,
             start_timeout_s,
@@ -52,14 +53,29 @@ def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout
             len(members),
             address,
         )
-        for rank, member in enumerate(members)
+        for rank, (member, (reference, _)) in enumerate(zip(members, found, strict=True))
     ]
     if local:
         return ThreadFleet(control, orders)
-    environments = [_environment(member, _info(member)) for member in members]
+    environments = [
+        _environment(member, info) for member, (_, info) in zip(members, found, strict=True)
+    ]
     fleet = ProcessFleet(control, orders, environments, silence_s)
     fleet.keep = store
     return fleet
+
+
+def _find(member: Member, local: bool, place: str | None) -> tuple[str | None, DeviceInfo]:
+    """How a process loads the member's backend, and its device.
+
+    An error begins with `place`, the line of a cluster file that names the device.
+    """
+    try:
+        return None if local else _reference(member), _info(member)
+    except HetpipeError as error:
+        if place is None:
+            raise
+        raise type(error)(f"{place}: {error}") from error
 
 
 def _reference(member: Member) -> str:

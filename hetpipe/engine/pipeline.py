@@ -15,6 +15,7 @@ from hetpipe.engine.crew import Crew, StepRequest
 from hetpipe.engine.measure import Progress, profile
 from hetpipe.errors import HetpipeError, PlanError
 from hetpipe.plan.planner import explore, make_plan, predict
+from hetpipe.plan.pricing import check_able
 from hetpipe.schedule.action import Op, Schedule
 from hetpipe.schedule.generators import generate
 from hetpipe.schedule.validate import validate
@@ -85,7 +86,10 @@ class Pipeline:
                 self.plan, self.costs = self._planned(microbatches, schedule, cuts)
             else:
                 self.plan = self._fitting(plan)
-                self.costs = costs or self._profiled([plan.microbatches])[plan.microbatches]
+                if costs is None:
+                    costs = self._profiled([plan.microbatches])[plan.microbatches]
+                    check_able(plan, costs)
+                self.costs = costs
             self._loaded: set[int] = set()
             self._load(set(_sizes(self._mini_batch, self.plan.microbatches)), None)
         except BaseException:

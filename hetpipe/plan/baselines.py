@@ -76,8 +76,7 @@ def _averaged(table: CostTable, devices: Sequence[str]) -> CostTable:
     blind = {}
     for device, cost in zip(devices, costs, strict=True):
         layers = tuple(
-            own if math.isinf(own.forward_s + own.backward_s) else mean
-            for own, mean in zip(cost.layers, means, strict=True)
+            own if own.impossible else mean for own, mean in zip(cost.layers, means, strict=True)
         )
         blind[device] = replace(cost, layers=layers, overhead_s=overhead_s)
     return replace(table, devices={**table.devices, **blind})

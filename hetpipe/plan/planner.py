@@ -260,7 +260,7 @@ def _why_not(
         return next(reason for reason in reasons if reason is not None)
     for index, layer in enumerate(costs.table.layers):
         entries = {device: costs.table.devices[device].layers[index] for device in orders[0]}
-        if all(math.isinf(entry.forward_s + entry.backward_s) for entry in entries.values()):
+        if all(entry.impossible for entry in entries.values()):
             refusals = "; ".join(f"{name}: {entry.reason}" for name, entry in entries.items())
             return f"none of them can run layer {layer.name} ({refusals})"
     return "each can run some layers, but in no order of them do these join to the whole model"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from hetpipe.cost.table import CostTable
+from hetpipe.errors import PlanError
 from hetpipe.plan.costs import StageCosts
 from hetpipe.plan.plan import Plan, StagePlan, Tied
 from hetpipe.schedule.generators import generate
@@ -90,6 +91,15 @@ def predict(plan: Plan, table: CostTable, *, tied: Tied | None = None) -> Timeli
     return simulate(schedule, times, workers=plan.devices)
 
 
+def check_able(plan: Plan, table: CostTable) -> None:
+    """Raises `PlanError` if a stage has a layer that its device cannot run."""
+    for number, stage in enumerate(plan.stages):
+        for device in stage.devices:
+            refused = _refused(table, device, stage.lo, stage.hi)
+            if refused:
+                raise PlanError(f"stage {number}: {device} cannot run {refused[0]}")
+
+
 def lower_bound_s(question: Question, partition: Partition) -> float:
     """No schedule is quicker: a stage's own passes, and the way to it and back for one of them."""
     costs = question.costs
@@ -138,13 +148,19 @@ def _notes(table: CostTable, devices: Sequence[str]) -> Iterator[str]:
 
 
 def _refused(table: CostTable, device: str, lo: int, hi: int) -> list[str]:
-    """The layers among lo..hi that the device cannot run, and why."""
-    entries = zip(table.layers[lo:hi], table.devices[device].layers[lo:hi], strict=True)
+    """The layers among lo..hi that the device cannot run, why, and who can."""
+    costs = table.devices[device].layers
     return [
-        f"layer {layer.name}: {cost.reason}"
-        for layer, cost in entries
-        if math.isinf(cost.forward_s + cost.backward_s)
+        f"layer {table.layers[index].name}: {costs[index].reason} ({_able(table, index)})"
+        for index in range(lo, hi)
+        if costs[index].impossible
     ]
+
+
+def _able(table: CostTable, index: int) -> str:
+    """The devices that can run a layer."""
+    able = [id for id, device in table.devices.items() if not device.layers[index].impossible]
+    return f"{', '.join(able)} can" if able else f"nor can any of {', '.join(table.devices)}"
 
 
 def _lack(need: int, capacity: int) -> str:

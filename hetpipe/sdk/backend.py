@@ -133,12 +133,23 @@ class Device(ABC):
     ) -> Event:
         """Copy a buffer into a host array of the same shape and dtype."""
 
+    def fma_ceiling(self) -> tuple[Callable[[], None], int] | None:
+        """(run, operations), or None: `run` does that many float32 operations, and waits for them.
+
+        Multiply-adds in registers alone: what the device's matrix product is measured against.
+        """
+        return None
+
     def memory_used_nbytes(self) -> int | None:
         """Bytes that this process holds on the device, or None if it does not count."""
         return None
 
     def close(self) -> None:  # noqa: B027 - nothing to do is a fine default
         """Release the device."""
+
+
+Finding = tuple[str, str, str]
+"""(ok | repaired | missing | broken, what, the command that cures it)."""
 
 
 class Backend(ABC):
@@ -163,6 +174,11 @@ class Backend(ABC):
     def worker_environment(self, info: DeviceInfo, cores: int) -> dict[str, str]:
         """Environment variables to set before a worker process for this device starts."""
         return {}
+
+    def describe(self) -> list[Finding]:
+        """What `hetpipe doctor` says: found, repaired, missing, broken. Raises `BackendError`."""
+        found = [("ok", f"{i.id}: {i.name}, {i.driver}", "") for i in self.discover()]
+        return found or [("missing", f"backend {self.name} finds no device", "")]
 
 
 class BlockingDevice(Device):

@@ -15,7 +15,7 @@ from hetpipe.bench.zoo import load_workload
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Member
 
-STEPS, MINI_BATCH, MICROBATCHES = 5, 64, 4
+STEPS, MINI_BATCH, MICROBATCHES = 20, 64, 4
 
 
 def test_digits_on_fpga_emulator_and_torch() -> None:

@@ -162,6 +162,21 @@ def test_a_device_that_is_not_there(transport: str) -> None:
         start(["none", "good"], transport)
 
 
+@pytest.mark.parametrize(
+    ("device", "why"),
+    [("faulty:none:0", r"member 'faulty:none:0' needs"), ("noting:cpu:0", "no backend 'noting'")],
+)
+@pytest.mark.parametrize("transport", ["local", "shared-memory"])
+def test_a_wrong_device_name_points_at_its_line(
+    tmp_path: Path, transport: str, device: str, why: str
+) -> None:
+    path = tmp_path / "cluster.toml"
+    good = f'transport = "{transport}"\n[[device]]\ndevice = "faulty:good:0"\n'
+    path.write_text(good + f'[[device]]\nspeed = 0.5\ndevice = "{device}"\n')
+    with pytest.raises(BackendError, match=f"^{path}:6: {why}"):
+        Crew.start(Cluster.load(path))
+
+
 def test_an_unknown_backend() -> None:
     with pytest.raises(BackendError, match="no backend 'nothing'"):
         start(["nothing:cpu:0"], "shared-memory")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,34 @@ def test_planner_chooses_and_predicts(crew: Crew) -> None:
             _ = pipe.timeline
         pipe.step(*batch(12))
         assert pipe.timeline.step_s > 0
+
+
+class WithErfinv(nn.Module):
+    """Its second layer has an operator that the numpy backend lacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(20, 8), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.erfinv(torch.tanh(self.first(x)) * 0.5))
+
+
+@pytest.mark.parametrize("given", ["cuts", "plan"])
+def test_an_operator_that_a_device_lacks_is_named_with_who_has_it(crew: Crew, given: str) -> None:
+    """With the layer; and the planner, left to itself, gives the layer to the other device."""
+    with pipeline(crew, WithErfinv()) as pipe:
+        assert pipe.plan.devices == ("a",)
+        whole = pipe.plan
+    options = {"cuts": [1]}
+    if given == "plan":
+        stages = tuple(replace(stage, devices=("b",)) for stage in whole.stages)
+        options = {"plan": replace(whole, stages=stages)}
+    members = tuple(reversed(crew.cluster.members))
+    message = r"numpy:cpu:0 cannot run aten.erfinv.default of layer first: .* \(a can\)"
+    other = Crew.start(replace(crew.cluster, members=members))
+    with other, pytest.raises(PlanError, match=message):
+        pipeline(other, WithErfinv(), **options)
 
 
 def test_plan_of_another_model_is_refused(crew: Crew) -> None:

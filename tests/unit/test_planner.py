@@ -200,7 +200,7 @@ def test_a_layer_stays_off_a_device_that_cannot_run_it():
     table = without(make_table(SPEEDS), "b", {0, 1, 2, 3})
     plan = make_plan(table, ["b", "a"], mini_batch=32, microbatches=8)
     assert [(s.devices, s.lo, s.hi) for s in plan.stages] == [(("a",), 0, 4), (("b",), 4, 8)]
-    assert plan.notes == ("b cannot run layer l0: no kernel for it and 3 more",)
+    assert plan.notes == ("b cannot run layer l0: no kernel for it (a can) and 3 more",)
 
 
 def test_a_layer_that_no_device_can_run_is_named_with_the_reasons():
@@ -211,7 +211,7 @@ def test_a_layer_that_no_device_can_run_is_named_with_the_reasons():
     with pytest.raises(PlanError, match="in no order of them"):
         make_plan(table, ["a", "b"], mini_batch=32, microbatches=8)
     table = without(make_table(SPEEDS), "b", {3})
-    with pytest.raises(PlanError, match="the device cannot run layer l3: no kernel for it"):
+    with pytest.raises(PlanError, match=r"cannot run layer l3: no kernel for it \(a can\)"):
         make_plan(table, ["a", "b"], mini_batch=32, microbatches=8, cuts=[3])
 
 
