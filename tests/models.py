@@ -49,8 +49,8 @@ class Block(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.relu(self.bn1(self.conv1(x)))
-        return F.relu(self.bn2(self.conv2(y)) + self.shortcut(x))
+        y = F.silu(self.bn1(self.conv1(x)))
+        return F.silu(self.bn2(self.conv2(y)) + self.shortcut(x))
 
 
 class ResidualCNN(nn.Module):
@@ -65,7 +65,7 @@ class ResidualCNN(nn.Module):
         self.head = nn.Linear(16, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.pool(self.blocks(F.relu(self.bn(self.stem(x)))))
+        x = self.pool(self.blocks(F.silu(self.bn(self.stem(x)))))
         return self.head(x.mean((2, 3)))
 
 
@@ -81,7 +81,7 @@ class TwoBranch(nn.Module):
         self.last = nn.Linear(16, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        entry = torch.relu(self.entry(x))
+        entry = F.silu(self.entry(x))
         left, right = torch.tanh(self.left(entry)), torch.sigmoid(self.right(entry))
         merged = self.merge(torch.cat([left, right], 1))
         return self.last(merged * 0.5 + entry)

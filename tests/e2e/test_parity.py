@@ -1,7 +1,9 @@
 """A pipeline trains exactly what torch trains without one.
 
-Losses of 20 steps to 1e-4 relative, every gradient of the first step to 1e-4 of its norm. Gradients
-that are truly zero (a bias in front of batch norm) are compared with an absolute floor.
+Losses of 20 steps to 1e-4 relative, every gradient of the first step to 1e-4 of its norm, every
+weight after the last to 1e-3 of its norm. Gradients that are truly zero (a bias in front of batch
+norm) are compared with an absolute floor. Models are smooth but for one ReLU: where the last bit
+of a sum decides which gradients flow, no two correct trainings agree.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from hetpipe.engine.crew import Crew
 STEPS = 20
 MICROBATCHES = 4
 TOLERANCE = 1e-4
-LEARNING_RATE = 0.003  # a ReLU that flips on a rounding error must not decide the run
+WEIGHT_TOLERANCE = 1e-3
+LEARNING_RATE = 0.05
 GRADIENT_FLOOR = 1e-6  # of a tensor's norm, where the true gradient is zero
 
 # Every pair of (first stage's backend, schedule, transport) occurs; later stages mix the others in.
@@ -110,4 +113,11 @@ def test_pipeline_equals_unpartitioned(crew: tuple[Crew, str], name: str, stages
             assert error <= TOLERANCE * gradient.norm().item() + GRADIENT_FLOOR, (key, error)
         losses = [pipe.step(x, y) for x, y in batches]
         assert losses == pytest.approx(expected, rel=TOLERANCE)
-        assert pipe.state_dict().keys() == eager.state_dict().keys()
+        state = pipe.state_dict()
+    assert state.keys() == eager.state_dict().keys()
+    for key, value in eager.state_dict().items():
+        error = (state[key] - value).double().norm().item()
+        assert error <= WEIGHT_TOLERANCE * value.double().norm().item() + GRADIENT_FLOOR, (
+            key,
+            error,
+        )
