@@ -21,7 +21,7 @@ from hetpipe.capture.program import (
     Slot,
     StageGraphs,
 )  # fmt: skip
-from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.cluster.cluster import Cluster, Member, available_cores
 from hetpipe.engine.crew import Crew, StepRequest
 from hetpipe.schedule.generators import generate
 from hetpipe.sdk.graph import canonical
@@ -33,12 +33,13 @@ TRANSPORTS = ("local", "shared-memory", "distributed")
 def measure_empty_action(
     transport: str, workers: int = 2, microbatches: int = 64, device: str = "pytorch:cpu:0"
 ) -> float:
-    """Seconds per action and worker of a step whose graphs hand their inputs on.
+    """Seconds per action and worker of a step whose graphs hand their inputs on, a core each.
 
     Actions are passes and transfers alike; the median of some 1F1B steps, from the first start to
     the last end, over the actions of the busiest worker.
     """
-    members = tuple(Member(f"worker {n}", device) for n in range(workers))
+    cores = available_cores()
+    members = tuple(Member(f"worker {n}", device, (cores[n % len(cores)],)) for n in range(workers))
     schedule = generate("1f1b", workers, microbatches)
     request = StepRequest(
         schedule,
