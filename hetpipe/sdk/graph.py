@@ -6,7 +6,8 @@ A graph is a `torch.fx.GraphModule` with
   `operator.getitem`; functional, shapes static, no mutation, no `get_attr`;
 - arguments: nodes, numbers, bools, None, strings, `torch.dtype`, and lists of these;
 - `meta["val"]` on every node: a tensor on the meta device (row-major at inputs and outputs), or a
-  tuple of them;
+  tuple of them; its strides inside are what torch would have made, and bind nobody: `aten.view` may
+  be read as a reshape of the row-major tensor;
 - one output: a flat tuple of nodes, which may repeat and may be placeholders.
 `meta["layer"]`, where present, names the layer of the user's model that a node came from.
 """
