@@ -49,6 +49,8 @@ class Launch:
     inplace: frozenset[int] = field(default_factory=frozenset)
     """Tensors read element by element, each just before the same element of a result is written:
     a result of the same size may take their memory."""
+    steady: bool = False
+    """Whether it reads weights alone: once is enough, until other weights come."""
 
 
 Lowered = Expr | tuple["Expr | None", ...]
@@ -66,6 +68,7 @@ class Builder:
         self._lowered: dict[fx.Node, Lowered] = {}
         self._stored: dict[Expr, Value] = {}
         self._groups: list[list[Store]] = []
+        self._steady: set[int] = set()
         self._count = 0
 
     # -- what lowerings use
@@ -98,12 +101,22 @@ class Builder:
         global_size: Sequence[int],
         local_size: Sequence[int] | None,
         args: Sequence[Value | int | float],
+        steady: bool = False,
     ) -> None:
-        """Run `kernel`. An int argument is an int32 there, a float a float32."""
+        """Run `kernel`. An int argument is an int32 there, a float a float32.
+
+        `steady`: it reads no tensor but some that are `steady`, and writes tensors that no other
+        launch writes.
+        """
         self._flush()
         if math.prod(global_size) > 0:
             local = None if local_size is None else tuple(local_size)
-            self.launches.append(Launch(kernel, tuple(global_size), local, tuple(args)))
+            launch = Launch(kernel, tuple(global_size), local, tuple(args), steady=steady)
+            self.launches.append(launch)
+
+    def steady(self, value: Value) -> bool:
+        """Whether runs will be given the same tensor many times over: a weight."""
+        return value.id in self._steady
 
     def result(self, node: fx.Node, value: Value | tuple[Value | None, ...]) -> None:
         """Say what `node` is; a tuple for an operator with several results."""
@@ -202,6 +215,14 @@ class Builder:
         self._groups.append([store])
 
     # -- what the compiler uses
+
+    def input(self, node: fx.Node) -> Value:
+        """The tensor that a placeholder stands for."""
+        value = self.new(node_shape(node), node_dtype(node))
+        if node.meta.get("steady"):
+            self._steady.add(value.id)
+        self.result(node, value)
+        return value
 
     def finish(self) -> None:
         """Run all that still waits."""

@@ -79,6 +79,7 @@ class OpenCLDevice(Device):
             memory = self.memory.take(host.nbytes, idle=True)
             dst = OpenCLBuffer(self, src.shape, str(src.dtype), memory)
         buffer = self._mine(dst, src, "upload")
+        buffer.writes += 1
         if host.nbytes == 0:
             return buffer, DONE
         source = host.reshape(-1).view(np.uint8)

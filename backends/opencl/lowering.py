@@ -11,7 +11,7 @@ from hetpipe.errors import UnsupportedOperatorError
 from hetpipe.sdk.graph import graph_calls, graph_inputs, graph_outputs, operator_name
 
 from .arena import inherits, lives, nbytes
-from .builder import Builder, Launch, node_dtype, node_shape
+from .builder import Builder, Launch
 from .expr import Value
 from .ops.registry import LOWERINGS
 from .target import Target
@@ -45,10 +45,7 @@ def lower(graph: fx.GraphModule, target: Target) -> Lowered:
     nodes = graph_outputs(graph)
     builder = Builder(target, frozenset(nodes))
     placeholders = graph_inputs(graph)
-    inputs = []
-    for node in placeholders:
-        inputs.append(builder.new(node_shape(node), node_dtype(node)))
-        builder.result(node, inputs[-1])
+    inputs = [builder.input(node) for node in placeholders]
     needed = _needed(graph)
     for node in graph_calls(graph):
         if node in needed:

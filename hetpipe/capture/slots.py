@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hetpipe.capture.program import Program, Slot
+from hetpipe.capture.program import CONSTANT, PARAM, Program, Slot
 from hetpipe.sdk.graph import canonical, dtype_name
 
 aten = torch.ops.aten
@@ -131,6 +131,8 @@ def make_program(
     needed = reachable([node for _, node in outputs], [node for _, node in inputs])
     used = [(key, node) for key, node in inputs if node in needed]
     module = extract(source, [node for _, node in used], [node for _, node in outputs])
+    for (key, _), placeholder in zip(used, placeholders(module.graph), strict=True):
+        placeholder.meta["steady"] = key[0] in (PARAM, CONSTANT)
     return Program(
         canonical(module),
         tuple(_slot(key, node) for key, node in used),

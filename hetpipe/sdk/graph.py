@@ -10,6 +10,8 @@ A graph is a `torch.fx.GraphModule` with
   be read as a reshape of the row-major tensor;
 - one output: a flat tuple of nodes, which may repeat and may be placeholders.
 `meta["layer"]`, where present, names the layer of the user's model that a node came from.
+`meta["steady"]` on a placeholder says that runs will be given the same buffer many times over, a
+weight: what is computed from it alone may be kept until another buffer comes.
 """
 
 from __future__ import annotations
@@ -109,7 +111,7 @@ def dump_graph(graph: fx.GraphModule) -> bytes:
         kwargs = {key: pack(value) for key, value in node.kwargs.items()}
         rows.append(
             (node.op, node.name, target, pack(node.args), kwargs, _pack_val(node.meta.get("val")),
-             node.meta.get("layer"))
+             node.meta.get("layer"), bool(node.meta.get("steady")))
         )  # fmt: skip
         index[node] = len(index)
     return pickle.dumps(rows)
@@ -130,7 +132,7 @@ def load_graph(data: bytes) -> fx.GraphModule:
             return [unpack(entry) for entry in value]
         return value
 
-    for op, name, target, args, kwargs, val, layer in pickle.loads(data):
+    for op, name, target, args, kwargs, val, layer, steady in pickle.loads(data):
         if op == "placeholder":
             node = graph.placeholder(name)
         elif op == "output":
@@ -146,6 +148,8 @@ def load_graph(data: bytes) -> fx.GraphModule:
         node.meta["val"] = _unpack_val(val)
         if layer is not None:
             node.meta["layer"] = layer
+        if steady:
+            node.meta["steady"] = True
         nodes.append(node)
     return fx.GraphModule(torch.nn.Module(), graph)
 

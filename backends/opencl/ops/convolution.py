@@ -154,6 +154,7 @@ def pack_weights(builder: Builder, g: Geometry, weight: Value, flipped: bool) ->
         (g.groups * blocks, math.ceil(depth / LANES)), (1, 1),
         (weight, packed, math.prod(weight.shape), math.prod(weight.shape) // g.groups, lane_stride,
          depth_stride, lanes, blocks, depth, taps),
+        steady=builder.steady(weight),
     )  # fmt: skip
     return packed
 

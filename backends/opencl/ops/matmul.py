@@ -88,10 +88,12 @@ def _packed(builder: Builder, p: Product) -> Value:
     builder.launch(
         _kernel(builder, "pack_left"), (row_panels, chunks, p.batch), one,
         (a.value, a.offset, a.batch, a.row, a.col, p.rows, p.depth, left),
+        steady=builder.steady(a.value),
     )  # fmt: skip
     builder.launch(
         _kernel(builder, "pack_right"), (col_panels, chunks, p.batch), one,
         (b.value, b.offset, b.batch, b.col, b.row, p.cols, p.depth, right),
+        steady=builder.steady(b.value),
     )  # fmt: skip
     for k0, k1 in depth_blocks(p.depth):
         builder.launch(
