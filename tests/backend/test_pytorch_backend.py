@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import platform
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -187,9 +191,43 @@ def test_bfloat16_travels_as_bits() -> None:
 def test_fused_operators_are_kept() -> None:
     backend = PyTorchBackend()
     assert dict(backend.decompositions()) == {}
+
+
+FAULTS = """
+import resource, threading, torch
+def work():
+    for _ in range(20):
+        kept = [torch.ones(nbytes // 4) for nbytes in (25 << 20, 25 << 20, 25 << 20)]
+        del kept
+def faults():
+    thread = threading.Thread(target=work)  # computing is not the main thread's task in a worker
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    thread.start()
+    thread.join()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(min(faults() for _ in range(6)), torch.get_num_threads())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="settings of glibc's allocator")
+def test_workers_have_their_threads_and_keep_the_memory_that_they_free() -> None:
+    backend = PyTorchBackend()
     (info,) = [i for i in backend.discover() if i.id == "pytorch:cpu:0"]
-    environment = backend.worker_environment(info, 3)
-    assert environment == {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3"}
+
+    def faults(settings: dict[str, str]) -> list[int]:
+        done = subprocess.run(
+            [sys.executable, "-c", FAULTS],
+            env={**os.environ, "OMP_NUM_THREADS": "2", **settings},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return [int(word) for word in done.stdout.split()]
+
+    found, threads = faults(backend.worker_environment(info, 1))
+    usual, _ = faults({})
+    assert threads == 1
+    assert found < 100 < usual
 
 
 # --- streams, on a pretended accelerator: work happens when the test says so --------------------
