@@ -36,7 +36,10 @@ class OpenCLExecutable(Executable):
             if output.value is not None:
                 slots[output.value.id] = len(lowered.inputs) + index
         # Setting an argument retains nothing: what arguments point to is kept here.
-        self._intermediates = memory = _intermediates(device, lowered, set(slots))
+        self._kept = _kept(device, lowered, set(slots))
+        memory = _intermediates(device, lowered, {*slots, *self._kept})
+        memory |= {key: kept.cl for key, kept in self._kept.items()}
+        self._intermediates = memory
         self._steps: list[tuple[Any, tuple[int, ...], tuple[int, ...] | None]] = []
         self._rebind: dict[int, list[tuple[Any, int]]] = {slot: [] for slot in slots.values()}
         for launch in lowered.launches:
@@ -169,20 +172,29 @@ class OpenCLExecutable(Executable):
         return tuple(plan)
 
 
+def _kept(device: OpenCLDevice, lowered: Lowered, outside: set[int]) -> dict[int, Memory]:
+    """Memory of what steady launches make, by id: no other tensor shares it."""
+    life = lives(lowered.launches)
+    return {
+        key: device.memory.take(span.nbytes, idle=False)
+        for key, span in life.items()
+        if key not in outside and lowered.launches[span.first].steady
+    }
+
+
 def _intermediates(device: OpenCLDevice, lowered: Lowered, outside: set[int]) -> dict[int, Any]:
     """Memory of the tensors that only the graph itself sees, by id."""
     life = {k: span for k, span in lives(lowered.launches).items() if k not in outside}
-    kept = {key for key, span in life.items() if lowered.launches[span.first].steady}
     if device.target.checks_memory:
         # An allocation each, so that the interpreter sees every access outside a tensor.
         sizes = {key: room_nbytes(span.nbytes) for key, span in life.items()}
         return {key: device.memory.create(nbytes).cl for key, nbytes in sizes.items()}
-    memory = {key: device.memory.create(room_nbytes(life.pop(key).nbytes)).cl for key in kept}
     offsets, total = place(life, lowered.launches, device.target.alignment_nbytes)
     if not total:
-        return memory
+        return {}
     arena = device.arena(total)
     regions: dict[tuple[int, int], Any] = {}
+    memory = {}
     with errors(device.info.id, "dividing the arena"):
         for key, begin in offsets.items():
             size = device.target.alignment_nbytes
