@@ -63,6 +63,8 @@ class OpenCLDevice(Device):
         self._arena: tuple[int, Any] = (0, None)
         self._held: deque[tuple[Any, tuple[Any, ...]]] = deque()
         self._lock = threading.RLock()
+        self.enqueueing = threading.Lock()
+        """Held while a pass is enqueued: passes share the arena, so none may come between."""
 
     def supports(self, node: fx.Node) -> str | None:
         return refusal(self.info, node)

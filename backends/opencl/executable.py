@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,6 @@ class OpenCLExecutable(Executable):
     def __init__(self, device: OpenCLDevice, lowered: Lowered) -> None:
         self._device = device
         self._lowered = lowered
-        self._lock = threading.Lock()
         device.programs.prepare(launch.kernel for launch in lowered.launches)
         slots = {value.id: index for index, value in enumerate(lowered.inputs)}
         for index, output in enumerate(lowered.outputs):
@@ -73,7 +71,7 @@ class OpenCLExecutable(Executable):
         device = self._device
         given = self._check(inputs)
         waits = device.native(after)
-        with self._lock, errors(device.info.id, "enqueueing a graph"):
+        with device.enqueueing, errors(device.info.id, "enqueueing a graph"):
             device.retired.clear()
             outputs = self._outputs(given, donate)
             for slot, buffer in enumerate(given):

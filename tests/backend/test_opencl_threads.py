@@ -1,0 +1,56 @@
+"""Stages that share a device run passes from threads of their own, and these keep apart."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from opencl_devices import compiled, fetch, opencl_device, upload
+from opencl_products import INTERPRETERS, OPENCL
+
+ROUNDS = 60
+
+
+@pytest.fixture(autouse=True)
+def eager_threads() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("device_id", [each for each in OPENCL if each not in INTERPRETERS])
+def test_passes_of_two_threads_keep_apart(device_id: str) -> None:
+    """Each pass has intermediates, which lie in memory that all passes of a device share."""
+    device = opencl_device(device_id)
+    wrong: list[tuple[int, float]] = []
+
+    def chain(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        for weight in weights:
+            x = torch.tanh(x @ weight)
+        return x
+
+    def repeat(inputs: list[torch.Tensor]) -> Callable[[], None]:
+        expected, executable = chain(*inputs), compiled(device, chain, *inputs)
+        buffers, events = upload(device, *inputs)
+
+        def run() -> None:
+            for index in range(ROUNDS):
+                (found,), event, _ = executable.run(buffers, after=events)
+                error = (torch.from_numpy(fetch(device, found, [event])) - expected).abs().max()
+                if not error < 1e-4:
+                    wrong.append((index, float(error)))
+
+        return run
+
+    generator = torch.Generator().manual_seed(0)
+    inputs = [[torch.randn(64, 64, generator=generator) / 8 for _ in range(7)] for _ in range(2)]
+    threads = [threading.Thread(target=repeat(given)) for given in inputs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
