@@ -49,7 +49,8 @@ class NumpyBackend(Backend):
         from torch._decomp import get_decompositions
 
         composed = [getattr(torch.ops.aten, name) for name in COMPOSED.split()]
-        return {**graphs.core_decompositions(), **get_decompositions(composed)}
+        core = graphs.core_decompositions(keep=["hetpipe.lstm", "hetpipe.lstm_backward"])
+        return {**core, **get_decompositions(composed)}
 
     def worker_environment(self, info: DeviceInfo, cores: int) -> dict[str, str]:
         return {"OMP_NUM_THREADS": str(cores), "OPENBLAS_NUM_THREADS": str(cores)}

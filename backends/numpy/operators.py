@@ -16,6 +16,7 @@ import numpy as np
 
 from .convolution import Array, convolution, convolution_backward, max_pool2d
 from .random import keep_mask, uniform
+from .recurrent import lstm, lstm_backward
 
 # What torch can write as others of the table, though it counts most of these as core.
 COMPOSED = """_native_batch_norm_legit _native_batch_norm_legit_functional native_batch_norm
@@ -119,5 +120,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem,
     "hetpipe.keep_mask.default": keep_mask,
     "hetpipe.uniform.default": uniform,
+    "hetpipe.lstm.default": lstm,
+    "hetpipe.lstm_backward.default": lstm_backward,
     **{f"aten.{name}": fn for names, fn in TABLE.items() for name in names.split()},
 }

@@ -10,6 +10,7 @@ from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Backend, Device, Finding
 from hetpipe.sdk.info import HOST_MEMORY, Capabilities, DeviceInfo
 
+from .decompositions import shared_with_derivatives
 from .driver import driver, errors, platforms
 from .names import RUNTIMES, Known, known, slug
 from .runtimes import EMULATORS, POCL, prepare
@@ -28,6 +29,8 @@ KEPT = (
     "aten.nll_loss_forward", "aten.nll_loss_backward",
     "aten.native_layer_norm", "aten.native_layer_norm_backward",
     "aten.addmm", "aten.mm", "aten.bmm", "aten.embedding_dense_backward",
+    "hetpipe.attention", "hetpipe.attention_backward",
+    "hetpipe.lstm", "hetpipe.lstm_backward",
 )  # fmt: skip
 """Operators that have kernels of their own, and so are not decomposed."""
 
@@ -77,7 +80,7 @@ class OpenCLBackend(Backend):
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         from hetpipe.sdk.graph import core_decompositions
 
-        return core_decompositions(keep=KEPT)
+        return {**core_decompositions(keep=KEPT), **shared_with_derivatives()}
 
     def worker_environment(self, info: DeviceInfo, cores: int) -> dict[str, str]:
         name = info.id.split(":")[1]

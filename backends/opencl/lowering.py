@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from hetpipe.errors import UnsupportedOperatorError
@@ -46,15 +47,13 @@ def lower(graph: fx.GraphModule, target: Target) -> Lowered:
     builder = Builder(target, frozenset(nodes))
     placeholders = graph_inputs(graph)
     inputs = [builder.input(node) for node in placeholders]
-    needed = _needed(graph)
-    for node in graph_calls(graph):
-        if node in needed:
-            lowering = LOWERINGS.get(operator_name(node))
-            if lowering is None:
-                raise UnsupportedOperatorError(
-                    f"{target.info.id} has no kernel for {operator_name(node)}"
-                )
-            lowering.lower(builder, node)
+    for node in _order(graph):
+        lowering = LOWERINGS.get(operator_name(node))
+        if lowering is None:
+            raise UnsupportedOperatorError(
+                f"{target.info.id} has no kernel for {operator_name(node)}"
+            )
+        lowering.lower(builder, node)
     distinct = list(dict.fromkeys(nodes))
     taken = {value.id for value in inputs}
     outputs: list[Output] = []
@@ -72,6 +71,32 @@ def lower(graph: fx.GraphModule, target: Target) -> Lowered:
     results = tuple(distinct.index(node) for node in nodes)
     launches = tuple(builder.launches)
     return Lowered(tuple(inputs), _with_heirs(outputs, inputs, launches), results, launches)
+
+
+def _order(graph: fx.GraphModule) -> list[fx.Node]:
+    """The operators that a result needs, elementwise results as soon as their inputs are there.
+
+    Traced graphs have them at the end, where what they read has left the cache, and where no kernel
+    that reads the same is left for them to join.
+    """
+    needed = _needed(graph)
+    calls = [node for node in graph_calls(graph) if node in needed]
+    outputs = set(graph_outputs(graph))
+    early: set[fx.Node] = set()
+    for node in reversed(calls):
+        users = [user for user in node.users if user in needed]
+        wanted = all(user in early for user in users) if users else node in outputs
+        if wanted and _is_pointwise(node):
+            early.add(node)
+    place: dict[fx.Node, int] = dict.fromkeys(graph_inputs(graph), -1)
+    for at, node in enumerate(calls):
+        inputs = [place[other] for other in node.all_input_nodes]
+        place[node] = max(inputs, default=-1) if node in early else at
+    return sorted(calls, key=place.__getitem__)
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _needed(graph: fx.GraphModule) -> set[fx.Node]:

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from hetpipe.errors import CaptureError
 from hetpipe.sdk.graph import core_decompositions
 
 aten = torch.ops.aten
+own = torch.ops.hetpipe
 
 
 def before_cut() -> dict[Any, Callable[..., Any]]:
     """The table for `ExportedProgram.run_decompositions`: as little as possible."""
     core = core_decompositions()
-    recurrent = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+    recurrent = (aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
     return {
         aten.scaled_dot_product_attention.default: attention,
+        aten.lstm.input: partial(lstm, projected=_unrolled(core[aten.lstm.input])),
         aten.copy.default: copy,
         aten.as_strided.default: as_strided,
-        **{operator: core[operator] for operator in recurrent},
+        **{operator: _unrolled(core[operator]) for operator in recurrent},
     }
 
 
@@ -57,11 +61,18 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention`, by its documented definition."""
+    """`torch.nn.functional.scaled_dot_product_attention`, by its documented definition.
+
+    One operator of ours, unless there is a mask or dropout.
+    """
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    front = {x.shape[:-2] for x in (query, key, value)}
+    if attn_mask is None and dropout_p == 0 and len(front) == 1 and query.ndim in (3, 4):
+        fused: torch.Tensor = own.attention(query, key, value, is_causal, factor)[0]
+        return fused
     scores = (query * factor) @ key.transpose(-2, -1)
     if is_causal:
         size = (query.shape[-2], key.shape[-2])
@@ -74,3 +85,59 @@ def attention(
     if dropout_p > 0:
         weights = torch.native_dropout(weights, dropout_p, True)[0]
     return weights @ value
+
+
+def lstm(
+    x: torch.Tensor,
+    hx: Sequence[torch.Tensor],
+    params: Sequence[torch.Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+    *,
+    projected: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`torch.nn.LSTM`: a product and one operator of ours per layer and direction.
+
+    `projected` computes one whose hidden state is projected (`proj_size`).
+    """
+    h0, c0 = hx
+    if h0.shape[2] != c0.shape[2]:
+        how = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
+        return projected(x, hx, params, *how)
+    directions, each = 1 + bidirectional, 4 if has_biases else 2
+    y = x.transpose(0, 1) if batch_first else x
+    last_h, last_c = [], []
+    for layer in range(num_layers):
+        if layer > 0 and train and dropout > 0:  # with samples first: masks count by sample
+            y = torch.native_dropout(y.transpose(0, 1), dropout, True)[0].transpose(0, 1)
+        ways = []
+        for way in range(directions):
+            index = layer * directions + way
+            w_ih, w_hh, *biases = params[index * each : (index + 1) * each]
+            bias = biases[0] + biases[1] if biases else None
+            gates_x = F.linear(y.flip(0) if way else y, w_ih, bias)
+            h, c, _ = own.lstm(gates_x, h0[index], c0[index], w_hh)
+            last_h.append(h[-1])
+            last_c.append(c[-1])
+            ways.append(h.flip(0) if way else h)
+        y = torch.cat(ways, 2) if bidirectional else ways[0]
+    return (y.transpose(0, 1) if batch_first else y), torch.stack(last_h), torch.stack(last_c)
+
+
+def _unrolled(decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's own decomposition of a recurrent network, which leaves out its dropout."""
+
+    def checked(x: Any, hx: Any, params: Any, *how: Any) -> Any:
+        _, num_layers, dropout, train, *_ = how
+        if train and dropout > 0 and num_layers > 1:
+            raise CaptureError(
+                f"dropout={dropout} inside a recurrent network is supported for nn.LSTM without "
+                "proj_size alone; use one module per layer with nn.Dropout between them"
+            )
+        return decomposition(x, hx, params, *how)
+
+    return checked

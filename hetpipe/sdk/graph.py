@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-import hetpipe.sdk.operators  # noqa: F401 - registers hetpipe's own operators for load_graph
+import hetpipe.sdk.attention
+import hetpipe.sdk.operators
+import hetpipe.sdk.recurrent  # all three register operators of hetpipe's own for load_graph
 from hetpipe.errors import BackendError, UnsupportedOperatorError
 
 if TYPE_CHECKING:
@@ -61,12 +63,15 @@ def graph_calls(graph: fx.GraphModule) -> Iterator[fx.Node]:
 def core_decompositions(keep: Iterable[str] = ()) -> Mapping[Any, Callable[..., Any]]:
     """Decompositions down to core ATen, without those of the operators named in `keep`.
 
-    `keep` holds names such as `aten.gelu.default` or, for all overloads, `aten.gelu`.
+    `keep` holds names such as `aten.gelu.default` or, for all overloads, `aten.gelu`;
+    hetpipe's own operators have theirs here too: `hetpipe.attention`, `hetpipe.lstm`.
     """
     from torch._decomp import core_aten_decompositions
 
     kept = frozenset(keep)
     table: dict[Any, Callable[..., Any]] = dict(core_aten_decompositions())
+    table |= hetpipe.sdk.attention.DECOMPOSITIONS
+    table |= hetpipe.sdk.recurrent.DECOMPOSITIONS
     return {
         op: fn
         for op, fn in table.items()

@@ -1,6 +1,7 @@
 """The operators that OpenCL devices run. Importing this package registers them all."""
 
 from . import (
+    attention,
     convolution,
     creation,
     elementwise,
@@ -9,11 +10,13 @@ from . import (
     matmul,
     normalization,
     pooling,
+    recurrent,
     reduction,
     view,
 )
 
 __all__ = [
+    "attention",
     "convolution",
     "creation",
     "elementwise",
@@ -22,6 +25,7 @@ __all__ = [
     "matmul",
     "normalization",
     "pooling",
+    "recurrent",
     "reduction",
     "view",
 ]

@@ -81,19 +81,14 @@ def _packed(builder: Builder, p: Product) -> Value:
     row_panels, col_panels = math.ceil(p.rows / ROWS), math.ceil(p.cols / COLS)
     chunks = math.ceil(p.depth / DEPTH_CHUNK)
     left = builder.new((p.batch, row_panels, p.depth, ROWS), "float32")
-    right = builder.new((p.batch, col_panels, p.depth, COLS), "float32")
+    right = pack_columns(builder, p.right, p.depth, p.cols, p.batch)
     out = builder.new((p.batch, p.rows, p.cols), "float32")
-    a, b = p.left, p.right
+    a = p.left
     one = (1, 1, 1)
     builder.launch(
         _kernel(builder, "pack_left"), (row_panels, chunks, p.batch), one,
         (a.value, a.offset, a.batch, a.row, a.col, p.rows, p.depth, left),
         steady=builder.steady(a.value),
-    )  # fmt: skip
-    builder.launch(
-        _kernel(builder, "pack_right"), (col_panels, chunks, p.batch), one,
-        (b.value, b.offset, b.batch, b.col, b.row, p.cols, p.depth, right),
-        steady=builder.steady(b.value),
     )  # fmt: skip
     for k0, k1 in depth_blocks(p.depth):
         builder.launch(
@@ -101,6 +96,18 @@ def _packed(builder: Builder, p: Product) -> Value:
             (left, right, out, p.rows, p.cols, p.depth, k0, k1, *p.epilogue),
         )  # fmt: skip
     return out
+
+
+def pack_columns(builder: Builder, b: Operand, depth: int, cols: int, batch: int = 1) -> Value:
+    """B, depth x cols, in panels of COLS columns: [batch][panels][depth][COLS], zero-padded."""
+    panels, chunks = math.ceil(cols / COLS), math.ceil(depth / DEPTH_CHUNK)
+    packed = builder.new((batch, panels, depth, COLS), "float32")
+    builder.launch(
+        _kernel(builder, "pack_right"), (panels, chunks, batch), (1, 1, 1),
+        (b.value, b.offset, b.batch, b.col, b.row, cols, depth, packed),
+        steady=builder.steady(b.value),
+    )  # fmt: skip
+    return packed
 
 
 def _thin(builder: Builder, p: Product) -> Value:

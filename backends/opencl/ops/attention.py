@@ -1,0 +1,145 @@
+"""hetpipe's attention, forward and backward: scores stay in the registers and caches of a core."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from .. import layouts
+from ..builder import Builder, Kernel, Value, node_shape
+from ..expr import Expr
+from ._float32 import arguments
+from .matmul import COLS
+from .registry import lowers
+
+BLOCK = 96
+"""Queries that one work-item of the forward does."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """`outer` x `inner` matrices of rows x cols in memory, and their strides in elements."""
+
+    value: Value
+    offset: int
+    outer: int
+    inner: int
+    rows: int
+    cols: int
+    strides: tuple[int, int, int, int]  # of outer, inner, row and column
+
+    @property
+    def count(self) -> int:
+        """How many matrices there are."""
+        return self.outer * self.inner
+
+
+Kernels = Callable[[str], Kernel]
+
+
+def _kernels(builder: Builder, cols: int) -> Kernels:
+    """The kernels by name for matrices of `cols` columns, or up to as many more again."""
+    files = ("cpu/common.cl", "cpu/matmul.cl", "cpu/attention.cl")
+    source = "".join(builder.source(file) for file in files)
+    options = [f"-DCAPACITY={1 << (math.ceil(cols / COLS) - 1).bit_length()}"]
+    if builder.device.checks_memory:
+        options.append("-DINTERPRETED")
+    return lambda name: Kernel(source, name, tuple(options))
+
+
+def _heads(builder: Builder, node: fx.Node) -> Heads:
+    """An argument [outer, inner, rows, cols] or [outer, rows, cols]."""
+    value, strides, offset = builder.strided(node)
+    *front, rows, cols = node_shape(node)
+    *front_strides, row, col = strides
+    outer, inner = (*front, 1)[:2]
+    outer_stride, inner_stride = (*front_strides, 0)[:2]
+    return Heads(value, offset, outer, inner, rows, cols, (outer_stride, inner_stride, row, col))
+
+
+def _row_major(x: Heads) -> tuple[Value | int, ...]:
+    """Kernel arguments of `x`: the tensor, its offset, and the strides of `Heads`."""
+    return x.value, x.offset, *x.strides
+
+
+def _depth_major(builder: Builder, kernels: Kernels, x: Heads) -> tuple[Value | int, ...]:
+    """Kernel arguments of `x` as panels of COLS columns, depth along the rows; a copy if need be.
+
+    The tensor, its offset, and the strides of outer, inner, row and panel.
+    """
+    outer, inner, row, col = x.strides
+    if col == 1 and x.cols % COLS == 0:
+        return x.value, x.offset, outer, inner, row, COLS
+    panels = math.ceil(x.cols / COLS)
+    out = builder.new((x.count, panels, x.rows, COLS), "float32")
+    builder.launch(
+        kernels("attention_right"), (panels, x.count), (1, 1),
+        (x.value, x.offset, x.inner, *x.strides, x.rows, x.cols, out),
+    )  # fmt: skip
+    matrix = panels * x.rows * COLS
+    return out, 0, x.inner * matrix, matrix, COLS, x.rows * COLS
+
+
+def _rows_first(builder: Builder, x: Heads, cols: int) -> Value:
+    """A new tensor for the kernels' results: the heads of one row side by side."""
+    return builder.new((x.outer, x.rows, x.inner, cols), "float32")
+
+
+def _as_heads(builder: Builder, value: Value, shape: tuple[int, ...]) -> Expr:
+    """The result as the graph's shape, without a copy."""
+    if len(shape) == 3:
+        return builder.pool.load(builder.reshape(value, shape))
+    loaded = builder.pool.load(value)
+    return builder.view(loaded, lambda layout: layouts.permute(layout, (0, 2, 1, 3)))
+
+
+def _why_not(node: fx.Node) -> str | None:
+    for arg in node.all_input_nodes:
+        val = arg.meta["val"]
+        if val.dtype != torch.float32:
+            return f"attention is float32 here, not {val.dtype}"
+        if val.numel() == 0:
+            return f"an operand is empty: {tuple(val.shape)}"
+    return None
+
+
+@lowers("hetpipe.attention.default", supports=_why_not)
+def attention(builder: Builder, node: fx.Node) -> None:
+    """(out, logsumexp)."""
+    query_node, key_node, value_node, causal, scale = arguments(node)
+    query, key, value = (_heads(builder, n) for n in (query_node, key_node, value_node))
+    kernels = _kernels(builder, max(query.cols, value.cols))
+    out = _rows_first(builder, query, value.cols)
+    logsumexp = builder.new(node_shape(query_node)[:-1], "float32")
+    matrices = (*_row_major(query), *_row_major(key), *_depth_major(builder, kernels, value))
+    builder.launch(
+        kernels("attention"), (math.ceil(query.rows / BLOCK), query.count), (1, 1),
+        (*matrices, query.cols, value.cols, query.inner, query.rows, key.rows,
+         int(causal), float(scale), out, logsumexp),
+    )  # fmt: skip
+    shape = (*node_shape(query_node)[:-1], value.cols)
+    results = (_as_heads(builder, out, shape), builder.pool.load(logsumexp))
+    builder.define_results(node, results)
+
+
+@lowers("hetpipe.attention_backward.default", supports=_why_not)
+def attention_backward(builder: Builder, node: fx.Node) -> None:
+    """(grad_query, grad_key, grad_value)."""
+    *tensors, causal, scale = arguments(node)
+    grad, query, key, value, out = (_heads(builder, n) for n in tensors[:5])
+    logsumexp = builder.value(tensors[5])
+    made = [_rows_first(builder, x, x.cols) for x in (query, key, value)]
+    kernels = _kernels(builder, max(query.cols, value.cols))
+    matrices = [a for x in (query, key, value, grad, out) for a in _row_major(x)]
+    matrices += [a for x in (query, key, grad) for a in _depth_major(builder, kernels, x)]
+    builder.launch(
+        kernels("attention_backward"), (query.count,), (1,),
+        (*matrices, logsumexp, query.cols, value.cols, query.inner, query.rows, key.rows,
+         int(causal), float(scale), builder.new(logsumexp.shape, "float32"), *made),
+    )  # fmt: skip
+    results = zip(made, tensors[1:4], strict=True)
+    builder.define_results(node, tuple(_as_heads(builder, m, node_shape(n)) for m, n in results))

@@ -1,0 +1,66 @@
+"""A layer of an LSTM, forward and backward: the whole loop over time is one launch."""
+
+from __future__ import annotations
+
+import math
+
+from torch import fx
+
+from ..builder import Builder, Kernel, Value
+from ._float32 import arguments, optional, why_not_float32
+from .matmul import Operand, pack_columns
+from .registry import lowers
+
+LARGEST_ROWS = 12
+"""Rows of the register tile of `kernels/cpu/lstm.cl`: 24 accumulators of 16 lanes."""
+FEWEST_ROWS = 4
+"""A work-item with fewer would read the weights for too little."""
+
+
+def _launch(
+    builder: Builder, name: str, weight: Operand, depth: int, hidden: int, batch: int,
+    before: tuple[Value | int, ...], after: tuple[Value | int, ...],
+) -> None:  # fmt: skip
+    """`name` over the rows of a batch; packed weight and scratch stand amid its arguments."""
+    items = min(builder.device.compute_units, math.ceil(batch / FEWEST_ROWS))
+    groups = math.ceil(batch / items / LARGEST_ROWS)
+    rows = math.ceil(batch / items / groups)
+    items = math.ceil(batch / (groups * rows))
+    packed = pack_columns(builder, weight, depth, 4 * hidden * hidden // depth)
+    panel = builder.new((items, groups, depth, rows), "float32")
+    source = builder.source("cpu/common.cl") + builder.source("cpu/lstm.cl")
+    builder.launch(
+        Kernel(source, name, (f"-DROWS={rows}",)), (items,), (1,),
+        (*before, packed, panel, *after, batch, hidden, groups),
+    )  # fmt: skip
+
+
+@lowers("hetpipe.lstm.default", supports=why_not_float32)
+def lstm(builder: Builder, node: fx.Node) -> None:
+    """(y, c, gates)."""
+    gates_x, h0, c0 = (builder.value(arg) for arg in arguments(node)[:3])
+    weight, (row, col), offset = builder.strided(arguments(node)[3])
+    steps, batch = gates_x.shape[:2]
+    hidden = h0.shape[1]
+    y, c, gates = results = tuple(builder.new(val.shape, "float32") for val in node.meta["val"])
+    _launch(
+        builder, "lstm", Operand(weight, offset, 0, col, row), hidden, hidden, batch,
+        (gates_x, h0, c0), (y, c, gates, steps),
+    )  # fmt: skip
+    builder.result(node, results)
+
+
+@lowers("hetpipe.lstm_backward.default", supports=why_not_float32)
+def lstm_backward(builder: Builder, node: fx.Node) -> None:
+    """(grad_gates_x, grad_h0, grad_c0)."""
+    grad_y_node, grad_c, *others, weight_node = arguments(node)
+    grad_y = builder.value(grad_y_node)
+    gates, c, c0 = (builder.value(arg) for arg in others)
+    weight, (row, col), offset = builder.strided(weight_node)
+    steps, batch, hidden = c.shape
+    results = tuple(builder.new(val.shape, "float32") for val in node.meta["val"])
+    _launch(
+        builder, "lstm_backward", Operand(weight, offset, 0, row, col), 4 * hidden, hidden, batch,
+        (grad_y, *optional(builder, grad_c, grad_y), gates, c, c0), (*results, steps),
+    )  # fmt: skip
+    builder.result(node, results)

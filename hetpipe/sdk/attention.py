@@ -1,0 +1,168 @@
+"""Attention as one operator: whoever has a fused kernel needs no length x length tensor.
+
+    out = softmax(scale * query @ key^T) @ value
+
+Shapes: query [..., L, E], key [..., S, E], value [..., S, V], out [..., L, V], with one or two
+dimensions in front; logsumexp [..., L] is the natural logarithm of each row's sum of exponentials.
+Causal: row i reads the keys 0 to i, whatever the lengths. The backward computes the weights again
+from logsumexp, after Dao, "FlashAttention-2" (2023), section 2.3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+
+@torch.library.custom_op("hetpipe::attention", mutates_args=())
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, logsumexp); see the module for shapes. logsumexp is float32 at least."""
+    if not _has_flash(query, value):
+        return plain_attention(query, key, value, is_causal, scale)
+    out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
+        *_flash_form(query, key, value), 0.0, is_causal, scale=scale
+    )
+    return out.view(_like(query, value)), logsumexp.view(query.shape[:-1])
+
+
+@torch.library.custom_op("hetpipe::attention_backward", mutates_args=())
+def attention_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(grad_query, grad_key, grad_value) of `attention`, whose results are `out`, `logsumexp`."""
+    if not _has_flash(query, value):
+        return plain_attention_backward(
+            grad_out, query, key, value, out, logsumexp, is_causal, scale
+        )
+    operands = _flash_form(grad_out, query, key, value, out)
+    sums = logsumexp.unsqueeze(1) if logsumexp.ndim == 2 else logsumexp
+    gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *operands, sums, 0.0, is_causal, scale=scale
+    )
+    grad_query, grad_key, grad_value = (
+        gradient.view(x.shape) for gradient, x in zip(gradients, (query, key, value), strict=True)
+    )
+    return grad_query, grad_key, grad_value
+
+
+def plain_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention` as products and exponentials."""
+    scores = _scores(query, key, is_causal, scale)
+    top = scores.amax(-1, keepdim=True)
+    powers = (scores - top).exp()
+    total = powers.sum(-1, keepdim=True)
+    out = (powers / total).to(value.dtype) @ value
+    if out.ndim == 4:  # the layout that tracing has promised: views behind it rely on that
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    return out, (top + total.log()).squeeze(-1)
+
+
+def plain_attention_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`attention_backward` as products and exponentials."""
+    weights = (_scores(query, key, is_causal, scale) - logsumexp.unsqueeze(-1)).exp()
+    grad_value = weights.to(value.dtype).transpose(-2, -1) @ grad_out
+    grad_weights = grad_out @ value.transpose(-2, -1)
+    shift = (grad_out * out).sum(-1, keepdim=True)
+    grad_scores = (weights * (grad_weights - shift) * scale).to(query.dtype)
+    return grad_scores @ key, grad_scores.transpose(-2, -1) @ query, grad_value
+
+
+def _scores(query: torch.Tensor, key: torch.Tensor, is_causal: bool, scale: float) -> torch.Tensor:
+    scores = (query * scale) @ key.transpose(-2, -1)
+    scores = scores.to(torch.promote_types(query.dtype, torch.float32))
+    if is_causal:
+        size = (query.shape[-2], key.shape[-2])
+        read = torch.ones(size, dtype=torch.bool, device=query.device).tril()
+        scores = scores.masked_fill(read.logical_not(), float("-inf"))
+    return scores
+
+
+def _has_flash(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether torch's fused kernel takes these: it wants one width."""
+    return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
+
+
+def _flash_form(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Four dimensions each, the last contiguous."""
+    dense = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+    return [x.unsqueeze(1) if x.ndim == 3 else x for x in dense]
+
+
+def _like(query: torch.Tensor, value: torch.Tensor) -> tuple[int, ...]:
+    return (*query.shape[:-1], value.shape[-1])
+
+
+def _empty(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Rows of all heads side by side, as torch's fused kernel returns them and a model wants."""
+    if len(shape) == 3:
+        return x.new_empty(shape)
+    batch, heads, length, width = shape
+    return x.new_empty(batch, length, heads, width).transpose(1, 2)
+
+
+@attention.register_fake
+def _(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = torch.promote_types(query.dtype, torch.float32)
+    out = _empty(query, _like(query, value))
+    return out, query.new_empty(query.shape[:-1], dtype=wide)
+
+
+@attention_backward.register_fake
+def _(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _empty(query, query.shape), _empty(key, key.shape), _empty(value, value.shape)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    query, key, value, ctx.is_causal, ctx.scale = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(query, key, value, *output)
+
+
+def _gradients(ctx: Any, grad_out: torch.Tensor, _: None) -> tuple[torch.Tensor | None, ...]:
+    gradients = attention_backward(grad_out, *ctx.saved_tensors, ctx.is_causal, ctx.scale)
+    return (*gradients, None, None)
+
+
+attention.register_autograd(_gradients, setup_context=_remember)
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    torch.ops.hetpipe.attention.default: plain_attention,
+    torch.ops.hetpipe.attention_backward.default: plain_attention_backward,
+}
+"""To core ATen, once its operators are decomposed in turn."""
