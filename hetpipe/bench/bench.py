@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from hetpipe.bench.rows import PipelineRow, PlainRow, Row, Task
+from hetpipe.bench.peer import refusal
+from hetpipe.bench.rows import PeerRow, PipelineRow, PlainRow, Row, Task
 from hetpipe.bench.zoo import load_workload, optimizer_of
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, available_cores
@@ -51,11 +52,16 @@ class Setting:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The rows of one setting, and the timelines of the balanced pipeline's last step."""
+    """The rows of one setting, and the timelines of the balanced pipeline's last step.
+
+    Where there is no `peer`, `without_peer` is the reason.
+    """
 
     setting: Setting
     task: Task
     plain: tuple[PlainRow, ...]
+    peer: PeerRow | None
+    without_peer: str
     alone: tuple[PipelineRow, ...]
     even: PipelineRow
     blind: PipelineRow
@@ -65,7 +71,8 @@ class Outcome:
     @property
     def rows(self) -> tuple[Row, ...]:
         """All rows in the order of the table."""
-        return (*self.plain, *self.alone, self.even, self.blind, self.balanced)
+        peer = () if self.peer is None else (self.peer,)
+        return (*self.plain, *peer, *self.alone, self.even, self.blind, self.balanced)
 
     @property
     def ideal(self) -> float:
@@ -76,6 +83,11 @@ class Outcome:
     def efficiency(self) -> float:
         """The balanced pipeline's rate over the ideal."""
         return self.balanced.rate / self.ideal
+
+    @property
+    def over_peer(self) -> float | None:
+        """The balanced pipeline's rate over the peer's."""
+        return None if self.peer is None else self.balanced.rate / self.peer.rate
 
     def over_plain(self) -> dict[str, float]:
         """The engine on one device over plain torch with as many threads, by member.
@@ -101,6 +113,8 @@ class Outcome:
             "steps": self.setting.steps,
             "label": plan.label,
             "plain_samples_per_s": {str(row.threads): row.rate for row in self.plain},
+            "peer_samples_per_s": None if self.peer is None else self.peer.rate,
+            "over_peer": self.over_peer,
             "devices": [
                 {"id": row.plan.devices[0], "samples_per_s": row.rate, "label": row.label}
                 for row in self.alone
@@ -183,6 +197,11 @@ def _open(task: Task, setting: Setting, progress: Progress) -> Iterator[Outcome]
             stack.enter_context(closing(PlainRow(task, cores, PLAIN_COUNTS)))
             for cores in _plain_cores(task.cluster)
         ]
+        peer: PeerRow | None = None
+        without_peer = refusal(task.workload, task.cluster, task.mini_batch, COUNTS)
+        if not without_peer:
+            progress(f"{setting.name}: torch's own pipeline, first steps", 0, 1)
+            peer = stack.enter_context(closing(PeerRow(task, COUNTS)))
         alone = [
             opened(f"{member} alone", _alone_plans(tables, member, task))
             for member in task.cluster.ids
@@ -191,6 +210,8 @@ def _open(task: Task, setting: Setting, progress: Progress) -> Iterator[Outcome]
             setting,
             task,
             tuple(plain),
+            peer,
+            without_peer,
             tuple(alone),
             even=opened("even split", [even]),
             blind=opened("best split ignoring speeds", [blind]),

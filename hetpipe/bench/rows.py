@@ -10,6 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from hetpipe.bench.eager import micro_sizes
+from hetpipe.bench.peer import PeerTorch, cores_of, equal_counts
 from hetpipe.bench.plain import WARM_UP, PlainTorch
 from hetpipe.bench.training import one_thread, torch_losses, train
 from hetpipe.bench.zoo import optimizer_of
@@ -103,6 +104,30 @@ class PlainRow(Row):
         self._torch = PlainTorch(task.model, task.mini_batch, task.seed, cores)
         self.threads = len(cores)
         self.name = f"plain torch, {self.threads} thread{'s' if self.threads > 1 else ''}"
+        try:
+            self.microbatches = min(counts, key=lambda count: self._torch.step_s(count, 2))
+        except BaseException:
+            self.close()
+            raise
+
+    def step_s(self, steps: int) -> float:
+        return self._torch.step_s(self.microbatches, steps)
+
+    def close(self) -> None:
+        self._torch.close()
+
+
+class PeerRow(Row):
+    """torch's own pipeline on the cluster's cores, at the best of several micro-batch counts."""
+
+    label = "measured"
+
+    def __init__(self, task: Task, counts: Sequence[int]) -> None:
+        super().__init__(task)
+        cores = cores_of(task.cluster)
+        self.name = f"torch.distributed.pipelining, {len(cores)} processes"
+        self._torch = PeerTorch(task.model, task.mini_batch, task.seed, cores)
+        counts = equal_counts(task.mini_batch, len(cores), counts)
         try:
             self.microbatches = min(counts, key=lambda count: self._torch.step_s(count, 2))
         except BaseException:

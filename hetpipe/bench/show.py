@@ -75,6 +75,12 @@ def outcome_lines(outcome: Outcome) -> list[str]:
         f"balanced over even split: {outcome.balanced.rate / outcome.even.rate:.2f}, over the best "
         f"split that ignores speeds: {outcome.balanced.rate / outcome.blind.rate:.2f}",
     ]
+    if outcome.over_peer is None:
+        lines.append(f"no row of torch.distributed.pipelining: {outcome.without_peer}")
+    else:
+        lines.append(
+            f"balanced over the peer, torch.distributed.pipelining: {outcome.over_peer:.2f}"
+        )
     for member, ratio in outcome.over_plain().items():
         lines.append(
             f"{member} alone over plain torch with as many threads: {ratio:.3f}"

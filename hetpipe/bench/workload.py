@@ -17,7 +17,8 @@ class Workload:
     """`batches(mini_batch, seed)` yields (x, y) for ever, the same sequence for the same seed.
 
     `validate(model)` returns the validation figures of an eager model, for instance
-    {"accuracy": 0.97}; None if there is nothing to validate on.
+    {"accuracy": 0.97}; None if there is nothing to validate on. `blocks` names modules of the
+    model, in order, at whose beginning torch's own pipeline may be cut; empty if that is not known.
     """
 
     model: torch.nn.Module
@@ -28,3 +29,4 @@ class Workload:
     optimizer: Any = None  # hp.optim.*; default chosen by the command
     validate: Callable[[torch.nn.Module], dict[str, float]] | None = None
     train_samples: int | None = None  # in an epoch, if there is such a thing
+    blocks: tuple[str, ...] = ()

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 ZOO = {
     "digits": "hetpipe.bench.digits:workload",
     "mlp": "hetpipe.bench.mlp:workload",
+    "gpt": "hetpipe.bench.gpt:workload",
+    "lstm": "hetpipe.bench.lstm:workload",
 }
 
 

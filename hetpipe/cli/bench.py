@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,11 +25,18 @@ from hetpipe.cli.output import Output, progress_bar
 if TYPE_CHECKING:
     from hetpipe.bench.bench import Outcome
 
+WORKLOAD = "digits"
+
 
 def command(
     workload: Annotated[
-        str, typer.Option("--workload", metavar="MODEL", help="Zoo name or package.module:factory.")
-    ] = "digits",
+        list[str] | None,
+        typer.Option(
+            "--workload",
+            metavar="MODEL",
+            help="Zoo name or package.module:factory; may be repeated. \\[default: digits]",
+        ),
+    ] = None,
     matmul: Annotated[
         bool, typer.Option(help="Matrix products of the processors first, against torch's.")
     ] = True,
@@ -52,26 +60,26 @@ def command(
     seed: SeedOption = 0,
     json: JsonOption = None,
 ) -> None:
-    """Measure a workload on devices alone and together.
+    """Measure workloads on devices alone and together.
 
-    Without a cluster, devices or speeds: the devices of this machine, then two workers on one
-    device, of which one is emulated at half its speed.
+    Without a cluster, devices or speeds, for each workload: the devices of this machine, then two
+    workers on one device, of which one is emulated at half its speed.
     """
     from hetpipe.bench.bench import Setting, run
     from hetpipe.bench.machine import describe, machine, versions
 
     output = Output(json)
     here = make_cluster(cluster, devices, backends, emulate_speed)
-    clusters = {f"{workload} on {', '.join(here.ids)}": here}
+    clusters = {f" on {', '.join(here.ids)}": here}
     if rehearse and not (cluster or devices or backends or emulate_speed):
         both = make_cluster(None, f"{rehearse},{rehearse}", None, [f"{rehearse}#1=0.5"])
-        clusters[f"{workload}, one of two at half its speed"] = both
+        clusters[", one of two at half its speed"] = both
     output.text(describe())
     outcomes: list[Outcome] = []
     products = _matmul(output) if matmul else []
-    for name, members in clusters.items():
+    for model, (where, members) in product(workload or [WORKLOAD], clusters.items()):
         setting = Setting(
-            name, workload, members, mini_batch, microbatches, schedule, rounds, steps, seed
+            model + where, model, members, mini_batch, microbatches, schedule, rounds, steps, seed
         )
         with progress_bar() as progress:
             outcomes.append(run(setting, progress))

@@ -152,9 +152,12 @@ def test_errors_are_one_line(home: Path, arguments: tuple[str, ...], message: st
 
 
 def test_bench_figures_agree_with_each_other(home: Path) -> None:
-    run(home, "bench", "--workload", "mlp", "--no-matmul", "--devices", TWO, "--emulate-speed",
+    done = run(
+        home, "bench", "--workload", "mlp", "--no-matmul", "--devices", TWO, "--emulate-speed",
         SLOW, "--microbatches", 4, "--rounds", 1, "--steps", 1, "--json", "out/bench.json",
-        "--picture", "out/bench.png")  # fmt: skip
+        "--picture", "out/bench.png",
+    )  # fmt: skip
+    assert "no row of torch.distributed.pipelining: mlp does not say" in done.stdout
     report = json.loads((home / "out" / "bench.json").read_text())
     assert {"machine", "versions", "seed", "matmul", "workloads"} == report.keys()
     (found,) = report["workloads"]
@@ -165,6 +168,7 @@ def test_bench_figures_agree_with_each_other(home: Path) -> None:
     assert found["fill_limit"] == pytest.approx(4 / 5)
     assert found["measured_step_s"] * found["balanced_samples_per_s"] == pytest.approx(128)
     assert found["max_loss_rel_diff"] < 1e-4
+    assert found["over_peer"] is None
     assert set(found["over_plain"]) == {"pytorch:cpu:0#0"}, "an emulated speed is no match"
     assert [row["name"] for row in found["rows"]][-3:] == [
         "even split", "best split ignoring speeds", "balanced pipeline",

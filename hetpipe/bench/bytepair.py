@@ -1,0 +1,81 @@
+"""Byte-pair coding of text: the most frequent pair of neighbours becomes a token, again and again.
+
+After Sennrich et al., "Neural machine translation of rare words with subword units" (ACL 2016), on
+bytes, so that every text can be coded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetpipe.errors import HetpipeError
+
+BYTES = 256
+
+Tokens = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class BytePairs:
+    """A vocabulary: 256 bytes, then one token for each of `merges`, pairs of earlier tokens."""
+
+    merges: tuple[tuple[int, int], ...]
+
+    @property
+    def size(self) -> int:
+        """How many tokens there are."""
+        return BYTES + len(self.merges)
+
+    def encode(self, text: bytes) -> Tokens:
+        """(tokens,) of the text: every merge in the order in which it was learnt."""
+        tokens = _tokens(text)
+        for made, pair in enumerate(self.merges, BYTES):
+            tokens = _merged(tokens, pair, made)
+        return tokens
+
+    def decode(self, tokens: Tokens) -> bytes:
+        """The text that these tokens stand for."""
+        words = [bytes([byte]) for byte in range(BYTES)]
+        for first, second in self.merges:
+            words.append(words[first] + words[second])
+        return b"".join(words[token] for token in tokens)
+
+
+def learn(text: bytes, size: int) -> BytePairs:
+    """The vocabulary of `size` tokens that this text teaches.
+
+    Of equally frequent pairs the one with the smaller tokens is merged. Raises `HetpipeError` if
+    the text is too short to have so many pairs.
+    """
+    tokens = _tokens(text)
+    merges: list[tuple[int, int]] = []
+    for made in range(BYTES, size):
+        if len(tokens) < 2:
+            raise HetpipeError(
+                f"{len(text)} bytes of text teach {made} tokens, not {size}: "
+                "give more text, or ask for fewer tokens"
+            )
+        counts = np.bincount(tokens[:-1] * made + tokens[1:])  # all tokens are below `made`
+        first, second = divmod(int(counts.argmax()), made)
+        merges.append((first, second))
+        tokens = _merged(tokens, (first, second), made)
+    return BytePairs(tuple(merges))
+
+
+def _tokens(text: bytes) -> Tokens:
+    return np.frombuffer(text, np.uint8).astype(np.int64)
+
+
+def _merged(tokens: Tokens, pair: tuple[int, int], made: int) -> Tokens:
+    """The tokens with every such pair, from the left, replaced by `made`."""
+    first, second = pair
+    hits = np.flatnonzero((tokens[:-1] == first) & (tokens[1:] == second))
+    if first == second:  # in a run of equal tokens hits overlap: every other one counts
+        begins = np.where(np.diff(hits, prepend=-2) > 1, hits, 0)
+        hits = hits[(hits - np.maximum.accumulate(begins)) % 2 == 0]
+    tokens = tokens.copy()
+    tokens[hits] = made
+    return np.delete(tokens, hits + 1)

@@ -1,0 +1,129 @@
+"""The workload `gpt`: a small GPT on Python's help pages. 13 MB of weights.
+
+The network follows GPT-2 (Radford et al., "Language models are unsupervised multitask learners",
+2019): output weights are the token embedding's, and weights begin normal, smaller by the root of
+the number of sums where a block adds to the stream. Their deviation is root(2 / (5 width)), 0.04
+here (Nguyen and Salazar, "Transformers without tears", 2019): with GPT-2's own 0.02, made for wider
+networks, and at a learning rate of 1e-3, training stays at the tokens' frequencies for long. There
+is no dropout.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hetpipe import optim
+from hetpipe.bench.text import VOCABULARY, language, token_loss
+from hetpipe.bench.workload import Workload
+
+BLOCKS = 4
+WIDTH = 256
+HEADS = 4
+LENGTH = 128  # tokens in a sample
+
+
+class Attention(nn.Module):
+    """Causal attention of `heads` heads. (n, length, width) -> the same."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.qkv(x).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed: torch.Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return mixed
+
+
+class Block(nn.Module):
+    """Attention, then a perceptron four times as wide, each normed before and added to its input.
+
+    (n, length, width) -> the same.
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width)
+        self.inner = nn.Linear(width, 4 * width)
+        self.outer = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        summed: torch.Tensor = x + self.outer(functional.gelu(self.inner(self.norm2(x))))
+        return summed
+
+
+class Embedding(nn.Module):
+    """A vector for the token and one for its position. (n, length) of tokens -> (.., width)."""
+
+    def __init__(self, vocabulary: int, length: int, width: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Parameter(torch.zeros(length, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.tokens(x) + self.positions
+        return embedded
+
+
+class GPT(nn.Module):
+    """(n, length) of tokens -> (n, length, vocabulary) logits of the tokens that follow."""
+
+    def __init__(
+        self,
+        vocabulary: int = VOCABULARY,
+        length: int = LENGTH,
+        width: int = WIDTH,
+        heads: int = HEADS,
+        blocks: int = BLOCKS,
+    ) -> None:
+        super().__init__()
+        self.embedding = Embedding(vocabulary, length, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(blocks)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embedding.tokens.weight
+        self._initialise()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.norm(self.blocks(self.embedding(x))))
+        return logits
+
+    def _initialise(self) -> None:
+        plain = math.sqrt(2 / (5 * self.norm.weight.numel()))
+        added = plain / math.sqrt(2 * len(self.blocks))
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                is_added = name.endswith(("attention.out.weight", "outer.weight"))
+                nn.init.normal_(parameter, std=added if is_added else plain)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+
+def workload() -> Workload:
+    """The workload, with weights of a fixed seed."""
+    batches, validate, train_samples = language(LENGTH)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = GPT()
+    return Workload(
+        model=model,
+        loss_fn=token_loss,
+        batches=batches,
+        name="gpt",
+        mini_batch=32,
+        optimizer=optim.adamw(lr=6e-4),
+        validate=validate,
+        train_samples=train_samples,
+        blocks=tuple(f"blocks.{index}" for index in range(BLOCKS)),
+    )

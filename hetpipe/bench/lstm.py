@@ -1,0 +1,68 @@
+"""The workload `lstm`: a recurrent language model on Python's help pages.
+
+Two LSTM layers (Hochreiter and Schmidhuber, 1997) between an embedding and a linear layer; forget
+gates start open (Jozefowicz et al., ICML 2015).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hetpipe import optim
+from hetpipe.bench.text import VOCABULARY, language, token_loss
+from hetpipe.bench.workload import Workload
+
+LAYERS = 2
+WIDTH = 256
+LENGTH = 128  # tokens in a sample
+
+
+class Recurrent(nn.Module):
+    """(n, length) of tokens -> (n, length, vocabulary) logits of the tokens that follow."""
+
+    def __init__(
+        self, vocabulary: int = VOCABULARY, width: int = WIDTH, layers: int = LAYERS
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        # One module each, so that a pipeline can be cut between them.
+        recurrent = [nn.LSTM(width, width, batch_first=True) for _ in range(layers)]
+        self.layers = nn.ModuleList(recurrent)
+        self.head = nn.Linear(width, vocabulary)
+        for layer in recurrent:
+            open_forget_gate(layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.embedding(x)
+        for layer in self.layers:
+            y, _ = layer(y)
+        logits: torch.Tensor = self.head(y)
+        return logits
+
+
+def open_forget_gate(layer: nn.LSTM) -> None:
+    """Bias 1 for the second of the gates in torch's order: input, forget, cell, output."""
+    width = layer.hidden_size
+    with torch.no_grad():
+        for index in range(layer.num_layers):
+            getattr(layer, f"bias_ih_l{index}")[width : 2 * width] = 1.0
+            getattr(layer, f"bias_hh_l{index}")[width : 2 * width] = 0.0
+
+
+def workload() -> Workload:
+    """The workload, with weights of a fixed seed."""
+    batches, validate, train_samples = language(LENGTH)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Recurrent()
+    return Workload(
+        model=model,
+        loss_fn=token_loss,
+        batches=batches,
+        name="lstm",
+        mini_batch=32,
+        optimizer=optim.adamw(lr=3e-3),
+        validate=validate,
+        train_samples=train_samples,
+    )

@@ -1,0 +1,191 @@
+"""torch's own pipeline in processes of its own, one for each core: the peer to be compared with.
+
+`torch.distributed.pipelining` with its schedule 1F1B over gloo, the model cut evenly at the blocks
+that the workload names. A parameter that the model uses twice (a tied embedding) becomes two: torch
+does not keep copies on two stages the same. So the peer has less to do, and trains another model
+from the second step on.
+
+`python -m hetpipe.bench.peer MODEL ROWS SEED PORT RANK WORLD CORE` answers each request
+{"microbatches", "steps"} with {"step_s", "loss"}, after untimed steps; the loss is the last step's,
+null but on the last rank.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from hetpipe.bench.child import Child, answer, ask, pin, requests
+from hetpipe.bench.plain import WARM_UP
+
+if TYPE_CHECKING:
+    import torch
+
+    from hetpipe.bench.workload import Workload
+    from hetpipe.cluster import Cluster
+
+START_LIMIT_S = 120.0  # for all processes to meet
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
+
+
+class PeerTorch:
+    """A pipeline of as many stages as cores, one thread each, until `close`."""
+
+    def __init__(self, model: str, rows: int, seed: int, cores: Sequence[int]) -> None:
+        from hetpipe.engine.distributed import host_store
+
+        self._store = host_store()
+        self.loss = float("nan")
+        common = (model, rows, seed, self._store.port)
+        self._children = [
+            Child(__name__, (*common, rank, len(cores)), (core,), LOOPBACK)
+            for rank, core in enumerate(cores)
+        ]
+
+    def step_s(self, microbatches: int, steps: int) -> float:
+        """Mean seconds of `steps` steps on the slowest process; `loss` becomes the last step's.
+
+        Raises `HetpipeError` if a process has died.
+        """
+        answers = ask(self._children, {"microbatches": microbatches, "steps": steps})
+        self.loss = float(answers[-1]["loss"])
+        return max(float(answered["step_s"]) for answered in answers)
+
+    def close(self) -> None:
+        """End the processes."""
+        for child in self._children:
+            child.close()
+
+
+def cores_of(cluster: Cluster) -> list[int]:
+    """Every core that a member has, once."""
+    return sorted({core for member in cluster.members for core in member.cores})
+
+
+def equal_counts(rows: int, stages: int, counts: Sequence[int]) -> list[int]:
+    """Those numbers of micro-batches that torch's pipeline can have: all of one size."""
+    return [count for count in counts if count >= stages and rows % count == 0]
+
+
+def refusal(workload: Workload, cluster: Cluster, rows: int, counts: Sequence[int]) -> str:
+    """Why torch's own pipeline is no peer here; empty if it is one."""
+    from torch import distributed
+
+    stages, blocks = len(cores_of(cluster)), len(workload.blocks)
+    if not blocks:
+        return f"{workload.name} does not say where it may be cut"
+    if cluster.links or any(member.speed != 1.0 for member in cluster.members):
+        return "it emulates no speeds and no links"
+    if any(not member.cores for member in cluster.members):
+        return "it is run on processors alone"
+    if not 2 <= stages <= blocks:
+        return f"a stage for each of {stages} cores; {workload.name} has 2 to {blocks}"
+    if not equal_counts(rows, stages, counts):
+        wanted = ", ".join(map(str, counts))
+        return f"{rows} samples cannot be cut into equal micro-batches, {wanted} of them"
+    if not (distributed.is_available() and distributed.is_gloo_available()):
+        return "this torch was built without gloo"
+    return ""
+
+
+def even_cuts(blocks: Sequence[str], stages: int) -> list[str]:
+    """The blocks at which stages 1, 2, ... begin; the first has its share and what is before."""
+    return [blocks[stage * len(blocks) // stages] for stage in range(1, stages)]
+
+
+def untie(model: torch.nn.Module) -> None:
+    """Give every module parameters of its own, with the values that it shared."""
+    from torch import nn
+
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) in seen:
+                setattr(module, name, nn.Parameter(parameter.detach().clone()))
+            seen.add(id(parameter))
+
+
+def stepper(
+    workload: Workload, rank: int, world: int, rows: int, microbatches: int
+) -> Callable[[Any, Any], float | None]:
+    """`step(x, y)` of this rank's stage of a copy of the model; the mini-batch's mean loss or None.
+
+    The model must be untied, and micro-batches of equal size.
+    """
+    import copy
+
+    import torch
+    from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
+
+    from hetpipe.bench.eager import rows_of, torch_optimizer
+    from hetpipe.bench.zoo import optimizer_of
+
+    x, _ = next(workload.batches(rows, 0))
+    cuts = dict.fromkeys(even_cuts(workload.blocks, world), SplitPoint.BEGINNING)
+    example = (rows_of(x, 0, rows // microbatches),)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own deprecations; nothing here is the user's
+        cut = pipeline(copy.deepcopy(workload.model), example, split_spec=cuts)
+    stage = cut.build_stage(rank, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, microbatches, loss_fn=workload.loss_fn)
+    parameters = list(stage.submod.parameters())
+    optimizer = torch_optimizer(optimizer_of(workload), parameters)
+
+    def step(x: Any, y: Any) -> float | None:
+        losses: list[torch.Tensor] = []
+        optimizer.zero_grad()
+        schedule.step(
+            *([x] if rank == 0 else []),
+            **({"target": y, "losses": losses} if rank == world - 1 else {}),
+            return_outputs=False,
+        )
+        optimizer.step()
+        return float(torch.stack(losses).detach().mean()) if losses else None
+
+    return step
+
+
+def main(
+    model: str, rows_text: str, seed: str, port: str, rank_text: str, world_text: str, core: str
+) -> None:
+    """Serve requests from standard input until it ends."""
+    threads = pin(core)
+
+    import torch
+
+    from hetpipe.bench.zoo import load_workload
+    from hetpipe.engine.distributed import join
+
+    torch.set_num_threads(threads)
+    rows, rank, world = int(rows_text), int(rank_text), int(world_text)
+    join(rank, world, ("127.0.0.1", int(port)), START_LIMIT_S)
+    workload = load_workload(model)
+    untie(workload.model)
+    batches = workload.batches(rows, int(seed))
+
+    @lru_cache
+    def step_of(microbatches: int) -> Callable[[Any, Any], float | None]:
+        return stepper(workload, rank, world, rows, microbatches)
+
+    for request in requests():
+        step = step_of(request["microbatches"])
+        for x, y in islice(batches, WARM_UP):
+            step(x, y)
+        fed = list(islice(batches, request["steps"]))
+        torch.distributed.barrier()
+        begin_s = time.perf_counter()
+        for x, y in fed:
+            loss = step(x, y)
+        answer(step_s=(time.perf_counter() - begin_s) / len(fed), loss=loss)
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except KeyboardInterrupt:
+        sys.exit(130)

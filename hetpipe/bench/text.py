@@ -1,0 +1,76 @@
+"""English text that every Python has, as tokens: the help pages behind Python's `help()`.
+
+Its first nine tenths teach a vocabulary of byte pairs and are trained on; the last tenth validates.
+How much text there is depends on the version of Python, 0.5 MB in 3.11.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hetpipe.bench.bytepair import BytePairs, Tokens, learn
+from hetpipe.bench.data import Batches, shuffled
+
+VOCABULARY = 512
+VALIDATED = 64  # windows of the validation text that a perplexity is taken over
+
+
+def corpus() -> bytes:
+    """All topics of `pydoc_data`, sorted by name."""
+    from pydoc_data.topics import topics
+
+    return "\n".join(topics[name] for name in sorted(topics)).encode()
+
+
+@lru_cache(maxsize=1)
+def coded() -> tuple[BytePairs, Tokens, Tokens]:
+    """The vocabulary, and the tokens to train and to validate on."""
+    text = corpus()
+    border = len(text) * 9 // 10
+    pairs = learn(text[:border], VOCABULARY)
+    return pairs, pairs.encode(text[:border]), pairs.encode(text[border:])
+
+
+def windows(tokens: Tokens, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and y, (windows, length) each: y is x one token later. The rest at the end is left out."""
+    count = (len(tokens) - 1) // length
+    x, y = (tokens[lo : lo + count * length].reshape(count, length) for lo in (0, 1))
+    return torch.from_numpy(x.copy()), torch.from_numpy(y.copy())
+
+
+def language(length: int) -> tuple[Batches, Callable[[nn.Module], dict[str, float]], int]:
+    """`batches`, `validate` and the windows in an epoch, for windows of so many tokens."""
+    _, kept, held = coded()
+    x, y = windows(kept, length)
+    x_held, y_held = windows(held, length)
+    return shuffled(x, y), perplexity_on(x_held[:VALIDATED], y_held[:VALIDATED]), len(x)
+
+
+def token_loss(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy: logits (n, length, vocabulary), y (n, length) of tokens.
+
+    As each sample has `length` tokens, this is also the mean over samples.
+    """
+    return functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+def perplexity_on(x: torch.Tensor, y: torch.Tensor) -> Callable[[nn.Module], dict[str, float]]:
+    """`validate(model)`: e to the mean cross entropy of a token of y, in eval mode."""
+
+    def validate(model: nn.Module) -> dict[str, float]:
+        training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                loss = token_loss(model(x), y)
+        finally:
+            model.train(training)
+        return {"perplexity": math.exp(loss)}
+
+    return validate

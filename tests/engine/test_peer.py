@@ -1,0 +1,106 @@
+"""torch's own pipeline as a row of the benchmark: the same training, but for tied weights."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+from hetpipe.bench import load_workload
+from hetpipe.bench.bench import Task
+from hetpipe.bench.eager import Eager
+from hetpipe.bench.peer import PeerTorch, cores_of, even_cuts, refusal, untie
+from hetpipe.bench.plain import WARM_UP
+from hetpipe.bench.rows import PeerRow
+from hetpipe.bench.zoo import optimizer_of
+from hetpipe.capture import Captured
+from hetpipe.cluster import Cluster, Link, Member, available_cores
+from hetpipe.errors import HetpipeError
+
+MODEL = "small_text:workload"
+ROWS = 16
+
+
+@pytest.fixture(autouse=True)
+def _with_workload(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not (distributed.is_available() and distributed.is_gloo_available()):
+        pytest.skip("this torch was built without gloo")
+    here = str(Path(__file__).parent)
+    monkeypatch.setenv("PYTHONPATH", here)  # for the peer's processes
+    monkeypatch.syspath_prepend(here)
+
+
+def task(cluster: Cluster) -> Task:
+    workload = load_workload(MODEL)
+    captured = Captured(workload.model, workload.loss_fn, next(workload.batches(ROWS, 0)))
+    return Task(MODEL, workload, captured, cluster, ROWS, seed=0)
+
+
+@pytest.fixture
+def two() -> Cluster:
+    """A worker on each of two cores."""
+    cores = available_cores()
+    if len(cores) < 2:
+        pytest.skip("a pipeline needs two cores")
+    return Cluster(tuple(Member(f"m{n}", "pytorch:cpu:0", (cores[n],)) for n in range(2)))
+
+
+@pytest.mark.parametrize(
+    ("stages", "cuts"), [(1, []), (2, ["c"]), (3, ["b", "c"]), (4, ["b", "c", "d"])]
+)
+def test_cuts_share_blocks_evenly(stages: int, cuts: list[str]) -> None:
+    assert even_cuts(["a", "b", "c", "d"], stages) == cuts
+
+
+def test_untied_weights_are_equal_and_apart() -> None:
+    model = load_workload(MODEL).model
+    untie(model)
+    assert model.head.weight is not model.embedding.tokens.weight
+    assert torch.equal(model.head.weight, model.embedding.tokens.weight)
+
+
+def test_the_row_trains_as_the_untied_model_does(two: Cluster) -> None:
+    steps = 2
+    with closing(PeerRow(task(two), [5, 8])) as row:
+        row.measure(steps)
+        assert row.microbatches == 8, "16 samples cannot be cut into 5 equal micro-batches"
+        assert row.rate > 0
+        found = row._torch.loss
+    workload = load_workload(MODEL)
+    untie(workload.model)
+    eager = Eager(workload.model, workload.loss_fn, optimizer_of(workload))
+    count = (WARM_UP + 2) + (WARM_UP + steps)  # the choice of M, then the round
+    losses = [eager.step(x, y, (2,) * 8) for x, y in islice(workload.batches(ROWS, 0), count)]
+    assert found == pytest.approx(losses[-1], rel=1e-4)
+    assert losses[-1] < losses[0] - 0.05, "learns, so that the comparison says something"
+
+
+def test_a_dead_process_ends_the_row_at_once(two: Cluster) -> None:
+    begin_s = time.monotonic()
+    with (
+        closing(PeerTorch("small_text:broken", ROWS, 0, cores_of(two))) as peer,
+        pytest.raises(HetpipeError, match=r"runs hetpipe\.bench\.peer has died"),
+    ):
+        peer.step_s(8, 1)
+    assert time.monotonic() - begin_s < 30
+
+
+def test_there_is_a_peer_on_processors_at_their_true_speed(two: Cluster) -> None:
+    workload, (one, other) = load_workload(MODEL), two.members
+    assert refusal(workload, two, ROWS, [8]) == ""
+    slow = Cluster((one, replace(other, speed=0.5)))
+    linked = replace(two, links={frozenset(two.ids): Link(latency_s=1e-3)})
+    assert "no speeds" in refusal(workload, slow, ROWS, [8])
+    assert "no links" in refusal(workload, linked, ROWS, [8])
+    assert "processors alone" in refusal(
+        workload, Cluster((one, replace(other, cores=()))), ROWS, [8]
+    )
+    assert "each of 1 cores" in refusal(workload, Cluster((one,)), ROWS, [8])
+    assert "16 samples cannot be cut" in refusal(workload, two, ROWS, [1, 5])
+    assert "does not say" in refusal(replace(workload, blocks=()), two, ROWS, [8])
