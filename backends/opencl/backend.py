@@ -10,7 +10,6 @@ from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Backend, Device, Finding
 from hetpipe.sdk.info import HOST_MEMORY, Capabilities, DeviceInfo
 
-from .decompositions import shared_with_derivatives
 from .driver import driver, errors, platforms
 from .names import RUNTIMES, Known, known, slug
 from .runtimes import EMULATORS, POCL, prepare
@@ -79,6 +78,8 @@ class OpenCLBackend(Backend):
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         from hetpipe.sdk.graph import core_decompositions
+
+        from .decompositions import shared_with_derivatives
 
         return {**core_decompositions(keep=KEPT), **shared_with_derivatives()}
 
