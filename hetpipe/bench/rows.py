@@ -94,51 +94,52 @@ class Row(ABC):
         }
 
 
-class PlainRow(Row):
-    """Plain torch on so many cores, at the best of several micro-batch counts."""
+class TorchRow(Row):
+    """torch alone in processes of its own, at the best of several micro-batch counts."""
 
     label = "measured"
+
+    def __init__(
+        self, task: Task, name: str, torch: PlainTorch | PeerTorch, counts: Sequence[int]
+    ) -> None:
+        super().__init__(task)
+        self.name = name
+        self._torch = torch
+        try:
+            self.microbatches = min(counts, key=lambda count: torch.step_s(count, 2))
+        except BaseException:
+            self.close()
+            raise
+
+    def step_s(self, steps: int) -> float:
+        return self._torch.step_s(self.microbatches, steps)
+
+    def close(self) -> None:
+        self._torch.close()
+
+
+class PlainRow(TorchRow):
+    """Plain torch on so many cores."""
 
     def __init__(self, task: Task, cores: Sequence[int], counts: Sequence[int]) -> None:
-        super().__init__(task)
-        self._torch = PlainTorch(task.model, task.mini_batch, task.seed, cores)
         self.threads = len(cores)
-        self.name = f"plain torch, {self.threads} thread{'s' if self.threads > 1 else ''}"
-        try:
-            self.microbatches = min(counts, key=lambda count: self._torch.step_s(count, 2))
-        except BaseException:
-            self.close()
-            raise
-
-    def step_s(self, steps: int) -> float:
-        return self._torch.step_s(self.microbatches, steps)
-
-    def close(self) -> None:
-        self._torch.close()
+        name = f"plain torch, {self.threads} thread{'s' if self.threads > 1 else ''}"
+        super().__init__(
+            task, name, PlainTorch(task.model, task.mini_batch, task.seed, cores), counts
+        )
 
 
-class PeerRow(Row):
-    """torch's own pipeline on the cluster's cores, at the best of several micro-batch counts."""
-
-    label = "measured"
+class PeerRow(TorchRow):
+    """torch's own pipeline on the cluster's cores."""
 
     def __init__(self, task: Task, counts: Sequence[int]) -> None:
-        super().__init__(task)
         cores = cores_of(task.cluster)
-        self.name = f"torch.distributed.pipelining, {len(cores)} processes"
-        self._torch = PeerTorch(task.model, task.mini_batch, task.seed, cores)
-        counts = equal_counts(task.mini_batch, len(cores), counts)
-        try:
-            self.microbatches = min(counts, key=lambda count: self._torch.step_s(count, 2))
-        except BaseException:
-            self.close()
-            raise
-
-    def step_s(self, steps: int) -> float:
-        return self._torch.step_s(self.microbatches, steps)
-
-    def close(self) -> None:
-        self._torch.close()
+        super().__init__(
+            task,
+            f"torch.distributed.pipelining, {len(cores)} processes",
+            PeerTorch(task.model, task.mini_batch, task.seed, cores),
+            equal_counts(task.mini_batch, len(cores), counts),
+        )
 
 
 class PipelineRow(Row):
