@@ -109,7 +109,7 @@ TABLE: dict[str, Callable[..., Any]] = {
     "min.dim": lambda x, *how: (_reduction(np.min)(x, *how), _reduction(np.argmin)(x, *how)),
     "var.correction": lambda *args, **how: _var_mean(*args, **how)[0],
     "var_mean.correction": _var_mean,
-    "cumsum.default": lambda x, dim, **_: np.cumsum(x, dim),
+    "cumsum.default": lambda x, dim, **_: np.cumsum(x, dim) if x.ndim else x,
     "mm.default bmm.default": np.matmul,
     "addmm.default": lambda c, a, b, beta=1, alpha=1: beta * c + alpha * (a @ b),
     "convolution.default": convolution,

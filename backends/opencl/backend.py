@@ -79,9 +79,9 @@ class OpenCLBackend(Backend):
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         from hetpipe.sdk.graph import core_decompositions
 
-        from .decompositions import shared_with_derivatives
+        from .decompositions import decompositions
 
-        return {**core_decompositions(keep=KEPT), **shared_with_derivatives()}
+        return {**core_decompositions(keep=KEPT), **decompositions()}
 
     def worker_environment(self, info: DeviceInfo, cores: int) -> dict[str, str]:
         name = info.id.split(":")[1]

@@ -169,7 +169,8 @@ case(
     r(4, 6),
     terms=24,
 )
-case("cumsum", lambda a: (a.cumsum(1), a.cumsum(0)), r(3, 5), terms=5)
+case("cumsum", lambda a: (a.cumsum(1), a.cumsum(0), a[0, 0].cumsum(0)), r(3, 5), terms=5)
+case("cumsum_integers", lambda k: (k.cumsum(-1), (k > 3).cumsum(0)), ints(7, 4, 6))
 case("matmul", lambda a, b: (a @ b, aten.mm(a, b), a.t().t() @ b), r(5, 7), r(7, 3), terms=7)
 case("mm_thin", lambda a, b: (a @ b, b @ a), r(1, 6), r(6, 1), terms=6)
 case("mm_transposed", lambda a, b: (a.t() @ b, b.t() @ a), r(7, 4), r(7, 5), terms=7)

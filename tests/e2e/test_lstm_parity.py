@@ -1,47 +1,52 @@
-"""A recurrent language model trains as in unpartitioned torch, on every backend and across cuts."""
+"""Recurrent language models train as in unpartitioned torch, on every backend and across cuts."""
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
-import torch.nn.functional as F
-from plans import unpriced
-from reference import train
+from parity import RUNTIMES, Run, check_equal, start_crew
 from torch import nn
 
 import hetpipe as hp
-from hetpipe.capture import Captured
-from hetpipe.cluster import Cluster, Member
+from hetpipe.bench.lstm import Recurrent
+from hetpipe.bench.text import token_loss
+from hetpipe.engine.crew import Crew
 
 STEPS = 20
-TOKENS, LENGTH, MINI_BATCH, MICROBATCHES = 5, 9, 12, 3
+TOKENS, WIDTH, LENGTH, MINI_BATCH, MICROBATCHES = 5, 10, 9, 12, 3
 LEARNING_RATE = 2.0
-TOLERANCE = 1e-4
-BACKENDS = ("pytorch", "numpy", "opencl")
+
+ROWS = [
+    ("pytorch",), ("numpy",), ("opencl",), ("opencl", "pytorch"),
+    ("pytorch", "opencl", "numpy"), ("opencl", "opencl", "opencl"),
+]  # fmt: skip
+RUNTIME_ROWS = [(runtime,) * stages for runtime in RUNTIMES for stages in (1, 2, 3)]
 
 
 class Language(nn.Module):
-    """(n, length) of tokens -> (n, length, tokens) of logits."""
+    """Two layers in one module. (n, length) of tokens -> (n, length, tokens) of logits."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(TOKENS, 6)
-        self.lstm = nn.LSTM(6, 10, num_layers=2, batch_first=True)
-        self.head = nn.Linear(10, TOKENS)
+        self.lstm = nn.LSTM(6, WIDTH, num_layers=2, batch_first=True)
+        self.head = nn.Linear(WIDTH, TOKENS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.lstm(self.embedding(x))[0])
 
 
-def loss_fn(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
-
-
-def fresh() -> Language:
+def language() -> nn.Module:
     torch.manual_seed(1)
     return Language()
+
+
+def recurrent() -> nn.Module:
+    """A module for each of two layers."""
+    torch.manual_seed(1)
+    return Recurrent(TOKENS, WIDTH, layers=2)
 
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -51,59 +56,28 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(x, x.roll(1, 1)) for x in tokens]
 
 
-@cache
-def capture() -> Captured:
-    """Captured once for all rows."""
-    return Captured(fresh(), loss_fn, batches()[0])
+def run_of(model: Callable[[], nn.Module]) -> Run:
+    return Run(
+        model, token_loss, batches(), MICROBATCHES,
+        hp.optim.sgd(lr=LEARNING_RATE, momentum=0.9),
+        lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9),
+    )  # fmt: skip
 
 
-@cache
-def eager() -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and the gradients of the first step in plain torch."""
-    model = fresh()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
-    return train(model, loss_fn, batches(), MICROBATCHES, optimizer)
+LANGUAGE, RECURRENT = run_of(language), run_of(recurrent)
 
 
-def device_of(backend: str) -> str:
-    """The first device of a backend, none of OpenCL's emulators or interpreters."""
-    for info in hp.discover_devices([backend])[0]:
-        can = info.capabilities
-        if backend != "opencl" or not (can.emulated or can.reference):
-            return info.id
-    pytest.skip(f"no device of {backend}")
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with start_crew([*ROWS, *RUNTIME_ROWS]) as started:
+        yield started
 
 
-@pytest.mark.parametrize(
-    "backends",
-    [
-        *[(backend,) for backend in BACKENDS],
-        ("opencl", "pytorch"),
-        ("pytorch", "opencl", "numpy"),
-        ("opencl", "opencl", "opencl"),
-    ],
-    ids="-".join,
-)
-def test_training_equals_unpartitioned(backends: tuple[str, ...]) -> None:
-    members = tuple(Member(f"{'abc'[i]}", device_of(b)) for i, b in enumerate(backends))
-    losses, gradients = eager()
-    captured = capture()
-    names = [member.id for member in members]
-    plan, costs = unpriced(captured, names, "1f1b", MINI_BATCH, MICROBATCHES)
-    with hp.Pipeline(
-        fresh(),
-        loss_fn,
-        batches()[0],
-        cluster=Cluster(members=members, transport="local"),
-        optimizer=hp.optim.sgd(lr=LEARNING_RATE, momentum=0.9),
-        captured=captured,
-        plan=plan,
-        costs=costs,
-    ) as pipe:
-        _, found = pipe.gradients(*batches()[0])
-        assert found.keys() == gradients.keys()
-        for key, gradient in gradients.items():
-            error = (found[key] - gradient).norm().item()
-            assert error <= TOLERANCE * gradient.norm().item() + 1e-6, (key, error)
-        assert [pipe.step(x, y) for x, y in batches()] == pytest.approx(losses, rel=TOLERANCE)
-    assert losses[-1] < 0.9 * losses[0]
+@pytest.mark.parametrize("row", ROWS, ids="-".join)
+def test_layers_of_one_module_equal_unpartitioned(crew: Crew, row: Sequence[str]) -> None:
+    check_equal(crew, row, LANGUAGE)
+
+
+@pytest.mark.parametrize("row", RUNTIME_ROWS, ids="-".join)
+def test_layers_of_their_own_equal_unpartitioned(crew: Crew, row: Sequence[str]) -> None:
+    check_equal(crew, row, RECURRENT)

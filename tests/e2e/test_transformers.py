@@ -1,40 +1,44 @@
-"""Transformers as their library ships them train on torch in stages as they do without."""
+"""Transformers as their library ships them train in stages as they do without."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from plans import unpriced
-from reference import train
+from parity import RUNTIMES, Run, check_equal, start_crew
 
 import hetpipe as hp
-from hetpipe.capture import Captured
-from hetpipe.cluster import Cluster, Member
+from hetpipe.engine.crew import Crew
 
 transformers = pytest.importorskip("transformers")
 
-MINI_BATCH, MICROBATCHES, LENGTH, VOCABULARY = 8, 4, 16, 64
+MINI_BATCH, MICROBATCHES, LENGTH, VOCABULARY, CLASSES = 8, 4, 16, 64, 4
+DISTINCT, STEPS = 2, 20  # mini-batches, learnt by heart
+LEARNING_RATE = 5e-3
+
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 def gpt2() -> torch.nn.Module:
     """Two blocks; the embedding is tied to the output layer: the first stage and the last."""
+    torch.manual_seed(3)
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+        bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
 
 
 def bert() -> torch.nn.Module:
     """Two blocks with a padding mask, which every block reads."""
+    torch.manual_seed(3)
     config = transformers.BertConfig(
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=64, max_position_embeddings=LENGTH, num_labels=4,
+        intermediate_size=64, max_position_embeddings=LENGTH, num_labels=CLASSES,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return transformers.BertForSequenceClassification(config)
@@ -48,57 +52,63 @@ def class_loss(output: Any, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output.logits, y)
 
 
-def text(generator: torch.Generator) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def text(generator: torch.Generator) -> Batch:
     tokens = torch.randint(0, VOCABULARY, (MINI_BATCH, LENGTH + 1), generator=generator)
     return {"input_ids": tokens[:, :-1]}, tokens[:, 1:]
 
 
-def padded(generator: torch.Generator) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def padded_text(generator: torch.Generator) -> Batch:
+    x, y = text(generator)
+    return {**x, "attention_mask": mask(generator)}, y
+
+
+def classified(generator: torch.Generator) -> Batch:
     tokens = torch.randint(0, VOCABULARY, (MINI_BATCH, LENGTH), generator=generator)
+    labels = torch.randint(0, CLASSES, (MINI_BATCH,), generator=generator)
+    return {"input_ids": tokens, "attention_mask": mask(generator)}, labels
+
+
+def mask(generator: torch.Generator) -> torch.Tensor:
+    """1 for the first 4 or more of a sample's tokens, 0 for its padding."""
     lengths = torch.randint(4, LENGTH + 1, (MINI_BATCH, 1), generator=generator)
-    mask = (torch.arange(LENGTH) < lengths).long()
-    labels = torch.randint(0, 4, (MINI_BATCH,), generator=generator)
-    return {"input_ids": tokens, "attention_mask": mask}, labels
+    return (torch.arange(LENGTH) < lengths).long()
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("make", "loss_fn", "batch"),
-    [(gpt2, language_loss, text), (bert, class_loss, padded)],
-    ids=["gpt2", "bert"],
-)
-def test_transformer_equals_unpartitioned(
-    make: Callable[[], torch.nn.Module],
-    loss_fn: Callable[[Any, Any], torch.Tensor],
-    batch: Callable[[torch.Generator], tuple[Any, Any]],
-    stages: int,
-) -> None:
-    torch.manual_seed(3)
-    model = make()
+def run_of(
+    model: Callable[[], torch.nn.Module],
+    loss_fn: Callable[[Any, torch.Tensor], torch.Tensor],
+    batch: Callable[[torch.Generator], Batch],
+) -> Run:
     generator = torch.Generator().manual_seed(4)
-    batches = [batch(generator) for _ in range(20)]
+    return Run(
+        model, loss_fn, [batch(generator) for _ in range(DISTINCT)] * (STEPS // DISTINCT),
+        MICROBATCHES, hp.optim.adamw(lr=LEARNING_RATE),
+        lambda parameters: torch.optim.AdamW(parameters, lr=LEARNING_RATE),
+    )  # fmt: skip
 
-    eager = copy.deepcopy(model)
-    expected, gradients = train(
-        eager, loss_fn, batches, MICROBATCHES, torch.optim.AdamW(eager.parameters(), lr=1e-3)
-    )
 
-    members = tuple(Member(name, "pytorch:cpu:0") for name in "abc"[:stages])
-    captured = Captured(model, loss_fn, batches[0])
-    plan, costs = unpriced(captured, "abc"[:stages], "1f1b", MINI_BATCH, MICROBATCHES)
-    with hp.Pipeline(
-        model,
-        loss_fn,
-        batches[0],
-        cluster=Cluster(members=members, transport="local"),
-        optimizer=hp.optim.adamw(lr=1e-3),
-        captured=captured,
-        plan=plan,
-        costs=costs,
-    ) as pipe:
-        _, found = pipe.gradients(*batches[0])
-        for key, gradient in gradients.items():
-            error = (found[key] - gradient).norm().item()
-            assert error <= 1e-4 * gradient.norm().item() + 1e-6, key
-        losses = [pipe.step(x, y) for x, y in batches]
-    assert losses == pytest.approx(expected, rel=1e-4)
+RUNS = {
+    "gpt2": run_of(gpt2, language_loss, text),
+    "gpt2-padded": run_of(gpt2, language_loss, padded_text),
+    "bert": run_of(bert, class_loss, classified),
+}
+TORCH_ROWS = [("pytorch",) * stages for stages in (1, 2, 3)]
+OPENCL_ROWS = [(runtime,) * stages for runtime in RUNTIMES for stages in (1, 2, 3)]
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with start_crew([*TORCH_ROWS, *OPENCL_ROWS]) as started:
+        yield started
+
+
+@pytest.mark.parametrize("row", TORCH_ROWS, ids="-".join)
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_on_torch_equals_unpartitioned(crew: Crew, name: str, row: Sequence[str]) -> None:
+    check_equal(crew, row, RUNS[name])
+
+
+@pytest.mark.parametrize("row", OPENCL_ROWS, ids="-".join)
+@pytest.mark.parametrize("name", ["gpt2", "gpt2-padded", "bert"])
+def test_on_opencl_equals_unpartitioned(crew: Crew, name: str, row: Sequence[str]) -> None:
+    check_equal(crew, row, RUNS[name])

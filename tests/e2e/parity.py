@@ -1,0 +1,118 @@
+"""What parity tests share: a run of training, and a crew that trains it in stages on any devices.
+
+All rows of a test module share one crew, whose workers are threads: what one row has compiled for a
+device is there for the next. Intel's compiler takes 10 s for an attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import pytest
+import torch
+from plans import unpriced
+from reference import leaf, train
+from test_parity import find_opencl
+
+import hetpipe as hp
+from hetpipe.capture import Captured
+from hetpipe.cluster import Cluster, Member
+from hetpipe.engine.crew import Crew
+from hetpipe.optim import Optimizer
+
+MOST_STAGES = 3
+TOLERANCE = 1e-4
+GRADIENT_FLOOR = 1e-9  # of a tensor's norm, where the true gradient is zero
+
+DEVICES = {
+    "pytorch": "pytorch:cpu:0",
+    "numpy": "numpy:cpu:0",
+    "pocl": "opencl:pocl:0",
+    "intel-cpu": "opencl:intel-cpu:0",
+    "intel-fpga-emulator": "opencl:intel-fpga-emulator:0",
+}
+"""Short names of devices in rows; `opencl` is the first that neither emulates nor interprets."""
+RUNTIMES = ("pocl", "intel-cpu", "intel-fpga-emulator")
+"""Every OpenCL runtime that compiles its kernels."""
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A model, its batches and one optimizer twice; `model` gives the same weights every time."""
+
+    model: Callable[[], torch.nn.Module]
+    loss_fn: Callable[[Any, Any], torch.Tensor]
+    batches: Sequence[tuple[Any, Any]]
+    microbatches: int
+    optimizer: Optimizer
+    eager_optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+
+    @cached_property
+    def captured(self) -> Captured:
+        return Captured(self.model(), self.loss_fn, self.batches[0])
+
+    @cached_property
+    def expected(self) -> tuple[list[float], dict[str, torch.Tensor]]:
+        """Losses and the first step's gradients in plain torch.
+
+        Losses that stay where they are would say nothing of the updates: they must fall by a tenth.
+        """
+        model = self.model()
+        optimizer = self.eager_optimizer(model.parameters())
+        losses, gradients = train(model, self.loss_fn, self.batches, self.microbatches, optimizer)
+        assert losses[-1] < 0.9 * losses[0], losses
+        return losses, gradients
+
+
+def start_crew(rows: Iterable[Sequence[str]]) -> Crew:
+    """Workers for the devices that rows name and that are here: as many for each as stages."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    here = [(name, device) for name in names if (device := _find(name)) is not None]
+    members = tuple(
+        Member(f"{name}.{n}", device) for name, device in here for n in range(MOST_STAGES)
+    )
+    return Crew.start(Cluster(members=members, transport="local"))
+
+
+def check_equal(crew: Crew, row: Sequence[str], run: Run) -> None:
+    """In stages on the devices of `row`, `run` has the losses and gradients of plain torch.
+
+    Losses to 1e-4 relative, every gradient of the first step to 1e-4 of its norm.
+    """
+    members = [f"{name}.{row[:n].count(name)}" for n, name in enumerate(row)]
+    for name, member in zip(row, members, strict=True):
+        if member not in crew.cluster.ids:
+            pytest.skip(f"no device {name!r}: install the extra `emulators` or pocl-opencl-icd")
+    losses, gradients = run.expected
+    example = run.batches[0]
+    rows = leaf(example[0]).shape[0]
+    plan, costs = unpriced(run.captured, members, "1f1b", rows, run.microbatches)
+    with hp.Pipeline(
+        run.model(),
+        run.loss_fn,
+        example,
+        cluster=crew.cluster,
+        crew=crew,
+        optimizer=run.optimizer,
+        captured=run.captured,
+        plan=plan,
+        costs=costs,
+    ) as pipe:
+        _, found = pipe.gradients(*example)
+        assert found.keys() == gradients.keys(), found.keys() ^ gradients.keys()
+        for key, gradient in gradients.items():
+            error = (found[key] - gradient).norm().item()
+            assert error <= TOLERANCE * gradient.norm().item() + GRADIENT_FLOOR, (key, error)
+        staged = [pipe.step(x, y) for x, y in run.batches]
+    assert staged == pytest.approx(losses, rel=TOLERANCE), (staged, losses)
+
+
+def _find(name: str) -> str | None:
+    """The device's id, None if it is not here."""
+    if name == "opencl":
+        return find_opencl()
+    found, _ = hp.discover_devices([DEVICES[name].partition(":")[0]])
+    return DEVICES[name] if DEVICES[name] in {info.id for info in found} else None
