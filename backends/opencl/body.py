@@ -17,14 +17,20 @@ class Body:
     """Emits statements; remembers the tensors used and what was hoisted out of the row.
 
     `written` maps tensors that the kernel itself stores to their expressions: reading one of
-    them back is the expression.
+    them back is the expression. `held` names variables that hold an expression already.
     """
 
-    def __init__(self, nest: Nest, written: Mapping[int, Expr] | None = None) -> None:
+    def __init__(
+        self,
+        nest: Nest,
+        written: Mapping[int, Expr] | None = None,
+        held: Mapping[Expr, str] | None = None,
+    ) -> None:
         self.nest = nest
         self.named: dict[str, Value] = {}
         self.vectorises = True
         self._written = written or {}
+        self._held = held or {}
         self._names: dict[tuple[int, str], str] = {}
         self._row: list[str] = []
         self._bases: dict[Layout, str] = {}
@@ -68,6 +74,8 @@ class Body:
 
     def emit(self, expr: Expr, width: int, lines: list[str], memo: dict[Expr, str]) -> str:
         """Append the statements that compute `expr`; returns the variable."""
+        if expr in self._held:
+            return self._held[expr]
         if expr in memo:
             return memo[expr]
         if isinstance(expr, Load) and expr.plain and expr.value.id in self._written:
@@ -91,6 +99,7 @@ class Body:
         """Whether `expr` is the same all along a row."""
         if expr not in self._still:
             fixed = not isinstance(expr, (Load, Coord)) or self.nest.step(expr.layout) == 0
+            fixed = fixed and expr not in self._held
             self._still[expr] = fixed and all(self.still(child) for child in children(expr))
         return self._still[expr]
 

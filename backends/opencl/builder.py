@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cache
-from importlib.resources import files
+from collections.abc import Iterable, Sequence
 
 from torch import fx
 
 from hetpipe.errors import BackendError
 from hetpipe.sdk.graph import dtype_name
 
-from .codegen import Store, generate
+from . import epilogue
+from .codegen import Kernel, Launch, Store, Tile, generate, kernel_source
 from .expr import Apply, Const, Expr, Layout, Load, Pool, Shape, Value, View, loads, walk, work
 from .target import Target
 
-__all__ = ["Builder", "Kernel", "Launch", "Value"]
+__all__ = ["Builder", "Kernel", "Launch", "Value", "kernel_source"]
 
 CHEAP = 2
 """Work (see `expr.work`) up to which computing again beats a trip through memory."""
@@ -25,32 +23,8 @@ LARGEST = 48
 """Distinct expressions in one fused tree, beyond which it is stored: bounds compile time."""
 NEAR = 6
 """How many kernels back a store looks for one to join."""
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A kernel function of an OpenCL source, specialised by `-D` options."""
-
-    source: str
-    name: str
-    options: tuple[str, ...] = ()
-    generated: bool = False
-    """Whether the name is unique to the text, so that many may share a program."""
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One kernel over one range."""
-
-    kernel: Kernel
-    global_size: tuple[int, ...]
-    local_size: tuple[int, ...] | None
-    args: tuple[Value | int | float, ...]
-    inplace: frozenset[int] = field(default_factory=frozenset)
-    """Tensors read element by element, each just before the same element of a result is written:
-    a result of the same size may take their memory."""
-    steady: bool = False
-    """Whether it reads weights alone: once is enough, until other weights come."""
+WAITING = 2
+"""Products that wait for an epilogue at once: a gradient to pass on, and that of a weight."""
 
 
 Lowered = Expr | tuple["Expr | None", ...]
@@ -63,7 +37,7 @@ class Builder:
         """`outputs`: nodes to store as soon as they are known, beside what they share."""
         self.device = target
         self._outputs = outputs
-        self.launches: list[Launch] = []
+        self._steps: list[Launch | list[Store]] = []
         self.pool = Pool()
         self._lowered: dict[fx.Node, Lowered] = {}
         self._stored: dict[Expr, Value] = {}
@@ -108,11 +82,22 @@ class Builder:
         `steady`: it reads no tensor but some that are `steady`, and writes tensors that no other
         launch writes.
         """
-        self._flush()
+        local = None if local_size is None else tuple(local_size)
+        launch = Launch(kernel, tuple(global_size), local, tuple(args), steady=steady)
+        self._flush(launch.touches)
         if math.prod(global_size) > 0:
-            local = None if local_size is None else tuple(local_size)
-            launch = Launch(kernel, tuple(global_size), local, tuple(args), steady=steady)
-            self.launches.append(launch)
+            self._steps.append(launch)
+
+    def product(self, out: Value, launches: Sequence[Launch]) -> None:
+        """`launches` make the matrices `out`; the last may take an epilogue, so they wait for one.
+
+        They run in one go when something other than an epilogue needs them.
+        """
+        tile = Tile(out.shape, out.dtype, tuple(launches))
+        self._groups.append([Store(tile, out, Layout.row_major(out.shape))])
+        waiting = [group for group in self._groups if epilogue.is_product(group)]
+        if len(waiting) > WAITING:
+            self._flush({waiting[0][0].out.id})
 
     def steady(self, value: Value) -> bool:
         """Whether runs will be given the same tensor many times over: a weight."""
@@ -207,10 +192,11 @@ class Builder:
             group, later = self._groups[at], self._groups[at + 1 :]
             if any(other.follows(group) for others in later for other in others):
                 continue
-            if store.joins(group):
+            joining = self._joining(store, group)
+            if joining is not None:
                 # Nothing since needs the group: it may as well run last, after what this reads.
                 del self._groups[at]
-                self._groups.append([*group, store])
+                self._groups.append([*group, joining])
                 return
         self._groups.append([store])
 
@@ -224,38 +210,55 @@ class Builder:
         self.result(node, value)
         return value
 
-    def finish(self) -> None:
-        """Run all that still waits."""
-        self._flush()
+    def finish(self, results: Iterable[Value]) -> tuple[Launch, ...]:
+        """All launches in order, without stores that no other kernel and no result needs."""
+        self._steps += self._groups
+        self._groups = []
+        needed = {value.id for value in results}
+        found: list[Launch] = []
+        for step in reversed(self._steps):
+            if isinstance(step, Launch):
+                needed |= step.touches
+                found.append(step)
+            elif wanted := [store for store in step if store.out.id in needed]:
+                needed.update(*(store.reads for store in step))
+                found += reversed(self._launches(step, wanted))
+        return tuple(reversed(found))
 
     def _bounded(self, expr: Expr) -> Expr:
         if isinstance(expr, Apply) and sum(1 for _ in walk(expr)) > LARGEST:
             return self.pool.load(self.store(expr))
         return expr
 
-    def _flush(self) -> None:
-        groups, self._groups = self._groups, []
-        for group in groups:
-            self._launch_group(group)
+    def _joining(self, store: Store, group: Sequence[Store]) -> Store | None:
+        if epilogue.is_product(group):
+            return epilogue.fitted(self.pool, store, group)
+        return store if store.joins(group) else None
 
-    def _launch_group(self, group: list[Store]) -> None:
-        code = generate(group, self.device)
+    def _flush(self, needed: set[int]) -> None:
+        """Have run all that waits, but products that neither that nor `needed` depends on."""
+        needed = set(needed)
+        waiting, ready = [], []
+        for group in reversed(self._groups):
+            if epilogue.is_product(group) and not any(store.out.id in needed for store in group):
+                waiting.append(group)
+            else:
+                ready.append(group)
+                needed.update(*(store.reads for store in group))
+        self._groups = waiting[::-1]
+        self._steps += ready[::-1]
+
+    def _launches(self, group: Sequence[Store], wanted: Sequence[Store]) -> list[Launch]:
+        if epilogue.is_product(group):
+            return epilogue.launches(group, wanted, self.device)
+        code = generate(group, self.device, wanted)
         kernel = Kernel(code.text, code.name, generated=True)
         read = [load for store in group for load in loads(store.expr)]
         straight = {load.value.id for load in read if load.plain}
         if not all(store.plain for store in group):
             straight = set()
         inplace = frozenset(straight - {load.value.id for load in read if not load.plain})
-        self.launches.append(Launch(kernel, code.global_size, code.local_size, code.args, inplace))
-
-
-@cache
-def kernel_source(path: str) -> str:
-    """Text of a file of `hetpipe.kernels`. Raises `BackendError` if there is none."""
-    try:
-        return files("hetpipe.kernels").joinpath(path).read_text(encoding="utf-8")
-    except (FileNotFoundError, IsADirectoryError) as error:
-        raise BackendError(f"there is no kernel source {path!r} in hetpipe.kernels") from error
+        return [Launch(kernel, code.global_size, code.local_size, code.args, inplace)]
 
 
 def node_dtype(node: fx.Node) -> str:

@@ -9,11 +9,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+
+from hetpipe.errors import BackendError
 
 from .body import Body
 from .cnames import C_TYPES
-from .expr import Coord, Expr, Layout, Load, Value, walk
+from .expr import Coord, Expr, Layout, Load, Value, loads, walk
 from .nest import Nest
 from .target import Target
 
@@ -23,6 +27,47 @@ TILE = 256
 """Width of the tile that a work-item copies when it reads across rows."""
 LANES = 16
 MOST_TENSORS = 24
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel function of an OpenCL source, specialised by `-D` options."""
+
+    source: str
+    name: str
+    options: tuple[str, ...] = ()
+    generated: bool = False
+    """Whether the name is unique to the text, so that many may share a program."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel over one range."""
+
+    kernel: Kernel
+    global_size: tuple[int, ...]
+    local_size: tuple[int, ...] | None
+    args: tuple[Value | int | float, ...]
+    inplace: frozenset[int] = field(default_factory=frozenset)
+    """Tensors read element by element, each just before the same element of a result is written:
+    a result of the same size may take their memory."""
+    steady: bool = False
+    """Whether it reads weights alone: once is enough, until other weights come."""
+
+    @property
+    def touches(self) -> set[int]:
+        """The tensors that it reads or writes, by id."""
+        return {arg.id for arg in self.args if isinstance(arg, Value)}
+
+
+@dataclass(frozen=True, eq=False)
+class Tile(Expr):
+    """An element of a matrix product, in a register of the kernel that computes it.
+
+    `launches` compute and store the product; to the last of them an epilogue can be added.
+    """
+
+    launches: tuple[Launch, ...]
 
 
 @dataclass(frozen=True)
@@ -39,6 +84,14 @@ class Store:
         whole = self.expr.numel == math.prod(self.out.shape)
         return whole and self.layout == Layout.row_major(self.expr.shape)
 
+    @property
+    def reads(self) -> set[int]:
+        """The tensors that it is computed from, by id."""
+        found = {load.value.id for load in loads(self.expr)}
+        if isinstance(self.expr, Tile):
+            found.update(*(launch.touches for launch in self.expr.launches))
+        return found
+
     def joins(self, group: Sequence[Store]) -> bool:
         """Whether this store can be in one kernel with `group`, and gains by it.
 
@@ -47,10 +100,10 @@ class Store:
         """
         if self.expr.shape != group[0].expr.shape or not all(s.plain for s in (self, *group)):
             return False
-        mine = [item for item in walk(self.expr) if isinstance(item, Load)]
-        theirs = {item.value.id for s in group for item in walk(s.expr) if isinstance(item, Load)}
+        mine = loads(self.expr)
+        theirs = {key for store in group for key in store.reads}
         written = {store.out.id for store in group}
-        read = {load.value.id for load in mine}
+        read = self.reads
         if len(read | theirs | written) >= MOST_TENSORS:
             return False
         shares = bool(read & (theirs | written)) or not (read or theirs)
@@ -58,8 +111,8 @@ class Store:
 
     def follows(self, group: Sequence[Store]) -> bool:
         """Whether it reads or overwrites what `group` writes."""
-        touched = {item.value.id for item in walk(self.expr) if isinstance(item, Load)}
-        return any(store.out.id in touched | {self.out.id} for store in group)
+        touched = self.reads | {self.out.id}
+        return any(store.out.id in touched for store in group)
 
 
 @dataclass(frozen=True)
@@ -73,8 +126,17 @@ class Code:
     args: tuple[Value | int | float, ...]
 
 
-def generate(group: Sequence[Store], target: Target) -> Code:
-    """One kernel that does all the stores of `group`, which have one shape."""
+@cache
+def kernel_source(path: str) -> str:
+    """Text of a file of `hetpipe.kernels`. Raises `BackendError` if there is none."""
+    try:
+        return files("hetpipe.kernels").joinpath(path).read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise BackendError(f"there is no kernel source {path!r} in hetpipe.kernels") from error
+
+
+def generate(group: Sequence[Store], target: Target, wanted: Sequence[Store]) -> Code:
+    """One kernel for a group of stores of one shape; only those `wanted` go to memory."""
     exprs = list(walk(*(store.expr for store in group)))
     layouts = [item.layout for item in exprs if isinstance(item, (Load, Coord))]
     layouts += [store.layout for store in group]
@@ -84,14 +146,14 @@ def generate(group: Sequence[Store], target: Target) -> Code:
         map(body.has_lanes, exprs)
     )
     if target.kind == "gpu":
-        lines, count = _by_element(body, group)
+        lines, count = _by_element(body, wanted)
         width = min(256, target.max_work_group_size)
         size = (-(-count // width) * width,)
         local = (width,)
     else:
         straight = all(body.in_step(item) for item in exprs if isinstance(item, Load))
         padded = straight and all(store.plain for store in group) and not target.checks_memory
-        lines, count = _by_row(body, group, padded)
+        lines, count = _by_row(body, wanted, padded)
         size, local = (count,), (1,)
     args: list[Value | int | float] = list(body.tensors.values())
     parameters = [f"__global {C_TYPES[value.dtype]} *{name}" for name, value in body.named.items()]

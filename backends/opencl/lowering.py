@@ -67,9 +67,8 @@ def lower(graph: fx.GraphModule, target: Target) -> Lowered:
             value = builder.store_copy(builder.expr(node))
         taken.add(value.id)
         outputs.append(Output(value))
-    builder.finish()
+    launches = builder.finish(output.value for output in outputs if output.value is not None)
     results = tuple(distinct.index(node) for node in nodes)
-    launches = tuple(builder.launches)
     return Lowered(tuple(inputs), _with_heirs(outputs, inputs, launches), results, launches)
 
 

@@ -7,11 +7,70 @@
 //
 // `matmul` is the register tile of Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication"
 // (2008): ROWS x COLS accumulators stay in registers while one block of K streams through.
+// Kernels with an epilogue are generated: they do more with their tile than store it.
 // `matmul_thin` is for products with too few rows or operations to pay for packing.
 
 #define ROWS 12
 #define COLS 32
 #define DEPTH_CHUNK 128
+
+// Asks early for the line at `p`, for an epilogue: into the second-level cache, because rows of several tensors that lie
+// a power of two apart would drive each other out of the first.
+#ifdef INTERPRETED
+#define PREFETCH(p)
+#else
+#define PREFETCH(p) __builtin_prefetch((const void*)(size_t)(p), 0, 2)
+#endif
+
+// `matmul` and generated kernels: their parameters, then this work-item's tile, then 16 columns of a row of it, ready for
+// C. `c` carries the sums of earlier blocks of depth where k0 > 0, and is not read elsewhere.
+#define PRODUCT(C)                                                                                       \
+  __global const float *restrict left, __global const float *restrict right, __global C, const int rows, \
+      const int cols, const int depth, const int k0, const int k1, const float alpha, const float beta,  \
+      __global const float *restrict bias, const int bias_offset, const int bias_batch,                  \
+      const int bias_row, const int bias_col
+#define TILE(sums) multiply_tile(left, right, depth, k0, k1, sums)
+#define FINISHED(sum, row, col)                                                                         \
+  finished(sum, k0 > 0, c + (batch * rows + (row)) * cols + (col), k1 == depth, alpha, beta,            \
+           bias + bias_offset + batch * bias_batch + (row) * bias_row + (col) * bias_col, bias_col, cols - (col))
+
+// This work-item's tile of A B, summed over k0 <= k < k1.
+inline void multiply_tile(__global const float* restrict left, __global const float* restrict right,
+                          const int depth, const int k0, const int k1, float16 sums[ROWS][2]) {
+  const int i = get_global_id(0), j = get_global_id(1), batch = get_global_id(2);
+  __global const float* a = left + ((batch * (int)get_global_size(0) + i) * depth + k0) * ROWS;
+  __global const float* b = right + ((batch * (int)get_global_size(1) + j) * depth + k0) * COLS;
+  float16 lo[ROWS], hi[ROWS];
+#pragma unroll
+  for (int m = 0; m < ROWS; m++) lo[m] = hi[m] = (float16)(0.0f);
+  for (int k = k0; k < k1; k++) {
+    const float16 b_lo = vload16(0, b), b_hi = vload16(1, b);
+#pragma unroll
+    for (int m = 0; m < ROWS; m++) {
+      lo[m] = fma((float16)(a[m]), b_lo, lo[m]);
+      hi[m] = fma((float16)(a[m]), b_hi, hi[m]);
+    }
+    a += ROWS;
+    b += COLS;
+  }
+#pragma unroll
+  for (int m = 0; m < ROWS; m++) {
+    sums[m][0] = lo[m];
+    sums[m][1] = hi[m];
+  }
+}
+
+// 16 columns of C, of which `count` exist: the sums so far, scaled and with the bias after the last block of depth.
+inline float16 finished(float16 sum, const bool resume, __global const float* carried, const bool last,
+                        const float alpha, const float beta, __global const float* bias, const int bias_col,
+                        const int count) {
+  if (resume) sum += load_upto(carried, count);
+  if (last) sum *= alpha;
+  if (last && beta != 0.0f) sum += beta * load_strided(bias, bias_col, count);
+  return sum;
+}
+
+#ifndef EPILOGUE  // an option for programs that only need the above, to compile sooner
 
 // One k of a panel: `count` of its `width` rows exist.
 inline void pack_contiguous(__global const float* src, const int stride_k, const int count, const int width,
@@ -113,57 +172,20 @@ WORK_ITEM __kernel void pack_right(__global const float* b, const int offset, co
 
 // C gets alpha * sum + beta * bias once `k1` reaches `depth`; before that it carries the sums of earlier blocks.
 // global size: row panels, column panels, batch; a column panel stays in a second-level cache while row panels pass by
-WORK_ITEM __kernel void matmul(__global const float* restrict left, __global const float* restrict right,
-                               __global float* restrict c, const int rows, const int cols, const int depth,
-                               const int k0, const int k1, const float alpha, const float beta,
-                               __global const float* restrict bias, const int bias_offset, const int bias_batch,
-                               const int bias_row, const int bias_col) {
-  const int i = get_global_id(0), j = get_global_id(1), batch = get_global_id(2);
-  const int row0 = i * ROWS, col0 = j * COLS;
+WORK_ITEM __kernel void matmul(PRODUCT(float* restrict c)) {
+  const int row0 = get_global_id(0) * ROWS, col0 = get_global_id(1) * COLS, batch = get_global_id(2);
   const int row_count = min(rows - row0, ROWS), col_count = cols - col0;
   __global float* out = c + (batch * rows + row0) * cols + col0;
-  float16 sums[ROWS][2];  // in memory, before and after: loops over it stay small
-  for (int m = 0; m < ROWS; m++) {
-    const bool resume = k0 > 0 && m < row_count;
-    if (m < row_count) PREFETCH_WRITE(out + m * cols);
-    if (m < row_count && col_count > LANES) PREFETCH_WRITE(out + m * cols + LANES);
-    sums[m][0] = resume ? load_upto(out + m * cols, col_count) : (float16)(0.0f);
-    sums[m][1] = resume ? load_upto(out + m * cols + LANES, col_count - LANES) : (float16)(0.0f);
+  for (int m = 0; m < row_count; m++) {
+    PREFETCH_WRITE(out + m * cols);
+    if (col_count > LANES) PREFETCH_WRITE(out + m * cols + LANES);
   }
-  float16 lo[ROWS], hi[ROWS];
-#pragma unroll
-  for (int m = 0; m < ROWS; m++) {
-    lo[m] = sums[m][0];
-    hi[m] = sums[m][1];
-  }
-  __global const float* a = left + ((batch * (int)get_global_size(0) + i) * depth + k0) * ROWS;
-  __global const float* b = right + ((batch * (int)get_global_size(1) + j) * depth + k0) * COLS;
-  for (int k = k0; k < k1; k++) {
-    const float16 b_lo = vload16(0, b), b_hi = vload16(1, b);
-#pragma unroll
-    for (int m = 0; m < ROWS; m++) {
-      lo[m] = fma((float16)(a[m]), b_lo, lo[m]);
-      hi[m] = fma((float16)(a[m]), b_hi, hi[m]);
-    }
-    a += ROWS;
-    b += COLS;
-  }
-#pragma unroll
-  for (int m = 0; m < ROWS; m++) {
-    sums[m][0] = lo[m];
-    sums[m][1] = hi[m];
-  }
-  bias += bias_offset + batch * bias_batch + row0 * bias_row + col0 * bias_col;
+  float16 sums[ROWS][2];  // in memory: the loop over it stays small
+  TILE(sums);
   for (int m = 0; m < row_count; m++) {
     for (int n = 0; n < 2; n++) {
-      float16 sum = sums[m][n];
       const int col = n * LANES;
-      if (k1 == depth) {
-        sum *= alpha;
-        if (beta != 0.0f)
-          sum += beta * load_strided(bias + m * bias_row + col * bias_col, bias_col, col_count - col);
-      }
-      store_upto(sum, out + m * cols + col, col_count - col);
+      store_upto(FINISHED(sums[m][n], row0 + m, col0 + col), out + m * cols + col, col_count - col);
     }
   }
 }
@@ -205,3 +227,5 @@ WORK_ITEM __kernel void matmul_thin(__global const float* restrict a, const int 
     sum += beta * load_strided(bias + bias_offset + batch * bias_batch + row * bias_row + col * bias_col, bias_col, count);
   store_strided(sum, c + batch * c_batch + row * c_row + col * c_col, c_col, count);
 }
+
+#endif

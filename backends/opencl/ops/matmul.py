@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..builder import Builder, Kernel, Value
+from ..builder import Builder, Kernel, Launch, Value
 from ._float32 import arguments
 from .registry import lowers
 
@@ -56,7 +56,7 @@ class Product:
     beta: float = 0.0
 
     @property
-    def epilogue(self) -> tuple[Value | int | float, ...]:
+    def scaling(self) -> tuple[Value | int | float, ...]:
         """Kernel arguments alpha, beta, bias and its strides; without a bias, any tensor."""
         bias = self.bias or replace(self.left, offset=0, batch=0, row=0, col=0)
         beta = float(self.beta) if self.bias else 0.0
@@ -64,7 +64,7 @@ class Product:
 
 
 def lower_product(builder: Builder, product: Product) -> Value:
-    """Launch a product; returns C, (batch, rows, cols) row-major."""
+    """Launch a product, or have it wait; returns C, (batch, rows, cols) row-major."""
     thin = min(product.rows, product.cols) <= THIN_ROWS
     if thin or product.rows * product.cols * product.depth <= THIN_OPERATIONS:
         return _thin(builder, product)
@@ -79,35 +79,48 @@ def depth_blocks(depth: int) -> list[tuple[int, int]]:
 
 def _packed(builder: Builder, p: Product) -> Value:
     row_panels, col_panels = math.ceil(p.rows / ROWS), math.ceil(p.cols / COLS)
-    chunks = math.ceil(p.depth / DEPTH_CHUNK)
     left = builder.new((p.batch, row_panels, p.depth, ROWS), "float32")
-    right = pack_columns(builder, p.right, p.depth, p.cols, p.batch)
+    right = builder.new((p.batch, col_panels, p.depth, COLS), "float32")
     out = builder.new((p.batch, p.rows, p.cols), "float32")
-    a = p.left
-    one = (1, 1, 1)
-    builder.launch(
-        _kernel(builder, "pack_left"), (row_panels, chunks, p.batch), one,
-        (a.value, a.offset, a.batch, a.row, a.col, p.rows, p.depth, left),
-        steady=builder.steady(a.value),
-    )  # fmt: skip
-    for k0, k1 in depth_blocks(p.depth):
-        builder.launch(
+    a, one = p.left, (1, 1, 1)
+    packs = [
+        _pack_right(builder, p.right, p.cols, right),
+        Launch(
+            _kernel(builder, "pack_left"), (row_panels, _chunks(p.depth), p.batch), one,
+            (a.value, a.offset, a.batch, a.row, a.col, p.rows, p.depth, left),
+            steady=builder.steady(a.value),
+        ),
+    ]  # fmt: skip
+    tiles = [
+        Launch(
             _kernel(builder, "matmul"), (row_panels, col_panels, p.batch), one,
-            (left, right, out, p.rows, p.cols, p.depth, k0, k1, *p.epilogue),
-        )  # fmt: skip
+            (left, right, out, p.rows, p.cols, p.depth, k0, k1, *p.scaling),
+        )
+        for k0, k1 in depth_blocks(p.depth)
+    ]  # fmt: skip
+    builder.product(out, [*packs, *tiles])
     return out
 
 
 def pack_columns(builder: Builder, b: Operand, depth: int, cols: int, batch: int = 1) -> Value:
     """B, depth x cols, in panels of COLS columns: [batch][panels][depth][COLS], zero-padded."""
-    panels, chunks = math.ceil(cols / COLS), math.ceil(depth / DEPTH_CHUNK)
-    packed = builder.new((batch, panels, depth, COLS), "float32")
-    builder.launch(
-        _kernel(builder, "pack_right"), (panels, chunks, batch), (1, 1, 1),
+    packed = builder.new((batch, math.ceil(cols / COLS), depth, COLS), "float32")
+    pack = _pack_right(builder, b, cols, packed)
+    builder.launch(pack.kernel, pack.global_size, pack.local_size, pack.args, pack.steady)
+    return packed
+
+
+def _pack_right(builder: Builder, b: Operand, cols: int, packed: Value) -> Launch:
+    batch, panels, depth, _ = packed.shape
+    return Launch(
+        _kernel(builder, "pack_right"), (panels, _chunks(depth), batch), (1, 1, 1),
         (b.value, b.offset, b.batch, b.col, b.row, cols, depth, packed),
         steady=builder.steady(b.value),
     )  # fmt: skip
-    return packed
+
+
+def _chunks(depth: int) -> int:
+    return math.ceil(depth / DEPTH_CHUNK)
 
 
 def _thin(builder: Builder, p: Product) -> Value:
@@ -122,7 +135,7 @@ def _thin(builder: Builder, p: Product) -> Value:
     builder.launch(
         _kernel(builder, "matmul_thin"), (math.ceil(p.cols / 16), p.rows, p.batch), (1, 1, 1),
         (a.value, a.offset, a.batch, a.row, a.col, b.value, b.offset, b.batch, b.row, b.col,
-         out, p.rows * p.cols, c_row, c_col, p.cols, p.depth, *p.epilogue),
+         out, p.rows * p.cols, c_row, c_col, p.cols, p.depth, *p.scaling),
     )  # fmt: skip
     return out
 

@@ -1,0 +1,139 @@
+"""Elementwise operators behind a matrix product, done while its tile is in registers.
+
+A product and the stores that follow it are one group: first the store of the product itself, whose
+expression is a `Tile`, then the epilogue, stores that read the product element by element.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from . import layouts
+from .body import Body
+from .cnames import C_TYPES
+from .codegen import LANES, MOST_TENSORS, Kernel, Launch, Store, Tile, indent, kernel_source
+from .expr import Coord, Layout, Load, Pool, Shape, loads, walk
+from .nest import Nest
+from .target import Target
+
+
+def is_product(group: Sequence[Store]) -> bool:
+    """Whether a group is a product with its epilogue."""
+    return isinstance(group[0].expr, Tile)
+
+
+def fitted(pool: Pool, store: Store, group: Sequence[Store]) -> Store | None:
+    """`store` in the form that the epilogue of a product needs, or None if it cannot join that.
+
+    It must read what the group writes, and only element by element, walk its elements in the
+    product's order, and have rows that end where the product's rows end.
+    """
+    tile = group[0].expr
+    written = {other.out.id for other in group}
+    mine = [load for load in loads(store.expr) if load.value.id in written]
+    if not mine or not all(load.plain for load in mine) or not store.plain:
+        return None
+    shape = group[1].expr.shape if len(group) > 1 else store.expr.shape
+    expr = pool.view(store.expr, lambda layout: layouts.reshape(layout, shape))
+    if expr is None or expr.numel != tile.numel:
+        return None
+    made = Store(expr, store.out, Layout.row_major(shape))
+    stores = [*group[1:], made]
+    if len(written.union(*(other.reads | {other.out.id} for other in stores))) >= MOST_TENSORS:
+        return None
+    nest = _nest(shape, tile.shape[-1], stores)
+    if nest is None or not all(map(Body(nest).has_lanes, walk(expr))):
+        return None
+    return made
+
+
+def launches(group: Sequence[Store], wanted: Sequence[Store], target: Target) -> list[Launch]:
+    """What computes a product and those stores of its group that are `wanted`."""
+    tile = group[0].expr
+    assert isinstance(tile, Tile)
+    if list(wanted) == [group[0]]:
+        return list(tile.launches)
+    *before, last = tile.launches
+    left, right, out, rows, cols, depth, k0, *rest = last.args
+    product = group[0].out
+    shape = group[1].expr.shape
+    nest = _nest(shape, product.shape[-1], group[1:])
+    assert nest is not None, "stores join only if they have one"
+    body = Body(nest, {store.out.id: store.expr for store in group}, {tile: "sum"})
+    stores = [replace(s, layout=Layout.row_major(shape)) for s in wanted]
+    by_vector = ["const float16 sum = sums16;", *body.stores(stores, LANES)]
+    tail = nest.inner % LANES != 0
+    by_element = ["const float sum = lane[i - first];", *body.stores(stores, 1)] if tail else []
+    pointers = [name for name, value in body.named.items() if math.prod(value.shape) == tile.numel]
+    signature = ["PRODUCT(const float* c)"]
+    signature += [f"__global {C_TYPES[value.dtype]} *{name}" for name, value in body.named.items()]
+    lines = _lines(pointers, body.row_lines(body.coordinates("row")), by_vector, by_element)
+    kernel = _kernel(signature, lines, target)
+    # Sums of earlier blocks of the depth are in memory; without any, none is read.
+    carried = out if k0 else left
+    args = (left, right, carried, rows, cols, depth, k0, *rest, *body.named.values())
+    read = [load for store in group[1:] for load in loads(store.expr)]
+    inplace = {load.value.id for load in read} | ({product.id} if k0 else set())
+    inplace -= {load.value.id for load in read if not load.plain}
+    inplace -= tile.launches[-1].touches - {product.id}
+    return [*before, Launch(kernel, last.global_size, last.local_size, args, frozenset(inplace))]
+
+
+def _nest(shape: Shape, cols: int, stores: Sequence[Store]) -> Nest | None:
+    """Loops whose innermost is a row of the product, or None."""
+    inner, d = 1, len(shape)
+    while d > 0 and inner < cols:
+        d -= 1
+        inner *= shape[d]
+    items = walk(*(store.expr for store in stores))
+    leaves = [item.layout for item in items if isinstance(item, (Load, Coord))]
+    nest = Nest(shape, [*leaves, Layout.row_major(shape)], borders=[d])
+    return nest if nest.inner == cols else None
+
+
+def _lines(
+    pointers: Sequence[str], row: list[str], by_vector: list[str], by_element: list[str]
+) -> list[str]:
+    asked = [f"PREFETCH({name} + at);" for name in pointers]
+    asked += [f"if (col0 + LANES < cols) PREFETCH({name} + at + LANES);" for name in pointers]
+    rows = "for (int m = 0; m < row_count; m++) {"
+    inside = indent(by_vector, "if (i + LANES <= cols) {")
+    if by_element:
+        loop = indent(by_element, "for (; i < cols; ++i) {")
+        inside[-1] = "} else {"
+        inside += ["    float lane[LANES];", "    vstore16(sums16, 0, lane);"]
+        inside += [*(f"    {line}" for line in loop), "}"]
+    inside = [
+        "const int first = col0 + n * LANES;",
+        "int i = first;",
+        "const float16 sums16 = FINISHED(sums[m][n], row0 + m, i);",
+        *inside,
+    ]
+    return [
+        "const int row0 = get_global_id(0) * ROWS, col0 = get_global_id(1) * COLS;",
+        "const int batch = get_global_id(2), row_count = min(rows - row0, ROWS);",
+        *indent(["const int at = (batch * rows + row0 + m) * cols + col0;", *asked], rows),
+        "float16 sums[ROWS][2];",
+        "TILE(sums);",
+        *indent(
+            [
+                "const int row = batch * rows + row0 + m;",
+                *row,
+                *indent(inside, "for (int n = 0; n < 2; n++) {"),
+            ],
+            rows,
+        ),
+    ]
+
+
+def _kernel(signature: Sequence[str], lines: Sequence[str], target: Target) -> Kernel:
+    text = "(\n    " + ",\n    ".join(signature) + ")\n{\n    " + "\n    ".join(lines) + "\n}\n"
+    name = f"matmul_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    # Many kernels may share a program, and these definitions.
+    interpreted = "#define INTERPRETED\n" if target.checks_memory else ""
+    shared = kernel_source("cpu/common.cl") + kernel_source("cpu/matmul.cl")
+    head = f"#ifndef EPILOGUE\n#define EPILOGUE\n{interpreted}{shared}#endif\n"
+    return Kernel(f"{head}WORK_ITEM __kernel void {name}{text}", name, generated=True)
