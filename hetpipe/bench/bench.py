@@ -67,7 +67,7 @@ class Linked:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The rows of one setting, and the timelines of the balanced pipeline's last step.
+    """The rows of one setting, and timelines of the last steps of balanced pipelines.
 
     Where there is no `peer`, `without_peer` is the reason. Rows with the same plan are one row.
     """
@@ -178,8 +178,22 @@ def run(setting: Setting, progress: Progress) -> Outcome:
             progress(f"{setting.name}: measuring", turn, setting.rounds)
             for row in outcome.rows if turn % 2 == 0 else reversed(outcome.rows):
                 row.measure()
-        pipe = outcome.balanced.pipe
-        return replace(outcome, timelines=(pipe.timeline, pipe.predicted))
+        return replace(outcome, timelines=_timelines(outcome))
+
+
+def _timelines(outcome: Outcome) -> tuple[Timeline, ...]:
+    """The last step of the balanced pipeline, and of the one planned for the link, each predicted.
+
+    Labels say what they are of.
+    """
+    rows = {"": outcome.balanced}
+    if outcome.linked is not None:
+        rows[", slow link"] = outcome.linked.aware
+    return tuple(
+        replace(timeline, label=f"{outcome.setting.name}{where}; {timeline.label}")
+        for where, row in rows.items()
+        for timeline in (row.pipe.timeline, row.pipe.predicted)
+    )
 
 
 def _profile(task: Task, setting: Setting, progress: Progress) -> dict[int, CostTable]:

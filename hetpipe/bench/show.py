@@ -90,6 +90,11 @@ def outcome_lines(outcome: Outcome) -> list[str]:
             f"if it were free {format_rate(blind.rate)}: {aware.rate / blind.rate:.2f} times"
             + (" (the same plan)" if aware is blind else "")
         )
+        under_way_s, hidden_s = aware.pipe.timeline.under_way_s()
+        lines.append(
+            f"messages of its last step were under way for {format_s(under_way_s)}, "
+            f"{hidden_s / under_way_s:.0%} of that hidden behind the receiver's computing"
+        )
     for member, ratio in outcome.over_plain().items():
         lines.append(
             f"{member} alone over plain torch with as many threads: {ratio:.3f}"

@@ -151,14 +151,8 @@ def _sum_up(output: Output, outcomes: list[Outcome]) -> None:
 
 def _draw(output: Output, path: Path, outcomes: list[Outcome]) -> None:
     """The balanced pipelines' last steps, measured above predicted."""
-    from dataclasses import replace
-
     from hetpipe.report import draw_timelines
 
-    timelines = [
-        replace(timeline, label=f"{outcome.setting.name}; {timeline.label}")
-        for outcome in outcomes
-        for timeline in outcome.timelines
-    ]
+    timelines = [timeline for outcome in outcomes for timeline in outcome.timelines]
     draw_timelines(path, timelines, "One mini-batch")
     output.text(f"timelines drawn in {path}")
