@@ -10,18 +10,19 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from itertools import combinations
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from hetpipe.bench.peer import refusal
-from hetpipe.bench.rows import PeerRow, PipelineRow, PlainRow, Row, Task
+from hetpipe.bench.rows import Pace, PeerRow, PipelineRow, PlainRow, Row, Task
 from hetpipe.bench.zoo import load_workload, optimizer_of
 from hetpipe.capture import Captured
-from hetpipe.cluster import Cluster, available_cores
+from hetpipe.cluster import Cluster, Link, available_cores
 from hetpipe.cost import cache
 from hetpipe.engine.crew import Crew
-from hetpipe.engine.measure import profile
-from hetpipe.plan.baselines import even_plan, speed_blind_plan
+from hetpipe.engine.measure import measure_links, profile
+from hetpipe.plan.baselines import even_plan, link_blind_plan, speed_blind_plan
 from hetpipe.plan.planner import explore, make_plan
 
 if TYPE_CHECKING:
@@ -31,13 +32,18 @@ if TYPE_CHECKING:
     from hetpipe.simulate.timeline import Timeline
 
 COUNTS = (8, 16, 32)  # micro-batches that pipelines explore
-FEWER = (2, 4)  # and that rows of a single device may have as well
+FEWER = (4,)  # and that rows of a single device may have as well
 PLAIN_COUNTS = (1, 2, 4, 8)  # for plain torch, which gains nothing by more
+NEAR = 0.05  # what predictions for a device alone leave open: plans so near the best are tried
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One table of the benchmark. `microbatches` None: explored for every row."""
+    """One table of the benchmark.
+
+    `microbatches` None: explored for every row. `steps` None: as many as a second has, 2 to 4.
+    `link`: two rows more, with such a link emulated between all devices.
+    """
 
     name: str
     model: str
@@ -46,15 +52,24 @@ class Setting:
     microbatches: int | None = None
     schedule: str = "auto"
     rounds: int = 5
-    steps: int = 4
+    steps: int | None = None
     seed: int = 0
+    link: Link | None = None
+
+
+@dataclass(frozen=True)
+class Linked:
+    """Rows over an emulated link: planned for it, and planned as if it took no time."""
+
+    aware: PipelineRow
+    blind: PipelineRow
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The rows of one setting, and the timelines of the balanced pipeline's last step.
+    """The rows of one setting, and timelines of the last steps of balanced pipelines.
 
-    Where there is no `peer`, `without_peer` is the reason.
+    Where there is no `peer`, `without_peer` is the reason. Rows with the same plan are one row.
     """
 
     setting: Setting
@@ -66,13 +81,16 @@ class Outcome:
     even: PipelineRow
     blind: PipelineRow
     balanced: PipelineRow
+    linked: Linked | None
     timelines: tuple[Timeline, ...]
 
     @property
     def rows(self) -> tuple[Row, ...]:
         """All rows in the order of the table."""
         peer = () if self.peer is None else (self.peer,)
-        return (*self.plain, *peer, *self.alone, self.even, self.blind, self.balanced)
+        linked = () if self.linked is None else (self.linked.blind, self.linked.aware)
+        pipelines = (*self.alone, self.even, self.blind, self.balanced, *linked)
+        return tuple(dict.fromkeys((*self.plain, *peer, *pipelines)))
 
     @property
     def ideal(self) -> float:
@@ -88,6 +106,11 @@ class Outcome:
     def over_peer(self) -> float | None:
         """The balanced pipeline's rate over the peer's."""
         return None if self.peer is None else self.balanced.rate / self.peer.rate
+
+    @property
+    def over_all_cores(self) -> float:
+        """The balanced pipeline's rate over plain torch's with all cores."""
+        return self.balanced.rate / max(self.plain, key=lambda row: row.threads).rate
 
     def over_plain(self) -> dict[str, float]:
         """The engine on one device over plain torch with as many threads, by member.
@@ -110,7 +133,7 @@ class Outcome:
             "model": self.setting.model,
             "mini_batch": self.task.mini_batch,
             "rounds": self.setting.rounds,
-            "steps": self.setting.steps,
+            "steps": self.task.pace.timed,
             "label": plan.label,
             "plain_samples_per_s": {str(row.threads): row.rate for row in self.plain},
             "peer_samples_per_s": None if self.peer is None else self.peer.rate,
@@ -120,10 +143,17 @@ class Outcome:
                 for row in self.alone
             ],
             "over_plain": self.over_plain(),
+            "over_all_cores": self.over_all_cores,
             "ideal_samples_per_s": self.ideal,
             "even_samples_per_s": self.even.rate,
             "speed_blind_samples_per_s": self.blind.rate,
             "balanced_samples_per_s": self.balanced.rate,
+            "linked": None
+            if self.linked is None
+            else {
+                "aware_samples_per_s": self.linked.aware.rate,
+                "blind_samples_per_s": self.linked.blind.rate,
+            },
             "microbatches": plan.microbatches,
             "fill_limit": plan.fill_limit,
             "efficiency": self.efficiency,
@@ -147,9 +177,23 @@ def run(setting: Setting, progress: Progress) -> Outcome:
         for turn in range(setting.rounds):
             progress(f"{setting.name}: measuring", turn, setting.rounds)
             for row in outcome.rows if turn % 2 == 0 else reversed(outcome.rows):
-                row.measure(setting.steps)
-        pipe = outcome.balanced.pipe
-        return replace(outcome, timelines=(pipe.timeline, pipe.predicted))
+                row.measure()
+        return replace(outcome, timelines=_timelines(outcome))
+
+
+def _timelines(outcome: Outcome) -> tuple[Timeline, ...]:
+    """The last step of the balanced pipeline, and of the one planned for the link, each predicted.
+
+    Labels say what they are of.
+    """
+    rows = {"": outcome.balanced}
+    if outcome.linked is not None:
+        rows[", slow link"] = outcome.linked.aware
+    return tuple(
+        replace(timeline, label=f"{outcome.setting.name}{where}; {timeline.label}")
+        for where, row in rows.items()
+        for timeline in (row.pipe.timeline, row.pipe.predicted)
+    )
 
 
 def _profile(task: Task, setting: Setting, progress: Progress) -> dict[int, CostTable]:
@@ -158,6 +202,19 @@ def _profile(task: Task, setting: Setting, progress: Progress) -> dict[int, Cost
     sizes = sorted({-(-task.mini_batch // min(count, task.mini_batch)) for count in counts})
     with Crew.start(task.cluster) as crew:
         return profile(task.captured, crew, optimizer_of(task.workload), sizes[::-1], progress)
+
+
+def _over(link: Link, task: Task) -> Task:
+    """The same task with the link between all devices: of the costs, those of links are others."""
+    pairs = map(frozenset, combinations(task.cluster.ids, 2))
+    cluster = replace(task.cluster, links=dict.fromkeys(pairs, link))
+    with Crew.start(cluster) as crew:
+        links, overhead_s = measure_links(crew)
+    tables = {
+        size: replace(table, links=links, step_overhead_s=overhead_s)
+        for size, table in task.tables.items()
+    }
+    return replace(task, cluster=cluster, tables=tables)
 
 
 @contextmanager
@@ -177,9 +234,11 @@ def _fresh_costs() -> Iterator[None]:
 @contextmanager
 def _open(task: Task, setting: Setting, progress: Progress) -> Iterator[Outcome]:
     """All rows with their processes, each checked against torch."""
-    tables = _profile(task, setting, progress)
-    balanced = _balanced_plan(task, setting, tables)
-    table = tables[-(-task.mini_batch // balanced.microbatches)]
+    task.tables = _profile(task, setting, progress)
+    progress(f"{setting.name}: planning", 0, 1)
+    balanced = _balanced_plan(task, setting)
+    task.pace = Pace.of(balanced.step_s, setting.steps)
+    table = task.tables[-(-task.mini_batch // balanced.microbatches)]
     even, blind = (
         make(
             table, task.cluster.ids, mini_batch=task.mini_batch,
@@ -188,24 +247,41 @@ def _open(task: Task, setting: Setting, progress: Progress) -> Iterator[Outcome]
         for make in (even_plan, speed_blind_plan)
     )  # fmt: skip
     with ExitStack() as stack:
+        known: dict[tuple[Any, ...], PipelineRow] = {}
 
-        def opened(name: str, plans: Sequence[Plan]) -> PipelineRow:
-            progress(f"{setting.name}: {name}, first steps", 0, 1)
-            return stack.enter_context(closing(PipelineRow(task, name, plans)))
+        def opened(task: Task, name: str, plans: Sequence[Plan]) -> PipelineRow:
+            key = (id(task), *(plan_key for plan in plans for plan_key in _identity(plan)))
+            if key in known:
+                known[key].name += f" = {name}"
+            else:
+                progress(f"{setting.name}: {name}, first steps", 0, 1)
+                known[key] = stack.enter_context(closing(PipelineRow(task, name, plans)))
+            return known[key]
 
-        plain = [
-            stack.enter_context(closing(PlainRow(task, cores, PLAIN_COUNTS)))
-            for cores in _plain_cores(task.cluster)
-        ]
+        plain = []
+        for cores in _plain_cores(task.cluster):
+            progress(f"{setting.name}: plain torch, first steps", 0, 1)
+            plain.append(stack.enter_context(closing(PlainRow(task, cores, PLAIN_COUNTS))))
         peer: PeerRow | None = None
         without_peer = refusal(task.workload, task.cluster, task.mini_batch, COUNTS)
         if not without_peer:
             progress(f"{setting.name}: torch's own pipeline, first steps", 0, 1)
             peer = stack.enter_context(closing(PeerRow(task, COUNTS)))
         alone = [
-            opened(f"{member} alone", _alone_plans(tables, member, task))
+            opened(task, f"{member} alone", _alone_plans(task, member))
             for member in task.cluster.ids
         ]
+        evenly = opened(task, "even split", [even])
+        blindly = opened(task, "best split ignoring speeds", [blind])
+        pipeline = opened(task, "balanced pipeline", [balanced])
+        linked: Linked | None = None
+        if setting.link is not None:
+            over = _over(setting.link, task)
+            aware, unaware = _balanced_plan(over, setting), _link_blind_plan(over, setting)
+            linked = Linked(
+                blind=opened(over, "slow link, planned as if it were free", [unaware]),
+                aware=opened(over, "slow link, planned for it", [aware]),
+            )
         yield Outcome(
             setting,
             task,
@@ -213,33 +289,55 @@ def _open(task: Task, setting: Setting, progress: Progress) -> Iterator[Outcome]
             peer,
             without_peer,
             tuple(alone),
-            even=opened("even split", [even]),
-            blind=opened("best split ignoring speeds", [blind]),
-            balanced=opened("balanced pipeline", [balanced]),
+            evenly,
+            blindly,
+            pipeline,
+            linked,
             timelines=(),
         )
 
 
-def _balanced_plan(task: Task, setting: Setting, tables: dict[int, CostTable]) -> Plan:
+def _identity(plan: Plan) -> tuple[Any, ...]:
+    """Plans that agree in this run the same."""
+    return plan.devices, plan.cuts, plan.schedule, plan.microbatches, plan.in_flight
+
+
+def _balanced_plan(task: Task, setting: Setting) -> Plan:
     """The quickest predicted plan that uses every device."""
-    counts = (setting.microbatches,) if setting.microbatches else COUNTS
-    explored = {
-        size: table for size, table in tables.items() if -(-task.mini_batch // size) in counts
-    }
-    schedules = ("gpipe", "1f1b") if setting.schedule == "auto" else (setting.schedule,)
     return explore(
-        explored, task.cluster.ids, mini_batch=task.mini_batch, schedules=schedules, use_all=True
-    )[0]
+        _explored(task, setting), task.cluster.ids, mini_batch=task.mini_batch,
+        schedules=_schedules(setting), use_all=True,
+    )[0]  # fmt: skip
 
 
-def _alone_plans(tables: dict[int, CostTable], member: str, task: Task) -> list[Plan]:
-    """The whole model on one device, for every micro-batch size."""
-    return [
+def _link_blind_plan(task: Task, setting: Setting) -> Plan:
+    return link_blind_plan(
+        _explored(task, setting), task.cluster.ids, mini_batch=task.mini_batch,
+        schedules=_schedules(setting),
+    )  # fmt: skip
+
+
+def _explored(task: Task, setting: Setting) -> dict[int, CostTable]:
+    """The tables that pipelines may be planned by."""
+    counts = (setting.microbatches,) if setting.microbatches else COUNTS
+    tables = task.tables.items()
+    return {size: table for size, table in tables if -(-task.mini_batch // size) in counts}
+
+
+def _schedules(setting: Setting) -> tuple[str, ...]:
+    return ("gpipe", "1f1b") if setting.schedule == "auto" else (setting.schedule,)
+
+
+def _alone_plans(task: Task, member: str) -> list[Plan]:
+    """The whole model on one device: the quickest predicted micro-batches, and what is near."""
+    plans = [
         make_plan(
             table, [member], mini_batch=task.mini_batch, microbatches=-(-task.mini_batch // size)
         )
-        for size, table in tables.items()
+        for size, table in task.tables.items()
     ]
+    limit_s = (1 + NEAR) * min(plan.step_s for plan in plans)
+    return sorted((p for p in plans if p.step_s <= limit_s), key=lambda plan: plan.step_s)[:2]
 
 
 def _plain_cores(cluster: Cluster) -> list[tuple[int, ...]]:

@@ -6,8 +6,8 @@ does not keep copies on two stages the same. So the peer has less to do, and tra
 from the second step on.
 
 `python -m hetpipe.bench.peer MODEL ROWS SEED PORT RANK WORLD CORE` answers each request
-{"microbatches", "steps"} with {"step_s", "loss"}, after untimed steps; the loss is the last step's,
-null but on the last rank.
+{"microbatches", "steps", "warm_up"} with {"step_s", "loss"}: the mean of `steps` after `warm_up`
+that are not timed, and the last step's loss, null but on the last rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from hetpipe.bench.child import Child, answer, ask, pin, requests
-from hetpipe.bench.plain import WARM_UP
 
 if TYPE_CHECKING:
     import torch
@@ -47,12 +46,13 @@ class PeerTorch:
             for rank, core in enumerate(cores)
         ]
 
-    def step_s(self, microbatches: int, steps: int) -> float:
-        """Mean seconds of `steps` steps on the slowest process; `loss` becomes the last step's.
+    def step_s(self, microbatches: int, steps: int, warm_up: int) -> float:
+        """Mean seconds of `steps` steps on the slowest process, after `warm_up` that are not timed.
 
-        Raises `HetpipeError` if a process has died.
+        `loss` becomes the last step's. Raises `HetpipeError` if a process has died.
         """
-        answers = ask(self._children, {"microbatches": microbatches, "steps": steps})
+        request = {"microbatches": microbatches, "steps": steps, "warm_up": warm_up}
+        answers = ask(self._children, request)
         self.loss = float(answers[-1]["loss"])
         return max(float(answered["step_s"]) for answered in answers)
 
@@ -174,7 +174,7 @@ def main(
 
     for request in requests():
         step = step_of(request["microbatches"])
-        for x, y in islice(batches, WARM_UP):
+        for x, y in islice(batches, request["warm_up"]):
             step(x, y)
         fed = list(islice(batches, request["steps"]))
         torch.distributed.barrier()

@@ -1,7 +1,7 @@
 """Plain torch in a process of its own: the rate that a pipeline has to be worth it against.
 
-`python -m hetpipe.bench.plain MODEL ROWS SEED CORES` answers each request {"microbatches", "steps"}
-with {"step_s"}, after untimed steps.
+`python -m hetpipe.bench.plain MODEL ROWS SEED CORES` answers each request {"microbatches", "steps",
+"warm_up"} with {"step_s"}, the mean of `steps` after `warm_up` that are not timed.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from itertools import islice
 
 from hetpipe.bench.child import Child, answer, ask, pin, requests
 
-WARM_UP = 3  # steps: a row that paused while others ran finds its caches and pages cold
-
 
 class PlainTorch:
     """Plain torch with so many threads, pinned to as many cores, until `close`."""
@@ -23,9 +21,13 @@ class PlainTorch:
         self.threads = len(cores)
         self._child = Child(__name__, (model, rows, seed), cores)
 
-    def step_s(self, microbatches: int, steps: int) -> float:
-        """Mean seconds of `steps` steps. Raises `HetpipeError` if the process has died."""
-        (answered,) = ask([self._child], {"microbatches": microbatches, "steps": steps})
+    def step_s(self, microbatches: int, steps: int, warm_up: int) -> float:
+        """Mean seconds of `steps` steps, after `warm_up` that are not timed.
+
+        Raises `HetpipeError` if the process has died.
+        """
+        request = {"microbatches": microbatches, "steps": steps, "warm_up": warm_up}
+        (answered,) = ask([self._child], request)
         return float(answered["step_s"])
 
     def close(self) -> None:
@@ -48,7 +50,7 @@ def main(model: str, rows: str, seed: str, cores: str) -> None:
     batches = workload.batches(int(rows), int(seed))
     for request in requests():
         sizes = micro_sizes(int(rows), request["microbatches"])
-        for x, y in islice(batches, WARM_UP):
+        for x, y in islice(batches, request["warm_up"]):
             eager.step(x, y, sizes)
         fed = list(islice(batches, request["steps"]))
         begin_s = time.perf_counter()

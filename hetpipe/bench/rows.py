@@ -5,13 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from hetpipe.bench.eager import micro_sizes
 from hetpipe.bench.peer import PeerTorch, cores_of, equal_counts
-from hetpipe.bench.plain import WARM_UP, PlainTorch
+from hetpipe.bench.plain import PlainTorch
 from hetpipe.bench.training import one_thread, torch_losses, train
 from hetpipe.bench.zoo import optimizer_of
 from hetpipe.engine.crew import Crew
@@ -23,14 +23,31 @@ if TYPE_CHECKING:
     from hetpipe.bench.workload import Workload
     from hetpipe.capture import Captured
     from hetpipe.cluster import Cluster
+    from hetpipe.cost.table import CostTable
     from hetpipe.plan.plan import Plan
 
-CHECK_STEPS = 20
+
+@dataclass(frozen=True)
+class Pace:
+    """Numbers of steps: before the clock starts, timed in a turn, checked against torch."""
+
+    warm_up: int = 3  # a row that paused while others ran finds its caches and pages cold
+    timed: int = 4
+    checked: int = 20
+
+    @staticmethod
+    def of(step_s: float, timed: int | None = None) -> Pace:
+        """A pace at which long steps do not take for ever; `timed` as given."""
+
+        def within(seconds: float, least: int, most: int) -> int:
+            return max(least, min(most, round(seconds / step_s)))
+
+        return Pace(within(0.6, 1, 3), timed or within(1.0, 2, 4), within(4.0, 5, 20))
 
 
 @dataclass
 class Task:
-    """What every row of one table has in common. `model` is the name that finds `workload`."""
+    """What rows of one table have in common. `model` is the name that finds `workload`."""
 
     model: str
     workload: Workload
@@ -38,13 +55,17 @@ class Task:
     cluster: Cluster
     mini_batch: int
     seed: int
+    pace: Pace = field(default_factory=Pace)
+    tables: dict[int, CostTable] = field(default_factory=dict)  # by micro-batch size
     torch_losses: dict[tuple[int, ...], tuple[float, ...]] = field(default_factory=dict)
 
     def expected(self, microbatches: int) -> tuple[float, ...]:
         """Unpartitioned torch's first losses in so many micro-batches; computed once."""
         sizes = micro_sizes(self.mini_batch, microbatches)
         if sizes not in self.torch_losses:
-            self.torch_losses[sizes] = torch_losses(self.workload, sizes, CHECK_STEPS, self.seed)
+            self.torch_losses[sizes] = torch_losses(
+                self.workload, sizes, self.pace.checked, self.seed
+            )
         return self.torch_losses[sizes]
 
 
@@ -60,16 +81,16 @@ class Row(ABC):
         self.steps_s: list[float] = []
 
     @abstractmethod
-    def step_s(self, steps: int) -> float:
-        """Mean seconds of `steps` steps, after `WARM_UP` that are not timed."""
+    def step_s(self) -> float:
+        """Mean seconds of a turn's steps, after some that are not timed."""
 
     @abstractmethod
     def close(self) -> None:
         """End the row's processes."""
 
-    def measure(self, steps: int) -> None:
-        """One round."""
-        self.steps_s.append(self.step_s(steps))
+    def measure(self) -> None:
+        """One turn."""
+        self.steps_s.append(self.step_s())
 
     @property
     def rate(self) -> float:
@@ -106,13 +127,15 @@ class TorchRow(Row):
         self.name = name
         self._torch = torch
         try:
-            self.microbatches = min(counts, key=lambda count: torch.step_s(count, 2))
+            trials_s = {count: torch.step_s(count, 2, warm_up=1) for count in counts}
         except BaseException:
             self.close()
             raise
+        self.microbatches = min(trials_s, key=lambda count: trials_s[count])
 
-    def step_s(self, steps: int) -> float:
-        return self._torch.step_s(self.microbatches, steps)
+    def step_s(self) -> float:
+        pace = self.task.pace
+        return self._torch.step_s(self.microbatches, pace.timed, pace.warm_up)
 
     def close(self) -> None:
         self._torch.close()
@@ -150,7 +173,8 @@ class PipelineRow(Row):
         super().__init__(task)
         self.name = name
         self._batches = task.workload.batches(task.mini_batch, task.seed)
-        self._crew = Crew.start(task.cluster)
+        self._cluster = _only(task.cluster, plans)
+        self._crew = Crew.start(self._cluster)
         try:
             if len(plans) > 1:
                 trials = {index: self._trial_s(plan) for index, plan in enumerate(plans)}
@@ -164,15 +188,16 @@ class PipelineRow(Row):
         self.label = self.plan.label
         self.microbatches = self.plan.microbatches
 
-    def step_s(self, steps: int) -> float:
+    def step_s(self) -> float:
+        pace = self.task.pace
         with one_thread():
-            fed = list(islice(self._batches, WARM_UP + steps))
-            for x, y in fed[:WARM_UP]:
+            fed = list(islice(self._batches, pace.warm_up + pace.timed))
+            for x, y in fed[: pace.warm_up]:
                 self.pipe.step(x, y)
             begin_s = time.perf_counter()
-            for x, y in fed[WARM_UP:]:
+            for x, y in fed[pace.warm_up :]:
                 self.pipe.step(x, y)
-            return (time.perf_counter() - begin_s) / steps
+            return (time.perf_counter() - begin_s) / pace.timed
 
     def close(self) -> None:
         self._crew.close()
@@ -192,9 +217,10 @@ class PipelineRow(Row):
             task.workload.model,
             task.workload.loss_fn,
             next(task.workload.batches(task.mini_batch, task.seed)),
-            cluster=task.cluster,
+            cluster=self._cluster,
             optimizer=optimizer_of(task.workload),
             plan=plan,
+            costs=task.tables[-(-task.mini_batch // plan.microbatches)],
             seed=task.seed,
             captured=task.captured,
             crew=self._crew,
@@ -202,12 +228,22 @@ class PipelineRow(Row):
 
     def _trial_s(self, plan: Plan) -> float:
         self.pipe = self._open(plan)
-        return self.step_s(2)
+        return self.step_s()
 
     def _check(self) -> float:
         """The largest relative difference to unpartitioned torch over the first steps."""
         expected = self.task.expected(self.plan.microbatches)
         steps = train(
-            self.task.workload, self.pipe, CHECK_STEPS, seed=self.task.seed, expected=expected
+            self.task.workload, self.pipe, len(expected), seed=self.task.seed, expected=expected
         )
         return max(step.difference for step in steps)
+
+
+def _only(cluster: Cluster, plans: Sequence[Plan]) -> Cluster:
+    """The cluster without the members that no plan uses: an idle worker is not quite idle."""
+    used = {device for plan in plans for device in plan.devices}
+    return replace(
+        cluster,
+        members=tuple(member for member in cluster.members if member.id in used),
+        links={pair: link for pair, link in cluster.links.items() if pair <= used},
+    )

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hetpipe.bench.bench import Outcome
     from hetpipe.bench.rows import Row
 
+SAME = 0.03  # relative; less is noise
 TORCH_BAR = 0.97  # the engine on one device has to keep this share of plain torch's rate
 
 
@@ -46,7 +47,8 @@ def outcome_table(outcome: Outcome) -> Table:
     numbers = ("M", "samples/s", "min .. max", "step", "predicted", "error", "loss against torch")
     table = make_table(
         f"{setting.name}: mini-batches of {outcome.task.mini_batch}, {setting.rounds} rounds of "
-        f"{setting.steps} steps, seed {setting.seed}",
+        f"{outcome.task.pace.timed} steps, losses of {outcome.task.pace.checked}, "
+        f"seed {setting.seed}",
         ("", "times are", *numbers),
         numbers,
     )
@@ -81,11 +83,74 @@ def outcome_lines(outcome: Outcome) -> list[str]:
         lines.append(
             f"balanced over the peer, torch.distributed.pipelining: {outcome.over_peer:.2f}"
         )
+    if outcome.linked is not None:
+        aware, blind = outcome.linked.aware, outcome.linked.blind
+        lines.append(
+            f"over the slow link (emulated): planned for it {format_rate(aware.rate)}, planned as "
+            f"if it were free {format_rate(blind.rate)}: {aware.rate / blind.rate:.2f} times"
+            + (" (the same plan)" if aware is blind else "")
+        )
+        under_way_s, hidden_s = aware.pipe.timeline.under_way_s()
+        lines.append(
+            f"messages of its last step were under way for {format_s(under_way_s)}, "
+            f"{hidden_s / under_way_s:.0%} of that hidden behind the receiver's computing"
+        )
     for member, ratio in outcome.over_plain().items():
         lines.append(
             f"{member} alone over plain torch with as many threads: {ratio:.3f}"
             f" (for torch itself the bar is {TORCH_BAR})"
         )
+    return lines
+
+
+def summary_table(outcomes: Sequence[Outcome]) -> Table:
+    """One line per setting: samples per second without hetpipe and with it."""
+    columns = (
+        "torch, 1 core", "torch, all cores", "torch's pipeline", "hetpipe, a device alone",
+        "hetpipe pipeline", "over torch, all cores",
+    )  # fmt: skip
+    table = make_table(
+        "Samples per second, medians: higher is better", ("", *columns, "times are"), columns
+    )
+    for outcome in outcomes:
+        plain = sorted(outcome.plain, key=lambda row: row.threads)
+        best = max(outcome.alone, key=lambda row: row.rate)
+        table.add_row(
+            outcome.setting.name,
+            f"{plain[0].rate:.0f}",
+            f"{plain[-1].rate:.0f}",
+            "-" if outcome.peer is None else f"{outcome.peer.rate:.0f}",
+            f"{best.rate:.0f} ({best.plan.devices[0]})",
+            f"{outcome.balanced.rate:.0f}",
+            f"{outcome.over_all_cores:.2f}",
+            outcome.balanced.label,
+        )
+    return table
+
+
+def closing(outcomes: Sequence[Outcome]) -> list[str]:
+    """What a user of these workloads on this machine should do, and why."""
+    lines = []
+    by_model: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        if outcome.balanced.label == "measured":
+            by_model.setdefault(outcome.setting.model, []).append(outcome)
+    for model, found in by_model.items():
+        best = max(found, key=lambda outcome: outcome.over_all_cores)
+        ratio, where = best.over_all_cores, " + ".join(best.balanced.plan.devices)
+        if ratio > 1 + SAME:
+            verdict = f"a pipeline pays: {where} train {ratio:.2f} times as fast as"
+        elif ratio < 1 - SAME:
+            verdict = f"use plain torch: {where} as a pipeline reach {ratio:.2f} of the speed of"
+        else:
+            verdict = f"it makes no difference: {where} as a pipeline are as fast as"
+        lines.append(f"{model}: {verdict} plain torch on all cores.")
+    lines.append(
+        "A pipeline pays where devices together can do more than the one that torch would use: "
+        "unlike devices, a device whose own kernels are quicker than torch's, a model too large "
+        "for one memory. Where torch shares one processor's cores well, plain torch is better: "
+        "a pipeline must fill and empty in every step."
+    )
     return lines
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +24,7 @@ from hetpipe.cli.output import Output, progress_bar
 if TYPE_CHECKING:
     from hetpipe.bench.bench import Outcome
 
-WORKLOAD = "digits"
+WORKLOADS = ("digits", "gpt", "lstm")
 
 
 def command(
@@ -34,7 +33,8 @@ def command(
         typer.Option(
             "--workload",
             metavar="MODEL",
-            help="Zoo name or package.module:factory; may be repeated. \\[default: digits]",
+            help="Zoo name or package.module:factory; may be repeated. "
+            "\\[default: digits, gpt, lstm]",
         ),
     ] = None,
     matmul: Annotated[
@@ -44,8 +44,22 @@ def command(
         str,
         typer.Option(metavar="ID", help="Two workers on this device, one at half speed; '' none."),
     ] = "pytorch:cpu:0",
+    twice: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID", help="Two workers on this device; '' none. \\[default: the last here]"
+        ),
+    ] = None,
+    link: Annotated[
+        str, typer.Option(metavar="LINK", help="Emulated between the devices as well; '' none.")
+    ] = "1 Gb/s, 1 ms",
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Turns of every row.")] = 5,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps of a turn.")] = 4,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            "--steps", min=1, help="Timed steps of a turn. \\[default: a second's, 2 to 4]"
+        ),
+    ] = None,
     picture: Annotated[
         Path | None,
         typer.Option("--picture", metavar="FILE", help="Measured and predicted steps, .png, .svg."),
@@ -62,28 +76,38 @@ def command(
 ) -> None:
     """Measure workloads on devices alone and together.
 
-    Without a cluster, devices or speeds, for each workload: the devices of this machine, then two
-    workers on one device, of which one is emulated at half its speed.
+    Without a cluster, devices or speeds: each workload on the devices of this machine, then on two
+    workers of one device; and the first workload with one of two workers at half speed (emulated).
     """
     from hetpipe.bench.bench import Setting, run
     from hetpipe.bench.machine import describe, machine, versions
+    from hetpipe.cluster.file import parse_link
 
     output = Output(json)
     here = make_cluster(cluster, devices, backends, emulate_speed)
-    clusters = {f" on {', '.join(here.ids)}": here}
-    if rehearse and not (cluster or devices or backends or emulate_speed):
-        both = make_cluster(None, f"{rehearse},{rehearse}", None, [f"{rehearse}#1=0.5"])
-        clusters[", one of two at half its speed"] = both
+    slow = parse_link(link) if link else None
+    models = workload or list(WORKLOADS)
+    cases = [(model, f"on {', '.join(here.ids)}", here, slow) for model in models]
+    if not (cluster or devices or backends or emulate_speed):
+        pair = here.members[-1].device if twice is None else twice
+        if pair:
+            both = make_cluster(None, f"{pair},{pair}", None, None)
+            cases += [(model, f"on two workers of {pair}", both, None) for model in models]
+        if rehearse:
+            uneven = make_cluster(None, f"{rehearse},{rehearse}", None, [f"{rehearse}#1=0.5"])
+            cases.append((models[0], "on two workers, one at half speed", uneven, None))
     output.text(describe())
-    outcomes: list[Outcome] = []
     products = _matmul(output) if matmul else []
-    for model, (where, members) in product(workload or [WORKLOAD], clusters.items()):
+    outcomes: list[Outcome] = []
+    for model, where, members, over in sorted(cases, key=lambda case: models.index(case[0])):
         setting = Setting(
-            model + where, model, members, mini_batch, microbatches, schedule, rounds, steps, seed
-        )
+            f"{model} {where}", model, members, mini_batch, microbatches, schedule, rounds, steps,
+            seed, over,
+        )  # fmt: skip
         with progress_bar() as progress:
             outcomes.append(run(setting, progress))
         _show(output, outcomes[-1])
+    _sum_up(output, outcomes)
     if picture is not None:
         _draw(output, picture, outcomes)
     output.finish(
@@ -117,16 +141,18 @@ def _show(output: Output, outcome: Outcome) -> None:
         output.text(line)
 
 
+def _sum_up(output: Output, outcomes: list[Outcome]) -> None:
+    from hetpipe.bench.show import closing, summary_table
+
+    output.console.print(summary_table(outcomes))
+    for line in closing(outcomes):
+        output.text(line)
+
+
 def _draw(output: Output, path: Path, outcomes: list[Outcome]) -> None:
     """The balanced pipelines' last steps, measured above predicted."""
-    from dataclasses import replace
-
     from hetpipe.report import draw_timelines
 
-    timelines = [
-        replace(timeline, label=f"{outcome.setting.name}; {timeline.label}")
-        for outcome in outcomes
-        for timeline in outcome.timelines
-    ]
+    timelines = [timeline for outcome in outcomes for timeline in outcome.timelines]
     draw_timelines(path, timelines, "One mini-batch")
     output.text(f"timelines drawn in {path}")

@@ -52,6 +52,14 @@ def parse_time(text: str) -> float:
     return float(match[1]) * SECONDS[match[2]]
 
 
+def parse_link(text: str) -> Link:
+    """A link of `1 Gb/s, 1 ms`: bandwidth, latency. Raises `ClusterError`."""
+    bandwidth, comma, latency = text.partition(",")
+    if not comma:
+        raise ClusterError(f'link {text!r}: write bandwidth and latency, as "1 Gb/s, 1 ms"')
+    return Link(parse_time(latency), parse_bandwidth(bandwidth))
+
+
 def load(path: Path) -> Cluster:
     """Read and check a cluster file. Raises `ClusterError` as `file:line: what`."""
     try:

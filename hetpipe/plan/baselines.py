@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from hetpipe.cost.table import CostTable, LayerCost
+from hetpipe.cost.table import CostTable, LayerCost, LinkCost
 from hetpipe.errors import PlanError
+from hetpipe.plan.costs import StageCosts
 from hetpipe.plan.plan import Plan
-from hetpipe.plan.planner import make_plan
+from hetpipe.plan.planner import explore, make_plan
+from hetpipe.plan.pricing import Partition, Question, price
 
 
 def even_plan(
@@ -59,6 +61,27 @@ def speed_blind_plan(
         cuts=blind.cuts,
     )  # fmt: skip
     return replace(plan, origin="speed-blind")
+
+
+def link_blind_plan(
+    tables: Mapping[int, CostTable],
+    devices: Sequence[str],
+    *,
+    mini_batch: int,
+    schedules: Sequence[str] = ("gpipe", "1f1b"),
+) -> Plan:
+    """The best plan over all `devices` if nothing that crosses took time; true prices.
+
+    `tables` by micro-batch size. Raises `PlanError` as `explore`.
+    """
+    free = {
+        size: replace(table, links=dict.fromkeys(table.links, LinkCost(0.0, math.inf)))
+        for size, table in tables.items()
+    }
+    blind = explore(free, devices, mini_batch=mini_batch, schedules=schedules, use_all=True)[0]
+    true = StageCosts(tables[-(-mini_batch // blind.microbatches)])
+    question = Question(true, blind.schedule, mini_batch, blind.microbatches)
+    return price(question, Partition(blind.devices, blind.cuts, blind.in_flight), "link-blind")
 
 
 def _averaged(table: CostTable, devices: Sequence[str]) -> CostTable:

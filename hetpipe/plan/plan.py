@@ -45,7 +45,7 @@ class Plan:
     step_s: float  # predicted, one mini-batch
     cut_nbytes: tuple[int, ...]  # one per cut
     label: str
-    origin: str  # which planner made it: balanced | even | speed-blind | user
+    origin: str  # which planner made it: balanced | even | speed-blind | link-blind | user
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -56,6 +56,27 @@ class Timeline:
         step_s = self.step_s
         return tuple(busy_s / step_s if step_s else 0.0 for busy_s in self.busy_s())
 
+    def under_way_s(self) -> tuple[float, float]:
+        """Seconds that messages took from leaving to arrival, summed; how many of them were hidden.
+
+        Hidden is what passed while the receiving worker computed. (A predicted receive without
+        length finds a message that arrived before: when its send ended.)
+        """
+        sends = {s.action.message: s for s in self.spans if s.action.op.is_send}
+        total_s = hidden_s = 0.0
+        for span in self.spans:
+            send = sends.get(span.action.message) if span.action.op.is_receive else None
+            if send is None:
+                continue
+            arrival_s = span.end_s if span.end_s > span.start_s else send.end_s
+            total_s += arrival_s - send.start_s
+            hidden_s += sum(
+                max(0.0, min(s.end_s, arrival_s) - max(s.start_s, send.start_s))
+                for s in self.spans
+                if s.worker == span.worker and s.action.op.is_compute
+            )
+        return total_s, hidden_s
+
     def to_json(self) -> dict[str, Any]:
         """A dict that `json` can write; actions as text."""
         return {

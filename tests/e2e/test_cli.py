@@ -170,9 +170,13 @@ def test_bench_figures_agree_with_each_other(home: Path) -> None:
     assert found["max_loss_rel_diff"] < 1e-4
     assert found["over_peer"] is None
     assert set(found["over_plain"]) == {"pytorch:cpu:0#0"}, "an emulated speed is no match"
-    assert [row["name"] for row in found["rows"]][-3:] == [
-        "even split", "best split ignoring speeds", "balanced pipeline",
-    ]  # fmt: skip
+    names = " = ".join(row["name"] for row in found["rows"])
+    for name in ("even split", "best split ignoring speeds", "balanced pipeline"):
+        assert name in names, "rows with one plan are one row"
+    linked = [row for row in found["rows"] if "slow link" in row["name"]]
+    assert {row["label"] for row in linked} == {"emulated"}
+    assert found["linked"]["aware_samples_per_s"] > 0
+    assert "A pipeline pays where" in done.stdout
     assert (home / "out" / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 

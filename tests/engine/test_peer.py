@@ -16,8 +16,7 @@ from hetpipe.bench import load_workload
 from hetpipe.bench.bench import Task
 from hetpipe.bench.eager import Eager
 from hetpipe.bench.peer import PeerTorch, cores_of, even_cuts, refusal, untie
-from hetpipe.bench.plain import WARM_UP
-from hetpipe.bench.rows import PeerRow
+from hetpipe.bench.rows import Pace, PeerRow
 from hetpipe.bench.zoo import optimizer_of
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Link, Member, available_cores
@@ -25,6 +24,7 @@ from hetpipe.errors import HetpipeError
 
 MODEL = "small_text:workload"
 ROWS = 16
+PACE = Pace(warm_up=3, timed=2)
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def _with_workload(monkeypatch: pytest.MonkeyPatch) -> None:
 def task(cluster: Cluster) -> Task:
     workload = load_workload(MODEL)
     captured = Captured(workload.model, workload.loss_fn, next(workload.batches(ROWS, 0)))
-    return Task(MODEL, workload, captured, cluster, ROWS, seed=0)
+    return Task(MODEL, workload, captured, cluster, ROWS, seed=0, pace=PACE)
 
 
 @pytest.fixture
@@ -66,16 +66,15 @@ def test_untied_weights_are_equal_and_apart() -> None:
 
 
 def test_the_row_trains_as_the_untied_model_does(two: Cluster) -> None:
-    steps = 2
     with closing(PeerRow(task(two), [5, 8])) as row:
-        row.measure(steps)
+        row.measure()
         assert row.microbatches == 8, "16 samples cannot be cut into 5 equal micro-batches"
         assert row.rate > 0
         found = row._torch.loss
     workload = load_workload(MODEL)
     untie(workload.model)
     eager = Eager(workload.model, workload.loss_fn, optimizer_of(workload))
-    count = (WARM_UP + 2) + (WARM_UP + steps)  # the choice of M, then the round
+    count = (1 + 2) + (3 + 2)  # the choice of M, then the turn
     losses = [eager.step(x, y, (2,) * 8) for x, y in islice(workload.batches(ROWS, 0), count)]
     assert found == pytest.approx(losses[-1], rel=1e-4)
     assert losses[-1] < losses[0] - 0.05, "learns, so that the comparison says something"
@@ -87,7 +86,7 @@ def test_a_dead_process_ends_the_row_at_once(two: Cluster) -> None:
         closing(PeerTorch("small_text:broken", ROWS, 0, cores_of(two))) as peer,
         pytest.raises(HetpipeError, match=r"runs hetpipe\.bench\.peer has died"),
     ):
-        peer.step_s(8, 1)
+        peer.step_s(8, 1, warm_up=1)
     assert time.monotonic() - begin_s < 30
 
 

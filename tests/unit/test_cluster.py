@@ -3,7 +3,7 @@
 import pytest
 
 from hetpipe.cluster.cluster import Cluster, Link, Member
-from hetpipe.cluster.file import parse_bandwidth, parse_time
+from hetpipe.cluster.file import parse_bandwidth, parse_link, parse_time
 from hetpipe.errors import ClusterError
 from hetpipe.sdk.info import Capabilities, DeviceInfo
 
@@ -266,3 +266,9 @@ def test_times():
     for wrong in ("", "1", "ms", "1 min", "-1 ms"):
         with pytest.raises(ClusterError, match="latency"):
             parse_time(wrong)
+
+
+def test_a_link_is_bandwidth_and_latency() -> None:
+    assert parse_link("1 Gb/s, 1 ms") == Link(latency_s=1e-3, bandwidth_Bps=1.25e8)
+    with pytest.raises(ClusterError, match='write bandwidth and latency, as "1 Gb/s, 1 ms"'):
+        parse_link("1 Gb/s")

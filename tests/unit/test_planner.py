@@ -9,7 +9,7 @@ import pytest
 
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost, TiedBytes
 from hetpipe.errors import CostError, PlanError
-from hetpipe.plan.baselines import even_plan, speed_blind_plan
+from hetpipe.plan.baselines import even_plan, link_blind_plan, speed_blind_plan
 from hetpipe.plan.costs import StageCosts
 from hetpipe.plan.planner import explore, make_plan
 from hetpipe.plan.pricing import Partition, Question, lower_bound_s, predict, price
@@ -256,6 +256,19 @@ def test_baselines_are_priced_by_the_true_costs():
     assert (blind.cuts, blind.origin) == ((4,), "speed-blind")
     best = make_plan(table, ["a", "b"], **ask)
     assert best.step_s < 0.6 * even.step_s
+
+
+def test_the_link_blind_plan_pays_for_the_link_that_it_overlooked():
+    """A cut with few bytes is worth more than balance only to who knows what the link costs."""
+    table = make_table({"a": 1.0, "b": 1.0}, bandwidth=MIB / 2.0)
+    layers = [replace(layer, cut_nbytes=8 * MIB) for layer in table.layers]
+    layers[2] = replace(layers[2], cut_nbytes=0)
+    table = replace(table, layers=tuple(layers))
+    aware = explore({4: table}, ["a", "b"], mini_batch=32, use_all=True)[0]
+    blind = link_blind_plan({4: table}, ["a", "b"], mini_batch=32)
+    assert (aware.cuts, aware.origin) == ((3,), "balanced")
+    assert (blind.cuts, blind.origin) == ((4,), "link-blind")
+    assert blind.step_s == predict(blind, table).total_s > 1.5 * aware.step_s
 
 
 def test_the_speed_blind_split_still_weighs_unequal_layers():

@@ -175,6 +175,20 @@ def test_timelines_go_through_json():
         Timeline.from_json({"version": 1, "spans": []})
 
 
+def test_twice_the_depth_hides_transfers():
+    """DAPPLE's P_B: a message that is under way is waited for by nobody but at either end."""
+    link = (Transfer(latency_s=1.0, occupancy_s=4.0),)
+    times = StageTimes((10.0, 10.0), (20.0, 20.0), (), link, link)
+    share = {}
+    for depth in ((2, 1), (3, 1)):
+        timeline = simulate(generate("1f1b", 2, 16, in_flight=depth), times)
+        total_s, hidden_s = timeline.under_way_s()
+        assert total_s == pytest.approx(2 * 16 * 5.0)
+        share[depth] = hidden_s / total_s
+    assert share[2, 1] < 0.5
+    assert share[3, 1] > 0.85
+
+
 def test_shares_of_an_empty_and_of_a_started_late_timeline():
     assert Timeline((), (), "measured").step_s == 0.0
     assert Timeline(("a",), (), "measured").busy_share() == (0.0,)
