@@ -29,35 +29,48 @@
       const int cols, const int depth, const int k0, const int k1, const float alpha, const float beta,  \
       __global const float *restrict bias, const int bias_offset, const int bias_batch,                  \
       const int bias_row, const int bias_col
-#define TILE(sums) multiply_tile(left, right, depth, k0, k1, sums)
+#define TILE(sums) multiply_tile(left, right, rows, depth, k0, k1, sums)
 #define FINISHED(sum, row, col)                                                                         \
   finished(sum, k0 > 0, c + (batch * rows + (row)) * cols + (col), k1 == depth, alpha, beta,            \
            bias + bias_offset + batch * bias_batch + (row) * bias_row + (col) * bias_col, bias_col, cols - (col))
 
-// This work-item's tile of A B, summed over k0 <= k < k1.
-inline void multiply_tile(__global const float* restrict left, __global const float* restrict right,
+// The first COUNT rows of a tile; a function each, as a loop is unrolled into registers only where its bound is literal.
+#define MULTIPLY_ROWS(name, COUNT)                                                                            \
+  inline void name(__global const float* restrict a, __global const float* restrict b, const int depth,       \
+                   float16 sums[ROWS][2]) {                                                                   \
+    float16 lo[COUNT], hi[COUNT];                                                                             \
+    _Pragma("unroll") for (int m = 0; m < COUNT; m++) lo[m] = hi[m] = (float16)(0.0f);                        \
+    for (int k = 0; k < depth; k++) {                                                                         \
+      const float16 b_lo = vload16(0, b), b_hi = vload16(1, b);                                               \
+      _Pragma("unroll") for (int m = 0; m < COUNT; m++) {                                                     \
+        lo[m] = fma((float16)(a[m]), b_lo, lo[m]);                                                            \
+        hi[m] = fma((float16)(a[m]), b_hi, hi[m]);                                                            \
+      }                                                                                                       \
+      a += ROWS;                                                                                              \
+      b += COLS;                                                                                              \
+    }                                                                                                         \
+    _Pragma("unroll") for (int m = 0; m < COUNT; m++) {                                                       \
+      sums[m][0] = lo[m];                                                                                     \
+      sums[m][1] = hi[m];                                                                                     \
+    }                                                                                                         \
+  }
+MULTIPLY_ROWS(multiply_4, 4)
+MULTIPLY_ROWS(multiply_8, 8)
+MULTIPLY_ROWS(multiply_12, ROWS)
+
+// This work-item's tile of A B, summed over k0 <= k < k1; at the lower edge only rows that exist, in fours.
+inline void multiply_tile(__global const float* restrict left, __global const float* restrict right, const int rows,
                           const int depth, const int k0, const int k1, float16 sums[ROWS][2]) {
   const int i = get_global_id(0), j = get_global_id(1), batch = get_global_id(2);
   __global const float* a = left + ((batch * (int)get_global_size(0) + i) * depth + k0) * ROWS;
   __global const float* b = right + ((batch * (int)get_global_size(1) + j) * depth + k0) * COLS;
-  float16 lo[ROWS], hi[ROWS];
-#pragma unroll
-  for (int m = 0; m < ROWS; m++) lo[m] = hi[m] = (float16)(0.0f);
-  for (int k = k0; k < k1; k++) {
-    const float16 b_lo = vload16(0, b), b_hi = vload16(1, b);
-#pragma unroll
-    for (int m = 0; m < ROWS; m++) {
-      lo[m] = fma((float16)(a[m]), b_lo, lo[m]);
-      hi[m] = fma((float16)(a[m]), b_hi, hi[m]);
-    }
-    a += ROWS;
-    b += COLS;
-  }
-#pragma unroll
-  for (int m = 0; m < ROWS; m++) {
-    sums[m][0] = lo[m];
-    sums[m][1] = hi[m];
-  }
+  const int count = rows - i * ROWS;
+  if (count <= 4)
+    multiply_4(a, b, k1 - k0, sums);
+  else if (count <= 8)
+    multiply_8(a, b, k1 - k0, sums);
+  else
+    multiply_12(a, b, k1 - k0, sums);
 }
 
 // 16 columns of C, of which `count` exist: the sums so far, scaled and with the bias after the last block of depth.
