@@ -7,7 +7,7 @@ reversed each time, never two at once; what is compared is their medians.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -23,7 +23,7 @@ from hetpipe.cost import cache
 from hetpipe.engine.crew import Crew
 from hetpipe.engine.measure import measure_links, profile
 from hetpipe.plan.baselines import even_plan, link_blind_plan, speed_blind_plan
-from hetpipe.plan.planner import explore, make_plan
+from hetpipe.plan.planner import explore
 
 if TYPE_CHECKING:
     from hetpipe.cost.table import CostTable
@@ -31,18 +31,19 @@ if TYPE_CHECKING:
     from hetpipe.plan.plan import Plan
     from hetpipe.simulate.timeline import Timeline
 
-COUNTS = (8, 16, 32)  # micro-batches that pipelines explore
+COUNTS = (8, 16)  # micro-batches that pipelines explore
 FEWER = (4,)  # and that rows of a single device may have as well
-PLAIN_COUNTS = (1, 2, 4, 8)  # for plain torch, which gains nothing by more
-NEAR = 0.05  # what predictions for a device alone leave open: plans so near the best are tried
+PLAIN_COUNTS = (1, 2, 4)  # for plain torch, which gains nothing by more
+PEER_COUNTS = (8, 16, 32)
 
 
 @dataclass(frozen=True)
 class Setting:
     """One table of the benchmark.
 
-    `microbatches` None: explored for every row. `steps` None: as many as a second has, 2 to 4.
-    `link`: two rows more, with such a link emulated between all devices.
+    `microbatches` None: explored for every row. `steps` None: as many as a second has, at most 4.
+    `twice`: a row more, two workers on this device. `link`: two rows more, with such a link
+    emulated between all devices.
     """
 
     name: str
@@ -51,9 +52,10 @@ class Setting:
     mini_batch: int | None = None
     microbatches: int | None = None
     schedule: str = "auto"
-    rounds: int = 5
+    rounds: int = 4
     steps: int | None = None
     seed: int = 0
+    twice: str | None = None
     link: Link | None = None
 
 
@@ -81,6 +83,7 @@ class Outcome:
     even: PipelineRow
     blind: PipelineRow
     balanced: PipelineRow
+    twice: PipelineRow | None
     linked: Linked | None
     timelines: tuple[Timeline, ...]
 
@@ -89,7 +92,8 @@ class Outcome:
         """All rows in the order of the table."""
         peer = () if self.peer is None else (self.peer,)
         linked = () if self.linked is None else (self.linked.blind, self.linked.aware)
-        pipelines = (*self.alone, self.even, self.blind, self.balanced, *linked)
+        twice = () if self.twice is None else (self.twice,)
+        pipelines = (*self.alone, self.even, self.blind, self.balanced, *twice, *linked)
         return tuple(dict.fromkeys((*self.plain, *peer, *pipelines)))
 
     @property
@@ -108,9 +112,16 @@ class Outcome:
         return None if self.peer is None else self.balanced.rate / self.peer.rate
 
     @property
-    def over_all_cores(self) -> float:
-        """The balanced pipeline's rate over plain torch's with all cores."""
-        return self.balanced.rate / max(self.plain, key=lambda row: row.threads).rate
+    def twice_efficiency(self) -> float | None:
+        """The rate of two workers on one device over twice its own."""
+        if self.twice is None:
+            return None
+        alone = next(r for r in self.alone if r.plan.devices[0] == self.setting.twice)
+        return self.twice.rate / (2 * alone.rate)
+
+    def over_all_cores(self, row: Row) -> float:
+        """A row's rate over plain torch's with all cores."""
+        return row.rate / max(self.plain, key=lambda row: row.threads).rate
 
     def over_plain(self) -> dict[str, float]:
         """The engine on one device over plain torch with as many threads, by member.
@@ -143,7 +154,16 @@ class Outcome:
                 for row in self.alone
             ],
             "over_plain": self.over_plain(),
-            "over_all_cores": self.over_all_cores,
+            "over_all_cores": self.over_all_cores(self.balanced),
+            "twice": None
+            if self.twice is None
+            else {
+                "device": self.setting.twice,
+                "samples_per_s": self.twice.rate,
+                "fill_limit": self.twice.plan.fill_limit,
+                "efficiency": self.twice_efficiency,
+                "over_all_cores": self.over_all_cores(self.twice),
+            },
             "ideal_samples_per_s": self.ideal,
             "even_samples_per_s": self.even.rate,
             "speed_blind_samples_per_s": self.blind.rate,
@@ -217,6 +237,21 @@ def _over(link: Link, task: Task) -> Task:
     return replace(task, cluster=cluster, tables=tables)
 
 
+def _twin(task: Task, device: str) -> Task:
+    """The same task on two workers of one device, both of which cost what it does."""
+    cluster = Cluster.local(devices=[device, device])
+    with Crew.start(cluster) as crew:
+        links, overhead_s = measure_links(crew)
+    tables = {
+        size: replace(
+            table, devices=dict.fromkeys(cluster.ids, table.devices[device]), links=links,
+            step_overhead_s=overhead_s,
+        )
+        for size, table in task.tables.items()
+    }  # fmt: skip
+    return replace(task, cluster=cluster, tables=tables)
+
+
 @contextmanager
 def _fresh_costs() -> Iterator[None]:
     """Costs are measured anew, once, and not taken from an earlier day's cache."""
@@ -249,13 +284,13 @@ def _open(task: Task, setting: Setting, progress: Progress) -> Iterator[Outcome]
     with ExitStack() as stack:
         known: dict[tuple[Any, ...], PipelineRow] = {}
 
-        def opened(task: Task, name: str, plans: Sequence[Plan]) -> PipelineRow:
-            key = (id(task), *(plan_key for plan in plans for plan_key in _identity(plan)))
+        def opened(task: Task, name: str, plan: Plan) -> PipelineRow:
+            key = (id(task), *_identity(plan))
             if key in known:
                 known[key].name += f" = {name}"
             else:
                 progress(f"{setting.name}: {name}, first steps", 0, 1)
-                known[key] = stack.enter_context(closing(PipelineRow(task, name, plans)))
+                known[key] = stack.enter_context(closing(PipelineRow(task, name, plan)))
             return known[key]
 
         plain = []
@@ -263,24 +298,28 @@ def _open(task: Task, setting: Setting, progress: Progress) -> Iterator[Outcome]
             progress(f"{setting.name}: plain torch, first steps", 0, 1)
             plain.append(stack.enter_context(closing(PlainRow(task, cores, PLAIN_COUNTS))))
         peer: PeerRow | None = None
-        without_peer = refusal(task.workload, task.cluster, task.mini_batch, COUNTS)
+        without_peer = refusal(task.workload, task.cluster, task.mini_batch, PEER_COUNTS)
         if not without_peer:
             progress(f"{setting.name}: torch's own pipeline, first steps", 0, 1)
-            peer = stack.enter_context(closing(PeerRow(task, COUNTS)))
+            peer = stack.enter_context(closing(PeerRow(task, PEER_COUNTS)))
         alone = [
-            opened(task, f"{member} alone", _alone_plans(task, member))
+            opened(task, f"{member} alone", _alone_plan(task, member))
             for member in task.cluster.ids
         ]
-        evenly = opened(task, "even split", [even])
-        blindly = opened(task, "best split ignoring speeds", [blind])
-        pipeline = opened(task, "balanced pipeline", [balanced])
+        evenly = opened(task, "even split", even)
+        blindly = opened(task, "best split ignoring speeds", blind)
+        pipeline = opened(task, "balanced pipeline", balanced)
+        twice: PipelineRow | None = None
+        if setting.twice is not None:
+            twin = _twin(task, setting.twice)
+            twice = opened(twin, f"two workers of {setting.twice}", _balanced_plan(twin, setting))
         linked: Linked | None = None
         if setting.link is not None:
             over = _over(setting.link, task)
             aware, unaware = _balanced_plan(over, setting), _link_blind_plan(over, setting)
             linked = Linked(
-                blind=opened(over, "slow link, planned as if it were free", [unaware]),
-                aware=opened(over, "slow link, planned for it", [aware]),
+                blind=opened(over, "slow link, planned as if it were free", unaware),
+                aware=opened(over, "slow link, planned for it", aware),
             )
         yield Outcome(
             setting,
@@ -292,6 +331,7 @@ def _open(task: Task, setting: Setting, progress: Progress) -> Iterator[Outcome]
             evenly,
             blindly,
             pipeline,
+            twice,
             linked,
             timelines=(),
         )
@@ -328,16 +368,9 @@ def _schedules(setting: Setting) -> tuple[str, ...]:
     return ("gpipe", "1f1b") if setting.schedule == "auto" else (setting.schedule,)
 
 
-def _alone_plans(task: Task, member: str) -> list[Plan]:
-    """The whole model on one device: the quickest predicted micro-batches, and what is near."""
-    plans = [
-        make_plan(
-            table, [member], mini_batch=task.mini_batch, microbatches=-(-task.mini_batch // size)
-        )
-        for size, table in task.tables.items()
-    ]
-    limit_s = (1 + NEAR) * min(plan.step_s for plan in plans)
-    return sorted((p for p in plans if p.step_s <= limit_s), key=lambda plan: plan.step_s)[:2]
+def _alone_plan(task: Task, member: str) -> Plan:
+    """The whole model on one device, in the quickest predicted micro-batches."""
+    return explore(task.tables, [member], mini_batch=task.mini_batch, schedules=("gpipe",))[0]
 
 
 def _plain_cores(cluster: Cluster) -> list[tuple[int, ...]]:

@@ -42,7 +42,7 @@ class Pace:
         def within(seconds: float, least: int, most: int) -> int:
             return max(least, min(most, round(seconds / step_s)))
 
-        return Pace(within(0.6, 1, 3), timed or within(1.0, 2, 4), within(4.0, 5, 20))
+        return Pace(within(0.4, 1, 3), timed or within(0.8, 1, 4), within(3.0, 4, 20))
 
 
 @dataclass
@@ -127,7 +127,8 @@ class TorchRow(Row):
         self.name = name
         self._torch = torch
         try:
-            trials_s = {count: torch.step_s(count, 2, warm_up=1) for count in counts}
+            trial = max(1, task.pace.timed // 2)
+            trials_s = {count: torch.step_s(count, trial, warm_up=1) for count in counts}
         except BaseException:
             self.close()
             raise
@@ -168,19 +169,15 @@ class PeerRow(TorchRow):
 class PipelineRow(Row):
     """A plan on a crew of its own. Starts with the check of its losses against torch's."""
 
-    def __init__(self, task: Task, name: str, plans: Sequence[Plan]) -> None:
-        """Of several plans the quickest is kept, after a short trial of each."""
+    def __init__(self, task: Task, name: str, plan: Plan) -> None:
         super().__init__(task)
         self.name = name
+        self.plan = plan
         self._batches = task.workload.batches(task.mini_batch, task.seed)
-        self._cluster = _only(task.cluster, plans)
-        self._crew = Crew.start(self._cluster)
+        cluster = _only(task.cluster, plan.devices)
+        self._crew = Crew.start(cluster)
         try:
-            if len(plans) > 1:
-                trials = {index: self._trial_s(plan) for index, plan in enumerate(plans)}
-                plans = [plans[min(trials, key=lambda index: trials[index])]]
-            self.plan = plans[0]
-            self.pipe = self._open(self.plan)
+            self.pipe = self._open(cluster)
             self.difference = self._check()
         except BaseException:
             self.close()
@@ -211,13 +208,13 @@ class PipelineRow(Row):
             "plan": self.plan.to_json(),
         }
 
-    def _open(self, plan: Plan) -> Pipeline:
-        task = self.task
+    def _open(self, cluster: Cluster) -> Pipeline:
+        task, plan = self.task, self.plan
         return Pipeline(
             task.workload.model,
             task.workload.loss_fn,
             next(task.workload.batches(task.mini_batch, task.seed)),
-            cluster=self._cluster,
+            cluster=cluster,
             optimizer=optimizer_of(task.workload),
             plan=plan,
             costs=task.tables[-(-task.mini_batch // plan.microbatches)],
@@ -225,10 +222,6 @@ class PipelineRow(Row):
             captured=task.captured,
             crew=self._crew,
         )
-
-    def _trial_s(self, plan: Plan) -> float:
-        self.pipe = self._open(plan)
-        return self.step_s()
 
     def _check(self) -> float:
         """The largest relative difference to unpartitioned torch over the first steps."""
@@ -239,11 +232,10 @@ class PipelineRow(Row):
         return max(step.difference for step in steps)
 
 
-def _only(cluster: Cluster, plans: Sequence[Plan]) -> Cluster:
-    """The cluster without the members that no plan uses: an idle worker is not quite idle."""
-    used = {device for plan in plans for device in plan.devices}
+def _only(cluster: Cluster, used: Sequence[str]) -> Cluster:
+    """The cluster without the members that are not used: an idle worker is not quite idle."""
     return replace(
         cluster,
         members=tuple(member for member in cluster.members if member.id in used),
-        links={pair: link for pair, link in cluster.links.items() if pair <= used},
+        links={pair: link for pair, link in cluster.links.items() if pair <= set(used)},
     )

@@ -83,6 +83,13 @@ def outcome_lines(outcome: Outcome) -> list[str]:
         lines.append(
             f"balanced over the peer, torch.distributed.pipelining: {outcome.over_peer:.2f}"
         )
+    if outcome.twice is not None:
+        share, limit = outcome.twice_efficiency or 0.0, outcome.twice.plan.fill_limit
+        lines.append(
+            f"{outcome.twice.name}: {share:.1%} of twice its own rate, {share / limit:.1%} of the "
+            f"fill limit; over plain torch on all cores: "
+            f"{outcome.over_all_cores(outcome.twice):.2f}"
+        )
     if outcome.linked is not None:
         aware, blind = outcome.linked.aware, outcome.linked.blind
         lines.append(
@@ -106,8 +113,8 @@ def outcome_lines(outcome: Outcome) -> list[str]:
 def summary_table(outcomes: Sequence[Outcome]) -> Table:
     """One line per setting: samples per second without hetpipe and with it."""
     columns = (
-        "torch, 1 core", "torch, all cores", "torch's pipeline", "hetpipe, a device alone",
-        "hetpipe pipeline", "over torch, all cores",
+        "torch, 1 core", "torch, all cores", "torch's pipeline", "hetpipe: best device alone",
+        "all devices", "over torch, all cores", "two of one device", "over torch, all cores ",
     )  # fmt: skip
     table = make_table(
         "Samples per second, medians: higher is better", ("", *columns, "times are"), columns
@@ -115,14 +122,19 @@ def summary_table(outcomes: Sequence[Outcome]) -> Table:
     for outcome in outcomes:
         plain = sorted(outcome.plain, key=lambda row: row.threads)
         best = max(outcome.alone, key=lambda row: row.rate)
+        cells = ["-", "-"]
+        if outcome.twice is not None:
+            ratio = outcome.over_all_cores(outcome.twice)
+            cells = [f"{outcome.twice.rate:.0f}", f"{ratio:.2f}"]
         table.add_row(
             outcome.setting.name,
             f"{plain[0].rate:.0f}",
             f"{plain[-1].rate:.0f}",
             "-" if outcome.peer is None else f"{outcome.peer.rate:.0f}",
-            f"{best.rate:.0f} ({best.plan.devices[0]})",
+            f"{best.rate:.0f}",
             f"{outcome.balanced.rate:.0f}",
-            f"{outcome.over_all_cores:.2f}",
+            f"{outcome.over_all_cores(outcome.balanced):.2f}",
+            *cells,
             outcome.balanced.label,
         )
     return table
@@ -131,20 +143,19 @@ def summary_table(outcomes: Sequence[Outcome]) -> Table:
 def closing(outcomes: Sequence[Outcome]) -> list[str]:
     """What a user of these workloads on this machine should do, and why."""
     lines = []
-    by_model: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
-        if outcome.balanced.label == "measured":
-            by_model.setdefault(outcome.setting.model, []).append(outcome)
-    for model, found in by_model.items():
-        best = max(found, key=lambda outcome: outcome.over_all_cores)
-        ratio, where = best.over_all_cores, " + ".join(best.balanced.plan.devices)
+        if outcome.balanced.label != "measured":
+            continue
+        pipelines = [outcome.balanced, *([outcome.twice] if outcome.twice else [])]
+        best = max(pipelines, key=lambda row: row.rate)
+        ratio, where = outcome.over_all_cores(best), " + ".join(best.plan.devices)
         if ratio > 1 + SAME:
             verdict = f"a pipeline pays: {where} train {ratio:.2f} times as fast as"
         elif ratio < 1 - SAME:
             verdict = f"use plain torch: {where} as a pipeline reach {ratio:.2f} of the speed of"
         else:
             verdict = f"it makes no difference: {where} as a pipeline are as fast as"
-        lines.append(f"{model}: {verdict} plain torch on all cores.")
+        lines.append(f"{outcome.setting.model}: {verdict} plain torch on all cores.")
     lines.append(
         "A pipeline pays where devices together can do more than the one that torch would use: "
         "unlike devices, a device whose own kernels are quicker than torch's, a model too large "

@@ -47,17 +47,20 @@ def command(
     twice: Annotated[
         str | None,
         typer.Option(
-            metavar="ID", help="Two workers on this device; '' none. \\[default: the last here]"
+            metavar="ID",
+            help="Also two workers of this device; '' none. \\[default: the first here]",
         ),
     ] = None,
     link: Annotated[
         str, typer.Option(metavar="LINK", help="Emulated between the devices as well; '' none.")
     ] = "1 Gb/s, 1 ms",
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Turns of every row.")] = 5,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Turns of every row.")] = 4,
     steps: Annotated[
         int | None,
         typer.Option(
-            "--steps", min=1, help="Timed steps of a turn. \\[default: a second's, 2 to 4]"
+            "--steps",
+            min=1,
+            help="Timed steps of a turn. \\[default: what fits a second, at most 4]",
         ),
     ] = None,
     picture: Annotated[
@@ -76,34 +79,35 @@ def command(
 ) -> None:
     """Measure workloads on devices alone and together.
 
-    Without a cluster, devices or speeds: each workload on the devices of this machine, then on two
-    workers of one device; and the first workload with one of two workers at half speed (emulated).
+    Without a cluster, devices or speeds: each workload on the devices of this machine, and on two
+    workers of one of them; and the first workload with one of two workers at half speed (emulated).
     """
     from hetpipe.bench.bench import Setting, run
     from hetpipe.bench.machine import describe, machine, versions
     from hetpipe.cluster.file import parse_link
 
     output = Output(json)
+    asked = bool(cluster or devices or backends or emulate_speed)
     here = make_cluster(cluster, devices, backends, emulate_speed)
-    slow = parse_link(link) if link else None
+    if twice is None and not asked:
+        twice = here.ids[0]
     models = workload or list(WORKLOADS)
-    cases = [(model, f"on {', '.join(here.ids)}", here, slow) for model in models]
-    if not (cluster or devices or backends or emulate_speed):
-        pair = here.members[-1].device if twice is None else twice
-        if pair:
-            both = make_cluster(None, f"{pair},{pair}", None, None)
-            cases += [(model, f"on two workers of {pair}", both, None) for model in models]
-        if rehearse:
-            uneven = make_cluster(None, f"{rehearse},{rehearse}", None, [f"{rehearse}#1=0.5"])
-            cases.append((models[0], "on two workers, one at half speed", uneven, None))
+    common = (mini_batch, microbatches, schedule, rounds, steps, seed)
+    settings = [
+        Setting(
+            f"{model} on {', '.join(here.ids)}", model, here, *common,
+            twice=twice or None, link=parse_link(link) if link else None,
+        )
+        for model in models
+    ]  # fmt: skip
+    if rehearse and not asked:
+        uneven = make_cluster(None, f"{rehearse},{rehearse}", None, [f"{rehearse}#1=0.5"])
+        name = f"{models[0]} on two workers, one at half speed"
+        settings.append(Setting(name, models[0], uneven, *common))
     output.text(describe())
     products = _matmul(output) if matmul else []
     outcomes: list[Outcome] = []
-    for model, where, members, over in sorted(cases, key=lambda case: models.index(case[0])):
-        setting = Setting(
-            f"{model} {where}", model, members, mini_batch, microbatches, schedule, rounds, steps,
-            seed, over,
-        )  # fmt: skip
+    for setting in settings:
         with progress_bar() as progress:
             outcomes.append(run(setting, progress))
         _show(output, outcomes[-1])
