@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from hetpipe.cost.table import CostTable
+from hetpipe.cost.table import CostTable, LinkCost
 from hetpipe.errors import PlanError
+from hetpipe.sdk.info import HOST_MEMORY
 from hetpipe.simulate.times import StageTimes, Transfer
 
 VERSION = 1
@@ -98,12 +99,23 @@ class Plan:
         """What a simulation needs, priced by `table`."""
         stages, devices = self.stages, self.devices
         ahead = list(zip(devices, devices[1:], self.cut_nbytes, strict=False))
+        ahead_links = tuple(_transfer(table, here, there, nbytes) for here, there, nbytes in ahead)
+        back_links = tuple(_transfer(table, there, here, nbytes) for here, there, nbytes in ahead)
+        forward_s, backward_s, update_s = (
+            [cost(d, s.lo, s.hi) for d, s in zip(devices, stages, strict=True)]
+            for cost in (table.forward_s, table.backward_s, table.update_s)
+        )
+        for cut, (here, there, _) in enumerate(ahead):
+            for stage, device in ((cut, here), (cut + 1, there)):
+                if _copies(table, device, table.link(here, there)):
+                    forward_s[stage] += sum(ahead_links[cut]) / 2
+                    backward_s[stage] += sum(back_links[cut]) / 2
         return StageTimes(
-            tuple(table.forward_s(d, s.lo, s.hi) for d, s in zip(devices, stages, strict=True)),
-            tuple(table.backward_s(d, s.lo, s.hi) for d, s in zip(devices, stages, strict=True)),
-            tuple(table.update_s(d, s.lo, s.hi) for d, s in zip(devices, stages, strict=True)),
-            tuple(_transfer(table, here, there, nbytes) for here, there, nbytes in ahead),
-            tuple(_transfer(table, there, here, nbytes) for here, there, nbytes in ahead),
+            tuple(forward_s),
+            tuple(backward_s),
+            tuple(update_s),
+            ahead_links,
+            back_links,
             self._tied_transfers(table),
             table.step_overhead_s,
         )
@@ -145,6 +157,12 @@ class Plan:
         from hetpipe.plan.text import format_plan
 
         return format_plan(self)
+
+
+def _copies(table: CostTable, device: str, link: LinkCost) -> bool:
+    """Whether the cores that compute also copy what crosses the link: half of it at each end."""
+    in_host = table.devices[device].memory_domain == HOST_MEMORY
+    return in_host and link.label == "measured"
 
 
 def _transfer(table: CostTable, source: str, target: str, nbytes: int) -> Transfer:

@@ -14,6 +14,7 @@ from hetpipe.plan.costs import StageCosts
 from hetpipe.plan.planner import explore, make_plan
 from hetpipe.plan.pricing import Partition, Question, lower_bound_s, predict, price
 from hetpipe.schedule.generators import generate, max_in_flight
+from hetpipe.sdk.info import HOST_MEMORY
 
 MIB = 2**20
 
@@ -63,6 +64,18 @@ def test_the_prediction_is_the_simulation_and_the_overhead():
     assert plan.step_s == timeline.total_s == timeline.step_s + 0.25
     assert timeline.workers == plan.devices
     assert plan.step_s >= 8 * 6.0  # the slowest stage: M (F + B)
+
+
+def test_cores_that_compute_also_copy_what_crosses():
+    """Half of a transfer at each end, between processors; not where a link is emulated."""
+    table = make_table({"a": 1.0, "b": 1.0}, bandwidth=MIB / 0.5)
+    host = make_table({"a": 1.0, "b": 1.0}, bandwidth=MIB / 0.5, domain=HOST_MEMORY)
+    slow = {pair: replace(link, label="emulated") for pair, link in host.links.items()}
+    plan = make_plan(table, ["a", "b"], mini_batch=32, microbatches=8, cuts=[4])
+    assert plan.stage_times(table).forward_s == (4.0, 4.0)
+    assert plan.stage_times(host).forward_s == (4.25, 4.25)
+    assert plan.stage_times(host).backward_s == (8.25, 8.25)
+    assert plan.stage_times(replace(host, links=slow)).forward_s == (4.0, 4.0)
 
 
 def random_table(rng):
