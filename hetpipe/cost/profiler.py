@@ -21,10 +21,10 @@ from hetpipe.sdk.backend import Buffer, Device, Executable
 Environment = dict[tuple[str, str], Buffer]
 Times = tuple[float, float, float]
 
-MIN_ROUNDS = 5
+MIN_ROUNDS = 4
 MAX_ROUNDS = 50
-BUDGET_S = 1.0
-UPDATES = 4
+BUDGET_S = 0.6
+UPDATES = 3
 
 
 def measure_layers(
