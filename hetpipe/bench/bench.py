@@ -42,7 +42,7 @@ class Setting:
     """One table of the benchmark.
 
     `microbatches` None: explored for every row. `steps` None: as many as a second has, at most 4.
-    `twice`: a row more, two workers on this device. `link`: two rows more, with such a link
+    `twice`: a row more, two workers like this member. `link`: two rows more, with such a link
     emulated between all devices.
     """
 
@@ -187,6 +187,8 @@ class Outcome:
 
 def run(setting: Setting, progress: Progress) -> Outcome:
     """Measure one setting. Raises `HetpipeError`; no process is left in any case."""
+    if setting.twice is not None:
+        setting.cluster.member(setting.twice)
     workload = load_workload(setting.model)
     rows = setting.mini_batch or workload.mini_batch
     progress(f"{setting.name}: capturing", 0, 1)
@@ -237,14 +239,17 @@ def _over(link: Link, task: Task) -> Task:
     return replace(task, cluster=cluster, tables=tables)
 
 
-def _twin(task: Task, device: str) -> Task:
-    """The same task on two workers of one device, both of which cost what it does."""
-    cluster = Cluster.local(devices=[device, device])
+def _twin(task: Task, member: str) -> Task:
+    """The same task on two workers like that member, both of which cost what it does."""
+    one = task.cluster.member(member)
+    pair = Cluster.local(devices=[one.device] * 2)
+    members = tuple(replace(each, speed=one.speed) for each in pair.members)
+    cluster = replace(pair, members=members)
     with Crew.start(cluster) as crew:
         links, overhead_s = measure_links(crew)
     tables = {
         size: replace(
-            table, devices=dict.fromkeys(cluster.ids, table.devices[device]), links=links,
+            table, devices=dict.fromkeys(cluster.ids, table.devices[member]), links=links,
             step_overhead_s=overhead_s,
         )
         for size, table in task.tables.items()

@@ -48,7 +48,7 @@ def command(
         str | None,
         typer.Option(
             metavar="ID",
-            help="Also two workers of this device; '' none. \\[default: the first here]",
+            help="Also two workers like this one; '' none. \\[default: the first here]",
         ),
     ] = None,
     link: Annotated[

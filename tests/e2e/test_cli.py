@@ -155,7 +155,7 @@ def test_bench_figures_agree_with_each_other(home: Path) -> None:
     done = run(
         home, "bench", "--workload", "mlp", "--no-matmul", "--devices", TWO, "--emulate-speed",
         SLOW, "--microbatches", 4, "--rounds", 1, "--steps", 1, "--json", "out/bench.json",
-        "--picture", "out/bench.png",
+        "--picture", "out/bench.png", "--twice", "pytorch:cpu:0#1",
     )  # fmt: skip
     assert "no row of torch.distributed.pipelining: mlp does not say" in done.stdout
     report = json.loads((home / "out" / "bench.json").read_text())
@@ -176,8 +176,20 @@ def test_bench_figures_agree_with_each_other(home: Path) -> None:
     linked = [row for row in found["rows"] if "slow link" in row["name"]]
     assert {row["label"] for row in linked} == {"emulated"}
     assert found["linked"]["aware_samples_per_s"] > 0
+    (twice,) = [row for row in found["rows"] if "two workers" in row["name"]]
+    assert twice["label"] == "emulated", "like the member at half speed"
+    slow = found["devices"][1]["samples_per_s"]
+    assert found["twice"]["efficiency"] == pytest.approx(twice["samples_per_s"] / (2 * slow))
     assert "A pipeline pays where" in done.stdout
     assert (home / "out" / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_refuses_a_twin_of_nobody_before_it_measures(home: Path) -> None:
+    done = run(
+        home, "bench", "--workload", "mlp", "--no-matmul", "--devices", TWO, "--twice", "nope",
+        code=1,
+    )  # fmt: skip
+    assert "no device 'nope'; the cluster has pytorch:cpu:0#0" in done.stderr
 
 
 def test_interrupt_leaves_quietly_and_no_process(home: Path) -> None:
