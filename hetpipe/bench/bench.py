@@ -7,12 +7,13 @@ reversed each time, never two at once; what is compared is their medians.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hetpipe.bench.peer import refusal
 from hetpipe.bench.rows import Pace, PeerRow, PipelineRow, PlainRow, Row, Task
@@ -43,7 +44,7 @@ class Setting:
 
     `microbatches` None: explored for every row. `steps` None: as many as a second has, at most 4.
     `twice`: a row more, two workers like this member. `link`: two rows more, with such a link
-    emulated between all devices.
+    emulated between all devices, where there are several.
     """
 
     name: str
@@ -227,33 +228,29 @@ def _profile(task: Task, setting: Setting, progress: Progress) -> dict[int, Cost
 
 
 def _over(link: Link, task: Task) -> Task:
-    """The same task with the link between all devices: of the costs, those of links are others."""
+    """The same task with the link between all devices."""
     pairs = map(frozenset, combinations(task.cluster.ids, 2))
     cluster = replace(task.cluster, links=dict.fromkeys(pairs, link))
-    with Crew.start(cluster) as crew:
-        links, overhead_s = measure_links(crew)
-    tables = {
-        size: replace(table, links=links, step_overhead_s=overhead_s)
-        for size, table in task.tables.items()
-    }
-    return replace(task, cluster=cluster, tables=tables)
+    return _moved(task, cluster, {member: member for member in cluster.ids})
 
 
 def _twin(task: Task, member: str) -> Task:
-    """The same task on two workers like that member, both of which cost what it does."""
+    """The same task on two workers like that member."""
     one = task.cluster.member(member)
     pair = Cluster.local(devices=[one.device] * 2)
     members = tuple(replace(each, speed=one.speed) for each in pair.members)
-    cluster = replace(pair, members=members)
+    return _moved(task, replace(pair, members=members), dict.fromkeys(pair.ids, member))
+
+
+def _moved(task: Task, cluster: Cluster, like: Mapping[str, str]) -> Task:
+    """The task on another cluster, whose members cost what those of the first do that they are
+    `like`; only links are measured anew."""
     with Crew.start(cluster) as crew:
         links, overhead_s = measure_links(crew)
-    tables = {
-        size: replace(
-            table, devices=dict.fromkeys(cluster.ids, table.devices[member]), links=links,
-            step_overhead_s=overhead_s,
-        )
-        for size, table in task.tables.items()
-    }  # fmt: skip
+    tables = {}
+    for size, table in task.tables.items():
+        devices = {member: table.devices[other] for member, other in like.items()}
+        tables[size] = replace(table, devices=devices, links=links, step_overhead_s=overhead_s)
     return replace(task, cluster=cluster, tables=tables)
 
 
@@ -271,6 +268,33 @@ def _fresh_costs() -> Iterator[None]:
                 os.environ[cache.ENVIRONMENT] = before
 
 
+R = TypeVar("R", bound=Row)
+
+
+class _Rows:
+    """Opens rows, which stay open as long as `stack`; one for all names of a plan."""
+
+    def __init__(self, stack: ExitStack, setting: Setting, progress: Progress) -> None:
+        self._stack = stack
+        self._setting = setting
+        self._progress = progress
+        self._known: dict[tuple[Any, ...], PipelineRow] = {}
+
+    def open(self, name: str, row: Callable[[], R]) -> R:
+        """Make a row, whose first steps may take a while."""
+        self._progress(f"{self._setting.name}: {name}, first steps", 0, 1)
+        return self._stack.enter_context(closing(row()))
+
+    def pipeline(self, task: Task, name: str, plan: Plan) -> PipelineRow:
+        """The row of a plan; where that has a row already, a further name of it."""
+        key = (id(task), *_identity(plan))
+        if key in self._known:
+            self._known[key].name += f" = {name}"
+        else:
+            self._known[key] = self.open(name, lambda: PipelineRow(task, name, plan))
+        return self._known[key]
+
+
 @contextmanager
 def _open(task: Task, setting: Setting, progress: Progress) -> Iterator[Outcome]:
     """All rows with their processes, each checked against torch."""
@@ -286,60 +310,49 @@ def _open(task: Task, setting: Setting, progress: Progress) -> Iterator[Outcome]
         )
         for make in (even_plan, speed_blind_plan)
     )  # fmt: skip
+    without_peer = refusal(task.workload, task.cluster, task.mini_batch, PEER_COUNTS)
     with ExitStack() as stack:
-        known: dict[tuple[Any, ...], PipelineRow] = {}
-
-        def opened(task: Task, name: str, plan: Plan) -> PipelineRow:
-            key = (id(task), *_identity(plan))
-            if key in known:
-                known[key].name += f" = {name}"
-            else:
-                progress(f"{setting.name}: {name}, first steps", 0, 1)
-                known[key] = stack.enter_context(closing(PipelineRow(task, name, plan)))
-            return known[key]
-
-        plain = []
-        for cores in _plain_cores(task.cluster):
-            progress(f"{setting.name}: plain torch, first steps", 0, 1)
-            plain.append(stack.enter_context(closing(PlainRow(task, cores, PLAIN_COUNTS))))
-        peer: PeerRow | None = None
-        without_peer = refusal(task.workload, task.cluster, task.mini_batch, PEER_COUNTS)
-        if not without_peer:
-            progress(f"{setting.name}: torch's own pipeline, first steps", 0, 1)
-            peer = stack.enter_context(closing(PeerRow(task, PEER_COUNTS)))
-        alone = [
-            opened(task, f"{member} alone", _alone_plan(task, member))
-            for member in task.cluster.ids
-        ]
-        evenly = opened(task, "even split", even)
-        blindly = opened(task, "best split ignoring speeds", blind)
-        pipeline = opened(task, "balanced pipeline", balanced)
-        twice: PipelineRow | None = None
-        if setting.twice is not None:
-            twin = _twin(task, setting.twice)
-            twice = opened(twin, f"two workers of {setting.twice}", _balanced_plan(twin, setting))
-        linked: Linked | None = None
-        if setting.link is not None:
-            over = _over(setting.link, task)
-            aware, unaware = _balanced_plan(over, setting), _link_blind_plan(over, setting)
-            linked = Linked(
-                blind=opened(over, "slow link, planned as if it were free", unaware),
-                aware=opened(over, "slow link, planned for it", aware),
-            )
+        rows = _Rows(stack, setting, progress)
         yield Outcome(
             setting,
             task,
-            tuple(plain),
-            peer,
-            without_peer,
-            tuple(alone),
-            evenly,
-            blindly,
-            pipeline,
-            twice,
-            linked,
+            plain=tuple(
+                rows.open("plain torch", partial(PlainRow, task, cores, PLAIN_COUNTS))
+                for cores in _plain_cores(task.cluster)
+            ),
+            peer=None
+            if without_peer
+            else rows.open("torch's own pipeline", lambda: PeerRow(task, PEER_COUNTS)),
+            without_peer=without_peer,
+            alone=tuple(
+                rows.pipeline(task, f"{member} alone", _alone_plan(task, member))
+                for member in task.cluster.ids
+            ),
+            even=rows.pipeline(task, "even split", even),
+            blind=rows.pipeline(task, "best split ignoring speeds", blind),
+            balanced=rows.pipeline(task, "balanced pipeline", balanced),
+            twice=_twice(rows, task, setting),
+            linked=_linked(rows, task, setting),
             timelines=(),
         )
+
+
+def _twice(rows: _Rows, task: Task, setting: Setting) -> PipelineRow | None:
+    if setting.twice is None:
+        return None
+    twin = _twin(task, setting.twice)
+    return rows.pipeline(twin, f"two workers of {setting.twice}", _balanced_plan(twin, setting))
+
+
+def _linked(rows: _Rows, task: Task, setting: Setting) -> Linked | None:
+    if setting.link is None or len(task.cluster.ids) < 2:
+        return None
+    over = _over(setting.link, task)
+    blind, aware = _link_blind_plan(over, setting), _balanced_plan(over, setting)
+    return Linked(
+        blind=rows.pipeline(over, "slow link, planned as if it were free", blind),
+        aware=rows.pipeline(over, "slow link, planned for it", aware),
+    )
 
 
 def _identity(plan: Plan) -> tuple[Any, ...]:
@@ -374,8 +387,8 @@ def _schedules(setting: Setting) -> tuple[str, ...]:
 
 
 def _alone_plan(task: Task, member: str) -> Plan:
-    """The whole model on one device, in the quickest predicted micro-batches."""
-    return explore(task.tables, [member], mini_batch=task.mini_batch, schedules=("gpipe",))[0]
+    """The whole model on one device, in the quickest predicted micro-batches, one in flight."""
+    return explore(task.tables, [member], mini_batch=task.mini_batch, schedules=("1f1b",))[0]
 
 
 def _plain_cores(cluster: Cluster) -> list[tuple[int, ...]]:

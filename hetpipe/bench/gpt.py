@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from hetpipe import optim
-from hetpipe.bench.text import VOCABULARY, language, token_loss
+from hetpipe.bench.text import VOCABULARY, text_workload
 from hetpipe.bench.workload import Workload
 
 BLOCKS = 4
@@ -112,18 +112,5 @@ class GPT(nn.Module):
 
 def workload() -> Workload:
     """The workload, with weights of a fixed seed."""
-    batches, validate, train_samples = language(LENGTH)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = GPT()
-    return Workload(
-        model=model,
-        loss_fn=token_loss,
-        batches=batches,
-        name="gpt",
-        mini_batch=32,
-        optimizer=optim.adamw(lr=6e-4),
-        validate=validate,
-        train_samples=train_samples,
-        blocks=tuple(f"blocks.{index}" for index in range(BLOCKS)),
-    )
+    blocks = tuple(f"blocks.{index}" for index in range(BLOCKS))
+    return text_workload("gpt", GPT, LENGTH, optim.adamw(lr=6e-4), blocks)

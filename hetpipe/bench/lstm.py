@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hetpipe import optim
-from hetpipe.bench.text import VOCABULARY, language, token_loss
+from hetpipe.bench.text import VOCABULARY, text_workload
 from hetpipe.bench.workload import Workload
 
 LAYERS = 2
@@ -52,17 +52,4 @@ def open_forget_gate(layer: nn.LSTM) -> None:
 
 def workload() -> Workload:
     """The workload, with weights of a fixed seed."""
-    batches, validate, train_samples = language(LENGTH)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Recurrent()
-    return Workload(
-        model=model,
-        loss_fn=token_loss,
-        batches=batches,
-        name="lstm",
-        mini_batch=32,
-        optimizer=optim.adamw(lr=3e-3),
-        validate=validate,
-        train_samples=train_samples,
-    )
+    return text_workload("lstm", Recurrent, LENGTH, optim.adamw(lr=3e-3))

@@ -83,8 +83,9 @@ def outcome_lines(outcome: Outcome) -> list[str]:
         lines.append(
             f"balanced over the peer, torch.distributed.pipelining: {outcome.over_peer:.2f}"
         )
-    if outcome.twice is not None:
-        share, limit = outcome.twice_efficiency or 0.0, outcome.twice.plan.fill_limit
+    share = outcome.twice_efficiency
+    if outcome.twice is not None and share is not None:
+        limit = outcome.twice.plan.fill_limit
         lines.append(
             f"{outcome.twice.name}: {share:.1%} of twice its own rate, {share / limit:.1%} of the "
             f"fill limit; over plain torch on all cores: "
@@ -114,7 +115,7 @@ def summary_table(outcomes: Sequence[Outcome]) -> Table:
     """One line per setting: samples per second without hetpipe and with it."""
     columns = (
         "torch, 1 core", "torch, all cores", "torch's pipeline", "hetpipe: best device alone",
-        "all devices", "over torch, all cores", "two of one device", "over torch, all cores ",
+        "all devices", "over torch, all cores", "two of one device", "over torch, all cores",
     )  # fmt: skip
     table = make_table(
         "Samples per second, medians: higher is better", ("", *columns, "times are"), columns

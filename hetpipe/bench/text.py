@@ -16,6 +16,8 @@ from torch.nn import functional
 
 from hetpipe.bench.bytepair import BytePairs, Tokens, learn
 from hetpipe.bench.data import Batches, shuffled
+from hetpipe.bench.workload import Workload
+from hetpipe.optim.rule import Optimizer
 
 VOCABULARY = 512
 VALIDATED = 64  # windows of the validation text that a perplexity is taken over
@@ -42,6 +44,31 @@ def windows(tokens: Tokens, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     count = (len(tokens) - 1) // length
     x, y = (tokens[lo : lo + count * length].reshape(count, length) for lo in (0, 1))
     return torch.from_numpy(x.copy()), torch.from_numpy(y.copy())
+
+
+def text_workload(
+    name: str,
+    model: Callable[[], nn.Module],
+    length: int,
+    optimizer: Optimizer,
+    blocks: tuple[str, ...] = (),
+) -> Workload:
+    """A language model in training on windows of `length` tokens, with weights of a fixed seed."""
+    batches, validate, train_samples = language(length)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = model()
+    return Workload(
+        model=made,
+        loss_fn=token_loss,
+        batches=batches,
+        name=name,
+        mini_batch=32,
+        optimizer=optimizer,
+        validate=validate,
+        train_samples=train_samples,
+        blocks=blocks,
+    )
 
 
 def language(length: int) -> tuple[Batches, Callable[[nn.Module], dict[str, float]], int]:

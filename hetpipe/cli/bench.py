@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +23,8 @@ from hetpipe.cli.options import (
 from hetpipe.cli.output import Output, progress_bar
 
 if TYPE_CHECKING:
-    from hetpipe.bench.bench import Outcome
+    from hetpipe.bench.bench import Outcome, Setting
+    from hetpipe.cluster import Cluster
 
 WORKLOADS = ("digits", "gpt", "lstm")
 
@@ -52,7 +54,7 @@ def command(
         ),
     ] = None,
     link: Annotated[
-        str, typer.Option(metavar="LINK", help="Emulated between the devices as well; '' none.")
+        str, typer.Option(metavar="LINK", help="Emulated between devices as well; '' none.")
     ] = "1 Gb/s, 1 ms",
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Turns of every row.")] = 4,
     steps: Annotated[
@@ -82,28 +84,20 @@ def command(
     Without a cluster, devices or speeds: each workload on the devices of this machine, and on two
     workers of one of them; and the first workload with one of two workers at half speed (emulated).
     """
-    from hetpipe.bench.bench import Setting, run
+    from hetpipe.bench.bench import run
     from hetpipe.bench.machine import describe, machine, versions
-    from hetpipe.cluster.file import parse_link
 
     output = Output(json)
-    asked = bool(cluster or devices or backends or emulate_speed)
     here = make_cluster(cluster, devices, backends, emulate_speed)
-    if twice is None and not asked:
+    if cluster or devices or backends or emulate_speed:
+        rehearse = ""
+    elif twice is None:
         twice = here.ids[0]
-    models = workload or list(WORKLOADS)
-    common = (mini_batch, microbatches, schedule, rounds, steps, seed)
-    settings = [
-        Setting(
-            f"{model} on {', '.join(here.ids)}", model, here, *common,
-            twice=twice or None, link=parse_link(link) if link else None,
-        )
-        for model in models
-    ]  # fmt: skip
-    if rehearse and not asked:
-        uneven = make_cluster(None, f"{rehearse},{rehearse}", None, [f"{rehearse}#1=0.5"])
-        name = f"{models[0]} on two workers, one at half speed"
-        settings.append(Setting(name, models[0], uneven, *common))
+    common = {
+        "mini_batch": mini_batch, "microbatches": microbatches, "schedule": schedule,
+        "rounds": rounds, "steps": steps, "seed": seed,
+    }  # fmt: skip
+    settings = _settings(here, workload or WORKLOADS, twice or None, link, rehearse, common)
     output.text(describe())
     products = _matmul(output) if matmul else []
     outcomes: list[Outcome] = []
@@ -123,6 +117,31 @@ def command(
             "workloads": [outcome.to_json() for outcome in outcomes],
         }
     )
+
+
+def _settings(
+    here: Cluster,
+    models: Sequence[str],
+    twice: str | None,
+    link: str,
+    rehearse: str,
+    common: dict[str, Any],
+) -> list[Setting]:
+    """Each model on the cluster; the first also on two workers, one at half speed."""
+    from hetpipe.bench.bench import Setting
+    from hetpipe.cluster.file import parse_link
+
+    slow = parse_link(link) if link else None
+    where = f"on {', '.join(here.ids)}"
+    settings = [
+        Setting(f"{model} {where}", model, here, twice=twice, link=slow, **common)
+        for model in models
+    ]
+    if rehearse:
+        uneven = make_cluster(None, f"{rehearse},{rehearse}", None, [f"{rehearse}#1=0.5"])
+        name = f"{models[0]} on two workers, one at half speed"
+        settings.append(Setting(name, models[0], uneven, **common))
+    return settings
 
 
 def _matmul(output: Output) -> list[dict[str, Any]]:

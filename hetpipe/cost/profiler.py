@@ -21,6 +21,7 @@ from hetpipe.sdk.backend import Buffer, Device, Executable
 Environment = dict[tuple[str, str], Buffer]
 Times = tuple[float, float, float]
 
+RULES = 2  # of what a time includes: costs in the cache by other rules are not read
 MIN_ROUNDS = 4
 MAX_ROUNDS = 50
 BUDGET_S = 0.6

@@ -26,7 +26,7 @@ from hetpipe.capture.program import (
     StageGraphs,
 )
 from hetpipe.cost import cache
-from hetpipe.cost.profiler import Times
+from hetpipe.cost.profiler import RULES, Times
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost, TiedBytes
 from hetpipe.engine.crew import Crew, StepRequest
 from hetpipe.errors import CostError
@@ -62,7 +62,7 @@ def profile(
     key = {
         "model": captured.fingerprint,
         "optimizer": [optimizer.name, *map(list, optimizer.hyperparameters)],
-        "versions": [hetpipe.__version__, torch.__version__],
+        "versions": [hetpipe.__version__, torch.__version__, RULES],
         "members": [
             [asdict(member), asdict(crew.infos[member.id])] for member in crew.cluster.members
         ],

@@ -120,7 +120,8 @@ def test_batches(device_id: str, size: tuple[int, int, int]) -> None:
 def test_what_else_an_epilogue_may_read(device_id: str) -> None:
     """A row, a column, a number, a transposed tensor, a table behind an index, and integers."""
 
-    def fn(a, b, row, column, number, crossed, table, index):  # type: ignore[no-untyped-def] # eight tensors
+    def fn(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        a, b, row, column, number, crossed, table, index = given
         c = torch.mm(a, b)
         d = c * column + row / number - crossed.t()
         return d.view(5, 5, 40) + F.embedding(index, table)[:, None], c > row
@@ -169,7 +170,8 @@ def test_other_orders_are_not_fused(device_id: str) -> None:
 def test_a_backward_fuses_both_gradients(device_id: str) -> None:
     """Each product has others and a sum between itself and what reads it."""
 
-    def fn(total, bias_total, dy, slope, x, w):  # type: ignore[no-untyped-def] # six tensors
+    def fn(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        total, bias_total, dy, slope, x, w = given
         dx = torch.mm(dy, w)
         dw = torch.mm(dy.t(), x)
         summed = bias_total + dy.sum(0)
@@ -197,7 +199,8 @@ def test_a_result_may_lie_over_what_the_epilogue_reads() -> None:
     """But not over operands, or over what is read in another order."""
     device = opencl_device(OPENCL[0])
 
-    def fn(x, row, y, a, b):  # type: ignore[no-untyped-def] # five tensors
+    def fn(*given: torch.Tensor) -> torch.Tensor:
+        x, row, y, a, b = given
         return torch.addmm(row, a, b) * x + y.t()
 
     graph = trace(fn, tensors((30, 30), (30, 30), (30, 30), (30, 30), (30, 30)), {})

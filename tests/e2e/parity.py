@@ -15,7 +15,6 @@ import pytest
 import torch
 from plans import unpriced
 from reference import leaf, train
-from test_parity import find_opencl
 
 import hetpipe as hp
 from hetpipe.capture import Captured
@@ -108,6 +107,13 @@ def check_equal(crew: Crew, row: Sequence[str], run: Run) -> None:
             assert error <= TOLERANCE * gradient.norm().item() + GRADIENT_FLOOR, (key, error)
         staged = [pipe.step(x, y) for x, y in run.batches]
     assert staged == pytest.approx(losses, rel=TOLERANCE), (staged, losses)
+
+
+def find_opencl() -> str | None:
+    """The first OpenCL device that is neither an emulator nor an interpreter."""
+    devices, _ = hp.discover_devices(["opencl"])
+    able = [d.id for d in devices if not (d.capabilities.emulated or d.capabilities.reference)]
+    return able[0] if able else None
 
 
 def _find(name: str) -> str | None:

@@ -184,6 +184,17 @@ def test_bench_figures_agree_with_each_other(home: Path) -> None:
     assert (home / "out" / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_bench_of_one_device_has_no_link(home: Path) -> None:
+    done = run(
+        home, "bench", "--workload", "mlp", "--no-matmul", "--devices", "pytorch:cpu:0",
+        "--microbatches", 2, "--rounds", 1, "--steps", 1, "--json", "out/one.json",
+    )  # fmt: skip
+    (found,) = json.loads((home / "out" / "one.json").read_text())["workloads"]
+    assert found["linked"] is None
+    assert "slow link" not in done.stdout
+    assert len(found["rows"]) == len(found["plain_samples_per_s"]) + 1, "all plans are one"
+
+
 def test_bench_refuses_a_twin_of_nobody_before_it_measures(home: Path) -> None:
     done = run(
         home, "bench", "--workload", "mlp", "--no-matmul", "--devices", TWO, "--twice", "nope",

@@ -15,6 +15,7 @@ from functools import cache
 import pytest
 import torch
 from models import CASES
+from parity import find_opencl
 from plans import unpriced
 from reference import train
 
@@ -42,13 +43,6 @@ ROWS = [
     ("numpy:cpu:0", "opencl:", "pytorch:cpu:0", "1f1b", "shared-memory"),
     ("numpy:cpu:0", "numpy:cpu:0", "numpy:cpu:0", "gpipe", "distributed"),
 ]
-
-
-def find_opencl() -> str | None:
-    """The first OpenCL device that is neither an emulator nor an interpreter."""
-    devices, _ = hp.discover_devices(["opencl"])
-    able = [d.id for d in devices if not (d.capabilities.emulated or d.capabilities.reference)]
-    return able[0] if able else None
 
 
 @pytest.fixture(scope="module", params=ROWS, ids=lambda row: "-".join(row).replace(":cpu:0", ""))

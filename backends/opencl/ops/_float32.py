@@ -20,6 +20,17 @@ def why_not_float32(node: fx.Node) -> str | None:
     return f"an operand is empty: {tuple(first.shape)}" if first.numel() == 0 else None
 
 
+def why_not_all_float32(node: fx.Node) -> str | None:
+    """Why a kernel refuses a node whose tensors must all be float32 and not empty, or None."""
+    for arg in node.all_input_nodes:
+        val = arg.meta["val"]
+        if val.dtype != torch.float32:
+            return f"this operator is float32 here, not {val.dtype}"
+        if val.numel() == 0:
+            return f"an operand is empty: {tuple(val.shape)}"
+    return None
+
+
 def arguments(node: fx.Node) -> tuple[Any, ...]:
     """The positional arguments, whose types the operator's schema promises."""
     return tuple(node.args)

@@ -6,13 +6,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from .. import layouts
 from ..builder import Builder, Kernel, Value, node_shape
 from ..expr import Expr
-from ._float32 import arguments
+from ._float32 import arguments, why_not_all_float32
 from .matmul import COLS
 from .registry import lowers
 
@@ -97,17 +96,7 @@ def _as_heads(builder: Builder, value: Value, shape: tuple[int, ...]) -> Expr:
     return builder.view(loaded, lambda layout: layouts.permute(layout, (0, 2, 1, 3)))
 
 
-def _why_not(node: fx.Node) -> str | None:
-    for arg in node.all_input_nodes:
-        val = arg.meta["val"]
-        if val.dtype != torch.float32:
-            return f"attention is float32 here, not {val.dtype}"
-        if val.numel() == 0:
-            return f"an operand is empty: {tuple(val.shape)}"
-    return None
-
-
-@lowers("hetpipe.attention.default", supports=_why_not)
+@lowers("hetpipe.attention.default", supports=why_not_all_float32)
 def attention(builder: Builder, node: fx.Node) -> None:
     """(out, logsumexp)."""
     query_node, key_node, value_node, causal, scale = arguments(node)
@@ -126,7 +115,7 @@ def attention(builder: Builder, node: fx.Node) -> None:
     builder.define_results(node, results)
 
 
-@lowers("hetpipe.attention_backward.default", supports=_why_not)
+@lowers("hetpipe.attention_backward.default", supports=why_not_all_float32)
 def attention_backward(builder: Builder, node: fx.Node) -> None:
     """(grad_query, grad_key, grad_value)."""
     *tensors, causal, scale = arguments(node)

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from ..builder import Builder, Kernel, Launch, Value
-from ._float32 import arguments
+from ._float32 import arguments, why_not_all_float32
 from .registry import lowers
 
 ROWS, COLS = 12, 32
@@ -145,16 +144,6 @@ def _kernel(builder: Builder, name: str) -> Kernel:
     return Kernel(source, name, ("-DINTERPRETED",) if builder.device.checks_memory else ())
 
 
-def _why_not(node: fx.Node) -> str | None:
-    for arg in node.all_input_nodes:
-        val = arg.meta["val"]
-        if val.dtype != torch.float32:
-            return f"matrix products are float32 here, not {val.dtype}"
-        if val.numel() == 0:
-            return f"an operand is empty: {tuple(val.shape)}"
-    return None
-
-
 def _operand(builder: Builder, node: fx.Node, shape: Sequence[int]) -> Operand:
     """The argument broadcast to `shape`, (rows, cols) or (batch, rows, cols)."""
     value, strides, offset = builder.strided(node)
@@ -187,13 +176,13 @@ def _lower(
     builder.result(node, builder.reshape(lower_product(builder, product), shape))
 
 
-@lowers("aten.mm.default", "aten.bmm.default", supports=_why_not)
+@lowers("aten.mm.default", "aten.bmm.default", supports=why_not_all_float32)
 def matmul(builder: Builder, node: fx.Node) -> None:
     """`mm(A, B)` and `bmm(A, B)`."""
     _lower(builder, node, arguments(node)[0], arguments(node)[1], None, beta=0.0, alpha=1.0)
 
 
-@lowers("aten.addmm.default", "aten.baddbmm.default", supports=_why_not)
+@lowers("aten.addmm.default", "aten.baddbmm.default", supports=why_not_all_float32)
 def biased_matmul(builder: Builder, node: fx.Node) -> None:
     """`beta * bias + alpha * A @ B`, the bias broadcast."""
     bias, left, right = arguments(node)[:3]
