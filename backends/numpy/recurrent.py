@@ -27,16 +27,17 @@ def lstm(gates_x: Array, h: Array, c: Array, w_hh: Array) -> tuple[Array, Array,
 
 
 def lstm_backward(
-    grad_y: Array, grad_c: Array | None, gates: Array, c: Array, c0: Array, w_hh: Array
+    grad_y: Array, grad_last_c: Array | None, gates: Array, c: Array, c0: Array, w_hh: Array
 ) -> tuple[Array, Array, Array]:
     """hetpipe.lstm_backward: (grad_gates_x, grad_h0, grad_c0)."""
-    dh = dc = np.zeros_like(c0)
+    dh = np.zeros_like(c0)
+    dc = dh if grad_last_c is None else grad_last_c
     grad_gates = np.empty_like(gates)
     for t in reversed(range(len(c))):
         i, f, g, o = np.split(gates[t], 4, axis=1)
         before, squashed = c[t - 1] if t else c0, np.tanh(c[t])
         dh = dh + grad_y[t]
-        dc = dc + dh * o * (1 - squashed**2) + (0 if grad_c is None else grad_c[t])
+        dc = dc + dh * o * (1 - squashed**2)
         di, df, do = dc * g * i * (1 - i), dc * before * f * (1 - f), dh * squashed * o * (1 - o)
         grad_gates[t] = np.concatenate([di, df, dc * i * (1 - g**2), do], axis=1)
         dc = dc * f

@@ -72,8 +72,8 @@ class CompiledGraph:
             raise program.explain(error) from error
         device = self._device
         made = [
-            TorchBuffer(device, tensor, shape, dtype)
-            for tensor, (shape, dtype) in zip(results, program.specs, strict=True)
+            TorchBuffer(device, tensor, tensor.shape, dtype)
+            for tensor, dtype in zip(results, program.dtypes, strict=True)
         ]
         return [inputs[~i] if i < 0 else made[i] for i in program.outputs]
 

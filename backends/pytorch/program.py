@@ -19,6 +19,7 @@ from hetpipe.errors import BackendError
 from hetpipe.sdk.graph import dtype_name, operator_name
 
 from .memory import sink_shape_only, write_in_place
+from .recurrent import by_library
 from .simplify import simplify
 
 Function = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
@@ -29,8 +30,8 @@ _serial = itertools.count()
 class Program:
     """A graph made ready to overwrite the inputs of one `donate` set.
 
-    `call` takes the inputs' tensors and returns those that are new; `specs` has their shapes and
-    dtypes; `outputs` says for every output which of them it is, or `~i` for input i itself.
+    `call` takes the inputs' tensors and returns those that are new; `dtypes` has their dtypes;
+    `outputs` says for every output which of them it is, or `~i` for input i itself.
     """
 
     def __init__(
@@ -41,6 +42,8 @@ class Program:
         self._name = name
         placeholders = [node for node in copy.nodes if node.op == "placeholder"]
         simplify(copy)
+        if device.type == "cpu":
+            by_library(copy)
         sink_shape_only(copy)
         storages = write_in_place(copy, frozenset(placeholders[i] for i in donate))
         outputs: list[fx.Node] = list(copy.output_node().args[0])  # type: ignore[arg-type]
@@ -54,7 +57,7 @@ class Program:
                 made.append((node, root in taken or not storages.writable(root)))
                 taken.add(root)
         self.outputs = [number[node] for node in outputs]
-        self.specs = [_spec(node) for node, _ in made]
+        self.dtypes = [dtype_name(node.meta["val"].dtype) for node, _ in made]
         self._calls = [node for node in copy.nodes if node.op == "call_function"]
         self._file = f"<hetpipe program {next(_serial)}>"
         self.call = _generate(copy, made, device, self._file)
@@ -69,11 +72,6 @@ class Program:
                 where = f"{operator_name(node)} of layer {node.meta.get('layer', '?')}: "
             trace = trace.tb_next
         return BackendError(f"{self._name}: {where}{error}")
-
-
-def _spec(node: fx.Node) -> tuple[tuple[int, ...], str]:
-    value = node.meta["val"]
-    return tuple(value.shape), dtype_name(value.dtype)
 
 
 _HEAD_LINES = 2
@@ -108,14 +106,17 @@ def _generate(
 def _call(node: fx.Node, scope: dict[str, Any], device: torch.device) -> str:
     if node.target is operator.getitem:
         return f"{_text(node.args[0], scope)}[{_text(node.args[1], scope)}]"
-    target = node.target
-    assert isinstance(target, OpOverload)
-    kwargs = dict(node.kwargs)
-    takes_device = any(argument.name == "device" for argument in target._schema.arguments)
-    if takes_device and device.type != "cpu" and not node.all_input_nodes:
-        kwargs["device"] = device
-    name = str(target).replace(".", "_")
-    scope[name] = _callable(target)
+    target, kwargs = node.target, dict(node.kwargs)
+    if isinstance(target, OpOverload):
+        takes_device = any(argument.name == "device" for argument in target._schema.arguments)
+        if takes_device and device.type != "cpu" and not node.all_input_nodes:
+            kwargs["device"] = device
+        name = str(target).replace(".", "_")
+        scope[name] = _callable(target)
+    else:  # a function of this backend
+        assert callable(target)
+        name = f"backend_{target.__name__}"
+        scope[name] = target
     parts = [_text(arg, scope) for arg in node.args]
     parts += [f"{key}={_text(value, scope)}" for key, value in kwargs.items()]
     return f"{name}({', '.join(parts)})"

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from hetpipe.errors import CaptureError
 from hetpipe.sdk.graph import core_decompositions
@@ -100,7 +99,7 @@ def lstm(
     *,
     projected: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`torch.nn.LSTM`: a product and one operator of ours per layer and direction.
+    """`torch.nn.LSTM`: one operator of ours per layer and direction.
 
     `projected` computes one whose hidden state is projected (`proj_size`).
     """
@@ -119,10 +118,10 @@ def lstm(
             index = layer * directions + way
             w_ih, w_hh, *biases = params[index * each : (index + 1) * each]
             bias = biases[0] + biases[1] if biases else None
-            gates_x = F.linear(y.flip(0) if way else y, w_ih, bias)
-            h, c, _ = own.lstm(gates_x, h0[index], c0[index], w_hh)
+            x = y.flip(0) if way else y
+            h, cell, *_ = own.lstm_layer(x, h0[index], c0[index], w_ih, w_hh, bias)
             last_h.append(h[-1])
-            last_c.append(c[-1])
+            last_c.append(cell)
             ways.append(h.flip(0) if way else h)
         y = torch.cat(ways, 2) if bidirectional else ways[0]
     return (y.transpose(0, 1) if batch_first else y), torch.stack(last_h), torch.stack(last_c)

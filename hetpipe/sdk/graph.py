@@ -64,7 +64,7 @@ def core_decompositions(keep: Iterable[str] = ()) -> Mapping[Any, Callable[..., 
     """Decompositions down to core ATen, without those of the operators named in `keep`.
 
     `keep` holds names such as `aten.gelu.default` or, for all overloads, `aten.gelu`;
-    hetpipe's own operators have theirs here too: `hetpipe.attention`, `hetpipe.lstm`.
+    hetpipe's own operators have theirs here too: `hetpipe.attention`, `hetpipe.lstm_layer`.
     """
     from torch._decomp import core_aten_decompositions
 

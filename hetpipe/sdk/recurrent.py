@@ -1,11 +1,13 @@
-"""An LSTM layer (Hochreiter and Schmidhuber, 1997) as one operator, its loop over time inside.
+"""An LSTM layer (Hochreiter and Schmidhuber, 1997) as one operator, and its loop over time as one.
 
     i, f, g, o = sigmoid, sigmoid, tanh, sigmoid of the quarters of gates_x[t] + h @ w_hh^T
     c = f * c + i * g;  h = o * tanh(c)
 
-Shapes: gates_x and gates [T, N, 4H], y (every h), c (every cell state) and their gradients
-[T, N, H], h0 and c0 [N, H], w_hh [4H, H]. gates_x is x @ w_ih^T + b_ih + b_hh, an ordinary product
-outside; the gradient of w_hh is one outside as well.
+`lstm_layer` takes x, for libraries that have the whole layer; it decomposes into ordinary products
+and `lstm`, which takes gates_x = x @ w_ih^T + bias, and that into operators of torch.
+
+Shapes: x [T, N, I], w_ih [4H, I], w_hh [4H, H], bias (torch's two, added) [4H], gates_x and gates
+[T, N, 4H], y (every h), c (every cell state) and grad_y [T, N, H], h0, c0 and last_c [N, H].
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 aten = torch.ops.aten
 
@@ -22,7 +25,7 @@ aten = torch.ops.aten
 def lstm(
     gates_x: torch.Tensor, h0: torch.Tensor, c0: torch.Tensor, w_hh: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, c, gates); see the module for shapes. `gates` is i, f, g, o, for the backward alone."""
+    """(y, c, gates); see the module for shapes. `gates` is i, f, g, o. It has no derivative."""
     y = gates_x.new_empty((gates_x.shape[0], *h0.shape))
     c, gates = torch.empty_like(y), gates_x.new_empty(gates_x.shape)
     weight, h, cell, hidden = w_hh.t(), h0, c0, h0.shape[1]
@@ -39,7 +42,7 @@ def lstm(
 @torch.library.custom_op("hetpipe::lstm_backward", mutates_args=())
 def lstm_backward(
     grad_y: torch.Tensor,
-    grad_c: torch.Tensor | None,
+    grad_last_c: torch.Tensor | None,
     gates: torch.Tensor,
     c: torch.Tensor,
     c0: torch.Tensor,
@@ -47,11 +50,10 @@ def lstm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(grad_gates_x, grad_h0, grad_c0) of `lstm`, whose results are `c` and `gates`."""
     grads, h_by_c, f = _slopes(gates, c, c0)
-    dh, dc = torch.zeros_like(c0), torch.zeros_like(c0)
+    dh = torch.zeros_like(c0)
+    dc = torch.zeros_like(c0) if grad_last_c is None else grad_last_c.clone()
     for t in reversed(range(c.shape[0])):
         dh += grad_y[t]
-        if grad_c is not None:
-            dc += grad_c[t]
         dc.addcmul_(dh, h_by_c[t])
         by_gates = grads[t].view(c0.shape[0], 4, -1)
         by_gates[:, :3] *= dc.unsqueeze(1)
@@ -80,7 +82,7 @@ def unrolled_lstm(
 
 def unrolled_lstm_backward(
     grad_y: torch.Tensor,
-    grad_c: torch.Tensor | None,
+    grad_last_c: torch.Tensor | None,
     gates: torch.Tensor,
     c: torch.Tensor,
     c0: torch.Tensor,
@@ -88,11 +90,12 @@ def unrolled_lstm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`lstm_backward` by operators of torch, step by step, changing nothing."""
     slopes, h_by_c, f = _slopes(gates, c, c0)
-    dh = dc = torch.zeros_like(c0)
+    dh = torch.zeros_like(c0)
+    dc = dh if grad_last_c is None else grad_last_c
     grads = []
     for t in reversed(range(c.shape[0])):
         dh = dh + grad_y[t]
-        dc = torch.addcmul(dc if grad_c is None else dc + grad_c[t], dh, h_by_c[t])
+        dc = torch.addcmul(dc, dh, h_by_c[t])
         grads.append(torch.cat([dc, dc, dc, dh], 1) * slopes[t])
         dc = dc * f[t]
         dh = grads[-1] @ w_hh
@@ -129,7 +132,7 @@ def _(
 @lstm_backward.register_fake
 def _(
     grad_y: torch.Tensor,
-    grad_c: torch.Tensor | None,
+    grad_last_c: torch.Tensor | None,
     gates: torch.Tensor,
     c: torch.Tensor,
     c0: torch.Tensor,
@@ -138,29 +141,98 @@ def _(
     return gates.new_empty(gates.shape), c0.new_empty(c0.shape), c0.new_empty(c0.shape)
 
 
+def layer(
+    x: torch.Tensor,
+    h0: torch.Tensor,
+    c0: torch.Tensor,
+    w_ih: torch.Tensor,
+    w_hh: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`lstm_layer` by a product and `lstm`."""
+    gates_x = F.linear(x.flatten(0, 1), w_ih, bias).view(*x.shape[:2], -1)
+    y, c, gates = torch.ops.hetpipe.lstm(gates_x, h0, c0, w_hh)
+    return y, c[-1].clone(), c, gates
+
+
+def layer_backward(
+    grad_y: torch.Tensor,
+    grad_last_c: torch.Tensor | None,
+    x: torch.Tensor,
+    h0: torch.Tensor,
+    c0: torch.Tensor,
+    w_ih: torch.Tensor,
+    w_hh: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    last_c: torch.Tensor,
+    c: torch.Tensor,
+    gates: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """`lstm_layer_backward` by products and `lstm_backward`."""
+    back = torch.ops.hetpipe.lstm_backward
+    grad_gates, grad_h0, grad_c0 = back(grad_y, grad_last_c, gates, c, c0, w_hh)
+    flat = grad_gates.flatten(0, 1)
+    before = torch.cat([h0.unsqueeze(0), y[:-1]])
+    by_weights = (flat.t() @ x.flatten(0, 1), flat.t() @ before.flatten(0, 1), flat.sum(0))
+    return (grad_gates @ w_ih, grad_h0, grad_c0, *by_weights)
+
+
+_X = "Tensor x, Tensor h0, Tensor c0, Tensor w_ih, Tensor w_hh, Tensor? bias"
+_Y = "Tensor y, Tensor last_c, Tensor c, Tensor gates"
+
+lstm_layer = torch.library.custom_op(
+    "hetpipe::lstm_layer", layer, mutates_args=(), schema=f"({_X}) -> ({_Y})"
+)
+"""(y, last_c, c, gates). What c and gates hold is for `lstm_layer_backward` alone: a backend that
+has the whole layer returns what its own backward needs, of any shape."""
+
+lstm_layer_backward = torch.library.custom_op(
+    "hetpipe::lstm_layer_backward",
+    layer_backward,
+    mutates_args=(),
+    schema=f"(Tensor grad_y, Tensor? grad_last_c, {_X}, {_Y})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+"""Gradients of x, h0, c0, w_ih, w_hh and bias."""
+
+
+@lstm_layer.register_fake
+def _(x: Any, h0: Any, c0: Any, w_ih: Any, w_hh: Any, bias: Any) -> tuple[torch.Tensor, ...]:
+    every = (x.shape[0], *h0.shape)
+    gates = (*x.shape[:2], w_ih.shape[0])
+    return x.new_empty(every), c0.new_empty(c0.shape), x.new_empty(every), x.new_empty(gates)
+
+
+@lstm_layer_backward.register_fake
+def _(
+    grad_y: Any, grad_last_c: Any, x: Any, h0: Any, c0: Any, w_ih: Any, w_hh: Any, *rest: Any
+) -> tuple[torch.Tensor, ...]:
+    by = (x, h0, c0, w_ih, w_hh, w_ih[:, 0])
+    return tuple(value.new_empty(value.shape) for value in by)
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    y, c, gates = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(gates)
-    ctx.save_for_backward(*inputs[1:], y, c, gates)
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.save_for_backward(*inputs, *output)
 
 
-def _backward(ctx: Any, grad_y: Any, grad_c: Any, _: Any) -> tuple[torch.Tensor | None, ...]:
-    h0, c0, w_hh, y, c, gates = ctx.saved_tensors
+def _backward(ctx: Any, grad_y: Any, grad_last_c: Any, *_: Any) -> tuple[torch.Tensor | None, ...]:
+    saved = ctx.saved_tensors
     if grad_y is None:
-        grad_y = torch.zeros_like(y)
-    grad_gates, grad_h0, grad_c0 = lstm_backward(grad_y, grad_c, gates, c, c0, w_hh)
-    grad_w = None
-    if ctx.needs_input_grad[3]:
-        before = torch.cat([h0.unsqueeze(0), y[:-1]])
-        grad_w = grad_gates.flatten(0, 1).t() @ before.flatten(0, 1)
-    return grad_gates, grad_h0, grad_c0, grad_w
+        grad_y = torch.zeros_like(saved[6])
+    gradients = lstm_layer_backward(grad_y, grad_last_c, *saved)
+    wanted = zip(gradients, ctx.needs_input_grad, strict=True)
+    return tuple(gradient if needed else None for gradient, needed in wanted)
 
 
-lstm.register_autograd(_backward, setup_context=_save)
+lstm_layer.register_autograd(_backward, setup_context=_save)
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    torch.ops.hetpipe.lstm_layer.default: layer,
+    torch.ops.hetpipe.lstm_layer_backward.default: layer_backward,
     torch.ops.hetpipe.lstm.default: unrolled_lstm,
     torch.ops.hetpipe.lstm_backward.default: unrolled_lstm_backward,
 }
-"""To core ATen, once its operators are decomposed in turn."""
+"""To core ATen, once their operators are decomposed in turn."""

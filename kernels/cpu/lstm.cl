@@ -1,7 +1,7 @@
 // A layer of an LSTM on CPUs, all its steps in one launch; gates in the order i, f, g, o.
 //
 //   gates_x, gates, grad_gates     [T][N][4H]
-//   y, c, grad_y, grad_c           [T][N][H];  h0, c0, grad_h0, grad_c0  [N][H]
+//   y, c, grad_y                   [T][N][H];  h0, c0, grad_h0, grad_c0, grad_last_c  [N][H]
 //   weight    packed by matmul.cl's `pack_right`: panels [columns / COLS][depth][COLS] of w_hh^T (forward: depth H,
 //             4H columns) or of w_hh (backward: depth 4H, H columns), zero-padded
 //   panel     scratch [work-items][groups][depth][ROWS]: the left operand of a step's product, zero-padded
@@ -118,8 +118,8 @@ WORK_ITEM __kernel void lstm(__global const float* restrict gates_x, __global co
 }
 
 // grad_h0 and grad_c0 carry from step to step what they are in the end. Global size: work-items
-WORK_ITEM __kernel void lstm_backward(__global const float* restrict grad_y, __global const float* restrict grad_c,
-                                      const int has_grad_c, __global const float* restrict gates,
+WORK_ITEM __kernel void lstm_backward(__global const float* restrict grad_y, __global const float* restrict grad_last_c,
+                                      const int has_grad_last_c, __global const float* restrict gates,
                                       __global const float* restrict c, __global const float* restrict c0,
                                       __global const float* restrict weight, __global float* panel,
                                       __global float* restrict grad_gates, __global float* grad_h0,
@@ -129,7 +129,10 @@ WORK_ITEM __kernel void lstm_backward(__global const float* restrict grad_y, __g
   const int cols = 4 * hidden;
   panel += first * cols;
   for (int i = 0; i < groups * ROWS * cols; i++) panel[i] = 0.0f;
-  for (int i = first * hidden; i < (first + rows) * hidden; i++) grad_h0[i] = grad_c0[i] = 0.0f;
+  for (int i = first * hidden; i < (first + rows) * hidden; i++) {
+    grad_h0[i] = 0.0f;
+    grad_c0[i] = has_grad_last_c ? grad_last_c[i] : 0.0f;
+  }
   for (int t = steps - 1; t >= 0; t--) {
     const int step = t * batch + first;
     for (int row = 0; row < rows; row++) {
@@ -145,8 +148,7 @@ WORK_ITEM __kernel void lstm_backward(__global const float* restrict grad_y, __g
         const float16 g = load_upto(a + 2 * hidden + u, count), o = load_upto(a + 3 * hidden + u, count);
         const float16 s = squash(load_upto(c + at, count));
         const float16 dh = load_upto(dh_row + u, count) + load_upto(grad_y + at, count);
-        float16 dc = fma(dh * o, 1.0f - s * s, load_upto(dc_row + u, count));
-        if (has_grad_c) dc += load_upto(grad_c + at, count);
+        const float16 dc = fma(dh * o, 1.0f - s * s, load_upto(dc_row + u, count));
         const float16 di = dc * g * i * (1.0f - i), df = dc * load_upto(before + u, count) * f * (1.0f - f);
         const float16 dg = dc * i * (1.0f - g * g), d_o = dh * s * o * (1.0f - o);
         store_upto(di, d + u, count);

@@ -3,52 +3,59 @@
 from __future__ import annotations
 
 import torch
-from operator_case import case, grads, r
+from operator_case import Feed, case, grads, r
 
 import hetpipe.sdk.recurrent  # noqa: F401 - registers the operator
 
 own = torch.ops.hetpipe
 
 
-def lstm(
-    gates_x: torch.Tensor, h0: torch.Tensor, c0: torch.Tensor, w_hh: torch.Tensor
+def layer(
+    x: torch.Tensor,
+    h0: torch.Tensor,
+    c0: torch.Tensor,
+    w_ih: torch.Tensor,
+    w_hh: torch.Tensor,
+    *bias: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y and c, for weights as torch starts them: with larger ones rounding grows step by step."""
-    y, c, _ = own.lstm(gates_x, h0, c0, w_hh * w_hh.shape[1] ** -0.5)
-    return y, c
+    """y and the last c, for weights as torch starts them: with larger ones rounding grows."""
+    scale = w_hh.shape[1] ** -0.5
+    y, last_c, *_ = own.lstm_layer(x, h0, c0, w_ih * scale, w_hh * scale, *bias or (None,))
+    return y, last_c
+
+
+def both(*args: torch.Tensor) -> torch.Tensor:
+    """y and the last c in one tensor: both have a gradient."""
+    y, last_c = layer(*args)
+    return torch.cat([y, last_c.unsqueeze(0)])
 
 
 def transposed(
-    gates_x: torch.Tensor, h0: torch.Tensor, c0: torch.Tensor, w_hh: torch.Tensor
+    x: torch.Tensor, h0: torch.Tensor, c0: torch.Tensor, w_ih: torch.Tensor, w_hh: torch.Tensor
 ) -> torch.Tensor:
-    """A weight, and a batch, that are not row-major."""
-    return lstm(gates_x.transpose(0, 1), h0, c0, w_hh.t())[0]
+    """Nothing is row-major, nor are the gradients."""
+    y, last_c = layer(x.transpose(0, 1), h0.t(), c0.t(), w_ih.t(), w_hh.t())
+    return torch.cat([y, last_c.unsqueeze(0)]).transpose(0, 1)
+
+
+def layer_feeds(t: int, n: int, i: int, h: int) -> tuple[Feed, ...]:
+    return r(t, n, i), r(n, h), r(n, h), r(4 * h, i), r(4 * h, h)
 
 
 # steps, batch, hidden
 SHAPES = [(1, 1, 1), (3, 2, 5), (2, 13, 4), (4, 3, 17), (5, 4, 16)]
 for t, n, h in SHAPES:
-    inputs = (r(t, n, 4 * h), r(n, h), r(n, h), r(4 * h, h))
-    name = f"lstm_{t}x{n}x{h}"
-    case(name, lambda *args: own.lstm(*args), *inputs, terms=h)
-    case(f"{name}_y", grads(lambda *x: lstm(*x)[0], 4), *inputs, r(t, n, h), terms=t * n * h)
-    case(f"{name}_c", grads(lambda *x: lstm(*x)[1], 4), *inputs, r(t, n, h), terms=t * n * h)
-case(
-    "lstm_both",
-    grads(lambda *x: torch.stack(lstm(*x)), 4),
-    *(r(3, 5, 24), r(5, 6), r(5, 6), r(24, 6), r(2, 3, 5, 6)),
-    terms=90,
-)
-case(
-    "lstm_last_states",
-    grads(lambda *x: torch.stack([every[-1] for every in lstm(*x)]), 4),
-    *(r(3, 5, 24), r(5, 6), r(5, 6), r(24, 6), r(2, 5, 6)),
-    terms=90,
-)
+    name, feeds = f"lstm_{t}x{n}x{h}", layer_feeds(t, n, h + 2, h)
+    loop = (r(t, n, 4 * h), r(n, h), r(n, h), r(4 * h, h))
+    case(name, lambda *args: own.lstm(*args), *loop, terms=h)
+    case(f"{name}_y", grads(lambda *x: layer(*x)[0], 5), *feeds, r(t, n, h), terms=t * n * h)
+    case(f"{name}_c", grads(lambda *x: layer(*x)[1], 5), *feeds, r(n, h), terms=t * n * h)
+case("lstm_both", grads(both, 5), *layer_feeds(3, 5, 4, 6), r(4, 5, 6), terms=90)
+case("lstm_bias", grads(both, 6), *layer_feeds(3, 5, 4, 6), r(24), r(4, 5, 6), terms=90)
 case(
     "lstm_transposed",
-    grads(transposed, 4),
-    *(r(5, 3, 24), r(5, 6), r(5, 6), r(6, 24), r(3, 5, 6)),
+    grads(transposed, 5),
+    *(r(5, 3, 4), r(6, 5), r(6, 5), r(4, 24), r(6, 24), r(5, 4, 6)),
     terms=90,
 )
 case(
@@ -60,8 +67,8 @@ case(
 for t, n, h in [(9, 30, 33), (6, 25, 128), (2, 3, 1024)]:
     case(
         f"lstm_{t}x{n}x{h}",
-        grads(lambda *x: torch.stack(lstm(*x)), 4),
-        *(r(t, n, 4 * h), r(n, h), r(n, h), r(4 * h, h), r(2, t, n, h)),
+        grads(both, 5),
+        *(*layer_feeds(t, n, h, h), r(t + 1, n, h)),
         terms=t * n * h,
         large=True,
     )

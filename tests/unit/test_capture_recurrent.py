@@ -66,16 +66,17 @@ def test_every_form_equals_eager(settings: dict[str, Any], table: str) -> None:
     check((made, F.cross_entropy, batch()), captured, graphs, [SAMPLES])
 
 
+@pytest.mark.parametrize("biased", [True, False], ids=["bias", "no_bias"])
 @pytest.mark.parametrize("given", [(True, False), (False, True), (True, True)], ids=str)
-def test_gradients_of_the_operator(given: tuple[bool, bool]) -> None:
-    """By finite differences, for each of y and c alone and for both."""
+def test_gradients_of_the_operator(given: tuple[bool, bool], biased: bool) -> None:
+    """By finite differences, for y alone, the last c alone, and both."""
     torch.manual_seed(5)
-    shapes = ((3, 2, 12), (2, 3), (2, 3), (12, 3))
+    shapes = [(3, 2, 4), (2, 3), (2, 3), (12, 4), (12, 3), (12,)][: 6 if biased else 5]
     inputs = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
 
     def chosen(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        y, c, _ = torch.ops.hetpipe.lstm(*args)
-        return tuple(each for each, wanted in zip((y, c), given, strict=True) if wanted)
+        y, last_c, *_ = torch.ops.hetpipe.lstm_layer(*args, *([] if biased else [None]))
+        return tuple(each for each, wanted in zip((y, last_c), given, strict=True) if wanted)
 
     assert torch.autograd.gradcheck(chosen, inputs)
 
@@ -90,11 +91,12 @@ def _names(captured: Captured, table: Any) -> list[str]:
 
 def test_a_layer_is_one_operator_for_those_who_keep_it() -> None:
     captured = Captured(model(num_layers=2), F.cross_entropy, batch())
-    kept = core_decompositions(keep=["hetpipe.lstm", "hetpipe.lstm_backward"])
-    for table in ({}, kept):
+    loop = core_decompositions(keep=["hetpipe.lstm", "hetpipe.lstm_backward"])
+    for table, kept in (({}, "lstm_layer"), (loop, "lstm")):
         names = _names(captured, table)
-        assert names.count("hetpipe.lstm.default") == 2
-        assert names.count("hetpipe.lstm_backward.default") == 2
+        assert names.count(f"hetpipe.{kept}.default") == 2
+        assert names.count(f"hetpipe.{kept}_backward.default") == 2
+        assert len([name for name in names if "lstm" in name]) == 4
     assert not [name for name in _names(captured, core_decompositions()) if "lstm" in name]
 
 

@@ -53,7 +53,7 @@ def lstm(builder: Builder, node: fx.Node) -> None:
 @lowers("hetpipe.lstm_backward.default", supports=why_not_float32)
 def lstm_backward(builder: Builder, node: fx.Node) -> None:
     """(grad_gates_x, grad_h0, grad_c0)."""
-    grad_y_node, grad_c, *others, weight_node = arguments(node)
+    grad_y_node, grad_last_c, *others, weight_node = arguments(node)
     grad_y = builder.value(grad_y_node)
     gates, c, c0 = (builder.value(arg) for arg in others)
     weight, (row, col), offset = builder.strided(weight_node)
@@ -61,6 +61,6 @@ def lstm_backward(builder: Builder, node: fx.Node) -> None:
     results = tuple(builder.new(val.shape, "float32") for val in node.meta["val"])
     _launch(
         builder, "lstm_backward", Operand(weight, offset, 0, row, col), 4 * hidden, hidden, batch,
-        (grad_y, *optional(builder, grad_c, grad_y), gates, c, c0), (*results, steps),
+        (grad_y, *optional(builder, grad_last_c, grad_y), gates, c, c0), (*results, steps),
     )  # fmt: skip
     builder.result(node, results)
