@@ -11,23 +11,28 @@ from hetpipe.errors import ScheduleError
 
 
 class Op(str, Enum):
-    """What an action does. Numbers behind it: a micro-batch, or another stage where said."""
+    """What an action does. Numbers behind it: a micro-batch, unless something else is said.
+
+    Micro-batches are counted through all mini-batches of the schedule.
+    """
 
     FORWARD = "F"
-    BACKWARD = "B"
+    BACKWARD = "B"  # both halves of a backward at once
+    BACKWARD_INPUT = "I"  # the half that the stage before waits for: gradients of the inputs
+    BACKWARD_WEIGHT = "W"  # the other: gradients of the weights, added to their accumulators
     SEND_FORWARD = "SF"  # cut tensors to the next stage
     RECV_FORWARD = "RF"  # from the previous stage
     SEND_BACKWARD = "SB"  # gradients to the previous stage
     RECV_BACKWARD = "RB"  # from the next stage
     SEND_TIED_GRAD = "SG"  # number: the stage that owns the tied parameter
     RECV_TIED_GRAD = "RG"  # number: the stage it comes from
-    UPDATE = "U"  # no number: 0
+    UPDATE = "U"  # number: the mini-batch; 0, the only one of a synchronous schedule, is not printed
     SEND_TIED_PARAM = "SP"  # number: the stage it goes to
     RECV_TIED_PARAM = "RP"  # number: the owner
 
     @property
     def is_compute(self) -> bool:
-        """Whether it occupies the device: F, B and U."""
+        """Whether it occupies the device: F, B, I, W and U."""
         return len(self.value) == 1
 
     @property
@@ -59,7 +64,7 @@ class Action:
     number: int = 0
 
     def __str__(self) -> str:
-        number = "" if self.op is Op.UPDATE else self.number
+        number = "" if self.op is Op.UPDATE and self.number == 0 else self.number
         return f"{self.stage}{self.op.value}{number}"
 
     @property
@@ -86,8 +91,8 @@ class Action:
                 f"{text!r} is not an action; write stage, one of {' '.join(ops)}, number: 2F0"
             )
         op = ops[match[2]]
-        if (match[3] == "") != (op is Op.UPDATE):
-            raise ScheduleError(f"{text!r}: {op.value} takes {'no' if match[3] else 'a'} number")
+        if match[3] == "" and op is not Op.UPDATE:
+            raise ScheduleError(f"{text!r}: {op.value} takes a number")
         return Action(int(match[1]), op, int(match[3] or 0))
 
 

@@ -6,6 +6,7 @@ update follow from that order, so they are added here, once, for every schedule.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from hetpipe.errors import ScheduleError
@@ -13,23 +14,32 @@ from hetpipe.schedule.action import Action, Op, Schedule
 from hetpipe.schedule.validate import validate
 
 Generator = Callable[[int, int, Sequence[int] | None], Schedule]
-"""(stages, microbatches, in_flight per stage or None) -> per worker its F and B in order."""
+"""(stages, microbatches, in_flight per stage or None) -> per worker its passes in order.
+
+An asynchronous one is given the micro-batches of several mini-batches as one number.
+"""
 
 Tied = Sequence[tuple[int, Sequence[int]]]
 """Parameters that stages share: (owner stage, the other stages)."""
 
 _generators: dict[str, Generator] = {}
+_asynchronous: set[str] = set()
 
 
-def register_schedule(name: str) -> Callable[[Generator], Generator]:
+def register_schedule(
+    name: str, *, asynchronous: bool = False
+) -> Callable[[Generator], Generator]:
     """Make a generator known as `name`; a decorator.
 
-    Raises `ScheduleError` if another generator has the name.
+    An `asynchronous` schedule does not flush between mini-batches: each stage updates its weights
+    as soon as it has done the last backward of a mini-batch. Raises `ScheduleError` if another generator has the name.
     """
 
     def register(generator: Generator) -> Generator:
         if _generators.setdefault(name, generator) is not generator:
             raise ScheduleError(f"schedule {name!r} is registered already; choose another name")
+        if asynchronous:
+            _asynchronous.add(name)
         return generator
 
     return register
@@ -38,6 +48,11 @@ def register_schedule(name: str) -> Callable[[Generator], Generator]:
 def schedule_names() -> list[str]:
     """Names of the registered schedules, in order."""
     return sorted(_generators)
+
+
+def is_asynchronous(name: str) -> bool:
+    """Whether the schedule goes on from one mini-batch to the next without a flush."""
+    return name in _asynchronous
 
 
 @register_schedule("gpipe")
@@ -77,6 +92,19 @@ def one_f_one_b(stages: int, microbatches: int, in_flight: Sequence[int] | None 
     )
 
 
+@register_schedule("pipedream", asynchronous=True)
+def pipedream(stages: int, microbatches: int, in_flight: Sequence[int] | None = None) -> Schedule:
+    """1F1B without a flush (PipeDream, section 3.2; here 3 stages, mini-batches of 1 micro-batch).
+
+        0  F0 F1 F2  .  .  .  . B0 U0 F3 B1 U1 F4 B2 U2 ...
+        1   . F0 F1  .  . B0 U0 F2 B1 U1 F3 B2 U2 F4 ...
+        2   .  . F0 B0 U0 F1 B1 U1 F2 B2 U2 F3 B3 U3 ...
+
+    Without `in_flight` the depth is NOAM: N-n forwards in flight at stage n.
+    """
+    return one_f_one_b(stages, microbatches, in_flight)
+
+
 def generate(
     name: str,
     stages: int,
@@ -84,12 +112,14 @@ def generate(
     *,
     in_flight: Sequence[int] | None = None,
     tied: Tied = (),
+    mini_batches: int = 1,
 ) -> Schedule:
     """The complete, validated schedule: passes, transfers, tied parameters and updates.
 
     A receive stands before the pass that needs it, a send behind the pass that makes it. Between
     an owner and another stage all tied parameters travel together, as one message each way.
-    Raises `ScheduleError` for an unknown name, impossible numbers or an invalid schedule.
+    `microbatches` are those of one mini-batch; of `mini_batches` an asynchronous schedule takes any
+    number, the others one at a time. Raises `ScheduleError` for an unknown name, impossible numbers or an invalid schedule.
     """
     if name not in _generators:
         raise ScheduleError(f"no schedule {name!r}; known: {', '.join(schedule_names())}")
@@ -101,10 +131,26 @@ def generate(
         raise ScheduleError(
             f"in_flight {list(in_flight)}: give one number, at least 1, for each of {stages} stages"
         )
+    if mini_batches < 1 or (mini_batches > 1 and not is_asynchronous(name)):
+        raise ScheduleError(
+            f"{mini_batches} mini-batches: {name} flushes behind each, so it takes one at a time"
+            if mini_batches > 1
+            else f"{mini_batches} mini-batches: must be 1 or more"
+        )
     pairs = _tied_pairs(stages, tied)
-    passes = _generators[name](stages, microbatches, in_flight)
-    schedule = tuple(tuple(_complete(row, stages, pairs)) for row in passes)
-    validate(schedule, microbatches, in_flight)
+    if pairs and is_asynchronous(name):
+        owner, other = pairs[0]
+        raise ScheduleError(
+            f"stages {owner} and {other} share parameters, which {name} would update at different "
+            "times; cut so that one stage has them, or use a synchronous schedule"
+        )
+    passes = _generators[name](stages, microbatches * mini_batches, in_flight)
+    if is_asynchronous(name):
+        passes = tuple(tuple(_with_updates(row, microbatches)) for row in passes)
+        schedule = tuple(tuple(_transfers(row, stages)) for row in passes)
+    else:
+        schedule = tuple(tuple(_complete(row, stages, pairs)) for row in passes)
+    validate(schedule, microbatches, in_flight, mini_batches)
     return schedule
 
 
@@ -113,7 +159,7 @@ def max_in_flight(schedule: Schedule) -> list[int]:
     waiting: dict[int, int] = {}
     most: dict[int, int] = {}
     for action in (action for row in schedule for action in row):
-        change = {Op.FORWARD: 1, Op.BACKWARD: -1}.get(action.op, 0)
+        change = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.BACKWARD_WEIGHT: -1}.get(action.op, 0)
         waiting[action.stage] = waiting.get(action.stage, 0) + change
         most[action.stage] = max(most.get(action.stage, 0), waiting[action.stage])
     return [most[stage] for stage in sorted(most)]
@@ -128,9 +174,25 @@ def _alternate(stage: int, microbatches: int, depth: int) -> Iterator[Action]:
             yield Action(stage, Op.FORWARD, number + depth)
 
 
-def _complete(row: Sequence[Action], stages: int, pairs: list[tuple[int, int]]) -> Iterator[Action]:
+def _with_updates(row: Sequence[Action], microbatches: int) -> Iterator[Action]:
+    """Each stage's update right behind the last of a mini-batch's backwards."""
+    done: Counter[tuple[int, int]] = Counter()
+    for action in row:
+        yield action
+        if action.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
+            mini_batch = action.number // microbatches
+            done[action.stage, mini_batch] += 1
+            if done[action.stage, mini_batch] == microbatches:
+                yield Action(action.stage, Op.UPDATE, mini_batch)
+
+
+def _transfers(row: Sequence[Action], stages: int) -> Iterator[Action]:
     for action in row:
         yield from _with_transfers(action, stages)
+
+
+def _complete(row: Sequence[Action], stages: int, pairs: list[tuple[int, int]]) -> Iterator[Action]:
+    yield from _transfers(row, stages)
     for stage in dict.fromkeys(action.stage for action in row):
         yield from _finish(stage, pairs)
 
@@ -138,6 +200,9 @@ def _complete(row: Sequence[Action], stages: int, pairs: list[tuple[int, int]]) 
 def _with_transfers(action: Action, stages: int) -> Iterator[Action]:
     first, last = action.stage == 0, action.stage == stages - 1
     forward = action.op is Op.FORWARD
+    if action.op in (Op.UPDATE, Op.BACKWARD_WEIGHT):
+        yield action
+        return
     if not (first if forward else last):
         receive = Op.RECV_FORWARD if forward else Op.RECV_BACKWARD
         yield Action(action.stage, receive, action.number)

@@ -13,14 +13,22 @@ from hetpipe.schedule.action import Action, Message, Op, Schedule
 from hetpipe.schedule.grid import format_grid
 
 
-def validate(schedule: Schedule, microbatches: int, in_flight: Sequence[int] | None = None) -> None:
+HALVES = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+
+
+def validate(
+    schedule: Schedule,
+    microbatches: int,
+    in_flight: Sequence[int] | None = None,
+    mini_batches: int = 1,
+) -> None:
     """Check that the schedule trains each micro-batch once, in order, and cannot deadlock.
 
-    `in_flight`: the most forwards that may wait for their backward, per stage. Raises
-    `ScheduleError`.
+    `microbatches` in each of `mini_batches`; `in_flight`: the most forwards that may wait for their
+    backward, per stage. Raises `ScheduleError`.
     """
     _check_stages(schedule)
-    _check_complete(schedule, microbatches)
+    _check_complete(schedule, microbatches, mini_batches)
     _check_order(schedule, microbatches, in_flight)
     _check_edges(schedule)
     _check_progress(schedule)
@@ -46,16 +54,23 @@ def _check_stages(schedule: Schedule) -> None:
         raise ScheduleError(f"stages are {sorted(owner)}; number them from 0 without gaps")
 
 
-def _check_complete(schedule: Schedule, microbatches: int) -> None:
+def _check_complete(schedule: Schedule, microbatches: int, mini_batches: int) -> None:
     """Each stage has exactly the actions that its place in the pipeline asks for."""
     places = {action.stage: worker for worker, _, action in _cells(schedule)}
-    required = {a for stage in places for a in _required(stage, len(places), microbatches)}
+    halved = {a.stage for _, _, a in _cells(schedule) if a.op in HALVES}
+    numbers = (range(microbatches * mini_batches), range(mini_batches))
+    required = {
+        a for stage in places for a in _required(stage, len(places), stage in halved, *numbers)
+    }
     seen: set[Action] = set()
     for worker, index, action in _cells(schedule):
         if action in seen:
             raise _fail(schedule, f"{action} is there twice", worker, index)
         if action not in required and action.op.value[-1] not in "GP":
-            why = f"{action} has no place among {len(places)} stages, {microbatches} micro-batches"
+            why = (
+                f"{action} has no place among {len(places)} stages, "
+                f"{microbatches * mini_batches} micro-batches"
+            )
             raise _fail(schedule, why, worker, index)
         seen.add(action)
     for action in sorted(required - seen):
@@ -63,37 +78,50 @@ def _check_complete(schedule: Schedule, microbatches: int) -> None:
         raise _fail(schedule, f"{action} is missing", worker, len(schedule[worker]))
 
 
-def _required(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
-    ops = [Op.FORWARD, Op.BACKWARD]
+def _required(
+    stage: int, stages: int, halved: bool, microbatches: range, mini_batches: range
+) -> Iterator[Action]:
+    ops = [Op.FORWARD, *(HALVES if halved else (Op.BACKWARD,))]
     if stage > 0:
         ops += [Op.RECV_FORWARD, Op.SEND_BACKWARD]
     if stage < stages - 1:
         ops += [Op.SEND_FORWARD, Op.RECV_BACKWARD]
-    yield from (Action(stage, op, number) for op in ops for number in range(microbatches))
-    yield Action(stage, Op.UPDATE)
+    yield from (Action(stage, op, number) for op in ops for number in microbatches)
+    yield from (Action(stage, Op.UPDATE, number) for number in mini_batches)
 
 
 def _check_order(schedule: Schedule, microbatches: int, in_flight: Sequence[int] | None) -> None:
-    """Inside a stage: inputs before passes before outputs, the update last, memory bound kept."""
+    """Inside a stage: inputs before passes before outputs, updates behind what they apply and in
+    order, and the memory bound kept."""
     stages = len({action.stage for _, _, action in _cells(schedule)})
+    halved = {a.stage for _, _, a in _cells(schedule) if a.op in HALVES}
     for row_number, row in enumerate(schedule):
         done: set[Action] = set()
-        passes: Counter[tuple[int, Op]] = Counter()
+        waiting: Counter[int] = Counter()
         for index, action in enumerate(row):
+            n = action.stage
+            if action.op is Op.UPDATE:
+                last = Op.BACKWARD_WEIGHT if n in halved else Op.BACKWARD
+                first = action.number * microbatches
+                applied = [Action(n, last, first + i) for i in range(microbatches)]
+                before = [Action(n, Op.UPDATE, action.number - 1)] if action.number else []
+                late = not done.issuperset(applied + before)
+            else:
+                kind = action.op.value[-1]
+                mini_batch = 0 if kind == "G" else action.number // microbatches
+                late = kind != "P" and Action(n, Op.UPDATE, mini_batch) in done
+            if late:
+                why = f"the update of stage {n} must come last, but for tied parameters"
+                raise _fail(schedule, why, row_number, index)
             needs = [need for need in _needs(action, stages, row) if need not in done]
             if needs:
                 why = f"{action} comes before {needs[0]}, which it needs"
                 raise _fail(schedule, why, row_number, index)
-            n = action.stage
-            late = Action(n, Op.UPDATE) in done and action.op.value[-1] != "P"
-            if late or (action.op is Op.UPDATE and passes[n, Op.BACKWARD] < microbatches):
-                why = f"the update of stage {n} must come last, but for tied parameters"
-                raise _fail(schedule, why, row_number, index)
             done.add(action)
-            passes[n, action.op] += 1
-            waiting = passes[n, Op.FORWARD] - passes[n, Op.BACKWARD]
-            if in_flight is not None and waiting > in_flight[n]:
-                why = f"stage {n} has {waiting} forwards in flight, its bound is {in_flight[n]}"
+            waiting[n] += action.op is Op.FORWARD
+            waiting[n] -= action.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+            if in_flight is not None and waiting[n] > in_flight[n]:
+                why = f"stage {n} has {waiting[n]} forwards in flight, its bound is {in_flight[n]}"
                 raise _fail(schedule, why, row_number, index)
 
 
@@ -104,14 +132,18 @@ def _needs(action: Action, stages: int, row: Sequence[Action]) -> Iterator[Actio
         yield Action(n, Op.RECV_FORWARD, number)
     elif op is Op.SEND_FORWARD:
         yield Action(n, Op.FORWARD, number)
-    elif op is Op.BACKWARD:
+    elif op in (Op.BACKWARD, Op.BACKWARD_INPUT):
         yield Action(n, Op.FORWARD, number)
         if n < stages - 1:
             yield Action(n, Op.RECV_BACKWARD, number)
+    elif op is Op.BACKWARD_WEIGHT:
+        yield Action(n, Op.BACKWARD_INPUT, number)
     elif op is Op.SEND_BACKWARD:
-        yield Action(n, Op.BACKWARD, number)
+        whole = Action(n, Op.BACKWARD, number)
+        yield whole if whole in row else Action(n, Op.BACKWARD_INPUT, number)
     elif op in (Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD):  # received ones are added last: one order
-        yield from (a for a in row if a.stage == n and a.op is Op.BACKWARD)
+        weights = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+        yield from (a for a in row if a.stage == n and a.op in weights)
     elif op is Op.UPDATE:
         yield from (a for a in row if a.stage == n and a.op.value[1:] == "G")
     elif op in (Op.SEND_TIED_PARAM, Op.RECV_TIED_PARAM):

@@ -86,7 +86,7 @@ def test_depths_of_the_papers(stages, microbatches):
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        (("1f2b", 2, 2), {}, "no schedule '1f2b'; known: 1f1b, gpipe"),
+        (("1f2b", 2, 2), {}, "no schedule '1f2b'; known: 1f1b, gpipe, pipedream"),
         (("1f1b", 0, 2), {}, "0 stages, 2 micro-batches"),
         (("1f1b", 2, 0), {}, "2 stages, 0 micro-batches"),
         (("1f1b", 2, 2), {"in_flight": [1]}, r"in_flight \[1\]: give one number"),
@@ -94,6 +94,9 @@ def test_depths_of_the_papers(stages, microbatches):
         (("gpipe", 2, 4), {"in_flight": [2, 2]}, "keeps all 4 micro-batches in flight, but 2"),
         (("1f1b", 2, 2), {"tied": [(0, [2])]}, "tied stages 0 and 2"),
         (("1f1b", 2, 2), {"tied": [(1, [1])]}, "tied stages 1 and 1"),
+        (("1f1b", 2, 2), {"mini_batches": 2}, "2 mini-batches: 1f1b flushes behind each"),
+        (("pipedream", 2, 2), {"mini_batches": 0}, "0 mini-batches: must be 1 or more"),
+        (("pipedream", 2, 2), {"tied": [(0, [1])]}, "stages 0 and 1 share parameters"),
     ],
 )
 def test_impossible_requests_are_refused(arguments, options, message):
@@ -118,7 +121,7 @@ def test_users_register_their_own(monkeypatch):
         row = [(op, m) for m in range(microbatches) for op in ops]
         return tuple(tuple(Action(n, op, m) for op, m in row) for n in range(stages))
 
-    assert schedule_names() == ["1f1b", "gpipe", "naive"]
+    assert schedule_names() == ["1f1b", "gpipe", "naive", "pipedream"]
     assert text(generate("naive", 2, 2))[1] == "RF0 F0 B0 SB0 RF1 F1 B1 SB1 U"
     with pytest.raises(ScheduleError, match="'naive' is registered already"):
         register_schedule("naive")(one_f_one_b)
@@ -135,14 +138,23 @@ def test_stages_that_share_a_worker_hand_over_by_the_same_actions(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_pipedream_goes_on_from_one_mini_batch_to_the_next():
+    assert text(generate("pipedream", 2, 1, mini_batches=3)) == [
+        "F0 SF0 F1 SF1 RB0 B0 U F2 SF2 RB1 B1 U1 RB2 B2 U2",
+        "RF0 F0 B0 SB0 U RF1 F1 B1 SB1 U1 RF2 F2 B2 SB2 U2",
+    ]
+    rows = text(generate("pipedream", 2, 2, mini_batches=2, in_flight=[3, 1]))
+    assert rows[0] == "F0 SF0 F1 SF1 F2 SF2 RB0 B0 F3 SF3 RB1 B1 U RB2 B2 RB3 B3 U1"
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "pipedream"])
 def test_actions_print_and_parse(name):
-    for row in generate(name, 4, 12, tied=[(0, [3])]):
+    for row in generate(name, 4, 12, tied=[] if name == "pipedream" else [(0, [3])]):
         for action in row:
             assert Action.parse(str(action)) == action
 
 
-@pytest.mark.parametrize("wrong", ["F0", "2F", "0U1", "2X0", "2F0 ", "", "-1F0"])
+@pytest.mark.parametrize("wrong", ["F0", "2F", "0UF1", "2X0", "2F0 ", "", "-1F0"])
 def test_what_is_not_an_action_does_not_parse(wrong):
     with pytest.raises(ScheduleError):
         Action.parse(wrong)
