@@ -35,3 +35,7 @@ class BackendError(HetpipeError):
 
 class WorkerError(HetpipeError):
     """A worker raised, died or stopped answering; the run is over and no process is left."""
+
+
+class CheckpointError(HetpipeError):
+    """A checkpoint is missing, damaged or of another version, or cannot be saved."""

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hetpipe.capture import Captured
 from hetpipe.cost.table import CostTable
 from hetpipe.plan.plan import Plan, StagePlan
-from hetpipe.schedule.generators import generate, max_in_flight
+from hetpipe.schedule.generators import generate, is_asynchronous, max_in_flight
 
 
 def unpriced(
@@ -17,18 +17,29 @@ def unpriced(
     schedule: str,
     mini_batch: int,
     microbatches: int,
+    *,
+    in_flight: Sequence[int] | None = None,
+    weights: str = "flush",
 ) -> tuple[Plan, CostTable]:
-    """Equal layer counts, nothing measured: these tests are about results."""
+    """Equal layer counts, nothing measured: these tests are about results.
+
+    `members` are those of the stages; one may have several.
+    """
     samples = mini_batch // microbatches
     names = tuple(layer.name for layer in captured.layer_graph(samples).layers)
     cuts = [len(names) * n // len(members) for n in range(len(members) + 1)]
-    depths = max_in_flight(generate(schedule, len(members), microbatches))
+    count = 2 * len(members) if is_asynchronous(schedule) else 1
+    workers = len(set(members))
+    depths = in_flight or max_in_flight(
+        generate(schedule, len(members), microbatches, mini_batches=count, workers=workers)
+    )
     stages = tuple(
         StagePlan(lo, hi, (member,), depth, 0.0, 0.0, 0.0, 0, 0)
         for member, depth, (lo, hi) in zip(members, depths, pairwise(cuts), strict=True)
     )
     nbytes = (0,) * (len(members) - 1)
     plan = Plan(
-        "case", names, stages, schedule, mini_batch, microbatches, 0.0, nbytes, "measured", "even"
-    )
+        "case", names, stages, schedule, mini_batch, microbatches, 0.0, nbytes, "measured", "even",
+        weights=weights,
+    )  # fmt: skip
     return plan, CostTable("case", samples, (), {})

@@ -78,11 +78,10 @@ class Body:
             return self._held[expr]
         if expr in memo:
             return memo[expr]
-        if isinstance(expr, Load) and expr.plain and expr.value.id in self._written:
-            source = self._written[expr.value.id]
-            if source is not expr:
-                memo[expr] = self.emit(source, width, lines, memo)
-                return memo[expr]
+        source = self._source(expr)
+        if source is not expr:
+            memo[expr] = self.emit(source, width, lines, memo)
+            return memo[expr]
         ctype = C_TYPES[expr.dtype]
         if self.still(expr):
             code = self._hoist(expr)
@@ -97,6 +96,7 @@ class Body:
 
     def still(self, expr: Expr) -> bool:
         """Whether `expr` is the same all along a row."""
+        expr = self._source(expr)
         if expr not in self._still:
             fixed = not isinstance(expr, (Load, Coord)) or self.nest.step(expr.layout) == 0
             fixed = fixed and expr not in self._held
@@ -114,7 +114,14 @@ class Body:
         """Whether reading a little past the last element of a row stays in the tensor's room."""
         return expr.plain or self.still(expr)
 
+    def _source(self, expr: Expr) -> Expr:
+        """What a tensor that the kernel itself stores is read back as, else `expr`."""
+        while isinstance(expr, Load) and expr.plain and expr.value.id in self._written:
+            expr = self._written[expr.value.id]
+        return expr
+
     def _hoist(self, expr: Expr) -> str:
+        expr = self._source(expr)
         if isinstance(expr, Const):
             code = literal(expr.number, expr.dtype)
             return f"({code})" if code.startswith("-") else code

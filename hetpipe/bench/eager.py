@@ -26,7 +26,9 @@ class Eager:
     ) -> None:
         self.model = model
         self._loss_fn = loss_fn
-        self._optimizer = torch_optimizer(optimizer, list(model.parameters()))
+        self._rule = optimizer
+        self._optimizer = torch_optimizer(optimizer, dict(model.named_parameters()))
+        self._steps = 0
 
     def step(self, x: Tree, y: Tree, sizes: Sequence[int]) -> float:
         """Train on one mini-batch; its mean loss."""
@@ -47,34 +49,42 @@ class Eager:
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad /= count
+        self._steps += 1
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._rule.lr_at(self._steps)
         self._optimizer.step()
         return total / (count or 1.0)
 
 
-def torch_optimizer(rule: Optimizer, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def torch_optimizer(
+    rule: Optimizer, parameters: Mapping[str, torch.nn.Parameter]
+) -> torch.optim.Optimizer:
     """The torch optimizer that a rule of `hetpipe.optim` follows. Raises `HetpipeError`."""
     settings = dict(rule.hyperparameters)
-    if rule.name == "sgd":
-        return torch.optim.SGD(
-            parameters,
-            lr=rule.lr,
-            momentum=settings["momentum"],
-            weight_decay=settings["weight_decay"],
-            nesterov=bool(settings["nesterov"]),
+    excluded = rule.decay_exclude or (lambda name: False)
+    groups: list[dict[str, Any]] = [
+        {"params": [p for name, p in parameters.items() if not excluded(name)]},
+        {"params": [p for name, p in parameters.items() if excluded(name)], "weight_decay": 0.0},
+    ]
+    made: dict[str, tuple[Callable[..., torch.optim.Optimizer], tuple[str, ...]]] = {
+        "sgd": (torch.optim.SGD, ("momentum", "nesterov")),
+        "adam": (torch.optim.Adam, ("eps",)),
+        "adamw": (torch.optim.AdamW, ("eps",)),
+        "rmsprop": (torch.optim.RMSprop, ("alpha", "eps", "momentum")),
+        "adagrad": (torch.optim.Adagrad, ("eps",)),
+    }
+    if rule.name not in made:
+        raise HetpipeError(
+            f"torch has no optimizer {rule.name!r} to compare with; use {', '.join(made)}, "
+            "or --no-check"
         )
-    if rule.name in ("adam", "adamw"):
-        made = torch.optim.Adam if rule.name == "adam" else torch.optim.AdamW
-        return made(
-            parameters,
-            lr=rule.lr,
-            betas=(settings["beta1"], settings["beta2"]),
-            eps=settings["eps"],
-            weight_decay=settings["weight_decay"],
-        )
-    raise HetpipeError(
-        f"torch has no optimizer {rule.name!r} to compare with; use sgd, adam or adamw, "
-        "or --no-check"
-    )
+    optimizer, names = made[rule.name]
+    options: dict[str, Any] = {name: settings[name] for name in (*names, "weight_decay")}
+    if "nesterov" in options:
+        options["nesterov"] = bool(options["nesterov"])
+    if "beta1" in settings:
+        options["betas"] = (settings["beta1"], settings["beta2"])
+    return optimizer([group for group in groups if group["params"]], lr=rule.lr_at(1), **options)
 
 
 def micro_sizes(rows: int, microbatches: int) -> tuple[int, ...]:

@@ -133,8 +133,7 @@ def stepper(
         cut = pipeline(copy.deepcopy(workload.model), example, split_spec=cuts)
     stage = cut.build_stage(rank, torch.device("cpu"))
     schedule = Schedule1F1B(stage, microbatches, loss_fn=workload.loss_fn)
-    parameters = list(stage.submod.parameters())
-    optimizer = torch_optimizer(optimizer_of(workload), parameters)
+    optimizer = torch_optimizer(optimizer_of(workload), dict(stage.submod.named_parameters()))
 
     def step(x: Any, y: Any) -> float | None:
         losses: list[torch.Tensor] = []

@@ -19,6 +19,7 @@ from hetpipe.capture.joint import Decompositions
 from hetpipe.capture.labels import label, layer_graph
 from hetpipe.capture.layers import LayerGraph
 from hetpipe.capture.program import BUFFER, COUNT, StageGraphs
+from hetpipe.capture.recompute import check_modes
 from hetpipe.capture.stages import trace_stages
 from hetpipe.errors import CaptureError
 from hetpipe.optim.rule import Optimizer
@@ -40,7 +41,7 @@ class Captured:
         self._model = _on_cpu(model)
         self._loss_fn = loss_fn
         self._example = Example(*example)
-        self._flats: dict[int, Flat] = {}
+        self._flats: dict[tuple[int, bool], Flat] = {}
         self._layers: dict[int, LayerGraph] = {}
         self.aliases = _aliases(self._model)
         parameters = dict(self._model.named_parameters())
@@ -68,12 +69,37 @@ class Captured:
         decompositions: Sequence[Decompositions],
         samples: Sequence[int],
         optimizer: Optimizer | None,
+        recompute: Sequence[str] = (),
+        halves: bool = False,
     ) -> list[StageGraphs]:
         """The programs of the stages that begin at layer 0 and at each of `cuts`.
 
         One entry of `decompositions` per stage: its backend's table. `samples`: the micro-batch
-        sizes to make passes for. Without an optimizer the stages have no update.
+        sizes to make passes for. Without an optimizer the stages have no update. `recompute`: a
+        mode per stage, see `hetpipe.capture.recompute`; `halves`: every backward in two as well.
         """
+        self._check(cuts, decompositions)
+        modes = check_modes(recompute, len(decompositions))
+        flats = [self._flat(size) for size in dict.fromkeys(samples)]
+        return trace_stages(flats, cuts, decompositions, optimizer, modes, halves)
+
+    def evaluation_graphs(
+        self,
+        cuts: Sequence[int],
+        decompositions: Sequence[Decompositions],
+        samples: Sequence[int],
+    ) -> list[StageGraphs]:
+        """The same stages in eval mode: a forward per micro-batch size, which saves nothing.
+
+        Exported anew for each size, then cached. What crosses has names of its own, layers have
+        those of training. Raises `CaptureError` if the model has other layers in eval mode.
+        """
+        self._check(cuts, decompositions)
+        flats = [self._flat(size, training=False) for size in dict.fromkeys(samples)]
+        modes = check_modes((), len(decompositions))
+        return trace_stages(flats, cuts, decompositions, None, modes)
+
+    def _check(self, cuts: Sequence[int], decompositions: Sequence[Decompositions]) -> None:
         count = len(self.layer_graph(self._example.samples))
         bounds = [0, *cuts, count]
         if any(a >= b for a, b in itertools.pairwise(bounds)):
@@ -85,8 +111,6 @@ class Captured:
                 f"{len(decompositions)} decomposition tables for {len(cuts) + 1} stages; give one "
                 "per stage"
             )
-        flats = [self._flat(size) for size in dict.fromkeys(samples)]
-        return trace_stages(flats, cuts, decompositions, optimizer)
 
     def leaves(self, x: Any, y: Any) -> dict[str, Array]:
         """The tensors of a batch by name ("x", "x.0", "x.mask", "y").
@@ -95,20 +119,29 @@ class Captured:
         """
         return self._example.leaves(x, y)
 
-    def _flat(self, samples: int) -> Flat:
-        if samples not in self._flats:
-            program = export(self._model, self._loss_fn, self._example, samples)
-            flat = flatten(program, self._example.names, self.aliases, self.trainable, samples)
-            label(flat, self._model)
+    def _flat(self, samples: int, training: bool = True) -> Flat:
+        if (samples, training) not in self._flats:
+            program = export(self._model, self._loss_fn, self._example, samples, training)
+            trainable = self.trainable if training else None
+            flat = flatten(program, self._example.names, self.aliases, trainable, samples)
             first = next(iter(self._flats.values()), flat)
-            if flat.layer_names != first.layer_names:
-                raise CaptureError(
-                    f"the model has {len(flat.layer_names)} layers for {samples} samples but "
-                    f"{len(first.layer_names)} for {first.samples}; its structure may not depend "
-                    "on the batch size"
-                )
-            self._flats[samples] = flat
-        return self._flats[samples]
+            label(flat, self._model, first.updated_buffers)
+            _check_layers(flat, first, "training" if training else "eval mode")
+            self._flats[samples, training] = flat
+        return self._flats[samples, training]
+
+
+def _check_layers(flat: Flat, first: Flat, mode: str) -> None:
+    """Raise `CaptureError` if the layers of `flat` are not those of `first`, in training."""
+    if flat.layer_names == first.layer_names:
+        return
+    pairs = itertools.zip_longest(flat.layer_names, first.layer_names, fillvalue="none")
+    number, (name, expected) = next((i, p) for i, p in enumerate(pairs) if p[0] != p[1])
+    raise CaptureError(
+        f"the model has {len(flat.layer_names)} layers for {flat.samples} samples in {mode} but "
+        f"{len(first.layer_names)} for {first.samples} in training: layer {number} is {name}, not "
+        f"{expected}; its structure may depend on neither the batch size nor the mode"
+    )
 
 
 def capture(model: nn.Module, loss_fn: Callable[..., Any], example: tuple[Any, Any]) -> Captured:

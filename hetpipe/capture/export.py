@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,17 +55,26 @@ def _scalar(value: Any, what: str) -> torch.Tensor:
 
 
 def export(
-    model: nn.Module, loss_fn: Callable[..., Any], example: Example, samples: int
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    example: Example,
+    samples: int,
+    training: bool = True,
 ) -> ExportedProgram:
-    """Export `loss_fn(model(x), y)` in train mode for a batch of `samples`, functionalised.
+    """Export `loss_fn(model(x), y)` in train or eval mode for a batch of `samples`, functionalised.
 
     The model is left as it was. Raises `CaptureError` that names the user's line.
     """
     check_modules(model)
     modes = [(module, module.training) for module in model.modules()]
-    model.train()
+    model.train(training)
     try:
-        with warnings.catch_warnings(), torch.enable_grad(), refusing_lost_gradients():
+        with (
+            warnings.catch_warnings(),
+            torch.enable_grad(),
+            refusing_lost_gradients(),
+            _layer_by_layer(),
+        ):
             warnings.simplefilter("ignore")  # torch's own deprecations; nothing here is the user's
             wrapped = _WithLoss(model, loss_fn, example)
             leaves = tuple(example.tensors(samples))
@@ -78,6 +88,17 @@ def export(
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+@contextmanager
+def _layer_by_layer() -> Iterator[None]:
+    """Without the single operator that torch has for an encoder layer in eval mode."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 def _inline_regions(module: fx.GraphModule) -> None:

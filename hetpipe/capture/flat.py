@@ -49,12 +49,13 @@ def flatten(
     program: ExportedProgram,
     leaves: tuple[str, ...],
     aliases: dict[str, str],
-    trainable: frozenset[str],
+    trainable: frozenset[str] | None,
     samples: int,
 ) -> Flat:
     """Name inputs and outputs, make randomness explicit, find what is free or has a gradient.
 
-    `leaves` names the batch's tensors in order; `aliases` maps names of tied tensors.
+    `leaves` names the batch's tensors in order; `aliases` maps names of tied tensors; without
+    `trainable` parameters the graph is for forwards alone.
     """
     graph = program.graph_module.graph
     flat = Flat(samples, graph, {}, [], {})
@@ -69,6 +70,8 @@ def flatten(
         (key, node) for (key, _), node in zip(flat.outputs, results(graph), strict=True)
     ]
     flat.free = _free(flat)
+    if trainable is None:
+        return flat
     flat.differentiable = _differentiable(flat, trainable)
     if not any(key[0] == LOSS and node in flat.differentiable for key, node in flat.outputs):
         raise CaptureError(

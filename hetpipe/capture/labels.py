@@ -13,8 +13,8 @@ from hetpipe.capture.slots import is_tensor, node_nbytes, reachable
 from hetpipe.sdk.graph import operator_name
 
 
-def label(flat: Flat, model: nn.Module) -> None:
-    """Fill `flat.layer` and `flat.layer_names`.
+def label(flat: Flat, model: nn.Module, updated_buffers: frozenset[str]) -> None:
+    """Fill `flat.layer` and `flat.layer_names`; `updated_buffers` are those that training changes.
 
     A layer starts at a module that owns a parameter of two or more dimensions: at any of its nodes
     if it is a leaf, else at one that reads such a parameter. All else joins the layer before.
@@ -40,7 +40,7 @@ def label(flat: Flat, model: nn.Module) -> None:
                 current, index = call, len(starts) - 1
         flat.layer[node] = max(index, 0)
     flat.layer_names = _numbered(starts or [type(model).__name__])
-    _merge_shared_buffers(flat)
+    _merge_shared_buffers(flat, updated_buffers)
 
 
 def _calls(flat: Flat) -> list[fx.Node]:
@@ -63,12 +63,12 @@ def _numbered(paths: list[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _merge_shared_buffers(flat: Flat) -> None:
+def _merge_shared_buffers(flat: Flat, updated: frozenset[str]) -> None:
     """One layer for all that touches an updated buffer: no stage may read another's old value."""
     last = len(flat.layer_names) - 1
     joined = [False] * (last + 1)  # layer i is joined with the one before
     for node, (role, name) in flat.inputs.items():
-        if role != BUFFER or name not in flat.updated_buffers:
+        if role != BUFFER or name not in updated:
             continue
         made = [out for key, out in flat.outputs if key == (BUFFER, name)]
         touched = {flat.layer[n] for n in (*node.users, *made) if n in flat.layer}

@@ -28,7 +28,8 @@ SAVED = "saved"  # kept by the forward for this micro-batch's backward
 TANGENT = "tangent"  # gradient of the CUT tensor (or "loss") of that name
 GRAD = "grad"  # gradient accumulator of the parameter of that name
 STATE = "state"  # optimizer state, "slot/parameter"
-SCALAR = "scalar"  # 0-d float32 from the controller: "lr", "step", "grad_scale"
+SCALAR = "scalar"  # 0-d float32 from the controller: "lr", "step", "grad_scale", "ahead"
+NORM = "norm"  # "square", 0-d float32: the sum of squares of the stage's own scaled gradients
 RNG = "rng"  # int64 (3,): seed, step, index in the mini-batch of the micro-batch's first sample
 
 
@@ -86,11 +87,23 @@ class PassPrograms:
     A backward whose saved tensor is a stage input names it as INPUT or CUT: the engine keeps it.
     The backward reads parameters of the version that it is given; no SAVED tensor depends on
     parameters, constants or RNG alone. None where the stage needs no gradient.
+
+    halves: the backward in two, where they were asked for and there is a backward:
+    input half: the backward's inputs without GRAD -> TANGENT, SAVED
+    weight half: PARAM, BUFFER, CONSTANT, RNG, INPUT, CUT, SAVED, TANGENT, GRAD -> GRAD
+
+    Together they are the backward: what the input half computes and the weight half reads is SAVED
+    by names that the forward does not use. The weight half's other inputs, TANGENT among them, must
+    be kept for it, and its parameters be of the input half's version; an incoming TANGENT that the
+    input half replaces by an outgoing one of its name reaches the weight half as SAVED. A half may
+    be empty, without inputs and outputs: the input half of a stage whose inputs need no gradient,
+    all of whose backward can wait, and the weight half of a stage that trains nothing.
     """
 
     samples: int
     forward: Program
     backward: Program | None
+    halves: tuple[Program, Program] | None = None
 
     @property
     def saved_nbytes(self) -> int:
@@ -100,6 +113,14 @@ class PassPrograms:
         kept = (SAVED, INPUT, CUT)
         return sum(slot.nbytes for slot in self.backward.inputs if slot.role in kept)
 
+    @property
+    def deferred_nbytes(self) -> int:
+        """What one micro-batch keeps between the halves of its backward."""
+        if self.halves is None:
+            return 0
+        kept = (SAVED, INPUT, CUT, TANGENT)
+        return sum(slot.nbytes for slot in self.halves[1].inputs if slot.role in kept)
+
 
 @dataclass(frozen=True)
 class StageGraphs:
@@ -107,6 +128,9 @@ class StageGraphs:
 
     `update`: PARAM, GRAD, STATE, SCALAR -> PARAM, STATE, GRAD (zeroed). A parameter that an earlier
     stage owns (tied weights) is only given its zeroed GRAD. None if nothing is trained.
+    `predict`: PARAM, STATE, SCALAR -> PARAM, the weights to expect `ahead` more updates on. None if
+    nothing is trained or the optimizer predicts nothing.
+    `norm`: GRAD, SCALAR -> NORM, of the parameters that the stage owns. None if it owns none.
     `tied` lists (parameter, owner stage, other stages) for the parameters shared with other stages;
     the owner is the lowest of them.
     """
@@ -116,6 +140,8 @@ class StageGraphs:
     update: Program | None = None
     constants: dict[str, Any] = field(default_factory=dict)  # name -> numpy array
     tied: tuple[tuple[str, int, tuple[int, ...]], ...] = ()
+    predict: Program | None = None
+    norm: Program | None = None
 
     @property
     def parameters(self) -> tuple[str, ...]:

@@ -8,12 +8,28 @@ from typing import Any
 import torch
 from torch import fx
 
-from hetpipe.capture.program import CONSTANT, PARAM, Program, Slot
+from hetpipe.capture.program import (
+    BUFFER,
+    CONSTANT,
+    CUT,
+    GRAD,
+    INPUT,
+    PARAM,
+    RNG,
+    SAVED,
+    TANGENT,
+    Program,
+    Slot,
+)
 from hetpipe.sdk.graph import canonical, dtype_name
 
 aten = torch.ops.aten
 Key = tuple[str, str]
 """(role, name) of a slot."""
+
+FORWARD_ORDER = (PARAM, BUFFER, CONSTANT, INPUT, CUT, RNG)
+BACKWARD_ORDER = (PARAM, BUFFER, CONSTANT, RNG, INPUT, CUT, SAVED, TANGENT, GRAD)
+"""The roles of a pass's inputs, in the order in which it takes them."""
 
 _IDENTITIES = frozenset(
     {
@@ -120,6 +136,13 @@ def extract(
             env[node] = graph.node_copy(node, env.__getitem__)
     graph.output(tuple(env[node] for node in outputs))
     return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def ordered(
+    pairs: Iterable[tuple[Key, fx.Node]], order: tuple[str, ...]
+) -> list[tuple[Key, fx.Node]]:
+    """The pairs by role, those of one role as they were."""
+    return sorted(pairs, key=lambda pair: order.index(pair[0][0]))
 
 
 def make_program(

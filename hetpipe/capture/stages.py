@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from hetpipe.capture.joint import Decompositions, Joint, trace_joint
 from hetpipe.capture.partition import partition
 from hetpipe.capture.program import CONSTANT, CUT, GRAD, PassPrograms, Program, StageGraphs
 from hetpipe.capture.split import split
-from hetpipe.capture.update import trace_update
+from hetpipe.capture.update import trace_norm, trace_predict, trace_update
 from hetpipe.optim.rule import Optimizer
 
 
@@ -21,8 +22,13 @@ def trace_stages(
     cuts: Sequence[int],
     decompositions: Sequence[Decompositions],
     optimizer: Optimizer | None,
+    recompute: Sequence[str],
+    halves: bool = False,
 ) -> list[StageGraphs]:
-    """The graphs of all stages; `flats` is the same model at each micro-batch size."""
+    """The graphs of all stages; `flats` is the same model at each micro-batch size.
+
+    One mode of `recompute` per stage; `halves`: with the halves of every backward.
+    """
     stages = len(decompositions)
     passes: list[dict[int, PassPrograms]] = [{} for _ in range(stages)]
     constants: list[dict[str, Any]] = [{} for _ in range(stages)]
@@ -31,21 +37,18 @@ def trace_stages(
         for piece in reversed(split(flat, cuts)):
             joint = trace_joint(piece, wanted, decompositions[piece.stage])
             wanted = frozenset(name for (role, name), _ in joint.gradients if role == CUT)
-            programs = partition(joint, flat.samples)
+            programs = partition(joint, flat.samples, recompute[piece.stage], halves)
             passes[piece.stage][flat.samples] = programs
             constants[piece.stage].update(_constants(flat, joint, programs))
     graphs = [StageGraphs(n, passes[n], None, constants[n]) for n in range(stages)]
     tied = _tied(graphs)
-    return [
-        StageGraphs(
-            n,
-            passes[n],
-            None if optimizer is None else _update(optimizer, graphs, n, decompositions[n]),
-            constants[n],
-            tuple(entry for entry in tied if n in (entry[1], *entry[2])),
-        )
-        for n in range(stages)
+    graphs = [
+        replace(stage, tied=tuple(e for e in tied if stage.stage in (e[1], *e[2])))
+        for stage in graphs
     ]
+    if optimizer is None:
+        return graphs
+    return [_updated(optimizer, graphs, n, decompositions[n]) for n in range(stages)]
 
 
 def _constants(flat: Flat, joint: Joint, programs: PassPrograms) -> dict[str, Any]:
@@ -92,19 +95,21 @@ def _tied(graphs: Sequence[StageGraphs]) -> tuple[tuple[str, int, tuple[int, ...
     )
 
 
-def _update(
+def _updated(
     optimizer: Optimizer,
     graphs: Sequence[StageGraphs],
     index: int,
     decompositions: Decompositions,
-) -> Program | None:
-    readers = _readers(graphs)
+) -> StageGraphs:
+    """The stage with the programs that work on whole parameters: once a mini-batch."""
+    stage, readers = graphs[index], _readers(graphs)
     owned = {name for name, stages in readers.items() if stages[0] == index}
-    shapes = {name: shape for stage in graphs for name, shape in _with_gradient(stage).items()}
-    own_gradients = _with_gradient(graphs[index])
-    return trace_update(
-        optimizer,
-        {name: shapes[name] for name in graphs[index].parameters if name in owned},
-        {name: shape for name, shape in own_gradients.items() if name not in owned},
-        decompositions,
+    shapes = {name: shape for other in graphs for name, shape in _with_gradient(other).items()}
+    updated = {name: shapes[name] for name in stage.parameters if name in owned}
+    zeroed = {name: v for name, v in _with_gradient(stage).items() if name not in owned}
+    return replace(
+        stage,
+        update=trace_update(optimizer, updated, zeroed, decompositions),
+        predict=trace_predict(optimizer, updated, decompositions),
+        norm=trace_norm(updated, decompositions),
     )

@@ -1,8 +1,8 @@
-"""An optimizer's rule over all parameters of a stage, as one program."""
+"""What is done to all parameters of a stage, or their gradients, at once: each one program."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hetpipe.capture.joint import Decompositions
-from hetpipe.capture.program import GRAD, PARAM, SCALAR, STATE, Program
+from hetpipe.capture.program import GRAD, NORM, PARAM, SCALAR, STATE, Program
 from hetpipe.capture.slots import Key, make_program, placeholders, results, simplify
 from hetpipe.optim.rule import Optimizer
 
-_SCALARS = ("lr", "step", "grad_scale")
+Env = Mapping[Key, torch.Tensor]
 
 
 def trace_update(
@@ -34,23 +34,80 @@ def trace_update(
     everything = {**updated, **only_zeroed}
     inputs: list[Key] = [(PARAM, name) for name in updated]
     inputs += [(GRAD, name) for name in everything]
-    inputs += [(STATE, f"{slot}/{name}") for slot in optimizer.state for name in updated]
-    inputs += [(SCALAR, name) for name in _SCALARS]
-    outputs: list[Key] = []
+    inputs += _states(optimizer, updated)
+    inputs += _scalars("lr", "step", "grad_scale")
 
-    def run(*values: torch.Tensor) -> list[torch.Tensor]:
-        env = dict(zip(inputs, values, strict=True))
-        found = {}
+    def update(env: Env) -> dict[Key, torch.Tensor]:
+        found: dict[Key, torch.Tensor] = {}
         for name in updated:
             found.update(_one(optimizer, env, name))
         for name in everything:
             found[GRAD, name] = torch.zeros_like(env[GRAD, name])
-        ordered = sorted(found, key=lambda key: (PARAM, STATE, GRAD).index(key[0]))
-        outputs[:] = ordered
-        return [found[key] for key in ordered]
+        return {k: found[k] for k in sorted(found, key=lambda k: (PARAM, STATE, GRAD).index(k[0]))}
+
+    return _trace(update, inputs, everything, decompositions)
+
+
+def trace_predict(
+    optimizer: Optimizer, updated: Mapping[str, torch.Tensor], decompositions: Decompositions
+) -> Program | None:
+    """PARAM, STATE, SCALAR -> PARAM, as expected after `ahead` more updates than `step`.
+
+    None if the optimizer predicts nothing, or there is no parameter.
+    """
+    if not updated or optimizer.predict is None:
+        return None
+    inputs: list[Key] = [(PARAM, name) for name in updated]
+    inputs += _states(optimizer, updated)
+    inputs += _scalars("lr", "step", "ahead")
+
+    def predict(env: Env) -> dict[Key, torch.Tensor]:
+        how = [env[key] for key in _scalars("step", "lr", "ahead")]
+        found: dict[Key, torch.Tensor] = {}
+        for name in updated:
+            rule = optimizer.rule_for(name).predict
+            assert rule is not None, "an undecayed rule predicts where the decayed one does"
+            found[PARAM, name] = rule(env[PARAM, name], _state(optimizer, env, name), *how)
+        return found
+
+    return _trace(predict, inputs, updated, decompositions)
+
+
+def trace_norm(
+    gradients: Mapping[str, torch.Tensor], decompositions: Decompositions
+) -> Program | None:
+    """GRAD, SCALAR -> NORM: the sum of squares of all gradients times `grad_scale`; None of none.
+
+    Added up over stages, its root is the norm for clipping by global norm.
+    """
+    if not gradients:
+        return None
+    inputs: list[Key] = [(GRAD, name) for name in gradients]
+    inputs += _scalars("grad_scale")
+
+    def square(env: Env) -> dict[Key, torch.Tensor]:
+        scaled = [env[GRAD, name] * env[SCALAR, "grad_scale"] for name in gradients]
+        squares = [(gradient * gradient).sum().to(torch.float32) for gradient in scaled]
+        return {(NORM, "square"): sum(squares[1:], squares[0])}
+
+    return _trace(square, inputs, gradients, decompositions)
+
+
+def _trace(
+    compute: Callable[[Env], dict[Key, torch.Tensor]],
+    inputs: Sequence[Key],
+    parameters: Mapping[str, torch.Tensor],
+    decompositions: Decompositions,
+) -> Program:
+    outputs: list[Key] = []
+
+    def run(*values: torch.Tensor) -> list[torch.Tensor]:
+        found = compute(dict(zip(inputs, values, strict=True)))
+        outputs[:] = found
+        return list(found.values())
 
     with FakeTensorMode():
-        values = [_example(key, everything) for key in inputs]
+        values = [_example(key, parameters) for key in inputs]
         with torch.no_grad():
             module = make_fx(run, decomposition_table=dict(decompositions))(*values)
     simplify(module.graph)
@@ -62,18 +119,26 @@ def trace_update(
     )
 
 
-def _one(
-    optimizer: Optimizer, env: Mapping[Key, torch.Tensor], name: str
-) -> dict[Key, torch.Tensor]:
+def _scalars(*names: str) -> list[Key]:
+    return [(SCALAR, name) for name in names]
+
+
+def _states(optimizer: Optimizer, names: Iterable[str]) -> list[Key]:
+    return [(STATE, f"{slot}/{name}") for slot in optimizer.state for name in names]
+
+
+def _state(optimizer: Optimizer, env: Env, name: str) -> tuple[torch.Tensor, ...]:
+    return tuple(env[key] for key in _states(optimizer, [name]))
+
+
+def _one(optimizer: Optimizer, env: Env, name: str) -> dict[Key, torch.Tensor]:
     gradient = env[GRAD, name] * env[SCALAR, "grad_scale"]
-    state = tuple(env[STATE, f"{slot}/{name}"] for slot in optimizer.state)
-    parameter, new_state = optimizer.update(
+    state = _state(optimizer, env, name)
+    parameter, new_state = optimizer.rule_for(name).update(
         env[PARAM, name], gradient, state, env[SCALAR, "step"], env[SCALAR, "lr"]
     )
-    results: dict[Key, torch.Tensor] = {(PARAM, name): parameter}
-    for slot, value in zip(optimizer.state, new_state, strict=True):
-        results[STATE, f"{slot}/{name}"] = value
-    return results
+    new = zip(_states(optimizer, [name]), new_state, strict=True)
+    return {(PARAM, name): parameter, **dict(new)}
 
 
 def _example(key: Key, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -79,17 +79,26 @@ class Assembly:
 
     def plug(
         self, cluster: Cluster, members: Sequence[str], workers: Sequence[int]
-    ) -> list[tuple[tuple[EdgeEnd, ...], Descriptors]]:
-        """Per stage its ends of all wires, and the descriptors that belong to them."""
-        plugged: list[tuple[list[EdgeEnd], Descriptors]] = [([], Descriptors()) for _ in members]
+    ) -> dict[str, tuple[tuple[EdgeEnd, ...], Descriptors]]:
+        """Per member its ends of all wires, and the descriptors that belong to them.
+
+        Both ends of a wire between stages of one member are one entry: it hands over.
+        """
+        plugged: dict[str, tuple[list[EdgeEnd], Descriptors]] = {
+            member: ([], Descriptors()) for member in members
+        }
         for tag, wire in enumerate(self._wires):
-            link = cluster.links.get(frozenset((members[wire.source], members[wire.target])))
+            source, target = members[wire.source], members[wire.target]
+            if source == target:
+                plugged[source][0].append(EdgeEnd(wire, None, Link(), (0, 0)))
+                continue
+            link = cluster.links.get(frozenset((source, target)))
             ranks = workers[wire.source], workers[wire.target]
             plugs = _plugs(transport_of(cluster), wire, ranks, tag)
-            for stage, (port, fds) in zip((wire.source, wire.target), plugs, strict=True):
-                ends, own = plugged[stage]
+            for member, (port, fds) in zip((source, target), plugs, strict=True):
+                ends, own = plugged[member]
                 ends.append(EdgeEnd(wire, port, link or Link(), own.add(fds)))
-        return [(tuple(ends), own) for ends, own in plugged]
+        return {member: (tuple(ends), own) for member, (ends, own) in plugged.items()}
 
     def values_of(self, stage: StageGraphs) -> dict[str, Array]:
         """Parameters and buffers of a stage."""
@@ -98,10 +107,10 @@ class Assembly:
         return {name: np.asarray(self._values[name], order="C") for name in names}
 
     def feeds_of(
-        self, stage: StageGraphs, feeds: Sequence[Mapping[str, Array]], samples: Sequence[int]
+        self, stage: int, feeds: Sequence[Mapping[str, Array]], samples: Sequence[int]
     ) -> list[dict[str, Array]]:
         """Per micro-batch the leaves of the batch that a stage uses."""
-        wanted = self._feeds[stage.stage]
+        wanted = self._feeds[stage]
         return [
             {slot.name: np.asarray(feed[slot.name], order="C") for slot in wanted[size]}
             for feed, size in zip(feeds, samples, strict=True)
@@ -110,14 +119,15 @@ class Assembly:
     def check(
         self,
         schedule: Schedule,
+        rows: int,
         samples: Sequence[int],
         feeds: Sequence[Mapping[str, Array]],
         loss_tangents: Sequence[float],
     ) -> None:
         """Raises `HetpipeError` if a mini-batch does not fit the stages."""
-        if len(schedule) != len(self.stages):
+        if len(schedule) != rows:
             raise HetpipeError(
-                f"the schedule is for {len(schedule)} workers, {len(self.stages)} stages are loaded"
+                f"the schedule is for {len(schedule)} workers, the stages are loaded on {rows}"
             )
         if not len(samples) == len(feeds) == len(loss_tangents):
             raise HetpipeError(

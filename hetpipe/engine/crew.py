@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -19,8 +20,9 @@ from hetpipe.engine.assembly import Assembly
 from hetpipe.engine.fleet import Fleet
 from hetpipe.engine.launcher import launch
 from hetpipe.engine.messages import Array
+from hetpipe.engine.runner import Closing, closing
 from hetpipe.errors import HetpipeError
-from hetpipe.schedule.action import Schedule
+from hetpipe.schedule.action import Action, Op, Schedule
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.simulate.timeline import Span, Timeline
 
@@ -33,7 +35,8 @@ PATIENCE = 20  # times the longest step so far
 class StepRequest:
     """One mini-batch. Sequences have one entry per micro-batch.
 
-    `grad_scale` None: 1 / sum of the counts that the last stage reports.
+    `grad_scale` None: 1 / sum of the counts that the last stage reports. `lag` and `ahead`, by
+    stage, choose versions of the weights (see `hetpipe.engine.policy`).
     """
 
     schedule: Schedule
@@ -44,15 +47,30 @@ class StepRequest:
     number: int
     seed: int = 0
     grad_scale: float | None = None
+    lag: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    ahead: Mapping[int, Sequence[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a stream. Numbers in the schedule count from mini-batch `first`; `begins` is the
+    mini-batch that comes with it, `closing` what ends a micro-batch (of the whole stream)."""
+
+    first: int
+    begins: int
+    microbatches: int
+    closing: Closing
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Losses and counts per micro-batch, and when everything happened."""
+    """Losses and counts per micro-batch, and when everything happened; the rest is by stage."""
 
     losses: tuple[float, ...]
     counts: tuple[float, ...] | None
     timeline: Timeline
+    versions: tuple[int, ...] = ()  # that the last forward used, counted in updates
+    live_versions: tuple[int, ...] = ()  # most at once
 
 
 class Crew:
@@ -68,8 +86,11 @@ class Crew:
         self.cluster = cluster
         self._index = {member.id: i for i, member in enumerate(cluster.members)}
         self._assembly: Assembly | None = None
-        self._workers: list[int] = []
+        self._members: list[str] = []  # of each stage
+        self._rows: dict[str, int] = {}  # of a schedule, by member
         self._scripts: dict[int, tuple[int, Schedule]] = {}
+        self._posted: deque[float] = deque()  # when what is under way was handed out
+        self._origin_s = 0.0  # of timelines: when the step, or the stream, began
         self._serial = 0
         self._longest_s: float | None = None
         with self._guarded():
@@ -118,28 +139,40 @@ class Crew:
         members: Sequence[str],
         values: Mapping[str, Array],
         state_init: Callable[..., Array] = np.zeros,
+        policy: str = "flush",
+        backward_ahead: Sequence[int] = (),
     ) -> None:
         """Make `members[n]` stage n: upload parameters and buffers, compile all programs.
 
-        Gradients start at zero, optimizer state at `state_init(shape, dtype)`. Replaces what was
-        loaded before. Raises `HetpipeError` if stages, members and values do not fit together.
+        Gradients start at zero, optimizer state at `state_init(shape, dtype)`. `policy` keeps the
+        weights' versions. Members that occur again have several stages; a schedule's rows are the
+        members in the order of their first stage. Replaces what was loaded before. Raises
+        `HetpipeError` if stages, members and values do not fit together.
         """
         assembly = Assembly(stages, values)
-        if len(members) != len(stages) or len(set(members)) != len(members):
+        if len(members) != len(stages):
             raise HetpipeError(
-                f"{len(stages)} stages need as many different members, got {list(members)}"
+                f"{len(stages)} stages need a member each, got {len(members)}: {list(members)}"
             )
-        self._assembly, self._workers = None, [self._worker(member) for member in members]
+        workers = [self._worker(member) for member in members]
+        self._assembly, self._members = None, list(members)
+        self._rows = {member: row for row, member in enumerate(dict.fromkeys(members))}
+        ahead = backward_ahead or [0] * len(stages)
         with self._guarded():
-            plugged = assembly.plug(self.cluster, members, self._workers)
-            for worker, stage, (ends, fds) in zip(self._workers, stages, plugged, strict=True):
-                own = assembly.values_of(stage)
+            plugged = assembly.plug(self.cluster, members, workers)
+            for member, (ends, fds) in plugged.items():
+                own = tuple(
+                    say.StageLoad(stage, assembly.values_of(stage), policy, ahead[stage.stage])
+                    for stage, place in zip(stages, members, strict=True)
+                    if place == member
+                )
                 with fds:
-                    message = say.Load(stage, own, state_init, ends)
-                    self._fleet.send(worker, message, fds.numbers)
+                    message = say.Load(own, state_init, ends)
+                    self._fleet.send(self._index[member], message, fds.numbers)
             self._control.gather(self._workers)
         self._assembly, self._longest_s = assembly, None
         self._scripts.clear()
+        self._posted.clear()
 
     def step(self, request: StepRequest, timeout_s: float | None = None) -> StepResult:
         """Run one mini-batch to its end.
@@ -148,33 +181,51 @@ class Crew:
         least 60 s. Raises `WorkerError`; `HetpipeError` before anything runs if the request does
         not fit the stages.
         """
+        self.post(request)
+        return self.collect(timeout_s)
+
+    def post(self, request: StepRequest, part: Part | None = None) -> None:
+        """Hand out a mini-batch, without waiting for it.
+
+        As a `part` of a stream it needs not be done when the workers go on; else it is drained.
+        """
         assembly = self._loaded()
-        assembly.check(request.schedule, request.samples, request.feeds, request.loss_tangents)
-        if request.grad_scale is None and not assembly.has_count:
+        rows = len(self._rows)
+        assembly.check(
+            request.schedule, rows, request.samples, request.feeds, request.loss_tangents
+        )
+        if request.grad_scale is None and not assembly.has_count and request.samples:
             raise HetpipeError("grad_scale is None, but the loss has no count to derive it from")
         self._serial += 1
+        # A schedule of its own may leave out micro-batches; it has one mini-batch all the same.
+        place = part or Part(0, 0, max(len(request.samples), 1), closing(request.schedule))
+        with self._guarded():
+            now_s = time.monotonic()
+            if part is None or part.begins == 0:
+                self._origin_s = now_s
+            self._posted.append(now_s)
+            script, schedule = self._script(request.schedule)
+            for member, row in self._rows.items():
+                message = say.Step(
+                    self._serial, script, schedule, row, place.closing, place.first,
+                    place.microbatches, place.begins, self._batch(assembly, member, request),
+                    drain=part is None or not request.samples,
+                )  # fmt: skip
+                self._fleet.send(self._index[member], message)
+
+    def collect(self, timeout_s: float | None = None) -> StepResult:
+        """Wait for the oldest mini-batch that was handed out."""
         patience_s = timeout_s if timeout_s is not None else self._patience_s()
         with self._guarded():
-            begin_s = time.monotonic()
-            script, schedule = self._script(request.schedule)
-            for worker, stage in zip(self._workers, assembly.stages, strict=True):
-                message = say.Step(
-                    self._serial,
-                    script,
-                    schedule,
-                    request.samples,
-                    assembly.feeds_of(stage, request.feeds, request.samples),
-                    request.loss_tangents,
-                    request.lr,
-                    request.number,
-                    request.seed,
-                    request.grad_scale,
-                )
-                self._fleet.send(worker, message)
-            on_counts = self._send_scale if request.grad_scale is None else None
-            reports = self._control.gather(self._workers, patience_s, on_counts)
+            begin_s = self._posted.popleft()
+            reports = self._control.gather(self._workers, patience_s, self._send_scale)
             self._longest_s = max(self._longest_s or 0.0, time.monotonic() - begin_s)
-        return self._result(request.schedule, reports, begin_s)
+        return self._result(reports)
+
+    @property
+    def under_way(self) -> int:
+        """How many mini-batches are handed out and not collected."""
+        return len(self._posted)
 
     def read(self, role: str, names: Sequence[str] | None = None) -> dict[str, Array]:
         """Present values of PARAM, BUFFER, STATE or GRAD slots, by name; default all.
@@ -183,11 +234,12 @@ class Crew:
         """
         assembly = self._loaded()
         owners = assembly.owners(role, names)
+        merged: dict[str, Array] = {}
         with self._guarded():
             for stage, own in owners.items():
-                self._fleet.send(self._workers[stage], say.Read(role, tuple(own)))
-            found = self._control.gather([self._workers[stage] for stage in owners])
-        merged = {name: array for part in found for name, array in part.items()}
+                worker = self._index[self._members[stage]]
+                self._fleet.send(worker, say.Read(stage, role, tuple(own)))
+                merged.update(self._control.gather([worker])[0])
         wanted = names if names is not None else [name for own in owners.values() for name in own]
         return {name: merged[name] for name in wanted}
 
@@ -200,8 +252,9 @@ class Crew:
         shares = assembly.shares(role, values)
         with self._guarded():
             for stage, share in shares.items():
-                self._fleet.send(self._workers[stage], say.Write(role, share))
-            self._control.gather([self._workers[stage] for stage in shares])
+                worker = self._index[self._members[stage]]
+                self._fleet.send(worker, say.Write(stage, role, share))
+                self._control.gather([worker])
 
     def close(self) -> None:
         """End all workers; safe to call twice."""
@@ -254,6 +307,30 @@ class Crew:
         self._scripts[id(schedule)] = (self._serial, schedule)  # kept alive: ids are reused
         return self._serial, schedule
 
+    @property
+    def _workers(self) -> list[int]:
+        """Those that have a stage, in the order of the rows."""
+        return [self._index[member] for member in self._rows]
+
+    def _batch(self, assembly: Assembly, member: str, request: StepRequest) -> say.Batch | None:
+        """The mini-batch as a member sees it."""
+        if not request.samples:
+            return None
+        own = [n for n, place in enumerate(self._members) if place == member]
+        none = (0,) * len(request.samples)
+        return say.Batch(
+            self._serial,
+            request.number,
+            request.samples,
+            {n: assembly.feeds_of(n, request.feeds, request.samples) for n in own},
+            request.loss_tangents,
+            request.lr,
+            request.seed,
+            request.grad_scale,
+            {n: request.lag.get(n, none) for n in own},
+            {n: request.ahead.get(n, none) for n in own},
+        )
+
     def _send_scale(self, found: say.Counts) -> None:
         total = sum(found.counts)
         if total == 0:
@@ -261,16 +338,22 @@ class Crew:
         for worker in self._workers:
             self._fleet.send(worker, say.Scale(found.serial, 1.0 / total))
 
-    def _result(
-        self, schedule: Schedule, reports: Sequence[say.StepReport], begin_s: float
-    ) -> StepResult:
+    def _result(self, reports: Sequence[say.StepReport]) -> StepResult:
+        begin_s = self._origin_s
         spans = [
-            Span(n, schedule[n][index], start_s - begin_s, end_s - begin_s)
-            for n, report in enumerate(reports)
-            for index, start_s, end_s in report.spans
+            Span(row, Action(stage, Op(op), number), start_s - begin_s, end_s - begin_s)
+            for row, report in enumerate(reports)
+            for stage, op, number, start_s, end_s in report.spans
         ]
-        names = tuple(self.cluster.members[worker].id for worker in self._workers)
         losses = next((r.losses for r in reports if r.losses is not None), ())
         counts = next((r.counts for r in reports if r.counts is not None), None)
+        versions = {n: v for report in reports for n, v in report.versions.items()}
+        live = {n: v for report in reports for n, v in report.live_versions.items()}
         spans.sort(key=lambda span: (span.worker, span.start_s))
-        return StepResult(losses, counts, Timeline(names, tuple(spans), "measured"))
+        return StepResult(
+            losses,
+            counts,
+            Timeline(tuple(self._rows), tuple(spans), "measured"),
+            tuple(versions[n] for n in sorted(versions)),
+            tuple(live[n] for n in sorted(live)),
+        )

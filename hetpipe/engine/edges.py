@@ -10,6 +10,7 @@ from typing import Any
 
 from hetpipe.engine.transport import EdgeClosedError, Inlet, Outlet, Tensor
 from hetpipe.engine.wiring import Kind, Layout
+from hetpipe.schedule.action import Action
 
 AHEAD = 2
 """Messages that may lie received on the device before the compute thread asks for them."""
@@ -20,7 +21,7 @@ GRACE_S = 2.0
 LOOK_S = 0.5
 """How often who waits for a sender looks whether it still lives."""
 
-Span = tuple[int, float, float]
+Span = tuple[Action, float, float]
 OnError = Callable[[BaseException], None]
 
 
@@ -43,24 +44,24 @@ class Sender:
         """The tensors of a message of this kind; None if there are none and so no message."""
         return self._outlet.wire.layouts.get(kind)
 
-    def send(self, index: int, kind: Kind, tensors: Sequence[Tensor]) -> None:
-        """Send a message for action `index`; buffers must stay unchanged until `drain`."""
+    def send(self, action: Action, kind: Kind, tensors: Sequence[Tensor]) -> None:
+        """Send a message for an action; buffers must stay unchanged until it has left."""
         if self._queued == self._sent and self._outlet.immediate():
-            self._spans.append((index, *self._outlet.send(kind, tensors)))
+            self._spans.append((action, *self._outlet.send(kind, tensors)))
         else:
             self._queued += 1
-            self._queue.put((index, kind, tensors))
+            self._queue.put((action, kind, tensors))
 
-    def drain(self) -> list[Span]:
-        """Wait until everything is sent; the spans since the last time.
-
-        Raises `EdgeClosedError` if the thread has ended before.
-        """
+    def drain(self) -> None:
+        """Wait until everything is sent. Raises `EdgeClosedError` if the thread has ended."""
         sent = threading.Event()
         self._queue.put(sent)
         while not sent.wait(LOOK_S):
             if not self._thread.is_alive():
                 raise EdgeClosedError
+
+    def take_spans(self) -> list[Span]:
+        """The spans of what was sent since the last time."""
         spans, self._spans = self._spans, []
         return spans
 
@@ -75,8 +76,8 @@ class Sender:
             if isinstance(item, threading.Event):
                 item.set()
                 continue
-            index, kind, tensors = item
-            self._spans.append((index, *self._outlet.send(kind, tensors)))
+            action, kind, tensors = item
+            self._spans.append((action, *self._outlet.send(kind, tensors)))
             self._sent += 1
 
 
@@ -85,8 +86,8 @@ class Receiver:
 
     def __init__(self, inlet: Inlet, on_error: OnError) -> None:
         self._inlet = inlet
-        self._orders: SimpleQueue[Sequence[tuple[int, Kind]] | None] = SimpleQueue()
-        self._box: dict[int, list[Any]] = {}
+        self._orders: SimpleQueue[Sequence[tuple[Action, Kind]] | None] = SimpleQueue()
+        self._box: dict[Action, list[Any]] = {}
         self._changed = threading.Condition()
         self._wanted = False
         self._spans: list[Span] = []
@@ -97,28 +98,28 @@ class Receiver:
         """The tensors of a message of this kind; None if there are none and so no message."""
         return self._inlet.wire.layouts.get(kind)
 
-    def expect(self, order: Sequence[tuple[int, Kind]]) -> None:
-        """What the other end will send in this step: (receiving action's index, kind)."""
+    def expect(self, order: Sequence[tuple[Action, Kind]]) -> None:
+        """What the other end will send next: (receiving action, kind)."""
         self._orders.put(order)
 
-    def take(self, index: int) -> list[Any]:
-        """The message for action `index`; blocks. Raises `EdgeClosedError` when closed."""
+    def take(self, action: Action) -> list[Any]:
+        """The message for a receiving action; blocks. Raises `EdgeClosedError` when closed."""
         with self._changed:
             self._wanted = True
             if len(self._box) >= AHEAD:
                 self._changed.notify_all()
-            while index not in self._box:
+            while action not in self._box:
                 if self.closing:
                     raise EdgeClosedError
                 self._changed.wait()
             self._wanted = False
-            tensors = self._box.pop(index)
+            tensors = self._box.pop(action)
             if len(self._box) == AHEAD - 1:
                 self._changed.notify_all()
             return tensors
 
-    def drain(self) -> list[Span]:
-        """The spans since the last time."""
+    def take_spans(self) -> list[Span]:
+        """The spans of what was received since the last time."""
         spans, self._spans = self._spans, []
         return spans
 
@@ -132,12 +133,12 @@ class Receiver:
 
     def _run(self) -> None:
         while (order := self._orders.get()) is not None:
-            for index, kind in order:
+            for action, kind in order:
                 self._wait_for_room()
                 tensors, start_s = self._inlet.receive(kind)
-                self._spans.append((index, start_s, time.monotonic()))
+                self._spans.append((action, start_s, time.monotonic()))
                 with self._changed:
-                    self._box[index] = tensors
+                    self._box[action] = tensors
                     self._changed.notify_all()
 
     def _wait_for_room(self) -> None:

@@ -13,6 +13,7 @@ from hetpipe.cluster.cluster import Link, Member
 from hetpipe.schedule.action import Schedule
 
 if TYPE_CHECKING:
+    from hetpipe.engine.runner import Closing
     from hetpipe.engine.transport import Port
     from hetpipe.engine.wiring import Wire
 
@@ -40,43 +41,72 @@ class Open:
 
 @dataclass(frozen=True)
 class EdgeEnd:
-    """One end of a wire, at the worker that gets this."""
+    """One end of a wire, at the worker that gets this; both, without a port, if both are there."""
 
     wire: Wire
-    port: Port
+    port: Port | None
     link: Link
     fds: tuple[int, int]  # its own lie from .. to (excluded) among those of the message
 
 
 @dataclass(frozen=True)
-class Load:
-    """Become a stage."""
+class StageLoad:
+    """A stage, its values, and how its weights are kept."""
 
-    stage: StageGraphs
+    graphs: StageGraphs
     values: Mapping[str, Array]
+    policy: str
+    backward_ahead: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """Become these stages."""
+
+    stages: tuple[StageLoad, ...]
     state_init: Callable[..., Array]
     edges: tuple[EdgeEnd, ...]
 
 
 @dataclass(frozen=True)
+class Batch:
+    """A mini-batch as one worker sees it. Sequences have an entry per micro-batch; what differs
+    between stages is by stage."""
+
+    serial: int  # names it between the controller and its workers
+    number: int  # of its update, from 1
+    samples: tuple[int, ...]
+    feeds: Mapping[int, Sequence[Mapping[str, Array]]]
+    loss_tangents: tuple[float, ...]
+    lr: float
+    seed: int
+    grad_scale: float | None
+    lag: Mapping[int, Sequence[int]]  # updates between the version that a forward uses and the last
+    ahead: Mapping[int, Sequence[int]]  # updates to come before the backward
+
+
+@dataclass(frozen=True)
 class Step:
-    """Do one mini-batch. `schedule` comes once per `script`."""
+    """Do a part of a schedule, which comes once per `script`.
+
+    Numbers in it count from mini-batch `first`; `batch` is the mini-batch that begins with it.
+    """
 
     serial: int
     script: int
     schedule: Schedule | None
-    samples: tuple[int, ...]
-    feeds: Sequence[Mapping[str, Array]]
-    loss_tangents: tuple[float, ...]
-    lr: float
-    number: int
-    seed: int
-    grad_scale: float | None
+    row: int  # of the schedule, this worker's
+    closing: Closing
+    first: int
+    microbatches: int  # per mini-batch
+    begins: int  # the mini-batch that `batch` is
+    batch: Batch | None
+    drain: bool  # wait until all is sent; else go on with the next part
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The gradient scale of step `serial`, once the counts are known."""
+    """The gradient scale of a mini-batch, once the counts are known."""
 
     serial: int
     value: float
@@ -94,6 +124,7 @@ class Call:
 class Read:
     """Send the values of these slots."""
 
+    stage: int
     role: str
     names: tuple[str, ...]
 
@@ -102,6 +133,7 @@ class Read:
 class Write:
     """Take these values."""
 
+    stage: int
     role: str
     values: Mapping[str, Array]
 
@@ -123,7 +155,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Counts:
-    """Every forward of step `serial` is done; what its losses are sums over."""
+    """Every forward of a mini-batch is done; what its losses are sums over."""
 
     serial: int
     counts: tuple[float, ...]
@@ -147,8 +179,14 @@ class Failure:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a worker says of a step. Spans: (index in its list, start, end), time.monotonic."""
+    """What a worker says of a part of a schedule.
+
+    Spans: stage, operation, number of an action, start and end by time.monotonic; of transfers
+    those that have ended. The rest is by stage.
+    """
 
     losses: tuple[float, ...] | None
     counts: tuple[float, ...] | None
-    spans: Sequence[tuple[int, float, float]]
+    spans: Sequence[tuple[int, str, int, float, float]]
+    versions: Mapping[int, int]  # that the last forward used, counted in updates
+    live_versions: Mapping[int, int]  # most at once

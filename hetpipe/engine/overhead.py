@@ -51,14 +51,15 @@ def measure_empty_action(
         grad_scale=1.0,
     )
     with Crew.start(Cluster(members, transport=transport)) as crew:
-        stages = [_empty_stage(n, workers) for n in range(workers)]
+        stages = [empty_stage(n, workers) for n in range(workers)]
         weights = {f"w{n}": np.zeros((), np.float32) for n in range(workers)}
         crew.load(stages, [member.id for member in members], weights)
         times_s = [crew.step(request).timeline.step_s for _ in range(ROUNDS)]
     return statistics.median(times_s[1:]) / max(len(actions) for actions in schedule)
 
 
-def _empty_stage(n: int, stages: int) -> StageGraphs:
+def empty_stage(n: int, stages: int) -> StageGraphs:
+    """A stage with one number for a cut and a weight, which hands on what it is given."""
     first, last = n == 0, n == stages - 1
     enter = Slot(INPUT, "x", (1, 1), "float32") if first else _tensor(CUT, f"t{n - 1}")
     scalar = Slot(LOSS, "loss", (), "float32")
@@ -81,7 +82,7 @@ def _select(inputs: list[Slot], outputs: list[Slot]) -> Program:
     graph = fx.Graph()
     nodes: list[fx.Node] = []
     for slot in inputs:
-        nodes.append(graph.placeholder(f"a{len(nodes)}"))
+        nodes.append(graph.placeholder(f"{slot.role}{len(nodes)}"))
         nodes[-1].meta["val"] = torch.empty(slot.shape, device="meta")
     shapes = [slot.shape for slot in inputs]
     found = graph.output(tuple(nodes[_match(shapes, inputs, slot)] for slot in outputs))

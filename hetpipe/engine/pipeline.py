@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -11,14 +12,15 @@ import numpy as np
 
 from hetpipe.capture.captured import Captured
 from hetpipe.capture.program import BUFFER, GRAD, PARAM, STATE, StageGraphs
-from hetpipe.engine.crew import Crew, StepRequest
+from hetpipe.engine.crew import Crew, StepRequest, StepResult
 from hetpipe.engine.measure import Progress, profile
+from hetpipe.engine.streaming import Streaming, check_policy
 from hetpipe.errors import HetpipeError, PlanError
 from hetpipe.plan.planner import explore, make_plan, predict
 from hetpipe.plan.pricing import check_able
 from hetpipe.schedule.action import Op, Schedule
-from hetpipe.schedule.generators import generate
-from hetpipe.schedule.validate import validate
+from hetpipe.schedule.generators import generate, is_asynchronous
+from hetpipe.schedule.stream import Stream
 from hetpipe.sdk.registry import get_backend
 
 if TYPE_CHECKING:
@@ -31,15 +33,20 @@ if TYPE_CHECKING:
     from hetpipe.simulate.timeline import Timeline
 
 EXPLORED_MICROBATCHES = (4, 8, 16, 32)
+SYNCHRONOUS = ("1f1b", "gpipe")
+RECENT = 64
+"""Mini-batches of a run whose timeline is kept."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """One mini-batch of a run. `versions`: the weight version that each stage used."""
+    """One mini-batch of a run, by stage: `versions`, how many mini-batches were applied in the
+    weights that its (last) forward used, and `live_versions`, how many lived at once at most."""
 
     index: int
     loss: float
     versions: tuple[int, ...]
+    live_versions: tuple[int, ...] = ()
 
 
 class Pipeline:
@@ -48,9 +55,11 @@ class Pipeline:
     `example` is one mini-batch `(x, y)`: tensors, tuples or dicts of them, batch first. `loss_fn`
     takes the model's output and `y` and returns a mean over samples, or `(sum, count)`.
     `microbatches=None` lets the planner choose. `plan` (or `cuts`, layer indices) overrides the
-    planner; `costs` is the table that `plan` was made with, else the pipeline profiles for it. A
-    `crew` (started workers) or a `captured` model that is given is used and left running; a crew
-    serves one pipeline at a time. Raises children of `HetpipeError` only.
+    planner. `weights` is how versions of the weights are kept under an asynchronous schedule
+    (`stash`, which is the default there, `vertical-sync`, `2bw`, `spectrain`, `pipeoptim`); a
+    synchronous one has `flush`. `costs` is the table that `plan` was made with, else the pipeline
+    profiles for it. A `crew` (started workers) or a `captured` model that is given is used and left
+    running; a crew serves one pipeline at a time. Raises children of `HetpipeError` only.
     """
 
     def __init__(
@@ -63,6 +72,7 @@ class Pipeline:
         optimizer: Optimizer,
         microbatches: int | None = None,
         schedule: str = "auto",
+        weights: str = "auto",
         plan: Plan | None = None,
         costs: CostTable | None = None,
         cuts: Sequence[int] | None = None,
@@ -78,42 +88,73 @@ class Pipeline:
         self._optimizer = optimizer
         self._seed = seed
         self._steps = 0
+        self._recent: deque[StepResult] = deque(maxlen=RECENT)
+        self._handed_out: deque[tuple[int, tuple[int, ...]]] = deque()  # index, samples
         self._mini_batch = _rows(self._captured.leaves(*example))
         self._borrowed = crew is not None
         self._crew = crew or Crew.start(cluster)
         try:
             if plan is None:
-                self.plan, self.costs = self._planned(microbatches, schedule, cuts)
+                self.plan, self.costs = self._planned(microbatches, schedule, weights, cuts)
             else:
                 self.plan = self._fitting(plan)
                 if costs is None:
                     costs = self._profiled([plan.microbatches])[plan.microbatches]
                     check_able(plan, costs)
                 self.costs = costs
+            check_policy(self.plan, self._optimizer)
             self._loaded: set[int] = set()
             self._load(set(_sizes(self._mini_batch, self.plan.microbatches)), None)
         except BaseException:
             self.close()
             raise
-        self._timeline: Timeline | None = None
 
     def step(self, x: Any, y: Any) -> float:
-        """Train on one mini-batch, completely; its mean loss."""
-        return self._step(x, y, update=True)
+        """Train on one mini-batch, completely; its mean loss.
+
+        Under an asynchronous schedule that is one mini-batch and a flush; `run` is how it is meant.
+        """
+        self.flush()
+        if self._streaming is None:
+            return self._step(x, y, update=True)
+        self._admit(x, y)
+        result = self._collect()
+        self.flush()
+        return result.loss
 
     def run(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Result]:
-        """Train on a stream of mini-batches; a result for each, in order."""
-        for index, (x, y) in enumerate(batches):
-            version = self._steps
-            yield Result(index, self.step(x, y), (version,) * len(self.plan.stages))
+        """Train on a stream of mini-batches; a result for each, in order.
+
+        An asynchronous schedule goes on from one to the next without a flush, also from one `run`
+        to the next; results come later than the mini-batches were asked for.
+        """
+        for x, y in batches:
+            if self._streaming is None:
+                version = self._steps
+                loss = self._step(x, y, update=True)
+                yield Result(version, loss, (version,) * len(self.plan.stages))
+                continue
+            if not set(self._sizes(x, y)) <= self._loaded:  # new stages: nothing may be under way
+                while self._crew.under_way:
+                    yield self._collect()
+            self._admit(x, y)
+            if self._crew.under_way > self._streaming.window:
+                yield self._collect()
+        while self._crew.under_way:
+            yield self._collect()
 
     def flush(self) -> None:
         """Wait until everything handed in is applied. Synchronous schedules always are."""
+        while self._crew.under_way:
+            self._collect()
+        if self._streaming is not None:
+            self._streaming.flush()
 
     def gradients(self, x: Any, y: Any) -> tuple[float, dict[str, torch.Tensor]]:
         """Loss and gradients of one mini-batch by parameter name; the model stays as it is."""
         import torch
 
+        self.flush()
         buffers = self._crew.read(BUFFER)
         loss = self._step(x, y, update=False)
         grads = self._crew.read(GRAD)
@@ -125,6 +166,7 @@ class Pipeline:
         """The full model's parameters and buffers under their original names, on the CPU."""
         import torch
 
+        self.flush()
         known = {**self._captured.parameters, **self._captured.buffers}
         known.update(self._crew.read(PARAM))
         known.update(self._crew.read(BUFFER))
@@ -137,10 +179,14 @@ class Pipeline:
 
     @property
     def timeline(self) -> Timeline:
-        """Measured timeline of the last step. Raises `HetpipeError` before the first."""
-        if self._timeline is None:
+        """Measured timeline of the last step, or of the last mini-batches of a run.
+
+        Raises `HetpipeError` before the first.
+        """
+        if not self._recent:
             raise HetpipeError("no step has been taken yet: call step() before timeline")
-        return self._timeline
+        spans = tuple(span for result in self._recent for span in result.timeline.spans)
+        return replace(self._recent[0].timeline, spans=spans, label=self.plan.label)
 
     @property
     def predicted(self) -> Timeline:
@@ -164,15 +210,21 @@ class Pipeline:
         self.close()
 
     def _planned(
-        self, microbatches: int | None, schedule: str, cuts: Sequence[int] | None
+        self, microbatches: int | None, schedule: str, weights: str, cuts: Sequence[int] | None
     ) -> tuple[Plan, CostTable]:
+        if weights == "auto":
+            weights = "stash" if is_asynchronous(schedule) else "flush"
         counts = [microbatches] if microbatches else list(EXPLORED_MICROBATCHES)
+        if microbatches is None and is_asynchronous(schedule) and weights != "2bw":
+            counts = [1]  # updates as soon as they can be
         tables = self._profiled(counts)
-        schedules = ("1f1b", "gpipe") if schedule == "auto" else (schedule,)
+        schedules = SYNCHRONOUS if schedule == "auto" else (schedule,)
         members = list(self._crew.infos)
         if cuts is None:
             by_size = {table.samples: table for table in tables.values()}
-            best = explore(by_size, members, mini_batch=self._mini_batch, schedules=schedules)[0]
+            best = explore(
+                by_size, members, mini_batch=self._mini_batch, schedules=schedules, weights=weights
+            )[0]
             return best, by_size[-(-self._mini_batch // best.microbatches)]
         made = make_plan(
             tables[counts[0]],
@@ -180,6 +232,7 @@ class Pipeline:
             mini_batch=self._mini_batch,
             microbatches=counts[0],
             schedule=schedules[0],
+            weights=weights,
             cuts=cuts,
         )
         return made, tables[counts[0]]
@@ -220,11 +273,17 @@ class Pipeline:
         self._tied = tuple(
             {(owner, others): None for stage in stages for _, owner, others in stage.tied}
         )
+        stream = self._stream()
         values = {**self._captured.parameters, **self._captured.buffers}
         if kept is not None:
             values.update(kept[PARAM])
             values.update(kept[BUFFER])
-        self._crew.load(stages, members, values)
+        ahead = [n // 2 for n in range(len(stages))]  # SpecTrain's, for backwards
+        self._crew.load(stages, members, values, np.zeros, self.plan.weights, ahead)
+        self._streaming = None
+        if stream is not None:
+            self._streaming = Streaming(self._crew, stream, self.plan.weights)
+        self._loaded_at = self._steps
         if kept is not None:
             self._crew.write(STATE, kept[STATE])
         self._schedules: dict[tuple[int, bool], Schedule] = {}
@@ -235,42 +294,94 @@ class Pipeline:
         if key not in self._schedules:
             stages = self.plan.stages
             in_flight = [min(stage.in_flight, microbatches) for stage in stages]
+            name = "1f1b" if is_asynchronous(self.plan.schedule) else self.plan.schedule
             made = generate(
-                self.plan.schedule, len(stages), microbatches, in_flight=in_flight, tied=self._tied
-            )
-            validate(made, microbatches)
+                name, len(stages), microbatches, in_flight=in_flight, tied=self._tied,
+                workers=len(set(self.plan.devices)),
+            )  # fmt: skip
             if not update:
                 made = tuple(tuple(a for a in worker if a.op not in _UPDATING) for worker in made)
             self._schedules[key] = made
         return self._schedules[key]
 
-    def _step(self, x: Any, y: Any, update: bool) -> float:
+    def _stream(self) -> Stream | None:
+        plan = self.plan
+        if not is_asynchronous(plan.schedule):
+            return None
+        if self._tied:
+            owner, others = self._tied[0]
+            raise PlanError(
+                f"stages {owner} and {others[0]} share parameters, which {plan.schedule} would "
+                "update at different times: cut so that one stage has them, or use a synchronous "
+                "schedule"
+            )
+        return Stream(plan.schedule, len(plan.stages), plan.microbatches, plan.in_flight)
+
+    def _admit(self, x: Any, y: Any) -> None:
+        assert self._streaming is not None
+        request = self._request(x, y, ())
+        if len(request.samples) != self.plan.microbatches:
+            raise HetpipeError(
+                f"a mini-batch of {sum(request.samples)} samples is too small for "
+                f"{self.plan.microbatches} micro-batches, which {self.plan.schedule} cannot do "
+                "without; leave it out"
+            )
+        if self._streaming.admitted == 0:
+            self._recent.clear()
+        self._streaming.admit(request)
+        self._handed_out.append((self._steps, request.samples))
+        self._steps += 1
+
+    def _collect(self) -> Result:
+        assert self._streaming is not None
+        result = self._streaming.collect()
+        self._recent.append(result)
+        index, samples = self._handed_out.popleft()
+        versions = tuple(self._loaded_at + version for version in result.versions)
+        return Result(index, _mean(result, samples), versions, result.live_versions)
+
+    def _sizes(self, x: Any, y: Any) -> tuple[int, ...]:
+        return _sizes(_rows(self._captured.leaves(x, y)), self.plan.microbatches)
+
+    def _request(self, x: Any, y: Any, schedule: Schedule) -> StepRequest:
         leaves = self._captured.leaves(x, y)
         rows = _rows(leaves)
         samples = _sizes(rows, self.plan.microbatches)
         if not set(samples) <= self._loaded:
+            self.flush()
             kept = {role: self._crew.read(role) for role in (PARAM, BUFFER, STATE)}
             self._load(self._loaded | set(samples), kept)
         counted = self._captured.has_count
-        request = StepRequest(
-            schedule=self._schedule(len(samples), update),
+        return StepRequest(
+            schedule=schedule,
             samples=samples,
             feeds=tuple(_slices(leaves, samples)),
             loss_tangents=tuple(1.0 if counted else size / rows for size in samples),
-            lr=self._optimizer.lr,
+            lr=self._optimizer.lr_at(self._steps + 1),
             number=self._steps + 1,
             seed=self._seed,
             grad_scale=None if counted else 1.0,
         )
+
+    def _step(self, x: Any, y: Any, update: bool) -> float:
+        request = self._request(x, y, ())
+        request = replace(request, schedule=self._schedule(len(request.samples), update))
         result = self._crew.step(request)
-        self._timeline = replace(result.timeline, label=self.plan.label)
+        self._recent.clear()
+        self._recent.append(result)
         self._steps += update
-        if result.counts is not None:
-            return sum(result.losses) / sum(result.counts)
-        return sum(loss * size for loss, size in zip(result.losses, samples, strict=True)) / rows
+        return _mean(result, request.samples)
 
 
 _UPDATING = frozenset({Op.UPDATE, Op.SEND_TIED_PARAM, Op.RECV_TIED_PARAM})
+
+
+def _mean(result: StepResult, samples: Sequence[int]) -> float:
+    """The mean loss of a mini-batch."""
+    if result.counts is not None:
+        return sum(result.losses) / sum(result.counts)
+    losses = zip(result.losses, samples, strict=True)
+    return sum(loss * size for loss, size in losses) / sum(samples)
 
 
 def _rows(leaves: Mapping[str, Any]) -> int:

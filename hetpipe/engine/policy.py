@@ -1,30 +1,148 @@
-"""Weight policies: which version of the parameters each pass of a stage uses."""
+"""Weight policies: which version of the parameters each pass of a stage uses.
+
+A version is a list of buffers in the order of the stage's parameters. An update makes the next one;
+it may overwrite the present one only if no pass will ask for it any more.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from hetpipe.errors import HetpipeError
 from hetpipe.sdk.backend import Buffer
 
+Version = list[Buffer]
+Predict = Callable[[Version, float], Version]
+"""The version that is expected after so many more updates."""
 
-class FlushPolicy:
-    """One version: all passes of a mini-batch use it, then the update replaces it (GPipe, DAPPLE).
 
-    The stage asks for the list of parameter buffers; the order is that of its parameter names.
+class Weights(ABC):
+    """The versions of one stage's parameters. `number` counts the updates so far."""
+
+    def __init__(self, parameters: Version) -> None:
+        self.present = parameters
+        self.number = 0
+        self.most_live = 1
+
+    @abstractmethod
+    def forward(self, microbatch: int, lag: int, ahead: float) -> Version:
+        """What the forward reads: `lag` updates old, or predicted `ahead` of the present."""
+
+    @abstractmethod
+    def backward(self, microbatch: int) -> Version:
+        """What the backward of a micro-batch reads."""
+
+    @property
+    @abstractmethod
+    def disposable(self) -> bool:
+        """Whether the update may overwrite the present version."""
+
+    def updated(self, version: Version) -> None:
+        """An update has made this version."""
+        self.present = version
+        self.number += 1
+
+    def take_most_live(self) -> int:
+        """The most versions that lived at once since the last call."""
+        most, self.most_live = self.most_live, 1
+        return most
+
+    def _live(self, count: int) -> None:
+        self.most_live = max(self.most_live, count)
+
+
+class Flushed(Weights):
+    """One version: all passes of a mini-batch use it, then the update replaces it."""
+
+    disposable = True
+
+    def forward(self, microbatch: int, lag: int, ahead: float) -> Version:
+        return self.present
+
+    def backward(self, microbatch: int) -> Version:
+        return self.present
+
+
+class Stashed(Weights):
+    """The backward uses the version of its forward (PipeDream, section 3.3; 2BW).
+
+    With `keeps`, forwards may use older versions than the present one: those between the one last
+    used and the present are kept.
     """
 
-    donates = True
-    """Whether an update may overwrite the parameters that it reads: no other version lives."""
+    def __init__(self, parameters: Version, keeps: bool) -> None:
+        super().__init__(parameters)
+        self._keeps = keeps
+        self._recent = {0: parameters}  # by number, the present one last
+        self._used: dict[int, int] = {}  # micro-batch -> number
+        self._held: dict[int, Version] = {}  # what these are
 
-    def __init__(self, parameters: list[Buffer]) -> None:
-        self._parameters = parameters
+    def forward(self, microbatch: int, lag: int, ahead: float) -> Version:
+        number = self.number - lag
+        version = self._recent[number]
+        self._used[microbatch], self._held[number] = number, version
+        for old in [old for old in self._recent if old < number]:
+            del self._recent[old]
+        self._live(len({*self._recent, *self._held}))
+        return version
 
-    def forward(self, microbatch: int) -> list[Buffer]:
-        """What the forward of `microbatch` reads."""
-        return self._parameters
+    def backward(self, microbatch: int) -> Version:
+        number = self._used.pop(microbatch)
+        version = self._held[number]
+        if number not in self._used.values():
+            del self._held[number]
+        return version
 
-    def backward(self, microbatch: int) -> list[Buffer]:
-        """What the backward of `microbatch` reads."""
-        return self._parameters
+    @property
+    def disposable(self) -> bool:
+        return not self._keeps and self.number not in self._held
 
-    def newest(self) -> list[Buffer]:
-        """What an update reads, and where its results are filed."""
-        return self._parameters
+    def updated(self, version: Version) -> None:
+        super().updated(version)
+        if not self._keeps:
+            self._recent.clear()
+        self._recent[self.number] = version
+
+
+class Predicted(Weights):
+    """The forward uses the weights expected when its backward comes (PipeOptim; SpecTrain).
+
+    `backward_ahead`: so many updates are predicted for the backward too (SpecTrain).
+    """
+
+    disposable = True
+
+    def __init__(self, parameters: Version, predict: Predict, backward_ahead: int = 0) -> None:
+        super().__init__(parameters)
+        self._predict = predict
+        self._backward_ahead = backward_ahead
+
+    def forward(self, microbatch: int, lag: int, ahead: float) -> Version:
+        return self._expected(ahead)
+
+    def backward(self, microbatch: int) -> Version:
+        return self._expected(self._backward_ahead)
+
+    def _expected(self, ahead: float) -> Version:
+        if ahead == 0 or self.number == 0:  # before the first update nothing is known
+            return self.present
+        self._live(2)
+        return self._predict(self.present, ahead)
+
+
+POLICIES = ("flush", "stash", "vertical-sync", "2bw", "spectrain", "pipeoptim")
+
+
+def make_weights(policy: str, parameters: Version, predict: Predict | None, **how: Any) -> Weights:
+    """The versions of a stage under a policy. Raises `HetpipeError`."""
+    if policy == "flush":
+        return Flushed(parameters)
+    if policy in ("stash", "vertical-sync", "2bw"):
+        return Stashed(parameters, keeps=policy != "stash")
+    if policy not in POLICIES:
+        raise HetpipeError(f"no weight policy {policy!r}; known: {', '.join(POLICIES)}")
+    if predict is None:
+        raise HetpipeError(f"{policy} needs an optimizer that predicts weights")
+    return Predicted(parameters, predict, **how)

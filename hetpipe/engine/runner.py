@@ -1,159 +1,236 @@
-"""Walks a worker's action list: the compute thread of one mini-batch."""
+"""Walks a worker's action list: the compute thread of one part of a schedule."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 from hetpipe.capture.program import COUNT, LOSS
 from hetpipe.cost.emulation import stretch
 from hetpipe.engine.edges import Receiver, Sender, Span
-from hetpipe.engine.messages import Step, StepReport
+from hetpipe.engine.messages import Batch, Step, StepReport
 from hetpipe.engine.stage import Stage
 from hetpipe.engine.transport import Tensor
 from hetpipe.engine.wiring import TIED, TIED_GRAD, TIED_PARAM, Kind, Layout
-from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import Action, Message, Op, Schedule
+
+Edge = tuple[int, int]
+"""Source and target stage."""
+
+Closing = frozenset[tuple[int, Op]]
+"""(stage, operation)"""
+
+_RECEIVES = {
+    "F": Op.RECV_FORWARD,
+    "B": Op.RECV_BACKWARD,
+    TIED_GRAD: Op.RECV_TIED_GRAD,
+    TIED_PARAM: Op.RECV_TIED_PARAM,
+}
 
 
 @dataclass(frozen=True)
 class Script:
-    """A schedule from one worker's point of view."""
+    """A part of a schedule from one worker's point of view."""
 
     actions: tuple[Action, ...]
-    messages: tuple[Message | None, ...]  # what each action sends or receives
-    arrivals: dict[int, list[tuple[int, Message]]]  # per peer, in its order; index of my receive
-    releases: dict[int, int]  # index of the last action with a micro-batch -> the micro-batch
-    last_forward: int  # index; -1 if there is none
+    arrivals: dict[Edge, list[Message]]  # what is sent meanwhile, in the senders' order
+    closing: Closing
 
     @classmethod
-    def of(cls, schedule: Schedule, stage: int) -> Script:
-        """Raises `ScheduleError` if a message is not received, or a stage is not this worker's."""
-        actions = schedule[stage]
-        strange = next((action for action in actions if action.stage != stage), None)
-        if strange is not None:
-            raise ScheduleError(f"worker {stage} runs stage {stage} alone, but was given {strange}")
-        messages = tuple(action.message for action in actions)
-        receives = {messages[i]: i for i, a in enumerate(actions) if a.op.is_receive}
-        arrivals: dict[int, list[tuple[int, Message]]] = {}
-        for peer, theirs in enumerate(schedule):
-            for action in theirs:
-                message = action.message
-                if message is None or not action.op.is_send or message.target != stage:
-                    continue
-                if message not in receives:
-                    raise ScheduleError(f"worker {stage} never receives what {action} sends")
-                arrivals.setdefault(peer, []).append((receives[message], message))
-        last = {a.number: i for i, a in enumerate(actions) if _of_microbatch(a)}
-        forwards = [i for i, action in enumerate(actions) if action.op is Op.FORWARD]
-        releases = {index: microbatch for microbatch, index in last.items()}
-        return cls(actions, messages, arrivals, releases, max(forwards, default=-1))
+    def of(
+        cls, schedule: Schedule, worker: int, stages: Container[int], closing: Closing
+    ) -> Script:
+        """`stages` are those of the worker."""
+        arrivals: dict[Edge, list[Message]] = {}
+        for action in (action for row in schedule for action in row):
+            message = action.message
+            if message is not None and action.op.is_send and message.target in stages:
+                arrivals.setdefault(message[:2], []).append(message)
+        return cls(schedule[worker], arrivals, closing)
 
 
-def _of_microbatch(action: Action) -> bool:
-    message = action.message
-    return action.op is not Op.UPDATE and (message is None or message.kind not in TIED)
+def closing(schedule: Schedule) -> Closing:
+    """The last thing that each stage does with a micro-batch, which is then forgotten."""
+    last: dict[int, dict[int, Op]] = {}
+    for action in (action for row in schedule for action in row):
+        message = action.message
+        if action.op is not Op.UPDATE and (message is None or message.kind not in TIED):
+            last.setdefault(action.stage, {})[action.number] = action.op
+    return frozenset((stage, op) for stage, ops in last.items() for op in ops.values())
 
 
 class Runner:
-    """Runs scripts on a stage; `senders` and `receivers` by the stage at the other end."""
+    """Runs scripts on stages; senders and receivers by the stages at both ends."""
 
     def __init__(
         self,
-        stage: Stage,
-        senders: Mapping[int, Sender],
-        receivers: Mapping[int, Receiver],
+        stages: Mapping[int, Stage],
+        senders: Mapping[Edge, Sender],
+        receivers: Mapping[Edge, Receiver],
         speed: float,
     ) -> None:
         self.doing: Action | None = None
-        self._stage = stage
+        self._stages = stages
         self._senders = senders
         self._receivers = receivers
         self._speed = speed
+        self._batches: dict[int, Batch] = {}  # those that some stage has not applied yet
+        self._firsts: dict[int, list[int]] = {}  # of each, the index of each micro-batch's first
+        self._forwarded: dict[tuple[int, int], int] = {}  # (stage, mini-batch) -> forwards done
+        self._updated: Counter[int] = Counter()  # stages that have applied a mini-batch
+        self._versions: dict[int, int] = {}  # that each stage's last forward used
 
     def run(
         self,
         script: Script,
         step: Step,
-        on_counts: Callable[[tuple[float, ...]], None],
-        scale: Callable[[], float],
+        on_counts: Callable[[Batch, tuple[float, ...]], None],
+        scale: Callable[[Batch], float],
     ) -> StepReport:
-        """One mini-batch. Counts are told as soon as they are known; `scale` may wait."""
-        self._step = step
-        firsts = list(accumulate(step.samples, initial=0))
+        """A part of a schedule. Counts are told as soon as they are known; `scale` may wait."""
+        self._microbatches = step.microbatches
+        if step.batch is not None:
+            self._batches[step.begins] = step.batch
+            self._firsts[step.begins] = list(accumulate(step.batch.samples, initial=0))
         counts: tuple[float, ...] | None = None
         spans: list[Span] = []
-        self._expect(script)
-        for index, (action, message) in enumerate(
-            zip(script.actions, script.messages, strict=True)
-        ):
+        self._expect(script, step.first)
+        for action in script.actions:
+            action = self._absolute(action, step.first)
             self.doing = action
+            message = action.message
+            start_s = time.monotonic()
             if message is not None:
-                self._transfer(index, action, message)
+                self._transfer(action, message)
             elif action.op is Op.UPDATE:
-                scalars = {"lr": step.lr, "step": float(step.number), "grad_scale": scale()}
+                batch = self._batches[action.number]
+                scalars = {"lr": batch.lr, "step": float(batch.number), "grad_scale": scale(batch)}
                 start_s = time.monotonic()
-                self._stage.update(scalars)
-                spans.append((index, start_s, stretch(start_s, self._speed)))
+                self._stages[action.stage].update(scalars)
+                spans.append((action, start_s, stretch(start_s, self._speed)))
             else:
-                start_s = time.monotonic()
-                self._pass(action, firsts[action.number])
-                spans.append((index, start_s, stretch(start_s, self._speed)))
-            if index in script.releases:
-                self._stage.release(script.releases[index])
-            if index == script.last_forward and self._stage.has_count:
-                counts = self._stage.results(COUNT) or ()
-                on_counts(counts)
-        for sender in self._senders.values():
-            spans += sender.drain()
-        for receiver in self._receivers.values():
-            spans += receiver.drain()
+                self._pass(action)
+                spans.append((action, start_s, stretch(start_s, self._speed)))
+                if action.op is Op.FORWARD and self._stages[action.stage].has_count:
+                    found = self._counted(action)
+                    if found is not None:
+                        counts = found
+                        on_counts(self._mini_batch(action.number)[1], found)
+            self._release(script, action)
         self.doing = None
-        return StepReport(self._stage.results(LOSS), counts, spans)
+        if step.drain:
+            for sender in self._senders.values():
+                sender.drain()
+            for table in (self._updated, self._batches, self._firsts):
+                table.clear()
+        return self._report(spans, counts)
 
-    def _expect(self, script: Script) -> None:
-        for peer, receiver in self._receivers.items():
-            kinds = [(index, self._kind(found)) for index, found in script.arrivals.get(peer, ())]
-            receiver.expect([(index, kind) for index, kind in kinds if receiver.layout(kind)])
+    def _release(self, script: Script, action: Action) -> None:
+        """Forget a micro-batch when a stage is done with it, a mini-batch when all stages are."""
+        if (action.stage, action.op) in script.closing:
+            self._stages[action.stage].release(action.number)
+        elif action.op is Op.UPDATE:
+            self._updated[action.number] += 1
+            if self._updated[action.number] == len(self._stages):
+                for table in (self._updated, self._batches, self._firsts):
+                    del table[action.number]
 
-    def _pass(self, action: Action, first_sample: int) -> None:
-        step, m = self._step, action.number
+    def _report(self, spans: list[Span], counts: tuple[float, ...] | None) -> StepReport:
+        edges: list[Sender | Receiver] = [*self._senders.values(), *self._receivers.values()]
+        for edge in edges:
+            spans += edge.take_spans()
+        found = [stage.results(LOSS) for stage in self._stages.values()]
+        return StepReport(
+            next((losses for losses in found if losses is not None), None),
+            counts,
+            [(a.stage, a.op.value, a.number, start_s, end_s) for a, start_s, end_s in spans],
+            dict(self._versions),
+            {n: stage.weights.take_most_live() for n, stage in self._stages.items()},
+        )
+
+    def _absolute(self, action: Action, first: int) -> Action:
+        if first == 0 or (action.message is not None and action.message.kind in TIED):
+            return action
+        shift = first if action.op is Op.UPDATE else first * self._microbatches
+        return replace(action, number=action.number + shift)
+
+    def _expect(self, script: Script, first: int) -> None:
+        for edge, receiver in self._receivers.items():
+            order = []
+            for message in script.arrivals.get(edge, ()):
+                number = message.number
+                if message.kind not in TIED:
+                    number += first * self._microbatches
+                    receive = Action(message.target, _RECEIVES[message.kind], number)
+                else:
+                    receive = Action(message.target, _RECEIVES[message.kind], message.source)
+                kind = self._kind(message.kind, number)
+                if receiver.layout(kind):
+                    order.append((receive, kind))
+            receiver.expect(order)
+
+    def _mini_batch(self, microbatch: int) -> tuple[int, Batch, int]:
+        """The mini-batch of a micro-batch: its number, itself, and the place in it."""
+        number, place = divmod(microbatch, self._microbatches)
+        return number, self._batches[number], place
+
+    def _kind(self, kind: str, microbatch: int) -> Kind:
+        if kind in TIED:
+            return (kind, 0)
+        _, batch, place = self._mini_batch(microbatch)
+        return (kind, batch.samples[place])
+
+    def _pass(self, action: Action) -> None:
+        n, m = action.stage, action.number
+        number, batch, place = self._mini_batch(m)
+        stage, samples = self._stages[n], batch.samples[place]
         if action.op is Op.FORWARD:
-            rng = (step.seed, step.number, first_sample)
-            self._stage.forward(m, step.samples[m], step.feeds[m], rng)
+            rng = (batch.seed, batch.number, self._firsts[number][place])
+            lag, ahead = batch.lag[n][place], batch.ahead[n][place]
+            self._versions[n] = stage.weights.number - lag
+            stage.forward(m, samples, batch.feeds[n][place], rng, lag, ahead)
         else:
-            self._stage.backward(m, step.samples[m], step.loss_tangents[m])
+            stage.backward(m, samples, batch.loss_tangents[place])
 
-    def _kind(self, message: Message) -> Kind:
-        tied = message.kind in TIED
-        return (message.kind, 0 if tied else self._step.samples[message.number])
+    def _counted(self, action: Action) -> tuple[float, ...] | None:
+        """The counts of a mini-batch, when its last forward is done."""
+        number, batch, _ = self._mini_batch(action.number)
+        key = (action.stage, number)
+        self._forwarded[key] = self._forwarded.get(key, 0) + 1
+        if self._forwarded[key] < len(batch.samples):
+            return None
+        del self._forwarded[key]
+        return self._stages[action.stage].results(COUNT) or ()
 
-    def _transfer(self, index: int, action: Action, message: Message) -> None:
-        kind = self._kind(message)
+    def _transfer(self, action: Action, message: Message) -> None:
+        kind, edge = self._kind(message.kind, message.number), message[:2]
         if action.op.is_send:
-            sender = self._senders.get(message.target)
+            sender = self._senders.get(edge)
             if sender is not None and (layout := sender.layout(kind)) is not None:
-                sender.send(index, kind, self._outgoing(message, kind, layout))
+                sender.send(action, kind, self._outgoing(action.stage, message, kind, layout))
         else:
-            receiver = self._receivers.get(message.source)
+            receiver = self._receivers.get(edge)
             if receiver is not None and (layout := receiver.layout(kind)) is not None:
-                self._arrived(message, layout, receiver.take(index))
+                self._arrived(action.stage, message, layout, receiver.take(action))
 
-    def _outgoing(self, message: Message, kind: Kind, layout: Layout) -> list[Tensor]:
+    def _outgoing(self, n: int, message: Message, kind: Kind, layout: Layout) -> list[Tensor]:
+        stage = self._stages[n]
         if message.kind in TIED:
             # The next update overwrites them: they leave the device before the list goes on.
-            return [self._stage.get(slot.key) for slot in layout]
-        return [*self._stage.depart(message.number, kind[1], layout)]
+            return [stage.get(slot.key) for slot in layout]
+        return [*stage.depart(message.number, kind[1], layout)]
 
-    def _arrived(self, message: Message, layout: Layout, tensors: list[Any]) -> None:
+    def _arrived(self, n: int, message: Message, layout: Layout, tensors: list[Any]) -> None:
+        stage = self._stages[n]
         if message.kind == TIED_GRAD:
             for slot, array in zip(layout, tensors, strict=True):
-                self._stage.put(slot.key, self._stage.get(slot.key) + array)
+                stage.put(slot.key, stage.get(slot.key) + array)
         elif message.kind == TIED_PARAM:
             for slot, array in zip(layout, tensors, strict=True):
-                self._stage.put(slot.key, array)
+                stage.put(slot.key, array)
         else:
-            self._stage.arrive(message.number, layout, tensors)
+            stage.arrive(message.number, layout, tensors)

@@ -11,8 +11,10 @@ from queue import SimpleQueue
 from typing import Any
 
 from hetpipe.engine.edges import Receiver, Sender
+from hetpipe.engine.handover import HandoverPort
 from hetpipe.engine.messages import (
     SCRIPTS,
+    Batch,
     Call,
     Counts,
     Failure,
@@ -47,7 +49,7 @@ class Service:
         self._opener = opener
         self._inbox: SimpleQueue[tuple[Any, Sequence[int]]] = SimpleQueue()
         self._task = "start"
-        self._stage: Stage | None = None
+        self._stages: dict[int, Stage] = {}
         self._runner: Runner | None = None
         self._edges: list[Sender | Receiver] = []
         self._scripts: dict[int, Script] = {}
@@ -67,7 +69,7 @@ class Service:
         """Take a message of the controller; never blocks."""
         if isinstance(message, Scale):
             with self._scaled:
-                self._scale = {message.serial: message.value}
+                self._scale[message.serial] = message.value
                 self._scaled.notify_all()
         else:
             self._inbox.put((message, fds))
@@ -119,22 +121,27 @@ class Service:
 
     def _load(self, message: Load, fds: Sequence[int]) -> None:
         self._close_edges()
-        self._runner, self._stage = None, None  # the old stage's memory, before the new one's
+        self._runner = None
+        self._stages.clear()  # the old stages' memory, before the new ones'
         self._scripts.clear()
-        stage = Stage(self._device, message.stage, message.values, message.state_init)
+        for load in message.stages:
+            self._stages[load.graphs.stage] = Stage(
+                self._device, load.graphs, load.values, message.state_init, load.policy,
+                load.backward_ahead,
+            )  # fmt: skip
         senders, receivers = {}, {}
         for end in message.edges:
             wire, own = end.wire, fds[slice(*end.fds)]
-            if wire.source == message.stage.stage:
-                outlet = end.port.outlet(wire, self._device, end.link, own)
-                senders[wire.target] = Sender(outlet, self.fail)
-            else:
-                inlet = end.port.inlet(wire, self._device, own)
-                receivers[wire.source] = Receiver(inlet, self.fail)
+            edge = (wire.source, wire.target)
+            port = end.port or HandoverPort()
+            if wire.target in self._stages:
+                inlet = port.inlet(wire, self._device, own)
+                receivers[edge] = Receiver(inlet, self.fail)
+            if wire.source in self._stages:
+                outlet = port.outlet(wire, self._device, end.link, own)
+                senders[edge] = Sender(outlet, self.fail)
         self._edges = [*senders.values(), *receivers.values()]
-        self._stage = stage
-        self._runner = Runner(stage, senders, receivers, self._order.member.speed)
-        self._number = message.stage.stage
+        self._runner = Runner(self._stages, senders, receivers, self._order.member.speed)
 
     def _step(self, message: Step, fds: Sequence[int]) -> Any:
         runner = self._runner
@@ -143,36 +150,39 @@ class Service:
         if message.schedule is not None:
             if len(self._scripts) >= SCRIPTS:
                 self._scripts.pop(next(iter(self._scripts)))
-            self._scripts[message.script] = Script.of(message.schedule, self._number)
+            self._scripts[message.script] = Script.of(
+                message.schedule, message.row, self._stages, message.closing
+            )
         return runner.run(
             self._scripts[message.script],
             message,
-            lambda counts: self._answer(Counts(message.serial, counts)),
-            lambda: self._grad_scale(message),
+            lambda batch, counts: self._answer(Counts(batch.serial, counts)),
+            self._grad_scale,
         )
 
-    def _grad_scale(self, message: Step) -> float:
-        if message.grad_scale is not None:
-            return message.grad_scale
+    def _grad_scale(self, batch: Batch) -> float:
+        if batch.grad_scale is not None:
+            return batch.grad_scale
         with self._scaled:
-            while message.serial not in self._scale:
+            while batch.serial not in self._scale:
                 if self._stopped:
                     raise EdgeClosedError
                 self._scaled.wait()
-            return self._scale[message.serial]
+            for old in [serial for serial in self._scale if serial < batch.serial]:
+                del self._scale[old]
+            return self._scale[batch.serial]
 
     def _call(self, message: Call, fds: Sequence[int]) -> Any:
         module, _, name = message.function.partition(":")
         return getattr(importlib.import_module(module), name)(self._device, *message.args)
 
     def _read(self, message: Read, fds: Sequence[int]) -> Any:
-        assert self._stage is not None
-        return {name: self._stage.get((message.role, name)) for name in message.names}
+        stage = self._stages[message.stage]
+        return {name: stage.get((message.role, name)) for name in message.names}
 
     def _write(self, message: Write, fds: Sequence[int]) -> None:
-        assert self._stage is not None
         for name, value in message.values.items():
-            self._stage.put((message.role, name), value)
+            self._stages[message.stage].put((message.role, name), value)
 
     def _close_edges(self) -> None:
         for edge in self._edges:

@@ -30,7 +30,7 @@ from hetpipe.capture.program import (
     Slot,
     StageGraphs,
 )  # fmt: skip
-from hetpipe.engine.policy import FlushPolicy
+from hetpipe.engine.policy import Version, make_weights
 from hetpipe.engine.wiring import Array, Layout, host_dtype
 from hetpipe.sdk.backend import Buffer, Device, Event, Executable
 
@@ -49,7 +49,8 @@ class _Bound:
     executable: Executable
     sources: tuple[Place, ...]
     targets: tuple[Place, ...]
-    donate: frozenset[int]
+    donate: frozenset[int]  # inputs that every run may overwrite
+    parameters: frozenset[int]  # inputs that are parameters
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ class Stage:
         graphs: StageGraphs,
         values: Mapping[str, Array],
         state_init: Callable[..., Array],
+        policy: str = "flush",
+        backward_ahead: int = 0,
     ) -> None:
         self.device = device
         self._slots = {slot.key: slot for program in _programs(graphs) for slot in _slots(program)}
@@ -82,12 +85,15 @@ class Stage:
             table = self._tables[TABLE_OF.get(slot.role, FRAME)]
             self._places[key] = (TABLE_OF.get(slot.role, FRAME), len(table))
             table.append(self._initial(slot, graphs, values, state_init))
-        self.policy = FlushPolicy(self._tables[PARAMS])
+        how = {"backward_ahead": backward_ahead} if policy == "spectrain" else {}
+        predict = None if graphs.predict is None else self._predict
+        self.weights = make_weights(policy, self._tables[PARAMS], predict, **how)
         self._store = self._tables[STORE]
         self._frames: dict[int, Frame] = {}
         self._passes = {samples: self._bind_passes(p) for samples, p in graphs.passes.items()}
-        donated = (PARAM, GRAD, STATE) if self.policy.donates else (GRAD, STATE)
-        self._update = None if graphs.update is None else self._bind(graphs.update, donated)
+        self._update = None if graphs.update is None else self._bind(graphs.update, (GRAD, STATE))
+        predicts = policy in ("spectrain", "pipeoptim") and graphs.predict is not None
+        self._predictor = self._bind(graphs.predict) if predicts and graphs.predict else None
         self._loss, self._count, self._rng = (self._index_of(r) for r in (LOSS, COUNT, RNG))
         self._results: dict[str, dict[int, Buffer]] = {LOSS: {}, COUNT: {}}
         self._scalars: dict[str, float] = {}
@@ -99,15 +105,24 @@ class Stage:
         return self._count is not None
 
     def forward(
-        self, microbatch: int, samples: int, feed: Mapping[str, Array], rng: tuple[int, int, int]
+        self,
+        microbatch: int,
+        samples: int,
+        feed: Mapping[str, Array],
+        rng: tuple[int, int, int],
+        lag: int = 0,
+        ahead: int = 0,
     ) -> None:
-        """Run the forward of `microbatch`; `rng` is (seed, step, index of the first sample)."""
+        """Run the forward of `microbatch`; `rng` is (seed, step, index of the first sample).
+
+        `lag` and `ahead` choose the version of the weights, see `hetpipe.engine.policy`.
+        """
         passes = self._passes[samples]
         frame = self._frame(microbatch)
         after = [self._feed(frame, index, feed[name]) for name, index in passes.feeds]
         if self._rng is not None:
             after.append(self._feed(frame, self._rng, np.asarray(rng, np.int64)))
-        self._run(passes.forward, self.policy.forward(microbatch), frame, after)
+        self._run(passes.forward, self.weights.forward(microbatch, lag, ahead), frame, after)
         for role, index in ((LOSS, self._loss), (COUNT, self._count)):
             if index is not None:
                 self._results[role][microbatch] = frame[index]
@@ -122,7 +137,7 @@ class Stage:
         frame = self._frames[microbatch]
         if (place := self._places.get((TANGENT, LOSS))) is not None:
             frame[place[1]] = self._loss_tangent(loss_tangent)
-        self._run(passes.backward, self.policy.backward(microbatch), frame)
+        self._run(passes.backward, self.weights.backward(microbatch), frame)
         for index in passes.dead_after_backward:
             frame[index] = None
 
@@ -130,12 +145,26 @@ class Stage:
         """Apply the optimizer; `scalars` are lr, step and grad_scale."""
         if self._update is None:
             return
+        self._put_scalars(scalars)
+        present = self.weights.present
+        if self.weights.disposable:
+            self._run(self._update, present, [], donate=self._update.parameters)
+            self.weights.updated(present)
+        else:
+            self.weights.updated(self._run(self._update, present, [], into=list(present)))
+
+    def _predict(self, version: Version, ahead: float) -> Version:
+        """The weights expected after `ahead` more updates."""
+        assert self._predictor is not None
+        self._put_scalars({"ahead": ahead})
+        return self._run(self._predictor, version, [], into=list(version))
+
+    def _put_scalars(self, scalars: Mapping[str, float]) -> None:
         for name, value in scalars.items():
             slot = self._slots.get((SCALAR, name))
             if slot is not None and self._scalars.get(name) != value:
                 self.put(slot.key, np.asarray(value, host_dtype(slot.dtype)))
                 self._scalars[name] = value
-        self._run(self._update, self.policy.newest(), [])
 
     def results(self, role: str) -> tuple[float, ...] | None:
         """Losses or counts of all micro-batches since the last call, in their order."""
@@ -174,24 +203,35 @@ class Stage:
     def get(self, key: Key) -> Array:
         """The present value of a parameter, buffer, gradient or state, on the host."""
         table, index = self._places[key]
-        buffers = self.policy.newest() if table == PARAMS else self._store
+        buffers = self.weights.present if table == PARAMS else self._store
         return self._download(self._slots[key], buffers[index])
 
     def put(self, key: Key, value: Array) -> None:
         """Replace it."""
         table, index = self._places[key]
-        buffers = self.policy.newest() if table == PARAMS else self._store
+        buffers = self.weights.present if table == PARAMS else self._store
         buffers[index] = self._upload(value)
 
     def _run(
-        self, bound: _Bound, params: list[Buffer], frame: Frame, after: Sequence[Event] = ()
-    ) -> None:
+        self,
+        bound: _Bound,
+        params: Version,
+        frame: Frame,
+        after: Sequence[Event] = (),
+        *,
+        donate: frozenset[int] = frozenset(),
+        into: Version | None = None,
+    ) -> Version:
+        """Run on a version of the parameters; those that it makes go `into` another, if given."""
         tables = (params, self._store, frame)
         inputs = [tables[table][index] for table, index in bound.sources]
-        outputs, event, _ = bound.executable.run(inputs, bound.donate, after)
+        outputs, event, _ = bound.executable.run(inputs, bound.donate | donate, after)
         event.wait()
+        made = params if into is None else into
+        tables = (made, self._store, frame)
         for (table, index), buffer in zip(bound.targets, outputs, strict=True):
             tables[table][index] = buffer
+        return made
 
     def _bind(self, program: Program, donated: Sequence[str] = ()) -> _Bound:
         return _Bound(
@@ -199,6 +239,7 @@ class Stage:
             tuple(self._places[slot.key] for slot in program.inputs),
             tuple(self._places[slot.key] for slot in program.outputs),
             frozenset(i for i, slot in enumerate(program.inputs) if slot.role in donated),
+            frozenset(i for i, slot in enumerate(program.inputs) if slot.role == PARAM),
         )
 
     def _bind_passes(self, passes: PassPrograms) -> _Passes:
@@ -266,7 +307,7 @@ class Stage:
 
 def _programs(graphs: StageGraphs) -> list[Program]:
     passes = [p for pair in graphs.passes.values() for p in (pair.forward, pair.backward)]
-    return [program for program in (*passes, graphs.update) if program is not None]
+    return [p for p in (*passes, graphs.update, graphs.predict) if p is not None]
 
 
 def _slots(program: Program) -> tuple[Slot, ...]:

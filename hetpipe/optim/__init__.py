@@ -4,5 +4,15 @@ from hetpipe._lazy import lazy
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
-    {"Optimizer": "rule", "adam": "rules", "adamw": "rules", "sgd": "rules"},
+    {
+        "Optimizer": "rule",
+        "adagrad": "squares",
+        "adam": "rules",
+        "adamw": "rules",
+        "lamb": "published",
+        "lion": "published",
+        "multi_step": "rule",
+        "rmsprop": "squares",
+        "sgd": "rules",
+    },
 )

@@ -5,17 +5,23 @@ Written once in torch operations; capture traces a rule into an update graph for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from numbers import Real
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+from hetpipe.errors import HetpipeError
 
-    Update = Callable[
-        [torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor],
-        tuple[torch.Tensor, tuple[torch.Tensor, ...]],
-    ]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Tensors = tuple[Tensor, ...]
+    Result = tuple[Tensor, Tensors]
+    Update = Callable[[Tensor, Tensor, Tensors, Tensor, Tensor], Result]
+    Predict = Callable[[Tensor, Tensors, Tensor, Tensor, Tensor], Tensor]
+    LearningRate = float | Callable[[int], float]
+    NameFilter = Callable[[str], bool]
 
 
 @dataclass(frozen=True)
@@ -23,11 +29,81 @@ class Optimizer:
     """An optimizer. `update` works on one parameter; `state` names its state tensors.
 
     Every state tensor has its parameter's shape and dtype and starts at zero. `step` (0-d float32)
-    counts updates from 1; `lr` is 0-d float32.
+    counts updates from 1; `lr` is 0-d float32. As a field, `lr` may be a function of that count.
+
+    `predict(param, state, step, lr, ahead)` is the weights to expect after `ahead` (0-d float32)
+    more updates, from the state after `step` updates; param itself where `step` or `ahead` is 0. It
+    is None where the state holds no direction, so that nothing can be predicted. `predict_steps` is
+    the same in more detail: see `multi_step`.
+
+    Parameters whose names `decay_exclude` picks follow `undecayed`: see `rule_for`.
     """
 
     name: str
-    lr: float
+    lr: LearningRate
     state: tuple[str, ...]
     update: Update
     hyperparameters: tuple[tuple[str, float], ...] = ()
+    predict: Predict | None = None
+    predict_steps: Predict | None = None
+    decay_exclude: NameFilter | None = None
+    undecayed: Optimizer | None = None
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of update `step`, from 1. Raises `HetpipeError` if it is no rate."""
+        value: object = self.lr(step) if callable(self.lr) else self.lr
+        rate = float(value) if isinstance(value, Real) else math.nan
+        if not 0 <= rate < math.inf:
+            raise HetpipeError(
+                f"the learning rate of update {step} is {value}; lr must be or return a finite "
+                "number that is not negative"
+            )
+        return rate
+
+    def rule_for(self, name: str) -> Optimizer:
+        """The optimizer whose `update` and `predict` the parameter of that name follows."""
+        if self.undecayed is not None and self.decay_exclude is not None:
+            return self.undecayed if self.decay_exclude(name) else self
+        return self
+
+
+def excluding(
+    optimizer: Optimizer, decay_exclude: NameFilter | None, undecayed: Callable[[], Optimizer]
+) -> Optimizer:
+    """`optimizer`, with `undecayed()` for the parameters whose names `decay_exclude` picks."""
+    if decay_exclude is None:
+        return optimizer
+    changed = _with_setting(optimizer, "decay_exclude")
+    return replace(changed, decay_exclude=decay_exclude, undecayed=undecayed())
+
+
+def multi_step(optimizer: Optimizer) -> Optimizer:
+    """`optimizer`, predicting every update ahead by itself instead of repeating the last one.
+
+    In the manner of FTPipe (Eliad et al., ATC'21): further gradients are expected to be zero but
+    for weight decay, so the momentum m fades. With s = ahead, b its factor, w the weight decay, p
+    the weights and A = b + b^2 + ... + b^s = b (1 - b^s) / (1 - b):
+
+    - sgd: p - lr V, V = A m + w p (s - A) / (1 - b); with nesterov p - lr (b V + s w p);
+    - adam: p - lr (A m_hat + (s - A) w p) / (sqrt(v_hat) + eps);
+    - adamw: p (1 - lr w)^s - lr A m_hat / (sqrt(v_hat) + eps).
+
+    Squared gradients are expected to be v_hat again, which therefore stays; bias corrections are
+    those of the last update, the p in a sum is today's, and lr stays: FTPipe steps through these.
+
+    Raises `HetpipeError` for other optimizers and for sgd without a momentum between 0 and 1.
+    """
+    if optimizer.predict_steps is None:
+        raise HetpipeError(
+            f"{optimizer.name} {dict(optimizer.hyperparameters)} has no multi-step prediction; use "
+            "sgd with a momentum between 0 and 1, adam or adamw"
+        )
+    undecayed = None if optimizer.undecayed is None else multi_step(optimizer.undecayed)
+    changed = _with_setting(optimizer, "multi_step")
+    return replace(changed, predict=optimizer.predict_steps, undecayed=undecayed)
+
+
+def _with_setting(optimizer: Optimizer, name: str) -> Optimizer:
+    """The optimizer with a hyperparameter that is on: what it measures is not taken for another."""
+    settings = {**dict(optimizer.hyperparameters), name: 1.0}
+    return replace(optimizer, hyperparameters=tuple(settings.items()))

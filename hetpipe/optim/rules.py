@@ -1,34 +1,51 @@
-"""The optimizers: SGD with momentum, Adam and AdamW, as torch.optim defines them."""
+"""SGD with momentum, Adam and AdamW, as torch.optim defines them.
+
+Predictions: PipeOptim's, param - lr * ahead * dW, with dW the direction of the last update.
+"""
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
 
 from hetpipe.errors import HetpipeError
-from hetpipe.optim.rule import Optimizer
+from hetpipe.optim.formulas import (
+    TINY,
+    check,
+    check_below_one,
+    correction,
+    fading_sum,
+    linear,
+    moments,
+    once_started,
+    root,
+)
+from hetpipe.optim.rule import Optimizer, excluding
 
 if TYPE_CHECKING:
-    Result = tuple[torch.Tensor, tuple[torch.Tensor, ...]]
+    from torch import Tensor
+
+    from hetpipe.optim.rule import LearningRate, NameFilter, Result, Tensors
 
 
 def sgd(
-    lr: float, momentum: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False
+    lr: LearningRate,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    decay_exclude: NameFilter | None = None,
 ) -> Optimizer:
-    """Stochastic gradient descent, `torch.optim.SGD` without dampening."""
-    _check(lr=lr, momentum=momentum, weight_decay=weight_decay)
+    """Stochastic gradient descent, `torch.optim.SGD` without dampening.
+
+    Prediction: dW is the velocity v. Nesterov's direction g + u v is v too, with the gradient that
+    the velocity stands for, g = (1 - u) v. Without momentum there is no state, and no prediction.
+    """
+    check(lr, momentum=momentum, weight_decay=weight_decay)
     if nesterov and momentum == 0:
         raise HetpipeError("nesterov needs a momentum greater than 0")
 
-    def update(
-        param: torch.Tensor,
-        grad: torch.Tensor,
-        state: tuple[torch.Tensor, ...],
-        step: torch.Tensor,
-        lr: torch.Tensor,
-    ) -> Result:
+    def update(param: Tensor, grad: Tensor, state: Tensors, step: Tensor, lr: Tensor) -> Result:
         if weight_decay:
             grad = torch.add(grad, param, alpha=weight_decay)
         if not state:
@@ -37,69 +54,104 @@ def sgd(
         direction = torch.add(grad, velocity, alpha=momentum) if nesterov else velocity
         return param - lr * direction, (velocity,)
 
+    def predict(param: Tensor, state: Tensors, step: Tensor, lr: Tensor, ahead: Tensor) -> Tensor:
+        return linear(param, lr, ahead, state[0])
+
+    def predict_steps(
+        param: Tensor, state: Tensors, step: Tensor, lr: Tensor, ahead: Tensor
+    ) -> Tensor:
+        ahead = once_started(step, ahead)
+        fading = fading_sum(momentum, ahead)
+        scale = lr * momentum if nesterov else lr
+        predicted = param - scale * fading * state[0]
+        if not weight_decay:
+            return predicted
+        decays = scale * (ahead - fading) / (1 - momentum)
+        if nesterov:
+            decays = decays + lr * ahead
+        return predicted - weight_decay * decays * param
+
     settings = {"momentum": momentum, "weight_decay": weight_decay, "nesterov": float(nesterov)}
-    return Optimizer("sgd", lr, ("momentum",) if momentum else (), update, tuple(settings.items()))
+    made = Optimizer(
+        "sgd",
+        lr,
+        ("momentum",) if momentum else (),
+        update,
+        tuple(settings.items()),
+        predict if momentum else None,
+        predict_steps if 0 < momentum < 1 else None,
+    )
+    return excluding(made, decay_exclude, lambda: sgd(lr, momentum, 0.0, nesterov))
 
 
 def adam(
-    lr: float = 1e-3,
+    lr: LearningRate = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
+    decay_exclude: NameFilter | None = None,
 ) -> Optimizer:
-    """Adam (Kingma and Ba, ICLR'15), `torch.optim.Adam`; decay is added to the gradient."""
-    return _adam("adam", lr, betas, eps, weight_decay, decoupled=False)
+    """Adam (Kingma and Ba, ICLR'15), `torch.optim.Adam`; decay is added to the gradient.
+
+    Prediction: dW = m_hat / (sqrt(v_hat) + eps).
+    """
+    made = _adam("adam", lr, betas, eps, weight_decay, decoupled=False)
+    return excluding(made, decay_exclude, lambda: adam(lr, betas, eps, 0.0))
 
 
 def adamw(
-    lr: float = 1e-3,
+    lr: LearningRate = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.01,
+    decay_exclude: NameFilter | None = None,
 ) -> Optimizer:
-    """AdamW (Loshchilov and Hutter, ICLR'19), `torch.optim.AdamW`; decay is apart."""
-    return _adam("adamw", lr, betas, eps, weight_decay, decoupled=True)
+    """AdamW (Loshchilov and Hutter, ICLR'19), `torch.optim.AdamW`; decay is apart.
+
+    Prediction: dW = m_hat / (sqrt(v_hat) + eps); the decay is not predicted.
+    """
+    made = _adam("adamw", lr, betas, eps, weight_decay, decoupled=True)
+    return excluding(made, decay_exclude, lambda: adamw(lr, betas, eps, 0.0))
 
 
 def _adam(
     name: str,
-    lr: float,
+    lr: LearningRate,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
     decoupled: bool,
 ) -> Optimizer:
-    _check(lr=lr, eps=eps, weight_decay=weight_decay)
-    if not all(0 <= beta < 1 for beta in betas):
-        raise HetpipeError(f"betas must lie in [0, 1), not {betas}")
+    check(lr, eps=eps, weight_decay=weight_decay)
     beta1, beta2 = betas
+    check_below_one("betas", *betas)
 
-    def update(
-        param: torch.Tensor,
-        grad: torch.Tensor,
-        state: tuple[torch.Tensor, ...],
-        step: torch.Tensor,
-        lr: torch.Tensor,
-    ) -> Result:
+    def update(param: Tensor, grad: Tensor, state: Tensors, step: Tensor, lr: Tensor) -> Result:
         if weight_decay and decoupled:
             param = param * (1 - lr * weight_decay)
         elif weight_decay:
             grad = torch.add(grad, param, alpha=weight_decay)
-        mean = torch.lerp(state[0], grad, 1 - beta1)
-        square = torch.addcmul(state[1] * beta2, grad, grad, value=1 - beta2)
-        root = square.sqrt() / _correction(beta2, step).sqrt() + eps
-        return param - lr / _correction(beta1, step) * (mean / root), (mean, square)
+        mean, square = moments(state, grad, betas)
+        direction = mean / root(square, beta2, step, eps)
+        return param - lr / correction(beta1, step) * direction, (mean, square)
+
+    def predict(param: Tensor, state: Tensors, step: Tensor, lr: Tensor, ahead: Tensor) -> Tensor:
+        step = step.clamp(min=1)  # before the first update the mean is 0, and so is the direction
+        direction = state[0] / root(state[1], beta2, step, max(eps, TINY))
+        return param - lr * ahead / correction(beta1, step) * direction
+
+    def predict_steps(
+        param: Tensor, state: Tensors, step: Tensor, lr: Tensor, ahead: Tensor
+    ) -> Tensor:
+        ahead, step = once_started(step, ahead), step.clamp(min=1)
+        fading = fading_sum(beta1, ahead)
+        total = fading / correction(beta1, step) * state[0]
+        if weight_decay and decoupled:
+            param = param * (1 - lr * weight_decay) ** ahead
+        elif weight_decay:
+            total = total + weight_decay * (ahead - fading) * param
+        return param - lr * (total / root(state[1], beta2, step, max(eps, TINY)))
 
     settings = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
-    return Optimizer(name, lr, ("mean", "square"), update, tuple(settings.items()))
-
-
-def _correction(beta: float, step: torch.Tensor) -> torch.Tensor:
-    """1 - beta^step, without the cancellation that float32 would suffer."""
-    return -torch.expm1(step * math.log(beta)) if beta else torch.ones_like(step)
-
-
-def _check(**values: float) -> None:
-    for name, value in values.items():
-        if not value >= 0:
-            raise HetpipeError(f"{name} must not be negative, but is {value}")
+    state, fixed = ("mean", "square"), tuple(settings.items())
+    return Optimizer(name, lr, state, update, fixed, predict, predict_steps)

@@ -29,18 +29,20 @@ class StageCosts:
         self.count = len(table.layers)
         weights = [2 * layer.params_nbytes + layer.state_nbytes for layer in table.layers]
         self._weights = _prefix(weights)
+        self._params = _prefix([layer.params_nbytes for layer in table.layers])
         self._saved = _prefix([layer.saved_nbytes for layer in table.layers])
         self._cuts = np.array([0, *(layer.cut_nbytes for layer in table.layers[:-1]), 0], float)
         self._passes: dict[str, tuple[Array, Array, float]] = {}
 
-    def memory_nbytes(self, lo: Array, hi: Array, in_flight: int) -> Array:
-        """Weights and gradients, optimizer state, saved x in-flight, buffers of the cuts.
+    def memory_nbytes(self, lo: Array, hi: Array, in_flight: int, versions: int = 1) -> Array:
+        """Weights x versions, gradients, optimizer state, saved x in-flight, buffers of the cuts.
 
         A cut has two buffers on each side: what crosses forward and the gradient that comes back.
         """
         return (
             self._weights[hi]
             - self._weights[lo]
+            + (versions - 1) * (self._params[hi] - self._params[lo])
             + in_flight * (self._saved[hi] - self._saved[lo])
             + 2 * (self._cuts[lo] + self._cuts[hi])
         )
@@ -85,12 +87,13 @@ class StageCosts:
         in_flight: int,
         objective: Objective,
         bounded: bool = True,
+        versions: int = 1,
     ) -> Array:
         """`stage_s` for all [lo, hi]; infinite where empty or (if `bounded`) over the memory."""
         lo = np.arange(self.count + 1)[:, None]
         hi = np.arange(self.count + 1)[None, :]
         capacity = self.table.devices[devices[stage]].memory_nbytes if bounded else math.inf
-        fits = (lo < hi) & (self.memory_nbytes(lo, hi, in_flight) <= capacity)
+        fits = (lo < hi) & (self.memory_nbytes(lo, hi, in_flight, versions) <= capacity)
         return np.where(fits, self.stage_s(devices, stage, lo, hi, objective), math.inf)
 
 

@@ -9,10 +9,12 @@ from typing import Any
 
 from hetpipe.cost.table import CostTable, LinkCost
 from hetpipe.errors import PlanError
+from hetpipe.schedule.generators import generate, is_asynchronous
 from hetpipe.sdk.info import HOST_MEMORY
+from hetpipe.simulate.simulator import simulate
 from hetpipe.simulate.times import StageTimes, Transfer
 
-VERSION = 1
+VERSION = 2
 
 Tied = tuple[tuple[int, tuple[int, ...]], ...]
 """Stages that share parameters: (owner, the others)."""
@@ -48,6 +50,7 @@ class Plan:
     label: str
     origin: str  # which planner made it: balanced | even | speed-blind | link-blind | user
     notes: tuple[str, ...] = ()
+    weights: str = "flush"  # how versions of the weights are kept
 
     def __post_init__(self) -> None:
         ends = [0, *(stage.hi for stage in self.stages)]
@@ -85,8 +88,17 @@ class Plan:
 
     @property
     def fill_limit(self) -> float:
-        """M / (M + N - 1): the share of the step that GPipe and 1F1B can be busy at best."""
-        return self.microbatches / (self.microbatches + len(self.stages) - 1)
+        """The share of the step that workers can be busy at best: M / (M + N - 1) for GPipe, 1F1B.
+
+        For other schedules that of equal stages without transfers, where B = 2 F.
+        """
+        if is_asynchronous(self.schedule):
+            return 1.0
+        stages, workers = len(self.stages), len(set(self.devices))
+        rows = generate(self.schedule, stages, self.microbatches, workers=workers)
+        times = StageTimes((1.0,) * stages, (2.0,) * stages)
+        shares = simulate(rows, times).busy_share()
+        return sum(shares) / len(shares)
 
     def tied(self, table: CostTable) -> Tied:
         """The stages that share parameters under these cuts; the owner is the lowest."""

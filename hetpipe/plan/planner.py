@@ -18,8 +18,16 @@ from hetpipe.plan.costs import Objective, StageCosts
 from hetpipe.plan.exact import exact
 from hetpipe.plan.partition import balanced, moves
 from hetpipe.plan.plan import Plan
-from hetpipe.plan.pricing import Partition, Question, lower_bound_s, predict, price, problem
-from hetpipe.schedule.generators import generate, max_in_flight
+from hetpipe.plan.pricing import (
+    CHUNKS,
+    Partition,
+    Question,
+    lower_bound_s,
+    predict,
+    price,
+    problem,
+)
+from hetpipe.schedule.generators import generate, is_asynchronous, is_chunked, max_in_flight
 
 __all__ = ["explore", "make_plan", "predict"]
 
@@ -38,35 +46,39 @@ def make_plan(
     objective: Objective | Literal["auto"] = "auto",
     cuts: Sequence[int] | None = None,
     fixed_order: bool = False,
+    weights: str = "flush",
 ) -> Plan:
     """The plan with the quickest predicted step that puts one stage on each of `devices`.
 
     Every order of up to 4 devices is tried, unless `fixed_order` or `cuts` (layer indices) are
     given; of more, the given one. `objective` is how the partitioners count transfers, where
     not all partitions are candidates. Under 1F1B the in-flight depth is chosen too: the one that
-    hides transfers where it pays, a smaller one where memory asks for it.
+    hides transfers where it pays, a smaller one where memory asks for it. `weights` says how many
+    versions of the weights are kept (of an asynchronous schedule, see `hetpipe.engine.policy`).
 
     Raises `PlanError` if there are more devices than layers, or no partition fits.
     """
-    question = Question(StageCosts(table), schedule, mini_batch, microbatches)
+    question = Question(StageCosts(table), schedule, mini_batch, microbatches, weights)
     _check(question, devices)
     if cuts is not None:
-        return _as_given(question, tuple(devices), tuple(cuts))
+        return _as_given(question, question.stage_devices(devices), tuple(cuts))
     free = not fixed_order and len(devices) <= FREE_ORDER_DEVICES
-    orders = list(permutations(devices)) if free else [tuple(devices)]
+    orders = [
+        question.stage_devices(order) for order in (permutations(devices) if free else [devices])
+    ]
     objectives: tuple[Objective, ...] = ("sum", "max") if objective == "auto" else (objective,)
     why = ""
-    for depths in _depths(schedule, len(devices), microbatches):
+    for depths in _depths(question, len(orders[0])):
         candidates = [
             Partition(order, proposal, depth)
             for order in orders
             for depth in depths
-            for proposal in _propose(question.costs, order, depth, objectives)
+            for proposal in _propose(question, order, depth, objectives)
         ]
-        able = [candidate for candidate in candidates if problem(question.costs, candidate) is None]
+        able = [candidate for candidate in candidates if problem(question, candidate) is None]
         if able:
             return _improved(question, *_quickest(question, able, "balanced"))
-        why = _why_not(question.costs, candidates, orders, depths[0])
+        why = _why_not(question, candidates, orders, depths[0])
     raise PlanError(f"no plan for {', '.join(devices)}: {why}")
 
 
@@ -77,6 +89,7 @@ def explore(
     mini_batch: int,
     schedules: Sequence[str] = ("gpipe", "1f1b"),
     use_all: bool = False,
+    weights: str = "flush",
 ) -> list[Plan]:
     """Plans over devices, schedules and micro-batch counts, the quickest predicted step first,
     and of equals the one with the least memory.
@@ -98,7 +111,7 @@ def explore(
                     plans.append(
                         make_plan(
                             table, subset, mini_batch=mini_batch, microbatches=microbatches,
-                            schedule=schedule,
+                            schedule=schedule, weights=weights,
                         )
                     )  # fmt: skip
                 except PlanError as error:
@@ -128,10 +141,11 @@ def _check(question: Question, devices: Sequence[str]) -> None:
         if device not in table.devices:
             known = ", ".join(table.devices)
             raise PlanError(f"no costs for {device}; the table of {table.model} has {known}")
-    if len(devices) > len(table.layers):
+    each = CHUNKS if is_chunked(question.schedule) else 1
+    if each * len(devices) > len(table.layers):
         raise PlanError(
-            f"{len(devices)} stages need as many layers, {table.model} has {len(table.layers)}: "
-            f"use at most {len(table.layers)} devices"
+            f"{each * len(devices)} stages need as many layers, {table.model} has "
+            f"{len(table.layers)}: use at most {len(table.layers) // each} devices"
         )
     if not 1 <= question.microbatches <= question.mini_batch:
         raise PlanError(
@@ -159,46 +173,59 @@ def _as_given(question: Question, devices: tuple[str, ...], cuts: tuple[int, ...
     """The user's partition; only the in-flight depth is left to choose."""
     _check_cuts(question.costs.table, devices, cuts)
     why: str | None = None
-    for depths in _depths(question.schedule, len(devices), question.microbatches):
+    for depths in _depths(question, len(devices)):
         candidates = [Partition(devices, cuts, depth) for depth in depths]
-        able = [candidate for candidate in candidates if problem(question.costs, candidate) is None]
+        able = [candidate for candidate in candidates if problem(question, candidate) is None]
         if able:
             return _quickest(question, able, "user")[1]
-        why = problem(question.costs, candidates[0])
+        why = problem(question, candidates[0])
     raise PlanError(f"no plan for {', '.join(devices)}, cut at {list(cuts)}: {why}")
 
 
-def _depths(schedule: str, stages: int, microbatches: int) -> Iterator[list[tuple[int, ...]]]:
+def _depths(question: Question, stages: int) -> Iterator[list[tuple[int, ...]]]:
     """In-flight depths to choose from; each later list only where nothing before it fits.
 
-    1F1B: DAPPLE's P_A and P_B (section 3 there), then P_A bounded ever closer by memory.
+    1F1B: DAPPLE's P_A and P_B (section 3 there), then P_A bounded ever closer by memory. Without a
+    flush: PipeDream's NOAM, and the depth that hides transfers where the policy is defined there.
     """
-    if schedule != "1f1b":
-        yield [tuple(max_in_flight(generate(schedule, stages, microbatches)))]
+    schedule, microbatches = question.schedule, question.microbatches
+    most = math.inf if is_asynchronous(schedule) else microbatches
+    straight = tuple(int(min(stages - stage, most)) for stage in range(stages))
+    hiding = tuple(int(min(2 * (stages - stage) - 1, most)) for stage in range(stages))
+    if is_asynchronous(schedule):
+        noam_only = question.weights == "spectrain"
+        noam_only |= question.weights == "2bw" and hiding[0] > microbatches
+        yield [straight] if noam_only else list(dict.fromkeys([straight, hiding]))
         return
-    straight = [min(stages - stage, microbatches) for stage in range(stages)]
-    hiding = [min(2 * (stages - stage) - 1, microbatches) for stage in range(stages)]
-    yield list(dict.fromkeys([tuple(straight), tuple(hiding)]))
+    if schedule != "1f1b":
+        workers = stages // CHUNKS if is_chunked(schedule) else stages
+        made = generate(schedule, stages, microbatches, workers=workers)
+        yield [tuple(max_in_flight(made))]
+        return
+    yield list(dict.fromkeys([straight, hiding]))
     for bound in range(straight[0] - 1, 0, -1):
         yield [tuple(min(depth, bound) for depth in straight)]
 
 
 def _propose(
-    costs: StageCosts,
+    question: Question,
     order: Sequence[str],
     depth: Sequence[int],
     objectives: Iterable[Objective],
     bounded: bool = True,
 ) -> list[tuple[int, ...]]:
     """Cuts that may be best for this order of devices."""
-    stages = len(order)
+    costs, stages = question.costs, len(order)
     if bounded and math.comb(costs.count - 1, stages - 1) <= FEW:
         return list(combinations(range(1, costs.count), stages - 1))
     whole_s = [float(costs.compute_s(device, 0, costs.count)) for device in order]
     found: list[tuple[int, ...]] = []
     for objective in objectives:
         matrices = [
-            costs.matrix(order, stage, depth[stage], objective, bounded) for stage in range(stages)
+            costs.matrix(
+                order, stage, depth[stage], objective, bounded, question.versions(depth, stage)
+            )
+            for stage in range(stages)
         ]
         best = exact(matrices)
         if best is not None:
@@ -234,7 +261,7 @@ def _improved(question: Question, partition: Partition, plan: Plan) -> Plan:
         for cuts in moves(partition.cuts, layers):
             moved = Partition(partition.devices, cuts, partition.in_flight)
             limit_s = (best[1] if best else plan).step_s * (1 - GAIN)
-            if lower_bound_s(question, moved) < limit_s and problem(question.costs, moved) is None:
+            if lower_bound_s(question, moved) < limit_s and problem(question, moved) is None:
                 priced = price(question, moved, plan.origin)
                 if priced.step_s < limit_s:
                     best = (moved, priced)
@@ -244,7 +271,7 @@ def _improved(question: Question, partition: Partition, plan: Plan) -> Plan:
 
 
 def _why_not(
-    costs: StageCosts,
+    question: Question,
     refused: Sequence[Partition],
     orders: Sequence[tuple[str, ...]],
     depth: tuple[int, ...],
@@ -253,13 +280,15 @@ def _why_not(
     relaxed = [
         Partition(order, cuts, depth)
         for order in orders
-        for cuts in _propose(costs, order, depth, ["sum"], bounded=False)
+        for cuts in _propose(question, order, depth, ["sum"], bounded=False)
     ]
     if relaxed:
-        reasons = (problem(costs, partition) for partition in (*relaxed, *refused))
+        reasons = (problem(question, partition) for partition in (*relaxed, *refused))
         return next(reason for reason in reasons if reason is not None)
-    for index, layer in enumerate(costs.table.layers):
-        entries = {device: costs.table.devices[device].layers[index] for device in orders[0]}
+    for index, layer in enumerate(question.costs.table.layers):
+        entries = {
+            device: question.costs.table.devices[device].layers[index] for device in orders[0]
+        }
         if all(entry.impossible for entry in entries.values()):
             refusals = "; ".join(f"{name}: {entry.reason}" for name, entry in entries.items())
             return f"none of them can run layer {layer.name} ({refusals})"

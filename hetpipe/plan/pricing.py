@@ -12,12 +12,15 @@ from hetpipe.cost.table import CostTable
 from hetpipe.errors import PlanError
 from hetpipe.plan.costs import StageCosts
 from hetpipe.plan.plan import Plan, StagePlan, Tied
-from hetpipe.schedule.generators import generate
+from hetpipe.schedule.action import Op
+from hetpipe.schedule.generators import generate, is_asynchronous, is_chunked
 from hetpipe.simulate.simulator import simulate
 from hetpipe.simulate.timeline import Timeline
 from hetpipe.simulate.times import FREE
 
 MIB = 2**20
+CHUNKS = 2
+"""Stages per device of a chunked schedule."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,26 @@ class Question:
     schedule: str
     mini_batch: int
     microbatches: int
+    weights: str = "flush"
+
+    def stage_devices(self, devices: Sequence[str]) -> tuple[str, ...]:
+        """The device of each stage, where the schedule gives a device several: two, then.
+
+        Which it is, follows from the schedule's rows.
+        """
+        if not is_chunked(self.schedule):
+            return tuple(devices)
+        stages = CHUNKS * len(devices)
+        rows = generate(self.schedule, stages, self.microbatches, workers=len(devices))
+        places = {action.stage: row for row, actions in enumerate(rows) for action in actions}
+        return tuple(devices[places[stage]] for stage in range(stages))
+
+    def versions(self, in_flight: Sequence[int], stage: int) -> int:
+        """How many versions of a stage's weights live at once, a predicted copy included."""
+        depth = {"stash": in_flight[stage], "vertical-sync": in_flight[0]}.get(self.weights)
+        if depth is not None:
+            return -(-depth // self.microbatches)
+        return 1 if self.weights == "flush" else 2
 
 
 @dataclass(frozen=True)
@@ -49,14 +72,15 @@ def price(question: Question, partition: Partition, origin: str) -> Plan:
     layers = costs.count
     stages = []
     placed = zip(partition.devices, partition.ends(layers), partition.in_flight, strict=True)
-    for device, (lo, hi), in_flight in placed:
+    for number, (device, (lo, hi), in_flight) in enumerate(placed):
+        versions = question.versions(partition.in_flight, number)
         stages.append(
             StagePlan(
                 lo, hi, (device,), in_flight,
                 table.forward_s(device, lo, hi),
                 table.backward_s(device, lo, hi),
                 table.update_s(device, lo, hi),
-                int(costs.memory_nbytes(lo, hi, in_flight)),
+                int(costs.memory_nbytes(lo, hi, in_flight, versions)),
                 table.devices[device].memory_nbytes,
             )
         )  # fmt: skip
@@ -72,12 +96,26 @@ def price(question: Question, partition: Partition, origin: str) -> Plan:
         label=_label(table, partition.devices),
         origin=origin,
         notes=tuple(_notes(table, partition.devices)),
+        weights=question.weights,
     )
-    return replace(plan, step_s=predict(plan, table).total_s)
+    return replace(plan, step_s=_step_s(plan, predict(plan, table)))
+
+
+def _step_s(plan: Plan, timeline: Timeline) -> float:
+    """Seconds per mini-batch; where they overlap, from one to the next in a full pipeline."""
+    if not is_asynchronous(plan.schedule):
+        return timeline.total_s
+    ends_s = [
+        span.end_s
+        for span in timeline.spans
+        if span.action.op is Op.UPDATE and span.action.stage == 0
+    ]
+    full = len(ends_s) // 2
+    return (ends_s[-1] - ends_s[full]) / (len(ends_s) - 1 - full)
 
 
 def predict(plan: Plan, table: CostTable, *, tied: Tied | None = None) -> Timeline:
-    """The timeline of one step of `plan`, priced by `table`.
+    """The timeline of one step of `plan`, priced by `table`; without flushes, of some mini-batches.
 
     `tied`: stages that share parameters, where the table does not know (their bytes are free).
     """
@@ -85,10 +123,14 @@ def predict(plan: Plan, table: CostTable, *, tied: Tied | None = None) -> Timeli
     pairs = plan.tied(table) if tied is None else tied
     edges = {(a, b) for owner, others in pairs for o in others for a, b in ((owner, o), (o, owner))}
     times = replace(times, tied={**dict.fromkeys(edges, FREE), **times.tied})
+    count = 1
+    if is_asynchronous(plan.schedule):  # four times what fills the pipeline
+        count = 4 * -(-max(plan.in_flight) // plan.microbatches) + 4
     schedule = generate(
-        plan.schedule, len(plan.stages), plan.microbatches, in_flight=plan.in_flight, tied=pairs
-    )
-    return simulate(schedule, times, workers=plan.devices)
+        plan.schedule, len(plan.stages), plan.microbatches, in_flight=plan.in_flight, tied=pairs,
+        mini_batches=count, workers=len(set(plan.devices)),
+    )  # fmt: skip
+    return simulate(schedule, times, workers=tuple(dict.fromkeys(plan.devices)))
 
 
 def check_able(plan: Plan, table: CostTable) -> None:
@@ -108,15 +150,20 @@ def lower_bound_s(question: Question, partition: Partition) -> float:
         device = partition.devices[stage]
         both_s = float(costs.compute_s(device, lo, hi))
         bound_s = max(bound_s, way_s + question.microbatches * both_s)
+        if is_asynchronous(question.schedule):
+            continue  # the way is gone once
         way_s += both_s
         if stage + 1 < len(partition.devices):
             there = partition.devices[stage + 1]
             way_s += costs.transfer_s(device, there, hi) + costs.transfer_s(there, device, hi)
+    if is_asynchronous(question.schedule):
+        return bound_s
     return bound_s + costs.table.step_overhead_s
 
 
-def problem(costs: StageCosts, partition: Partition) -> str | None:
+def problem(question: Question, partition: Partition) -> str | None:
     """Why the partition cannot run: an unsupported layer, or too little memory; else None."""
+    costs = question.costs
     used: dict[str, int] = defaultdict(int)
     capacity: dict[str, int] = defaultdict(int)
     for stage, (lo, hi) in enumerate(partition.ends(costs.count)):
@@ -127,7 +174,8 @@ def problem(costs: StageCosts, partition: Partition) -> str | None:
         if math.isinf(costs.compute_s(device, lo, hi)):
             first = _refused(costs.table, device, lo, hi)[0]
             return f"{what}: the device cannot run {first}"
-        need = int(costs.memory_nbytes(lo, hi, partition.in_flight[stage]))
+        versions = question.versions(partition.in_flight, stage)
+        need = int(costs.memory_nbytes(lo, hi, partition.in_flight[stage], versions))
         used[domain] += need
         capacity[domain] = max(capacity[domain], cost.memory_nbytes)
         if need > cost.memory_nbytes:

@@ -26,32 +26,36 @@ class Op(str, Enum):
     RECV_BACKWARD = "RB"  # from the next stage
     SEND_TIED_GRAD = "SG"  # number: the stage that owns the tied parameter
     RECV_TIED_GRAD = "RG"  # number: the stage it comes from
-    UPDATE = "U"  # number: the mini-batch; 0, the only one of a synchronous schedule, is not printed
+    SEND_KEPT = "SK"  # from lane to lane of a worker: what a forward keeps for its backward
+    RECV_KEPT = "RK"
+    SEND_VACANT = "SV"  # and back: the backward is through, so the place is vacant
+    RECV_VACANT = "RV"
+    UPDATE = "U"  # number: the mini-batch; 0, a synchronous schedule's only one, is not printed
     SEND_TIED_PARAM = "SP"  # number: the stage it goes to
     RECV_TIED_PARAM = "RP"  # number: the owner
 
     @property
     def is_compute(self) -> bool:
         """Whether it occupies the device: F, B, I, W and U."""
-        return len(self.value) == 1
+        return len(self) == 1
 
     @property
     def is_send(self) -> bool:
         """Whether it posts a message."""
-        return self.value[0] == "S"
+        return self[0] == "S"
 
     @property
     def is_receive(self) -> bool:
         """Whether it waits for a message."""
-        return self.value[0] == "R"
+        return self[0] == "R"
 
 
 class Message(NamedTuple):
-    """What travels between two stages: by it a send finds its receive."""
+    """What travels between two stages, or lanes of one: by it a send finds its receive."""
 
     source: int  # stage
     target: int  # stage
-    kind: str  # F, B: of a micro-batch; G, P: gradient and value of tied parameters
+    kind: str  # F, B, K, V: of a micro-batch; G, P: gradient and value of tied parameters
     number: int  # micro-batch; 0 for G and P
 
 
@@ -72,9 +76,11 @@ class Action:
         """The message that it sends or receives; None for compute."""
         if self.op.is_compute:
             return None
-        kind = self.op.value[1]
+        kind = self.op[1]
         if kind in "GP":
             peer, number = self.number, 0
+        elif kind in "KV":
+            peer, number = self.stage, self.number
         else:
             ahead = self.op in (Op.SEND_FORWARD, Op.RECV_BACKWARD)
             peer, number = self.stage + (1 if ahead else -1), self.number
@@ -97,4 +103,7 @@ class Action:
 
 
 Schedule = tuple[tuple[Action, ...], ...]
-"""Per worker, its actions in order. Where each stage has one worker: worker n does stage n."""
+"""Per worker, its actions in order. Where each stage has one worker: worker n does stage n.
+
+A worker with several lanes (`hetpipe.schedule.lanes`) has several rows.
+"""

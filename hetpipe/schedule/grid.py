@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hetpipe.schedule.action import Schedule
+from hetpipe.schedule.lanes import row_names
 
 WINDOW = 5  # cells shown on each side of a mark
 
@@ -18,8 +19,8 @@ def format_grid(schedule: Schedule, marks: Mapping[int, int] | None = None) -> s
     marks = marks or {}
     centre = next(iter(marks.values()), None)
     return "\n".join(
-        f"worker {worker}: {_row([str(action) for action in row], marks.get(worker), centre)}"
-        for worker, row in enumerate(schedule)
+        f"{name}: {_row([str(action) for action in row], marks.get(index), centre)}"
+        for index, (name, row) in enumerate(zip(row_names(schedule), schedule, strict=True))
     )
 
 

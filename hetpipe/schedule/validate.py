@@ -7,13 +7,22 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import Action, Message, Op, Schedule
 from hetpipe.schedule.grid import format_grid
-
+from hetpipe.schedule.lanes import laned_stages, row_names
 
 HALVES = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+
+
+class Shape(NamedTuple):
+    """What is asked of a stage depends on these."""
+
+    stages: int
+    halved: set[int]  # stages with backwards in halves
+    laned: set[int]  # stages with forwards and backwards on two lanes
 
 
 def validate(
@@ -27,9 +36,12 @@ def validate(
     `microbatches` in each of `mini_batches`; `in_flight`: the most forwards that may wait for their
     backward, per stage. Raises `ScheduleError`.
     """
-    _check_stages(schedule)
-    _check_complete(schedule, microbatches, mini_batches)
-    _check_order(schedule, microbatches, in_flight)
+    laned = laned_stages(schedule)
+    stages = _check_stages(schedule, laned)
+    halved = {action.stage for _, _, action in _cells(schedule) if action.op in HALVES}
+    shape = Shape(stages, halved, laned)
+    _check_complete(schedule, shape, microbatches, mini_batches)
+    _check_order(schedule, shape, microbatches, in_flight)
     _check_edges(schedule)
     _check_progress(schedule)
 
@@ -44,31 +56,30 @@ def _cells(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
             yield worker, index, action
 
 
-def _check_stages(schedule: Schedule) -> None:
+def _check_stages(schedule: Schedule, laned: set[int]) -> int:
+    """How many there are."""
     owner: dict[int, int] = {}
     for worker, index, action in _cells(schedule):
-        if owner.setdefault(action.stage, worker) != worker:
+        if owner.setdefault(action.stage, worker) != worker and action.stage not in laned:
             why = f"stage {action.stage} is on workers {owner[action.stage]} and {worker}"
             raise _fail(schedule, f"{why}; give it to one", worker, index)
     if sorted(owner) != list(range(len(owner))):
         raise ScheduleError(f"stages are {sorted(owner)}; number them from 0 without gaps")
+    return len(owner)
 
 
-def _check_complete(schedule: Schedule, microbatches: int, mini_batches: int) -> None:
+def _check_complete(schedule: Schedule, shape: Shape, microbatches: int, mini_batches: int) -> None:
     """Each stage has exactly the actions that its place in the pipeline asks for."""
     places = {action.stage: worker for worker, _, action in _cells(schedule)}
-    halved = {a.stage for _, _, a in _cells(schedule) if a.op in HALVES}
     numbers = (range(microbatches * mini_batches), range(mini_batches))
-    required = {
-        a for stage in places for a in _required(stage, len(places), stage in halved, *numbers)
-    }
+    required = {action for stage in places for action in _required(stage, shape, *numbers)}
     seen: set[Action] = set()
     for worker, index, action in _cells(schedule):
         if action in seen:
             raise _fail(schedule, f"{action} is there twice", worker, index)
-        if action not in required and action.op.value[-1] not in "GP":
+        if action not in required and action.op.value[-1] not in "GPV":
             why = (
-                f"{action} has no place among {len(places)} stages, "
+                f"{action} has no place among {shape.stages} stages, "
                 f"{microbatches * mini_batches} micro-batches"
             )
             raise _fail(schedule, why, worker, index)
@@ -79,29 +90,31 @@ def _check_complete(schedule: Schedule, microbatches: int, mini_batches: int) ->
 
 
 def _required(
-    stage: int, stages: int, halved: bool, microbatches: range, mini_batches: range
+    stage: int, shape: Shape, microbatches: range, mini_batches: range
 ) -> Iterator[Action]:
-    ops = [Op.FORWARD, *(HALVES if halved else (Op.BACKWARD,))]
+    ops = [Op.FORWARD, *(HALVES if stage in shape.halved else (Op.BACKWARD,))]
+    if stage in shape.laned:
+        ops += [Op.SEND_KEPT, Op.RECV_KEPT]
     if stage > 0:
         ops += [Op.RECV_FORWARD, Op.SEND_BACKWARD]
-    if stage < stages - 1:
+    if stage < shape.stages - 1:
         ops += [Op.SEND_FORWARD, Op.RECV_BACKWARD]
     yield from (Action(stage, op, number) for op in ops for number in microbatches)
     yield from (Action(stage, Op.UPDATE, number) for number in mini_batches)
 
 
-def _check_order(schedule: Schedule, microbatches: int, in_flight: Sequence[int] | None) -> None:
+def _check_order(
+    schedule: Schedule, shape: Shape, microbatches: int, in_flight: Sequence[int] | None
+) -> None:
     """Inside a stage: inputs before passes before outputs, updates behind what they apply and in
     order, and the memory bound kept."""
-    stages = len({action.stage for _, _, action in _cells(schedule)})
-    halved = {a.stage for _, _, a in _cells(schedule) if a.op in HALVES}
     for row_number, row in enumerate(schedule):
         done: set[Action] = set()
         waiting: Counter[int] = Counter()
         for index, action in enumerate(row):
             n = action.stage
             if action.op is Op.UPDATE:
-                last = Op.BACKWARD_WEIGHT if n in halved else Op.BACKWARD
+                last = Op.BACKWARD_WEIGHT if n in shape.halved else Op.BACKWARD
                 first = action.number * microbatches
                 applied = [Action(n, last, first + i) for i in range(microbatches)]
                 before = [Action(n, Op.UPDATE, action.number - 1)] if action.number else []
@@ -113,34 +126,37 @@ def _check_order(schedule: Schedule, microbatches: int, in_flight: Sequence[int]
             if late:
                 why = f"the update of stage {n} must come last, but for tied parameters"
                 raise _fail(schedule, why, row_number, index)
-            needs = [need for need in _needs(action, stages, row) if need not in done]
+            needs = [a for a in _needs(action, shape, row) if a not in done]
             if needs:
                 why = f"{action} comes before {needs[0]}, which it needs"
                 raise _fail(schedule, why, row_number, index)
             done.add(action)
             waiting[n] += action.op is Op.FORWARD
-            waiting[n] -= action.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+            ends = (Op.RECV_VACANT,) if n in shape.laned else (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+            waiting[n] -= action.op in ends
             if in_flight is not None and waiting[n] > in_flight[n]:
                 why = f"stage {n} has {waiting[n]} forwards in flight, its bound is {in_flight[n]}"
                 raise _fail(schedule, why, row_number, index)
 
 
-def _needs(action: Action, stages: int, row: Sequence[Action]) -> Iterator[Action]:
-    """What the same stage must have done before."""
+def _needs(action: Action, shape: Shape, row: Sequence[Action]) -> Iterator[Action]:
+    """What the same stage must have done before, on the same row."""
     n, op, number = action.stage, action.op, action.number
+    halved = n in shape.halved
     if op is Op.FORWARD and n > 0:
         yield Action(n, Op.RECV_FORWARD, number)
-    elif op is Op.SEND_FORWARD:
+    elif op in (Op.SEND_FORWARD, Op.SEND_KEPT):
         yield Action(n, Op.FORWARD, number)
     elif op in (Op.BACKWARD, Op.BACKWARD_INPUT):
-        yield Action(n, Op.FORWARD, number)
-        if n < stages - 1:
+        yield Action(n, Op.RECV_KEPT if n in shape.laned else Op.FORWARD, number)
+        if n < shape.stages - 1:
             yield Action(n, Op.RECV_BACKWARD, number)
     elif op is Op.BACKWARD_WEIGHT:
         yield Action(n, Op.BACKWARD_INPUT, number)
     elif op is Op.SEND_BACKWARD:
-        whole = Action(n, Op.BACKWARD, number)
-        yield whole if whole in row else Action(n, Op.BACKWARD_INPUT, number)
+        yield Action(n, Op.BACKWARD_INPUT if halved else Op.BACKWARD, number)
+    elif op is Op.SEND_VACANT:
+        yield Action(n, Op.BACKWARD_WEIGHT if halved else Op.BACKWARD, number)
     elif op in (Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD):  # received ones are added last: one order
         weights = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
         yield from (a for a in row if a.stage == n and a.op in weights)
@@ -150,7 +166,11 @@ def _needs(action: Action, stages: int, row: Sequence[Action]) -> Iterator[Actio
         yield Action(n, Op.UPDATE)
 
 
-Edge = tuple[int, int]  # source and target stage
+Edge = tuple[int, int, str]  # source and target stage; between lanes, of one kind of message
+
+
+def _edge(message: Message) -> Edge:
+    return (*message[:2], message.kind if message.source == message.target else "")
 
 
 def _check_edges(schedule: Schedule) -> None:
@@ -158,14 +178,14 @@ def _check_edges(schedule: Schedule) -> None:
     sends: dict[Edge, list[Message]] = defaultdict(list)
     for _, _, action in _cells(schedule):
         if action.op.is_send and action.message:
-            sends[action.message[:2]].append(action.message)
+            sends[_edge(action.message)].append(action.message)
     places: dict[Edge, tuple[int, int]] = {}
     received: Counter[Edge] = Counter()
     for worker, index, action in _cells(schedule):
         message = action.message
         if message is None:
             continue
-        edge = message[:2]
+        edge = _edge(message)
         if action.op.is_send:
             places.setdefault(edge, (worker, index))
             continue
@@ -208,17 +228,18 @@ def _check_progress(schedule: Schedule) -> None:
 
 def _cycle(schedule: Schedule, stuck: dict[int, int]) -> str:
     """Who waits for whom, as text: follow the waits from one stuck worker until one repeats."""
-    home = {action.stage: worker for worker, _, action in _cells(schedule)}
+    sender = {a.message: worker for worker, _, a in _cells(schedule) if a.op.is_send}
+    names = row_names(schedule)
     trail: list[int] = []
     worker = next(iter(stuck))
     while worker not in trail:
         trail.append(worker)
         message = schedule[worker][stuck[worker]].message
         assert message is not None  # only receives block
-        worker = home[message.source]
+        worker = sender[message]
     cycle = trail[trail.index(worker) :]
     waits = [
-        f"worker {w} waits in {schedule[w][stuck[w]]} for worker {v}"
+        f"{names[w]} waits in {schedule[w][stuck[w]]} for {names[v]}"
         for w, v in zip(cycle, cycle[1:] + cycle[:1], strict=True)
     ]
     return ", ".join(waits)

@@ -2,7 +2,10 @@
 
 The rules are the engine's. A worker does its actions in order. A compute action holds it; a send is
 posted and costs it nothing; a receive holds it until the message has arrived. Each edge, that is,
-each direction between two workers, carries one message at a time, in the order of posting.
+each direction between two workers, carries one message at a time, in the order of posting. What a
+stage sends in chunks is on the edge from the first chunk on, and leaves it with the last.
+
+The lanes of a worker run at once. While several compute, each has an even share of its speed.
 """
 
 from __future__ import annotations
@@ -12,11 +15,14 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
 from hetpipe.errors import ScheduleError
-from hetpipe.schedule.action import Action, Message, Schedule
+from hetpipe.schedule.action import Action, Message, Op, Schedule
+from hetpipe.schedule.lanes import row_names, row_workers
 from hetpipe.simulate.timeline import Span, Timeline
 from hetpipe.simulate.times import StageTimes
 
 ARRIVAL, RESUME = 0, 1  # at one instant messages arrive before workers look for them
+
+MAKERS = {"F": (Op.FORWARD,), "B": (Op.BACKWARD, Op.BACKWARD_INPUT)}  # by kind of message
 
 
 class _Clock:
@@ -37,14 +43,51 @@ class _Clock:
             then()
 
 
-class _Worker:
-    def __init__(self, index: int, row: Sequence[Action], run: _Run) -> None:
+class _Device:
+    """What the lanes of one worker compute on: those that do share it evenly."""
+
+    def __init__(self, clock: _Clock) -> None:
+        self._clock = clock
+        self._left_s: dict[_Lane, float] = {}  # what is left to compute, at full speed
+        self._since_s = 0.0  # when that was so
+        self._changes = 0
+
+    def begin(self, lane: _Lane, compute_s: float) -> None:
+        """Call the lane's `computed` when it has had so much of the device."""
+        self._elapse()
+        self._left_s[lane] = compute_s
+        self._await()
+
+    def _elapse(self) -> None:
+        share_s = (self._clock.now_s - self._since_s) / max(1, len(self._left_s))
+        for lane in self._left_s:
+            self._left_s[lane] = max(0.0, self._left_s[lane] - share_s)
+        self._since_s = self._clock.now_s
+
+    def _await(self) -> None:
+        self._changes += 1
+        if self._left_s:
+            change, first = self._changes, min(self._left_s, key=self._left_s.__getitem__)
+            end_s = self._clock.now_s + self._left_s[first] * len(self._left_s)
+            self._clock.at(end_s, RESUME, lambda: self._end(first, change))
+
+    def _end(self, lane: _Lane, change: int) -> None:
+        if change == self._changes:  # nobody has begun since
+            self._elapse()
+            del self._left_s[lane]
+            self._await()
+            lane.computed()
+
+
+class _Lane:
+    def __init__(self, index: int, row: Sequence[Action], device: _Device, run: _Run) -> None:
         self.index = index
         self._row = row
+        self._device = device
         self._run = run
         self._next = 0
         self.waiting: Message | None = None
-        self._since_s = 0.0  # when the wait began
+        self._since_s = 0.0  # when the wait, or the last compute, began
 
     @property
     def current(self) -> Action | None:
@@ -57,19 +100,31 @@ class _Worker:
         while (action := self.current) is not None:
             message = action.message
             if message is None:
-                end_s = clock.now_s + self._run.times.compute_s(action)
-                self._run.record(self.index, action, clock.now_s, end_s)
-                self._next += 1
-                clock.at(end_s, RESUME, self.resume)
+                self._since_s = clock.now_s
+                self._device.begin(self, self._run.times.compute_s(action))
                 return
             if action.op.is_send:
-                self._run.post(self.index, action, message)
+                self._run.post(self, action, message)
             elif message in self._run.arrived:
                 self._run.record(self.index, action, clock.now_s, clock.now_s)
             else:
                 self.waiting, self._since_s = message, clock.now_s
                 return
             self._next += 1
+
+    def computed(self) -> None:
+        """The device is through with the action."""
+        action = self.current
+        assert action is not None
+        self._run.record(self.index, action, self._since_s, self._run.clock.now_s)
+        self._next += 1
+        self.resume()
+
+    def made_since_s(self, message: Message) -> float:
+        """When the pass that makes the message began; now, if something came in between."""
+        makers = [Action(message.source, op, message.number) for op in MAKERS.get(message.kind, ())]
+        before = self._row[self._next - 1] if self._next else None
+        return self._since_s if before in makers else self._run.clock.now_s
 
     def arrive(self) -> None:
         """What it waited for is there."""
@@ -89,25 +144,36 @@ class _Run:
         self.clock = _Clock()
         self.arrived: set[Message] = set()
         self.spans: list[tuple[int, Action, float, float]] = []
-        self._home = {a.stage: w for w, row in enumerate(schedule) for a in row}
+        self._workers = row_workers(schedule)
+        self._home = {a.stage: self._workers[i] for i, row in enumerate(schedule) for a in row}
         self._edge_free_s: dict[tuple[int, int], float] = defaultdict(float)
-        self.workers = [_Worker(index, row, self) for index, row in enumerate(schedule)]
-        for worker in self.workers:
-            self.clock.at(0.0, RESUME, worker.resume)
+        devices = [_Device(self.clock) for _ in set(self._workers)]
+        self.lanes = [
+            _Lane(index, row, devices[self._workers[index]], self)
+            for index, row in enumerate(schedule)
+        ]
+        self._at: dict[int, list[_Lane]] = defaultdict(list)
+        for lane in self.lanes:
+            self._at[self._workers[lane.index]].append(lane)
+            self.clock.at(0.0, RESUME, lane.resume)
 
-    def record(self, worker: int, action: Action, start_s: float, end_s: float) -> None:
-        self.spans.append((worker, action, start_s, end_s))
+    def record(self, lane: int, action: Action, start_s: float, end_s: float) -> None:
+        self.spans.append((lane, action, start_s, end_s))
 
-    def post(self, worker: int, action: Action, message: Message) -> None:
+    def post(self, lane: _Lane, action: Action, message: Message) -> None:
         """Put a message on its edge, behind those already there; on one worker it is free."""
-        target = self._home[message.target]
+        edge = self._workers[lane.index], self._home[message.target]
         transfer = self.times.transfer(message)
-        start_s = end_s = self.clock.now_s
-        if target != worker:
-            start_s = max(start_s, self._edge_free_s[worker, target])
-            self._edge_free_s[worker, target] = start_s + transfer.occupancy_s
-            end_s = start_s + transfer.occupancy_s + transfer.latency_s
-        self.record(worker, action, start_s, end_s)
+        start_s = end_s = now_s = self.clock.now_s
+        if edge[0] != edge[1]:
+            chunks = self.times.chunks[message.source] if self.times.chunks else 1
+            early = 1 - 1 / chunks  # what of the pass lies behind its first chunk
+            first_s = now_s - early * (now_s - lane.made_since_s(message)) if early else now_s
+            start_s = max(first_s, self._edge_free_s[edge])
+            left_s = max(start_s, now_s - early * transfer.occupancy_s) + transfer.occupancy_s
+            self._edge_free_s[edge] = left_s
+            end_s = left_s + transfer.latency_s
+        self.record(lane.index, action, start_s, end_s)
         if end_s == self.clock.now_s:
             self._deliver(message)
         else:
@@ -115,9 +181,9 @@ class _Run:
 
     def _deliver(self, message: Message) -> None:
         self.arrived.add(message)
-        receiver = self.workers[self._home[message.target]]
-        if receiver.waiting == message:
-            receiver.arrive()
+        for lane in self._at[self._home[message.target]]:
+            if lane.waiting == message:
+                lane.arrive()
 
 
 def simulate(
@@ -127,24 +193,25 @@ def simulate(
     workers: Sequence[str] = (),
     label: str = "predicted",
 ) -> Timeline:
-    """The timeline of one mini-batch. `workers` names them; default `worker 0`, ...
+    """The timeline of one mini-batch, a row per lane. `workers` names them; default `worker 0`, ...
 
     Spans: compute while it holds the worker; a send from when the edge takes it until it arrives;
     a receive from when the worker comes to it until the arrival. Raises `ScheduleError` where the
     schedule deadlocks or speaks of stages that `times` lacks.
     """
-    names = tuple(workers) or tuple(f"worker {index}" for index in range(len(schedule)))
     stages = 1 + max((action.stage for row in schedule for action in row), default=-1)
-    if stages != len(times.forward_s) or len(names) != len(schedule):
+    count = len(set(row_workers(schedule)))
+    if stages != len(times.forward_s) or len(workers) not in (0, count):
         raise ScheduleError(
-            f"the schedule has {stages} stages on {len(schedule)} workers, but there are times for "
-            f"{len(times.forward_s)} stages and names for {len(names)} workers"
+            f"the schedule has {stages} stages on {count} workers, but there are times for "
+            f"{len(times.forward_s)} stages and names for {len(workers) or count} workers"
         )
+    names = row_names(schedule, workers)
     run = _Run(schedule, times)
     run.clock.run()
-    for worker in run.workers:
-        if worker.current is not None:
-            raise ScheduleError(f"{names[worker.index]} waits for ever in {worker.current}")
+    for lane in run.lanes:
+        if lane.current is not None:
+            raise ScheduleError(f"{names[lane.index]} waits for ever in {lane.current}")
     spans = sorted(run.spans, key=lambda span: (span[2], span[3], span[0]))
     return Timeline(
         names,

@@ -26,7 +26,7 @@ class Span:
 class Timeline:
     """Spans of one mini-batch. `label`: measured, emulated, modelled or predicted."""
 
-    workers: tuple[str, ...]  # member id per worker
+    workers: tuple[str, ...]  # member id per worker; where one has several lanes, per lane
     spans: tuple[Span, ...]
     label: str
     overhead_s: float = 0.0  # of the step, outside all spans: handing out the batch, gathering

@@ -24,8 +24,11 @@ FREE = Transfer()
 class StageTimes:
     """Seconds per stage for one micro-batch, and per cut (stage n to n+1) for one transfer.
 
-    `tied` is keyed by (source stage, target stage) and holds for gradient and parameter alike;
-    edges that it does not name are free.
+    `input_s` and `weight_s` are the halves of a backward that a zero-bubble schedule tells apart.
+    `chunks` is BaPipe's execution model (section 3.2): 1 sends a pass's result when it is complete
+    (synchronous); a stage with more sends it in so many equal pieces while the pass runs
+    (asynchronous), with `math.inf` as a stream. `tied` is keyed by (source stage, target stage) and
+    holds for gradient and parameter alike; edges that it does not name are free.
     """
 
     forward_s: tuple[float, ...]
@@ -35,26 +38,39 @@ class StageTimes:
     backward_links: tuple[Transfer, ...] = ()
     tied: Mapping[tuple[int, int], Transfer] = field(default_factory=dict)
     step_overhead_s: float = 0.0
+    input_s: tuple[float, ...] = ()  # empty: half of backward_s
+    weight_s: tuple[float, ...] = ()  # empty: the other half
+    chunks: tuple[float, ...] = ()  # empty: 1
 
     def __post_init__(self) -> None:
         stages = len(self.forward_s)
         lengths = {
             "backward_s": (len(self.backward_s), stages),
             "update_s": (len(self.update_s) or stages, stages),
+            "input_s": (len(self.input_s) or stages, stages),
+            "weight_s": (len(self.weight_s) or stages, stages),
+            "chunks": (len(self.chunks) or stages, stages),
             "forward_links": (len(self.forward_links) or stages - 1, stages - 1),
             "backward_links": (len(self.backward_links) or stages - 1, stages - 1),
         }
         for name, (found, needed) in lengths.items():
             if found != needed:
                 raise ScheduleError(f"{name} has {found} entries, {stages} stages need {needed}")
+        if min(self.chunks, default=1) < 1:
+            raise ScheduleError(f"chunks {list(self.chunks)}: each must be 1 or more")
 
     def compute_s(self, action: Action) -> float:
         """How long a compute action holds its worker."""
-        if action.op is Op.FORWARD:
-            return self.forward_s[action.stage]
-        if action.op is Op.BACKWARD:
-            return self.backward_s[action.stage]
-        return self.update_s[action.stage] if self.update_s else 0.0
+        stage, op = action.stage, action.op
+        if op is Op.FORWARD:
+            return self.forward_s[stage]
+        if op is Op.BACKWARD:
+            return self.backward_s[stage]
+        if op is Op.BACKWARD_INPUT:
+            return self.input_s[stage] if self.input_s else self.backward_s[stage] / 2
+        if op is Op.BACKWARD_WEIGHT:
+            return self.weight_s[stage] if self.weight_s else self.backward_s[stage] / 2
+        return self.update_s[stage] if self.update_s else 0.0
 
     def transfer(self, message: Message) -> Transfer:
         """What a message costs its edge."""

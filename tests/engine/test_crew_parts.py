@@ -19,10 +19,10 @@ from hetpipe.engine.control import Control
 from hetpipe.engine.crew import Crew, StepRequest
 from hetpipe.engine.messages import Beat, Failure, Reply
 from hetpipe.engine.overhead import measure_empty_action
-from hetpipe.engine.runner import Script
+from hetpipe.engine.runner import Script, closing
 from hetpipe.engine.wiring import arrays_in, packed_nbytes, wires
-from hetpipe.errors import HetpipeError, ScheduleError, WorkerError
-from hetpipe.schedule.action import Action
+from hetpipe.errors import HetpipeError, WorkerError
+from hetpipe.schedule.action import Action, Message, Op
 from hetpipe.schedule.generators import generate
 
 
@@ -115,14 +115,11 @@ def parse(*rows: str) -> Any:
 
 def test_script_expects_messages_in_the_senders_order() -> None:
     schedule = parse("0F0 0SF0 0F1 0SF1", "1RF1 1F1 1RF0 1F0")
-    script = Script.of(schedule, 1)
-    assert [(i, message.number) for i, message in script.arrivals[0]] == [(2, 0), (0, 1)]
-    assert script.releases == {1: 1, 3: 0}
-    assert script.last_forward == 3
-    with pytest.raises(ScheduleError, match="worker 1 never receives what 0SF1 sends"):
-        Script.of(parse("0F0 0SF0 0F1 0SF1", "1RF0 1F0"), 1)
-    with pytest.raises(ScheduleError, match="runs stage 1 alone, but was given 0F0"):
-        Script.of(parse("0F1", "0F0"), 1)
+    ends = closing(schedule)
+    assert ends == {(0, Op.SEND_FORWARD), (1, Op.FORWARD)}
+    script = Script.of(schedule, 1, [1], ends)
+    assert script.arrivals == {(0, 1): [Message(0, 1, "F", 0), Message(0, 1, "F", 1)]}
+    assert script.actions == schedule[1]
 
 
 def test_control_keeps_the_first_failure() -> None:

@@ -78,8 +78,11 @@ class Stages:
         captured: Captured,
         graphs: Sequence[StageGraphs],
         seed: int = 7,
+        halves: bool = False,
+        execute: Callable[[Program, Env], Env] = run,
     ) -> None:
         self.captured, self.graphs, self.seed = captured, graphs, seed
+        self.halves, self.execute = halves, execute
         self.params = {n: torch.from_numpy(v.copy()) for n, v in captured.parameters.items()}
         self.buffers = {n: torch.from_numpy(v.copy()) for n, v in captured.buffers.items()}
         self.loss = 0.0
@@ -110,7 +113,7 @@ class Stages:
         kept = []
         for stage in self.graphs:
             program = stage.passes[size].forward
-            out = run(program, {**self._given(stage), **rows, **cuts})
+            out = self.execute(program, {**self._given(stage), **rows, **cuts})
             kept.append({**cuts, **{k: v for k, v in out.items() if k[0] == SAVED}})
             for (role, name), value in out.items():
                 if role == BUFFER:
@@ -133,10 +136,15 @@ class Stages:
     ) -> None:
         tangents: Env = {}
         for stage in reversed(self.graphs):
-            program = stage.passes[size].backward
+            passes = stage.passes[size]
+            program = passes.backward
             if program is None:
                 assert not tangents
                 continue
+            parts = (program,)
+            if self.halves:
+                assert passes.halves is not None
+                parts = passes.halves
             index = stage.stage
             env = {**self._given(stage, forward=False), **rows, **kept[index], **tangents}
             env[TANGENT, LOSS] = torch.tensor(tangent, dtype=torch.float32)
@@ -145,7 +153,12 @@ class Stages:
                 if slot.role == GRAD:
                     zeros = torch.zeros(slot.shape, dtype=getattr(torch, slot.dtype))
                     env[slot.key] = gradients[index].get(slot.name, zeros)
-            out = run(program, env)
+            out: Env = {}
+            for part in parts:
+                found = self.execute(part, env)
+                assert not [k for k in found if k[0] == SAVED and k in env]
+                env.update(found)  # a TANGENT replaces one of its name
+                out.update(found)
             gradients[index].update({k[1]: v for k, v in out.items() if k[0] == GRAD})
             tangents = {k: v for k, v in out.items() if k[0] == TANGENT}
         assert not tangents

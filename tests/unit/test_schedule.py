@@ -6,13 +6,14 @@ from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import Action, Message, Op
 from hetpipe.schedule.generators import (
     generate,
-    gpipe,
+    is_asynchronous,
+    is_chunked,
     max_in_flight,
-    one_f_one_b,
     register_schedule,
     schedule_names,
 )
 from hetpipe.schedule.grid import format_grid
+from hetpipe.schedule.straight import gpipe, naive, one_f_one_b, one_f_one_b_sno, one_f_one_b_so
 
 
 def passes(schedule):
@@ -51,6 +52,24 @@ def test_in_flight_sets_the_warm_up():
     ]
 
 
+def test_naive_is_one_micro_batch_at_a_time():
+    assert passes(naive(3, 2)) == ["F0 B0 F1 B1"] * 3
+    assert max_in_flight(generate("naive", 3, 5)) == [1, 1, 1]
+
+
+def test_so_starts_twice_as_deep_as_sno():
+    assert passes(one_f_one_b_sno(2, 3)) == ["F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"]
+    assert passes(one_f_one_b_so(2, 5)) == [
+        "F0 F1 F2 F3 B0 F4 B1 B2 B3 B4",
+        "F0 F1 B0 F2 B1 F3 B2 F4 B3 B4",
+    ]
+
+
+def test_a_bound_lowers_the_depth_of_sno_and_so_but_does_not_raise_it():
+    assert max_in_flight(generate("1f1b-so", 3, 8, in_flight=[5, 5, 1])) == [5, 4, 1]
+    assert max_in_flight(generate("1f1b-sno", 3, 8, in_flight=[5, 1, 1])) == [3, 1, 1]
+
+
 def test_transfers_stand_around_the_passes_that_need_them():
     assert text(generate("1f1b", 3, 2)) == [
         "F0 SF0 F1 SF1 RB0 B0 RB1 B1 U",
@@ -81,12 +100,16 @@ def test_depths_of_the_papers(stages, microbatches):
     assert max_in_flight(generate("1f1b", stages, microbatches)) == straight
     assert max_in_flight(generate("1f1b", stages, microbatches, in_flight=hiding)) == hiding
     assert max_in_flight(generate("gpipe", stages, microbatches)) == [microbatches] * stages
+    for name in ("1f1b-sno", "1f1b-as"):
+        assert max_in_flight(generate(name, stages, microbatches)) == straight
+    twice = [min(2 * (stages - n), microbatches) for n in range(stages)]
+    assert max_in_flight(generate("1f1b-so", stages, microbatches)) == twice
 
 
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        (("1f2b", 2, 2), {}, "no schedule '1f2b'; known: 1f1b, gpipe, pipedream"),
+        (("1f2b", 2, 2), {}, "no schedule '1f2b'; known: 1f1b, 1f1b-as, 1f1b-sno,"),
         (("1f1b", 0, 2), {}, "0 stages, 2 micro-batches"),
         (("1f1b", 2, 0), {}, "2 stages, 0 micro-batches"),
         (("1f1b", 2, 2), {"in_flight": [1]}, r"in_flight \[1\]: give one number"),
@@ -97,6 +120,14 @@ def test_depths_of_the_papers(stages, microbatches):
         (("1f1b", 2, 2), {"mini_batches": 2}, "2 mini-batches: 1f1b flushes behind each"),
         (("pipedream", 2, 2), {"mini_batches": 0}, "0 mini-batches: must be 1 or more"),
         (("pipedream", 2, 2), {"tied": [(0, [1])]}, "stages 0 and 1 share parameters"),
+        (("1f1b", 4, 2), {"workers": 2}, "4 stages on 2 workers: 1f1b takes one stage per worker"),
+        (("interleaved", 2, 4), {"workers": 4}, "takes from one stage per worker up"),
+        (("interleaved", 2, 4), {"workers": 0}, "2 stages on 0 workers"),
+        (("interleaved", 5, 4), {"workers": 2}, "its 2 workers, not 5 stages; use 4 or 6"),
+        (("interleaved", 6, 7), {"workers": 3}, "not 7 micro-batches; use 6 or 9"),
+        (("interleaved", 6, 2), {"workers": 3}, "not 2 micro-batches; use 3"),
+        (("zb-v", 3, 4), {"workers": 2}, "cut into 4 for 2 workers, not into 3"),
+        (("zb-v", 4, 4), {}, "cut into 8 for 4 workers, not into 4"),
     ],
 )
 def test_impossible_requests_are_refused(arguments, options, message):
@@ -114,17 +145,27 @@ def test_users_register_their_own(monkeypatch):
 
     monkeypatch.setattr(module, "_generators", dict(module._generators))
 
-    @register_schedule("naive")
-    def naive(stages, microbatches, in_flight):
+    @register_schedule("mine")
+    def mine(stages, microbatches, in_flight):
         """One micro-batch at a time."""
         ops = (Op.FORWARD, Op.BACKWARD)
         row = [(op, m) for m in range(microbatches) for op in ops]
         return tuple(tuple(Action(n, op, m) for op, m in row) for n in range(stages))
 
-    assert schedule_names() == ["1f1b", "gpipe", "naive", "pipedream"]
-    assert text(generate("naive", 2, 2))[1] == "RF0 F0 B0 SB0 RF1 F1 B1 SB1 U"
-    with pytest.raises(ScheduleError, match="'naive' is registered already"):
-        register_schedule("naive")(one_f_one_b)
+    assert {"mine", "1f1b", "pipedream"} < set(schedule_names())
+    assert text(generate("mine", 2, 2))[1] == "RF0 F0 B0 SB0 RF1 F1 B1 SB1 U"
+    for name in ("mine", "gpipe"):
+        with pytest.raises(ScheduleError, match=f"'{name}' is registered already"):
+            register_schedule(name)(one_f_one_b)
+
+
+def test_the_registered_schedules():
+    assert schedule_names() == [
+        "1f1b", "1f1b-as", "1f1b-sno", "1f1b-so", "fbp", "gpipe", "interleaved", "naive",
+        "pipedream", "zb-h1", "zb-v",
+    ]  # fmt: skip
+    assert [name for name in schedule_names() if is_asynchronous(name)] == ["pipedream"]
+    assert [name for name in schedule_names() if is_chunked(name)] == ["interleaved", "zb-v"]
 
 
 def test_stages_that_share_a_worker_hand_over_by_the_same_actions(monkeypatch):
@@ -132,10 +173,22 @@ def test_stages_that_share_a_worker_hand_over_by_the_same_actions(monkeypatch):
 
     monkeypatch.setattr(module, "_generators", dict(module._generators))
     row = "0F0 1F0 1B0 0B0"
-    register_schedule("one")(lambda n, m, k: (tuple(map(Action.parse, row.split())),))
-    assert format_grid(generate("one", 2, 1)) == (
+    monkeypatch.setattr(module, "_chunked", set(module._chunked))
+    register_schedule("one", chunked=True)(
+        lambda n, m, k, workers: (tuple(map(Action.parse, row.split())),)
+    )
+    assert format_grid(generate("one", 2, 1, workers=1)) == (
         "worker 0: 0F0 0SF0 1RF0 1F0 1B0 1SB0 0RB0 0B0 0U 1U"
     )
+
+
+def test_tied_parameters_of_stages_that_share_a_worker():
+    """Worker 0 would wait for ever if stage 0 had its parameter back before stage 3 sent."""
+    rows = text(generate("zb-v", 4, 1, workers=2, tied=[(1, [0, 3])]))
+    assert [row.partition("W0 ")[2].rpartition("W0 ")[2] for row in rows] == [
+        "SG1 SG1 U U RP1 RP1",
+        "RG0 RG3 U U SP0 SP3",
+    ]
 
 
 def test_pipedream_goes_on_from_one_mini_batch_to_the_next():
@@ -147,7 +200,7 @@ def test_pipedream_goes_on_from_one_mini_batch_to_the_next():
     assert rows[0] == "F0 SF0 F1 SF1 F2 SF2 RB0 B0 F3 SF3 RB1 B1 U RB2 B2 RB3 B3 U1"
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "pipedream"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "pipedream", "zb-h1"])
 def test_actions_print_and_parse(name):
     for row in generate(name, 4, 12, tied=[] if name == "pipedream" else [(0, [3])]):
         for action in row:

@@ -12,14 +12,16 @@ import pytest
 from hetpipe.errors import HetpipeError, ScheduleError
 from hetpipe.schedule.action import Action
 from hetpipe.schedule.generators import generate
+from hetpipe.schedule.text import parse_schedule
 from hetpipe.simulate.simulator import simulate
 from hetpipe.simulate.timeline import Span, Timeline
 from hetpipe.simulate.times import StageTimes, Transfer
 
 
-def equal_stages(stages, forward, backward, transfer=0):
+def equal_stages(stages, forward, backward, transfer=0, chunks=1):
     links = (Transfer(0, transfer),) * (stages - 1)
-    return StageTimes((forward,) * stages, (backward,) * stages, (), links, links)
+    passes = (forward,) * stages, (backward,) * stages
+    return StageTimes(*passes, (), links, links, chunks=(chunks,) * stages)
 
 
 SIZES = [(n, m) for n in range(2, 7) for m in (2, 3, 5, 8, 17, 32)]
@@ -33,30 +35,52 @@ def test_fill_formula_without_transfers(name, n, m):
     assert timeline.busy_share() == pytest.approx([m / (m + n - 1)] * n)
 
 
+def exposed(n, m):
+    """How many round trips of transfers 1F1B does not hide."""
+    return n + m - 2 - math.ceil((m - 1) / n)
+
+
 @pytest.mark.parametrize(("n", "m"), SIZES)
 @pytest.mark.parametrize("transfer", [1, 5, 30])
 def test_1f1b_sno_of_bapipe(n, m, transfer):
     """Table 1 of BaPipe: transfers are not hidden; exact for any transfer."""
-    exposed = n + m - 2 - math.ceil((m - 1) / n)
-    timeline = simulate(generate("1f1b", n, m), equal_stages(n, 10, 20, transfer))
-    assert timeline.step_s == (m + n - 1) * 30 + exposed * 2 * transfer
+    timeline = simulate(generate("1f1b-sno", n, m), equal_stages(n, 10, 20, transfer))
+    assert timeline.step_s == (m + n - 1) * 30 + exposed(n, m) * 2 * transfer
 
 
 @pytest.mark.parametrize(("n", "m"), SIZES)
 @pytest.mark.parametrize("transfer", [1, 5, 10])
 def test_1f1b_so_of_bapipe(n, m, transfer):
-    """Transfers hide behind compute while SR <= min(F, B); the warm-up is DAPPLE's P_B."""
+    """Transfers hide behind compute while SR <= min(F, B); DAPPLE's P_B is one less deep."""
     depths = [2 * (n - stage) - 1 for stage in range(n)]
-    timeline = simulate(generate("1f1b", n, m, in_flight=depths), equal_stages(n, 10, 20, transfer))
-    assert timeline.step_s == (m + n - 1) * 30 + (n - 1) * 2 * transfer
+    times = equal_stages(n, 10, 20, transfer)
+    for schedule in (generate("1f1b-so", n, m), generate("1f1b", n, m, in_flight=depths)):
+        assert simulate(schedule, times).step_s == (m + n - 1) * 30 + (n - 1) * 2 * transfer
+
+
+@pytest.mark.parametrize(("n", "m"), SIZES)
+@pytest.mark.parametrize("transfer", [1, 5, 10])
+def test_1f1b_as_of_bapipe(n, m, transfer):
+    """Asynchronous devices hide transfers while SR <= min(F, B), but for the last chunk."""
+    schedule = generate("1f1b-as", n, m)
+    filled = (m + n - 1) * 30
+    streaming = simulate(schedule, equal_stages(n, 10, 20, transfer, chunks=math.inf))
+    assert streaming.step_s == filled
+    chunked = simulate(schedule, equal_stages(n, 10, 20, transfer, chunks=4))
+    assert chunked.step_s == filled + exposed(n, m) * 2 * transfer / 4
+
+
+@pytest.mark.parametrize(("n", "m"), SIZES)
+def test_naive_does_one_thing_at_a_time(n, m):
+    timeline = simulate(generate("naive", n, m), equal_stages(n, 10, 20, 5))
+    assert timeline.step_s == m * (n * 30 + (n - 1) * 2 * 5)
 
 
 def test_outside_its_domain_the_closed_form_of_so_is_too_low():
     """BaPipe's formula at F = 10, B = 20, SR = 30 ms: the edge, not compute, sets the pace."""
-    depths = [2 * (4 - stage) - 1 for stage in range(4)]
     times = equal_stages(4, 10, 20, 30)
     closed = (32 + 3) * 30 + 3 * 2 * 30
-    assert simulate(generate("1f1b", 4, 32, in_flight=depths), times).step_s > 1.2 * closed
+    assert simulate(generate("1f1b-so", 4, 32), times).step_s > 1.2 * closed
 
 
 def test_a_drawn_example_with_latency_and_occupancy():
@@ -71,6 +95,47 @@ def test_a_drawn_example_with_latency_and_occupancy():
         "1B0": (9, 10), "1SB0": (10, 10), "1B1": (10, 11), "1SB1": (11, 11), "1U": (11, 11.25),
         "0RB0": (2, 10), "0B0": (10, 11), "0RB1": (11, 11), "0B1": (11, 12), "0U": (12, 12.5),
     }  # fmt: skip
+
+
+def sends(schedule, times):
+    return {
+        str(s.action): (s.start_s, s.end_s)
+        for s in simulate(schedule, times).spans
+        if s.action.op.is_send
+    }
+
+
+def test_an_asynchronous_stage_sends_while_it_computes():
+    """Four chunks, ready at 1, 2, 3 and 4: a quick link waits for the last, a slow one starts."""
+    schedule = generate("gpipe", 2, 2)
+
+    def times(occupancy_s):
+        hop = (Transfer(0.5, occupancy_s),)
+        return StageTimes((4, 4), (4, 4), (), hop, hop, chunks=(4, 1))
+
+    quick, slow = sends(schedule, times(2)), sends(schedule, times(8))
+    assert (quick["0SF0"], quick["0SF1"]) == ((1, 5), (5, 9))
+    assert (slow["0SF0"], slow["0SF1"]) == ((1, 9.5), (9, 17.5))
+    assert quick["1SB0"] == (17, 19.5)  # stage 1 is synchronous
+
+
+def test_a_send_that_stands_apart_from_its_pass_leaves_complete():
+    """Another action came in between, so the output has been whole for long."""
+    hop = (Transfer(0, 2.0),)
+    apart = parse_schedule("0F0 0F1 0SF0 0SF1 0RB0 0B0 0RB1 0B1 0U\n" + LAST)
+    found = sends(apart, StageTimes((4, 4), (4, 4), (), hop, hop, chunks=(4, 4)))
+    assert (found["0SF0"], found["0SF1"]) == ((8, 10), (10, 12))
+
+
+LAST = "1RF0 1F0 1RF1 1F1 1B0 1SB0 1B1 1SB1 1U"
+
+
+def test_halves_of_a_backward_take_half_of_it_unless_told():
+    inputs, weights = Action.parse("1I0"), Action.parse("1W0")
+    times = StageTimes((1, 1), (2, 6))
+    assert (times.compute_s(inputs), times.compute_s(weights)) == (3, 3)
+    times = StageTimes((1, 1), (2, 6), input_s=(1, 5), weight_s=(1, 2))
+    assert (times.compute_s(inputs), times.compute_s(weights)) == (5, 2)
 
 
 def recursion(schedule, times):
@@ -94,15 +159,23 @@ def recursion(schedule, times):
         return end(w, i - 1) + (times.compute_s(action) if action.op.is_compute else 0.0)
 
     @cache
-    def departure(message):
+    def left(message):
+        """When its last byte leaves the edge: behind the message before, and chunk by chunk."""
         edge = edges[home[message.source], home[message.target]]
         turn = edge.index(message)
-        before = edge[turn - 1] if turn else None
-        free = departure(before) + times.transfer(before).occupancy_s if before else 0.0
-        return max(end(*posted[message]), free)
+        free = left(edge[turn - 1]) if turn else 0.0
+        w, i = posted[message]
+        chunks = times.chunks[message.source] if times.chunks and message.kind in "FB" else 1
+        length = end(w, i) - end(w, i - 2) if chunks > 1 else 0.0  # of the pass right before
+        for chunk in range(chunks):
+            ready = end(w, i) - length * (chunks - 1 - chunk) / chunks
+            free = max(free, ready) + times.transfer(message).occupancy_s / chunks
+        return free
 
     def arrival(message):
-        return departure(message) + sum(times.transfer(message))
+        if home[message.source] == home[message.target]:
+            return end(*posted[message])
+        return left(message) + times.transfer(message).latency_s
 
     return {row[i]: end(w, i) for w, row in enumerate(schedule) for i in range(len(row))}
 
@@ -114,16 +187,28 @@ def random_case(seed):
     hops = lambda k: tuple(Transfer(*some(2)) for _ in range(k))  # noqa: E731
     tied = [(0, [n - 1])] if n > 1 and rng.random() < 0.5 else []
     edges = {(0, n - 1): Transfer(*some(2)), (n - 1, 0): Transfer(*some(2))} if tied else {}
-    times = StageTimes(some(n), some(n), some(n), hops(n - 1), hops(n - 1), edges)
+    chunks = tuple(rng.randint(1, 4) for _ in range(n)) if rng.random() < 0.5 else ()
+    times = StageTimes(
+        some(n), some(n), some(n), hops(n - 1), hops(n - 1), edges,
+        input_s=some(n), weight_s=some(n), chunks=chunks,
+    )  # fmt: skip
     depths = [rng.randint(1, 3)]
     while len(depths) < n:
         depths.append(depths[-1] + rng.randint(0, 3))
     in_flight = rng.choice([None, depths[::-1]])
-    name = rng.choice(["gpipe", "1f1b"])
-    return generate(name, n, m, in_flight=in_flight if name == "1f1b" else None, tied=tied), times
+    name = rng.choice(["gpipe", "1f1b", "zb-h1", "interleaved", "zb-v"])
+    workers = n
+    if name == "interleaved":
+        workers = rng.choice([d for d in range(1, n + 1) if n % d == 0 and m % d == 0])
+    elif name == "zb-v" and n % 2 == 0:
+        workers = n // 2
+    else:
+        name = name.replace("zb-v", "1f1b")
+    depths = in_flight if name == "1f1b" else None
+    return generate(name, n, m, in_flight=depths, tied=tied, workers=workers), times
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(150))
 def test_random_pipelines_agree_with_the_recursion(seed):
     schedule, times = random_case(seed)
     expected = recursion(schedule, times)
@@ -156,6 +241,10 @@ def test_what_does_not_fit_together_is_refused():
         simulate(schedule, StageTimes((1, 1), (1, 1)), workers=["a"])
     with pytest.raises(ScheduleError, match="backward_s has 1 entries, 2 stages need 2"):
         StageTimes((1, 1), (1,))
+    with pytest.raises(ScheduleError, match="weight_s has 1 entries, 2 stages need 2"):
+        StageTimes((1, 1), (1, 1), weight_s=(1,))
+    with pytest.raises(ScheduleError, match=r"chunks \[1, 0\]: each must be 1 or more"):
+        StageTimes((1, 1), (1, 1), chunks=(1, 0))
     with pytest.raises(ScheduleError, match="forward_links has 2 entries, 2 stages need 1"):
         StageTimes((1, 1), (1, 1), forward_links=(Transfer(), Transfer()))
 

@@ -112,6 +112,7 @@ def test_a_stage_lives_on_one_worker_and_numbers_have_no_gaps():
 
 LOCAL = [  # (before, after): of one stage and micro-batch, where both exist
     ("RF", "F"), ("F", "SF"), ("F", "B"), ("RB", "B"), ("B", "SB"),
+    ("F", "I"), ("RB", "I"), ("I", "SB"), ("I", "W"), ("F", "SK"), ("RK", "B"), ("B", "SV"),
 ]  # fmt: skip
 
 
@@ -124,13 +125,14 @@ def judge(schedule, complete):
     graph = defaultdict(set)
     for row in schedule:
         at = {action: index for index, action in enumerate(row)}
-        if not orderly(row):
+        if not all(orderly([a for a in row if a.stage == n]) for n in {a.stage for a in row}):
             return False
         for before, after in itertools.pairwise(row):
             graph[after].add(before)
         for action in row:
             if action.message:
-                edges[action.message[:2]][action.op.is_receive].append(action.message)
+                lanes = 3 if action.message.source == action.message.target else 2
+                edges[action.message[:lanes]][action.op.is_receive].append(action.message)
             name, number = action.op.value, action.number
             later = [
                 Action(action.stage, type(action.op)(b), number) for a, b in LOCAL if a == name
@@ -151,27 +153,34 @@ def judge(schedule, complete):
 def orderly(row):
     """Passes, tied gradients, update, tied parameters; transfers anywhere before the update."""
     names = [action.op.value for action in row]
-    kinds = ["FB", "G", "U", "P"]
+    kinds = ["FBIW", "G", "U", "P"]
     ranks = [
         next(rank for rank, kind in enumerate(kinds) if name[-1] in kind)
         for name in names
         if len(name) == 1 or name[-1] in "GP"
     ]
-    transfers = [i for i, name in enumerate(names) if len(name) == 2 and name[-1] in "FB"]
-    return ranks == sorted(ranks) and all(i < names.index("U") for i in transfers)
+    transfers = [i for i, name in enumerate(names) if len(name) == 2 and name[-1] in "FBKV"]
+    update = names.index("U") if "U" in names else len(names)
+    return ranks == sorted(ranks) and all(i < update for i in transfers)
 
 
 CASES = [
-    ("1f1b", 3, 3, [], None),
-    ("1f1b", 2, 4, [], [3, 1]),
-    ("gpipe", 3, 2, [], None),
-    ("1f1b", 3, 2, [(0, [2])], None),
+    ("1f1b", 3, 3, {}),
+    ("1f1b", 2, 4, {"in_flight": [3, 1]}),
+    ("gpipe", 3, 2, {}),
+    ("1f1b", 3, 2, {"tied": [(0, [2])]}),
+    ("zb-h1", 3, 3, {}),
+    ("zb-h1", 3, 2, {"tied": [(0, [2])]}),
+    ("interleaved", 4, 2, {"workers": 2}),
+    ("zb-v", 4, 2, {"workers": 2, "tied": [(1, [0, 3])]}),
+    ("fbp", 2, 4, {"in_flight": [3, 1]}),
+    ("fbp", 3, 2, {"tied": [(0, [2])]}),
 ]
 
 
-@pytest.mark.parametrize(("name", "stages", "microbatches", "tied", "in_flight"), CASES)
-def test_dropped_and_repeated_actions_are_refused(name, stages, microbatches, tied, in_flight):
-    valid = generate(name, stages, microbatches, tied=tied, in_flight=in_flight)
+@pytest.mark.parametrize(("name", "stages", "microbatches", "options"), CASES)
+def test_dropped_and_repeated_actions_are_refused(name, stages, microbatches, options):
+    valid = generate(name, stages, microbatches, **options)
     for worker, row in enumerate(valid):
         for i in range(len(row)):
             for changed in (row[:i] + row[i + 1 :], row[: i + 1] + row[i:]):
@@ -180,11 +189,9 @@ def test_dropped_and_repeated_actions_are_refused(name, stages, microbatches, ti
                     validate(mutant, microbatches)
 
 
-@pytest.mark.parametrize(("name", "stages", "microbatches", "tied", "in_flight"), CASES)
-def test_swapped_actions_are_refused_where_they_must_be(
-    name, stages, microbatches, tied, in_flight
-):
-    valid = generate(name, stages, microbatches, tied=tied, in_flight=in_flight)
+@pytest.mark.parametrize(("name", "stages", "microbatches", "options"), CASES)
+def test_swapped_actions_are_refused_where_they_must_be(name, stages, microbatches, options):
+    valid = generate(name, stages, microbatches, **options)
     complete = [action for row in valid for action in row]
     verdicts = Counter()
     for worker, row in enumerate(valid):

@@ -1,0 +1,186 @@
+"""Schedules on devices that only sleep: `python -m hetpipe.bench.clockwork`.
+
+The same schedule three times: run on workers, simulated, and by the closed formula of its paper
+where that is defined. Passes take 10 ms and 20 ms, one transfer 0, 5 or 15 ms.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from hetpipe.bench.sleeping import SleepingBackend
+from hetpipe.cluster.cluster import Cluster, Link, Member
+from hetpipe.engine.crew import Crew, StepRequest
+from hetpipe.engine.overhead import empty_stage
+from hetpipe.engine.streaming import Streaming
+from hetpipe.schedule.action import Op, Schedule
+from hetpipe.schedule.generators import generate
+from hetpipe.schedule.stream import Stream
+from hetpipe.sdk.registry import register_backend
+from hetpipe.simulate.simulator import simulate
+from hetpipe.simulate.timeline import Span, Timeline
+from hetpipe.simulate.times import StageTimes, Transfer
+
+FORWARD_S, BACKWARD_S = 0.010, 0.020
+TRANSFERS_S = (0.0, 0.005, 0.015)
+STAGES = (2, 3, 4)
+MICROBATCHES = 8
+MINI_BATCHES = 32  # of a stream
+ROUNDS = 3
+SYNCHRONOUS = ("naive", "gpipe", "1f1b-sno", "1f1b-so")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One schedule on N stages with one transfer time; times of a step, or of a mini-batch."""
+
+    schedule: str
+    stages: int
+    transfer_s: float
+    measured_s: float
+    simulated_s: float
+    formula_s: float | None
+    busy: float  # measured, mean over workers
+
+
+def measure() -> list[Case]:
+    """All cases, on worker processes."""
+    register_backend(SleepingBackend)
+    found = []
+    for stages in STAGES:
+        for transfer_s in TRANSFERS_S:
+            with Crew.start(_cluster(stages, transfer_s)) as crew:
+                found += [_flushed(crew, name, stages, transfer_s) for name in SYNCHRONOUS]
+                noam = [stages - n for n in range(stages)]
+                hiding = [2 * (stages - n) - 1 for n in range(stages)]
+                found.append(_streamed(crew, "NOAM", noam, transfer_s))
+                found.append(_streamed(crew, "2(N-n)-1", hiding, transfer_s))
+    return found
+
+
+def formula_s(schedule: str, stages: int, microbatches: int, transfer_s: float) -> float | None:
+    """BaPipe's table 1 and GPipe's time, inside their domains; else None."""
+    both_s = FORWARD_S + BACKWARD_S
+    fill_s = (microbatches + stages - 1) * both_s
+    if schedule == "naive":
+        return microbatches * (stages * both_s + 2 * (stages - 1) * transfer_s)
+    if schedule == "1f1b-sno":
+        exposed = stages + microbatches - 2 - ceil((microbatches - 1) / stages)
+        return fill_s + exposed * 2 * transfer_s
+    if transfer_s <= min(FORWARD_S, BACKWARD_S) and schedule in ("1f1b-so", "gpipe"):
+        return fill_s + (stages - 1) * 2 * transfer_s
+    return None
+
+
+def _cluster(stages: int, transfer_s: float) -> Cluster:
+    members = tuple(Member(f"worker {n}", "sleeping:10,20") for n in range(stages))
+    link = Link(0.0, 4 / transfer_s) if transfer_s else Link()
+    pairs = [frozenset((f"worker {n}", f"worker {n + 1}")) for n in range(stages - 1)]
+    return Cluster(members, dict.fromkeys(pairs, link))
+
+
+def _times(stages: int, transfer_s: float) -> StageTimes:
+    links = (Transfer(0.0, transfer_s),) * (stages - 1)
+    return StageTimes((FORWARD_S,) * stages, (BACKWARD_S,) * stages, (), links, links)
+
+
+def _load(crew: Crew, stages: int, policy: str) -> None:
+    weights = {f"w{n}": np.zeros((), np.float32) for n in range(stages)}
+    graphs = [empty_stage(n, stages) for n in range(stages)]
+    crew.load(graphs, [f"worker {n}" for n in range(stages)], weights, policy=policy)
+
+
+def _request(count: int, schedule: Schedule = ()) -> StepRequest:
+    feed = {"x": np.zeros((1, 1), np.float32)}
+    return StepRequest(
+        schedule, (1,) * count, [feed] * count, (1.0,) * count, 0.0, 1, grad_scale=1.0
+    )
+
+
+def _flushed(crew: Crew, name: str, stages: int, transfer_s: float) -> Case:
+    _load(crew, stages, "flush")
+    schedule = generate(name, stages, MICROBATCHES)
+    request = _request(MICROBATCHES, schedule)
+    timelines = [crew.step(request).timeline for _ in range(ROUNDS + 1)][1:]
+    return Case(
+        name,
+        stages,
+        transfer_s,
+        statistics.median(t.step_s for t in timelines),
+        simulate(schedule, _times(stages, transfer_s)).step_s,
+        formula_s(name, stages, MICROBATCHES, transfer_s),
+        statistics.mean(timelines[-1].busy_share()),
+    )
+
+
+def _streamed(crew: Crew, depth: str, in_flight: Sequence[int], transfer_s: float) -> Case:
+    stages = len(in_flight)
+    _load(crew, stages, "stash")
+    streaming = Streaming(crew, Stream("pipedream", stages, 1, in_flight), "stash")
+    spans: list[Span] = []
+    for number in range(MINI_BATCHES):
+        streaming.admit(_request(1))
+        if number >= streaming.window:
+            spans += streaming.collect().timeline.spans
+    while crew.under_way:
+        spans += streaming.collect().timeline.spans
+    streaming.flush()
+    measured = Timeline((), tuple(spans), "measured")
+    schedule = generate(
+        "pipedream", stages, 1, in_flight=list(in_flight), mini_batches=MINI_BATCHES
+    )
+    simulated = simulate(schedule, _times(stages, transfer_s))
+    interval_s = _interval_s(measured)
+    return Case(
+        f"pipedream, {depth}",
+        stages,
+        transfer_s,
+        interval_s,
+        _interval_s(simulated),
+        None,
+        (FORWARD_S + BACKWARD_S) / interval_s,
+    )
+
+
+def _interval_s(timeline: Timeline) -> float:
+    """Seconds from one mini-batch to the next in the steady state, at the input stage."""
+    ends_s = sorted(
+        span.end_s
+        for span in timeline.spans
+        if span.action.stage == 0 and span.action.op is Op.BACKWARD
+    )[: MINI_BATCHES - 8]
+    half = len(ends_s) // 2
+    return (ends_s[-1] - ends_s[half]) / (len(ends_s) - 1 - half)
+
+
+def main() -> None:
+    """Print the table, and the largest differences."""
+    cases = measure()
+    table = Table(title=f"F = 10 ms, B = 20 ms, M = {MICROBATCHES}; milliseconds")
+    for column in ("schedule", "N", "SR", "measured", "simulated", "formula", "busy"):
+        table.add_column(column, justify="left" if column == "schedule" else "right")
+    for case in cases:
+        formula = "" if case.formula_s is None else f"{1e3 * case.formula_s:.1f}"
+        table.add_row(
+            case.schedule, str(case.stages), f"{1e3 * case.transfer_s:.0f}",
+            f"{1e3 * case.measured_s:.1f}", f"{1e3 * case.simulated_s:.1f}", formula,
+            f"{100 * case.busy:.0f} %",
+        )  # fmt: skip
+    Console().print(table)
+    for name, others in (
+        ("simulator", [(case.measured_s, case.simulated_s) for case in cases]),
+        ("formulas", [(c.measured_s, c.formula_s) for c in cases if c.formula_s is not None]),
+    ):
+        worst = max(abs(measured / other - 1) for measured, other in others)
+        print(f"largest difference from the {name}: {100 * worst:.1f} %, measured")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""A backward in two programs: the previous stage waits for the first half, nobody for the second.
+
+Qi et al., "Zero bubble pipeline parallelism" (ICLR 2024), whose B and W they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from hetpipe.capture.program import CUT, GRAD, INPUT, SAVED, TANGENT, Program
+from hetpipe.capture.slots import BACKWARD_ORDER, Key, is_tensor, make_program, ordered, reachable
+from hetpipe.capture.views import in_graph_order, keep_bases
+
+aten = torch.ops.aten
+Pairs = Sequence[tuple[Key, fx.Node]]
+
+
+def halve(graph: fx.Graph, arguments: Pairs, results: Pairs) -> tuple[Program, Program]:
+    """The input half and the weight half of a backward; see `PassPrograms.halves`.
+
+    What no outgoing TANGENT needs is in the weight half. An operator that yields both kinds of
+    gradient stays whole in the input half, except convolutions, which have one call for each.
+    """
+    tangents = [(key, node) for key, node in results if key[0] == TANGENT]
+    sums = [(key, node) for key, node in results if key[0] == GRAD]
+    outgoing = {key for key, _ in tangents}
+    given = {node for _, node in arguments}
+    replaced = {node for key, node in arguments if key in outgoing}  # by a TANGENT of that name
+    first = _needed([node for _, node in tangents], given) | replaced
+    read = _read(graph, arguments, [node for _, node in sums], first)
+    kept = given - replaced
+    saved = [((SAVED, n.name), n) for n in keep_bases(read, given) if n not in kept]
+    before = [(key, node) for key, node in arguments if key[0] != GRAD]
+    after = [*((key, node) for key, node in arguments if node in kept), *saved]
+    return (
+        make_program(graph, before, [*tangents, *saved]),
+        make_program(graph, ordered(after, BACKWARD_ORDER), sums),
+    )
+
+
+def _needed(tangents: list[fx.Node], given: set[fx.Node]) -> set[fx.Node]:
+    """The calls behind the tangents; convolutions among them lose their weights' gradients."""
+    for node in in_graph_order(reachable(tangents, given) - given):
+        if node.target is aten.convolution_backward.default:
+            _divide(node)
+    calls = {node for node in reachable(tangents, given) - given if node.op == "call_function"}
+    return calls | {user for node in calls if not is_tensor(node) for user in node.users}
+
+
+def _divide(node: fx.Node) -> None:
+    """One call for the input's gradient; another, if wanted, for those of weight and bias."""
+    args: Any = node.args
+    *given, wanted = args
+    values = node.meta["val"]
+    if not any(wanted[1:]):
+        return
+    with node.graph.inserting_after(node):
+        weights = node.graph.call_function(
+            aten.convolution_backward.default, (*given, [False, *wanted[1:]])
+        )
+    weights.meta = {**node.meta, "val": (None, *values[1:])}
+    node.args = (*given, [True, False, False])
+    node.meta["val"] = (values[0], None, None)
+    for user in list(node.users):
+        if user.args[1] != 0:
+            user.args = (weights, user.args[1])
+
+
+def _read(
+    graph: fx.Graph, arguments: Pairs, sums: list[fx.Node], first: set[fx.Node]
+) -> list[fx.Node]:
+    """What the weight half reads of the first; what parameters alone make it makes again."""
+    given = {node for _, node in arguments}
+    varying = {node for (role, _), node in arguments if role in (INPUT, CUT, SAVED, TANGENT)}
+    for node in graph.nodes:
+        if node not in given and any(source in varying for source in node.all_input_nodes):
+            varying.add(node)
+    found: list[fx.Node] = []
+    seen, stack = set[fx.Node](), list(sums)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in first and node in varying:
+            found.append(node)
+        elif node not in given:
+            stack.extend(node.all_input_nodes)
+    return found

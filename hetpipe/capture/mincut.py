@@ -1,0 +1,76 @@
+"""The cheapest tensors to keep for a backward: a minimum cut in the forward's graph.
+
+Every tensor is an edge whose capacity is its bytes. The source feeds the stage's inputs and what is
+too costly to repeat, the sink drinks what the backward reads. The edges of a minimum cut are kept,
+and what lies behind them is computed again: the method of torch's own
+`min_cut_rematerialization_partition`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+
+from hetpipe.capture.slots import is_tensor, node_nbytes
+from hetpipe.capture.statistics import sources
+from hetpipe.capture.views import base_of, in_graph_order, saves_nothing
+
+aten, own = torch.ops.aten, torch.ops.hetpipe
+COSTLY = frozenset(
+    {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten.mv.default,
+        aten.addmv.default,
+        aten.dot.default,
+        aten.convolution.default,
+        own.attention.default,
+        own.lstm.default,
+        own.lstm_layer.default,
+    }
+)
+"""Operators that a minimum cut does not repeat."""
+
+
+def minimum_cut(
+    inputs: Collection[fx.Node], wanted: Collection[fx.Node], dependent: Collection[fx.Node]
+) -> list[fx.Node]:
+    """The nodes of the fewest bytes from which all of `wanted` can be computed again.
+
+    `dependent` are the nodes computed from the sample-dependent `inputs`, these included; all else
+    costs nothing to have. Of several minimum cuts it is the one nearest to `wanted`.
+    """
+    import networkx as nx  # type: ignore[import-untyped]
+
+    network: Any = nx.DiGraph()
+    network.add_nodes_from(("source", "sink"))
+    seen, stack = set[fx.Node](), list(wanted)
+    network.add_edges_from(((node, "out"), "sink") for node in wanted)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        network.add_edge((node, "in"), (node, "out"), **_capacity(node))
+        if node in inputs or node.target in COSTLY:
+            network.add_edge("source", (node, "in"))
+        read = [source for source in sources(node) if source in dependent]
+        network.add_edges_from(((source, "out"), (node, "in")) for source in read)
+        stack += read
+    _, (_, behind) = nx.minimum_cut(network, "source", "sink")
+    return in_graph_order(n for n in seen if (n, "in") not in behind and (n, "out") in behind)
+
+
+def _capacity(node: fx.Node) -> dict[str, int]:
+    """Bytes; an edge without a capacity is never cut: tuples, and views no smaller than a base."""
+    if not is_tensor(node):
+        return {}
+    base = base_of(node)
+    if base is not node and saves_nothing(node, base):
+        return {}
+    return {"capacity": node_nbytes(node)}

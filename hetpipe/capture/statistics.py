@@ -1,0 +1,37 @@
+"""Batch norm's running statistics: a forward updates them, once, and no gradient reads them."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+_UPDATING = aten._native_batch_norm_legit_functional.default
+
+
+def _updates(node: fx.Node) -> bool:
+    return node.target is _UPDATING and node.args[5] is True
+
+
+def drop_unread(graph: fx.Graph) -> None:
+    """The backward in training names the running statistics but does not read them."""
+    for node in graph.nodes:
+        if node.target is aten.native_batch_norm_backward.default and node.args[7] is True:
+            args = list(node.args)
+            args[3] = args[4] = None
+            node.args = tuple(args)
+
+
+def sources(node: fx.Node) -> list[fx.Node]:
+    """What a node's results are computed from; new running statistics are none of them."""
+    unread = node.args[3:5] if _updates(node) else ()
+    return [source for source in node.all_input_nodes if source not in unread]
+
+
+def drop_updates(graph: fx.Graph) -> None:
+    """Norms that only normalise, for graphs that repeat a forward."""
+    for node in graph.nodes:
+        if _updates(node):
+            node.target = aten._native_batch_norm_legit.no_stats
+            node.args = (*node.args[:3], *node.args[5:])
+            node.meta["val"] = node.meta["val"][:3]

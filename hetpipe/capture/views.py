@@ -1,0 +1,80 @@
+"""Views: the elements of another tensor, or some of them, in another shape."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Container, Iterable
+
+import torch
+from torch import fx
+
+from hetpipe.capture.slots import is_tensor, node_nbytes
+
+aten = torch.ops.aten
+_VIEWS = frozenset(
+    {
+        aten.t.default,
+        aten.permute.default,
+        aten.transpose.int,
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.expand.default,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.unbind.int,
+        operator.getitem,
+    }
+)
+
+
+def base_of(node: fx.Node, inputs: Container[fx.Node] = ()) -> fx.Node:
+    """The tensor that a chain of views starts from, `inputs` at the latest."""
+    base = node
+    while base not in inputs and base.op == "call_function" and base.target in _VIEWS:
+        source = base.all_input_nodes[0]
+        if not is_tensor(source) and source.target not in _VIEWS:
+            break  # one result of an operator with several
+        base = source
+    return base
+
+
+def saves_nothing(view: fx.Node, base: fx.Node) -> bool:
+    """Whether the view is at least as large as its base."""
+    return node_nbytes(view) >= node_nbytes(base)
+
+
+def keep_bases(nodes: Iterable[fx.Node], inputs: Container[fx.Node]) -> list[fx.Node]:
+    """What to keep for `nodes`: bases rather than their views, unless the views are smaller.
+
+    `inputs` are bases that exist anyway. In the order of the graph.
+    """
+    kept: dict[fx.Node, None] = {}
+    shrunk: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        base = base_of(node, inputs)
+        if base is node or not is_tensor(node) or saves_nothing(node, base):
+            kept[base] = None
+        else:
+            shrunk.setdefault(base, []).append(node)
+    for base, parts in shrunk.items():
+        if base in kept or base in inputs or sum(map(node_nbytes, parts)) >= node_nbytes(base):
+            kept[base] = None
+        else:
+            kept.update(dict.fromkeys(parts))
+    return in_graph_order(kept)
+
+
+def in_graph_order(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """The nodes, all of one graph, in its order."""
+    wanted = list(nodes)
+    if not wanted:
+        return []
+    order = {node: index for index, node in enumerate(wanted[0].graph.nodes)}
+    return sorted(wanted, key=order.__getitem__)

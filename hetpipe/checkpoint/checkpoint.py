@@ -1,0 +1,109 @@
+"""Saves and loads checkpoints so that one is always there, whole.
+
+A checkpoint is a folder with one safetensors file per role and `manifest.json`, which names them.
+A file's name holds its checksum, so the files of a new checkpoint lie beside those of the old one;
+the manifest is replaced last, in one rename, once all that it names is on the disk; then the old
+files go. However a save ends, the folder holds the previous checkpoint or the new one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetpipe.checkpoint import durable
+from hetpipe.checkpoint.manifest import (
+    ROLES,
+    Manifest,
+    TensorFile,
+    check_values,
+    file_name,
+    read_manifest,
+)
+from hetpipe.checkpoint.tensors import Array, check_tensors, file_parts, read_tensors
+from hetpipe.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+_OURS = re.compile(
+    r"({0})-\d{{8,}}-[0-9a-f]{{16}}\.safetensors|\.({0}|manifest)\.partial".format("|".join(ROLES))
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """What `save` was given."""
+
+    manifest: dict[str, Any]
+    tensors: dict[str, dict[str, Array]]
+
+
+def save(
+    directory: Path, tensors: Mapping[str, Mapping[str, Array]], manifest: Mapping[str, Any]
+) -> None:
+    """Write a checkpoint into `directory`, in place of the one that is there.
+
+    `tensors`: by role (param, buffer, state) and name, the model's own; for state
+    "slot/parameter". A bfloat16 tensor is given, and comes back, as its int16 view. `manifest`:
+    JSON values, among them "step", the number of steps done. Only one process at a time may save
+    into a folder.
+
+    Raises `CheckpointError` for what the files cannot hold, before anything is written, and if the
+    folder cannot be written to; what it held can then still be loaded.
+    """
+    check_values(manifest)
+    check_tensors(tensors)
+    values = dict(manifest)
+    step = values.pop("step")
+    Manifest(step, values, {}).to_bytes()  # refused, if it is, before anything is written
+    try:
+        durable.make(directory)
+        _sweep(directory)
+        files = {role: _save_role(directory, role, step, tensors[role]) for role in tensors}
+        durable.sync(directory)
+        partial = directory / ".manifest.partial"
+        durable.write(partial, [Manifest(step, values, files).to_bytes()])
+        os.replace(partial, directory / MANIFEST)
+        durable.sync(directory)
+        _sweep(directory)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot save a checkpoint in {directory}: {error}; make room or give write access "
+            "there, or choose another folder"
+        ) from error
+
+
+def load(directory: Path) -> Checkpoint:
+    """Read the checkpoint in `directory`, every byte of it checked against its checksum.
+
+    Raises `CheckpointError`, with the file's name, if there is none, if a file is missing,
+    truncated or altered, and for another version of the format.
+    """
+    manifest = read_manifest(directory / MANIFEST)
+    tensors = {
+        role: read_tensors(directory / file.name, file) for role, file in manifest.files.items()
+    }
+    return Checkpoint({"step": manifest.step, **manifest.values}, tensors)
+
+
+def _save_role(directory: Path, role: str, step: int, tensors: Mapping[str, Array]) -> TensorFile:
+    partial = directory / f".{role}.partial"
+    nbytes, sha256 = durable.write(partial, file_parts(tensors))
+    file = TensorFile(file_name(role, step, sha256), nbytes, sha256, len(tensors))
+    os.replace(partial, directory / file.name)
+    return file
+
+
+def _sweep(directory: Path) -> None:
+    """Remove what replaced and interrupted saves left: our files that the manifest lacks."""
+    try:
+        manifest = read_manifest(directory / MANIFEST)
+    except CheckpointError:
+        return  # it does not tell what is still wanted
+    wanted = {file.name for file in manifest.files.values()}
+    for path in directory.iterdir():
+        if _OURS.fullmatch(path.name) and path.name not in wanted:
+            path.unlink()

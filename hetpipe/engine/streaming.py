@@ -1,0 +1,133 @@
+"""Training without flushes: mini-batches follow each other, several under way at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hetpipe.engine.crew import Crew, Part, StepRequest, StepResult
+from hetpipe.engine.policy import POLICIES
+from hetpipe.engine.runner import closing
+from hetpipe.errors import HetpipeError
+from hetpipe.schedule.generators import is_asynchronous
+from hetpipe.schedule.stream import Stream
+
+if TYPE_CHECKING:
+    from hetpipe.optim.rule import Optimizer
+    from hetpipe.plan.plan import Plan
+
+
+def check_policy(plan: Plan, optimizer: Optimizer) -> None:
+    """Raises `HetpipeError` where policy, schedule, depth and optimizer do not fit together."""
+    policy, schedule = plan.weights, plan.schedule
+    in_flight, microbatches = plan.in_flight, plan.microbatches
+    if policy not in POLICIES:
+        raise HetpipeError(f"no weight policy {policy!r}; known: {', '.join(POLICIES)}")
+    if is_asynchronous(schedule) == (policy == "flush"):
+        kind = "asynchronous" if policy == "flush" else "synchronous"
+        wanted = POLICIES[1:] if policy == "flush" else POLICIES[:1]
+        raise HetpipeError(
+            f"schedule {schedule} is {kind} and weights={policy!r} does not fit it: choose "
+            f"{' or '.join(repr(name) for name in wanted)}, or another schedule"
+        )
+    stages = len(in_flight)
+    if policy == "2bw" and microbatches < in_flight[0]:
+        raise HetpipeError(
+            f"2bw accumulates at least as many micro-batches as are in flight: {microbatches} in a "
+            f"mini-batch, {in_flight[0]} in flight; use {in_flight[0]} micro-batches or more"
+        )
+    if policy == "spectrain":
+        straight = [stages - stage for stage in range(stages)]
+        if optimizer.name != "sgd" or not optimizer.state:
+            raise HetpipeError(
+                f"spectrain predicts with the momentum of sgd alone, not of {optimizer.name}; use "
+                "hp.optim.sgd(momentum=0.9), or weights='pipeoptim'"
+            )
+        if list(in_flight) != straight or microbatches != 1:
+            raise HetpipeError(
+                f"spectrain is defined for {straight} mini-batches of one micro-batch in flight, "
+                f"not for {list(in_flight)} micro-batches of {microbatches} each"
+            )
+    if policy == "pipeoptim" and optimizer.predict is None:
+        raise HetpipeError(
+            f"pipeoptim needs an optimizer that predicts weights, and {optimizer.name} as it is "
+            "set does not (sgd needs momentum); or use weights='stash'"
+        )
+
+
+class Streaming:
+    """Mini-batches on their way through a crew under an asynchronous schedule."""
+
+    def __init__(self, crew: Crew, stream: Stream, policy: str) -> None:
+        self._crew = crew
+        self._stream = stream
+        self._policy = policy
+        self._closing = closing(stream.sample)
+        self.admitted = 0  # since the last flush
+
+    @property
+    def window(self) -> int:
+        """How many mini-batches may be handed out and not collected: enough to keep all busy."""
+        return self._stream.start + 1
+
+    def admit(self, request: StepRequest) -> None:
+        """Hand out a mini-batch; the request's own schedule does not count."""
+        number = self.admitted
+        segment = self._stream.segment(number)
+        stages = range(self._stream.stages)
+        request = replace(
+            request,
+            schedule=segment.schedule,
+            lag={n: self._lags(n, number) for n in stages},
+            ahead={n: self._aheads(n, number) for n in stages},
+        )
+        self._crew.post(request, self._part(segment.first, number))
+        self.admitted += 1
+
+    def collect(self) -> StepResult:
+        """The result of the oldest mini-batch that is under way."""
+        return self._crew.collect()
+
+    def flush(self) -> None:
+        """Apply everything that was handed out; all results must have been collected."""
+        if self.admitted == 0:
+            return
+        segment = self._stream.flush(self.admitted)
+        nothing = StepRequest(segment.schedule, (), (), (), lr=0.0, number=0)
+        self._crew.post(nothing, self._part(segment.first, self.admitted))
+        self._crew.collect()
+        self.admitted = 0
+
+    def _part(self, first: int, begins: int) -> Part:
+        return Part(first, begins, self._stream.microbatches, self._closing)
+
+    def _lags(self, stage: int, mini_batch: int) -> tuple[int, ...]:
+        """Per micro-batch how many updates older the version for its forward is than the last.
+
+        Vertical sync: what the input stage has when the mini-batch enters (PipeDream, section 3.3).
+        2BW: the version before the last, for all of a mini-batch.
+        """
+        microbatches = self._microbatches(mini_batch)
+        applied = [self._stream.applied(stage, m) for m in microbatches]
+        if self._policy == "vertical-sync":
+            wanted = self._stream.applied(0, microbatches[0])
+        elif self._policy == "2bw":
+            wanted = max(mini_batch - 1, 0)
+        else:
+            return (0,) * len(applied)
+        return tuple(count - wanted for count in applied)
+
+    def _aheads(self, stage: int, mini_batch: int) -> tuple[int, ...]:
+        """Per micro-batch how many updates are predicted for its forward.
+
+        PipeOptim: those until its backward. SpecTrain: those until it leaves the pipeline.
+        """
+        microbatches = self._microbatches(mini_batch)
+        if self._policy == "spectrain":
+            ahead = stage // 2 + self._stream.stages - stage - 1
+            return (ahead,) * len(microbatches)
+        return tuple(self._stream.ahead(stage, m) for m in microbatches)
+
+    def _microbatches(self, mini_batch: int) -> range:
+        count = self._stream.microbatches
+        return range(mini_batch * count, (mini_batch + 1) * count)

@@ -1,0 +1,64 @@
+"""What several rules have in common: checks of their settings, and sums over updates."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from hetpipe.errors import HetpipeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hetpipe.optim.rule import LearningRate, Tensors
+
+TINY = 1e-30
+"""Far below any root of a float32 square: keeps 0 / 0 out of predictions where eps is 0."""
+
+
+def check(lr: LearningRate, **settings: float) -> None:
+    """Raise `HetpipeError` for a negative setting, or learning rate if it is a number."""
+    if not callable(lr):
+        settings = {"lr": lr, **settings}
+    for name, value in settings.items():
+        if not value >= 0:
+            raise HetpipeError(f"{name} must not be negative, but is {value}")
+
+
+def check_below_one(name: str, *values: float) -> None:
+    """Raise `HetpipeError` for a factor of a moving average outside [0, 1)."""
+    if not all(0 <= value < 1 for value in values):
+        raise HetpipeError(f"{name} must lie in [0, 1), not {', '.join(map(str, values))}")
+
+
+def correction(beta: float, step: Tensor) -> Tensor:
+    """1 - beta^step, without the cancellation that float32 would suffer."""
+    return -torch.expm1(step * math.log(beta)) if beta else torch.ones_like(step)
+
+
+def fading_sum(beta: float, steps: Tensor) -> Tensor:
+    """beta + beta^2 + ... + beta^steps, for a beta in [0, 1)."""
+    return correction(beta, steps) * (beta / (1 - beta))
+
+
+def moments(state: Tensors, grad: Tensor, betas: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    """Adam's moving averages of the gradient and its square, moved on by one gradient."""
+    mean = torch.lerp(state[0], grad, 1 - betas[0])
+    return mean, torch.addcmul(state[1] * betas[1], grad, grad, value=1 - betas[1])
+
+
+def root(square: Tensor, beta: float, step: Tensor, eps: float) -> Tensor:
+    """sqrt(v_hat) + eps: Adam's denominator."""
+    return square.sqrt() / correction(beta, step).sqrt() + eps
+
+
+def linear(param: Tensor, lr: Tensor, ahead: Tensor, direction: Tensor) -> Tensor:
+    """The last update's direction once more for each update ahead (PipeOptim)."""
+    return param - lr * ahead * direction
+
+
+def once_started(step: Tensor, ahead: Tensor) -> Tensor:
+    """`ahead`, but 0 before the first update: nothing is known then, and nothing is predicted."""
+    return ahead * step.clamp(max=1)

@@ -1,0 +1,101 @@
+"""Optimizers that torch.optim lacks, as their papers define them: Lion and LAMB."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from hetpipe.optim.formulas import (
+    TINY,
+    check,
+    check_below_one,
+    correction,
+    linear,
+    moments,
+    once_started,
+    root,
+)
+from hetpipe.optim.rule import Optimizer, excluding
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hetpipe.optim.rule import LearningRate, NameFilter, Result, Tensors
+
+
+def lion(
+    lr: LearningRate = 1e-4,
+    betas: tuple[float, float] = (0.9, 0.99),
+    weight_decay: float = 0.0,
+    decay_exclude: NameFilter | None = None,
+) -> Optimizer:
+    """Lion (Chen et al., NeurIPS'23, algorithm 2): the sign of a momentum; decay is apart.
+
+    Prediction: dW = sign(m), which the update gives for the gradient that m stands for; the decay
+    is not predicted.
+    """
+    check(lr, weight_decay=weight_decay)
+    beta1, beta2 = betas
+    check_below_one("betas", *betas)
+
+    def update(param: Tensor, grad: Tensor, state: Tensors, step: Tensor, lr: Tensor) -> Result:
+        direction = torch.lerp(state[0], grad, 1 - beta1).sign()
+        if weight_decay:
+            direction = torch.add(direction, param, alpha=weight_decay)
+        return param - lr * direction, (torch.lerp(state[0], grad, 1 - beta2),)
+
+    def predict(param: Tensor, state: Tensors, step: Tensor, lr: Tensor, ahead: Tensor) -> Tensor:
+        return linear(param, lr, ahead, state[0].sign())
+
+    settings = {"beta1": beta1, "beta2": beta2, "weight_decay": weight_decay}
+    made = Optimizer("lion", lr, ("mean",), update, tuple(settings.items()), predict)
+    return excluding(made, decay_exclude, lambda: lion(lr, betas, 0.0))
+
+
+def lamb(
+    lr: LearningRate = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-6,
+    weight_decay: float = 0.01,
+    decay_exclude: NameFilter | None = None,
+) -> Optimizer:
+    """LAMB (You et al., ICLR'20, algorithm 2): Adam's direction, as long as the weights are.
+
+    A layer is one parameter tensor and the paper's phi the identity. Where the weights or their
+    direction are all zero the ratio of their norms counts as 1.
+
+    Prediction: dW is the update's direction from today's weights and moments, decay included, as it
+    is part of the norm.
+    """
+    check(lr, eps=eps, weight_decay=weight_decay)
+    beta1, beta2 = betas
+    check_below_one("betas", *betas)
+
+    def moved(param: Tensor, state: Tensors, step: Tensor, eps: float, scale: Tensor) -> Tensor:
+        direction = state[0] / root(state[1], beta2, step, eps) / correction(beta1, step)
+        if weight_decay:
+            direction = torch.add(direction, param, alpha=weight_decay)
+        return param - scale * _ratio(_norm(param), _norm(direction)) * direction
+
+    def update(param: Tensor, grad: Tensor, state: Tensors, step: Tensor, lr: Tensor) -> Result:
+        state = moments(state, grad, betas)
+        return moved(param, state, step, eps, lr), state
+
+    def predict(param: Tensor, state: Tensors, step: Tensor, lr: Tensor, ahead: Tensor) -> Tensor:
+        scale = lr * once_started(step, ahead)
+        return moved(param, state, step.clamp(min=1), max(eps, TINY), scale)
+
+    settings = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+    made = Optimizer("lamb", lr, ("mean", "square"), update, tuple(settings.items()), predict)
+    return excluding(made, decay_exclude, lambda: lamb(lr, betas, eps, 0.0))
+
+
+def _norm(x: Tensor) -> Tensor:
+    return (x * x).sum().sqrt()
+
+
+def _ratio(weights: Tensor, direction: Tensor) -> Tensor:
+    """weights / direction, norms; 1 where either is 0."""
+    positive = torch.logical_and(weights > 0, direction > 0)
+    return torch.where(positive, weights / direction, torch.ones_like(weights))

@@ -1,0 +1,46 @@
+"""Interleaved 1F1B: several stages per worker, in rounds (Narayanan et al., SC'21, section 2.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hetpipe.errors import ScheduleError
+from hetpipe.schedule.action import Action, Op, Schedule
+
+
+def interleaved(
+    stages: int, microbatches: int, in_flight: Sequence[int] | None, workers: int
+) -> Schedule:
+    """1F1B over v = N/D chunks of each of D workers (here D = 2, N = 4, M = 2; B as long as F).
+
+        0  0F0 0F1 2F0 2F1  .  2B0  .  2B1 0B0 0B1
+        1   .  1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
+
+    Stage n is on worker n mod D. Micro-batches go in rounds of D through one chunk after the other.
+    The bubble shrinks with the chunks: (D-1)/(vM+D-1) of the step. Raises `ScheduleError` where D
+    does not divide N and M.
+    """
+    for name, count in (("stages", stages), ("micro-batches", microbatches)):
+        if count % workers:
+            below = count - count % workers
+            fitting = [str(number) for number in (below, below + workers) if number]
+            raise ScheduleError(
+                f"interleaved needs a multiple of its {workers} workers, not {count} {name}; "
+                f"use {' or '.join(fitting)}"
+            )
+    return tuple(tuple(_row(worker, workers, stages, microbatches)) for worker in range(workers))
+
+
+def _row(worker: int, workers: int, stages: int, microbatches: int) -> Iterator[Action]:
+    chunks = range(worker, stages, workers)
+    rounds = [range(first, first + workers) for first in range(0, microbatches, workers)]
+    forwards = [Action(n, Op.FORWARD, m) for round_ in rounds for n in chunks for m in round_]
+    backwards = [
+        Action(n, Op.BACKWARD, m) for round_ in rounds for n in reversed(chunks) for m in round_
+    ]
+    warm_up = min(2 * (workers - worker - 1) + stages - workers, len(forwards))
+    yield from forwards[:warm_up]
+    steady = len(forwards) - warm_up
+    for pair in zip(forwards[warm_up:], backwards[:steady], strict=True):
+        yield from pair
+    yield from backwards[steady:]

@@ -1,0 +1,112 @@
+"""Straight schedules: one stage per worker, backwards whole; they differ in how deep stages start.
+
+Stage n starts with K_n forwards, then one backward, one forward, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hetpipe.errors import ScheduleError
+from hetpipe.schedule.action import Action, Op, Schedule
+
+
+def naive(stages: int, microbatches: int, in_flight: Sequence[int] | None = None) -> Schedule:
+    """Model parallelism: one micro-batch at a time, so one stage works (3 stages, 2 of them).
+
+        0  F0  .  .  .  . B0 F1  .  .  .  . B1
+        1   . F0  .  . B0  .  . F1  .  . B1  .
+        2   .  . F0 B0  .  .  .  . F1 B1  .  .
+
+    K_n = 1. The baseline of every pipeline.
+    """
+    return one_f_one_b(stages, microbatches, [1] * stages)
+
+
+def gpipe(stages: int, microbatches: int, in_flight: Sequence[int] | None = None) -> Schedule:
+    """All forwards, then all backwards (GPipe; here 3 stages, 3 micro-batches).
+
+        0  F0 F1 F2  .  .  .  . B0 B1 B2
+        1   . F0 F1 F2  .  . B0 B1 B2
+        2   .  . F0 F1 F2 B0 B1 B2
+
+    Every stage keeps all micro-batches. Backwards run in ascending order, as in the other
+    schedules, so that gradients are summed in the same order and agree bit for bit.
+    """
+    if in_flight is not None and min(in_flight) < microbatches:
+        raise ScheduleError(
+            f"gpipe keeps all {microbatches} micro-batches in flight, but {min(in_flight)} is the "
+            f"limit; use 1f1b or {min(in_flight)} micro-batches"
+        )
+    return one_f_one_b(stages, microbatches, [microbatches] * stages)
+
+
+def one_f_one_b(stages: int, microbatches: int, in_flight: Sequence[int] | None = None) -> Schedule:
+    """Stage n starts with K_n forwards, then one backward, one forward, ...
+
+        0  F0 F1 F2  .  .  .  . B0  - F3 B1  -  . B2  -  . B3  -
+        1   . F0 F1  .  . B0  - F2 B1  - F3 B2  -  . B3  -  .  .
+        2   .  . F0 B0  - F1 B1  - F2 B2  - F3 B3  -  .  .  .  .
+
+    K_n = min(N-n, M) (DAPPLE, section 3, P_A; PipeDream's 1F1B with a flush), or what `in_flight`
+    gives per stage. min(2(N-n)-1, M) (P_B) hides transfers and keeps about twice as much.
+    """
+    depth = in_flight or [stages - stage for stage in range(stages)]
+    return tuple(
+        tuple(_alternate(stage, microbatches, min(depth[stage], microbatches)))
+        for stage in range(stages)
+    )
+
+
+def one_f_one_b_sno(
+    stages: int, microbatches: int, in_flight: Sequence[int] | None = None
+) -> Schedule:
+    """BaPipe's 1F1B-SNO (figure 6a; 2 stages, 3 micro-batches): transfers are not overlapped.
+
+        0  F0 F1  . B0 F2 B1  . B2
+        1   . F0 B0 F1 B1 F2 B2  .
+
+    K_n = min(N-n, M), less where `in_flight` says so. Figure 5a's 1F1B-AS is the same order on
+    asynchronous devices: what differs is `StageTimes.chunks`.
+    """
+    return one_f_one_b(stages, microbatches, depths(stages, 1, in_flight))
+
+
+def one_f_one_b_so(
+    stages: int, microbatches: int, in_flight: Sequence[int] | None = None
+) -> Schedule:
+    """BaPipe's 1F1B-SO (figure 6b; 2 stages, 5 micro-batches): transfers hide behind passes.
+
+        0  F0 F1 F2 F3 B0 F4 B1  . B2  . B3 B4
+        1   . F0 F1 B0 F2 B1 F3 B2 F4 B3 B4  .
+
+    K_n = min(2(N-n), M), less where `in_flight` says so.
+    """
+    return one_f_one_b(stages, microbatches, depths(stages, 2, in_flight))
+
+
+def pipedream(stages: int, microbatches: int, in_flight: Sequence[int] | None = None) -> Schedule:
+    """1F1B without a flush (PipeDream, section 3.2; here 3 stages, mini-batches of 1 micro-batch).
+
+        0  F0 F1 F2  .  .  .  . B0 U0 F3 B1 U1 F4 B2 U2 ...
+        1   . F0 F1  .  . B0 U0 F2 B1 U1 F3 B2 U2 F4 ...
+        2   .  . F0 B0 U0 F1 B1 U1 F2 B2 U2 F3 B3 U3 ...
+
+    Without `in_flight` the depth is NOAM: N-n forwards in flight at stage n.
+    """
+    return one_f_one_b(stages, microbatches, in_flight)
+
+
+def depths(stages: int, times: int, in_flight: Sequence[int] | None) -> list[int]:
+    """Per stage `times` (N-n), or `in_flight` where that is less."""
+    deep = [times * (stages - stage) for stage in range(stages)]
+    return [min(pair) for pair in zip(deep, in_flight or deep, strict=True)]
+
+
+def _alternate(stage: int, microbatches: int, depth: int) -> Iterator[Action]:
+    for number in range(depth):
+        yield Action(stage, Op.FORWARD, number)
+    for number in range(microbatches):
+        yield Action(stage, Op.BACKWARD, number)
+        if number + depth < microbatches:
+            yield Action(stage, Op.FORWARD, number + depth)

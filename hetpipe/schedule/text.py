@@ -1,0 +1,53 @@
+"""Schedules as text, to be written by hand, stored and read again: one row per worker.
+
+    worker 0: 0F0 0SF0 0RB0 0B0 0U  # two stages, one micro-batch
+    worker 1: 1RF0 1F0 1B0 1SB0 1U
+
+The names may be left out.
+"""
+
+from __future__ import annotations
+
+import re
+
+from hetpipe.errors import ScheduleError
+from hetpipe.schedule.action import Action, Schedule
+from hetpipe.schedule.grid import format_grid
+from hetpipe.schedule.lanes import row_names
+
+
+def print_schedule(schedule: Schedule) -> str:
+    """One line per worker; `parse_schedule` reads it."""
+    return format_grid(schedule)
+
+
+def parse_schedule(text: str) -> Schedule:
+    """Rows of actions between blanks, as `print_schedule` writes them or without names.
+
+    What follows a # is a comment. Raises `ScheduleError` for what is no action, for workers out of
+    order and for text without a row; whether the schedule can run is for `validate` to say.
+    """
+    rows: list[tuple[Action, ...]] = []
+    heads: list[tuple[int, int, str]] = []  # line, row, name
+    for number, line in enumerate(text.splitlines(), start=1):
+        content = line.partition("#")[0].strip()
+        if not content:
+            continue
+        head = re.match(r"(worker \d+( lane \d+)?):", content)
+        if head:
+            heads.append((number, len(rows), head[1]))
+        try:
+            rows.append(tuple(map(Action.parse, content[head.end() if head else 0 :].split())))
+        except ScheduleError as error:
+            raise ScheduleError(f"line {number}: {error}") from error
+    if not rows:
+        raise ScheduleError("no rows; write one line of actions per worker, such as 0F0 0B0 0U")
+    schedule = tuple(rows)
+    names = row_names(schedule)
+    for number, row, name in heads:
+        if name != names[row]:
+            raise ScheduleError(
+                f"line {number}: {name} where {names[row]} is next; "
+                "list the workers in order, from 0"
+            )
+    return schedule

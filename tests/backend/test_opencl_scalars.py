@@ -1,0 +1,29 @@
+"""Kernels over one element, where everything is computed ahead of the loop along a row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from found_devices import infos, opened, run, trace
+
+from hetpipe.sdk.registry import get_backend
+
+DEVICES = [info.id for info in infos() if info.backend == "opencl"]
+
+
+@pytest.mark.parametrize("device_id", DEVICES)
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_scalar_that_its_own_kernel_stores_is_not_read_from_memory(
+    device_id: str, shape: tuple[int, ...]
+) -> None:
+    """Two uses had the root stored; a sum with it joined that kernel and read it before it was."""
+
+    def scaled(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        root = torch.sqrt(a)
+        return x * (root / (root + 1))
+
+    torch.manual_seed(0)
+    inputs = [torch.randn(3, 5), torch.full(shape, 4.0)]
+    graph = trace(scaled, inputs, get_backend("opencl").decompositions())
+    (found,) = run(opened(device_id), graph, [tensor.numpy() for tensor in inputs])
+    torch.testing.assert_close(torch.from_numpy(found), scaled(*inputs))

@@ -1,0 +1,229 @@
+"""Asynchronous training equals a sequential reference with explicit old versions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import delayed
+import pytest
+import torch
+from delayed import Adam, Choice, Momentum, batch, loss_fn, network
+from plans import unpriced
+
+import hetpipe as hp
+from hetpipe.capture import Captured
+from hetpipe.cluster import Cluster, Member
+from hetpipe.engine.crew import Crew
+from hetpipe.errors import HetpipeError
+
+MINI_BATCHES = 30
+TRANSPORTS = ["local", "shared-memory", "distributed"]
+
+
+def noam(stages: int) -> list[int]:
+    return [stages - n for n in range(stages)]
+
+
+def hiding(stages: int) -> list[int]:
+    return [2 * (stages - n) - 1 for n in range(stages)]
+
+
+def crew_of(stages: int, transport: str = "local") -> Crew:
+    members = tuple(Member(f"m{n}", "numpy:cpu:0") for n in range(stages))
+    return Crew.start(Cluster(members, transport=transport))
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with crew_of(4) as started:
+        yield started
+
+
+@functools.cache
+def capture() -> Captured:
+    return Captured(network(), loss_fn, batch(0))
+
+
+def pipeline(
+    crew: Crew, stages: int, weights: str, optimizer: Any, depths: Any = None, microbatches: int = 1
+) -> hp.Pipeline:
+    model, captured = network(), capture()
+    plan, costs = unpriced(
+        captured, [f"m{n}" for n in range(stages)], "pipedream", delayed.SAMPLES, microbatches,
+        in_flight=depths, weights=weights,
+    )  # fmt: skip
+    return hp.Pipeline(
+        model, loss_fn, batch(0), cluster=crew.cluster, crew=crew, optimizer=optimizer, plan=plan,
+        costs=costs, captured=captured,
+    )  # fmt: skip
+
+
+def trained(pipe: hp.Pipeline, count: int = MINI_BATCHES) -> dict[str, torch.Tensor]:
+    with pipe:
+        results = list(pipe.run(batch(b) for b in range(count)))
+        assert [result.index for result in results] == list(range(count))
+        return pipe.state_dict()
+
+
+def distance(state: dict[str, torch.Tensor], wanted: list[delayed.Layer]) -> float:
+    """Largest difference of a parameter, over the largest of its values."""
+    values = [value for layer in wanted for value in layer]
+    return max(
+        float((found - value).abs().max() / value.abs().max())
+        for found, value in zip(state.values(), values, strict=True)
+    )
+
+
+def delays(policy: str, stages: int, depths: list[int]) -> tuple[Choice, Choice]:
+    """The papers' formulas for straight pipelines: forward and backward."""
+
+    def seen(n: int, b: int) -> int:
+        return max(0, b - depths[n] + 1)
+
+    rules: dict[str, tuple[Choice, Choice]] = {
+        "stash": (lambda n, b: (seen(n, b), 0),) * 2,
+        "vertical-sync": (lambda n, b: (seen(0, b), 0),) * 2,
+        "2bw": (lambda n, b: (max(0, b - 1), 0),) * 2,
+        "pipeoptim": (lambda n, b: (seen(n, b), depths[n] - 1), lambda n, b: (b, 0)),
+        "spectrain": (
+            lambda n, b: (seen(n, b), n // 2 + stages - n - 1),
+            lambda n, b: (b, n // 2),
+        ),
+    }
+    return rules[policy]
+
+
+SGD = (hp.optim.sgd(lr=0.03, momentum=0.9), Momentum(0.03))
+ADAM = (hp.optim.adam(lr=0.01), Adam(0.01))
+ADAMW = (hp.optim.adamw(lr=0.01, weight_decay=0.1), Adam(0.01, 0.1))
+CASES = [
+    (policy, depth, pair)
+    for policy, depth in [
+        ("stash", noam), ("stash", hiding), ("vertical-sync", noam), ("vertical-sync", hiding),
+        ("pipeoptim", noam), ("pipeoptim", hiding), ("spectrain", noam),
+    ]
+    for pair in (SGD, ADAM, ADAMW)
+    if policy != "spectrain" or pair is SGD
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("policy", "depth", "pair"),
+    CASES,
+    ids=[f"{policy}-{depth.__name__}-{pair[0].name}" for policy, depth, pair in CASES],
+)
+def test_equals_the_sequential_reference(
+    crew: Crew, stages: int, policy: str, depth: Any, pair: Any
+) -> None:
+    optimizer, plain = pair
+    depths = depth(stages)
+    wanted = delayed.train(stages, plain, *delays(policy, stages, depths), MINI_BATCHES)
+    state = trained(pipeline(crew, stages, policy, optimizer, depths))
+    assert distance(state, wanted.weights[-1]) < 1e-5
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("pair", [SGD, ADAM], ids=["sgd", "adam"])
+def test_two_buffered_weights(crew: Crew, stages: int, pair: Any) -> None:
+    optimizer, plain = pair
+    rule = delays("2bw", stages, noam(stages))
+    wanted = delayed.train(stages, plain, *rule, MINI_BATCHES, microbatches=4)
+    state = trained(pipeline(crew, stages, "2bw", optimizer, noam(stages), 4))
+    assert distance(state, wanted.weights[-1]) < 1e-5
+
+
+@pytest.mark.parametrize("policy", ["stash", "vertical-sync", "pipeoptim", "spectrain"])
+def test_a_wrong_delay_is_told_apart(crew: Crew, policy: str) -> None:
+    """The same comparison against a reference that is one update off fails by far."""
+    forward, backward = delays(policy, 3, noam(3))
+
+    def late(n: int, b: int) -> tuple[int, float]:
+        t, ahead = forward(n, b)
+        return max(0, t - 1), ahead
+
+    wrong = delayed.train(3, SGD[1], late, backward, MINI_BATCHES)
+    state = trained(pipeline(crew, 3, policy, SGD[0], noam(3)))
+    assert distance(state, wrong.weights[-1]) > 1e-3
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_transport_gives_the_same(crew: Crew, transport: str) -> None:
+    wanted = trained(pipeline(crew, 3, "pipeoptim", SGD[0], hiding(3)))
+    with crew_of(3, transport) as other:
+        state = trained(pipeline(other, 3, "pipeoptim", SGD[0], hiding(3)))
+    for name, value in wanted.items():
+        assert torch.equal(state[name], value)
+
+
+@pytest.mark.parametrize(
+    ("policy", "most", "microbatches"),
+    [
+        ("stash", [4, 3, 2, 1], 1),
+        ("vertical-sync", [4, 4, 4, 4], 1),
+        ("2bw", [2, 2, 2, 2], 4),
+        ("spectrain", [2, 2, 2, 2], 1),
+        ("pipeoptim", [2, 2, 2, 1], 1),
+    ],
+)
+def test_live_versions(crew: Crew, policy: str, most: list[int], microbatches: int) -> None:
+    """As the papers say, at NOAM; predicting policies hold one and at most a predicted copy."""
+    with pipeline(crew, 4, policy, SGD[0], noam(4), microbatches) as pipe:
+        results = list(pipe.run(batch(b) for b in range(12)))
+    seen = [max(column) for column in zip(*(r.live_versions for r in results), strict=True)]
+    assert seen == most
+
+
+def test_versions_of_the_results(crew: Crew) -> None:
+    with pipeline(crew, 3, "stash", SGD[0], noam(3)) as pipe:
+        first = [result.versions for result in pipe.run(batch(b) for b in range(5))]
+        assert first == [(0, 0, 0), (0, 0, 1), (0, 1, 2), (1, 2, 3), (2, 3, 4)]
+        more = [result.versions for result in pipe.run(batch(b) for b in range(5, 7))]
+        assert more == [(3, 4, 5), (4, 5, 6)]  # one run goes on where the last ended
+        pipe.flush()
+        assert [result.versions for result in pipe.run([batch(7)])] == [(7, 7, 7)]
+    with pipeline(crew, 3, "vertical-sync", SGD[0], noam(3)) as pipe:
+        synced = [result.versions for result in pipe.run(batch(b) for b in range(5))]
+        assert synced == [(0, 0, 0), (0, 0, 0), (0, 0, 0), (1, 1, 1), (2, 2, 2)]
+
+
+def test_step_flushes_and_so_equals_plain_training(crew: Crew) -> None:
+    wanted = delayed.train(3, SGD[1], lambda n, b: (b, 0), lambda n, b: (b, 0), 10)
+    with pipeline(crew, 3, "stash", SGD[0]) as pipe:
+        for b in range(10):
+            pipe.step(*batch(b))
+        state = pipe.state_dict()
+    assert distance(state, wanted.weights[-1]) < 1e-5
+
+
+def test_prediction_is_nearer_to_what_the_backward_uses() -> None:
+    """On at least 90 % of the steps after the tenth, at the first stage of four."""
+    for _, plain in (SGD, ADAM, ADAMW):
+        rules = delays("pipeoptim", 4, noam(4))
+        nearer = 0
+        history, states = delayed.train(4, plain, *rules, 60)
+        for b in range(10, 60):
+            seen = b - 3
+            weight, used = history[seen][0].weight, history[b][0].weight
+            predicted = plain.predict(weight, states[seen][0][0], seen, 3)
+            nearer += bool((predicted - used).norm() < (weight - used).norm())
+        assert nearer >= 45
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weights": "flush"}, "pipedream is asynchronous and weights='flush' does not fit"),
+        ({"weights": "stale"}, "no weight policy 'stale'; known: flush, stash"),
+        ({"weights": "2bw", "microbatches": 1}, "1 in a mini-batch, 3 in flight; use 3"),
+        ({"weights": "spectrain", "optimizer": ADAM[0]}, "momentum of sgd alone, not of adam"),
+        ({"weights": "spectrain", "depths": [5, 3, 1]}, r"defined for \[3, 2, 1\] mini-batches"),
+        ({"weights": "pipeoptim", "optimizer": hp.optim.sgd(lr=0.1)}, "sgd needs momentum"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused(crew: Crew, options: Any, message: str) -> None:
+    with pytest.raises(HetpipeError, match=message):
+        pipeline(crew, 3, **{"optimizer": SGD[0], **options})

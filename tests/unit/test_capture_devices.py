@@ -1,0 +1,100 @@
+"""Recompute, halves and evaluation on one device of every backend, against torch."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from capture_harness import Env, Stages, eager, total
+from capture_models import CASES
+from torch import nn
+
+from hetpipe.capture import Captured, Program
+from hetpipe.capture.recompute import INPUTS, MIN_CUT
+from hetpipe.sdk.backend import Device
+from hetpipe.sdk.graph import require_support
+from hetpipe.sdk.registry import discover_devices, get_backend, open_device
+
+FOUND = [info for info in discover_devices()[0] if not info.capabilities.emulated]
+DEVICES = list({info.backend: info.id for info in reversed(FOUND)}.values())
+SIZES, SHARES = [8, 4], [8 / 12, 4 / 12]
+opened = functools.cache(open_device)
+
+
+def _on(device: Device, program: Program, env: Env) -> Env:
+    """Upload, run, download."""
+    require_support(device, program.graph)
+    inputs = []
+    for slot in program.inputs:
+        buffer, event = device.upload(env[slot.key].contiguous().numpy())
+        event.wait()
+        inputs.append(buffer)
+    buffers, event, _ = device.compile(program.graph).run(inputs, frozenset(), ())
+    event.wait()
+    found: Env = {}
+    for slot, buffer in zip(program.outputs, buffers, strict=True):
+        array = np.empty(slot.shape, slot.dtype)
+        device.download(buffer, array).wait()
+        found[slot.key] = torch.from_numpy(array)
+    return found
+
+
+@functools.cache
+def _case(name: str) -> tuple[nn.Module, Any, Any, Captured]:
+    """In float32."""
+    torch.manual_seed(3)
+    case = CASES[name]
+    x, y = case.batch()
+    batch = (x.float() if x.is_floating_point() else x), y
+    model = case.model()
+    return model, case.loss_fn, batch, Captured(model, case.loss_fn, batch)
+
+
+def _close(value: torch.Tensor, expected: torch.Tensor) -> bool:
+    scale = max(1.0, float(expected.abs().max()))
+    return float((value - expected).abs().max()) <= 2e-5 * scale
+
+
+@pytest.mark.parametrize("mode", [INPUTS, MIN_CUT])
+@pytest.mark.parametrize("name", ["residual", "attention"])
+@pytest.mark.parametrize("device_id", DEVICES)
+def test_gradients(device_id: str, name: str, mode: str) -> None:
+    """Halves give the whole backward's bits on the backends that run operator by operator."""
+    model, loss_fn, batch, captured = _case(name)
+    device = opened(device_id)
+    tables = [get_backend(device.info.backend).decompositions()] * 2
+    cut = [len(captured.layer_graph(8)) // 2]
+    graphs = captured.stage_graphs(cut, tables, SIZES, None, [mode] * 2, True)
+    execute = functools.partial(_on, device)
+    whole = Stages(captured, graphs, execute=execute).step(batch, SIZES, SHARES)
+    halved = Stages(captured, graphs, halves=True, execute=execute).step(batch, SIZES, SHARES)
+    _, _, expected = eager(model, loss_fn, batch, SIZES, SHARES)
+    found, again = total(whole), total(halved)
+    assert found.keys() == again.keys() == expected.keys()
+    for key, value in expected.items():
+        assert _close(found[key], value), key
+        assert _close(again[key], value), key
+        if device.info.backend in ("numpy", "pytorch"):
+            assert torch.equal(found[key], again[key]), key
+
+
+@pytest.mark.parametrize("name", ["residual", "attention"])
+@pytest.mark.parametrize("device_id", DEVICES)
+def test_evaluation(device_id: str, name: str) -> None:
+    model, loss_fn, (x, y), captured = _case(name)
+    device = opened(device_id)
+    tables = [get_backend(device.info.backend).decompositions()] * 2
+    state = Stages(
+        captured,
+        captured.evaluation_graphs([1], tables, SIZES),
+        execute=functools.partial(_on, device),
+    )
+    state.step((x, y), SIZES, SHARES)
+    model.load_state_dict({**state.params, **state.buffers}, strict=False)
+    model.eval()
+    with torch.no_grad():
+        assert state.loss == pytest.approx(float(loss_fn(model(x), y)), rel=2e-6)
+    model.train()

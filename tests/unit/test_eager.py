@@ -1,0 +1,49 @@
+"""Plain torch as the reference: learning-rate schedules and exclusions are followed."""
+
+import pytest
+import torch
+from torch import nn
+
+from hetpipe import optim
+from hetpipe.bench.eager import Eager
+from hetpipe.errors import HetpipeError
+
+
+def loss_fn(found, wanted):
+    return (found - wanted).square().mean()
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        optim.sgd(lr=lambda step: 0.1 / step, momentum=0.9, nesterov=True),
+        optim.adamw(lr=0.1, weight_decay=0.5, decay_exclude=lambda name: name == "bias"),
+        optim.adam(lr=0.1, weight_decay=0.5),
+        optim.rmsprop(lr=0.1, momentum=0.5),
+        optim.adagrad(lr=lambda step: 0.1 * step),
+    ],
+    ids=lambda rule: rule.name,
+)
+def test_the_torch_optimizer_is_the_rule(rule):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    states = {n: tuple(torch.zeros_like(v) for _ in rule.state) for n, v in values.items()}
+    eager = Eager(model, loss_fn, rule)
+    for step in range(1, 6):
+        x, y = torch.randn(4, 3).double(), torch.randn(4, 2).double()
+        eager.step(x, y, [4])
+        leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
+        loss_fn(x @ leaves["weight"].t() + leaves["bias"], y).backward()
+        for name, leaf in leaves.items():
+            values[name], states[name] = rule.rule_for(name).update(
+                values[name], leaf.grad, states[name], torch.tensor(float(step)),
+                torch.tensor(rule.lr_at(step)),
+            )  # fmt: skip
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), values[name], rtol=1e-5, atol=1e-7)
+
+
+def test_what_torch_lacks_is_refused():
+    with pytest.raises(HetpipeError, match="torch has no optimizer 'lion' to compare with"):
+        Eager(nn.Linear(1, 1), loss_fn, optim.lion())

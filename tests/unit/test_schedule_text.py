@@ -1,0 +1,56 @@
+"""Schedules as text: there and back, and what is refused."""
+
+import pytest
+
+from hetpipe.errors import ScheduleError
+from hetpipe.schedule.generators import generate, schedule_names
+from hetpipe.schedule.text import parse_schedule, print_schedule
+from hetpipe.schedule.validate import validate
+
+DRAWN = """
+# two stages, two micro-batches
+0F0 0SF0 0F1 0SF1                    0RB0 0B0          0RB1 0B1 0U
+
+         1RF0 1F0 1B0 1SB0 1RF1 1F1 1B1 1SB1                    1U  # the last stage
+"""
+
+
+@pytest.mark.parametrize("name", schedule_names())
+def test_there_and_back(name):
+    schedule = generate(name, 4, 4, workers=2 if name == "zb-v" else None)
+    assert parse_schedule(print_schedule(schedule)) == schedule
+
+
+def test_a_drawn_staircase_with_comments():
+    assert parse_schedule(DRAWN) == generate("1f1b", 2, 2)
+
+
+def test_headings_may_stand_before_the_rows():
+    assert parse_schedule("worker 0: 0F0 0B0 0U") == parse_schedule("0F0 0B0 0U # alone")
+    assert print_schedule(parse_schedule("0F0  0B0 0U")) == "worker 0: 0F0 0B0 0U"
+
+
+def test_a_deadlock_written_by_hand_is_reported_with_grid_and_cycle():
+    stuck = parse_schedule("0RB0 0F0 0SF0 0B0 0U\n1RF0 1F0 1B0 1SB0 1U")
+    with pytest.raises(ScheduleError) as caught:
+        validate(stuck, 1)
+    assert str(caught.value) == (
+        "deadlock: worker 0 waits in 0RB0 for worker 1, worker 1 waits in 1RF0 for worker 0\n"
+        "worker 0: [0RB0] 0F0 0SF0 0B0 0U\n"
+        "worker 1: [1RF0] 1F0 1B0 1SB0 1U"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("# nothing\n\n", "no rows; write one line of actions per worker"),
+        ("0F0\n0X1", "line 2: '0X1' is not an action"),
+        ("0F0 0B 0U", "line 1: '0B': B takes a number"),
+        ("\nworker 1: 0F0", "line 2: worker 1 where worker 0 is next"),
+        ("worker 0: 0F0\nworker 0: 1F0", "line 2: worker 0 where worker 1 is next"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_its_line(text, message):
+    with pytest.raises(ScheduleError, match=message):
+        parse_schedule(text)

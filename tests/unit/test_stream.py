@@ -1,0 +1,86 @@
+"""Streams: segments and a flush make up the whole schedule, however long it is."""
+
+from dataclasses import replace
+
+import pytest
+
+from hetpipe.errors import ScheduleError
+from hetpipe.schedule.action import Action, Op
+from hetpipe.schedule.generators import generate, register_schedule
+from hetpipe.schedule.stream import Stream
+
+
+def noam(stages):
+    return [stages - n for n in range(stages)]
+
+
+def hiding(stages):
+    return [2 * (stages - n) - 1 for n in range(stages)]
+
+
+def each(action, microbatches):
+    """By how much an action's number grows with a mini-batch."""
+    return 1 if action.op is Op.UPDATE else microbatches
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("microbatches", [1, 2, 5])
+@pytest.mark.parametrize("depth", [noam, hiding])
+def test_segments_and_flush_are_the_schedule(stages, microbatches, depth):
+    stream = Stream("pipedream", stages, microbatches, depth(stages))
+    for count in range(1, 3 * stages + 6):
+        parts = [*map(stream.segment, range(count)), stream.flush(count)]
+        rows = tuple(
+            tuple(
+                replace(a, number=a.number + part.first * each(a, microbatches))
+                for part in parts
+                for a in part.schedule[worker]
+            )
+            for worker in range(stages)
+        )
+        assert rows == generate(
+            "pipedream", stages, microbatches, in_flight=depth(stages), mini_batches=count
+        )
+
+
+@pytest.mark.parametrize("depth", [noam, hiding])
+def test_updates_around_a_micro_batch_are_the_papers(depth):
+    """Straight: max(0, b - K + 1) updates before the forward, K - 1 until the backward."""
+    depths = depth(4)
+    stream = Stream("pipedream", 4, 1, depths)
+    for stage, in_flight in enumerate(depths):
+        for b in range(40):
+            assert stream.applied(stage, b) == max(0, b - in_flight + 1)
+            assert stream.ahead(stage, b) == min(b, in_flight - 1)
+
+
+def test_with_several_micro_batches_an_update_follows_the_last_of_them():
+    stream = Stream("pipedream", 2, 2)  # stage 0: F0 F1 B0 F2 B1 U0 F3 B2 F4 B3 U1 ...
+    assert [stream.applied(0, m) for m in range(6)] == [0, 0, 0, 1, 1, 2]
+    assert [stream.ahead(0, m) for m in range(6)] == [0, 0, 1, 0, 1, 0]
+    assert [stream.applied(1, m) for m in range(6)] == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_later_segment_is_the_same_with_higher_numbers():
+    stream = Stream("pipedream", 3, 1)
+    assert stream.segment(1000).schedule == stream.segment(50).schedule
+    assert stream.segment(1000).first - stream.segment(50).first == 950
+
+
+def test_a_schedule_that_never_settles_is_refused(monkeypatch):
+    import hetpipe.schedule.generators as module
+
+    monkeypatch.setattr(module, "_generators", dict(module._generators))
+    monkeypatch.setattr(module, "_asynchronous", set(module._asynchronous))
+
+    @register_schedule("pairs", asynchronous=True)
+    def pairs(stages, microbatches, in_flight):
+        """Two forwards, two backwards: what follows a mini-batch depends on whether it is odd."""
+        order = []
+        for first in range(0, microbatches, 2):
+            both = range(first, min(first + 2, microbatches))
+            order += [(op, m) for op in (Op.FORWARD, Op.BACKWARD) for m in both]
+        return (tuple(Action(0, op, m) for op, m in order),)
+
+    with pytest.raises(ScheduleError, match="pairs does not repeat itself on worker 0"):
+        Stream("pairs", 1, 1)
