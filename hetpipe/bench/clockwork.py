@@ -17,7 +17,7 @@ from rich.table import Table
 
 from hetpipe.bench.sleeping import SleepingBackend
 from hetpipe.cluster.cluster import Cluster, Link, Member
-from hetpipe.engine.crew import Crew, StepRequest
+from hetpipe.engine.crew import Crew, Keeping, StepRequest
 from hetpipe.engine.overhead import empty_stage
 from hetpipe.engine.streaming import Streaming
 from hetpipe.schedule.action import Op, Schedule
@@ -94,7 +94,8 @@ def _times(stages: int, transfer_s: float) -> StageTimes:
 def _load(crew: Crew, stages: int, policy: str) -> None:
     weights = {f"w{n}": np.zeros((), np.float32) for n in range(stages)}
     graphs = [empty_stage(n, stages) for n in range(stages)]
-    crew.load(graphs, [f"worker {n}" for n in range(stages)], weights, policy=policy)
+    members = [f"worker {n}" for n in range(stages)]
+    crew.load(graphs, members, weights, keeping=Keeping(policy))
 
 
 def _request(count: int, schedule: Schedule = ()) -> StepRequest:

@@ -15,7 +15,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from hetpipe.capture.program import BUFFER, CONSTANT, COUNT, INPUT, LOSS, PARAM, RNG
 from hetpipe.capture.random import make_explicit
 from hetpipe.capture.refuse import where
-from hetpipe.capture.slots import Key, drop_dead, placeholders, results
+from hetpipe.capture.slots import Key, constant_name, drop_dead, placeholders, results
 from hetpipe.errors import CaptureError
 
 aten = torch.ops.aten
@@ -126,9 +126,10 @@ def _name_inputs(
         elif spec.kind is InputKind.BUFFER and name is not None:
             key = (BUFFER, name)
         else:  # lifted constants, and what the loss holds
-            key = (CONSTANT, target)
             stored = program.constants if target in program.constants else program.state_dict
-            flat.constants[target] = stored[target].detach().cpu()
+            value = stored[target].detach().cpu()
+            key = (CONSTANT, constant_name(target, value))
+            flat.constants[key[1]] = value
         if key in first:
             node.replace_all_uses_with(first[key])
         else:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from hetpipe.capture.program import CONSTANT, CUT, LOSS, TANGENT
-from hetpipe.capture.slots import Key, placeholders, results, simplify
+from hetpipe.capture.slots import Key, constant_name, placeholders, results, simplify
 from hetpipe.capture.split import Piece
 from hetpipe.errors import CaptureError
 
@@ -207,7 +207,7 @@ def _lift_constants(
                 f"stage {piece.stage} makes a tensor ({node.name}) whose value is not known when "
                 "the model is captured; register it as a buffer"
             )
-        name = f"stage{piece.stage}.{node.name}"
+        name = constant_name(f"stage{piece.stage}.{node.name}", value)
         constants[name] = value
         with module.graph.inserting_before(next(iter(module.graph.nodes))):
             lifted = module.graph.placeholder(node.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -80,6 +81,13 @@ def node_nbytes(node: fx.Node) -> int:
     """Bytes of a tensor node."""
     value = node.meta["val"]
     return int(value.numel()) * int(value.element_size())
+
+
+def constant_name(name: str, value: torch.Tensor) -> str:
+    """`name` with a digest of the value: it may differ between batch sizes and modes."""
+    digest = hashlib.sha256(f"{value.dtype}{list(value.shape)}".encode())
+    digest.update(value.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    return f"{name}.{digest.hexdigest()[:12]}"
 
 
 def drop_dead(graph: fx.Graph) -> None:

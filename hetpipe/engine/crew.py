@@ -52,6 +52,25 @@ class StepRequest:
 
 
 @dataclass(frozen=True)
+class Keeping:
+    """How versions of the weights are kept (see `hetpipe.engine.policy`), and what has been.
+
+    `backward_ahead`: per stage, updates that are predicted for backwards; `updates` that the values
+    have seen, the last of them with `lr`.
+    """
+
+    policy: str = "flush"
+    backward_ahead: Sequence[int] = ()
+    updates: int = 0
+    lr: float = 0.0
+
+    def of(self, stage: int) -> say.Keep:
+        """The same for one stage."""
+        ahead = self.backward_ahead[stage] if self.backward_ahead else 0
+        return say.Keep(self.policy, ahead, self.updates, self.lr)
+
+
+@dataclass(frozen=True)
 class Part:
     """A part of a stream. Numbers in the schedule count from mini-batch `first`; `begins` is the
     mini-batch that comes with it, `closing` what ends a micro-batch (of the whole stream)."""
@@ -139,15 +158,14 @@ class Crew:
         members: Sequence[str],
         values: Mapping[str, Array],
         state_init: Callable[..., Array] = np.zeros,
-        policy: str = "flush",
-        backward_ahead: Sequence[int] = (),
+        keeping: Keeping | None = None,
     ) -> None:
         """Make `members[n]` stage n: upload parameters and buffers, compile all programs.
 
-        Gradients start at zero, optimizer state at `state_init(shape, dtype)`. `policy` keeps the
-        weights' versions. Members that occur again have several stages; a schedule's rows are the
-        members in the order of their first stage. Replaces what was loaded before. Raises
-        `HetpipeError` if stages, members and values do not fit together.
+        Gradients start at zero, optimizer state at `state_init(shape, dtype)`. Members that occur
+        again have several stages; a schedule's rows are the members in the order of their first
+        stage. Replaces what was loaded before. Raises `HetpipeError` if stages, members and values
+        do not fit together.
         """
         assembly = Assembly(stages, values)
         if len(members) != len(stages):
@@ -157,12 +175,12 @@ class Crew:
         workers = [self._worker(member) for member in members]
         self._assembly, self._members = None, list(members)
         self._rows = {member: row for row, member in enumerate(dict.fromkeys(members))}
-        ahead = backward_ahead or [0] * len(stages)
+        how = keeping or Keeping()
         with self._guarded():
             plugged = assembly.plug(self.cluster, members, workers)
             for member, (ends, fds) in plugged.items():
                 own = tuple(
-                    say.StageLoad(stage, assembly.values_of(stage), policy, ahead[stage.stage])
+                    say.StageLoad(stage, assembly.values_of(stage), how.of(stage.stage))
                     for stage, place in zip(stages, members, strict=True)
                     if place == member
                 )

@@ -50,13 +50,22 @@ class EdgeEnd:
 
 
 @dataclass(frozen=True)
+class Keep:
+    """How a stage keeps versions of its weights, and the updates that its values have seen."""
+
+    policy: str = "flush"
+    backward_ahead: int = 0
+    updates: int = 0
+    lr: float = 0.0  # of the last of them
+
+
+@dataclass(frozen=True)
 class StageLoad:
-    """A stage, its values, and how its weights are kept."""
+    """A stage and its values."""
 
     graphs: StageGraphs
     values: Mapping[str, Array]
-    policy: str
-    backward_ahead: int
+    keep: Keep
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,14 @@ import numpy as np
 
 from hetpipe.capture.captured import Captured
 from hetpipe.capture.program import BUFFER, GRAD, PARAM, STATE, StageGraphs
-from hetpipe.engine.crew import Crew, StepRequest, StepResult
+from hetpipe.checkpoint import Checkpoint
+from hetpipe.checkpoint import load as load_checkpoint
+from hetpipe.engine.crew import Crew, Keeping, StepRequest, StepResult
 from hetpipe.engine.measure import Progress, profile
+from hetpipe.engine.resume import ROLES, check, write
 from hetpipe.engine.streaming import Streaming, check_policy
 from hetpipe.errors import HetpipeError, PlanError
+from hetpipe.plan.plan import Plan
 from hetpipe.plan.planner import explore, make_plan, predict
 from hetpipe.plan.pricing import check_able
 from hetpipe.schedule.action import Op, Schedule
@@ -29,7 +34,6 @@ if TYPE_CHECKING:
     from hetpipe.cluster.cluster import Cluster
     from hetpipe.cost.table import CostTable
     from hetpipe.optim.rule import Optimizer
-    from hetpipe.plan.plan import Plan
     from hetpipe.simulate.timeline import Timeline
 
 EXPLORED_MICROBATCHES = (4, 8, 16, 32)
@@ -80,6 +84,7 @@ class Pipeline:
         progress: Progress | None = None,
         captured: Captured | None = None,
         crew: Crew | None = None,
+        resume: Checkpoint | None = None,
     ) -> None:
         self._progress = progress or (lambda text, done, total: None)
         self._progress("capturing", 0, 1)
@@ -87,7 +92,9 @@ class Pipeline:
         self._names = list(model.state_dict())
         self._optimizer = optimizer
         self._seed = seed
-        self._steps = 0
+        self._steps = 0 if resume is None else int(resume.manifest["step"])
+        if resume is not None and (plan, cuts, microbatches, schedule) == (None,) * 3 + ("auto",):
+            plan = Plan.from_json(resume.manifest["plan"])
         self._recent: deque[StepResult] = deque(maxlen=RECENT)
         self._handed_out: deque[tuple[int, tuple[int, ...]]] = deque()  # index, samples
         self._mini_batch = _rows(self._captured.leaves(*example))
@@ -104,7 +111,7 @@ class Pipeline:
                 self.costs = costs
             check_policy(self.plan, self._optimizer)
             self._loaded: set[int] = set()
-            self._load(set(_sizes(self._mini_batch, self.plan.microbatches)), None)
+            self._load(set(_sizes(self._mini_batch, self.plan.microbatches)), resume)
         except BaseException:
             self.close()
             raise
@@ -176,6 +183,31 @@ class Pipeline:
             for name in self._names
             if aliases.get(name, name) in known
         }
+
+    def save(self, directory: str | Path) -> None:
+        """Write a checkpoint, in place of the one in that folder; flushes first.
+
+        Raises `CheckpointError`; what the folder held can then still be loaded.
+        """
+        self.flush()
+        write(Path(directory), self._crew, self._steps, self.plan, self._optimizer)
+
+    @classmethod
+    def load(
+        cls,
+        directory: str | Path,
+        model: torch.nn.Module,
+        loss_fn: Callable[[Any, Any], Any],
+        example: tuple[Any, Any],
+        **options: Any,
+    ) -> Pipeline:
+        """A pipeline that goes on where `save` was called; `options` as for `Pipeline`.
+
+        Without `plan`, `cuts`, `microbatches` or `schedule` it has the checkpoint's plan, and the
+        result is what it would have been without the interruption, bit for bit on one machine.
+        Raises `CheckpointError` for files that are damaged or of another model or optimizer.
+        """
+        return cls(model, loss_fn, example, resume=load_checkpoint(Path(directory)), **options)
 
     @property
     def timeline(self) -> Timeline:
@@ -259,8 +291,8 @@ class Pipeline:
                     )
         return plan
 
-    def _load(self, sizes: set[int], kept: Mapping[str, Mapping[str, Any]] | None) -> None:
-        """Give the workers the stages for these micro-batch sizes; `kept` by role, else initial."""
+    def _load(self, sizes: set[int], kept: Checkpoint | None) -> None:
+        """Give the workers the stages for these micro-batch sizes, with values that were kept."""
         members = [stage.devices[0] for stage in self.plan.stages]
         self._progress("compiling stages", 0, 1)
         self._loaded = sizes
@@ -276,16 +308,18 @@ class Pipeline:
         stream = self._stream()
         values = {**self._captured.parameters, **self._captured.buffers}
         if kept is not None:
-            values.update(kept[PARAM])
-            values.update(kept[BUFFER])
-        ahead = [n // 2 for n in range(len(stages))]  # SpecTrain's, for backwards
-        self._crew.load(stages, members, values, np.zeros, self.plan.weights, ahead)
+            if kept.manifest:
+                check(kept, stages, self._optimizer)
+            values.update(kept.tensors[PARAM])
+            values.update(kept.tensors[BUFFER])
+        lr = self._optimizer.lr_at(max(self._steps, 1))
+        how = Keeping(self.plan.weights, [n // 2 for n in range(len(stages))], self._steps, lr)
+        self._crew.load(stages, members, values, keeping=how)
         self._streaming = None
         if stream is not None:
             self._streaming = Streaming(self._crew, stream, self.plan.weights)
-        self._loaded_at = self._steps
         if kept is not None:
-            self._crew.write(STATE, kept[STATE])
+            self._crew.write(STATE, kept.tensors[STATE])
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._progress("compiling stages", 1, 1)
 
@@ -337,8 +371,7 @@ class Pipeline:
         result = self._streaming.collect()
         self._recent.append(result)
         index, samples = self._handed_out.popleft()
-        versions = tuple(self._loaded_at + version for version in result.versions)
-        return Result(index, _mean(result, samples), versions, result.live_versions)
+        return Result(index, _mean(result, samples), result.versions, result.live_versions)
 
     def _sizes(self, x: Any, y: Any) -> tuple[int, ...]:
         return _sizes(_rows(self._captured.leaves(x, y)), self.plan.microbatches)
@@ -349,8 +382,8 @@ class Pipeline:
         samples = _sizes(rows, self.plan.microbatches)
         if not set(samples) <= self._loaded:
             self.flush()
-            kept = {role: self._crew.read(role) for role in (PARAM, BUFFER, STATE)}
-            self._load(self._loaded | set(samples), kept)
+            kept = {role: self._crew.read(role) for role in ROLES}
+            self._load(self._loaded | set(samples), Checkpoint({}, kept))
         counted = self._captured.has_count
         return StepRequest(
             schedule=schedule,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
 
+from hetpipe.engine.messages import Keep
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk.backend import Buffer
 
@@ -21,9 +21,9 @@ Predict = Callable[[Version, float], Version]
 class Weights(ABC):
     """The versions of one stage's parameters. `number` counts the updates so far."""
 
-    def __init__(self, parameters: Version) -> None:
+    def __init__(self, parameters: Version, number: int) -> None:
         self.present = parameters
-        self.number = 0
+        self.number = number
         self.most_live = 1
 
     @abstractmethod
@@ -72,10 +72,10 @@ class Stashed(Weights):
     used and the present are kept.
     """
 
-    def __init__(self, parameters: Version, keeps: bool) -> None:
-        super().__init__(parameters)
+    def __init__(self, parameters: Version, number: int, keeps: bool) -> None:
+        super().__init__(parameters, number)
         self._keeps = keeps
-        self._recent = {0: parameters}  # by number, the present one last
+        self._recent = {number: parameters}  # by number, the present one last
         self._used: dict[int, int] = {}  # micro-batch -> number
         self._held: dict[int, Version] = {}  # what these are
 
@@ -114,8 +114,10 @@ class Predicted(Weights):
 
     disposable = True
 
-    def __init__(self, parameters: Version, predict: Predict, backward_ahead: int = 0) -> None:
-        super().__init__(parameters)
+    def __init__(
+        self, parameters: Version, number: int, predict: Predict, backward_ahead: int
+    ) -> None:
+        super().__init__(parameters, number)
         self._predict = predict
         self._backward_ahead = backward_ahead
 
@@ -135,14 +137,15 @@ class Predicted(Weights):
 POLICIES = ("flush", "stash", "vertical-sync", "2bw", "spectrain", "pipeoptim")
 
 
-def make_weights(policy: str, parameters: Version, predict: Predict | None, **how: Any) -> Weights:
+def make_weights(keep: Keep, parameters: Version, predict: Predict | None) -> Weights:
     """The versions of a stage under a policy. Raises `HetpipeError`."""
-    if policy == "flush":
-        return Flushed(parameters)
-    if policy in ("stash", "vertical-sync", "2bw"):
-        return Stashed(parameters, keeps=policy != "stash")
-    if policy not in POLICIES:
-        raise HetpipeError(f"no weight policy {policy!r}; known: {', '.join(POLICIES)}")
+    if keep.policy == "flush":
+        return Flushed(parameters, keep.updates)
+    if keep.policy in ("stash", "vertical-sync", "2bw"):
+        return Stashed(parameters, keep.updates, keeps=keep.policy != "stash")
+    if keep.policy not in POLICIES:
+        raise HetpipeError(f"no weight policy {keep.policy!r}; known: {', '.join(POLICIES)}")
     if predict is None:
-        raise HetpipeError(f"{policy} needs an optimizer that predicts weights")
-    return Predicted(parameters, predict, **how)
+        raise HetpipeError(f"{keep.policy} needs an optimizer that predicts weights")
+    ahead = keep.backward_ahead if keep.policy == "spectrain" else 0
+    return Predicted(parameters, keep.updates, predict, ahead)

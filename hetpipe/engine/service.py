@@ -126,9 +126,8 @@ class Service:
         self._scripts.clear()
         for load in message.stages:
             self._stages[load.graphs.stage] = Stage(
-                self._device, load.graphs, load.values, message.state_init, load.policy,
-                load.backward_ahead,
-            )  # fmt: skip
+                self._device, load.graphs, load.values, message.state_init, load.keep
+            )
         senders, receivers = {}, {}
         for end in message.edges:
             wire, own = end.wire, fds[slice(*end.fds)]

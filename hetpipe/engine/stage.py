@@ -30,7 +30,8 @@ from hetpipe.capture.program import (
     Slot,
     StageGraphs,
 )  # fmt: skip
-from hetpipe.engine.policy import Version, make_weights
+from hetpipe.engine.messages import Keep
+from hetpipe.engine.policy import Predicted, Version, make_weights
 from hetpipe.engine.wiring import Array, Layout, host_dtype
 from hetpipe.sdk.backend import Buffer, Device, Event, Executable
 
@@ -74,8 +75,7 @@ class Stage:
         graphs: StageGraphs,
         values: Mapping[str, Array],
         state_init: Callable[..., Array],
-        policy: str = "flush",
-        backward_ahead: int = 0,
+        keep: Keep,
     ) -> None:
         self.device = device
         self._slots = {slot.key: slot for program in _programs(graphs) for slot in _slots(program)}
@@ -85,19 +85,20 @@ class Stage:
             table = self._tables[TABLE_OF.get(slot.role, FRAME)]
             self._places[key] = (TABLE_OF.get(slot.role, FRAME), len(table))
             table.append(self._initial(slot, graphs, values, state_init))
-        how = {"backward_ahead": backward_ahead} if policy == "spectrain" else {}
         predict = None if graphs.predict is None else self._predict
-        self.weights = make_weights(policy, self._tables[PARAMS], predict, **how)
+        self.weights = make_weights(keep, self._tables[PARAMS], predict)
         self._store = self._tables[STORE]
         self._frames: dict[int, Frame] = {}
         self._passes = {samples: self._bind_passes(p) for samples, p in graphs.passes.items()}
         self._update = None if graphs.update is None else self._bind(graphs.update, (GRAD, STATE))
-        predicts = policy in ("spectrain", "pipeoptim") and graphs.predict is not None
+        predicts = isinstance(self.weights, Predicted) and graphs.predict is not None
         self._predictor = self._bind(graphs.predict) if predicts and graphs.predict else None
         self._loss, self._count, self._rng = (self._index_of(r) for r in (LOSS, COUNT, RNG))
         self._results: dict[str, dict[int, Buffer]] = {LOSS: {}, COUNT: {}}
         self._scalars: dict[str, float] = {}
         self._tangents: dict[float, Buffer] = {}
+        if keep.updates:
+            self._put_scalars({"lr": keep.lr, "step": float(keep.updates)})
 
     @property
     def has_count(self) -> bool:

@@ -190,6 +190,20 @@ def test_dropout_is_the_same_on_every_plan(cuts: list[int]) -> None:
     assert other.loss != pytest.approx(found[0][0], rel=1e-3), "every step draws anew"
 
 
+def test_constants_that_depend_on_the_samples_stay_apart() -> None:
+    """The last micro-batch size's value once served all sizes: wrong losses, silently."""
+
+    def loss_fn(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (out - y).square().sum() / torch.tensor(float(len(out)))
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    batch = torch.randn(12, 4).double(), torch.randn(12, 4).double()
+    model = Captured(net, loss_fn, batch)
+    graphs = model.stage_graphs([1], [{}, {}], SIZES, None)
+    check((net, loss_fn, batch), model, graphs, SIZES)
+
+
 def test_dropout_drops_and_scales() -> None:
     class Only(nn.Module):
         def __init__(self) -> None:

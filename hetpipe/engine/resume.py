@@ -1,0 +1,75 @@
+"""A pipeline's training as a checkpoint, and back into a pipeline, with whatever plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hetpipe.capture.program import BUFFER, PARAM, STATE, Program, StageGraphs
+from hetpipe.checkpoint import Checkpoint, save
+from hetpipe.engine.crew import Crew
+from hetpipe.engine.wiring import host_dtype
+from hetpipe.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from hetpipe.optim.rule import Optimizer
+    from hetpipe.plan.plan import Plan
+
+ROLES = (PARAM, BUFFER, STATE)
+
+
+def write(directory: Path, crew: Crew, steps: int, plan: Plan, optimizer: Optimizer) -> None:
+    """Save what the crew has, which must be at rest. Raises `CheckpointError`."""
+    told = json.loads(json.dumps(plan.to_json()))  # lists for tuples
+    manifest = {"step": steps, "plan": told, "optimizer": _described(optimizer)}
+    save(directory, {role: crew.read(role) for role in ROLES}, manifest)
+
+
+Kept = Mapping[str, Mapping[str, Any]]
+"""Values by role and name."""
+
+
+def check(checkpoint: Checkpoint, stages: Sequence[StageGraphs], optimizer: Optimizer) -> None:
+    """Raises `CheckpointError` where the checkpoint is of another model or optimizer."""
+    told = checkpoint.manifest.get("optimizer")
+    if told != _described(optimizer):
+        raise CheckpointError(
+            f"the checkpoint's optimizer is {_text(told)}, but {_text(_described(optimizer))} was "
+            "given: its state does not fit; resume with the same one (lr may differ)"
+        )
+    programs = [p for stage in stages for p in (stage.update, *_forwards(stage)) if p is not None]
+    slots = {slot.key: slot for program in programs for slot in program.inputs}
+    for role in ROLES:
+        have = checkpoint.tensors.get(role, {})
+        wanted = {name: slot for (kind, name), slot in slots.items() if kind == role}
+        for name in sorted(have.keys() ^ wanted.keys()):
+            holds, lacks = ("checkpoint", "model") if name in have else ("model", "checkpoint")
+            raise CheckpointError(
+                f"the {holds} has the {role} {name!r}, which the {lacks} lacks: the checkpoint is "
+                "of another model"
+            )
+        for name, slot in wanted.items():
+            found = (have[name].shape, have[name].dtype)
+            if found != (slot.shape, host_dtype(slot.dtype)):
+                raise CheckpointError(
+                    f"{role} {name!r} is {found[1]}{list(found[0])} in the checkpoint and "
+                    f"{slot.dtype}{list(slot.shape)} in the model: it is of another model"
+                )
+
+
+def _forwards(stage: StageGraphs) -> list[Program]:
+    return [passes.forward for passes in stage.passes.values()]
+
+
+def _described(optimizer: Optimizer) -> dict[str, Any]:
+    """What the state depends on."""
+    return {"name": optimizer.name, "state": list(optimizer.state)}
+
+
+def _text(described: Any) -> str:
+    if not isinstance(described, Mapping):
+        return repr(described)
+    state = ", ".join(described.get("state", [])) or "nothing"
+    return f"{described.get('name')} (state: {state})"

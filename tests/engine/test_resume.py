@@ -1,0 +1,119 @@
+"""Interrupted and resumed training, under the same plan and under others."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plans import unpriced
+from test_asynchronous import ADAM, SGD, batch, capture, crew_of, delayed, loss_fn, network
+
+import hetpipe as hp
+from hetpipe.engine.crew import Crew
+from hetpipe.errors import CheckpointError
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with crew_of(4) as started:
+        yield started
+
+
+def options(crew: Crew, stages: int, weights: str, optimizer: Any) -> dict[str, Any]:
+    schedule = "1f1b" if weights == "flush" else "pipedream"
+    plan, costs = unpriced(
+        capture(), [f"m{n}" for n in range(stages)], schedule, delayed.SAMPLES, 1, weights=weights
+    )
+    return {
+        "cluster": crew.cluster, "crew": crew, "optimizer": optimizer, "plan": plan,
+        "costs": costs, "captured": capture(),
+    }  # fmt: skip
+
+
+def pipeline(crew: Crew, stages: int, weights: str, optimizer: Any = ADAM[0]) -> hp.Pipeline:
+    return hp.Pipeline(network(), loss_fn, batch(0), **options(crew, stages, weights, optimizer))
+
+
+def resumed(
+    crew: Crew, folder: Path, stages: int, weights: str, optimizer: Any = ADAM[0]
+) -> hp.Pipeline:
+    return hp.Pipeline.load(
+        folder, network(1), loss_fn, batch(0), **options(crew, stages, weights, optimizer)
+    )
+
+
+def run(pipe: hp.Pipeline, lo: int, hi: int) -> None:
+    assert [r.index for r in pipe.run(batch(b) for b in range(lo, hi))] == list(range(lo, hi))
+
+
+@pytest.mark.parametrize("weights", ["flush", "stash", "vertical-sync", "pipeoptim"])
+def test_the_same_plan_goes_on_bit_for_bit(crew: Crew, tmp_path: Path, weights: str) -> None:
+    """As a run that only flushed at that step."""
+    stop = random.randrange(1, STEPS)
+    with pipeline(crew, 3, weights) as pipe:
+        run(pipe, 0, stop)
+        pipe.save(tmp_path)
+        run(pipe, stop, STEPS)
+        wanted = pipe.state_dict()
+    with resumed(crew, tmp_path, 3, weights) as pipe:
+        run(pipe, stop, STEPS)
+        state = pipe.state_dict()
+    for name, value in wanted.items():
+        assert torch.equal(state[name], value), (stop, name)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_another_number_of_stages_goes_on_where_it_was(
+    crew: Crew, tmp_path: Path, stages: int
+) -> None:
+    with pipeline(crew, 3, "flush") as pipe:
+        run(pipe, 0, 5)
+        pipe.save(tmp_path)
+        run(pipe, 5, STEPS)
+        wanted = pipe.state_dict()
+    with resumed(crew, tmp_path, stages, "flush") as pipe:
+        run(pipe, 5, STEPS)
+        state = pipe.state_dict()
+    for name, value in wanted.items():
+        torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-9)
+
+
+def test_without_a_plan_it_has_the_checkpoints(crew: Crew, tmp_path: Path) -> None:
+    with pipeline(crew, 3, "stash") as pipe:
+        pipe.save(tmp_path)
+        plan = pipe.plan
+    given = options(crew, 2, "flush", ADAM[0])
+    del given["plan"]
+    with hp.Pipeline.load(tmp_path, network(), loss_fn, batch(0), **given) as pipe:
+        assert pipe.plan == plan
+
+
+def test_what_does_not_fit_is_refused(crew: Crew, tmp_path: Path) -> None:
+    with pipeline(crew, 2, "flush") as pipe:
+        pipe.save(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"optimizer is adam \(state: mean, square\), but sgd"
+    ):
+        resumed(crew, tmp_path, 2, "flush", SGD[0])
+    damaged = next(tmp_path.glob("param-*"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=damaged.name):
+        resumed(crew, tmp_path, 2, "flush")
+
+
+def test_another_model_is_refused(crew: Crew, tmp_path: Path) -> None:
+    with pipeline(crew, 2, "flush") as pipe:
+        pipe.save(tmp_path)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 3)).double()
+    with pytest.raises(CheckpointError, match="of another model"):
+        hp.Pipeline.load(
+            tmp_path, model, loss_fn, batch(0), cluster=crew.cluster, crew=crew,
+            optimizer=ADAM[0], microbatches=1, schedule="1f1b", cuts=[1],
+        )  # fmt: skip
