@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hetpipe.bench.workload import Workload
 from hetpipe.bench.zoo import optimizer_of
@@ -26,26 +27,28 @@ def open_pipeline(
     mini_batch: int | None = None,
     microbatches: int | None = None,
     schedule: str = "auto",
+    weights: str = "auto",
     plan: Plan | None = None,
     seed: int = SEED,
     progress: Progress | None = None,
+    resume: Path | None = None,
 ) -> Iterator[Pipeline]:
     """A pipeline that trains the workload; closed at the end.
 
-    The example batch is the first that `workload.batches(mini_batch, seed)` yields. Raises
-    `HetpipeError`.
+    The example batch is the first that `workload.batches(mini_batch, seed)` yields. `resume` is the
+    folder of a checkpoint to go on from. Raises `HetpipeError`.
     """
     rows = mini_batch or (plan.mini_batch if plan is not None else workload.mini_batch)
-    with Pipeline(
-        workload.model,
-        workload.loss_fn,
-        next(workload.batches(rows, seed)),
-        cluster=cluster,
-        optimizer=optimizer_of(workload),
-        microbatches=microbatches,
-        schedule=schedule,
-        plan=plan,
-        seed=seed,
-        progress=progress,
-    ) as pipe:
+    options: dict[str, Any] = {
+        "cluster": cluster, "optimizer": optimizer_of(workload), "schedule": schedule,
+        "weights": weights, "seed": seed, "progress": progress,
+    }  # fmt: skip
+    chosen = {"plan": plan, "microbatches": microbatches}
+    options.update({name: value for name, value in chosen.items() if value is not None})
+    example = next(workload.batches(rows, seed))
+    if resume is None:
+        pipe = Pipeline(workload.model, workload.loss_fn, example, **options)
+    else:
+        pipe = Pipeline.load(resume, workload.model, workload.loss_fn, example, **options)
+    with pipe:
         yield pipe

@@ -69,17 +69,20 @@ def torch_losses(
 def train(
     workload: Workload, pipe: Pipeline, steps: int, *, seed: int, expected: Sequence[float] = ()
 ) -> Iterator[Step]:
-    """Train `steps` mini-batches of the plan's size; a `Step` each.
+    """Train `steps` more mini-batches of the plan's size; a `Step` each.
 
-    `expected` are the losses of `torch_losses` for the first of them.
+    `expected` are the losses of `torch_losses` for the first of them. Times are from one result to
+    the next, without what the caller does with it.
     """
     batches = workload.batches(pipe.plan.mini_batch, seed)
     with one_thread():
-        for index, (x, y) in enumerate(islice(batches, steps)):
+        results = pipe.run(islice(batches, pipe.steps, pipe.steps + steps))
+        for index in range(steps):
             begin_s = time.perf_counter()
-            loss = pipe.step(x, y)
+            result = next(results)
             time_s = time.perf_counter() - begin_s
-            yield Step(index, loss, time_s, expected[index] if index < len(expected) else None)
+            wanted = expected[index] if index < len(expected) else None
+            yield Step(result.index, result.loss, time_s, wanted)
 
 
 @contextmanager

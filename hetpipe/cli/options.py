@@ -41,7 +41,20 @@ MicrobatchesOption = Annotated[
 MiniBatchOption = Annotated[
     int | None, typer.Option("--mini-batch", min=1, help="Samples per optimizer step.")
 ]
-ScheduleOption = Annotated[str, typer.Option("--schedule", help="auto, gpipe or 1f1b.")]
+ScheduleOption = Annotated[
+    str,
+    typer.Option(
+        "--schedule", help="auto (gpipe or 1f1b), or another; a wrong one lists them all."
+    ),
+]
+WeightsOption = Annotated[
+    str,
+    typer.Option(
+        "--weights",
+        help="Versions of the weights where the schedule is asynchronous: stash, vertical-sync, "
+        "2bw, spectrain or pipeoptim.",
+    ),
+]
 SeedOption = Annotated[int, typer.Option("--seed", help="Seed of batches and dropout.")]
 JsonOption = Annotated[
     str | None,

@@ -17,6 +17,7 @@ from hetpipe.cli.options import (
     ModelArgument,
     ScheduleOption,
     SpeedOption,
+    WeightsOption,
     make_cluster,
 )
 from hetpipe.cli.output import Output, progress_bar
@@ -31,6 +32,7 @@ def command(
     microbatches: MicrobatchesOption = None,
     mini_batch: MiniBatchOption = None,
     schedule: ScheduleOption = "auto",
+    weights: WeightsOption = "auto",
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Keep the plan for `train`.")
     ] = None,
@@ -48,7 +50,7 @@ def command(
         progress_bar() as progress,
         open_pipeline(
             workload, members, mini_batch=mini_batch, microbatches=microbatches, schedule=schedule,
-            progress=progress,
+            weights=weights, progress=progress,
         ) as pipe,
     ):  # fmt: skip
         plan = pipe.plan

@@ -19,6 +19,7 @@ from hetpipe.cli.options import (
     ScheduleOption,
     SeedOption,
     SpeedOption,
+    WeightsOption,
     make_cluster,
 )
 from hetpipe.cli.output import Output, progress_bar
@@ -60,6 +61,15 @@ def command(
     microbatches: MicrobatchesOption = None,
     mini_batch: MiniBatchOption = None,
     schedule: ScheduleOption = "auto",
+    weights: WeightsOption = "auto",
+    save: Annotated[
+        Path | None,
+        typer.Option("--save", metavar="DIR", help="Write a checkpoint there at the end."),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option("--resume", metavar="DIR", help="Go on from a checkpoint."),
+    ] = None,
     seed: SeedOption = 0,
     json: JsonOption = None,
 ) -> None:
@@ -77,7 +87,7 @@ def command(
         progress_bar() as progress,
         open_pipeline(
             workload, members, mini_batch=mini_batch, microbatches=microbatches, schedule=schedule,
-            plan=known, seed=seed, progress=progress,
+            weights=weights, plan=known, seed=seed, progress=progress, resume=resume,
         ) as pipe,
     ):  # fmt: skip
         output.text(str(pipe.plan))
@@ -87,6 +97,9 @@ def command(
         )
         found = compare(workload, pipe.plan, taken, seed)
         workload.model.load_state_dict(pipe.state_dict(), strict=False)
+        if save is not None:
+            pipe.save(save)
+            output.text(f"checkpoint of step {pipe.steps} in {save}")
         if picture is not None:
             draw_timelines(picture, [pipe.timeline, pipe.predicted], model)
             output.text(f"timelines of a step drawn in {picture}")
@@ -125,9 +138,16 @@ def _train(
 ) -> list[Step]:
     from hetpipe.bench.eager import micro_sizes, random_layers
     from hetpipe.bench.training import torch_losses, train
+    from hetpipe.schedule import is_asynchronous
 
     if check_steps and (dropout := random_layers(workload.model)):
         output.text(f"not compared with torch, which draws other masks: {', '.join(dropout)}")
+        check_steps = 0
+    if check_steps and is_asynchronous(pipe.plan.schedule):
+        output.text(f"not compared with torch: {pipe.plan.schedule} trains on older weights")
+        check_steps = 0
+    if check_steps and pipe.steps:
+        output.text("not compared with torch: this training began before the checkpoint")
         check_steps = 0
     progress(f"{check_steps} steps of unpartitioned torch", 0, 1)
     sizes = micro_sizes(pipe.plan.mini_batch, pipe.plan.microbatches)

@@ -203,11 +203,16 @@ class Pipeline:
     ) -> Pipeline:
         """A pipeline that goes on where `save` was called; `options` as for `Pipeline`.
 
-        Without `plan`, `cuts`, `microbatches` or `schedule` it has the checkpoint's plan, and the
-        result is what it would have been without the interruption, bit for bit on one machine.
+        Without `plan`, `cuts`, `microbatches` or `schedule` it has the checkpoint's plan, and then
+        the result is what it would have been had `save` only flushed, bit for bit on one machine.
         Raises `CheckpointError` for files that are damaged or of another model or optimizer.
         """
         return cls(model, loss_fn, example, resume=load_checkpoint(Path(directory)), **options)
+
+    @property
+    def steps(self) -> int:
+        """How many mini-batches have been handed in, those before a checkpoint included."""
+        return self._steps
 
     @property
     def timeline(self) -> Timeline:
