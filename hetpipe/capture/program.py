@@ -131,6 +131,7 @@ class StageGraphs:
     `predict`: PARAM, STATE, SCALAR -> PARAM, the weights to expect `ahead` more updates on. None if
     nothing is trained or the optimizer predicts nothing.
     `norm`: GRAD, SCALAR -> NORM, of the parameters that the stage owns. None if it owns none.
+    `evaluation`: forwards in eval mode by samples, which save nothing; where they were asked for.
     `tied` lists (parameter, owner stage, other stages) for the parameters shared with other stages;
     the owner is the lowest of them.
     """
@@ -142,6 +143,7 @@ class StageGraphs:
     tied: tuple[tuple[str, int, tuple[int, ...]], ...] = ()
     predict: Program | None = None
     norm: Program | None = None
+    evaluation: dict[int, Program] = field(default_factory=dict)
 
     @property
     def parameters(self) -> tuple[str, ...]:

@@ -206,17 +206,20 @@ def _plugs(
 
 def _slots_of(stage: StageGraphs) -> dict[tuple[str, str], Slot]:
     passes = [p for pair in stage.passes.values() for p in (pair.forward, pair.backward)]
-    programs = [program for program in (*passes, stage.update) if program is not None]
+    more = (stage.update, *stage.evaluation.values())
+    programs = [program for program in (*passes, *more) if program is not None]
     return {slot.key: slot for program in programs for slot in (*program.inputs, *program.outputs)}
 
 
 def _feeds_of(stage: StageGraphs) -> dict[int, list[Slot]]:
-    found = {}
+    found: dict[int, dict[str, Slot]] = {}
+    programs = [(samples, p) for samples, p in stage.evaluation.items()]
     for samples, passes in stage.passes.items():
-        backward = passes.backward.inputs if passes.backward is not None else ()
-        slots = [s for s in (*passes.forward.inputs, *backward) if s.role == INPUT]
-        found[samples] = list({slot.name: slot for slot in slots}.values())
-    return found
+        programs += [(samples, p) for p in (passes.forward, passes.backward) if p is not None]
+    for samples, program in programs:
+        slots = {slot.name: slot for slot in program.inputs if slot.role == INPUT}
+        found.setdefault(samples, {}).update(slots)
+    return {samples: list(slots.values()) for samples, slots in found.items()}
 
 
 def _check_feed(microbatch: int, slot: Slot, feed: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from hetpipe.engine.messages import Beat, Counts, Failure, Reply
+from hetpipe.engine.messages import Beat, Counts, Failure, News, Norm, Reply
 from hetpipe.errors import WorkerError
 
 TICK_S = 1.0
@@ -32,7 +32,7 @@ class Control:
         self.on_failure: Callable[[], None] = lambda: None
         self._beats = ["start"] * len(self.labels)
         self._replies: list[list[Any]] = [[] for _ in self.labels]
-        self._counts: list[Counts] = []
+        self._news: list[News] = []
         self._changed = threading.Condition()
         self._error: tuple[str, str] | None = None
         self.doing: list[Callable[[], str]] = [
@@ -56,8 +56,8 @@ class Control:
                 return
             if isinstance(message, Reply):
                 self._replies[worker].append(message.value)
-            elif isinstance(message, Counts):
-                self._counts.append(message)
+            elif isinstance(message, (Counts, Norm)):
+                self._news.append(message)
             self._changed.notify_all()
 
     def fail(self, text: str, trace: str = "") -> None:
@@ -79,7 +79,7 @@ class Control:
         self,
         workers: Sequence[int],
         patience_s: float | None = None,
-        on_counts: Callable[[Counts], None] | None = None,
+        on_news: Callable[[News], None] | None = None,
     ) -> list[Any]:
         """One reply of each of these workers.
 
@@ -91,12 +91,12 @@ class Control:
                 if not self._ready(workers):
                     self._changed.wait(TICK_S)
                 self.check()
-                counts, self._counts = self._counts, []
+                news, self._news = self._news, []
                 if all(self._replies[worker] for worker in workers):
                     return [self._replies[worker].pop(0) for worker in workers]
-            for found in counts:
-                if on_counts is not None:
-                    on_counts(found)
+            for found in news:
+                if on_news is not None:
+                    on_news(found)
             positions = self._positions(workers)
             if positions != seen:
                 moved_s, seen = time.monotonic(), positions
@@ -114,7 +114,7 @@ class Control:
 
     def _ready(self, workers: Sequence[int]) -> bool:
         replied = all(self._replies[worker] for worker in workers)
-        return replied or bool(self._counts) or self._error is not None
+        return replied or bool(self._news) or self._error is not None
 
     def _positions(self, workers: Sequence[int]) -> list[tuple[str, int]]:
         return [(self.doing[worker](), len(self._replies[worker])) for worker in workers]

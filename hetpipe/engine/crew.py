@@ -47,6 +47,8 @@ class StepRequest:
     number: int
     seed: int = 0
     grad_scale: float | None = None
+    clip: say.Clip | None = None
+    evaluates: bool = False
     lag: Mapping[int, Sequence[int]] = field(default_factory=dict)
     ahead: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
@@ -109,6 +111,8 @@ class Crew:
         self._rows: dict[str, int] = {}  # of a schedule, by member
         self._scripts: dict[int, tuple[int, Schedule]] = {}
         self._posted: deque[float] = deque()  # when what is under way was handed out
+        self._clip: say.Clip | None = None
+        self._squares: list[float] = []  # of the gradients, by worker, of the step at hand
         self._origin_s = 0.0  # of timelines: when the step, or the stream, began
         self._serial = 0
         self._longest_s: float | None = None
@@ -222,12 +226,14 @@ class Crew:
             if part is None or part.begins == 0:
                 self._origin_s = now_s
             self._posted.append(now_s)
+            self._clip = request.clip
+            self._squares.clear()
             script, schedule = self._script(request.schedule)
             for member, row in self._rows.items():
                 message = say.Step(
                     self._serial, script, schedule, row, place.closing, place.first,
                     place.microbatches, place.begins, self._batch(assembly, member, request),
-                    drain=part is None or not request.samples,
+                    drain=part is None or not request.samples, evaluates=request.evaluates,
                 )  # fmt: skip
                 self._fleet.send(self._index[member], message)
 
@@ -236,7 +242,7 @@ class Crew:
         patience_s = timeout_s if timeout_s is not None else self._patience_s()
         with self._guarded():
             begin_s = self._posted.popleft()
-            reports = self._control.gather(self._workers, patience_s, self._send_scale)
+            reports = self._control.gather(self._workers, patience_s, self._answer)
             self._longest_s = max(self._longest_s or 0.0, time.monotonic() - begin_s)
         return self._result(reports)
 
@@ -345,16 +351,27 @@ class Crew:
             request.lr,
             request.seed,
             request.grad_scale,
+            request.clip,
             {n: request.lag.get(n, none) for n in own},
             {n: request.ahead.get(n, none) for n in own},
         )
 
-    def _send_scale(self, found: say.Counts) -> None:
-        total = sum(found.counts)
-        if total == 0:
-            raise HetpipeError("the counts of this mini-batch sum to 0: its loss has no mean")
+    def _answer(self, news: say.News) -> None:
+        """Tell the workers what follows from all their gradients or counts."""
+        if isinstance(news, say.Counts):
+            total = sum(news.counts)
+            if total == 0:
+                raise HetpipeError("the counts of this mini-batch sum to 0: its loss has no mean")
+            answer = say.Scale(news.serial, False, 1.0 / total)
+        else:
+            self._squares.append(news.square)
+            if len(self._squares) < len(self._rows):
+                return
+            assert self._clip is not None
+            answer = say.Scale(news.serial, True, self._clip.factor(sum(self._squares)))
+            self._squares.clear()
         for worker in self._workers:
-            self._fleet.send(worker, say.Scale(found.serial, 1.0 / total))
+            self._fleet.send(worker, answer)
 
     def _result(self, reports: Sequence[say.StepReport]) -> StepResult:
         begin_s = self._origin_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -78,6 +79,18 @@ class Load:
 
 
 @dataclass(frozen=True)
+class Clip:
+    """Gradients are scaled so that their norm is at most `norm`: of all stages, or of each."""
+
+    norm: float
+    each: bool = False
+
+    def factor(self, square: float) -> float:
+        """What to multiply gradients with whose squares sum to `square`."""
+        return min(1.0, self.norm / (math.sqrt(square) + 1e-6))
+
+
+@dataclass(frozen=True)
 class Batch:
     """A mini-batch as one worker sees it. Sequences have an entry per micro-batch; what differs
     between stages is by stage."""
@@ -90,6 +103,7 @@ class Batch:
     lr: float
     seed: int
     grad_scale: float | None
+    clip: Clip | None
     lag: Mapping[int, Sequence[int]]  # updates between the version that a forward uses and the last
     ahead: Mapping[int, Sequence[int]]  # updates to come before the backward
 
@@ -111,13 +125,15 @@ class Step:
     begins: int  # the mini-batch that `batch` is
     batch: Batch | None
     drain: bool  # wait until all is sent; else go on with the next part
+    evaluates: bool  # forwards in evaluation
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The gradient scale of a mini-batch, once the counts are known."""
+    """What a mini-batch's gradients are multiplied with: by its counts, or to clip them."""
 
     serial: int
+    clips: bool
     value: float
 
 
@@ -168,6 +184,18 @@ class Counts:
 
     serial: int
     counts: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The sum of squares of the gradients that a worker has of a mini-batch."""
+
+    serial: int
+    square: float
+
+
+News = Counts | Norm
+"""What the controller must answer in the middle of a step."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from hetpipe.checkpoint import Checkpoint
 from hetpipe.checkpoint import load as load_checkpoint
 from hetpipe.engine.crew import Crew, Keeping, StepRequest, StepResult
 from hetpipe.engine.measure import Progress, profile
+from hetpipe.engine.messages import Clip
 from hetpipe.engine.resume import ROLES, check, write
 from hetpipe.engine.streaming import Streaming, check_policy
 from hetpipe.errors import HetpipeError, PlanError
@@ -24,8 +26,10 @@ from hetpipe.plan.plan import Plan
 from hetpipe.plan.planner import explore, make_plan, predict
 from hetpipe.plan.pricing import check_able
 from hetpipe.schedule.action import Op, Schedule
+from hetpipe.schedule.complete import Tied
 from hetpipe.schedule.generators import generate, is_asynchronous
 from hetpipe.schedule.stream import Stream
+from hetpipe.schedule.validate import HALVES
 from hetpipe.sdk.registry import get_backend
 
 if TYPE_CHECKING:
@@ -61,9 +65,12 @@ class Pipeline:
     `microbatches=None` lets the planner choose. `plan` (or `cuts`, layer indices) overrides the
     planner. `weights` is how versions of the weights are kept under an asynchronous schedule
     (`stash`, which is the default there, `vertical-sync`, `2bw`, `spectrain`, `pipeoptim`); a
-    synchronous one has `flush`. `costs` is the table that `plan` was made with, else the pipeline
-    profiles for it. A `crew` (started workers) or a `captured` model that is given is used and left
-    running; a crew serves one pipeline at a time. Raises children of `HetpipeError` only.
+    synchronous one has `flush`. Gradients whose norm over all stages (with `clip_each` over one)
+    exceeds `clip_norm` are scaled to it, as torch's `clip_grad_norm_` does. `recompute` ("inputs",
+    "min-cut", or one per stage) keeps less for the backward and computes it again. `costs` is the
+    table that `plan` was made with, else the pipeline profiles for it. A `crew` (started workers)
+    or a `captured` model that is given is used and left running; a crew serves one pipeline at a
+    time. Raises children of `HetpipeError` only.
     """
 
     def __init__(
@@ -80,6 +87,9 @@ class Pipeline:
         plan: Plan | None = None,
         costs: CostTable | None = None,
         cuts: Sequence[int] | None = None,
+        recompute: str | Sequence[str] = "none",
+        clip_norm: float | None = None,
+        clip_each: bool = False,
         seed: int = 0,
         progress: Progress | None = None,
         captured: Captured | None = None,
@@ -92,6 +102,8 @@ class Pipeline:
         self._names = list(model.state_dict())
         self._optimizer = optimizer
         self._seed = seed
+        self._recompute = recompute
+        self._clip = None if clip_norm is None else Clip(clip_norm, clip_each)
         self._steps = 0 if resume is None else int(resume.manifest["step"])
         if resume is not None and (plan, cuts, microbatches, schedule) == (None,) * 3 + ("auto",):
             plan = Plan.from_json(resume.manifest["plan"])
@@ -110,7 +122,9 @@ class Pipeline:
                     check_able(plan, costs)
                 self.costs = costs
             check_policy(self.plan, self._optimizer)
-            self._loaded: set[int] = set()
+            self._check_clip()
+            self._loaded: set[int] = set()  # samples of micro-batches
+            self._evaluated: set[int] = set()
             self._load(set(_sizes(self._mini_batch, self.plan.microbatches)), resume)
         except BaseException:
             self.close()
@@ -149,6 +163,20 @@ class Pipeline:
                 yield self._collect()
         while self._crew.under_way:
             yield self._collect()
+
+    def evaluate(self, x: Any, y: Any) -> float:
+        """The mean loss of one mini-batch in eval mode, without gradients; flushes first.
+
+        The first time, and for a mini-batch of another size, stages are compiled.
+        """
+        self.flush()
+        request = self._request(x, y, (), evaluates=True)
+        forwards = tuple(
+            tuple(action for action in row if action.op in _FORWARDS)
+            for row in self._passes(len(request.samples))
+        )
+        result = self._crew.step(replace(request, schedule=forwards))
+        return _mean(result, request.samples)
 
     def flush(self) -> None:
         """Wait until everything handed in is applied. Synchronous schedules always are."""
@@ -299,14 +327,34 @@ class Pipeline:
     def _load(self, sizes: set[int], kept: Checkpoint | None) -> None:
         """Give the workers the stages for these micro-batch sizes, with values that were kept."""
         members = [stage.devices[0] for stage in self.plan.stages]
+        tables = [get_backend(self._crew.infos[m].backend).decompositions() for m in members]
+        count = len(members)
         self._progress("compiling stages", 0, 1)
         self._loaded = sizes
         stages: list[StageGraphs] = self._captured.stage_graphs(
             self.plan.cuts,
-            [get_backend(self._crew.infos[m].backend).decompositions() for m in members],
+            tables,
             sorted(sizes, reverse=True),
             self._optimizer,
+            [self._recompute] * count if isinstance(self._recompute, str) else self._recompute,
+            any(
+                action.op in HALVES
+                for row in self._passes(self.plan.microbatches)
+                for action in row
+            ),
         )
+        if self._evaluated:
+            forwards = self._captured.evaluation_graphs(
+                self.plan.cuts, tables, sorted(self._evaluated)
+            )
+            stages = [
+                replace(
+                    stage,
+                    evaluation={size: passes.forward for size, passes in other.passes.items()},
+                    constants={**stage.constants, **other.constants},
+                )
+                for stage, other in zip(stages, forwards, strict=True)
+            ]
         self._tied = tuple(
             {(owner, others): None for stage in stages for _, owner, others in stage.tied}
         )
@@ -328,20 +376,39 @@ class Pipeline:
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._progress("compiling stages", 1, 1)
 
+    def _passes(
+        self, microbatches: int, in_flight: Sequence[int] | None = None, tied: Tied = ()
+    ) -> Schedule:
+        """The schedule of one mini-batch by itself."""
+        plan = self.plan
+        name = "1f1b" if is_asynchronous(plan.schedule) else plan.schedule
+        workers = len(set(plan.devices))
+        return generate(
+            name, len(plan.stages), microbatches, in_flight=in_flight, tied=tied, workers=workers
+        )
+
     def _schedule(self, microbatches: int, update: bool) -> Schedule:
         key = (microbatches, update)
         if key not in self._schedules:
             stages = self.plan.stages
             in_flight = [min(stage.in_flight, microbatches) for stage in stages]
-            name = "1f1b" if is_asynchronous(self.plan.schedule) else self.plan.schedule
-            made = generate(
-                name, len(stages), microbatches, in_flight=in_flight, tied=self._tied,
-                workers=len(set(self.plan.devices)),
-            )  # fmt: skip
+            made = self._passes(microbatches, in_flight, self._tied)
             if not update:
                 made = tuple(tuple(a for a in worker if a.op not in _UPDATING) for worker in made)
             self._schedules[key] = made
         return self._schedules[key]
+
+    def _check_clip(self) -> None:
+        if self._clip is None:
+            return
+        if not 0 < self._clip.norm < math.inf:
+            raise HetpipeError(f"clip_norm={self._clip.norm}: give a finite number above 0")
+        if is_asynchronous(self.plan.schedule) and not self._clip.each:
+            raise HetpipeError(
+                f"under {self.plan.schedule} no two stages update at the same time, so there is no "
+                "norm over all of them: clip each stage's with clip_each=True, or use a "
+                "synchronous schedule"
+            )
 
     def _stream(self) -> Stream | None:
         plan = self.plan
@@ -381,14 +448,16 @@ class Pipeline:
     def _sizes(self, x: Any, y: Any) -> tuple[int, ...]:
         return _sizes(_rows(self._captured.leaves(x, y)), self.plan.microbatches)
 
-    def _request(self, x: Any, y: Any, schedule: Schedule) -> StepRequest:
+    def _request(self, x: Any, y: Any, schedule: Schedule, evaluates: bool = False) -> StepRequest:
         leaves = self._captured.leaves(x, y)
         rows = _rows(leaves)
         samples = _sizes(rows, self.plan.microbatches)
-        if not set(samples) <= self._loaded:
+        ready = self._evaluated if evaluates else self._loaded
+        if not set(samples) <= ready:
             self.flush()
+            ready |= set(samples)
             kept = {role: self._crew.read(role) for role in ROLES}
-            self._load(self._loaded | set(samples), Checkpoint({}, kept))
+            self._load(self._loaded, Checkpoint({}, kept))
         counted = self._captured.has_count
         return StepRequest(
             schedule=schedule,
@@ -399,6 +468,8 @@ class Pipeline:
             number=self._steps + 1,
             seed=self._seed,
             grad_scale=None if counted else 1.0,
+            clip=self._clip,
+            evaluates=evaluates,
         )
 
     def _step(self, x: Any, y: Any, update: bool) -> float:
@@ -411,6 +482,7 @@ class Pipeline:
         return _mean(result, request.samples)
 
 
+_FORWARDS = frozenset({Op.RECV_FORWARD, Op.FORWARD, Op.SEND_FORWARD})
 _UPDATING = frozenset({Op.UPDATE, Op.SEND_TIED_PARAM, Op.RECV_TIED_PARAM})
 
 

@@ -15,7 +15,7 @@ from hetpipe.engine.edges import Receiver, Sender, Span
 from hetpipe.engine.messages import Batch, Step, StepReport
 from hetpipe.engine.stage import Stage
 from hetpipe.engine.transport import Tensor
-from hetpipe.engine.wiring import TIED, TIED_GRAD, TIED_PARAM, Kind, Layout
+from hetpipe.engine.wiring import EVALUATION, TIED, TIED_GRAD, TIED_PARAM, Kind, Layout
 from hetpipe.schedule.action import Action, Message, Op, Schedule
 
 Edge = tuple[int, int]
@@ -81,6 +81,7 @@ class Runner:
         self._batches: dict[int, Batch] = {}  # those that some stage has not applied yet
         self._firsts: dict[int, list[int]] = {}  # of each, the index of each micro-batch's first
         self._forwarded: dict[tuple[int, int], int] = {}  # (stage, mini-batch) -> forwards done
+        self._clipped: dict[int, float] = {}  # the factor of the mini-batch at hand
         self._updated: Counter[int] = Counter()  # stages that have applied a mini-batch
         self._versions: dict[int, int] = {}  # that each stage's last forward used
 
@@ -90,9 +91,15 @@ class Runner:
         step: Step,
         on_counts: Callable[[Batch, tuple[float, ...]], None],
         scale: Callable[[Batch], float],
+        clip: Callable[[Batch, float], float],
     ) -> StepReport:
-        """A part of a schedule. Counts are told as soon as they are known; `scale` may wait."""
-        self._microbatches = step.microbatches
+        """A part of a schedule. Counts are told as soon as they are known.
+
+        `scale` of the gradients, and the factor that clips them for the sum of their squares here,
+        may have to be waited for.
+        """
+        self._scale, self._clip = scale, clip
+        self._microbatches, self._evaluates = step.microbatches, step.evaluates
         if step.batch is not None:
             self._batches[step.begins] = step.batch
             self._firsts[step.begins] = list(accumulate(step.batch.samples, initial=0))
@@ -108,7 +115,8 @@ class Runner:
                 self._transfer(action, message)
             elif action.op is Op.UPDATE:
                 batch = self._batches[action.number]
-                scalars = {"lr": batch.lr, "step": float(batch.number), "grad_scale": scale(batch)}
+                grad_scale = self._grad_scale(action.stage, batch)
+                scalars = {"lr": batch.lr, "step": float(batch.number), "grad_scale": grad_scale}
                 start_s = time.monotonic()
                 self._stages[action.stage].update(scalars)
                 spans.append((action, start_s, stretch(start_s, self._speed)))
@@ -152,6 +160,17 @@ class Runner:
             {n: stage.weights.take_most_live() for n, stage in self._stages.items()},
         )
 
+    def _grad_scale(self, stage: int, batch: Batch) -> float:
+        scale = self._scale(batch)
+        if batch.clip is None:
+            return scale
+        if batch.clip.each:
+            return scale * batch.clip.factor(self._stages[stage].square(scale))
+        if batch.serial not in self._clipped:  # the first update: no gradient changes any more
+            square = sum(stage.square(scale) for stage in self._stages.values())
+            self._clipped = {batch.serial: self._clip(batch, square)}
+        return scale * self._clipped[batch.serial]
+
     def _absolute(self, action: Action, first: int) -> Action:
         if first == 0 or (action.message is not None and action.message.kind in TIED):
             return action
@@ -182,19 +201,26 @@ class Runner:
         if kind in TIED:
             return (kind, 0)
         _, batch, place = self._mini_batch(microbatch)
-        return (kind, batch.samples[place])
+        return (EVALUATION if self._evaluates else kind, batch.samples[place])
 
     def _pass(self, action: Action) -> None:
         n, m = action.stage, action.number
         number, batch, place = self._mini_batch(m)
         stage, samples = self._stages[n], batch.samples[place]
-        if action.op is Op.FORWARD:
+        tangent = batch.loss_tangents[place]
+        if self._evaluates:
+            stage.evaluate(m, samples, batch.feeds[n][place])
+        elif action.op is Op.FORWARD:
             rng = (batch.seed, batch.number, self._firsts[number][place])
             lag, ahead = batch.lag[n][place], batch.ahead[n][place]
             self._versions[n] = stage.weights.number - lag
             stage.forward(m, samples, batch.feeds[n][place], rng, lag, ahead)
+        elif action.op is Op.BACKWARD:
+            stage.backward(m, samples, tangent)
+        elif action.op is Op.BACKWARD_INPUT:
+            stage.backward_input(m, samples, tangent)
         else:
-            stage.backward(m, samples, batch.loss_tangents[place])
+            stage.backward_weight(m, samples, tangent)
 
     def _counted(self, action: Action) -> tuple[float, ...] | None:
         """The counts of a mini-batch, when its last forward is done."""

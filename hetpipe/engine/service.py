@@ -19,6 +19,7 @@ from hetpipe.engine.messages import (
     Counts,
     Failure,
     Load,
+    Norm,
     Open,
     Read,
     Reply,
@@ -53,7 +54,7 @@ class Service:
         self._runner: Runner | None = None
         self._edges: list[Sender | Receiver] = []
         self._scripts: dict[int, Script] = {}
-        self._scale: dict[int, float] = {}
+        self._scales: dict[tuple[int, bool], float] = {}
         self._scaled = threading.Condition()
         self._failed = threading.Lock()
         self._stopped = False
@@ -69,7 +70,7 @@ class Service:
         """Take a message of the controller; never blocks."""
         if isinstance(message, Scale):
             with self._scaled:
-                self._scale[message.serial] = message.value
+                self._scales[message.serial, message.clips] = message.value
                 self._scaled.notify_all()
         else:
             self._inbox.put((message, fds))
@@ -157,19 +158,28 @@ class Service:
             message,
             lambda batch, counts: self._answer(Counts(batch.serial, counts)),
             self._grad_scale,
+            self._clip_factor,
         )
 
     def _grad_scale(self, batch: Batch) -> float:
         if batch.grad_scale is not None:
             return batch.grad_scale
+        return self._told(batch.serial, clips=False)
+
+    def _clip_factor(self, batch: Batch, square: float) -> float:
+        self._answer(Norm(batch.serial, square))
+        return self._told(batch.serial, clips=True)
+
+    def _told(self, serial: int, clips: bool) -> float:
+        """A number that the controller sends for a mini-batch; waits for it."""
         with self._scaled:
-            while batch.serial not in self._scale:
+            while (serial, clips) not in self._scales:
                 if self._stopped:
                     raise EdgeClosedError
                 self._scaled.wait()
-            for old in [serial for serial in self._scale if serial < batch.serial]:
-                del self._scale[old]
-            return self._scale[batch.serial]
+            for old in [key for key in self._scales if key[0] < serial]:
+                del self._scales[old]
+            return self._scales[serial, clips]
 
     def _call(self, message: Call, fds: Sequence[int]) -> Any:
         module, _, name = message.function.partition(":")

@@ -7,7 +7,7 @@ outputs there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,11 +59,11 @@ class _Passes:
     """The passes for one micro-batch size; all numbers are indices in the frame."""
 
     forward: _Bound
-    backward: _Bound | None
+    backwards: tuple[_Bound, ...]  # the whole, or its two halves; none without a gradient
     feeds: tuple[tuple[str, int], ...]  # name of an INPUT, its index
-    kept: frozenset[int]  # what the backward reads
+    kept: frozenset[int]  # what any backward reads
     dead_after_forward: tuple[int, ...]
-    dead_after_backward: tuple[int, ...]
+    dead_after_backward: tuple[tuple[int, ...], ...]  # behind each
 
 
 class Stage:
@@ -89,7 +89,14 @@ class Stage:
         self.weights = make_weights(keep, self._tables[PARAMS], predict)
         self._store = self._tables[STORE]
         self._frames: dict[int, Frame] = {}
+        places = [place for key, place in self._places.items() if key[0] == TANGENT]
+        self._tangent_places = _frame_indices(places)
         self._passes = {samples: self._bind_passes(p) for samples, p in graphs.passes.items()}
+        self._evaluations = {
+            samples: self._bind_evaluation(program)
+            for samples, program in graphs.evaluation.items()
+        }
+        self._between: dict[int, Version] = {}  # weights of a backward that is half done
         self._update = None if graphs.update is None else self._bind(graphs.update, (GRAD, STATE))
         predicts = isinstance(self.weights, Predicted) and graphs.predict is not None
         self._predictor = self._bind(graphs.predict) if predicts and graphs.predict else None
@@ -97,6 +104,8 @@ class Stage:
         self._results: dict[str, dict[int, Buffer]] = {LOSS: {}, COUNT: {}}
         self._scalars: dict[str, float] = {}
         self._tangents: dict[float, Buffer] = {}
+        self._graphs = graphs
+        self._norm: _Bound | None = None  # compiled when it is first asked for
         if keep.updates:
             self._put_scalars({"lr": keep.lr, "step": float(keep.updates)})
 
@@ -124,23 +133,49 @@ class Stage:
         if self._rng is not None:
             after.append(self._feed(frame, self._rng, np.asarray(rng, np.int64)))
         self._run(passes.forward, self.weights.forward(microbatch, lag, ahead), frame, after)
-        for role, index in ((LOSS, self._loss), (COUNT, self._count)):
-            if index is not None:
-                self._results[role][microbatch] = frame[index]
+        self._keep_results(microbatch, frame)
         for index in passes.dead_after_forward:
             frame[index] = None
 
     def backward(self, microbatch: int, samples: int, loss_tangent: float) -> None:
         """Run the backward of `microbatch`, add to the gradients, drop what was kept for it."""
+        self._backward(0, microbatch, samples, loss_tangent, self.weights.backward(microbatch))
+
+    def backward_input(self, microbatch: int, samples: int, loss_tangent: float) -> None:
+        """The first half of the backward: gradients of what the stage was given."""
+        self._between[microbatch] = version = self.weights.backward(microbatch)
+        self._backward(0, microbatch, samples, loss_tangent, version)
+
+    def backward_weight(self, microbatch: int, samples: int, loss_tangent: float) -> None:
+        """The second half, with the same weights: add to the gradients."""
+        version = self._between.pop(microbatch)
+        self._backward(1, microbatch, samples, loss_tangent, version)
+
+    def _backward(
+        self, part: int, microbatch: int, samples: int, loss_tangent: float, version: Version
+    ) -> None:
         passes = self._passes[samples]
-        if passes.backward is None:
+        if not passes.backwards:
             return
         frame = self._frames[microbatch]
         if (place := self._places.get((TANGENT, LOSS))) is not None:
             frame[place[1]] = self._loss_tangent(loss_tangent)
-        self._run(passes.backward, self.weights.backward(microbatch), frame)
-        for index in passes.dead_after_backward:
+        self._run(passes.backwards[part], version, frame)
+        for index in passes.dead_after_backward[part]:
             frame[index] = None
+
+    def evaluate(self, microbatch: int, samples: int, feed: Mapping[str, Array]) -> None:
+        """Run the forward of `microbatch` in evaluation, on the present weights."""
+        bound, feeds = self._evaluations[samples]
+        frame = self._frame(microbatch)
+        after = [self._feed(frame, index, feed[name]) for name, index in feeds]
+        self._run(bound, self.weights.present, frame, after)
+        self._keep_results(microbatch, frame)
+
+    def _keep_results(self, microbatch: int, frame: Frame) -> None:
+        for role, index in ((LOSS, self._loss), (COUNT, self._count)):
+            if index is not None:
+                self._results[role][microbatch] = frame[index]
 
     def update(self, scalars: Mapping[str, float]) -> None:
         """Apply the optimizer; `scalars` are lr, step and grad_scale."""
@@ -153,6 +188,18 @@ class Stage:
             self.weights.updated(present)
         else:
             self.weights.updated(self._run(self._update, present, [], into=list(present)))
+
+    def square(self, grad_scale: float) -> float:
+        """The sum of squares of the scaled gradients that this stage applies."""
+        if self._graphs.norm is None:
+            return 0.0
+        if self._norm is None:
+            self._norm = self._bind(self._graphs.norm)
+        self._put_scalars({"grad_scale": grad_scale})
+        frame: Frame = [None] * len(self._tables[FRAME])
+        self._run(self._norm, self.weights.present, frame)
+        slot = self._graphs.norm.outputs[0]
+        return float(self._download(slot, frame[self._places[slot.key][1]]))
 
     def _predict(self, version: Version, ahead: float) -> Version:
         """The weights expected after `ahead` more updates."""
@@ -185,7 +232,7 @@ class Stage:
     def depart(self, microbatch: int, samples: int, layout: Layout) -> list[Buffer]:
         """Tensors of `microbatch` for a neighbour; those that no backward reads are let go."""
         frame = self._frames[microbatch]
-        kept = self._passes[samples].kept
+        kept = self._passes[samples].kept if samples in self._passes else frozenset()
         indices = [self._places[slot.key][1] for slot in layout]
         buffers = [frame[index] for index in indices]
         for index in indices:
@@ -244,21 +291,32 @@ class Stage:
         )
 
     def _bind_passes(self, passes: PassPrograms) -> _Passes:
+        whole = (passes.backward,) if passes.backward is not None else ()
+        programs = whole if passes.halves is None else passes.halves
         forward = self._bind(passes.forward)
-        backward = None if passes.backward is None else self._bind(passes.backward, (GRAD,))
-        kept = _frame_indices(backward.sources) if backward else frozenset()
+        backwards = tuple(self._bind(program, (GRAD,)) for program in programs)
         read, made = _frame_indices(forward.sources), _frame_indices(forward.targets)
-        sent_back = _frame_indices(backward.targets) if backward else frozenset()
-        slots = [slot for p in (passes.forward, passes.backward) if p for slot in p.inputs]
-        feeds = {slot.name: self._places[slot.key][1] for slot in slots if slot.role == INPUT}
+        sent_back = _frame_indices(place for part in backwards for place in part.targets)
+        reads = [_frame_indices(part.sources) for part in backwards]
+        kept = frozenset().union(*reads)
+        everything = read | made | kept | sent_back
+        leaving = sent_back & self._tangent_places  # they may still have to be sent
+        later = [frozenset().union(*reads[part + 1 :]) for part in range(len(reads))]
         return _Passes(
             forward,
-            backward,
-            tuple(feeds.items()),
+            backwards,
+            self._feeds_of(passes.forward, *whole),
             kept,
             tuple(read - kept - made),
-            tuple((read | made | kept) - sent_back),
+            tuple(tuple(everything - needed - leaving) for needed in later),
         )
+
+    def _bind_evaluation(self, program: Program) -> tuple[_Bound, tuple[tuple[str, int], ...]]:
+        return self._bind(program), self._feeds_of(program)
+
+    def _feeds_of(self, *programs: Program) -> tuple[tuple[str, int], ...]:
+        slots = [slot for program in programs for slot in program.inputs if slot.role == INPUT]
+        return tuple({slot.name: self._places[slot.key][1] for slot in slots}.items())
 
     def _frame(self, microbatch: int) -> Frame:
         frame = self._frames.get(microbatch)
@@ -307,13 +365,19 @@ class Stage:
 
 
 def _programs(graphs: StageGraphs) -> list[Program]:
-    passes = [p for pair in graphs.passes.values() for p in (pair.forward, pair.backward)]
-    return [p for p in (*passes, graphs.update, graphs.predict) if p is not None]
+    passes = [
+        p
+        for pair in graphs.passes.values()
+        for p in (pair.forward, pair.backward, *(pair.halves or ()))
+    ]
+    more = (graphs.update, graphs.predict, graphs.norm)
+    known = (*passes, *more, *graphs.evaluation.values())
+    return [program for program in known if program is not None]
 
 
 def _slots(program: Program) -> tuple[Slot, ...]:
     return (*program.inputs, *program.outputs)
 
 
-def _frame_indices(places: Sequence[Place]) -> frozenset[int]:
+def _frame_indices(places: Iterable[Place]) -> frozenset[int]:
     return frozenset(index for table, index in places if table == FRAME)

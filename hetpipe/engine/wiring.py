@@ -20,6 +20,7 @@ Kind = tuple[str, int]
 """A message's letter (see `Message.kind`) and its micro-batch's samples, 0 for tied weights."""
 
 FORWARD, BACKWARD, TIED_GRAD, TIED_PARAM = "FBGP"
+EVALUATION = "E"  # forward, in evaluation
 TIED = frozenset({TIED_GRAD, TIED_PARAM})
 
 
@@ -53,6 +54,10 @@ def wires(stages: Sequence[StageGraphs]) -> list[Wire]:
             if near.backward is not None and far.backward is not None:
                 found = _common(far.backward.outputs, near.backward.inputs, TANGENT, (n + 1, n))
                 add(n + 1, n, (BACKWARD, samples), found)
+        for samples, program in left.evaluation.items():
+            far_end = right.evaluation[samples].inputs
+            crossing = _common(program.outputs, far_end, CUT, (n, n + 1))
+            add(n, n + 1, (EVALUATION, samples), crossing)
     for source, target, letter, layout in _tied(stages):
         add(source, target, (letter, 0), layout)
     return [Wire(*ends, kinds) for ends, kinds in layouts.items()]

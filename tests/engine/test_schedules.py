@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from models import MLP
 from plans import unpriced
 from reference import train
+from torch import nn
 
 import hetpipe as hp
 from hetpipe.capture import Captured
@@ -41,9 +43,62 @@ def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         *((name, "012") for name in ("naive", "gpipe", "1f1b", "1f1b-sno", "1f1b-so", "1f1b-as")),
         ("interleaved", "0101"),
         ("interleaved", "00"),
+        ("zb-h1", "012"),
+        ("zb-v", "0110"),
     ],
 )
 def test_equals_unpartitioned_training(crew: Crew, schedule: str, members: str) -> None:
+    compare(crew, schedule, members)
+
+
+@pytest.mark.parametrize("mode", ["inputs", "min-cut"])
+@pytest.mark.parametrize(("schedule", "members"), [("1f1b", "012"), ("zb-h1", "01")])
+def test_recompute_changes_nothing(crew: Crew, schedule: str, members: str, mode: str) -> None:
+    compare(crew, schedule, members, recompute=mode)
+
+
+def test_recompute_of_one_stage_alone(crew: Crew) -> None:
+    compare(crew, "gpipe", "01", recompute=["inputs", "none"])
+
+
+class Normalized(nn.Module):
+    """Batch norm and dropout: training and evaluation differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(20, 8), nn.BatchNorm1d(8), nn.ReLU())
+        self.second = nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "zb-h1"])
+def test_evaluation_is_that_of_eval_mode(crew: Crew, schedule: str) -> None:
+    torch.manual_seed(0)
+    model, data = Normalized(), batches(3)
+    weights = "stash" if schedule == "pipedream" else "flush"
+    captured = Captured(model, F.cross_entropy, data[0])
+    plan, costs = unpriced(captured, ["m0", "m1"], schedule, 12, 2, weights=weights)
+    with hp.Pipeline(
+        model, F.cross_entropy, data[0], cluster=crew.cluster, crew=crew, plan=plan, costs=costs,
+        captured=captured, optimizer=hp.optim.sgd(lr=0.1, momentum=0.9),
+    ) as pipe:  # fmt: skip
+        for rows in (12, 12, 7):
+            list(pipe.run(data))
+            model.load_state_dict(pipe.state_dict())
+            x, y = batches(5)[4]
+            before = pipe.state_dict()
+            found = pipe.evaluate(x[:rows], y[:rows])
+            model.eval()
+            wanted = F.cross_entropy(model(x[:rows]), y[:rows]).item()
+            assert found == pytest.approx(wanted, rel=1e-5)
+            model.train()
+            assert all(torch.equal(before[name], v) for name, v in pipe.state_dict().items())
+
+
+def compare(crew: Crew, schedule: str, members: str, **options: Any) -> None:
+    """Three steps against torch: losses, and all weights."""
     torch.manual_seed(0)
     model = MLP()
     data = batches(3)
@@ -54,7 +109,7 @@ def test_equals_unpartitioned_training(crew: Crew, schedule: str, members: str) 
     plan, costs = unpriced(captured, [f"m{n}" for n in members], schedule, 12, MICROBATCHES)
     with hp.Pipeline(
         model, F.cross_entropy, data[0], cluster=crew.cluster, crew=crew, plan=plan, costs=costs,
-        captured=captured, optimizer=hp.optim.adamw(lr=1e-2),
+        captured=captured, optimizer=hp.optim.adamw(lr=1e-2), **options,
     ) as pipe:  # fmt: skip
         found = [pipe.step(x, y) for x, y in data]
         state = pipe.state_dict()
