@@ -24,8 +24,9 @@ from hetpipe.capture.program import (
 from hetpipe.cluster.cluster import Cluster, Link
 from hetpipe.engine.launcher import transport_of
 from hetpipe.engine.messages import Array, EdgeEnd
+from hetpipe.engine.shares import divide
 from hetpipe.engine.transport import Port
-from hetpipe.engine.wiring import Wire, host_dtype, wires
+from hetpipe.engine.wiring import Place, Wire, host_dtype, wires
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Schedule
 
@@ -58,42 +59,55 @@ class Descriptors:
 
 
 class Assembly:
-    """Stages that fit together, and what each needs of the rest."""
+    """Stages that fit together, and what each needs of the rest.
 
-    def __init__(self, stages: Sequence[StageGraphs], values: Mapping[str, Array]) -> None:
-        self.stages = list(stages)
+    `stages[n]` are the replicas of stage n, `shares[n]` the weights by which they divide a
+    micro-batch.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Sequence[StageGraphs]],
+        values: Mapping[str, Array],
+        shares: Sequence[Sequence[float]],
+    ) -> None:
+        self.stages = [list(replicas) for replicas in stages]
+        self._shares = shares
         self._values = values
         self._wires = wires(self.stages)
-        self._slots = [_slots_of(stage) for stage in self.stages]
-        self._feeds = [_feeds_of(stage) for stage in self.stages]
-        for n, stage in enumerate(self.stages):
-            if stage.stage != n:
-                raise HetpipeError(f"stage {stage.stage} stands at place {n}; order them by number")
+        self._slots = [_slots_of(replicas[0]) for replicas in self.stages]
+        self._feeds = [[_feeds_of(stage) for stage in replicas] for replicas in self.stages]
+        for n, replicas in enumerate(self.stages):
+            for stage in replicas:
+                if stage.stage != n:
+                    raise HetpipeError(
+                        f"stage {stage.stage} stands at place {n}; order them by number"
+                    )
         self._check_values()
         self.has_count = any(
             slot.role == COUNT
-            for stage in self.stages
-            for passes in stage.passes.values()
+            for replicas in self.stages
+            for passes in replicas[0].passes.values()
             for slot in passes.forward.outputs
         )
 
     def plug(
-        self, cluster: Cluster, members: Sequence[str], workers: Sequence[int]
+        self, cluster: Cluster, members: Sequence[Sequence[str]], workers: Mapping[str, int]
     ) -> dict[str, tuple[tuple[EdgeEnd, ...], Descriptors]]:
         """Per member its ends of all wires, and the descriptors that belong to them.
 
         Both ends of a wire between stages of one member are one entry: it hands over.
         """
         plugged: dict[str, tuple[list[EdgeEnd], Descriptors]] = {
-            member: ([], Descriptors()) for member in members
+            member: ([], Descriptors()) for replicas in members for member in replicas
         }
         for tag, wire in enumerate(self._wires):
-            source, target = members[wire.source], members[wire.target]
+            source, target = (members[n][r] for n, r in (wire.source, wire.target))
             if source == target:
                 plugged[source][0].append(EdgeEnd(wire, None, Link(), (0, 0)))
                 continue
             link = cluster.links.get(frozenset((source, target)))
-            ranks = workers[wire.source], workers[wire.target]
+            ranks = workers[source], workers[target]
             plugs = _plugs(transport_of(cluster), wire, ranks, tag)
             for member, (port, fds) in zip((source, target), plugs, strict=True):
                 ends, own = plugged[member]
@@ -106,14 +120,31 @@ class Assembly:
         names = [slot.name for slot in slots if slot.role in (PARAM, BUFFER)]
         return {name: np.asarray(self._values[name], order="C") for name in names}
 
+    def rows_of(self, place: Place, samples: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Which rows of each micro-batch a replica takes: from, to (excluded)."""
+        n, replica = place
+        found = []
+        for size in samples:
+            rows = divide(size, self._shares[n])
+            lo = sum(rows[:replica])
+            found.append((lo, lo + rows[replica]))
+        return tuple(found)
+
     def feeds_of(
-        self, stage: int, feeds: Sequence[Mapping[str, Array]], samples: Sequence[int]
+        self, place: Place, feeds: Sequence[Mapping[str, Array]], samples: Sequence[int]
     ) -> list[dict[str, Array]]:
-        """Per micro-batch the leaves of the batch that a stage uses."""
-        wanted = self._feeds[stage]
+        """Per micro-batch the leaves of the batch that a replica uses, and of them its rows."""
+        wanted = self._feeds[place[0]][place[1]]
         return [
-            {slot.name: np.asarray(feed[slot.name], order="C") for slot in wanted[size]}
-            for feed, size in zip(feeds, samples, strict=True)
+            {
+                slot.name: np.asarray(
+                    feed[slot.name] if hi - lo == size else feed[slot.name][lo:hi], order="C"
+                )
+                for slot in wanted[hi - lo]
+            }
+            for feed, size, (lo, hi) in zip(
+                feeds, samples, self.rows_of(place, samples), strict=True
+            )
         ]
 
     def check(
@@ -134,15 +165,16 @@ class Assembly:
                 f"{len(samples)} micro-batches, but {len(feeds)} feeds and "
                 f"{len(loss_tangents)} loss tangents"
             )
-        for stage, wanted in zip(self.stages, self._feeds, strict=True):
-            for m, (feed, size) in enumerate(zip(feeds, samples, strict=True)):
-                if size not in wanted:
-                    raise HetpipeError(
-                        f"micro-batch {m} has {size} samples; stage {stage.stage} has programs for "
-                        f"{', '.join(map(str, wanted))}"
-                    )
-                for slot in wanted[size]:
-                    _check_feed(m, slot, feed)
+        for n, replicas in enumerate(self._feeds):
+            for replica, wanted in enumerate(replicas):
+                for m, (lo, hi) in enumerate(self.rows_of((n, replica), samples)):
+                    if hi - lo not in wanted:
+                        raise HetpipeError(
+                            f"micro-batch {m} has {hi - lo} samples; stage {n} has programs for "
+                            f"{', '.join(map(str, wanted))}"
+                        )
+                    for slot in wanted[hi - lo]:
+                        _check_feed(m, slot, feeds[m], lo, hi, samples[m])
 
     def owners(self, role: str, names: Sequence[str] | None) -> dict[int, list[str]]:
         """Per stage the names to read from it: each name from the first stage that has it."""
@@ -222,11 +254,14 @@ def _feeds_of(stage: StageGraphs) -> dict[int, list[Slot]]:
     return {samples: list(slots.values()) for samples, slots in found.items()}
 
 
-def _check_feed(microbatch: int, slot: Slot, feed: Mapping[str, Any]) -> None:
+def _check_feed(
+    microbatch: int, slot: Slot, feed: Mapping[str, Any], lo: int, hi: int, samples: int
+) -> None:
     if slot.name not in feed:
         raise HetpipeError(f"micro-batch {microbatch} lacks {slot.name!r}; it has {_some(feed)}")
+    leaf = feed[slot.name]
     try:
-        _fitting(slot, feed[slot.name])
+        _fitting(slot, leaf[lo:hi] if leaf.shape[:1] == (samples,) else leaf)
     except HetpipeError as error:
         raise HetpipeError(f"micro-batch {microbatch}: {error}") from None
 

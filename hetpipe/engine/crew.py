@@ -21,6 +21,7 @@ from hetpipe.engine.fleet import Fleet
 from hetpipe.engine.launcher import launch
 from hetpipe.engine.messages import Array
 from hetpipe.engine.runner import Closing, closing
+from hetpipe.engine.wiring import Place
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Action, Op, Schedule
 from hetpipe.sdk.info import DeviceInfo
@@ -92,6 +93,8 @@ class StepResult:
     timeline: Timeline
     versions: tuple[int, ...] = ()  # that the last forward used, counted in updates
     live_versions: tuple[int, ...] = ()  # most at once
+    most_in_flight: tuple[int, ...] = ()  # micro-batches that a backward has yet to read
+    peak_nbytes: tuple[int, ...] = ()  # most on a replica's device, see `hetpipe.engine.memory`
 
 
 class Crew:
@@ -107,11 +110,12 @@ class Crew:
         self.cluster = cluster
         self._index = {member.id: i for i, member in enumerate(cluster.members)}
         self._assembly: Assembly | None = None
-        self._members: list[str] = []  # of each stage
-        self._rows: dict[str, int] = {}  # of a schedule, by member
+        self._members: list[tuple[str, ...]] = []  # of each stage, its replicas
+        self._rows: dict[tuple[str, ...], int] = {}  # of a schedule, by who does it
         self._scripts: dict[int, tuple[int, Schedule]] = {}
         self._posted: deque[float] = deque()  # when what is under way was handed out
         self._clip: say.Clip | None = None
+        self._counts: list[float] = []  # of the mini-batch at hand, by replica of the last stage
         self._squares: list[float] = []  # of the gradients, by worker, of the step at hand
         self._origin_s = 0.0  # of timelines: when the step, or the stream, began
         self._serial = 0
@@ -158,35 +162,41 @@ class Crew:
 
     def load(
         self,
-        stages: Sequence[StageGraphs],
-        members: Sequence[str],
+        stages: Sequence[StageGraphs | Sequence[StageGraphs]],
+        members: Sequence[str | Sequence[str]],
         values: Mapping[str, Array],
         state_init: Callable[..., Array] = np.zeros,
         keeping: Keeping | None = None,
+        shares: Sequence[Sequence[float]] = (),
     ) -> None:
         """Make `members[n]` stage n: upload parameters and buffers, compile all programs.
 
         Gradients start at zero, optimizer state at `state_init(shape, dtype)`. Members that occur
-        again have several stages; a schedule's rows are the members in the order of their first
-        stage. Replaces what was loaded before. Raises `HetpipeError` if stages, members and values
-        do not fit together.
+        again have several stages; a stage with several members and graphs has replicas, which
+        divide a micro-batch by their `shares` (default equal). A schedule's rows are the members in
+        the order of their first stage. Replaces what was loaded before. Raises `HetpipeError` if
+        stages, members and values do not fit together.
         """
-        assembly = Assembly(stages, values)
-        if len(members) != len(stages):
+        graphs = [[each] if isinstance(each, StageGraphs) else list(each) for each in stages]
+        places = [(each,) if isinstance(each, str) else tuple(each) for each in members]
+        if list(map(len, graphs)) != list(map(len, places)):
             raise HetpipeError(
-                f"{len(stages)} stages need a member each, got {len(members)}: {list(members)}"
+                f"{len(graphs)} stages need a member each, and one per replica, got "
+                f"{len(places)}: {list(members)}"
             )
-        workers = [self._worker(member) for member in members]
-        self._assembly, self._members = None, list(members)
-        self._rows = {member: row for row, member in enumerate(dict.fromkeys(members))}
+        equal = [(1.0,) * len(replicas) for replicas in graphs]
+        assembly = Assembly(graphs, values, list(shares) or equal)
+        for member in {member for replicas in places for member in replicas}:
+            self._worker(member)
+        self._assembly, self._members = None, places
+        self._rows = {replicas: row for row, replicas in enumerate(dict.fromkeys(places))}
+        self._check_rows()
         how = keeping or Keeping()
         with self._guarded():
-            plugged = assembly.plug(self.cluster, members, workers)
-            for member, (ends, fds) in plugged.items():
+            for member, (ends, fds) in assembly.plug(self.cluster, places, self._index).items():
                 own = tuple(
-                    say.StageLoad(stage, assembly.values_of(stage), how.of(stage.stage))
-                    for stage, place in zip(stages, members, strict=True)
-                    if place == member
+                    say.StageLoad(graphs[n][r], r, assembly.values_of(graphs[n][r]), how.of(n))
+                    for n, r in self._places(member)
                 )
                 with fds:
                     message = say.Load(own, state_init, ends)
@@ -195,6 +205,22 @@ class Crew:
         self._assembly, self._longest_s = assembly, None
         self._scripts.clear()
         self._posted.clear()
+
+    def _check_rows(self) -> None:
+        everyone = [member for replicas in self._rows for member in replicas]
+        if len(set(everyone)) != len(everyone):
+            raise HetpipeError(
+                f"members {[list(replicas) for replicas in self._rows]}: one that has several "
+                "stages must have the same fellow replicas in all of them, and be there once"
+            )
+
+    def _places(self, member: str) -> list[Place]:
+        """The stages of a member, and which replica of them it is."""
+        return [
+            (n, replicas.index(member))
+            for n, replicas in enumerate(self._members)
+            if member in replicas
+        ]
 
     def step(self, request: StepRequest, timeout_s: float | None = None) -> StepResult:
         """Run one mini-batch to its end.
@@ -227,9 +253,8 @@ class Crew:
                 self._origin_s = now_s
             self._posted.append(now_s)
             self._clip = request.clip
-            self._squares.clear()
             script, schedule = self._script(request.schedule)
-            for member, row in self._rows.items():
+            for member, row in self._row_of.items():
                 message = say.Step(
                     self._serial, script, schedule, row, place.closing, place.first,
                     place.microbatches, place.begins, self._batch(assembly, member, request),
@@ -261,7 +286,7 @@ class Crew:
         merged: dict[str, Array] = {}
         with self._guarded():
             for stage, own in owners.items():
-                worker = self._index[self._members[stage]]
+                worker = self._index[self._members[stage][0]]
                 self._fleet.send(worker, say.Read(stage, role, tuple(own)))
                 merged.update(self._control.gather([worker])[0])
         wanted = names if names is not None else [name for own in owners.values() for name in own]
@@ -276,9 +301,10 @@ class Crew:
         shares = assembly.shares(role, values)
         with self._guarded():
             for stage, share in shares.items():
-                worker = self._index[self._members[stage]]
-                self._fleet.send(worker, say.Write(stage, role, share))
-                self._control.gather([worker])
+                for member in self._members[stage]:
+                    worker = self._index[member]
+                    self._fleet.send(worker, say.Write(stage, role, share))
+                    self._control.gather([worker])
 
     def close(self) -> None:
         """End all workers; safe to call twice."""
@@ -334,38 +360,48 @@ class Crew:
     @property
     def _workers(self) -> list[int]:
         """Those that have a stage, in the order of the rows."""
-        return [self._index[member] for member in self._rows]
+        return [self._index[member] for member in self._row_of]
+
+    @property
+    def _row_of(self) -> dict[str, int]:
+        """The row of a schedule that a member does."""
+        return {member: row for replicas, row in self._rows.items() for member in replicas}
 
     def _batch(self, assembly: Assembly, member: str, request: StepRequest) -> say.Batch | None:
         """The mini-batch as a member sees it."""
         if not request.samples:
             return None
-        own = [n for n, place in enumerate(self._members) if place == member]
+        own = self._places(member)
         none = (0,) * len(request.samples)
         return say.Batch(
             self._serial,
             request.number,
             request.samples,
-            {n: assembly.feeds_of(n, request.feeds, request.samples) for n in own},
+            {n: assembly.rows_of((n, r), request.samples) for n, r in own},
+            {n: assembly.feeds_of((n, r), request.feeds, request.samples) for n, r in own},
             request.loss_tangents,
             request.lr,
             request.seed,
             request.grad_scale,
             request.clip,
-            {n: request.lag.get(n, none) for n in own},
-            {n: request.ahead.get(n, none) for n in own},
+            {n: request.lag.get(n, none) for n, _ in own},
+            {n: request.ahead.get(n, none) for n, _ in own},
         )
 
     def _answer(self, news: say.News) -> None:
         """Tell the workers what follows from all their gradients or counts."""
         if isinstance(news, say.Counts):
-            total = sum(news.counts)
+            self._counts.append(sum(news.counts))
+            if len(self._counts) < len(self._members[-1]):  # each replica counts its rows
+                return
+            total = sum(self._counts)
+            self._counts.clear()
             if total == 0:
                 raise HetpipeError("the counts of this mini-batch sum to 0: its loss has no mean")
             answer = say.Scale(news.serial, False, 1.0 / total)
         else:
             self._squares.append(news.square)
-            if len(self._squares) < len(self._rows):
+            if len(self._squares) < len(self._row_of):
                 return
             assert self._clip is not None
             answer = say.Scale(news.serial, True, self._clip.factor(sum(self._squares)))
@@ -380,15 +416,23 @@ class Crew:
             for row, report in enumerate(reports)
             for stage, op, number, start_s, end_s in report.spans
         ]
-        losses = next((r.losses for r in reports if r.losses is not None), ())
-        counts = next((r.counts for r in reports if r.counts is not None), None)
+        losses = _summed([r.losses for r in reports if r.losses is not None])
+        counts = _summed([r.counts for r in reports if r.counts is not None])
         versions = {n: v for report in reports for n, v in report.versions.items()}
         live = {n: v for report in reports for n, v in report.live_versions.items()}
+        held = {n: [r.memory[n] for r in reports if n in r.memory] for n in sorted(live)}
         spans.sort(key=lambda span: (span.worker, span.start_s))
         return StepResult(
-            losses,
+            losses or (),
             counts,
-            Timeline(tuple(self._rows), tuple(spans), "measured"),
+            Timeline(tuple(self._row_of), tuple(spans), "measured"),
             tuple(versions[n] for n in sorted(versions)),
             tuple(live[n] for n in sorted(live)),
+            tuple(max(in_flight for in_flight, _ in replicas) for replicas in held.values()),
+            tuple(max(nbytes for _, nbytes in replicas) for replicas in held.values()),
         )
+
+
+def _summed(parts: Sequence[Sequence[float]]) -> tuple[float, ...] | None:
+    """Per micro-batch, over the replicas; None if there are none."""
+    return tuple(map(sum, zip(*parts, strict=True))) if parts else None

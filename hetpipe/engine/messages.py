@@ -65,6 +65,7 @@ class StageLoad:
     """A stage and its values."""
 
     graphs: StageGraphs
+    replica: int
     values: Mapping[str, Array]
     keep: Keep
 
@@ -93,11 +94,12 @@ class Clip:
 @dataclass(frozen=True)
 class Batch:
     """A mini-batch as one worker sees it. Sequences have an entry per micro-batch; what differs
-    between stages is by stage."""
+    between stages is by stage. A replica sees its own rows, `rows` says which they are."""
 
     serial: int  # names it between the controller and its workers
     number: int  # of its update, from 1
     samples: tuple[int, ...]
+    rows: Mapping[int, Sequence[tuple[int, int]]]
     feeds: Mapping[int, Sequence[Mapping[str, Array]]]
     loss_tangents: tuple[float, ...]
     lr: float
@@ -227,3 +229,4 @@ class StepReport:
     spans: Sequence[tuple[int, str, int, float, float]]
     versions: Mapping[int, int]  # that the last forward used, counted in updates
     live_versions: Mapping[int, int]  # most at once
+    memory: Mapping[int, tuple[int, int]]  # most micro-batches in flight, most bytes

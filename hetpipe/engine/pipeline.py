@@ -20,6 +20,7 @@ from hetpipe.engine.crew import Crew, Keeping, StepRequest, StepResult
 from hetpipe.engine.measure import Progress, profile
 from hetpipe.engine.messages import Clip
 from hetpipe.engine.resume import ROLES, check, write
+from hetpipe.engine.shares import divide
 from hetpipe.engine.streaming import Streaming, check_policy
 from hetpipe.errors import HetpipeError, PlanError
 from hetpipe.plan.plan import Plan
@@ -326,48 +327,24 @@ class Pipeline:
 
     def _load(self, sizes: set[int], kept: Checkpoint | None) -> None:
         """Give the workers the stages for these micro-batch sizes, with values that were kept."""
-        members = [stage.devices[0] for stage in self.plan.stages]
-        tables = [get_backend(self._crew.infos[m].backend).decompositions() for m in members]
-        count = len(members)
         self._progress("compiling stages", 0, 1)
         self._loaded = sizes
-        stages: list[StageGraphs] = self._captured.stage_graphs(
-            self.plan.cuts,
-            tables,
-            sorted(sizes, reverse=True),
-            self._optimizer,
-            [self._recompute] * count if isinstance(self._recompute, str) else self._recompute,
-            any(
-                action.op in HALVES
-                for row in self._passes(self.plan.microbatches)
-                for action in row
-            ),
-        )
-        if self._evaluated:
-            forwards = self._captured.evaluation_graphs(
-                self.plan.cuts, tables, sorted(self._evaluated)
-            )
-            stages = [
-                replace(
-                    stage,
-                    evaluation={size: passes.forward for size, passes in other.passes.items()},
-                    constants={**stage.constants, **other.constants},
-                )
-                for stage, other in zip(stages, forwards, strict=True)
-            ]
+        members = [stage.devices for stage in self.plan.stages]
+        stages = self._replicas(members)
         self._tied = tuple(
-            {(owner, others): None for stage in stages for _, owner, others in stage.tied}
+            {(owner, others): None for each in stages for _, owner, others in each[0].tied}
         )
         stream = self._stream()
         values = {**self._captured.parameters, **self._captured.buffers}
         if kept is not None:
             if kept.manifest:
-                check(kept, stages, self._optimizer)
+                check(kept, [replicas[0] for replicas in stages], self._optimizer)
             values.update(kept.tensors[PARAM])
             values.update(kept.tensors[BUFFER])
         lr = self._optimizer.lr_at(max(self._steps, 1))
         how = Keeping(self.plan.weights, [n // 2 for n in range(len(stages))], self._steps, lr)
-        self._crew.load(stages, members, values, keeping=how)
+        shares = [stage.shares for stage in self.plan.stages]
+        self._crew.load(stages, members, values, keeping=how, shares=shares)
         self._streaming = None
         if stream is not None:
             self._streaming = Streaming(self._crew, stream, self.plan.weights)
@@ -376,15 +353,61 @@ class Pipeline:
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._progress("compiling stages", 1, 1)
 
+    def _replicas(self, members: Sequence[Sequence[str]]) -> list[list[StageGraphs]]:
+        """The graphs of every stage, and of each for all its replicas."""
+        found: list[list[StageGraphs]] = [[] for _ in members]
+        for replica in range(max(map(len, members))):
+            chosen = [names[min(replica, len(names) - 1)] for names in members]
+            stages = self._graphs([self._crew.infos[name].backend for name in chosen])
+            for n, (names, stage) in enumerate(zip(members, stages, strict=True)):
+                if replica < len(names):
+                    found[n].append(_only(stage, self._shared(n, replica, self._loaded)))
+        return found
+
+    def _shared(self, stage: int, replica: int, sizes: Iterable[int]) -> set[int]:
+        """Samples of a replica where micro-batches have these."""
+        return {divide(size, self.plan.stages[stage].shares)[replica] for size in sizes}
+
+    def _graphs(self, backends: Sequence[str]) -> list[StageGraphs]:
+        """The graphs of all stages in the operators of these backends, at every size needed."""
+        tables = [get_backend(name).decompositions() for name in backends]
+        places = [(n, r) for n, s in enumerate(self.plan.stages) for r in range(len(s.devices))]
+        sizes = {size for place in places for size in self._shared(*place, self._loaded)}
+        modes = self._recompute
+        stages: list[StageGraphs] = self._captured.stage_graphs(
+            self.plan.cuts,
+            tables,
+            sorted(sizes, reverse=True),
+            self._optimizer,
+            [modes] * len(backends) if isinstance(modes, str) else modes,
+            any(a.op in HALVES for row in self._passes(self.plan.microbatches) for a in row),
+        )
+        if not self._evaluated:
+            return stages
+        sizes = {size for place in places for size in self._shared(*place, self._evaluated)}
+        forwards = self._captured.evaluation_graphs(self.plan.cuts, tables, sorted(sizes))
+        return [
+            replace(
+                stage,
+                evaluation={size: passes.forward for size, passes in other.passes.items()},
+                constants={**stage.constants, **other.constants},
+            )
+            for stage, other in zip(stages, forwards, strict=True)
+        ]
+
     def _passes(
         self, microbatches: int, in_flight: Sequence[int] | None = None, tied: Tied = ()
     ) -> Schedule:
         """The schedule of one mini-batch by itself."""
         plan = self.plan
-        name = "1f1b" if is_asynchronous(plan.schedule) else plan.schedule
-        workers = len(set(plan.devices))
         return generate(
-            name, len(plan.stages), microbatches, in_flight=in_flight, tied=tied, workers=workers
+            "1f1b" if is_asynchronous(plan.schedule) else plan.schedule,
+            len(plan.stages),
+            microbatches,
+            in_flight=in_flight,
+            tied=tied,
+            workers=len(set(plan.devices)),
+            replicas=[len(stage.devices) for stage in plan.stages],
         )
 
     def _schedule(self, microbatches: int, update: bool) -> Schedule:
@@ -484,6 +507,13 @@ class Pipeline:
 
 _FORWARDS = frozenset({Op.RECV_FORWARD, Op.FORWARD, Op.SEND_FORWARD})
 _UPDATING = frozenset({Op.UPDATE, Op.SEND_TIED_PARAM, Op.RECV_TIED_PARAM})
+
+
+def _only(stage: StageGraphs, sizes: set[int]) -> StageGraphs:
+    """The stage with the passes for these micro-batch sizes alone."""
+    return replace(
+        stage, passes={size: stage.passes[size] for size in stage.passes if size in sizes}
+    )
 
 
 def _mean(result: StepResult, samples: Sequence[int]) -> float:

@@ -44,6 +44,10 @@ class Weights(ABC):
         self.present = version
         self.number += 1
 
+    def live(self, version: Version) -> int:
+        """How many versions there are, that which a pass reads included."""
+        return len({id(self.present), id(version)})
+
     def take_most_live(self) -> int:
         """The most versions that lived at once since the last call."""
         most, self.most_live = self.most_live, 1
@@ -94,6 +98,9 @@ class Stashed(Weights):
         if number not in self._used.values():
             del self._held[number]
         return version
+
+    def live(self, version: Version) -> int:
+        return len({id(v) for v in (*self._recent.values(), *self._held.values(), version)})
 
     @property
     def disposable(self) -> bool:

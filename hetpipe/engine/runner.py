@@ -15,11 +15,20 @@ from hetpipe.engine.edges import Receiver, Sender, Span
 from hetpipe.engine.messages import Batch, Step, StepReport
 from hetpipe.engine.stage import Stage
 from hetpipe.engine.transport import Tensor
-from hetpipe.engine.wiring import EVALUATION, TIED, TIED_GRAD, TIED_PARAM, Kind, Layout
-from hetpipe.schedule.action import Action, Message, Op, Schedule
+from hetpipe.engine.wiring import (
+    ALL_REDUCE,
+    EVALUATION,
+    TIED,
+    TIED_GRAD,
+    TIED_PARAM,
+    Kind,
+    Layout,
+    Place,
+)
+from hetpipe.schedule.action import PER_MINI_BATCH, Action, Message, Op, Schedule
 
-Edge = tuple[int, int]
-"""Source and target stage."""
+Edge = tuple[Place, Place]
+"""Source and target."""
 
 Closing = frozenset[tuple[int, Op]]
 """(stage, operation)"""
@@ -37,7 +46,9 @@ class Script:
     """A part of a schedule from one worker's point of view."""
 
     actions: tuple[Action, ...]
-    arrivals: dict[Edge, list[Message]]  # what is sent meanwhile, in the senders' order
+    arrivals: dict[
+        tuple[int, int], list[Message]
+    ]  # by source and target stage: what is sent meanwhile, in the senders' order
     closing: Closing
 
     @classmethod
@@ -45,7 +56,7 @@ class Script:
         cls, schedule: Schedule, worker: int, stages: Container[int], closing: Closing
     ) -> Script:
         """`stages` are those of the worker."""
-        arrivals: dict[Edge, list[Message]] = {}
+        arrivals: dict[tuple[int, int], list[Message]] = {}
         for action in (action for row in schedule for action in row):
             message = action.message
             if message is not None and action.op.is_send and message.target in stages:
@@ -58,7 +69,7 @@ def closing(schedule: Schedule) -> Closing:
     last: dict[int, dict[int, Op]] = {}
     for action in (action for row in schedule for action in row):
         message = action.message
-        if action.op is not Op.UPDATE and (message is None or message.kind not in TIED):
+        if action.op not in PER_MINI_BATCH and (message is None or message.kind not in TIED):
             last.setdefault(action.stage, {})[action.number] = action.op
     return frozenset((stage, op) for stage, ops in last.items() for op in ops.values())
 
@@ -69,12 +80,14 @@ class Runner:
     def __init__(
         self,
         stages: Mapping[int, Stage],
+        replicas: Mapping[int, int],
         senders: Mapping[Edge, Sender],
         receivers: Mapping[Edge, Receiver],
         speed: float,
     ) -> None:
         self.doing: Action | None = None
         self._stages = stages
+        self._replicas = replicas  # which of its replicas each stage here is
         self._senders = senders
         self._receivers = receivers
         self._speed = speed
@@ -83,6 +96,7 @@ class Runner:
         self._forwarded: dict[tuple[int, int], int] = {}  # (stage, mini-batch) -> forwards done
         self._clipped: dict[int, float] = {}  # the factor of the mini-batch at hand
         self._updated: Counter[int] = Counter()  # stages that have applied a mini-batch
+        self._shares: dict[tuple[int, int], float] = {}  # (stage, micro-batch): of its rows
         self._versions: dict[int, int] = {}  # that each stage's last forward used
 
     def run(
@@ -113,6 +127,9 @@ class Runner:
             start_s = time.monotonic()
             if message is not None:
                 self._transfer(action, message)
+            elif action.op is Op.ALL_REDUCE:
+                self._all_reduce(action)
+                spans.append((action, start_s, time.monotonic()))
             elif action.op is Op.UPDATE:
                 batch = self._batches[action.number]
                 grad_scale = self._grad_scale(action.stage, batch)
@@ -151,14 +168,23 @@ class Runner:
         edges: list[Sender | Receiver] = [*self._senders.values(), *self._receivers.values()]
         for edge in edges:
             spans += edge.take_spans()
-        found = [stage.results(LOSS) for stage in self._stages.values()]
+        found = [self._losses(n) for n in self._stages]
         return StepReport(
             next((losses for losses in found if losses is not None), None),
             counts,
             [(a.stage, a.op.value, a.number, start_s, end_s) for a, start_s, end_s in spans],
             dict(self._versions),
             {n: stage.weights.take_most_live() for n, stage in self._stages.items()},
+            {n: stage.memory.take() for n, stage in self._stages.items()},
         )
+
+    def _losses(self, n: int) -> tuple[float, ...] | None:
+        """A stage's losses since the last time; a mean counts by the replica's share of rows."""
+        losses = self._stages[n].results(LOSS)
+        shares = [self._shares.pop(key) for key in sorted(self._shares) if key[0] == n]
+        if losses is None:
+            return None
+        return tuple(loss * share for loss, share in zip(losses, shares, strict=True))
 
     def _grad_scale(self, stage: int, batch: Batch) -> float:
         scale = self._scale(batch)
@@ -167,20 +193,22 @@ class Runner:
         if batch.clip.each:
             return scale * batch.clip.factor(self._stages[stage].square(scale))
         if batch.serial not in self._clipped:  # the first update: no gradient changes any more
-            square = sum(stage.square(scale) for stage in self._stages.values())
+            first = (self._stages[n] for n, replica in self._replicas.items() if replica == 0)
+            square = sum(stage.square(scale) for stage in first)  # others have the same
             self._clipped = {batch.serial: self._clip(batch, square)}
         return scale * self._clipped[batch.serial]
 
     def _absolute(self, action: Action, first: int) -> Action:
         if first == 0 or (action.message is not None and action.message.kind in TIED):
             return action
-        shift = first if action.op is Op.UPDATE else first * self._microbatches
+        shift = first if action.op in PER_MINI_BATCH else first * self._microbatches
         return replace(action, number=action.number + shift)
 
     def _expect(self, script: Script, first: int) -> None:
-        for edge, receiver in self._receivers.items():
-            order = []
-            for message in script.arrivals.get(edge, ()):
+        sums = [action for action in script.actions if action.op is Op.ALL_REDUCE]
+        for (source, target), receiver in self._receivers.items():
+            order = [(a, (ALL_REDUCE, 0)) for a in sums if source[0] == target[0] == a.stage]
+            for message in script.arrivals.get((source[0], target[0]), ()):
                 number = message.number
                 if message.kind not in TIED:
                     number += first * self._microbatches
@@ -206,12 +234,17 @@ class Runner:
     def _pass(self, action: Action) -> None:
         n, m = action.stage, action.number
         number, batch, place = self._mini_batch(m)
-        stage, samples = self._stages[n], batch.samples[place]
+        lo, hi = batch.rows[n][place]
+        stage, samples = self._stages[n], hi - lo
         tangent = batch.loss_tangents[place]
+        share = 1.0 if stage.has_count else samples / batch.samples[place]
+        tangent *= share  # a mean over fewer rows counts less
+        if action.op is Op.FORWARD:
+            self._shares[n, m] = share
         if self._evaluates:
             stage.evaluate(m, samples, batch.feeds[n][place])
         elif action.op is Op.FORWARD:
-            rng = (batch.seed, batch.number, self._firsts[number][place])
+            rng = (batch.seed, batch.number, self._firsts[number][place] + lo)
             lag, ahead = batch.lag[n][place], batch.ahead[n][place]
             self._versions[n] = stage.weights.number - lag
             stage.forward(m, samples, batch.feeds[n][place], rng, lag, ahead)
@@ -232,8 +265,33 @@ class Runner:
         del self._forwarded[key]
         return self._stages[action.stage].results(COUNT) or ()
 
+    def _all_reduce(self, action: Action) -> None:
+        """Sum the gradients over the replicas, in the order of the replicas: all get the same."""
+        n = action.stage
+        stage, own, kind = self._stages[n], (n, self._replicas[n]), (ALL_REDUCE, 0)
+        peers = {
+            target: sender for (source, target), sender in self._senders.items() if source == own
+        }
+        peers = {target: sender for target, sender in peers.items() if target[0] == n}
+        if not peers:
+            return
+        layout = next(iter(peers.values())).layout(kind)
+        assert layout is not None
+        found = {own: [stage.get(slot.key) for slot in layout]}
+        for sender in peers.values():
+            sender.send(action, kind, [*found[own]])
+        for peer in peers:
+            found[peer] = self._receivers[peer, own].take(action)
+        replicas = [found[place] for place in sorted(found)]
+        for slot, *arrays in zip(layout, *replicas, strict=True):
+            total = arrays[0].copy()
+            for array in arrays[1:]:
+                total += array
+            stage.put(slot.key, total)
+
     def _transfer(self, action: Action, message: Message) -> None:
-        kind, edge = self._kind(message.kind, message.number), message[:2]
+        kind = self._kind(message.kind, message.number)
+        edge = ((message.source, 0), (message.target, 0))
         if action.op.is_send:
             sender = self._senders.get(edge)
             if sender is not None and (layout := sender.layout(kind)) is not None:

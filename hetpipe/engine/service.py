@@ -51,6 +51,7 @@ class Service:
         self._inbox: SimpleQueue[tuple[Any, Sequence[int]]] = SimpleQueue()
         self._task = "start"
         self._stages: dict[int, Stage] = {}
+        self._replicas: dict[int, int] = {}  # which of its replicas each stage here is
         self._runner: Runner | None = None
         self._edges: list[Sender | Receiver] = []
         self._scripts: dict[int, Script] = {}
@@ -123,9 +124,11 @@ class Service:
     def _load(self, message: Load, fds: Sequence[int]) -> None:
         self._close_edges()
         self._runner = None
+        self._replicas.clear()
         self._stages.clear()  # the old stages' memory, before the new ones'
         self._scripts.clear()
         for load in message.stages:
+            self._replicas[load.graphs.stage] = load.replica
             self._stages[load.graphs.stage] = Stage(
                 self._device, load.graphs, load.values, message.state_init, load.keep
             )
@@ -134,14 +137,16 @@ class Service:
             wire, own = end.wire, fds[slice(*end.fds)]
             edge = (wire.source, wire.target)
             port = end.port or HandoverPort()
-            if wire.target in self._stages:
+            if wire.target in self._replicas.items():
                 inlet = port.inlet(wire, self._device, own)
                 receivers[edge] = Receiver(inlet, self.fail)
-            if wire.source in self._stages:
+            if wire.source in self._replicas.items():
                 outlet = port.outlet(wire, self._device, end.link, own)
                 senders[edge] = Sender(outlet, self.fail)
         self._edges = [*senders.values(), *receivers.values()]
-        self._runner = Runner(self._stages, senders, receivers, self._order.member.speed)
+        self._runner = Runner(
+            self._stages, self._replicas, senders, receivers, self._order.member.speed
+        )
 
     def _step(self, message: Step, fds: Sequence[int]) -> Any:
         runner = self._runner

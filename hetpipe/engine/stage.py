@@ -30,6 +30,7 @@ from hetpipe.capture.program import (
     Slot,
     StageGraphs,
 )  # fmt: skip
+from hetpipe.engine.memory import Memory, nbytes_of
 from hetpipe.engine.messages import Keep
 from hetpipe.engine.policy import Predicted, Version, make_weights
 from hetpipe.engine.wiring import Array, Layout, host_dtype
@@ -62,6 +63,7 @@ class _Passes:
     backwards: tuple[_Bound, ...]  # the whole, or its two halves; none without a gradient
     feeds: tuple[tuple[str, int], ...]  # name of an INPUT, its index
     kept: frozenset[int]  # what any backward reads
+    awaited: tuple[frozenset[int], ...]  # what backwards read behind each pass
     dead_after_forward: tuple[int, ...]
     dead_after_backward: tuple[tuple[int, ...], ...]  # behind each
 
@@ -104,6 +106,7 @@ class Stage:
         self._results: dict[str, dict[int, Buffer]] = {LOSS: {}, COUNT: {}}
         self._scalars: dict[str, float] = {}
         self._tangents: dict[float, Buffer] = {}
+        self.memory = self._make_memory()
         self._graphs = graphs
         self._norm: _Bound | None = None  # compiled when it is first asked for
         if keep.updates:
@@ -132,7 +135,9 @@ class Stage:
         after = [self._feed(frame, index, feed[name]) for name, index in passes.feeds]
         if self._rng is not None:
             after.append(self._feed(frame, self._rng, np.asarray(rng, np.int64)))
-        self._run(passes.forward, self.weights.forward(microbatch, lag, ahead), frame, after)
+        version = self.weights.forward(microbatch, lag, ahead)
+        self._run(passes.forward, version, frame, after)
+        self._account(0, microbatch, samples, version)
         self._keep_results(microbatch, frame)
         for index in passes.dead_after_forward:
             frame[index] = None
@@ -161,6 +166,7 @@ class Stage:
         if (place := self._places.get((TANGENT, LOSS))) is not None:
             frame[place[1]] = self._loss_tangent(loss_tangent)
         self._run(passes.backwards[part], version, frame)
+        self._account(part + 1, microbatch, samples, version)
         for index in passes.dead_after_backward[part]:
             frame[index] = None
 
@@ -171,6 +177,17 @@ class Stage:
         after = [self._feed(frame, index, feed[name]) for name, index in feeds]
         self._run(bound, self.weights.present, frame, after)
         self._keep_results(microbatch, frame)
+
+    def _account(self, which: int, microbatch: int, samples: int, version: Version) -> None:
+        frame, awaited = self._frames[microbatch], self._passes[samples].awaited[which]
+        live = self.weights.live(version)
+        self.memory.passed(microbatch, (samples, which), frame, awaited, live)
+
+    def _make_memory(self) -> Memory:
+        present = self.weights.present
+        targets = self._update.targets if self._update is not None else ()
+        trained = [present[index] for table, index in targets if table == PARAMS]
+        return Memory([*present, *self._store], nbytes_of(trained))
 
     def _keep_results(self, microbatch: int, frame: Frame) -> None:
         for role, index in ((LOSS, self._loss), (COUNT, self._count)):
@@ -188,6 +205,7 @@ class Stage:
             self.weights.updated(present)
         else:
             self.weights.updated(self._run(self._update, present, [], into=list(present)))
+        self.memory.updated(self.weights.live(present))
 
     def square(self, grad_scale: float) -> float:
         """The sum of squares of the scaled gradients that this stage applies."""
@@ -243,6 +261,7 @@ class Stage:
     def release(self, microbatch: int) -> None:
         """Forget `microbatch`."""
         self._frames.pop(microbatch, None)
+        self.memory.forget(microbatch)
 
     def names(self, role: str) -> list[str]:
         """Names of the slots of a role."""
@@ -258,7 +277,10 @@ class Stage:
         """Replace it."""
         table, index = self._places[key]
         buffers = self.weights.present if table == PARAMS else self._store
+        is_new = buffers[index] is None
         buffers[index] = self._upload(value)
+        if is_new:
+            self.memory.stay(buffers[index])
 
     def _run(
         self,
@@ -307,6 +329,7 @@ class Stage:
             backwards,
             self._feeds_of(passes.forward, *whole),
             kept,
+            (kept, *later),
             tuple(read - kept - made),
             tuple(tuple(everything - needed - leaving) for needed in later),
         )

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hetpipe.cluster.cluster import Link
-from hetpipe.engine.wiring import TIED, Array, Kind, Layout, Wire, host_dtype, tensor_nbytes
+from hetpipe.engine.wiring import ON_HOST, Array, Kind, Layout, Wire, host_dtype, tensor_nbytes
 from hetpipe.sdk.backend import Buffer, Device
 from hetpipe.sdk.info import HOST_MEMORY
 
@@ -105,13 +105,13 @@ class Inlet(ABC):
     def receive(self, kind: Kind) -> tuple[list[Any], float]:
         """The next message, which is of that kind, and when it came.
 
-        Tensors of activations and gradients are on the device, those of tied weights on the host.
+        Tensors of activations and their gradients are on the device, others on the host.
         Raises `EdgeClosedError` if none can come.
         """
         arrays, deliver_s = self._take(kind)
         sleep_until(deliver_s)
         start_s = time.monotonic()
-        if kind[0] in TIED:
+        if kind[0] in ON_HOST:
             tensors: list[Any] = [array.copy() for array in arrays]
         else:
             tensors = to_device(self.device, arrays)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import Any
 
 import numpy as np
@@ -21,15 +21,22 @@ Kind = tuple[str, int]
 
 FORWARD, BACKWARD, TIED_GRAD, TIED_PARAM = "FBGP"
 EVALUATION = "E"  # forward, in evaluation
+ALL_REDUCE = "A"
 TIED = frozenset({TIED_GRAD, TIED_PARAM})
+ON_HOST = TIED | {ALL_REDUCE}
+"""Kinds whose tensors are summed or replaced on the host."""
+
+
+Place = tuple[int, int]
+"""A stage, and which of its replicas."""
 
 
 @dataclass(frozen=True)
 class Wire:
-    """What travels from stage `source` to stage `target`: the layout of each kind of message."""
+    """What travels from one place to another: the layout of each kind of message."""
 
-    source: int
-    target: int
+    source: Place
+    target: Place
     layouts: dict[Kind, Layout]
 
     @property
@@ -38,29 +45,49 @@ class Wire:
         return max(packed_nbytes(layout) for layout in self.layouts.values())
 
 
-def wires(stages: Sequence[StageGraphs]) -> list[Wire]:
-    """The wires that a pipeline needs; kinds of messages without a tensor do not appear."""
-    layouts: dict[tuple[int, int], dict[Kind, Layout]] = {}
+def wires(stages: Sequence[Sequence[StageGraphs]]) -> list[Wire]:
+    """The wires that a pipeline needs; kinds of messages without a tensor do not appear.
 
-    def add(source: int, target: int, kind: Kind, layout: Layout) -> None:
+    `stages[n]` are the replicas of stage n. Raises `HetpipeError` for replicas amid other stages.
+    """
+    layouts: dict[tuple[Place, Place], dict[Kind, Layout]] = {}
+
+    def add(source: Place, target: Place, kind: Kind, layout: Layout) -> None:
         if layout:
             layouts.setdefault((source, target), {})[kind] = layout
 
-    for n, (left, right) in enumerate(pairwise(stages)):
+    if len(stages) > 1 and any(len(replicas) > 1 for replicas in stages):
+        raise HetpipeError(
+            f"{[len(replicas) for replicas in stages]} replicas of {len(stages)} stages: only a "
+            "whole model, one stage, can have replicas so far"
+        )
+    for n, replicas in enumerate(stages):
+        places = [(n, replica) for replica in range(len(replicas))]
+        for source, target in permutations(places, 2):
+            add(source, target, (ALL_REDUCE, 0), gradients(replicas[0]))
+    firsts = [replicas[0] for replicas in stages]
+    for n, (left, right) in enumerate(pairwise(firsts)):
+        here, there = (n, 0), (n + 1, 0)
         for samples, passes in left.passes.items():
             near, far = passes, right.passes[samples]
             cuts = _common(near.forward.outputs, _inputs(far), CUT, (n, n + 1))
-            add(n, n + 1, (FORWARD, samples), cuts)
+            add(here, there, (FORWARD, samples), cuts)
             if near.backward is not None and far.backward is not None:
                 found = _common(far.backward.outputs, near.backward.inputs, TANGENT, (n + 1, n))
-                add(n + 1, n, (BACKWARD, samples), found)
+                add(there, here, (BACKWARD, samples), found)
         for samples, program in left.evaluation.items():
             far_end = right.evaluation[samples].inputs
             crossing = _common(program.outputs, far_end, CUT, (n, n + 1))
-            add(n, n + 1, (EVALUATION, samples), crossing)
-    for source, target, letter, layout in _tied(stages):
-        add(source, target, (letter, 0), layout)
+            add(here, there, (EVALUATION, samples), crossing)
+    for one, other, letter, layout in _tied(firsts):
+        add((one, 0), (other, 0), (letter, 0), layout)
     return [Wire(*ends, kinds) for ends, kinds in layouts.items()]
+
+
+def gradients(stage: StageGraphs) -> Layout:
+    """What the replicas of a stage must sum."""
+    update = stage.update
+    return () if update is None else tuple(s for s in update.inputs if s.role == GRAD)
 
 
 def _inputs(passes: PassPrograms) -> tuple[Slot, ...]:

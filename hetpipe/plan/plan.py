@@ -33,6 +33,16 @@ class StagePlan:
     update_s: float
     memory_nbytes: int  # predicted peak
     capacity_nbytes: int
+    shares: tuple[float, ...] = ()  # in which replicas divide a micro-batch; empty: equal ones
+
+    def __post_init__(self) -> None:
+        if not self.shares:
+            object.__setattr__(self, "shares", (1.0,) * len(self.devices))
+        if len(self.shares) != len(self.devices) or min(self.shares) <= 0:
+            raise PlanError(
+                f"shares {list(self.shares)} for {len(self.devices)} replicas: give one above 0 "
+                "for each"
+            )
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ class Op(str, Enum):
     RECV_KEPT = "RK"
     SEND_VACANT = "SV"  # and back: the backward is through, so the place is vacant
     RECV_VACANT = "RV"
+    ALL_REDUCE = "A"  # gradients, over the replicas of the stage; number: as of an update
     UPDATE = "U"  # number: the mini-batch; 0, a synchronous schedule's only one, is not printed
     SEND_TIED_PARAM = "SP"  # number: the stage it goes to
     RECV_TIED_PARAM = "RP"  # number: the owner
@@ -37,7 +38,7 @@ class Op(str, Enum):
     @property
     def is_compute(self) -> bool:
         """Whether it occupies the device: F, B, I, W and U."""
-        return len(self) == 1
+        return len(self) == 1 and self is not Op.ALL_REDUCE
 
     @property
     def is_send(self) -> bool:
@@ -48,6 +49,9 @@ class Op(str, Enum):
     def is_receive(self) -> bool:
         """Whether it waits for a message."""
         return self[0] == "R"
+
+
+PER_MINI_BATCH = (Op.ALL_REDUCE, Op.UPDATE)
 
 
 class Message(NamedTuple):
@@ -68,13 +72,13 @@ class Action:
     number: int = 0
 
     def __str__(self) -> str:
-        number = "" if self.op is Op.UPDATE and self.number == 0 else self.number
+        number = "" if self.op in PER_MINI_BATCH and self.number == 0 else self.number
         return f"{self.stage}{self.op.value}{number}"
 
     @property
     def message(self) -> Message | None:
-        """The message that it sends or receives; None for compute."""
-        if self.op.is_compute:
+        """The message that it sends or receives; None for the others."""
+        if len(self.op) == 1:
             return None
         kind = self.op[1]
         if kind in "GP":
@@ -97,7 +101,7 @@ class Action:
                 f"{text!r} is not an action; write stage, one of {' '.join(ops)}, number: 2F0"
             )
         op = ops[match[2]]
-        if match[3] == "" and op is not Op.UPDATE:
+        if match[3] == "" and op not in PER_MINI_BATCH:
             raise ScheduleError(f"{text!r}: {op.value} takes a number")
         return Action(int(match[1]), op, int(match[3] or 0))
 

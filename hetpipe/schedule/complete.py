@@ -26,7 +26,9 @@ def tied_pairs(stages: int, tied: Tied) -> list[Pair]:
     return pairs
 
 
-def flushed(row: Sequence[Action], stages: int, pairs: Sequence[Pair]) -> Iterator[Action]:
+def flushed(
+    row: Sequence[Action], stages: int, pairs: Sequence[Pair], replicas: Sequence[int]
+) -> Iterator[Action]:
     """A worker's passes with transfers, and the updates of its stages at the end.
 
     Sends come before receives on both sides of the updates: a worker may own one tied parameter
@@ -36,6 +38,7 @@ def flushed(row: Sequence[Action], stages: int, pairs: Sequence[Pair]) -> Iterat
     own = sorted({action.stage for action in row if action.op in WEIGHTS})
     owned = [pair for stage in own for pair in pairs if pair[0] == stage]
     borrowed = [pair for stage in own for pair in pairs if pair[1] == stage]
+    yield from (Action(n, Op.ALL_REDUCE) for n in own if replicas and replicas[n] > 1)
     yield from (Action(other, Op.SEND_TIED_GRAD, owner) for owner, other in borrowed)
     yield from (Action(owner, Op.RECV_TIED_GRAD, other) for owner, other in owned)
     yield from (Action(stage, Op.UPDATE) for stage in own)

@@ -98,6 +98,7 @@ def generate(
     tied: Tied = (),
     mini_batches: int = 1,
     workers: int | None = None,
+    replicas: Sequence[int] = (),
 ) -> Schedule:
     """The complete, validated schedule: passes, transfers, tied parameters and updates.
 
@@ -105,6 +106,7 @@ def generate(
     an owner and another stage all tied parameters travel together, as one message each way.
     `microbatches` are those of one mini-batch; of `mini_batches` an asynchronous schedule takes any
     number, the others one at a time. `workers`: as many as stages unless the schedule is chunked.
+    `replicas` of each stage (default 1) all do the stage's row.
     Raises `ScheduleError` for an unknown name, impossible numbers or an invalid schedule.
     """
     if name not in _generators:
@@ -135,7 +137,7 @@ def generate(
         updated = (list(with_updates(row, microbatches)) for row in passes)
         schedule = tuple(tuple(with_transfers(row, stages)) for row in updated)
     else:
-        schedule = tuple(tuple(flushed(row, stages, pairs)) for row in passes)
+        schedule = tuple(tuple(flushed(row, stages, pairs, replicas)) for row in passes)
     validate(schedule, microbatches, in_flight, mini_batches)
     return schedule
 

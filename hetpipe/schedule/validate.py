@@ -77,7 +77,7 @@ def _check_complete(schedule: Schedule, shape: Shape, microbatches: int, mini_ba
     for worker, index, action in _cells(schedule):
         if action in seen:
             raise _fail(schedule, f"{action} is there twice", worker, index)
-        if action not in required and action.op.value[-1] not in "GPV":
+        if action not in required and action.op.value[-1] not in "GPVA":
             why = (
                 f"{action} has no place among {shape.stages} stages, "
                 f"{microbatches * mini_batches} micro-batches"
@@ -121,7 +121,8 @@ def _check_order(
                 late = not done.issuperset(applied + before)
             else:
                 kind = action.op.value[-1]
-                mini_batch = 0 if kind == "G" else action.number // microbatches
+                each = 1 if kind == "A" else microbatches
+                mini_batch = 0 if kind == "G" else action.number // each
                 late = kind != "P" and Action(n, Op.UPDATE, mini_batch) in done
             if late:
                 why = f"the update of stage {n} must come last, but for tied parameters"
@@ -157,11 +158,12 @@ def _needs(action: Action, shape: Shape, row: Sequence[Action]) -> Iterator[Acti
         yield Action(n, Op.BACKWARD_INPUT if halved else Op.BACKWARD, number)
     elif op is Op.SEND_VACANT:
         yield Action(n, Op.BACKWARD_WEIGHT if halved else Op.BACKWARD, number)
-    elif op in (Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD):  # received ones are added last: one order
+    elif op in (Op.ALL_REDUCE, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD):  # last: one order of sums
         weights = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
         yield from (a for a in row if a.stage == n and a.op in weights)
     elif op is Op.UPDATE:
-        yield from (a for a in row if a.stage == n and a.op.value[1:] == "G")
+        summing = (Op.ALL_REDUCE, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD)
+        yield from (a for a in row if a.stage == n and a.op in summing)
     elif op in (Op.SEND_TIED_PARAM, Op.RECV_TIED_PARAM):
         yield Action(n, Op.UPDATE)
 

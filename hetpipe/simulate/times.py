@@ -41,6 +41,7 @@ class StageTimes:
     input_s: tuple[float, ...] = ()  # empty: half of backward_s
     weight_s: tuple[float, ...] = ()  # empty: the other half
     chunks: tuple[float, ...] = ()  # empty: 1
+    all_reduce_s: tuple[float, ...] = ()  # empty: free
 
     def __post_init__(self) -> None:
         stages = len(self.forward_s)
@@ -50,6 +51,7 @@ class StageTimes:
             "input_s": (len(self.input_s) or stages, stages),
             "weight_s": (len(self.weight_s) or stages, stages),
             "chunks": (len(self.chunks) or stages, stages),
+            "all_reduce_s": (len(self.all_reduce_s) or stages, stages),
             "forward_links": (len(self.forward_links) or stages - 1, stages - 1),
             "backward_links": (len(self.backward_links) or stages - 1, stages - 1),
         }
@@ -60,7 +62,7 @@ class StageTimes:
             raise ScheduleError(f"chunks {list(self.chunks)}: each must be 1 or more")
 
     def compute_s(self, action: Action) -> float:
-        """How long a compute action holds its worker."""
+        """How long an action that is no transfer holds its worker."""
         stage, op = action.stage, action.op
         if op is Op.FORWARD:
             return self.forward_s[stage]
@@ -70,6 +72,8 @@ class StageTimes:
             return self.input_s[stage] if self.input_s else self.backward_s[stage] / 2
         if op is Op.BACKWARD_WEIGHT:
             return self.weight_s[stage] if self.weight_s else self.backward_s[stage] / 2
+        if op is Op.ALL_REDUCE:
+            return self.all_reduce_s[stage] if self.all_reduce_s else 0.0
         return self.update_s[stage] if self.update_s else 0.0
 
     def transfer(self, message: Message) -> Transfer:

@@ -1,0 +1,181 @@
+"""Replicas of a whole model, also unlike and unequal ones, equal unpartitioned training."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import CASES, MLP
+from reference import train
+from test_schedules import Normalized, batches
+
+import hetpipe as hp
+from hetpipe.capture import Captured
+from hetpipe.cluster import Cluster, Member
+from hetpipe.cost.table import CostTable
+from hetpipe.engine.crew import Crew
+from hetpipe.engine.shares import divide
+from hetpipe.errors import HetpipeError
+from hetpipe.plan.plan import Plan, StagePlan
+
+TRANSPORTS = ["local", "shared-memory", "distributed"]
+
+
+def crew_of(transport: str) -> Crew:
+    devices = ("numpy:cpu:0", "pytorch:cpu:0", "numpy:cpu:0")
+    members = tuple(Member(f"m{n}", device) for n, device in enumerate(devices))
+    return Crew.start(Cluster(members, transport=transport))
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with crew_of("local") as started:
+        yield started
+
+
+def pipeline(
+    crew: Crew, model: Any, loss_fn: Any, example: Any, rows: int, microbatches: int,
+    shares: tuple[float, ...], **options: Any,
+) -> hp.Pipeline:  # fmt: skip
+    captured = Captured(model, loss_fn, example)
+    names = tuple(layer.name for layer in captured.layer_graph(rows // microbatches).layers)
+    devices = tuple(f"m{n}" for n in range(len(shares)))
+    stage = StagePlan(0, len(names), devices, microbatches, 0.0, 0.0, 0.0, 0, 0, shares)
+    plan = Plan("case", names, (stage,), "gpipe", rows, microbatches, 0.0, (), "measured", "user")
+    return hp.Pipeline(
+        model, loss_fn, example, cluster=crew.cluster, crew=crew, plan=plan,
+        costs=CostTable("case", rows // microbatches, (), {}), captured=captured,
+        optimizer=hp.optim.adamw(lr=1e-2), **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ["mlp", "tied_autoencoder"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("shares", [(1, 1), (2, 1), (3, 2, 1)], ids=str)
+def test_equals_unpartitioned_training(
+    crew: Crew, shares: tuple[float, ...], microbatches: int, case: str
+) -> None:
+    torch.manual_seed(0)
+    model, loss_fn, data = MLP(), F.cross_entropy, batches(3)
+    if case != "mlp":
+        found = CASES[case]
+        generator = torch.Generator().manual_seed(1)
+        model, loss_fn = found.model(), found.loss_fn
+        data = [found.batch(generator) for _ in range(3)]
+    eager = copy.deepcopy(model)
+    losses, _ = train(
+        eager, loss_fn, data, microbatches, torch.optim.AdamW(eager.parameters(), lr=1e-2)
+    )
+    rows = len(data[0][0])
+    with pipeline(crew, model, loss_fn, data[0], rows, microbatches, shares) as pipe:
+        found_losses = [pipe.step(x, y) for x, y in data]
+        state = pipe.state_dict()
+        assert pipe.timeline.workers == tuple(f"m{n}" for n in range(len(shares)))
+        assert "0A" in {str(span.action) for span in pipe.timeline.spans}
+    assert found_losses == pytest.approx(losses, rel=1e-5)
+    for name, value in eager.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
+
+
+def counted(out: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A sum and what it is over, which differs from one row to the next."""
+    weight = (y + 1).float()
+    return (F.cross_entropy(out, y, reduction="none") * weight).sum(), weight.sum()
+
+
+def test_sums_and_counts_and_clipping(crew: Crew) -> None:
+    torch.manual_seed(0)
+    model, data = MLP(), batches(3)
+    eager = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(eager.parameters(), lr=1e-2)
+    losses = []
+    for x, y in data:
+        optimizer.zero_grad()
+        total, count = counted(eager(x), y)
+        (total / count).backward()
+        torch.nn.utils.clip_grad_norm_(eager.parameters(), 0.2)
+        optimizer.step()
+        losses.append((total / count).item())
+    with pipeline(crew, model, counted, data[0], 12, 2, (2, 1), clip_norm=0.2) as pipe:
+        assert [pipe.step(x, y) for x, y in data] == pytest.approx(losses, rel=1e-5)
+        state = pipe.state_dict()
+    for name, value in eager.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS[1:])
+def test_every_transport_gives_the_same(crew: Crew, transport: str) -> None:
+    def trained(crew: Crew) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        data = batches(3)
+        with pipeline(crew, MLP(), F.cross_entropy, data[0], 12, 2, (2, 1, 1)) as pipe:
+            for x, y in data:
+                pipe.step(x, y)
+            return pipe.state_dict()
+
+    wanted = trained(crew)
+    with crew_of(transport) as other:
+        found = trained(other)
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value)
+
+
+def test_batch_norm_is_local_and_dropout_is_not(crew: Crew) -> None:
+    """Statistics are those of a replica's own rows; masks depend on the sample alone."""
+    torch.manual_seed(0)
+    model, data = Normalized(), batches(2)
+    norm = model.first[1]
+    with pipeline(crew, model, F.cross_entropy, data[0], 12, 1, (1, 1)) as pipe:
+        pipe.step(*data[0])
+        mean = pipe.state_dict()["first.1.running_mean"]
+    first = model.first[0](data[0][0][:6]).mean(0) * norm.momentum
+    torch.testing.assert_close(mean, first.detach(), rtol=1e-5, atol=1e-6)
+    plain = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(20, 5))
+    found = []
+    for shares in [(1,), (1, 1), (2, 1)]:
+        with pipeline(crew, plain, F.cross_entropy, data[0], 12, 1, shares) as pipe:
+            found.append(pipe.step(*data[1]))
+    assert found[1:] == pytest.approx([found[0]] * 2, rel=1e-5)
+
+
+def test_a_resumed_and_evaluated_replica(crew: Crew, tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    model, data = MLP(), batches(3)
+    with pipeline(crew, model, F.cross_entropy, data[0], 12, 2, (2, 1)) as pipe:
+        pipe.step(*data[0])
+        pipe.save(tmp_path)
+        wanted = pipe.evaluate(*data[1])
+        model.load_state_dict(pipe.state_dict())
+        plan, costs = pipe.plan, pipe.costs
+    assert wanted == pytest.approx(F.cross_entropy(model(data[1][0]), data[1][1]).item(), rel=1e-5)
+    with hp.Pipeline.load(
+        tmp_path, MLP(), F.cross_entropy, data[0], cluster=crew.cluster, crew=crew, plan=plan,
+        costs=costs, optimizer=hp.optim.adamw(lr=1e-2),
+    ) as pipe:  # fmt: skip
+        assert pipe.evaluate(*data[1]) == wanted
+
+
+@pytest.mark.parametrize(
+    ("samples", "weights", "rows"),
+    [
+        (8, (1, 1), (4, 4)),
+        (9, (1, 1), (5, 4)),
+        (32, (1.12, 1), (17, 15)),
+        (6, (3, 2, 1), (3, 2, 1)),
+    ],
+)
+def test_rows_are_divided_by_weight(samples: int, weights: Any, rows: Any) -> None:
+    assert divide(samples, weights) == rows
+
+
+def test_what_cannot_be_split_is_refused(crew: Crew) -> None:
+    with pytest.raises(
+        HetpipeError, match="cannot split a micro-batch of 4 samples: one would get"
+    ):
+        divide(4, (9, 1))
+    with pytest.raises(HetpipeError, match="cannot split a micro-batch of 1 samples"):
+        pipeline(crew, MLP(), F.cross_entropy, batches(1)[0], 12, 12, (1, 1))
