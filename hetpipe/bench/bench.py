@@ -25,6 +25,7 @@ from hetpipe.engine.crew import Crew
 from hetpipe.engine.measure import measure_links, profile
 from hetpipe.plan.baselines import even_plan, link_blind_plan, speed_blind_plan
 from hetpipe.plan.planner import explore
+from hetpipe.plan.replicated import replicated_plan
 
 if TYPE_CHECKING:
     from hetpipe.cost.table import CostTable
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from hetpipe.simulate.timeline import Timeline
 
 COUNTS = (8, 16)  # micro-batches that pipelines explore
-FEWER = (4,)  # and that rows of a single device may have as well
+FEWER = (2, 4)  # and that rows in which each device has the whole model may have as well
 PLAIN_COUNTS = (1, 2, 4)  # for plain torch, which gains nothing by more
 PEER_COUNTS = (8, 16, 32)
 
@@ -72,7 +73,8 @@ class Linked:
 class Outcome:
     """The rows of one setting, and timelines of the last steps of balanced pipelines.
 
-    Where there is no `peer`, `without_peer` is the reason. Rows with the same plan are one row.
+    `parallel`: the whole model on each device. Where there is no `peer`, or no `parallel`,
+    `without_...` is the reason. Rows with the same plan are one row.
     """
 
     setting: Setting
@@ -84,7 +86,10 @@ class Outcome:
     even: PipelineRow
     blind: PipelineRow
     balanced: PipelineRow
+    parallel: PipelineRow | None
+    without_parallel: str
     twice: PipelineRow | None
+    twice_parallel: PipelineRow | None
     linked: Linked | None
     timelines: tuple[Timeline, ...]
 
@@ -93,9 +98,18 @@ class Outcome:
         """All rows in the order of the table."""
         peer = () if self.peer is None else (self.peer,)
         linked = () if self.linked is None else (self.linked.blind, self.linked.aware)
-        twice = () if self.twice is None else (self.twice,)
-        pipelines = (*self.alone, self.even, self.blind, self.balanced, *twice, *linked)
+        pipelines = (*self.alone, self.even, self.blind, *self.together, *self.twins, *linked)
         return tuple(dict.fromkeys((*self.plain, *peer, *pipelines)))
+
+    @property
+    def together(self) -> tuple[PipelineRow, ...]:
+        """All devices, in every way."""
+        return tuple(row for row in (self.balanced, self.parallel) if row is not None)
+
+    @property
+    def twins(self) -> tuple[PipelineRow, ...]:
+        """Two workers of one device, in every way."""
+        return tuple(row for row in (self.twice, self.twice_parallel) if row is not None)
 
     @property
     def ideal(self) -> float:
@@ -165,6 +179,10 @@ class Outcome:
                 "efficiency": self.twice_efficiency,
                 "over_all_cores": self.over_all_cores(self.twice),
             },
+            "parallel_samples_per_s": None if self.parallel is None else self.parallel.rate,
+            "twice_parallel_samples_per_s": None
+            if self.twice_parallel is None
+            else self.twice_parallel.rate,
             "ideal_samples_per_s": self.ideal,
             "even_samples_per_s": self.even.rate,
             "speed_blind_samples_per_s": self.blind.rate,
@@ -311,6 +329,8 @@ def _open(task: Task, setting: Setting, progress: Progress) -> Iterator[Outcome]
         for make in (even_plan, speed_blind_plan)
     )  # fmt: skip
     without_peer = refusal(task.workload, task.cluster, task.mini_batch, PEER_COUNTS)
+    without_parallel = _no_replicas(task)
+    twin = None if setting.twice is None else _twin(task, setting.twice)
     with ExitStack() as stack:
         rows = _Rows(stack, setting, progress)
         yield Outcome(
@@ -331,17 +351,33 @@ def _open(task: Task, setting: Setting, progress: Progress) -> Iterator[Outcome]
             even=rows.pipeline(task, "even split", even),
             blind=rows.pipeline(task, "best split ignoring speeds", blind),
             balanced=rows.pipeline(task, "balanced pipeline", balanced),
-            twice=_twice(rows, task, setting),
+            parallel=None if without_parallel else _parallel(rows, task, "data parallel"),
+            without_parallel=without_parallel,
+            twice=None if twin is None else _twice(rows, twin, setting),
+            twice_parallel=None
+            if twin is None or without_parallel
+            else _parallel(rows, twin, f"two workers of {setting.twice}, data parallel"),
             linked=_linked(rows, task, setting),
             timelines=(),
         )
 
 
-def _twice(rows: _Rows, task: Task, setting: Setting) -> PipelineRow | None:
-    if setting.twice is None:
-        return None
-    twin = _twin(task, setting.twice)
+def _twice(rows: _Rows, twin: Task, setting: Setting) -> PipelineRow:
     return rows.pipeline(twin, f"two workers of {setting.twice}", _balanced_plan(twin, setting))
+
+
+def _no_replicas(task: Task) -> str:
+    """Why the task has no row with a replica on each device; empty if it has."""
+    if len(task.cluster.ids) < 2:
+        return "there is one device"
+    if task.captured.updated_buffers:
+        return "batch norm over fewer rows is other training, not to be compared"
+    return ""
+
+
+def _parallel(rows: _Rows, task: Task, name: str) -> PipelineRow:
+    plan = replicated_plan(task.tables, task.cluster.ids, mini_batch=task.mini_batch)
+    return rows.pipeline(task, name, plan)
 
 
 def _linked(rows: _Rows, task: Task, setting: Setting) -> Linked | None:
@@ -357,7 +393,8 @@ def _linked(rows: _Rows, task: Task, setting: Setting) -> Linked | None:
 
 def _identity(plan: Plan) -> tuple[Any, ...]:
     """Plans that agree in this run the same."""
-    return plan.devices, plan.cuts, plan.schedule, plan.microbatches, plan.in_flight
+    where = tuple((stage.devices, stage.shares) for stage in plan.stages)
+    return where, plan.cuts, plan.schedule, plan.microbatches, plan.in_flight
 
 
 def _balanced_plan(task: Task, setting: Setting) -> Plan:

@@ -91,6 +91,19 @@ def outcome_lines(outcome: Outcome) -> list[str]:
             f"fill limit; over plain torch on all cores: "
             f"{outcome.over_all_cores(outcome.twice):.2f}"
         )
+    if outcome.parallel is None:
+        lines.append(f"no data-parallel row: {outcome.without_parallel}")
+    else:
+        lines.append(
+            f"data parallel, the whole model on each device: "
+            f"{outcome.parallel.rate / outcome.ideal:.1%} of the devices' sum; over plain torch on "
+            f"all cores: {outcome.over_all_cores(outcome.parallel):.2f}"
+        )
+    if outcome.twice_parallel is not None:
+        lines.append(
+            f"{outcome.twice_parallel.name}: over plain torch on all cores: "
+            f"{outcome.over_all_cores(outcome.twice_parallel):.2f}"
+        )
     if outcome.linked is not None:
         aware, blind = outcome.linked.aware, outcome.linked.blind
         lines.append(
@@ -115,7 +128,8 @@ def summary_table(outcomes: Sequence[Outcome]) -> Table:
     """One line per setting: samples per second without hetpipe and with it."""
     columns = (
         "torch, 1 core", "torch, all cores", "torch's pipeline", "hetpipe: best device alone",
-        "all devices", "over torch, all cores", "two of one device", "over torch, all cores",
+        "all devices: pipeline", "data parallel", "best over torch, all cores",
+        "two of one device: best", "over torch, all cores",
     )  # fmt: skip
     table = make_table(
         "Samples per second, medians: higher is better", ("", *columns, "times are"), columns
@@ -124,9 +138,10 @@ def summary_table(outcomes: Sequence[Outcome]) -> Table:
         plain = sorted(outcome.plain, key=lambda row: row.threads)
         best = max(outcome.alone, key=lambda row: row.rate)
         cells = ["-", "-"]
-        if outcome.twice is not None:
-            ratio = outcome.over_all_cores(outcome.twice)
-            cells = [f"{outcome.twice.rate:.0f}", f"{ratio:.2f}"]
+        if outcome.twins:
+            twins = max(outcome.twins, key=lambda row: row.rate)
+            cells = [f"{twins.rate:.0f}", f"{outcome.over_all_cores(twins):.2f}"]
+        together = max(outcome.together, key=lambda row: row.rate)
         table.add_row(
             outcome.setting.name,
             f"{plain[0].rate:.0f}",
@@ -134,7 +149,8 @@ def summary_table(outcomes: Sequence[Outcome]) -> Table:
             "-" if outcome.peer is None else f"{outcome.peer.rate:.0f}",
             f"{best.rate:.0f}",
             f"{outcome.balanced.rate:.0f}",
-            f"{outcome.over_all_cores(outcome.balanced):.2f}",
+            "-" if outcome.parallel is None else f"{outcome.parallel.rate:.0f}",
+            f"{outcome.over_all_cores(together):.2f}",
             *cells,
             outcome.balanced.label,
         )
@@ -147,15 +163,18 @@ def closing(outcomes: Sequence[Outcome]) -> list[str]:
     for outcome in outcomes:
         if outcome.balanced.label != "measured":
             continue
-        pipelines = [outcome.balanced, *([outcome.twice] if outcome.twice else [])]
-        best = max(pipelines, key=lambda row: row.rate)
-        ratio, where = outcome.over_all_cores(best), " + ".join(best.plan.devices)
+        best = max((*outcome.together, *outcome.twins), key=lambda row: row.rate)
+        ratio = outcome.over_all_cores(best)
+        where = " + ".join(name for stage in best.plan.stages for name in stage.devices)
+        pipeline = len(best.plan.stages) > 1
+        how = f"{where} {'as a pipeline' if pipeline else 'each with the whole model'}"
         if ratio > 1 + SAME:
-            verdict = f"a pipeline pays: {where} train {ratio:.2f} times as fast as"
+            what = "a pipeline" if pipeline else "data parallelism"
+            verdict = f"{what} pays: {how} train {ratio:.2f} times as fast as"
         elif ratio < 1 - SAME:
-            verdict = f"use plain torch: {where} as a pipeline reach {ratio:.2f} of the speed of"
+            verdict = f"use plain torch: {how} reach {ratio:.2f} of the speed of"
         else:
-            verdict = f"it makes no difference: {where} as a pipeline are as fast as"
+            verdict = f"it makes no difference: {how} are as fast as"
         lines.append(f"{outcome.setting.model}: {verdict} plain torch on all cores.")
     lines.append(
         "A pipeline pays where devices together can do more than the one that torch would use: "

@@ -54,6 +54,7 @@ class Captured:
             for name, buffer in self._model.named_buffers()
             if name in read | flat.updated_buffers
         }
+        self.updated_buffers = flat.updated_buffers
         self.has_count = any(key[0] == COUNT for key, _ in flat.outputs)
         self.fingerprint = _fingerprint(flat)
 

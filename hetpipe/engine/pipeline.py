@@ -26,6 +26,7 @@ from hetpipe.errors import HetpipeError, PlanError
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planner import explore, make_plan, predict
 from hetpipe.plan.pricing import check_able
+from hetpipe.plan.replicated import replicated_plan
 from hetpipe.schedule.action import Op, Schedule
 from hetpipe.schedule.complete import Tied
 from hetpipe.schedule.generators import generate, is_asynchronous
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 EXPLORED_MICROBATCHES = (4, 8, 16, 32)
 SYNCHRONOUS = ("1f1b", "gpipe")
+DATA_PARALLEL = "data-parallel"
+"""Asked for as a schedule: a plan of one stage with a replica on each device."""
 RECENT = 64
 """Mini-batches of a run whose timeline is kept."""
 
@@ -281,11 +284,19 @@ class Pipeline:
         if weights == "auto":
             weights = "stash" if is_asynchronous(schedule) else "flush"
         counts = [microbatches] if microbatches else list(EXPLORED_MICROBATCHES)
+        if schedule == DATA_PARALLEL:
+            counts = [2, *EXPLORED_MICROBATCHES]
         if microbatches is None and is_asynchronous(schedule) and weights != "2bw":
             counts = [1]  # updates as soon as they can be
         tables = self._profiled(counts)
         schedules = SYNCHRONOUS if schedule == "auto" else (schedule,)
         members = list(self._crew.infos)
+        if schedule == DATA_PARALLEL and cuts is None:
+            by_size = {table.samples: table for table in tables.values()}
+            made = replicated_plan(
+                by_size, members, mini_batch=self._mini_batch, microbatches=microbatches
+            )
+            return made, by_size[min(by_size, key=lambda size: abs(size - made.share_samples))]
         if cuts is None:
             by_size = {table.samples: table for table in tables.values()}
             best = explore(

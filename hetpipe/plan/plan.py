@@ -34,6 +34,7 @@ class StagePlan:
     memory_nbytes: int  # predicted peak
     capacity_nbytes: int
     shares: tuple[float, ...] = ()  # in which replicas divide a micro-batch; empty: equal ones
+    all_reduce_s: float = 0.0  # of the gradients of all replicas
 
     def __post_init__(self) -> None:
         if not self.shares:
@@ -58,7 +59,7 @@ class Plan:
     step_s: float  # predicted, one mini-batch
     cut_nbytes: tuple[int, ...]  # one per cut
     label: str
-    origin: str  # which planner made it: balanced | even | speed-blind | link-blind | user
+    origin: str  # which planner made it: balanced | data-parallel | even | speed-blind | ... | user
     notes: tuple[str, ...] = ()
     weights: str = "flush"  # how versions of the weights are kept
 
@@ -110,6 +111,11 @@ class Plan:
         shares = simulate(rows, times).busy_share()
         return sum(shares) / len(shares)
 
+    @property
+    def share_samples(self) -> int:
+        """Samples of a micro-batch over the replicas of the first stage, rounded up."""
+        return -(-self.mini_batch // (self.microbatches * len(self.stages[0].devices)))
+
     def tied(self, table: CostTable) -> Tied:
         """The stages that share parameters under these cuts; the owner is the lowest."""
         groups: set[tuple[int, ...]] = set()
@@ -127,11 +133,15 @@ class Plan:
             [cost(d, s.lo, s.hi) for d, s in zip(devices, stages, strict=True)]
             for cost in (table.forward_s, table.backward_s, table.update_s)
         )
+        for n, stage in enumerate(stages):
+            if len(stage.devices) > 1:  # the slowest replica's, at its rows
+                forward_s[n], backward_s[n] = stage.forward_s, stage.backward_s
+                update_s[n] = stage.update_s
         for cut, (here, there, _) in enumerate(ahead):
-            for stage, device in ((cut, here), (cut + 1, there)):
+            for n, device in ((cut, here), (cut + 1, there)):
                 if _copies(table, device, table.link(here, there)):
-                    forward_s[stage] += sum(ahead_links[cut]) / 2
-                    backward_s[stage] += sum(back_links[cut]) / 2
+                    forward_s[n] += sum(ahead_links[cut]) / 2
+                    backward_s[n] += sum(back_links[cut]) / 2
         return StageTimes(
             tuple(forward_s),
             tuple(backward_s),
@@ -140,6 +150,7 @@ class Plan:
             back_links,
             self._tied_transfers(table),
             table.step_overhead_s,
+            all_reduce_s=tuple(stage.all_reduce_s for stage in stages),
         )
 
     def _tied_transfers(self, table: CostTable) -> dict[tuple[int, int], Transfer]:

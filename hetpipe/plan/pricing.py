@@ -93,7 +93,7 @@ def price(question: Question, partition: Partition, origin: str) -> Plan:
         question.microbatches,
         step_s=0.0,
         cut_nbytes=tuple(table.layers[cut - 1].cut_nbytes for cut in partition.cuts),
-        label=_label(table, partition.devices),
+        label=label_of(table, partition.devices),
         origin=origin,
         notes=tuple(_notes(table, partition.devices)),
         weights=question.weights,
@@ -129,6 +129,7 @@ def predict(plan: Plan, table: CostTable, *, tied: Tied | None = None) -> Timeli
     schedule = generate(
         plan.schedule, len(plan.stages), plan.microbatches, in_flight=plan.in_flight, tied=pairs,
         mini_batches=count, workers=len(set(plan.devices)),
+        replicas=[len(stage.devices) for stage in plan.stages],
     )  # fmt: skip
     return simulate(schedule, times, workers=tuple(dict.fromkeys(plan.devices)))
 
@@ -218,7 +219,7 @@ def _lack(need: int, capacity: int) -> str:
     )
 
 
-def _label(table: CostTable, devices: Sequence[str]) -> str:
+def label_of(table: CostTable, devices: Sequence[str]) -> str:
     """The least certain of the costs that went in."""
     labels = {table.devices[device].label for device in devices}
     labels |= {table.link(here, there).label for here, there in pairwise(devices)}

@@ -1,0 +1,63 @@
+"""Data-parallel plans: rows by speed, against every way to divide them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from test_planner import make_table
+
+from hetpipe.errors import PlanError
+from hetpipe.plan.plan import Plan
+from hetpipe.plan.pricing import predict
+from hetpipe.plan.replicated import replicated_plan
+
+
+def tables(speeds, sizes=(2, 4, 8, 16), **options):
+    return {size: make_table(speeds, samples=size, **options) for size in sizes}
+
+
+def test_equal_devices_take_equal_rows():
+    plan = replicated_plan(tables({"a": 1.0, "b": 1.0}), ["a", "b"], mini_batch=32)
+    (stage,) = plan.stages
+    assert stage.devices == ("a", "b")
+    assert stage.shares[0] == stage.shares[1]
+    # 8 layers of 3 s per 4 samples for 16 samples each, and the update of 8 x 0.1 s
+    assert plan.step_s == pytest.approx(8 * 3 * 4 + 0.8, rel=1e-6)
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 1.12), (1.0, 2.0), (3.0, 1.0), (1.0, 1.5, 2.5)])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_the_slowest_replica_ends_as_early_as_any_division_lets_it(speeds, microbatches):
+    named = {f"d{n}": speed for n, speed in enumerate(speeds)}
+    plan = replicated_plan(
+        tables(named, (1, 2, 4, 8, 16, 32)), list(named), mini_batch=32, microbatches=microbatches
+    )
+    samples = 32 // microbatches
+    best = min(
+        max(8 * 3 * rows / 4 / speed for rows, speed in zip(division, speeds, strict=True))
+        for division in itertools.product(range(1, samples), repeat=len(speeds))
+        if sum(division) == samples
+    )
+    (stage,) = plan.stages
+    assert stage.forward_s + stage.backward_s == pytest.approx(best, rel=1e-9)
+    assert sum(stage.shares) == samples
+
+
+def test_gradients_cross_in_both_directions():
+    """8 layers of 1 MiB of parameters, there and back, at 1 MiB/s and 0.5 s latency."""
+    known = tables({"a": 1.0, "b": 1.0}, latency_s=0.5, bandwidth=float(1 << 20))
+    plan = replicated_plan(known, ["a", "b"], mini_batch=32)
+    assert plan.stages[0].all_reduce_s == pytest.approx(2 * (0.5 + 8))
+    table = known[plan.share_samples]
+    assert predict(plan, table).total_s == pytest.approx(plan.step_s)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_shares_outside_what_was_measured_are_refused():
+    with pytest.raises(PlanError, match="between the measured sizes 2 and 4"):
+        replicated_plan(
+            tables({"a": 1.0, "b": 1.0}, (2, 4)), ["a", "b"], mini_batch=32, microbatches=1
+        )
+    with pytest.raises(PlanError, match="there must be two or more"):
+        replicated_plan(tables({"a": 1.0}), ["a"], mini_batch=32)
