@@ -59,18 +59,19 @@ class Keeping:
     """How versions of the weights are kept (see `hetpipe.engine.policy`), and what has been.
 
     `backward_ahead`: per stage, updates that are predicted for backwards; `updates` that the values
-    have seen, the last of them with `lr`.
+    have seen, the last of them with `lr`. `check_finite`: look at all that a pass makes for others.
     """
 
     policy: str = "flush"
     backward_ahead: Sequence[int] = ()
     updates: int = 0
     lr: float = 0.0
+    check_finite: bool = False
 
     def of(self, stage: int) -> say.Keep:
         """The same for one stage."""
         ahead = self.backward_ahead[stage] if self.backward_ahead else 0
-        return say.Keep(self.policy, ahead, self.updates, self.lr)
+        return say.Keep(self.policy, ahead, self.updates, self.lr, self.check_finite)
 
 
 @dataclass(frozen=True)

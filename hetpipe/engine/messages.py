@@ -58,6 +58,7 @@ class Keep:
     backward_ahead: int = 0
     updates: int = 0
     lr: float = 0.0  # of the last of them
+    check_finite: bool = False
 
 
 @dataclass(frozen=True)

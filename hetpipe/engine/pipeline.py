@@ -71,10 +71,11 @@ class Pipeline:
     (`stash`, which is the default there, `vertical-sync`, `2bw`, `spectrain`, `pipeoptim`); a
     synchronous one has `flush`. Gradients whose norm over all stages (with `clip_each` over one)
     exceeds `clip_norm` are scaled to it, as torch's `clip_grad_norm_` does. `recompute` ("inputs",
-    "min-cut", or one per stage) keeps less for the backward and computes it again. `costs` is the
-    table that `plan` was made with, else the pipeline profiles for it. A `crew` (started workers)
-    or a `captured` model that is given is used and left running; a crew serves one pipeline at a
-    time. Raises children of `HetpipeError` only.
+    "min-cut", or one per stage) keeps less for the backward and computes it again. A loss that is
+    not finite ends training; `check_finite` then names the stage and tensor where it began, and is
+    slow. `costs` is the table that `plan` was made with, else the pipeline profiles for it. A `crew`
+    (started workers) or a `captured` model that is given is used and left running; a crew serves one
+    pipeline at a time. Raises children of `HetpipeError` only.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Pipeline:
         recompute: str | Sequence[str] = "none",
         clip_norm: float | None = None,
         clip_each: bool = False,
+        check_finite: bool = False,
         seed: int = 0,
         progress: Progress | None = None,
         captured: Captured | None = None,
@@ -107,6 +109,7 @@ class Pipeline:
         self._optimizer = optimizer
         self._seed = seed
         self._recompute = recompute
+        self._check_finite = check_finite
         self._clip = None if clip_norm is None else Clip(clip_norm, clip_each)
         self._steps = 0 if resume is None else int(resume.manifest["step"])
         if resume is not None and (plan, cuts, microbatches, schedule) == (None,) * 3 + ("auto",):
@@ -180,7 +183,7 @@ class Pipeline:
             for row in self._passes(len(request.samples))
         )
         result = self._crew.step(replace(request, schedule=forwards))
-        return _mean(result, request.samples)
+        return _mean(result, request.samples, self._steps)
 
     def flush(self) -> None:
         """Wait until everything handed in is applied. Synchronous schedules always are."""
@@ -353,7 +356,8 @@ class Pipeline:
             values.update(kept.tensors[PARAM])
             values.update(kept.tensors[BUFFER])
         lr = self._optimizer.lr_at(max(self._steps, 1))
-        how = Keeping(self.plan.weights, [n // 2 for n in range(len(stages))], self._steps, lr)
+        ahead = [n // 2 for n in range(len(stages))]
+        how = Keeping(self.plan.weights, ahead, self._steps, lr, self._check_finite)
         shares = [stage.shares for stage in self.plan.stages]
         self._crew.load(stages, members, values, keeping=how, shares=shares)
         self._streaming = None
@@ -477,7 +481,7 @@ class Pipeline:
         result = self._streaming.collect()
         self._recent.append(result)
         index, samples = self._handed_out.popleft()
-        return Result(index, _mean(result, samples), result.versions, result.live_versions)
+        return Result(index, _mean(result, samples, index), result.versions, result.live_versions)
 
     def _sizes(self, x: Any, y: Any) -> tuple[int, ...]:
         return _sizes(_rows(self._captured.leaves(x, y)), self.plan.microbatches)
@@ -513,7 +517,7 @@ class Pipeline:
         self._recent.clear()
         self._recent.append(result)
         self._steps += update
-        return _mean(result, request.samples)
+        return _mean(result, request.samples, request.number - 1)
 
 
 _FORWARDS = frozenset({Op.RECV_FORWARD, Op.FORWARD, Op.SEND_FORWARD})
@@ -527,12 +531,21 @@ def _only(stage: StageGraphs, sizes: set[int]) -> StageGraphs:
     )
 
 
-def _mean(result: StepResult, samples: Sequence[int]) -> float:
-    """The mean loss of a mini-batch."""
+def _mean(result: StepResult, samples: Sequence[int], index: int) -> float:
+    """The mean loss of mini-batch `index`. Raises `HetpipeError` if it is not finite."""
     if result.counts is not None:
-        return sum(result.losses) / sum(result.counts)
-    losses = zip(result.losses, samples, strict=True)
-    return sum(loss * size for loss, size in losses) / sum(samples)
+        mean = sum(result.losses) / sum(result.counts)
+    else:
+        losses = zip(result.losses, samples, strict=True)
+        mean = sum(loss * size for loss, size in losses) / sum(samples)
+    if not math.isfinite(mean):
+        first = next((m for m, loss in enumerate(result.losses) if not math.isfinite(loss)), 0)
+        raise HetpipeError(
+            f"the loss of mini-batch {index} is {mean} (first in micro-batch {first}): lower the "
+            "learning rate, clip gradients (clip_norm), look at the data, or find the stage and "
+            "tensor where it begins with check_finite=True"
+        )
+    return mean
 
 
 def _rows(leaves: Mapping[str, Any]) -> int:

@@ -17,6 +17,7 @@ from hetpipe.capture.program import (
     BUFFER,
     CONSTANT,
     COUNT,
+    CUT,
     GRAD,
     INPUT,
     LOSS,
@@ -34,9 +35,12 @@ from hetpipe.engine.memory import Memory, nbytes_of
 from hetpipe.engine.messages import Keep
 from hetpipe.engine.policy import Predicted, Version, make_weights
 from hetpipe.engine.wiring import Array, Layout, host_dtype
+from hetpipe.errors import HetpipeError
 from hetpipe.sdk.backend import Buffer, Device, Event, Executable
 
 PARAMS, STORE, FRAME = 0, 1, 2
+CHECKED = (CUT, LOSS, TANGENT, GRAD, PARAM)
+"""What leaves a pass or an update and must be finite, where that is looked at."""
 TABLE_OF = dict.fromkeys((BUFFER, CONSTANT, GRAD, STATE, SCALAR), STORE) | {PARAM: PARAMS}
 
 Key = tuple[str, str]
@@ -53,6 +57,7 @@ class _Bound:
     targets: tuple[Place, ...]
     donate: frozenset[int]  # inputs that every run may overwrite
     parameters: frozenset[int]  # inputs that are parameters
+    slots: tuple[Slot, ...]  # of the outputs
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,7 @@ class Stage:
         self._tangents: dict[float, Buffer] = {}
         self.memory = self._make_memory()
         self._graphs = graphs
+        self._check_finite = keep.check_finite
         self._norm: _Bound | None = None  # compiled when it is first asked for
         if keep.updates:
             self._put_scalars({"lr": keep.lr, "step": float(keep.updates)})
@@ -297,11 +303,22 @@ class Stage:
         inputs = [tables[table][index] for table, index in bound.sources]
         outputs, event, _ = bound.executable.run(inputs, bound.donate | donate, after)
         event.wait()
+        if self._check_finite:
+            self._find_nonfinite(bound, outputs)
         made = params if into is None else into
         tables = (made, self._store, frame)
         for (table, index), buffer in zip(bound.targets, outputs, strict=True):
             tables[table][index] = buffer
         return made
+
+    def _find_nonfinite(self, bound: _Bound, outputs: Sequence[Buffer]) -> None:
+        """Raises `HetpipeError` for the first tensor, of those that leave a pass, with inf or NaN."""
+        for slot, buffer in zip(bound.slots, outputs, strict=True):
+            if slot.role in CHECKED and not np.isfinite(self._download(slot, buffer)).all():
+                raise HetpipeError(
+                    f"{slot.role} {slot.name!r} of stage {self._graphs.stage} is not finite: the "
+                    "first tensor that is not"
+                )
 
     def _bind(self, program: Program, donated: Sequence[str] = ()) -> _Bound:
         return _Bound(
@@ -310,6 +327,7 @@ class Stage:
             tuple(self._places[slot.key] for slot in program.outputs),
             frozenset(i for i, slot in enumerate(program.inputs) if slot.role in donated),
             frozenset(i for i, slot in enumerate(program.inputs) if slot.role == PARAM),
+            program.outputs,
         )
 
     def _bind_passes(self, passes: PassPrograms) -> _Passes:

@@ -222,7 +222,7 @@ def test_prediction_is_nearer_to_what_the_backward_uses() -> None:
         ({"weights": "spectrain", "depths": [5, 3, 1]}, r"defined for \[3, 2, 1\] mini-batches"),
         ({"weights": "pipeoptim", "optimizer": hp.optim.sgd(lr=0.1)}, "sgd needs momentum"),
     ],
-    ids=str,
+    ids=["flush", "stale", "2bw", "spectrain_adam", "spectrain_deep", "pipeoptim_plain_sgd"],
 )
 def test_what_does_not_fit_is_refused(crew: Crew, options: Any, message: str) -> None:
     with pytest.raises(HetpipeError, match=message):

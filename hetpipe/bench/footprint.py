@@ -1,0 +1,195 @@
+"""Memory and bytes of a model in stages: counted while it trains, and predicted from shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hetpipe.capture.captured import Captured
+from hetpipe.capture.program import CUT, STATE, TANGENT, Slot, StageGraphs
+from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.cost.table import CostTable, LayerBytes
+from hetpipe.engine.crew import Crew, Keeping, StepRequest, StepResult
+from hetpipe.engine.streaming import Streaming
+from hetpipe.plan.costs import StageCosts
+from hetpipe.schedule.action import Schedule
+from hetpipe.schedule.generators import generate
+from hetpipe.schedule.stream import Stream
+from hetpipe.schedule.validate import HALVES
+from hetpipe.sdk.registry import get_backend
+
+if TYPE_CHECKING:
+    from hetpipe.bench.workload import Batch
+    from hetpipe.optim.rule import Optimizer
+
+DEVICE = "pytorch:cpu:0"
+
+
+class Subject:
+    """A captured model in stages that begin at layer 0 and at each of `cuts`."""
+
+    def __init__(
+        self,
+        captured: Captured,
+        optimizer: Optimizer,
+        cuts: Sequence[int] = (),
+        device: str = DEVICE,
+    ) -> None:
+        self.captured = captured
+        self.optimizer = optimizer
+        self.cuts = tuple(cuts)
+        self._operators = get_backend(device.partition(":")[0]).decompositions()
+        self._graphs: dict[tuple[int, str, bool], list[StageGraphs]] = {}
+        self._costs: dict[int, StageCosts] = {}
+
+    def graphs(
+        self, samples: int, recompute: str = "none", halves: bool = False
+    ) -> list[StageGraphs]:
+        """The stages for micro-batches of so many samples."""
+        key = (samples, recompute, halves)
+        if key not in self._graphs:
+            self._graphs[key] = self._cut(self.cuts, samples, recompute, halves)
+        return self._graphs[key]
+
+    def costs(self, samples: int) -> StageCosts:
+        """The planner's prices, of bytes alone."""
+        if samples not in self._costs:
+            graph = self.captured.layer_graph(samples)
+            stages = self._cut(range(1, len(graph)), samples, "none", False)
+            layers = tuple(
+                LayerBytes(
+                    layer.name,
+                    layer.params_nbytes,
+                    _nbytes(stage.update.inputs if stage.update else (), STATE),
+                    stage.passes[samples].saved_nbytes,
+                    cut,
+                )
+                for layer, stage, cut in zip(
+                    graph.layers, stages, (*graph.cut_nbytes, 0), strict=True
+                )
+            )
+            table = CostTable(self.captured.name, samples, layers, {})
+            self._costs[samples] = StageCosts(table)
+        return self._costs[samples]
+
+    def _cut(
+        self, cuts: Sequence[int], samples: int, recompute: str, halves: bool
+    ) -> list[StageGraphs]:
+        count = len(cuts) + 1
+        return self.captured.stage_graphs(
+            cuts, [self._operators] * count, [samples], self.optimizer, [recompute] * count, halves
+        )
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """By stage: the most micro-batches in flight, the most bytes counted, the bytes predicted."""
+
+    in_flight: tuple[int, ...]
+    peak_nbytes: tuple[int, ...]
+    predicted_nbytes: tuple[int, ...]
+
+
+def crew_of(stages: int, device: str = DEVICE) -> Crew:
+    """A worker for every stage, all in this process."""
+    members = tuple(Member(f"stage {n}", device) for n in range(stages))
+    return Crew.start(Cluster(members, transport="local"))
+
+
+def flushed(
+    crew: Crew,
+    subject: Subject,
+    batch: Batch,
+    schedule: str,
+    microbatches: int,
+    in_flight: Sequence[int] | None = None,
+    recompute: str = "none",
+) -> Footprint:
+    """Two steps of a synchronous schedule over the stages."""
+    rows = generate(schedule, len(subject.cuts) + 1, microbatches, in_flight=in_flight)
+    request = _request(subject, batch, microbatches, rows)
+    halves = any(action.op in HALVES for row in rows for action in row)
+    graphs = subject.graphs(request.samples[0], recompute, halves)
+    _load(crew, subject, graphs, "flush")
+    return _footprint(subject, request, [crew.step(request) for _ in range(2)])
+
+
+def streamed(
+    crew: Crew, subject: Subject, batch: Batch, in_flight: Sequence[int] | None = None
+) -> Footprint:
+    """PipeDream with stashed weights, until as many versions as there can be have been."""
+    request = _request(subject, batch, 1)
+    graphs = subject.graphs(request.samples[0])
+    _load(crew, subject, graphs, "stash")
+    streaming = Streaming(crew, Stream("pipedream", len(graphs), 1, in_flight), "stash")
+    results = []
+    for number in range(2 * streaming.window):
+        streaming.admit(request)
+        if number >= streaming.window:
+            results.append(crew.collect())
+    while crew.under_way:
+        results.append(crew.collect())
+    streaming.flush()
+    return _footprint(subject, request, results)
+
+
+def communicated_nbytes(subject: Subject, samples: int) -> tuple[float, float]:
+    """Bytes per sample: of the pipeline, over all cuts both ways, and of data parallelism.
+
+    A ring of m workers, each with a mini-batch of its own, moves 2 (m - 1) / m times the weights
+    per worker and mini-batch.
+    """
+    passes = [stage.passes[samples] for stage in subject.graphs(samples)]
+    ahead = sum(_nbytes(p.forward.outputs, CUT) for p in passes)
+    back = sum(_nbytes(p.backward.outputs, TANGENT) for p in passes if p.backward is not None)
+    workers = len(passes)
+    weights = weights_nbytes(subject)
+    return (ahead + back) / samples, 2 * (workers - 1) / workers * weights / samples
+
+
+def weights_nbytes(subject: Subject) -> int:
+    """Of all parameters."""
+    return sum(array.nbytes for array in subject.captured.parameters.values())
+
+
+def _nbytes(slots: Sequence[Slot], role: str) -> int:
+    return sum(slot.nbytes for slot in slots if slot.role == role)
+
+
+def _load(crew: Crew, subject: Subject, graphs: Sequence[StageGraphs], policy: str) -> None:
+    values = {**subject.captured.parameters, **subject.captured.buffers}
+    members = [member.id for member in crew.cluster.members][: len(graphs)]
+    crew.load(graphs, members, values, keeping=Keeping(policy))
+
+
+def _request(
+    subject: Subject, batch: Batch, microbatches: int, schedule: Schedule = ()
+) -> StepRequest:
+    leaves = subject.captured.leaves(*batch)
+    samples = len(next(iter(leaves.values()))) // microbatches
+    feeds = [
+        {name: leaf[m * samples : (m + 1) * samples] for name, leaf in leaves.items()}
+        for m in range(microbatches)
+    ]
+    shares = (1.0 / microbatches,) * microbatches
+    sizes = (samples,) * microbatches
+    return StepRequest(schedule, sizes, feeds, shares, 0.0, 1, grad_scale=1.0)
+
+
+def _footprint(subject: Subject, request: StepRequest, results: Sequence[StepResult]) -> Footprint:
+    in_flight, versions, peaks = (
+        tuple(max(found) for found in zip(*rows, strict=True))
+        for rows in (
+            [result.most_in_flight for result in results],
+            [result.live_versions for result in results],
+            [result.peak_nbytes for result in results],
+        )
+    )
+    costs = subject.costs(request.samples[0])
+    ends = zip((0, *subject.cuts), (*subject.cuts, costs.count), strict=True)
+    predicted = tuple(
+        int(costs.memory_nbytes(lo, hi, depth, live))
+        for (lo, hi), depth, live in zip(ends, in_flight, versions, strict=True)
+    )
+    return Footprint(in_flight, peaks, predicted)

@@ -1,0 +1,62 @@
+"""A loss that is not finite ends training, and on request the place is named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from plans import unpriced
+from test_schedules import batches
+from torch import nn
+
+import hetpipe as hp
+from hetpipe.capture import Captured
+from hetpipe.cluster import Cluster, Member
+from hetpipe.engine.crew import Crew
+from hetpipe.errors import HetpipeError
+
+
+class Root(nn.Module):
+    """The root of what may be negative, in the second of three stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(20, 8), nn.Linear(8, 5)
+        self.middle = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.middle(self.first(x)).sqrt())
+
+
+@pytest.fixture
+def crew() -> Iterator[Crew]:
+    members = tuple(Member(f"m{n}", "numpy:cpu:0") for n in range(3))
+    with Crew.start(Cluster(members, transport="local")) as started:
+        yield started
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_training_ends(crew: Crew, schedule: str) -> None:
+    with pytest.raises(
+        HetpipeError, match=r"loss of mini-batch 0 is nan \(first in micro-batch 0\)"
+    ):
+        train(crew, schedule, check_finite=False)
+
+
+def test_the_stage_and_tensor_are_named(crew: Crew) -> None:
+    with pytest.raises(HetpipeError, match=r"at 1F0: cut '\w+' of stage 1 is not finite"):
+        train(crew, "1f1b", check_finite=True)
+
+
+def train(crew: Crew, schedule: str, check_finite: bool) -> None:
+    torch.manual_seed(0)
+    model, data = Root(), batches(2)
+    captured = Captured(model, nn.functional.cross_entropy, data[0])
+    weights = "stash" if schedule == "pipedream" else "flush"
+    plan, costs = unpriced(captured, ["m0", "m1", "m2"], schedule, 12, 2, weights=weights)
+    with hp.Pipeline(
+        model, nn.functional.cross_entropy, data[0], cluster=crew.cluster, crew=crew, plan=plan,
+        costs=costs, captured=captured, optimizer=hp.optim.sgd(lr=0.1), check_finite=check_finite,
+    ) as pipe:  # fmt: skip
+        list(pipe.run(data))
