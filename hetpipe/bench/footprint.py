@@ -14,7 +14,7 @@ from hetpipe.engine.crew import Crew, Keeping, StepRequest, StepResult
 from hetpipe.engine.streaming import Streaming
 from hetpipe.plan.costs import StageCosts
 from hetpipe.schedule.action import Schedule
-from hetpipe.schedule.generators import generate
+from hetpipe.schedule.generators import generate, max_in_flight
 from hetpipe.schedule.stream import Stream
 from hetpipe.schedule.validate import HALVES
 from hetpipe.sdk.registry import get_backend
@@ -112,7 +112,8 @@ def flushed(
     halves = any(action.op in HALVES for row in rows for action in row)
     graphs = subject.graphs(request.samples[0], recompute, halves)
     _load(crew, subject, graphs, "flush")
-    return _footprint(subject, request, [crew.step(request) for _ in range(2)])
+    results = [crew.step(request) for _ in range(2)]
+    return _footprint(subject, request, results, max_in_flight(rows), [1] * len(graphs))
 
 
 def streamed(
@@ -122,7 +123,8 @@ def streamed(
     request = _request(subject, batch, 1)
     graphs = subject.graphs(request.samples[0])
     _load(crew, subject, graphs, "stash")
-    streaming = Streaming(crew, Stream("pipedream", len(graphs), 1, in_flight), "stash")
+    stream = Stream("pipedream", len(graphs), 1, in_flight)
+    streaming = Streaming(crew, stream, "stash")
     results = []
     for number in range(2 * streaming.window):
         streaming.admit(request)
@@ -131,7 +133,8 @@ def streamed(
     while crew.under_way:
         results.append(crew.collect())
     streaming.flush()
-    return _footprint(subject, request, results)
+    depths = max_in_flight(stream.sample)
+    return _footprint(subject, request, results, depths, depths)
 
 
 def communicated_nbytes(subject: Subject, samples: int) -> tuple[float, float]:
@@ -177,19 +180,21 @@ def _request(
     return StepRequest(schedule, sizes, feeds, shares, 0.0, 1, grad_scale=1.0)
 
 
-def _footprint(subject: Subject, request: StepRequest, results: Sequence[StepResult]) -> Footprint:
-    in_flight, versions, peaks = (
+def _footprint(
+    subject: Subject,
+    request: StepRequest,
+    results: Sequence[StepResult],
+    depths: Sequence[int],
+    versions: Sequence[int],
+) -> Footprint:
+    in_flight, peaks = (
         tuple(max(found) for found in zip(*rows, strict=True))
-        for rows in (
-            [result.most_in_flight for result in results],
-            [result.live_versions for result in results],
-            [result.peak_nbytes for result in results],
-        )
+        for rows in ([r.most_in_flight for r in results], [r.peak_nbytes for r in results])
     )
     costs = subject.costs(request.samples[0])
     ends = zip((0, *subject.cuts), (*subject.cuts, costs.count), strict=True)
     predicted = tuple(
         int(costs.memory_nbytes(lo, hi, depth, live))
-        for (lo, hi), depth, live in zip(ends, in_flight, versions, strict=True)
+        for (lo, hi), depth, live in zip(ends, depths, versions, strict=True)
     )
     return Footprint(in_flight, peaks, predicted)

@@ -27,7 +27,7 @@ from hetpipe.bench.footprint import (
     streamed,
     weights_nbytes,
 )
-from hetpipe.bench.gpt import Embedding
+from hetpipe.bench.gpt import GPT, Embedding
 from hetpipe.bench.machine import describe
 from hetpipe.bench.text import token_loss
 from hetpipe.bench.zoo import load_workload, optimizer_of
@@ -104,8 +104,9 @@ def tokens(samples: int, length: int = LENGTH, vocabulary: int = VOCABULARY) -> 
 def zoo(name: str) -> tuple[Subject, Subject, Batch]:
     """A workload cut by `CUTS` and whole, with its optimizer, and a mini-batch of its own size."""
     workload = load_workload(name)
-    if name == "gpt":  # stages without a flush cannot share the embedding
-        workload.model.head.weight = nn.Parameter(workload.model.head.weight.detach().clone())
+    if isinstance(workload.model, GPT):  # stages without a flush cannot share the embedding
+        head = workload.model.head
+        head.weight = nn.Parameter(head.weight.detach().clone())
     batch = next(workload.batches(workload.mini_batch, 0))
     captured = Captured(workload.model, workload.loss_fn, batch)
     cuts = starts(captured, CUTS[name], workload.mini_batch)
@@ -139,8 +140,8 @@ def dapple_table(crew: Crew) -> Table:
 def pipedream_tables(crew: Crew) -> tuple[Table, Table]:
     """PipeDream, figures 16 and 17."""
     memory = _table(
-        f"PipeDream's figure 16: {STAGES} stages, NOAM, weight stashing; DP: the whole model and one "
-        "mini-batch on every device. Peak MiB, counted (measured); in brackets predicted",
+        f"PipeDream's figure 16: {STAGES} stages, NOAM, weight stashing; DP: the whole model and "
+        "one mini-batch on every device. Peak MiB, counted (measured); in brackets predicted",
         ("model", "samples", *(f"stage {n}" for n in range(STAGES)), "DP"),
     )
     communicated = _table(

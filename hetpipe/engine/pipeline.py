@@ -73,9 +73,9 @@ class Pipeline:
     exceeds `clip_norm` are scaled to it, as torch's `clip_grad_norm_` does. `recompute` ("inputs",
     "min-cut", or one per stage) keeps less for the backward and computes it again. A loss that is
     not finite ends training; `check_finite` then names the stage and tensor where it began, and is
-    slow. `costs` is the table that `plan` was made with, else the pipeline profiles for it. A `crew`
-    (started workers) or a `captured` model that is given is used and left running; a crew serves one
-    pipeline at a time. Raises children of `HetpipeError` only.
+    slow. `costs` is the table that `plan` was made with, else the pipeline profiles for it. A
+    `crew` (started workers) or a `captured` model that is given is used and left running; a crew
+    serves one pipeline at a time. Raises children of `HetpipeError` only.
     """
 
     def __init__(

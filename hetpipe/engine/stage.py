@@ -312,7 +312,7 @@ class Stage:
         return made
 
     def _find_nonfinite(self, bound: _Bound, outputs: Sequence[Buffer]) -> None:
-        """Raises `HetpipeError` for the first tensor, of those that leave a pass, with inf or NaN."""
+        """Raises `HetpipeError` for the first tensor that leaves a pass with inf or NaN in it."""
         for slot, buffer in zip(bound.slots, outputs, strict=True):
             if slot.role in CHECKED and not np.isfinite(self._download(slot, buffer)).all():
                 raise HetpipeError(
