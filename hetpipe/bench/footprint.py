@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from hetpipe.capture.captured import Captured
 from hetpipe.capture.program import CUT, STATE, TANGENT, Slot, StageGraphs
 from hetpipe.cluster.cluster import Cluster, Member
-from hetpipe.cost.table import CostTable, LayerBytes
+from hetpipe.cost.table import CostTable, LayerBytes, TiedBytes
 from hetpipe.engine.crew import Crew, Keeping, StepRequest, StepResult
 from hetpipe.engine.streaming import Streaming
 from hetpipe.plan.costs import StageCosts
 from hetpipe.schedule.action import Schedule
-from hetpipe.schedule.generators import generate, max_in_flight
+from hetpipe.schedule.generators import generate
 from hetpipe.schedule.stream import Stream
 from hetpipe.schedule.validate import HALVES
 from hetpipe.sdk.registry import get_backend
@@ -69,7 +69,10 @@ class Subject:
                     graph.layers, stages, (*graph.cut_nbytes, 0), strict=True
                 )
             )
-            table = CostTable(self.captured.name, samples, layers, {})
+            sizes = {name: array.nbytes for name, array in self.captured.parameters.items()}
+            ties = {name: (owner, *rest) for stage in stages for name, owner, rest in stage.tied}
+            tied = tuple(TiedBytes(name, sizes[name], at) for name, at in ties.items())
+            table = CostTable(self.captured.name, samples, layers, {}, tied=tied)
             self._costs[samples] = StageCosts(table)
         return self._costs[samples]
 
@@ -84,11 +87,11 @@ class Subject:
 
 @dataclass(frozen=True)
 class Footprint:
-    """By stage: the most micro-batches in flight, the most bytes counted, the bytes predicted."""
+    """By stage, the most at once: micro-batches in flight, versions of the weights, bytes."""
 
     in_flight: tuple[int, ...]
+    versions: tuple[int, ...]
     peak_nbytes: tuple[int, ...]
-    predicted_nbytes: tuple[int, ...]
 
 
 def crew_of(stages: int, device: str = DEVICE) -> Crew:
@@ -106,14 +109,13 @@ def flushed(
     in_flight: Sequence[int] | None = None,
     recompute: str = "none",
 ) -> Footprint:
-    """Two steps of a synchronous schedule over the stages."""
+    """One step of a synchronous schedule over the stages."""
     rows = generate(schedule, len(subject.cuts) + 1, microbatches, in_flight=in_flight)
     request = _request(subject, batch, microbatches, rows)
     halves = any(action.op in HALVES for row in rows for action in row)
     graphs = subject.graphs(request.samples[0], recompute, halves)
     _load(crew, subject, graphs, "flush")
-    results = [crew.step(request) for _ in range(2)]
-    return _footprint(subject, request, results, max_in_flight(rows), [1] * len(graphs))
+    return _footprint([crew.step(request)])
 
 
 def streamed(
@@ -123,8 +125,7 @@ def streamed(
     request = _request(subject, batch, 1)
     graphs = subject.graphs(request.samples[0])
     _load(crew, subject, graphs, "stash")
-    stream = Stream("pipedream", len(graphs), 1, in_flight)
-    streaming = Streaming(crew, stream, "stash")
+    streaming = Streaming(crew, Stream("pipedream", len(graphs), 1, in_flight), "stash")
     results = []
     for number in range(2 * streaming.window):
         streaming.admit(request)
@@ -133,8 +134,17 @@ def streamed(
     while crew.under_way:
         results.append(crew.collect())
     streaming.flush()
-    depths = max_in_flight(stream.sample)
-    return _footprint(subject, request, results, depths, depths)
+    return _footprint(results)
+
+
+def predicted_nbytes(subject: Subject, samples: int, found: Footprint) -> tuple[int, ...]:
+    """The planner's peaks by stage, for micro-batches of `samples` and depths as found."""
+    costs = subject.costs(samples)
+    ends = zip((0, *subject.cuts), (*subject.cuts, costs.count), strict=True)
+    return tuple(
+        int(costs.memory_nbytes(lo, hi, depth, versions))
+        for (lo, hi), depth, versions in zip(ends, found.in_flight, found.versions, strict=True)
+    )
 
 
 def communicated_nbytes(subject: Subject, samples: int) -> tuple[float, float]:
@@ -180,21 +190,10 @@ def _request(
     return StepRequest(schedule, sizes, feeds, shares, 0.0, 1, grad_scale=1.0)
 
 
-def _footprint(
-    subject: Subject,
-    request: StepRequest,
-    results: Sequence[StepResult],
-    depths: Sequence[int],
-    versions: Sequence[int],
-) -> Footprint:
-    in_flight, peaks = (
-        tuple(max(found) for found in zip(*rows, strict=True))
-        for rows in ([r.most_in_flight for r in results], [r.peak_nbytes for r in results])
+def _footprint(results: Sequence[StepResult]) -> Footprint:
+    columns = (
+        [r.most_in_flight for r in results],
+        [r.live_versions for r in results],
+        [r.peak_nbytes for r in results],
     )
-    costs = subject.costs(request.samples[0])
-    ends = zip((0, *subject.cuts), (*subject.cuts, costs.count), strict=True)
-    predicted = tuple(
-        int(costs.memory_nbytes(lo, hi, depth, live))
-        for (lo, hi), depth, live in zip(ends, depths, versions, strict=True)
-    )
-    return Footprint(in_flight, peaks, predicted)
+    return Footprint(*(tuple(map(max, zip(*rows, strict=True))) for rows in columns))

@@ -24,6 +24,7 @@ from hetpipe.bench.footprint import (
     communicated_nbytes,
     crew_of,
     flushed,
+    predicted_nbytes,
     streamed,
     weights_nbytes,
 )
@@ -128,7 +129,7 @@ def dapple_table(crew: Crew) -> Table:
                 batch = tokens(count * SAMPLES)
                 found = flushed(crew, subject, batch, schedule, count, recompute=recompute)
                 average = sum(found.peak_nbytes) / len(found.peak_nbytes)
-                known = found.predicted_nbytes if recompute == NONE else ()
+                known = predicted_nbytes(subject, SAMPLES, found) if recompute == NONE else ()
                 table.add_row(
                     name, recompute, str(count), " ".join(map(str, found.in_flight)),
                     *(f"{n / MIB:.1f}" for n in (*found.peak_nbytes, average)),
@@ -152,15 +153,18 @@ def pipedream_tables(crew: Crew) -> tuple[Table, Table]:
         subject, whole, batch = zoo(name)
         samples = len(batch[0])
         label = "gpt, untied" if name == "gpt" else name
-        both = streamed(crew, subject, batch), flushed(crew, whole, batch, "1f1b", 1)
+        both = (
+            (subject, streamed(crew, subject, batch)),
+            (whole, flushed(crew, whole, batch, "1f1b", 1)),
+        )
         memory.add_row(
             label,
             str(samples),
             *(
                 f"{counted / MIB:.1f} ({predicted / MIB:.1f})"
-                for found in both
+                for cut, found in both
                 for counted, predicted in zip(
-                    found.peak_nbytes, found.predicted_nbytes, strict=True
+                    found.peak_nbytes, predicted_nbytes(cut, samples, found), strict=True
                 )
             ),
         )

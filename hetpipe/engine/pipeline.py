@@ -30,6 +30,7 @@ from hetpipe.plan.replicated import replicated_plan
 from hetpipe.schedule.action import Op, Schedule
 from hetpipe.schedule.complete import Tied
 from hetpipe.schedule.generators import generate, is_asynchronous
+from hetpipe.schedule.lanes import laned_stages
 from hetpipe.schedule.stream import Stream
 from hetpipe.schedule.validate import HALVES
 from hetpipe.sdk.registry import get_backend
@@ -129,6 +130,7 @@ class Pipeline:
                     check_able(plan, costs)
                 self.costs = costs
             check_policy(self.plan, self._optimizer)
+            self._check_lanes()
             self._check_clip()
             self._loaded: set[int] = set()  # samples of micro-batches
             self._evaluated: set[int] = set()
@@ -435,6 +437,13 @@ class Pipeline:
                 made = tuple(tuple(a for a in worker if a.op not in _UPDATING) for worker in made)
             self._schedules[key] = made
         return self._schedules[key]
+
+    def _check_lanes(self) -> None:
+        if laned_stages(self._passes(self.plan.microbatches)):
+            raise HetpipeError(
+                f"{self.plan.schedule} runs a forward and a backward of a stage at once, which no "
+                "device does here; it can be simulated; choose another schedule"
+            )
 
     def _check_clip(self) -> None:
         if self._clip is None:

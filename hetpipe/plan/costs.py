@@ -37,15 +37,26 @@ class StageCosts:
     def memory_nbytes(self, lo: Array, hi: Array, in_flight: int, versions: int = 1) -> Array:
         """Weights x versions, gradients, optimizer state, saved x in-flight, buffers of the cuts.
 
+        A parameter that layers of the stage share counts once.
         A cut has two buffers on each side: what crosses forward and the gradient that comes back.
         """
         return (
             self._weights[hi]
             - self._weights[lo]
+            - (1 + versions) * self._repeated(lo, hi)
             + (versions - 1) * (self._params[hi] - self._params[lo])
             + in_flight * (self._saved[hi] - self._saved[lo])
             + 2 * (self._cuts[lo] + self._cuts[hi])
         )
+
+    def _repeated(self, lo: Array, hi: Array) -> Array:
+        """Bytes of the parameters that a layer has and an earlier one of the same stage too."""
+        nbytes = np.zeros(np.broadcast_shapes(np.shape(lo), np.shape(hi)))
+        for shared in self.table.tied:
+            layers = sorted(shared.layers)
+            inside = np.searchsorted(layers, hi) - np.searchsorted(layers, lo)
+            nbytes = nbytes + np.maximum(inside - 1, 0) * shared.nbytes
+        return nbytes
 
     def compute_s(self, device: str, lo: Array, hi: Array) -> Array:
         """Forward and backward of one micro-batch; infinite with a layer that it cannot run."""

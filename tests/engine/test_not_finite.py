@@ -38,8 +38,7 @@ def crew() -> Iterator[Crew]:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_training_ends(crew: Crew, schedule: str) -> None:
-    with pytest.raises(
-        HetpipeError, match=r"loss of mini-batch 0 is nan \(first in micro"):
+    with pytest.raises(HetpipeError, match=r"loss of mini-batch 0 is nan \(first in micro"):
         train(crew, "1f1b", check_finite=True)
 
 

@@ -18,6 +18,7 @@ import hetpipe as hp
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Member
 from hetpipe.engine.crew import Crew
+from hetpipe.errors import HetpipeError
 
 MICROBATCHES = 4
 
@@ -59,6 +60,11 @@ def test_recompute_changes_nothing(crew: Crew, schedule: str, members: str, mode
 
 def test_recompute_of_one_stage_alone(crew: Crew) -> None:
     compare(crew, "gpipe", "01", recompute=["inputs", "none"])
+
+
+def test_two_passes_at_once_are_refused(crew: Crew) -> None:
+    with pytest.raises(HetpipeError, match="fbp runs a forward and a backward of a stage at once"):
+        compare(crew, "fbp", "01")
 
 
 class Normalized(nn.Module):

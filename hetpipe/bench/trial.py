@@ -1,0 +1,151 @@
+"""One training by one method, unpartitioned or in stages, under a plan that needs no profile."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+from hetpipe.bench.eager import Eager, micro_sizes
+from hetpipe.bench.workload import Workload
+from hetpipe.bench.zoo import load_workload
+from hetpipe.capture import Captured
+from hetpipe.cost.table import CostTable
+from hetpipe.engine.pipeline import Pipeline
+from hetpipe.plan.plan import Plan, StagePlan
+from hetpipe.schedule.generators import generate, is_asynchronous, max_in_flight
+
+if TYPE_CHECKING:
+    from hetpipe.engine.crew import Crew
+    from hetpipe.optim.rule import Optimizer
+
+WINDOW = 10
+"""Mini-batches that a training loss is averaged over."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a mini-batch is trained; without a schedule by plain torch, unpartitioned."""
+
+    name: str
+    schedule: str = ""
+    weights: str = "flush"
+    microbatches: int = 1
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, and the mean training loss that is to be reached.
+
+    `figure` is a name among those that the workload validates. Without `cuts` (layer indices)
+    stages have equal numbers of layers.
+    """
+
+    model: str
+    optimizer: Optimizer
+    mini_batch: int
+    steps: int
+    target: float
+    figure: str
+    methods: tuple[Method, ...]
+    cuts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The loss of every mini-batch, when it was known, and the validation figure at the end."""
+
+    losses: tuple[float, ...]
+    times_s: tuple[float, ...]
+    figure: float
+
+    def reached(self, target: float) -> int | None:
+        """By how many mini-batches the mean of the last `WINDOW` was at most `target`."""
+        for count in range(WINDOW, len(self.losses) + 1):
+            if statistics.fmean(self.losses[count - WINDOW : count]) <= target:
+                return count
+        return None
+
+
+class Subject:
+    """A model with the weights of a seed, captured once for all its trials."""
+
+    def __init__(self, model: str, mini_batch: int, seed: int) -> None:
+        self._seed = seed
+        self._workload = seeded(model, seed)
+        example = next(self._workload.batches(mini_batch, seed))
+        self._captured = Captured(self._workload.model, self._workload.loss_fn, example)
+
+    def trial(self, task: Task, method: Method, crew: Crew) -> Trial:
+        """Train a copy; what has no schedule does not touch the crew."""
+        workload = replace(self._workload, model=copy.deepcopy(self._workload.model))
+        losses, times_s = (self._staged if method.schedule else self._plain)(
+            workload, task, method, crew
+        )
+        assert workload.validate is not None
+        return Trial(losses, times_s, workload.validate(workload.model)[task.figure])
+
+    def _plain(self, workload: Workload, task: Task, method: Method, crew: Crew) -> Timed:
+        batches = islice(workload.batches(task.mini_batch, self._seed), task.steps)
+        eager = Eager(workload.model, workload.loss_fn, task.optimizer)
+        sizes = micro_sizes(task.mini_batch, method.microbatches)
+        return timed(eager.step(x, y, sizes) for x, y in batches)
+
+    def _staged(self, workload: Workload, task: Task, method: Method, crew: Crew) -> Timed:
+        batches = workload.batches(task.mini_batch, self._seed)
+        example = next(workload.batches(task.mini_batch, self._seed))
+        plan, costs = unprofiled(self._captured, crew.cluster.ids, task, method)
+        with Pipeline(
+            workload.model, workload.loss_fn, example, cluster=crew.cluster, crew=crew,
+            optimizer=task.optimizer, plan=plan, costs=costs, captured=self._captured,
+            seed=self._seed,
+        ) as pipe:  # fmt: skip
+            found = timed(result.loss for result in pipe.run(islice(batches, task.steps)))
+            workload.model.load_state_dict(pipe.state_dict())
+        return found
+
+
+Timed = tuple[tuple[float, ...], tuple[float, ...]]
+
+
+def timed(losses: Iterable[float]) -> Timed:
+    """The losses, and the seconds from the beginning to each."""
+    begin_s = time.perf_counter()
+    found = [(loss, time.perf_counter() - begin_s) for loss in losses]
+    return tuple(loss for loss, _ in found), tuple(time_s for _, time_s in found)
+
+
+def seeded(model: str, seed: int) -> Workload:
+    """The workload of the zoo, with weights of that seed."""
+    workload = load_workload(model)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return replace(workload, model=type(workload.model)())
+
+
+def unprofiled(
+    captured: Captured, members: Sequence[str], task: Task, method: Method
+) -> tuple[Plan, CostTable]:
+    """A stage per member under the task's cuts, and a table of costs that is empty."""
+    samples = task.mini_batch // method.microbatches
+    names = tuple(layer.name for layer in captured.layer_graph(samples).layers)
+    count = len(members)
+    cuts = task.cuts or [len(names) * n // count for n in range(1, count)]
+    mini_batches = 2 * count if is_asynchronous(method.schedule) else 1
+    rows = generate(method.schedule, count, method.microbatches, mini_batches=mini_batches)
+    spans = pairwise([0, *cuts, len(names)])
+    stages = tuple(
+        StagePlan(lo, hi, (member,), in_flight, 0.0, 0.0, 0.0, 0, 0)
+        for (lo, hi), member, in_flight in zip(spans, members, max_in_flight(rows), strict=True)
+    )
+    plan = Plan(
+        captured.name, names, stages, method.schedule, task.mini_batch, method.microbatches, 0.0,
+        (0,) * (count - 1), "measured", "user", weights=method.weights,
+    )  # fmt: skip
+    return plan, CostTable(captured.name, samples, (), {})
