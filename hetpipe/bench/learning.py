@@ -41,6 +41,8 @@ from hetpipe.report.tables import make_table
 
 STAGES = 4
 SEEDS = 3
+FIGURES = {"accuracy": ("accuracy, %", 100.0), "perplexity": ("perplexity", 1.0)}
+"""What a validation figure is called in the table, and in which unit it is shown."""
 
 UNPARTITIONED = Method("unpartitioned")
 IN_MICROBATCHES = Method("unpartitioned", microbatches=4)
@@ -111,26 +113,36 @@ def measure(tasks: Iterable[Task], seeds: int, crew: Crew) -> list[Row]:
     return rows
 
 
-def learning_table(rows: Sequence[Row], title: str) -> Table:
-    """A line per row: mean (min .. max) over the seeds."""
-    numbers = ("M", "validated at the end", "mini-batches to target", "seconds to target")
-    table = make_table(title, ("method", *numbers), numbers)
+def on_torch() -> Cluster:
+    """The stages as threads of this process: with more stages than cores quicker than processes."""
+    members = tuple(Member(f"stage {n}", "pytorch:cpu:0") for n in range(STAGES))
+    return Cluster(members, transport="local")
+
+
+def learning_table(rows: Sequence[Row], crew: Crew) -> Table:
+    """A line per method, under one per task that names its target."""
+    numbers = ("M", "at the end", "mini-batches\nto target", "s to target,\nmeasured")
+    names = [info.id + " (emulated)" * info.capabilities.emulated for info in crew.infos.values()]
+    title = f"{len(names)} stages on {', '.join(dict.fromkeys(names))}; mean (min .. max) over "
+    table = make_table(
+        title + f"seeds 0 to {len(rows[0].trials) - 1}", ("method", *numbers), numbers
+    )
     task = None
     for row in rows:
         if row.task != task:
             task = row.task
             table.add_section()
-            rule = f"{task.optimizer.name} at {task.optimizer.lr}"
             table.add_row(
-                f"[bold]{task.model}, {rule}[/bold]", "", f"{task.figure}, after {task.steps} of",
-                f"loss {task.target}", "measured",
+                f"{task.model}, {task.optimizer.name}\nrate {task.optimizer.lr}", "",
+                FIGURES[task.figure][0], f"loss {task.target},\nof {task.steps} x {task.mini_batch}",
+                style="bold",
             )  # fmt: skip
         table.add_row(*_cells(row))
     return table
 
 
 def spread(values: Sequence[float], digits: int, of: int) -> str:
-    """Mean (min .. max) of all, or how many of so many trials have a value."""
+    """Mean (min .. max), or how many of so many trials have a value at all."""
     if not values:
         return "never"
     ends = f"{min(values):.{digits}f} .. {max(values):.{digits}f}"
@@ -140,13 +152,13 @@ def spread(values: Sequence[float], digits: int, of: int) -> str:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    target, of = row.task.target, len(row.trials)
-    reached = [(trial, trial.reached(target)) for trial in row.trials]
+    task, of = row.task, len(row.trials)
+    reached = [(trial, trial.reached(task.target)) for trial in row.trials]
     hits = [(trial, count) for trial, count in reached if count is not None]
     return (
         row.method.name,
         str(row.method.microbatches),
-        spread([trial.figure for trial in row.trials], DIGITS[row.task.figure], of),
+        spread([FIGURES[task.figure][1] * trial.figure for trial in row.trials], 1, of),
         spread([count for _, count in hits], 0, of),
         spread([trial.times_s[count - 1] for trial, count in hits], 1, of),
     )
@@ -169,13 +181,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cluster = Cluster.local(devices=DEVICES) if options.devices else on_torch()
         with one_thread(), Crew.start(cluster) as crew:
             rows = measure(tasks, options.seeds, crew)
-            labels = [f"{info.id}" + (" (emulated)" if info.capabilities.emulated else "")
-                      for info in crew.infos.values()]
+            Console().print(learning_table(rows, crew))
         if options.json is not None:
-            write_json(options.json, {"machine": describe(), "rows": [row.to_json() for row in rows]})
+            written = [row.to_json() for row in rows]
+            write_json(options.json, {"machine": describe(), "window": WINDOW, "rows": written})
     except HetpipeError as error:
         parser.exit(1, f"{error}\n")
-    Console().print(learning_table(rows, title))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,10 @@ WINDOW = 10
 """Mini-batches that a training loss is averaged over."""
 
 
+Timed = tuple[tuple[float, ...], tuple[float, ...]]
+"""Losses, and seconds from the beginning to each."""
+
+
 @dataclass(frozen=True)
 class Method:
     """How a mini-batch is trained; without a schedule by plain torch, unpartitioned."""
@@ -85,13 +89,14 @@ class Subject:
     def trial(self, task: Task, method: Method, crew: Crew) -> Trial:
         """Train a copy; what has no schedule does not touch the crew."""
         workload = replace(self._workload, model=copy.deepcopy(self._workload.model))
-        losses, times_s = (self._staged if method.schedule else self._plain)(
-            workload, task, method, crew
-        )
+        if method.schedule:
+            losses, times_s = self._staged(workload, task, method, crew)
+        else:
+            losses, times_s = self._plain(workload, task, method)
         assert workload.validate is not None
         return Trial(losses, times_s, workload.validate(workload.model)[task.figure])
 
-    def _plain(self, workload: Workload, task: Task, method: Method, crew: Crew) -> Timed:
+    def _plain(self, workload: Workload, task: Task, method: Method) -> Timed:
         batches = islice(workload.batches(task.mini_batch, self._seed), task.steps)
         eager = Eager(workload.model, workload.loss_fn, task.optimizer)
         sizes = micro_sizes(task.mini_batch, method.microbatches)
@@ -111,11 +116,8 @@ class Subject:
         return found
 
 
-Timed = tuple[tuple[float, ...], tuple[float, ...]]
-
-
 def timed(losses: Iterable[float]) -> Timed:
-    """The losses, and the seconds from the beginning to each."""
+    """The losses, as they come."""
     begin_s = time.perf_counter()
     found = [(loss, time.perf_counter() - begin_s) for loss in losses]
     return tuple(loss for loss, _ in found), tuple(time_s for _, time_s in found)

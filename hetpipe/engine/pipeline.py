@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hetpipe.capture.captured import Captured
-from hetpipe.capture.program import BUFFER, GRAD, PARAM, STATE, StageGraphs
+from hetpipe.capture.program import BUFFER, GRAD, PARAM, STATE
 from hetpipe.checkpoint import Checkpoint
 from hetpipe.checkpoint import load as load_checkpoint
 from hetpipe.engine.crew import Crew, Keeping, StepRequest, StepResult
+from hetpipe.engine.loading import Loading
 from hetpipe.engine.measure import Progress, profile
 from hetpipe.engine.messages import Clip
 from hetpipe.engine.resume import ROLES, check, write
-from hetpipe.engine.shares import divide
 from hetpipe.engine.streaming import Streaming, check_policy
 from hetpipe.errors import HetpipeError, PlanError
 from hetpipe.plan.plan import Plan
@@ -33,7 +33,6 @@ from hetpipe.schedule.generators import generate, is_asynchronous
 from hetpipe.schedule.lanes import laned_stages
 from hetpipe.schedule.stream import Stream
 from hetpipe.schedule.validate import HALVES
-from hetpipe.sdk.registry import get_backend
 
 if TYPE_CHECKING:
     import torch
@@ -345,8 +344,11 @@ class Pipeline:
         """Give the workers the stages for these micro-batch sizes, with values that were kept."""
         self._progress("compiling stages", 0, 1)
         self._loaded = sizes
-        members = [stage.devices for stage in self.plan.stages]
-        stages = self._replicas(members)
+        halves = any(a.op in HALVES for row in self._passes(self.plan.microbatches) for a in row)
+        backends = {name: info.backend for name, info in self._crew.infos.items()}
+        stages = Loading(
+            self._captured, self.plan, self._optimizer, backends, self._recompute, halves
+        ).graphs(sizes, self._evaluated)
         self._tied = tuple(
             {(owner, others): None for each in stages for _, owner, others in each[0].tied}
         )
@@ -361,6 +363,7 @@ class Pipeline:
         ahead = [n // 2 for n in range(len(stages))]
         how = Keeping(self.plan.weights, ahead, self._steps, lr, self._check_finite)
         shares = [stage.shares for stage in self.plan.stages]
+        members = [stage.devices for stage in self.plan.stages]
         self._crew.load(stages, members, values, keeping=how, shares=shares)
         self._streaming = None
         if stream is not None:
@@ -369,48 +372,6 @@ class Pipeline:
             self._crew.write(STATE, kept.tensors[STATE])
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._progress("compiling stages", 1, 1)
-
-    def _replicas(self, members: Sequence[Sequence[str]]) -> list[list[StageGraphs]]:
-        """The graphs of every stage, and of each for all its replicas."""
-        found: list[list[StageGraphs]] = [[] for _ in members]
-        for replica in range(max(map(len, members))):
-            chosen = [names[min(replica, len(names) - 1)] for names in members]
-            stages = self._graphs([self._crew.infos[name].backend for name in chosen])
-            for n, (names, stage) in enumerate(zip(members, stages, strict=True)):
-                if replica < len(names):
-                    found[n].append(_only(stage, self._shared(n, replica, self._loaded)))
-        return found
-
-    def _shared(self, stage: int, replica: int, sizes: Iterable[int]) -> set[int]:
-        """Samples of a replica where micro-batches have these."""
-        return {divide(size, self.plan.stages[stage].shares)[replica] for size in sizes}
-
-    def _graphs(self, backends: Sequence[str]) -> list[StageGraphs]:
-        """The graphs of all stages in the operators of these backends, at every size needed."""
-        tables = [get_backend(name).decompositions() for name in backends]
-        places = [(n, r) for n, s in enumerate(self.plan.stages) for r in range(len(s.devices))]
-        sizes = {size for place in places for size in self._shared(*place, self._loaded)}
-        modes = self._recompute
-        stages: list[StageGraphs] = self._captured.stage_graphs(
-            self.plan.cuts,
-            tables,
-            sorted(sizes, reverse=True),
-            self._optimizer,
-            [modes] * len(backends) if isinstance(modes, str) else modes,
-            any(a.op in HALVES for row in self._passes(self.plan.microbatches) for a in row),
-        )
-        if not self._evaluated:
-            return stages
-        sizes = {size for place in places for size in self._shared(*place, self._evaluated)}
-        forwards = self._captured.evaluation_graphs(self.plan.cuts, tables, sorted(sizes))
-        return [
-            replace(
-                stage,
-                evaluation={size: passes.forward for size, passes in other.passes.items()},
-                constants={**stage.constants, **other.constants},
-            )
-            for stage, other in zip(stages, forwards, strict=True)
-        ]
 
     def _passes(
         self, microbatches: int, in_flight: Sequence[int] | None = None, tied: Tied = ()
@@ -531,13 +492,6 @@ class Pipeline:
 
 _FORWARDS = frozenset({Op.RECV_FORWARD, Op.FORWARD, Op.SEND_FORWARD})
 _UPDATING = frozenset({Op.UPDATE, Op.SEND_TIED_PARAM, Op.RECV_TIED_PARAM})
-
-
-def _only(stage: StageGraphs, sizes: set[int]) -> StageGraphs:
-    """The stage with the passes for these micro-batch sizes alone."""
-    return replace(
-        stage, passes={size: stage.passes[size] for size in stage.passes if size in sizes}
-    )
 
 
 def _mean(result: StepResult, samples: Sequence[int], index: int) -> float:

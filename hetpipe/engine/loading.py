@@ -1,0 +1,78 @@
+"""The graphs that a plan's devices need: every stage, its replicas, all sizes that are in use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from hetpipe.capture.program import StageGraphs
+from hetpipe.engine.shares import divide
+from hetpipe.sdk.registry import get_backend
+
+if TYPE_CHECKING:
+    from hetpipe.capture.captured import Captured
+    from hetpipe.optim.rule import Optimizer
+    from hetpipe.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Makes the graphs of a plan. `backends` by device; `recompute` a mode, or one per stage."""
+
+    captured: Captured
+    plan: Plan
+    optimizer: Optimizer
+    backends: Mapping[str, str]
+    recompute: str | Sequence[str]
+    halves: bool  # backwards in two
+
+    def graphs(self, sizes: Iterable[int], evaluated: Iterable[int]) -> list[list[StageGraphs]]:
+        """Per stage its replicas' graphs, for whole micro-batches of these sizes; those of
+        `evaluated` in evaluation as well. Raises `CaptureError`, `HetpipeError`."""
+        devices = [stage.devices for stage in self.plan.stages]
+        found: list[list[StageGraphs]] = [[] for _ in devices]
+        for replica in range(max(map(len, devices))):
+            chosen = [names[min(replica, len(names) - 1)] for names in devices]
+            stages = self._traced(chosen, set(sizes), set(evaluated))
+            for n, (names, stage) in enumerate(zip(devices, stages, strict=True)):
+                if replica < len(names):
+                    found[n].append(self._own(stage, replica, set(sizes)))
+        return found
+
+    def _own(self, stage: StageGraphs, replica: int, sizes: set[int]) -> StageGraphs:
+        """The stage with the passes for its replica's rows alone."""
+        shares = self.plan.stages[stage.stage].shares
+        rows = {divide(size, shares)[replica] for size in sizes}
+        return replace(stage, passes={n: p for n, p in stage.passes.items() if n in rows})
+
+    def _traced(
+        self, devices: Sequence[str], sizes: set[int], evaluated: set[int]
+    ) -> list[StageGraphs]:
+        """All stages in the operators of these devices, at every size that any replica needs."""
+        tables = [get_backend(self.backends[name]).decompositions() for name in devices]
+        modes = self.recompute
+        stages = self.captured.stage_graphs(
+            self.plan.cuts,
+            tables,
+            self._rows(sizes),
+            self.optimizer,
+            [modes] * len(devices) if isinstance(modes, str) else modes,
+            self.halves,
+        )
+        if not evaluated:
+            return stages
+        forwards = self.captured.evaluation_graphs(self.plan.cuts, tables, self._rows(evaluated))
+        return [
+            replace(
+                stage,
+                evaluation={size: passes.forward for size, passes in other.passes.items()},
+                constants={**stage.constants, **other.constants},
+            )
+            for stage, other in zip(stages, forwards, strict=True)
+        ]
+
+    def _rows(self, sizes: set[int]) -> list[int]:
+        """What replicas get of micro-batches of these sizes, the largest first."""
+        shares = [stage.shares for stage in self.plan.stages]
+        return sorted({n for size in sizes for s in shares for n in divide(size, s)}, reverse=True)
