@@ -39,9 +39,16 @@ class Subject:
         self.captured = captured
         self.optimizer = optimizer
         self.cuts = tuple(cuts)
+        self._device = device
         self._operators = get_backend(device.partition(":")[0]).decompositions()
         self._graphs: dict[tuple[int, str, bool], list[StageGraphs]] = {}
         self._costs: dict[int, StageCosts] = {}
+
+    def whole(self) -> Subject:
+        """The same model as one stage."""
+        single = Subject(self.captured, self.optimizer, (), self._device)
+        single._costs = self._costs
+        return single
 
     def graphs(
         self, samples: int, recompute: str = "none", halves: bool = False

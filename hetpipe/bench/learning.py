@@ -121,22 +121,21 @@ def on_torch() -> Cluster:
 
 def learning_table(rows: Sequence[Row], crew: Crew) -> Table:
     """A line per method, under one per task that names its target."""
-    numbers = ("M", "at the end", "mini-batches\nto target", "s to target,\nmeasured")
     names = [info.id + " (emulated)" * info.capabilities.emulated for info in crew.infos.values()]
-    title = f"{len(names)} stages on {', '.join(dict.fromkeys(names))}; mean (min .. max) over "
-    table = make_table(
-        title + f"seeds 0 to {len(rows[0].trials) - 1}", ("method", *numbers), numbers
+    title = (
+        f"{len(names)} stages on {', '.join(dict.fromkeys(names))}; "
+        f"mean (min .. max) over seeds 0 to {len(rows[0].trials) - 1}"
     )
+    numbers = ("M", "at the end", "mini-batches\nto target", "s to target,\nmeasured")
+    table = make_table(title, ("method", *numbers), numbers)
     task = None
     for row in rows:
         if row.task != task:
             task = row.task
+            head = f"{task.model}, {task.optimizer.name}\nrate {task.optimizer.lr}"
+            target = f"loss {task.target},\nof {task.steps} x {task.mini_batch}"
             table.add_section()
-            table.add_row(
-                f"{task.model}, {task.optimizer.name}\nrate {task.optimizer.lr}", "",
-                FIGURES[task.figure][0], f"loss {task.target},\nof {task.steps} x {task.mini_batch}",
-                style="bold",
-            )  # fmt: skip
+            table.add_row(head, "", FIGURES[task.figure][0], target, style="bold")
         table.add_row(*_cells(row))
     return table
 
@@ -160,7 +159,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         str(row.method.microbatches),
         spread([FIGURES[task.figure][1] * trial.figure for trial in row.trials], 1, of),
         spread([count for _, count in hits], 0, of),
-        spread([trial.times_s[count - 1] for trial, count in hits], 1, of),
+        spread([trial.times_s[count - 1] for trial, count in hits], 0, of),
     )
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from hetpipe import optim
 from hetpipe.bench.footprint import (
     DEVICE,
+    Footprint,
     Subject,
     communicated_nbytes,
     crew_of,
@@ -102,8 +103,8 @@ def tokens(samples: int, length: int = LENGTH, vocabulary: int = VOCABULARY) -> 
     return x, x
 
 
-def zoo(name: str) -> tuple[Subject, Subject, Batch]:
-    """A workload cut by `CUTS` and whole, with its optimizer, and a mini-batch of its own size."""
+def zoo(name: str) -> tuple[Subject, Batch]:
+    """A workload cut by `CUTS`, with its own optimizer, and a mini-batch of its own size."""
     workload = load_workload(name)
     if isinstance(workload.model, GPT):  # stages without a flush cannot share the embedding
         head = workload.model.head
@@ -111,16 +112,16 @@ def zoo(name: str) -> tuple[Subject, Subject, Batch]:
     batch = next(workload.batches(workload.mini_batch, 0))
     captured = Captured(workload.model, workload.loss_fn, batch)
     cuts = starts(captured, CUTS[name], workload.mini_batch)
-    optimizer = optimizer_of(workload)
-    return Subject(captured, optimizer, cuts), Subject(captured, optimizer), batch
+    return Subject(captured, optimizer_of(workload), cuts), batch
 
 
 def dapple_table(crew: Crew) -> Table:
     """DAPPLE, table 5."""
     table = _table(
         f"DAPPLE's table 5: encoder, {BLOCKS} blocks of width {WIDTH}, {LENGTH} tokens, Adam, "
-        f"2 stages, micro-batches of {SAMPLES}. Peak MiB by stage, counted (measured); predicted",
-        ("schedule", "recompute", "M", "in flight", "stage 0", "stage 1", "average", "predicted"),
+        f"2 stages, micro-batches of {SAMPLES}; K in flight. Peak MiB by stage, counted "
+        "(measured), without what a program needs inside; in brackets predicted",
+        ("schedule", "recompute", "M", "K", "stage 0", "stage 1", "average"),
     )
     subject = encoder(2)
     for name, schedule in (("GPipe", "gpipe"), ("DAPPLE", "1f1b")):
@@ -132,8 +133,7 @@ def dapple_table(crew: Crew) -> Table:
                 known = predicted_nbytes(subject, SAMPLES, found) if recompute == NONE else ()
                 table.add_row(
                     name, recompute, str(count), " ".join(map(str, found.in_flight)),
-                    *(f"{n / MIB:.1f}" for n in (*found.peak_nbytes, average)),
-                    " ".join(f"{n / MIB:.1f}" for n in known),
+                    *_peaks(found, known), f"{average / MIB:.1f}",
                 )  # fmt: skip
     return table
 
@@ -150,8 +150,8 @@ def pipedream_tables(crew: Crew) -> tuple[Table, Table]:
         ("model", "samples", "weights, MiB", "pipeline", "DP", "pipeline / DP"),
     )
     for name in CUTS:
-        subject, whole, batch = zoo(name)
-        samples = len(batch[0])
+        subject, batch = zoo(name)
+        whole, samples = subject.whole(), len(batch[0])
         label = "gpt, untied" if name == "gpt" else name
         both = (
             (subject, streamed(crew, subject, batch)),
@@ -161,11 +161,9 @@ def pipedream_tables(crew: Crew) -> tuple[Table, Table]:
             label,
             str(samples),
             *(
-                f"{counted / MIB:.1f} ({predicted / MIB:.1f})"
+                peak
                 for cut, found in both
-                for counted, predicted in zip(
-                    found.peak_nbytes, predicted_nbytes(cut, samples, found), strict=True
-                )
+                for peak in _peaks(found, predicted_nbytes(cut, samples, found))
             ),
         )
         pipeline, data = communicated_nbytes(subject, samples)
@@ -174,6 +172,12 @@ def pipedream_tables(crew: Crew) -> tuple[Table, Table]:
             f"{data / 1024:.1f}", f"{pipeline / data:.2f}",
         )  # fmt: skip
     return memory, communicated
+
+
+def _peaks(found: Footprint, predicted: Sequence[int]) -> list[str]:
+    """MiB by stage, with what was predicted in brackets if it was."""
+    known = [f" ({nbytes / MIB:.1f})" for nbytes in predicted] or [""] * len(found.peak_nbytes)
+    return [f"{n / MIB:.1f}{p}" for n, p in zip(found.peak_nbytes, known, strict=True)]
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:

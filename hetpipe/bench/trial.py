@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hetpipe.bench.digits import DigitsNet
 from hetpipe.bench.eager import Eager, micro_sizes
+from hetpipe.bench.lstm import Recurrent
 from hetpipe.bench.workload import Workload
 from hetpipe.bench.zoo import load_workload
 from hetpipe.capture import Captured
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from hetpipe.engine.crew import Crew
     from hetpipe.optim.rule import Optimizer
 
+MODELS: dict[str, type[torch.nn.Module]] = {"digits": DigitsNet, "lstm": Recurrent}
+"""By name of the workload: those that can be trained from several seeds."""
 WINDOW = 10
 """Mini-batches that a training loss is averaged over."""
 
@@ -124,11 +128,11 @@ def timed(losses: Iterable[float]) -> Timed:
 
 
 def seeded(model: str, seed: int) -> Workload:
-    """The workload of the zoo, with weights of that seed."""
+    """The workload of that name, with weights of that seed."""
     workload = load_workload(model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return replace(workload, model=type(workload.model)())
+        return replace(workload, model=MODELS[model]())
 
 
 def unprofiled(
