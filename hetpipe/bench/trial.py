@@ -32,7 +32,6 @@ MODELS: dict[str, type[torch.nn.Module]] = {"digits": DigitsNet, "lstm": Recurre
 WINDOW = 10
 """Mini-batches that a training loss is averaged over."""
 
-
 Timed = tuple[tuple[float, ...], tuple[float, ...]]
 """Losses, and seconds from the beginning to each."""
 
