@@ -174,7 +174,7 @@ class PipelineRow(Row):
         self.name = name
         self.plan = plan
         self._batches = task.workload.batches(task.mini_batch, task.seed)
-        cluster = _only(task.cluster, plan.devices)
+        cluster = _only(task.cluster, [name for stage in plan.stages for name in stage.devices])
         self._crew = Crew.start(cluster)
         try:
             self.pipe = self._open(cluster)
@@ -217,7 +217,7 @@ class PipelineRow(Row):
             cluster=cluster,
             optimizer=optimizer_of(task.workload),
             plan=plan,
-            costs=task.tables[-(-task.mini_batch // plan.microbatches)],
+            costs=task.tables[min(task.tables, key=lambda n: abs(n - plan.share_samples))],
             seed=task.seed,
             captured=task.captured,
             crew=self._crew,
