@@ -23,6 +23,7 @@ from hetpipe.cluster import Cluster, Link, available_cores
 from hetpipe.cost import cache
 from hetpipe.engine.crew import Crew
 from hetpipe.engine.measure import measure_links, profile
+from hetpipe.errors import PlanError
 from hetpipe.plan.baselines import even_plan, link_blind_plan, speed_blind_plan
 from hetpipe.plan.planner import explore
 from hetpipe.plan.replicated import replicated_plan
@@ -329,7 +330,7 @@ def _open(task: Task, setting: Setting, progress: Progress) -> Iterator[Outcome]
         for make in (even_plan, speed_blind_plan)
     )  # fmt: skip
     without_peer = refusal(task.workload, task.cluster, task.mini_batch, PEER_COUNTS)
-    without_parallel = _no_replicas(task)
+    replicated, without_parallel = _replicated(task)
     twin = None if setting.twice is None else _twin(task, setting.twice)
     with ExitStack() as stack:
         rows = _Rows(stack, setting, progress)
@@ -351,12 +352,12 @@ def _open(task: Task, setting: Setting, progress: Progress) -> Iterator[Outcome]
             even=rows.pipeline(task, "even split", even),
             blind=rows.pipeline(task, "best split ignoring speeds", blind),
             balanced=rows.pipeline(task, "balanced pipeline", balanced),
-            parallel=None if without_parallel else _parallel(rows, task, "data parallel"),
+            parallel=None
+            if replicated is None
+            else rows.pipeline(task, "data parallel", replicated),
             without_parallel=without_parallel,
             twice=None if twin is None else _twice(rows, twin, setting),
-            twice_parallel=None
-            if twin is None or without_parallel
-            else _parallel(rows, twin, f"two workers of {setting.twice}, data parallel"),
+            twice_parallel=None if twin is None else _twice_parallel(rows, twin, setting),
             linked=_linked(rows, task, setting),
             timelines=(),
         )
@@ -366,18 +367,24 @@ def _twice(rows: _Rows, twin: Task, setting: Setting) -> PipelineRow:
     return rows.pipeline(twin, f"two workers of {setting.twice}", _balanced_plan(twin, setting))
 
 
-def _no_replicas(task: Task) -> str:
-    """Why the task has no row with a replica on each device; empty if it has."""
+def _twice_parallel(rows: _Rows, twin: Task, setting: Setting) -> PipelineRow | None:
+    plan, _ = _replicated(twin)
+    if plan is None:
+        return None
+    return rows.pipeline(twin, f"two workers of {setting.twice}, data parallel", plan)
+
+
+def _replicated(task: Task) -> tuple[Plan | None, str]:
+    """The plan with the whole model on each device; or why there is none."""
     if len(task.cluster.ids) < 2:
-        return "there is one device"
+        return None, "there is one device"
     if task.captured.updated_buffers:
-        return "batch norm over fewer rows is other training, not to be compared"
-    return ""
-
-
-def _parallel(rows: _Rows, task: Task, name: str) -> PipelineRow:
-    plan = replicated_plan(task.tables, task.cluster.ids, mini_batch=task.mini_batch)
-    return rows.pipeline(task, name, plan)
+        return None, "batch norm over fewer rows is other training, not to be compared"
+    try:
+        made = replicated_plan(task.tables, task.cluster.ids, mini_batch=task.mini_batch)
+    except PlanError as error:
+        return None, str(error)
+    return made, ""
 
 
 def _linked(rows: _Rows, task: Task, setting: Setting) -> Linked | None:

@@ -29,7 +29,8 @@ def replicated_plan(
     size; times of other sizes lie on lines between them. Raises `PlanError` if no numbers of rows
     lie within the measured sizes, or a device cannot run the model.
     """
-    counts = [microbatches] if microbatches else [2**k for k in range(mini_batch.bit_length())]
+    most = mini_batch // max(len(devices), 1)  # a row for everyone
+    counts = [microbatches] if microbatches else [2**k for k in range(most.bit_length())]
     found = [
         plan
         for count in counts
@@ -117,7 +118,7 @@ def _rows(times: Mapping[str, _Times], samples: int) -> dict[str, int] | None:
     while True:
         slowest = max(times, key=end_s)
         quickest = min(times, key=lambda device: end_s(device, 1))
-        if end_s(quickest, 1) >= end_s(slowest) or rows[slowest] == 1:
+        if end_s(quickest, 1) >= end_s(slowest) or rows[slowest] <= 1:
             break
         rows[slowest] -= 1
         rows[quickest] += 1

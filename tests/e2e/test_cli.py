@@ -176,7 +176,12 @@ def test_bench_figures_agree_with_each_other(home: Path) -> None:
     linked = [row for row in found["rows"] if "slow link" in row["name"]]
     assert {row["label"] for row in linked} == {"emulated"}
     assert found["linked"]["aware_samples_per_s"] > 0
-    (twice,) = [row for row in found["rows"] if "two workers" in row["name"]]
+    twice, *replicas = [row for row in found["rows"] if "two workers" in row["name"]]
+    assert [row["plan"]["stages"][0]["devices"] for row in replicas] == [
+        ["pytorch:cpu:0#0", "pytorch:cpu:0#1"]
+    ]
+    assert replicas[0]["max_loss_rel_diff"] < 1e-4
+    assert "no data-parallel row: no data-parallel plan for pytorch:cpu:0#0" in done.stdout
     assert twice["label"] == "emulated", "like the member at half speed"
     slow = found["devices"][1]["samples_per_s"]
     assert found["twice"]["efficiency"] == pytest.approx(twice["samples_per_s"] / (2 * slow))

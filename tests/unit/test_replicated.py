@@ -44,6 +44,14 @@ def test_the_slowest_replica_ends_as_early_as_any_division_lets_it(speeds, micro
     assert sum(stage.shares) == samples
 
 
+@pytest.mark.parametrize("mini_batch", [1, 2, 3, 32])
+def test_every_number_of_rows_ends(mini_batch):
+    """One measured size, so that all times are equal, and fewer rows than devices."""
+    known = tables({"a": 2.0, "b": 1.0, "c": 1.0}, (8,))
+    with pytest.raises(PlanError, match="no data-parallel plan"):
+        replicated_plan(known, ["a", "b", "c"], mini_batch=mini_batch)
+
+
 def test_gradients_cross_in_both_directions():
     """8 layers of 1 MiB of parameters, there and back, at 1 MiB/s and 0.5 s latency."""
     known = tables({"a": 1.0, "b": 1.0}, latency_s=0.5, bandwidth=float(1 << 20))
