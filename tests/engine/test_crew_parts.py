@@ -78,7 +78,8 @@ def test_tensors_of_a_message_do_not_overlap() -> None:
 
 
 def test_a_relayed_tensor_travels_on_both_wires() -> None:
-    found = {(w.source, w.target): w.layouts for w in wires(make_stages(3, [2], skip=True))}
+    stages = [[stage] for stage in make_stages(3, [2], skip=True)]
+    found = {(w.source[0], w.target[0]): w.layouts for w in wires(stages)}
     names = {ends: [s.name for s in lay["F", 2]] for ends, lay in found.items() if ("F", 2) in lay}
     assert names == {(0, 1): ["h0"], (1, 2): ["h1", "h0"]}
     assert [slot.name for slot in found[2, 1]["B", 2]] == ["h1", "h0"]
@@ -95,7 +96,7 @@ def test_a_bfloat16_cut_is_refused() -> None:
             object.__setattr__(program, side, tuple(slots))
     object.__setattr__(right.passes[2], "backward", None)
     with pytest.raises(HetpipeError, match="cast to float32"):
-        wires([left, right])
+        wires([[left], [right]])
 
 
 def test_stages_of_different_captures_are_refused() -> None:
@@ -106,7 +107,7 @@ def test_stages_of_different_captures_are_refused() -> None:
     )
     object.__setattr__(left.passes[2].forward, "outputs", slots)
     with pytest.raises(HetpipeError, match=r"float64\[9, 9\].*float64\[2, 4\]"):
-        wires([left, right])
+        wires([[left], [right]])
 
 
 def parse(*rows: str) -> Any:
