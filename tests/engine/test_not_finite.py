@@ -39,6 +39,11 @@ def crew() -> Iterator[Crew]:
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_training_ends(crew: Crew, schedule: str) -> None:
     with pytest.raises(HetpipeError, match=r"loss of mini-batch 0 is nan \(first in micro"):
+        train(crew, schedule, check_finite=False)
+
+
+def test_the_stage_and_tensor_are_named(crew: Crew) -> None:
+    with pytest.raises(HetpipeError, match=r"at 1F0: cut '\w+' of stage 1 is not finite"):
         train(crew, "1f1b", check_finite=True)
 
 
