@@ -130,7 +130,7 @@ def test_requests_that_do_not_fit_are_refused_before_they_run() -> None:
     with Crew.start(cluster(["numpy:cpu:0"] * 2, "local")) as crew:
         with pytest.raises(HetpipeError, match="no stages are loaded"):
             run(crew, generate("gpipe", 2, 3), 1)
-        with pytest.raises(HetpipeError, match="2 stages need a member each, and one per replica, got 1"):
+        with pytest.raises(HetpipeError, match="need a member each, and one per replica, got 1"):
             crew.load(make_stages(2, [2, 3]), ["m0"], make_values(2))
         with pytest.raises(HetpipeError, match="needs param 'w1'"):
             crew.load(make_stages(2, [2, 3]), ["m0", "m1"], {"w0": make_values(1)["w0"]})
