@@ -17,7 +17,8 @@ from rich.table import Table
 
 from hetpipe.bench.sleeping import SleepingBackend
 from hetpipe.cluster.cluster import Cluster, Link, Member
-from hetpipe.engine.crew import Crew, Keeping, StepRequest
+from hetpipe.engine.crew import Crew, StepRequest
+from hetpipe.engine.messages import Keep
 from hetpipe.engine.overhead import empty_stage
 from hetpipe.engine.streaming import Streaming
 from hetpipe.schedule.action import Op, Schedule
@@ -95,7 +96,7 @@ def _load(crew: Crew, stages: int, policy: str) -> None:
     weights = {f"w{n}": np.zeros((), np.float32) for n in range(stages)}
     graphs = [empty_stage(n, stages) for n in range(stages)]
     members = [f"worker {n}" for n in range(stages)]
-    crew.load(graphs, members, weights, keeping=Keeping(policy))
+    crew.load(graphs, members, weights, keep=Keep(policy))
 
 
 def _request(count: int, schedule: Schedule = ()) -> StepRequest:

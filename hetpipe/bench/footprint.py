@@ -10,7 +10,8 @@ from hetpipe.capture.captured import Captured
 from hetpipe.capture.program import CUT, STATE, TANGENT, Slot, StageGraphs
 from hetpipe.cluster.cluster import Cluster, Member
 from hetpipe.cost.table import CostTable, LayerBytes, TiedBytes
-from hetpipe.engine.crew import Crew, Keeping, StepRequest, StepResult
+from hetpipe.engine.crew import Crew, StepRequest, StepResult
+from hetpipe.engine.messages import Keep
 from hetpipe.engine.streaming import Streaming
 from hetpipe.plan.costs import StageCosts
 from hetpipe.schedule.action import Schedule
@@ -180,7 +181,7 @@ def _nbytes(slots: Sequence[Slot], role: str) -> int:
 def _load(crew: Crew, subject: Subject, graphs: Sequence[StageGraphs], policy: str) -> None:
     values = {**subject.captured.parameters, **subject.captured.buffers}
     members = [member.id for member in crew.cluster.members][: len(graphs)]
-    crew.load(graphs, members, values, keeping=Keeping(policy))
+    crew.load(graphs, members, values, keep=Keep(policy))
 
 
 def _request(

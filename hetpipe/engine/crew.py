@@ -55,26 +55,6 @@ class StepRequest:
 
 
 @dataclass(frozen=True)
-class Keeping:
-    """How versions of the weights are kept (see `hetpipe.engine.policy`), and what has been.
-
-    `backward_ahead`: per stage, updates that are predicted for backwards; `updates` that the values
-    have seen, the last of them with `lr`. `check_finite`: look at all that a pass makes for others.
-    """
-
-    policy: str = "flush"
-    backward_ahead: Sequence[int] = ()
-    updates: int = 0
-    lr: float = 0.0
-    check_finite: bool = False
-
-    def of(self, stage: int) -> say.Keep:
-        """The same for one stage."""
-        ahead = self.backward_ahead[stage] if self.backward_ahead else 0
-        return say.Keep(self.policy, ahead, self.updates, self.lr, self.check_finite)
-
-
-@dataclass(frozen=True)
 class Part:
     """A part of a stream. Numbers in the schedule count from mini-batch `first`; `begins` is the
     mini-batch that comes with it, `closing` what ends a micro-batch (of the whole stream)."""
@@ -167,7 +147,7 @@ class Crew:
         members: Sequence[str | Sequence[str]],
         values: Mapping[str, Array],
         state_init: Callable[..., Array] = np.zeros,
-        keeping: Keeping | None = None,
+        keep: say.Keep = say.Keep(),  # noqa: B008 - frozen
         shares: Sequence[Sequence[float]] = (),
     ) -> None:
         """Make `members[n]` stage n: upload parameters and buffers, compile all programs.
@@ -192,15 +172,14 @@ class Crew:
         self._assembly, self._members = None, places
         self._rows = {replicas: row for row, replicas in enumerate(dict.fromkeys(places))}
         self._check_rows()
-        how = keeping or Keeping()
         with self._guarded():
             for member, (ends, fds) in assembly.plug(self.cluster, places, self._index).items():
                 own = tuple(
-                    say.StageLoad(graphs[n][r], r, assembly.values_of(graphs[n][r]), how.of(n))
+                    say.StageLoad(graphs[n][r], r, assembly.values_of(graphs[n][r]))
                     for n, r in self._places(member)
                 )
                 with fds:
-                    message = say.Load(own, state_init, ends)
+                    message = say.Load(own, keep, state_init, ends)
                     self._fleet.send(self._index[member], message, fds.numbers)
             self._control.gather(self._workers)
         self._assembly, self._longest_s = assembly, None

@@ -52,13 +52,12 @@ class EdgeEnd:
 
 @dataclass(frozen=True)
 class Keep:
-    """How a stage keeps versions of its weights, and the updates that its values have seen."""
+    """How versions of weights are kept (`hetpipe.engine.policy`), and what they have seen."""
 
     policy: str = "flush"
-    backward_ahead: int = 0
     updates: int = 0
     lr: float = 0.0  # of the last of them
-    check_finite: bool = False
+    check_finite: bool = False  # look at all that leaves a pass
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,6 @@ class StageLoad:
     graphs: StageGraphs
     replica: int
     values: Mapping[str, Array]
-    keep: Keep
 
 
 @dataclass(frozen=True)
@@ -76,6 +74,7 @@ class Load:
     """Become these stages."""
 
     stages: tuple[StageLoad, ...]
+    keep: Keep
     state_init: Callable[..., Array]
     edges: tuple[EdgeEnd, ...]
 

@@ -16,21 +16,19 @@ from hetpipe.capture.captured import Captured
 from hetpipe.capture.program import BUFFER, GRAD, PARAM, STATE
 from hetpipe.checkpoint import Checkpoint
 from hetpipe.checkpoint import load as load_checkpoint
-from hetpipe.engine.crew import Crew, Keeping, StepRequest, StepResult
+from hetpipe.engine.crew import Crew, StepRequest, StepResult
 from hetpipe.engine.loading import Loading
-from hetpipe.engine.measure import Progress, profile
-from hetpipe.engine.messages import Clip
+from hetpipe.engine.measure import Progress
+from hetpipe.engine.messages import Clip, Keep
+from hetpipe.engine.planning import Planning, check_lanes
 from hetpipe.engine.resume import ROLES, check, write
 from hetpipe.engine.streaming import Streaming, check_policy
 from hetpipe.errors import HetpipeError, PlanError
 from hetpipe.plan.plan import Plan
-from hetpipe.plan.planner import explore, make_plan, predict
-from hetpipe.plan.pricing import check_able
-from hetpipe.plan.replicated import replicated_plan
+from hetpipe.plan.planner import predict
 from hetpipe.schedule.action import Op, Schedule
 from hetpipe.schedule.complete import Tied
 from hetpipe.schedule.generators import generate, is_asynchronous
-from hetpipe.schedule.lanes import laned_stages
 from hetpipe.schedule.stream import Stream
 from hetpipe.schedule.validate import HALVES
 
@@ -42,10 +40,6 @@ if TYPE_CHECKING:
     from hetpipe.optim.rule import Optimizer
     from hetpipe.simulate.timeline import Timeline
 
-EXPLORED_MICROBATCHES = (4, 8, 16, 32)
-SYNCHRONOUS = ("1f1b", "gpipe")
-DATA_PARALLEL = "data-parallel"
-"""Asked for as a schedule: a plan of one stage with a replica on each device."""
 RECENT = 64
 """Mini-batches of a run whose timeline is kept."""
 
@@ -120,16 +114,15 @@ class Pipeline:
         self._borrowed = crew is not None
         self._crew = crew or Crew.start(cluster)
         try:
+            planning = Planning(
+                self._captured, self._crew, optimizer, self._mini_batch, self._progress
+            )
             if plan is None:
-                self.plan, self.costs = self._planned(microbatches, schedule, weights, cuts)
+                self.plan, self.costs = planning.choose(microbatches, schedule, weights, cuts)
             else:
-                self.plan = self._fitting(plan)
-                if costs is None:
-                    costs = self._profiled([plan.microbatches])[plan.microbatches]
-                    check_able(plan, costs)
-                self.costs = costs
+                self.plan, self.costs = plan, planning.check(plan, costs)
             check_policy(self.plan, self._optimizer)
-            self._check_lanes()
+            check_lanes(self.plan)
             self._check_clip()
             self._loaded: set[int] = set()  # samples of micro-batches
             self._evaluated: set[int] = set()
@@ -155,7 +148,9 @@ class Pipeline:
         """Train on a stream of mini-batches; a result for each, in order.
 
         An asynchronous schedule goes on from one to the next without a flush, also from one `run`
-        to the next; results come later than the mini-batches were asked for.
+        to the next; results come later than the mini-batches were asked for. Those that were not
+        asked for, because the caller stopped, are dropped by what comes next; what they are of is
+        trained.
         """
         for x, y in batches:
             if self._streaming is None:
@@ -179,10 +174,7 @@ class Pipeline:
         """
         self.flush()
         request = self._request(x, y, (), evaluates=True)
-        forwards = tuple(
-            tuple(action for action in row if action.op in _FORWARDS)
-            for row in self._passes(len(request.samples))
-        )
+        forwards = self._schedule(len(request.samples), _FORWARDS)
         result = self._crew.step(replace(request, schedule=forwards))
         return _mean(result, request.samples, self._steps)
 
@@ -282,64 +274,6 @@ class Pipeline:
     ) -> None:
         self.close()
 
-    def _planned(
-        self, microbatches: int | None, schedule: str, weights: str, cuts: Sequence[int] | None
-    ) -> tuple[Plan, CostTable]:
-        if weights == "auto":
-            weights = "stash" if is_asynchronous(schedule) else "flush"
-        counts = [microbatches] if microbatches else list(EXPLORED_MICROBATCHES)
-        if schedule == DATA_PARALLEL:
-            counts = [2, *EXPLORED_MICROBATCHES]
-        if microbatches is None and is_asynchronous(schedule) and weights != "2bw":
-            counts = [1]  # updates as soon as they can be
-        tables = self._profiled(counts)
-        schedules = SYNCHRONOUS if schedule == "auto" else (schedule,)
-        members = list(self._crew.infos)
-        if schedule == DATA_PARALLEL and cuts is None:
-            by_size = {table.samples: table for table in tables.values()}
-            made = replicated_plan(
-                by_size, members, mini_batch=self._mini_batch, microbatches=microbatches
-            )
-            return made, by_size[min(by_size, key=lambda size: abs(size - made.share_samples))]
-        if cuts is None:
-            by_size = {table.samples: table for table in tables.values()}
-            best = explore(
-                by_size, members, mini_batch=self._mini_batch, schedules=schedules, weights=weights
-            )[0]
-            return best, by_size[-(-self._mini_batch // best.microbatches)]
-        made = make_plan(
-            tables[counts[0]],
-            members[: len(cuts) + 1],
-            mini_batch=self._mini_batch,
-            microbatches=counts[0],
-            schedule=schedules[0],
-            weights=weights,
-            cuts=cuts,
-        )
-        return made, tables[counts[0]]
-
-    def _profiled(self, counts: Sequence[int]) -> dict[int, CostTable]:
-        """A table for each of these numbers of micro-batches."""
-        sizes = {count: -(-self._mini_batch // count) for count in counts}
-        wanted = sorted(set(sizes.values()), reverse=True)
-        tables = profile(self._captured, self._crew, self._optimizer, wanted, self._progress)
-        return {count: tables[size] for count, size in sizes.items()}
-
-    def _fitting(self, plan: Plan) -> Plan:
-        layers = len(self._captured.layer_graph(self._mini_batch).layers)
-        if plan.stages[-1].hi != layers:
-            raise PlanError(
-                f"the plan is for {plan.stages[-1].hi} layers, the model has {layers}: "
-                "make a new plan for this model"
-            )
-        for stage in plan.stages:
-            for device in stage.devices:
-                if device not in self._crew.infos:
-                    raise PlanError(
-                        f"the plan uses {device}, the cluster has {', '.join(self._crew.infos)}"
-                    )
-        return plan
-
     def _load(self, sizes: set[int], kept: Checkpoint | None) -> None:
         """Give the workers the stages for these micro-batch sizes, with values that were kept."""
         self._progress("compiling stages", 0, 1)
@@ -360,17 +294,16 @@ class Pipeline:
             values.update(kept.tensors[PARAM])
             values.update(kept.tensors[BUFFER])
         lr = self._optimizer.lr_at(max(self._steps, 1))
-        ahead = [n // 2 for n in range(len(stages))]
-        how = Keeping(self.plan.weights, ahead, self._steps, lr, self._check_finite)
+        keep = Keep(self.plan.weights, self._steps, lr, self._check_finite)
         shares = [stage.shares for stage in self.plan.stages]
         members = [stage.devices for stage in self.plan.stages]
-        self._crew.load(stages, members, values, keeping=how, shares=shares)
+        self._crew.load(stages, members, values, keep=keep, shares=shares)
         self._streaming = None
         if stream is not None:
             self._streaming = Streaming(self._crew, stream, self.plan.weights)
         if kept is not None:
             self._crew.write(STATE, kept.tensors[STATE])
-        self._schedules: dict[tuple[int, bool], Schedule] = {}
+        self._schedules: dict[tuple[int, frozenset[Op]], Schedule] = {}
         self._progress("compiling stages", 1, 1)
 
     def _passes(
@@ -388,23 +321,14 @@ class Pipeline:
             replicas=[len(stage.devices) for stage in plan.stages],
         )
 
-    def _schedule(self, microbatches: int, update: bool) -> Schedule:
-        key = (microbatches, update)
+    def _schedule(self, microbatches: int, ops: frozenset[Op]) -> Schedule:
+        """Of one mini-batch the actions of these kinds, made once: workers know it by itself."""
+        key = (microbatches, ops)
         if key not in self._schedules:
-            stages = self.plan.stages
-            in_flight = [min(stage.in_flight, microbatches) for stage in stages]
+            in_flight = [min(stage.in_flight, microbatches) for stage in self.plan.stages]
             made = self._passes(microbatches, in_flight, self._tied)
-            if not update:
-                made = tuple(tuple(a for a in worker if a.op not in _UPDATING) for worker in made)
-            self._schedules[key] = made
+            self._schedules[key] = tuple(tuple(a for a in row if a.op in ops) for row in made)
         return self._schedules[key]
-
-    def _check_lanes(self) -> None:
-        if laned_stages(self._passes(self.plan.microbatches)):
-            raise HetpipeError(
-                f"{self.plan.schedule} runs a forward and a backward of a stage at once, which no "
-                "device does here; it can be simulated; choose another schedule"
-            )
 
     def _check_clip(self) -> None:
         if self._clip is None:
@@ -482,7 +406,8 @@ class Pipeline:
 
     def _step(self, x: Any, y: Any, update: bool) -> float:
         request = self._request(x, y, ())
-        request = replace(request, schedule=self._schedule(len(request.samples), update))
+        ops = _ALL if update else _ALL - _UPDATING
+        request = replace(request, schedule=self._schedule(len(request.samples), ops))
         result = self._crew.step(request)
         self._recent.clear()
         self._recent.append(result)
@@ -490,6 +415,7 @@ class Pipeline:
         return _mean(result, request.samples, request.number - 1)
 
 
+_ALL = frozenset(Op)
 _FORWARDS = frozenset({Op.RECV_FORWARD, Op.FORWARD, Op.SEND_FORWARD})
 _UPDATING = frozenset({Op.UPDATE, Op.SEND_TIED_PARAM, Op.RECV_TIED_PARAM})
 

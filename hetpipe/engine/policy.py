@@ -144,7 +144,7 @@ class Predicted(Weights):
 POLICIES = ("flush", "stash", "vertical-sync", "2bw", "spectrain", "pipeoptim")
 
 
-def make_weights(keep: Keep, parameters: Version, predict: Predict | None) -> Weights:
+def make_weights(keep: Keep, stage: int, parameters: Version, predict: Predict | None) -> Weights:
     """The versions of a stage under a policy. Raises `HetpipeError`."""
     if keep.policy == "flush":
         return Flushed(parameters, keep.updates)
@@ -154,5 +154,5 @@ def make_weights(keep: Keep, parameters: Version, predict: Predict | None) -> We
         raise HetpipeError(f"no weight policy {keep.policy!r}; known: {', '.join(POLICIES)}")
     if predict is None:
         raise HetpipeError(f"{keep.policy} needs an optimizer that predicts weights")
-    ahead = keep.backward_ahead if keep.policy == "spectrain" else 0
+    ahead = stage // 2 if keep.policy == "spectrain" else 0  # SpecTrain's s of a backward
     return Predicted(parameters, keep.updates, predict, ahead)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -30,6 +30,9 @@ from hetpipe.schedule.action import PER_MINI_BATCH, Action, Message, Op, Schedul
 Edge = tuple[Place, Place]
 """Source and target."""
 
+Arrivals = dict[tuple[int, int], list[Message]]
+"""By source and target stage: what is sent meanwhile, in the order of sending."""
+
 Closing = frozenset[tuple[int, Op]]
 """(stage, operation)"""
 
@@ -46,9 +49,8 @@ class Script:
     """A part of a schedule from one worker's point of view."""
 
     actions: tuple[Action, ...]
-    arrivals: dict[
-        tuple[int, int], list[Message]
-    ]  # by source and target stage: what is sent meanwhile, in the senders' order
+    messages: tuple[Message | None, ...]  # what each action sends or receives
+    arrivals: Arrivals
     closing: Closing
 
     @classmethod
@@ -56,12 +58,29 @@ class Script:
         cls, schedule: Schedule, worker: int, stages: Container[int], closing: Closing
     ) -> Script:
         """`stages` are those of the worker."""
-        arrivals: dict[tuple[int, int], list[Message]] = {}
+        arrivals: Arrivals = {}
         for action in (action for row in schedule for action in row):
             message = action.message
             if message is not None and action.op.is_send and message.target in stages:
                 arrivals.setdefault(message[:2], []).append(message)
-        return cls(schedule[worker], arrivals, closing)
+        actions = schedule[worker]
+        return cls(actions, tuple(action.message for action in actions), arrivals, closing)
+
+    def numbered(self, first: int, microbatches: int) -> Iterable[tuple[Action, Message | None]]:
+        """Actions and their messages, where mini-batch 0 of the script is `first` of the stream."""
+        pairs = zip(self.actions, self.messages, strict=True)
+        return (_later(a, m, first, microbatches) for a, m in pairs) if first else pairs
+
+
+def _later(
+    action: Action, message: Message | None, first: int, microbatches: int
+) -> tuple[Action, Message | None]:
+    if action.op in PER_MINI_BATCH:
+        return replace(action, number=action.number + first), None
+    if message is not None and message.kind in TIED:
+        return action, message
+    number = action.number + first * microbatches
+    return replace(action, number=number), message and message._replace(number=number)
 
 
 def closing(schedule: Schedule) -> Closing:
@@ -120,10 +139,8 @@ class Runner:
         counts: tuple[float, ...] | None = None
         spans: list[Span] = []
         self._expect(script, step.first)
-        for action in script.actions:
-            action = self._absolute(action, step.first)
+        for action, message in script.numbered(step.first, step.microbatches):
             self.doing = action
-            message = action.message
             start_s = time.monotonic()
             if message is not None:
                 self._transfer(action, message)
@@ -197,12 +214,6 @@ class Runner:
             square = sum(stage.square(scale) for stage in first)  # others have the same
             self._clipped = {batch.serial: self._clip(batch, square)}
         return scale * self._clipped[batch.serial]
-
-    def _absolute(self, action: Action, first: int) -> Action:
-        if first == 0 or (action.message is not None and action.message.kind in TIED):
-            return action
-        shift = first if action.op in PER_MINI_BATCH else first * self._microbatches
-        return replace(action, number=action.number + shift)
 
     def _expect(self, script: Script, first: int) -> None:
         sums = [action for action in script.actions if action.op is Op.ALL_REDUCE]

@@ -130,7 +130,7 @@ class Service:
         for load in message.stages:
             self._replicas[load.graphs.stage] = load.replica
             self._stages[load.graphs.stage] = Stage(
-                self._device, load.graphs, load.values, message.state_init, load.keep
+                self._device, load.graphs, load.values, message.state_init, message.keep
             )
         senders, receivers = {}, {}
         for end in message.edges:

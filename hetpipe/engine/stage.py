@@ -93,7 +93,7 @@ class Stage:
             self._places[key] = (TABLE_OF.get(slot.role, FRAME), len(table))
             table.append(self._initial(slot, graphs, values, state_init))
         predict = None if graphs.predict is None else self._predict
-        self.weights = make_weights(keep, self._tables[PARAMS], predict)
+        self.weights = make_weights(keep, graphs.stage, self._tables[PARAMS], predict)
         self._store = self._tables[STORE]
         self._frames: dict[int, Frame] = {}
         places = [place for key, place in self._places.items() if key[0] == TANGENT]

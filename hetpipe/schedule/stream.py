@@ -44,6 +44,7 @@ class Stream:
         self.stages = stages
         self._parts = [_segments(row, microbatches, 2 * self.start + 3) for row in self._sample]
         self._check()
+        self._schedules = list(zip(*self._parts, strict=True))  # made once: each is sent once
         self._updates = [self._count(stage) for stage in range(stages)]
 
     @property
@@ -54,8 +55,7 @@ class Stream:
     def segment(self, mini_batch: int) -> Segment:
         """What follows from the admission of `mini_batch`."""
         first = max(mini_batch - self.start, 0)
-        rows = (part[mini_batch - first] for part in self._parts)
-        return Segment(tuple(rows), first)
+        return Segment(self._schedules[mini_batch - first], first)
 
     def flush(self, mini_batches: int) -> Segment:
         """What is left behind the segments of so many mini-batches."""

@@ -1,0 +1,122 @@
+"""What a pipeline plans by: profiles on its crew, and whether a given plan fits crew and model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hetpipe.engine.measure import Progress, profile
+from hetpipe.errors import HetpipeError, PlanError
+from hetpipe.plan.planner import explore, make_plan
+from hetpipe.plan.pricing import check_able
+from hetpipe.plan.replicated import replicated_plan
+from hetpipe.schedule.generators import generate, is_asynchronous
+from hetpipe.schedule.lanes import laned_stages
+
+if TYPE_CHECKING:
+    from hetpipe.capture.captured import Captured
+    from hetpipe.cost.table import CostTable
+    from hetpipe.engine.crew import Crew
+    from hetpipe.optim.rule import Optimizer
+    from hetpipe.plan.plan import Plan
+
+EXPLORED_MICROBATCHES = (4, 8, 16, 32)
+SYNCHRONOUS = ("1f1b", "gpipe")
+DATA_PARALLEL = "data-parallel"
+"""Asked for as a schedule: a plan of one stage with a replica on each device."""
+
+
+@dataclass(frozen=True)
+class Planning:
+    """Plans for one model on one crew."""
+
+    captured: Captured
+    crew: Crew
+    optimizer: Optimizer
+    mini_batch: int
+    progress: Progress
+
+    def choose(
+        self, microbatches: int | None, schedule: str, weights: str, cuts: Sequence[int] | None
+    ) -> tuple[Plan, CostTable]:
+        """The quickest predicted plan under these wishes, and the costs that it was made with.
+
+        Raises `PlanError`.
+        """
+        if weights == "auto":
+            weights = "stash" if is_asynchronous(schedule) else "flush"
+        if schedule == DATA_PARALLEL and cuts is None:
+            return self._replicated(microbatches)
+        counts = [microbatches] if microbatches else list(EXPLORED_MICROBATCHES)
+        if microbatches is None and is_asynchronous(schedule) and weights != "2bw":
+            counts = [1]  # updates as soon as they can be
+        tables = self._profiled(counts)
+        schedules = SYNCHRONOUS if schedule == "auto" else (schedule,)
+        members = list(self.crew.infos)
+        if cuts is None:
+            best = explore(
+                tables, members, mini_batch=self.mini_batch, schedules=schedules, weights=weights
+            )[0]
+            return best, tables[self._samples(best.microbatches)]
+        table = tables[self._samples(counts[0])]
+        made = make_plan(
+            table,
+            members[: len(cuts) + 1],
+            mini_batch=self.mini_batch,
+            microbatches=counts[0],
+            schedule=schedules[0],
+            weights=weights,
+            cuts=cuts,
+        )
+        return made, table
+
+    def check(self, plan: Plan, costs: CostTable | None) -> CostTable:
+        """The costs for a given plan, profiled if they are not given.
+
+        Raises `PlanError` where the plan is of another model or cluster, or a device cannot run its
+        layers.
+        """
+        layers = len(self.captured.layer_graph(self.mini_batch).layers)
+        if plan.stages[-1].hi != layers:
+            raise PlanError(
+                f"the plan is for {plan.stages[-1].hi} layers, the model has {layers}: "
+                "make a new plan for this model"
+            )
+        for device in (device for stage in plan.stages for device in stage.devices):
+            if device not in self.crew.infos:
+                raise PlanError(
+                    f"the plan uses {device}, the cluster has {', '.join(self.crew.infos)}"
+                )
+        if costs is None:
+            (costs,) = self._profiled([plan.microbatches]).values()
+            check_able(plan, costs)
+        return costs
+
+    def _replicated(self, microbatches: int | None) -> tuple[Plan, CostTable]:
+        tables = self._profiled([2, *EXPLORED_MICROBATCHES])
+        plan = replicated_plan(
+            tables, list(self.crew.infos), mini_batch=self.mini_batch, microbatches=microbatches
+        )
+        return plan, tables[min(tables, key=lambda size: abs(size - plan.share_samples))]
+
+    def _samples(self, microbatches: int) -> int:
+        return -(-self.mini_batch // microbatches)
+
+    def _profiled(self, counts: Sequence[int]) -> dict[int, CostTable]:
+        """Tables for these numbers of micro-batches, by samples of one."""
+        sizes = sorted({self._samples(count) for count in counts}, reverse=True)
+        return profile(self.captured, self.crew, self.optimizer, sizes, self.progress)
+
+
+def check_lanes(plan: Plan) -> None:
+    """Raises `HetpipeError` for a schedule that no device here can run."""
+    if is_asynchronous(plan.schedule):
+        return
+    workers = len(set(plan.devices))
+    rows = generate(plan.schedule, len(plan.stages), plan.microbatches, workers=workers)
+    if laned_stages(rows):
+        raise HetpipeError(
+            f"{plan.schedule} runs a forward and a backward of a stage at once, which no device "
+            "does here; it can be simulated; choose another schedule"
+        )
