@@ -13,29 +13,34 @@ from hetpipe.schedule.generators import generate, is_asynchronous, max_in_flight
 
 def unpriced(
     captured: Captured,
-    members: Sequence[str],
+    members: Sequence[str | Sequence[str]],
     schedule: str,
     mini_batch: int,
     microbatches: int,
     *,
     in_flight: Sequence[int] | None = None,
     weights: str = "flush",
+    shares: Sequence[tuple[float, ...]] | None = None,
 ) -> tuple[Plan, CostTable]:
     """Equal layer counts, nothing measured: these tests are about results.
 
-    `members` are those of the stages; one may have several.
+    `members` are those of the stages, of a stage with replicas several; one may have several
+    stages. `shares` of the replicas are equal if they are not given.
     """
     samples = mini_batch // microbatches
     names = tuple(layer.name for layer in captured.layer_graph(samples).layers)
     cuts = [len(names) * n // len(members) for n in range(len(members) + 1)]
     count = 2 * len(members) if is_asynchronous(schedule) else 1
-    workers = len(set(members))
+    places = [(member,) if isinstance(member, str) else tuple(member) for member in members]
+    workers = len(set(places))
     depths = in_flight or max_in_flight(
         generate(schedule, len(members), microbatches, mini_batches=count, workers=workers)
     )
     stages = tuple(
-        StagePlan(lo, hi, (member,), depth, 0.0, 0.0, 0.0, 0, 0)
-        for member, depth, (lo, hi) in zip(members, depths, pairwise(cuts), strict=True)
+        StagePlan(lo, hi, replicas, depth, 0.0, 0.0, 0.0, 0, 0, weights_of)
+        for replicas, depth, (lo, hi), weights_of in zip(
+            places, depths, pairwise(cuts), shares or [()] * len(places), strict=True
+        )
     )
     nbytes = (0,) * (len(members) - 1)
     plan = Plan(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -24,9 +24,10 @@ from hetpipe.capture.program import (
 from hetpipe.cluster.cluster import Cluster, Link
 from hetpipe.engine.launcher import transport_of
 from hetpipe.engine.messages import Array, EdgeEnd
-from hetpipe.engine.shares import divide
+from hetpipe.engine.routing import wires
+from hetpipe.engine.shares import Place, Shares
 from hetpipe.engine.transport import Port
-from hetpipe.engine.wiring import Place, Wire, host_dtype, wires
+from hetpipe.engine.wiring import Wire, host_dtype
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Schedule
 
@@ -61,20 +62,20 @@ class Descriptors:
 class Assembly:
     """Stages that fit together, and what each needs of the rest.
 
-    `stages[n]` are the replicas of stage n, `shares[n]` the weights by which they divide a
-    micro-batch.
+    `stages[n]` are the replicas of stage n, `sizes` those of whole micro-batches.
     """
 
     def __init__(
         self,
         stages: Sequence[Sequence[StageGraphs]],
         values: Mapping[str, Array],
-        shares: Sequence[Sequence[float]],
+        shares: Shares,
+        sizes: Collection[int] = (),
     ) -> None:
         self.stages = [list(replicas) for replicas in stages]
-        self._shares = shares
+        self.shares = shares
         self._values = values
-        self._wires = wires(self.stages)
+        self._wires = wires(self.stages, shares, sizes or _sizes(self.stages))
         self._slots = [_slots_of(replicas[0]) for replicas in self.stages]
         self._feeds = [[_feeds_of(stage) for stage in replicas] for replicas in self.stages]
         for n, replicas in enumerate(self.stages):
@@ -120,32 +121,18 @@ class Assembly:
         names = [slot.name for slot in slots if slot.role in (PARAM, BUFFER)]
         return {name: np.asarray(self._values[name], order="C") for name in names}
 
-    def rows_of(self, place: Place, samples: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Which rows of each micro-batch a replica takes: from, to (excluded)."""
-        n, replica = place
-        found = []
-        for size in samples:
-            rows = divide(size, self._shares[n])
-            lo = sum(rows[:replica])
-            found.append((lo, lo + rows[replica]))
-        return tuple(found)
-
     def feeds_of(
         self, place: Place, feeds: Sequence[Mapping[str, Array]], samples: Sequence[int]
     ) -> list[dict[str, Array]]:
         """Per micro-batch the leaves of the batch that a replica uses, and of them its rows."""
         wanted = self._feeds[place[0]][place[1]]
-        return [
-            {
-                slot.name: np.asarray(
-                    feed[slot.name] if hi - lo == size else feed[slot.name][lo:hi], order="C"
-                )
-                for slot in wanted[hi - lo]
-            }
-            for feed, size, (lo, hi) in zip(
-                feeds, samples, self.rows_of(place, samples), strict=True
-            )
-        ]
+        found = []
+        for feed, size in zip(feeds, samples, strict=True):
+            lo, hi = self.shares.rows(place, size)
+            leaves = {slot.name: feed[slot.name] for slot in wanted[hi - lo]}
+            own = leaves if hi - lo == size else {n: leaf[lo:hi] for n, leaf in leaves.items()}
+            found.append({name: np.asarray(leaf, order="C") for name, leaf in own.items()})
+        return found
 
     def check(
         self,
@@ -167,14 +154,15 @@ class Assembly:
             )
         for n, replicas in enumerate(self._feeds):
             for replica, wanted in enumerate(replicas):
-                for m, (lo, hi) in enumerate(self.rows_of((n, replica), samples)):
+                for m, size in enumerate(samples):
+                    lo, hi = self.shares.rows((n, replica), size)
                     if hi - lo not in wanted:
                         raise HetpipeError(
                             f"micro-batch {m} has {hi - lo} samples; stage {n} has programs for "
                             f"{', '.join(map(str, wanted))}"
                         )
                     for slot in wanted[hi - lo]:
-                        _check_feed(m, slot, feeds[m], lo, hi, samples[m])
+                        _check_feed(m, slot, feeds[m], lo, hi, size)
 
     def owners(self, role: str, names: Sequence[str] | None) -> dict[int, list[str]]:
         """Per stage the names to read from it: each name from the first stage that has it."""
@@ -188,7 +176,7 @@ class Assembly:
             found.setdefault(owner[name], []).append(name)
         return dict(sorted(found.items()))
 
-    def shares(self, role: str, values: Mapping[str, Array]) -> dict[int, dict[str, Array]]:
+    def by_stage(self, role: str, values: Mapping[str, Array]) -> dict[int, dict[str, Array]]:
         """Per stage the values to write there."""
         owners = self.owners(role, list(values))
         owned = {name: stage for stage, names in owners.items() for name in names}
@@ -234,6 +222,12 @@ def _plugs(
     from hetpipe.engine.sharedmemory import plugs
 
     return plugs(wire)
+
+
+def _sizes(stages: Sequence[Sequence[StageGraphs]]) -> set[int]:
+    """Those that stages without replicas have programs for."""
+    alone = [stage for replicas in stages if len(replicas) == 1 for stage in replicas]
+    return {size for stage in alone for size in (*stage.passes, *stage.evaluation)}
 
 
 def _slots_of(stage: StageGraphs) -> dict[tuple[str, str], Slot]:

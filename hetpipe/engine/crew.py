@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -21,7 +21,7 @@ from hetpipe.engine.fleet import Fleet
 from hetpipe.engine.launcher import launch
 from hetpipe.engine.messages import Array
 from hetpipe.engine.runner import Closing, closing
-from hetpipe.engine.wiring import Place
+from hetpipe.engine.shares import Place, Shares
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Action, Op, Schedule
 from hetpipe.sdk.info import DeviceInfo
@@ -148,14 +148,16 @@ class Crew:
         values: Mapping[str, Array],
         state_init: Callable[..., Array] = np.zeros,
         keep: say.Keep = say.Keep(),  # noqa: B008 - frozen
-        shares: Sequence[Sequence[float]] = (),
+        shares: Shares | None = None,
+        sizes: Collection[int] = (),
     ) -> None:
         """Make `members[n]` stage n: upload parameters and buffers, compile all programs.
 
         Gradients start at zero, optimizer state at `state_init(shape, dtype)`. Members that occur
         again have several stages; a stage with several members and graphs has replicas, which
-        divide a micro-batch by their `shares` (default equal). A schedule's rows are the members in
-        the order of their first stage. Replaces what was loaded before. Raises `HetpipeError` if
+        divide a micro-batch, whose size is one of `sizes`, by their `shares` (default equal). A
+        schedule's rows are the members in the order of their first stage; replicas have one
+        together, unless they take turns. Replaces what was loaded before. Raises `HetpipeError` if
         stages, members and values do not fit together.
         """
         graphs = [[each] if isinstance(each, StageGraphs) else list(each) for each in stages]
@@ -165,12 +167,15 @@ class Crew:
                 f"{len(graphs)} stages need a member each, and one per replica, got "
                 f"{len(places)}: {list(members)}"
             )
-        equal = [(1.0,) * len(replicas) for replicas in graphs]
-        assembly = Assembly(graphs, values, list(shares) or equal)
+        shares = shares or Shares(tuple((1.0,) * len(replicas) for replicas in graphs))
+        assembly = Assembly(graphs, values, shares, sizes)
         for member in {member for replicas in places for member in replicas}:
             self._worker(member)
         self._assembly, self._members = None, places
-        self._rows = {replicas: row for row, replicas in enumerate(dict.fromkeys(places))}
+        workers = dict.fromkeys(places)
+        if shares.in_turn:
+            workers = dict.fromkeys((member,) for replicas in places for member in replicas)
+        self._rows = {replicas: row for row, replicas in enumerate(workers)}
         self._check_rows()
         with self._guarded():
             for member, (ends, fds) in assembly.plug(self.cluster, places, self._index).items():
@@ -179,7 +184,7 @@ class Crew:
                     for n, r in self._places(member)
                 )
                 with fds:
-                    message = say.Load(own, keep, state_init, ends)
+                    message = say.Load(own, keep, state_init, ends, shares)
                     self._fleet.send(self._index[member], message, fds.numbers)
             self._control.gather(self._workers)
         self._assembly, self._longest_s = assembly, None
@@ -235,9 +240,10 @@ class Crew:
             self._clip = request.clip
             script, schedule = self._script(request.schedule)
             for member, row in self._row_of.items():
+                batch = self._batch(assembly, member, request, place.begins)
                 message = say.Step(
                     self._serial, script, schedule, row, place.closing, place.first,
-                    place.microbatches, place.begins, self._batch(assembly, member, request),
+                    place.microbatches, place.begins, batch,
                     drain=part is None or not request.samples, evaluates=request.evaluates,
                 )  # fmt: skip
                 self._fleet.send(self._index[member], message)
@@ -278,7 +284,7 @@ class Crew:
         A tied gradient is a sum over stages: its owner gets the value, the others zero.
         """
         assembly = self._loaded()
-        shares = assembly.shares(role, values)
+        shares = assembly.by_stage(role, values)
         with self._guarded():
             for stage, share in shares.items():
                 for member in self._members[stage]:
@@ -347,17 +353,18 @@ class Crew:
         """The row of a schedule that a member does."""
         return {member: row for replicas, row in self._rows.items() for member in replicas}
 
-    def _batch(self, assembly: Assembly, member: str, request: StepRequest) -> say.Batch | None:
-        """The mini-batch as a member sees it."""
+    def _batch(
+        self, assembly: Assembly, member: str, request: StepRequest, number: int
+    ) -> say.Batch | None:
+        """Mini-batch `number` of the stream as a member sees it."""
         if not request.samples:
             return None
-        own = self._places(member)
+        own = [place for place in self._places(member) if assembly.shares.takes(place, number)]
         none = (0,) * len(request.samples)
         return say.Batch(
             self._serial,
             request.number,
             request.samples,
-            {n: assembly.rows_of((n, r), request.samples) for n, r in own},
             {n: assembly.feeds_of((n, r), request.feeds, request.samples) for n, r in own},
             request.loss_tangents,
             request.lr,
@@ -372,7 +379,8 @@ class Crew:
         """Tell the workers what follows from all their gradients or counts."""
         if isinstance(news, say.Counts):
             self._counts.append(sum(news.counts))
-            if len(self._counts) < len(self._members[-1]):  # each replica counts its rows
+            shares = self._loaded().shares
+            if not shares.in_turn and len(self._counts) < len(self._members[-1]):  # its rows each
                 return
             total = sum(self._counts)
             self._counts.clear()

@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from hetpipe.engine.transport import EdgeClosedError, Inlet, Outlet, Tensor
-from hetpipe.engine.wiring import Kind, Layout
+from hetpipe.engine.wiring import Axes, Kind, Layout
 from hetpipe.schedule.action import Action
 
 AHEAD = 2
@@ -43,6 +43,11 @@ class Sender:
     def layout(self, kind: Kind) -> Layout | None:
         """The tensors of a message of this kind; None if there are none and so no message."""
         return self._outlet.wire.layouts.get(kind)
+
+    @property
+    def axes(self) -> Axes:
+        """Where the rows of tensors lie that travel in pieces."""
+        return self._outlet.wire.axes
 
     def send(self, action: Action, kind: Kind, tensors: Sequence[Tensor]) -> None:
         """Send a message for an action; buffers must stay unchanged until it has left."""
@@ -97,6 +102,11 @@ class Receiver:
     def layout(self, kind: Kind) -> Layout | None:
         """The tensors of a message of this kind; None if there are none and so no message."""
         return self._inlet.wire.layouts.get(kind)
+
+    @property
+    def axes(self) -> Axes:
+        """Where the rows of tensors lie that travel in pieces."""
+        return self._inlet.wire.axes
 
     def expect(self, order: Sequence[tuple[Action, Kind]]) -> None:
         """What the other end will send next: (receiving action, kind)."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hetpipe.capture.program import StageGraphs
-from hetpipe.engine.shares import divide
+from hetpipe.engine.shares import Place, Shares
+from hetpipe.schedule.generators import is_asynchronous
 from hetpipe.sdk.registry import get_backend
 
 if TYPE_CHECKING:
@@ -27,6 +28,12 @@ class Loading:
     recompute: str | Sequence[str]
     halves: bool  # backwards in two
 
+    @property
+    def shares(self) -> Shares:
+        """Who does what of each stage; without flushes replicas take turns."""
+        weights = tuple(stage.shares for stage in self.plan.stages)
+        return Shares(weights, in_turn=is_asynchronous(self.plan.schedule))
+
     def graphs(self, sizes: Iterable[int], evaluated: Iterable[int]) -> list[list[StageGraphs]]:
         """Per stage its replicas' graphs, for whole micro-batches of these sizes; those of
         `evaluated` in evaluation as well. Raises `CaptureError`, `HetpipeError`."""
@@ -42,8 +49,7 @@ class Loading:
 
     def _own(self, stage: StageGraphs, replica: int, sizes: set[int]) -> StageGraphs:
         """The stage with the passes for its replica's rows alone."""
-        shares = self.plan.stages[stage.stage].shares
-        rows = {divide(size, shares)[replica] for size in sizes}
+        rows = {self._count((stage.stage, replica), size) for size in sizes}
         return replace(stage, passes={n: p for n, p in stage.passes.items() if n in rows})
 
     def _traced(
@@ -74,5 +80,11 @@ class Loading:
 
     def _rows(self, sizes: set[int]) -> list[int]:
         """What replicas get of micro-batches of these sizes, the largest first."""
-        shares = [stage.shares for stage in self.plan.stages]
-        return sorted({n for size in sizes for s in shares for n in divide(size, s)}, reverse=True)
+        stages = range(len(self.plan.stages))
+        places = [place for n in stages for place in self.shares.places(n)]
+        counts = {self._count(place, size) for place in places for size in sizes}
+        return sorted(counts, reverse=True)
+
+    def _count(self, place: Place, samples: int) -> int:
+        lo, hi = self.shares.rows(place, samples)
+        return hi - lo

@@ -15,6 +15,7 @@ from hetpipe.schedule.action import Schedule
 
 if TYPE_CHECKING:
     from hetpipe.engine.runner import Closing
+    from hetpipe.engine.shares import Shares
     from hetpipe.engine.transport import Port
     from hetpipe.engine.wiring import Wire
 
@@ -77,6 +78,7 @@ class Load:
     keep: Keep
     state_init: Callable[..., Array]
     edges: tuple[EdgeEnd, ...]
+    shares: Shares
 
 
 @dataclass(frozen=True)
@@ -94,12 +96,11 @@ class Clip:
 @dataclass(frozen=True)
 class Batch:
     """A mini-batch as one worker sees it. Sequences have an entry per micro-batch; what differs
-    between stages is by stage. A replica sees its own rows, `rows` says which they are."""
+    between stages is by stage. A replica sees its own rows, of what it takes part in."""
 
     serial: int  # names it between the controller and its workers
     number: int  # of its update, from 1
     samples: tuple[int, ...]
-    rows: Mapping[int, Sequence[tuple[int, int]]]
     feeds: Mapping[int, Sequence[Mapping[str, Array]]]
     loss_tangents: tuple[float, ...]
     lr: float

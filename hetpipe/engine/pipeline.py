@@ -280,9 +280,10 @@ class Pipeline:
         self._loaded = sizes
         halves = any(a.op in HALVES for row in self._passes(self.plan.microbatches) for a in row)
         backends = {name: info.backend for name, info in self._crew.infos.items()}
-        stages = Loading(
+        loading = Loading(
             self._captured, self.plan, self._optimizer, backends, self._recompute, halves
-        ).graphs(sizes, self._evaluated)
+        )
+        stages = loading.graphs(sizes, self._evaluated)
         self._tied = tuple(
             {(owner, others): None for each in stages for _, owner, others in each[0].tied}
         )
@@ -295,9 +296,9 @@ class Pipeline:
             values.update(kept.tensors[BUFFER])
         lr = self._optimizer.lr_at(max(self._steps, 1))
         keep = Keep(self.plan.weights, self._steps, lr, self._check_finite)
-        shares = [stage.shares for stage in self.plan.stages]
         members = [stage.devices for stage in self.plan.stages]
-        self._crew.load(stages, members, values, keep=keep, shares=shares)
+        both = sizes | self._evaluated
+        self._crew.load(stages, members, values, keep=keep, shares=loading.shares, sizes=both)
         self._streaming = None
         if stream is not None:
             self._streaming = Streaming(self._crew, stream, self.plan.weights)

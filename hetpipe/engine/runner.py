@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
 
 from hetpipe.capture.program import COUNT, LOSS
 from hetpipe.cost.emulation import stretch
-from hetpipe.engine.edges import Receiver, Sender, Span
+from hetpipe.engine.edges import Span
+from hetpipe.engine.exchange import Exchange, Expected
 from hetpipe.engine.messages import Batch, Step, StepReport
+from hetpipe.engine.shares import Shares
 from hetpipe.engine.stage import Stage
-from hetpipe.engine.transport import Tensor
 from hetpipe.engine.wiring import (
     ALL_REDUCE,
     EVALUATION,
@@ -22,16 +22,8 @@ from hetpipe.engine.wiring import (
     TIED_GRAD,
     TIED_PARAM,
     Kind,
-    Layout,
-    Place,
 )
 from hetpipe.schedule.action import PER_MINI_BATCH, Action, Message, Op, Schedule
-
-Edge = tuple[Place, Place]
-"""Source and target."""
-
-Arrivals = dict[tuple[int, int], list[Message]]
-"""By source and target stage: what is sent meanwhile, in the order of sending."""
 
 Closing = frozenset[tuple[int, Op]]
 """(stage, operation)"""
@@ -50,7 +42,7 @@ class Script:
 
     actions: tuple[Action, ...]
     messages: tuple[Message | None, ...]  # what each action sends or receives
-    arrivals: Arrivals
+    arrivals: tuple[Message, ...]  # what is sent meanwhile, in the order of every sender
     closing: Closing
 
     @classmethod
@@ -58,11 +50,8 @@ class Script:
         cls, schedule: Schedule, worker: int, stages: Container[int], closing: Closing
     ) -> Script:
         """`stages` are those of the worker."""
-        arrivals: Arrivals = {}
-        for action in (action for row in schedule for action in row):
-            message = action.message
-            if message is not None and action.op.is_send and message.target in stages:
-                arrivals.setdefault(message[:2], []).append(message)
+        sent = (a.message for row in schedule for a in row if a.op.is_send)
+        arrivals = tuple(m for m in sent if m is not None and m.target in stages)
         actions = schedule[worker]
         return cls(actions, tuple(action.message for action in actions), arrivals, closing)
 
@@ -94,28 +83,28 @@ def closing(schedule: Schedule) -> Closing:
 
 
 class Runner:
-    """Runs scripts on stages; senders and receivers by the stages at both ends."""
+    """Runs scripts on stages. `replicas` says which replica of its stages this worker is."""
 
     def __init__(
         self,
         stages: Mapping[int, Stage],
         replicas: Mapping[int, int],
-        senders: Mapping[Edge, Sender],
-        receivers: Mapping[Edge, Receiver],
+        shares: Shares,
+        exchange: Exchange,
         speed: float,
     ) -> None:
         self.doing: Action | None = None
         self._stages = stages
-        self._replicas = replicas  # which of its replicas each stage here is
-        self._senders = senders
-        self._receivers = receivers
+        self._replicas = replicas
+        self._shares = shares
+        self._exchange = exchange
         self._speed = speed
         self._batches: dict[int, Batch] = {}  # those that some stage has not applied yet
         self._firsts: dict[int, list[int]] = {}  # of each, the index of each micro-batch's first
         self._forwarded: dict[tuple[int, int], int] = {}  # (stage, mini-batch) -> forwards done
         self._clipped: dict[int, float] = {}  # the factor of the mini-batch at hand
         self._updated: Counter[int] = Counter()  # stages that have applied a mini-batch
-        self._shares: dict[tuple[int, int], float] = {}  # (stage, micro-batch): of its rows
+        self._parts: dict[tuple[int, int], float] = {}  # (stage, micro-batch): of its rows
         self._versions: dict[int, int] = {}  # that each stage's last forward used
 
     def run(
@@ -143,9 +132,11 @@ class Runner:
             self.doing = action
             start_s = time.monotonic()
             if message is not None:
-                self._transfer(action, message)
+                kind = self._kind(message.kind, message.number)
+                mini_batch = message.number // step.microbatches
+                self._exchange.transfer(action, message, kind, mini_batch)
             elif action.op is Op.ALL_REDUCE:
-                self._all_reduce(action)
+                self._exchange.all_reduce(action)
                 spans.append((action, start_s, time.monotonic()))
             elif action.op is Op.UPDATE:
                 batch = self._batches[action.number]
@@ -165,8 +156,7 @@ class Runner:
             self._release(script, action)
         self.doing = None
         if step.drain:
-            for sender in self._senders.values():
-                sender.drain()
+            self._exchange.drain()
             for table in (self._updated, self._batches, self._firsts):
                 table.clear()
         return self._report(spans, counts)
@@ -182,9 +172,7 @@ class Runner:
                     del table[action.number]
 
     def _report(self, spans: list[Span], counts: tuple[float, ...] | None) -> StepReport:
-        edges: list[Sender | Receiver] = [*self._senders.values(), *self._receivers.values()]
-        for edge in edges:
-            spans += edge.take_spans()
+        spans += self._exchange.take_spans()
         found = [self._losses(n) for n in self._stages]
         return StepReport(
             next((losses for losses in found if losses is not None), None),
@@ -198,10 +186,10 @@ class Runner:
     def _losses(self, n: int) -> tuple[float, ...] | None:
         """A stage's losses since the last time; a mean counts by the replica's share of rows."""
         losses = self._stages[n].results(LOSS)
-        shares = [self._shares.pop(key) for key in sorted(self._shares) if key[0] == n]
+        parts = [self._parts.pop(key) for key in sorted(self._parts) if key[0] == n]
         if losses is None:
             return None
-        return tuple(loss * share for loss, share in zip(losses, shares, strict=True))
+        return tuple(loss * part for loss, part in zip(losses, parts, strict=True))
 
     def _grad_scale(self, stage: int, batch: Batch) -> float:
         scale = self._scale(batch)
@@ -216,20 +204,21 @@ class Runner:
         return scale * self._clipped[batch.serial]
 
     def _expect(self, script: Script, first: int) -> None:
-        sums = [action for action in script.actions if action.op is Op.ALL_REDUCE]
-        for (source, target), receiver in self._receivers.items():
-            order = [(a, (ALL_REDUCE, 0)) for a in sums if source[0] == target[0] == a.stage]
-            for message in script.arrivals.get((source[0], target[0]), ()):
-                number = message.number
-                if message.kind not in TIED:
-                    number += first * self._microbatches
-                    receive = Action(message.target, _RECEIVES[message.kind], number)
-                else:
-                    receive = Action(message.target, _RECEIVES[message.kind], message.source)
-                kind = self._kind(message.kind, number)
-                if receiver.layout(kind):
-                    order.append((receive, kind))
-            receiver.expect(order)
+        """Tell the receivers what will come."""
+        expected: list[Expected] = []
+        for action, _ in script.numbered(first, self._microbatches):
+            if action.op is Op.ALL_REDUCE:
+                expected.append((action, None, (ALL_REDUCE, 0), action.number))
+        for message in script.arrivals:
+            number = message.number
+            if message.kind in TIED:
+                receive = Action(message.target, _RECEIVES[message.kind], message.source)
+            else:
+                number += first * self._microbatches
+                receive = Action(message.target, _RECEIVES[message.kind], number)
+            kind = self._kind(message.kind, number)
+            expected.append((receive, message.source, kind, number // self._microbatches))
+        self._exchange.expect(expected)
 
     def _mini_batch(self, microbatch: int) -> tuple[int, Batch, int]:
         """The mini-batch of a micro-batch: its number, itself, and the place in it."""
@@ -245,13 +234,13 @@ class Runner:
     def _pass(self, action: Action) -> None:
         n, m = action.stage, action.number
         number, batch, place = self._mini_batch(m)
-        lo, hi = batch.rows[n][place]
+        lo, hi = self._shares.rows((n, self._replicas[n]), batch.samples[place])
         stage, samples = self._stages[n], hi - lo
         tangent = batch.loss_tangents[place]
-        share = 1.0 if stage.has_count else samples / batch.samples[place]
-        tangent *= share  # a mean over fewer rows counts less
+        part = 1.0 if stage.has_count else samples / batch.samples[place]
+        tangent *= part  # a mean over fewer rows counts less
         if action.op is Op.FORWARD:
-            self._shares[n, m] = share
+            self._parts[n, m] = part
         if self._evaluates:
             stage.evaluate(m, samples, batch.feeds[n][place])
         elif action.op is Op.FORWARD:
@@ -275,57 +264,3 @@ class Runner:
             return None
         del self._forwarded[key]
         return self._stages[action.stage].results(COUNT) or ()
-
-    def _all_reduce(self, action: Action) -> None:
-        """Sum the gradients over the replicas, in the order of the replicas: all get the same."""
-        n = action.stage
-        stage, own, kind = self._stages[n], (n, self._replicas[n]), (ALL_REDUCE, 0)
-        peers = {
-            target: sender for (source, target), sender in self._senders.items() if source == own
-        }
-        peers = {target: sender for target, sender in peers.items() if target[0] == n}
-        if not peers:
-            return
-        layout = next(iter(peers.values())).layout(kind)
-        assert layout is not None
-        found = {own: [stage.get(slot.key) for slot in layout]}
-        for sender in peers.values():
-            sender.send(action, kind, [*found[own]])
-        for peer in peers:
-            found[peer] = self._receivers[peer, own].take(action)
-        replicas = [found[place] for place in sorted(found)]
-        for slot, *arrays in zip(layout, *replicas, strict=True):
-            total = arrays[0].copy()
-            for array in arrays[1:]:
-                total += array
-            stage.put(slot.key, total)
-
-    def _transfer(self, action: Action, message: Message) -> None:
-        kind = self._kind(message.kind, message.number)
-        edge = ((message.source, 0), (message.target, 0))
-        if action.op.is_send:
-            sender = self._senders.get(edge)
-            if sender is not None and (layout := sender.layout(kind)) is not None:
-                sender.send(action, kind, self._outgoing(action.stage, message, kind, layout))
-        else:
-            receiver = self._receivers.get(edge)
-            if receiver is not None and (layout := receiver.layout(kind)) is not None:
-                self._arrived(action.stage, message, layout, receiver.take(action))
-
-    def _outgoing(self, n: int, message: Message, kind: Kind, layout: Layout) -> list[Tensor]:
-        stage = self._stages[n]
-        if message.kind in TIED:
-            # The next update overwrites them: they leave the device before the list goes on.
-            return [stage.get(slot.key) for slot in layout]
-        return [*stage.depart(message.number, kind[1], layout)]
-
-    def _arrived(self, n: int, message: Message, layout: Layout, tensors: list[Any]) -> None:
-        stage = self._stages[n]
-        if message.kind == TIED_GRAD:
-            for slot, array in zip(layout, tensors, strict=True):
-                stage.put(slot.key, stage.get(slot.key) + array)
-        elif message.kind == TIED_PARAM:
-            for slot, array in zip(layout, tensors, strict=True):
-                stage.put(slot.key, array)
-        else:
-            stage.arrive(message.number, layout, tensors)

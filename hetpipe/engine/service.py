@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from hetpipe.engine.edges import Receiver, Sender
+from hetpipe.engine.exchange import Exchange
 from hetpipe.engine.handover import HandoverPort
 from hetpipe.engine.messages import (
     SCRIPTS,
@@ -144,8 +145,9 @@ class Service:
                 outlet = port.outlet(wire, self._device, end.link, own)
                 senders[edge] = Sender(outlet, self.fail)
         self._edges = [*senders.values(), *receivers.values()]
+        exchange = Exchange(self._stages, self._replicas, message.shares, senders, receivers)
         self._runner = Runner(
-            self._stages, self._replicas, senders, receivers, self._order.member.speed
+            self._stages, self._replicas, message.shares, exchange, self._order.member.speed
         )
 
     def _step(self, message: Step, fds: Sequence[int]) -> Any:

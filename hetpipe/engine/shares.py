@@ -1,13 +1,23 @@
-"""How the replicas of a stage share micro-batches: whole rows, in the ratio of their weights."""
+"""How the replicas of a stage share work: rows of each micro-batch, or mini-batches in turn."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
+from math import gcd
 
 from hetpipe.errors import HetpipeError
 
+Place = tuple[int, int]
+"""A stage, and which of its replicas."""
 
-def divide(samples: int, weights: Sequence[float]) -> tuple[int, ...]:
+Rows = tuple[int, int]
+"""From, to (excluded)."""
+
+
+@cache
+def divide(samples: int, weights: tuple[float, ...]) -> tuple[int, ...]:
     """Rows of a micro-batch for each replica, in their order, by the largest remainders.
 
     Raises `HetpipeError` where one would get none.
@@ -25,3 +35,45 @@ def divide(samples: int, weights: Sequence[float]) -> tuple[int, ...]:
             "micro-batches or fewer replicas"
         )
     return tuple(rows)
+
+
+@cache
+def _ends(samples: int, weights: tuple[float, ...]) -> tuple[Rows, ...]:
+    return tuple(pairwise((0, *accumulate(divide(samples, weights)))))
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Who does what of each stage: its replicas divide every micro-batch by their weights, or take
+    whole mini-batches in turn. `weights[n]` has an entry for each replica of stage n."""
+
+    weights: tuple[tuple[float, ...], ...]
+    in_turn: bool = False
+
+    def places(self, stage: int) -> list[Place]:
+        """The replicas of a stage."""
+        return [(stage, replica) for replica in range(len(self.weights[stage]))]
+
+    def rows(self, place: Place, samples: int) -> Rows:
+        """Which rows of a micro-batch a replica does, where it takes the mini-batch."""
+        stage, replica = place
+        weights = self.weights[stage]
+        if self.in_turn or len(weights) == 1:
+            return 0, samples
+        return _ends(samples, weights)[replica]
+
+    def takes(self, place: Place, mini_batch: int) -> bool:
+        """Whether a replica does anything of a mini-batch."""
+        stage, replica = place
+        return not self.in_turn or mini_batch % len(self.weights[stage]) == replica
+
+    def meet(self, one: Place, other: Place) -> bool:
+        """Whether two replicas of neighbouring stages ever do the same mini-batch."""
+        common = gcd(len(self.weights[one[0]]), len(self.weights[other[0]]))
+        return not self.in_turn or one[1] % common == other[1] % common
+
+
+def overlap(one: Rows, other: Rows) -> Rows:
+    """The rows that are in both; none is (0, 0)."""
+    lo, hi = max(one[0], other[0]), min(one[1], other[1])
+    return (lo, hi) if lo < hi else (0, 0)

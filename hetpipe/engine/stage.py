@@ -264,6 +264,17 @@ class Stage:
                 frame[index] = None
         return buffers
 
+    def on_host(self, tensors: Sequence[Buffer | Array]) -> list[Array]:
+        """Their values; what is on the host already stays."""
+        found = []
+        for tensor in tensors:
+            if not isinstance(tensor, np.ndarray):
+                array = np.empty(tensor.shape, host_dtype(tensor.dtype))
+                self.device.download(tensor, array).wait()
+                tensor = array
+            found.append(tensor)
+        return found
+
     def release(self, microbatch: int) -> None:
         """Forget `microbatch`."""
         self._frames.pop(microbatch, None)

@@ -19,8 +19,10 @@ from hetpipe.engine.control import Control
 from hetpipe.engine.crew import Crew, StepRequest
 from hetpipe.engine.messages import Beat, Failure, Reply
 from hetpipe.engine.overhead import measure_empty_action
+from hetpipe.engine.routing import wires
 from hetpipe.engine.runner import Script, closing
-from hetpipe.engine.wiring import arrays_in, packed_nbytes, wires
+from hetpipe.engine.shares import Shares
+from hetpipe.engine.wiring import arrays_in, packed_nbytes
 from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.schedule.action import Action, Message, Op
 from hetpipe.schedule.generators import generate
@@ -77,9 +79,13 @@ def test_tensors_of_a_message_do_not_overlap() -> None:
             assert (array == base + number).all()
 
 
+def alone(stages: int) -> Shares:
+    return Shares(((1.0,),) * stages)
+
+
 def test_a_relayed_tensor_travels_on_both_wires() -> None:
     stages = [[stage] for stage in make_stages(3, [2], skip=True)]
-    found = {(w.source[0], w.target[0]): w.layouts for w in wires(stages)}
+    found = {(w.source[0], w.target[0]): w.layouts for w in wires(stages, alone(3), [2])}
     names = {ends: [s.name for s in lay["F", 2]] for ends, lay in found.items() if ("F", 2) in lay}
     assert names == {(0, 1): ["h0"], (1, 2): ["h1", "h0"]}
     assert [slot.name for slot in found[2, 1]["B", 2]] == ["h1", "h0"]
@@ -96,7 +102,7 @@ def test_a_bfloat16_cut_is_refused() -> None:
             object.__setattr__(program, side, tuple(slots))
     object.__setattr__(right.passes[2], "backward", None)
     with pytest.raises(HetpipeError, match="cast to float32"):
-        wires([[left], [right]])
+        wires([[left], [right]], alone(2), [2])
 
 
 def test_stages_of_different_captures_are_refused() -> None:
@@ -107,7 +113,7 @@ def test_stages_of_different_captures_are_refused() -> None:
     )
     object.__setattr__(left.passes[2].forward, "outputs", slots)
     with pytest.raises(HetpipeError, match=r"float64\[9, 9\].*float64\[2, 4\]"):
-        wires([[left], [right]])
+        wires([[left], [right]], alone(2), [2])
 
 
 def parse(*rows: str) -> Any:
@@ -119,7 +125,7 @@ def test_script_expects_messages_in_the_senders_order() -> None:
     ends = closing(schedule)
     assert ends == {(0, Op.SEND_FORWARD), (1, Op.FORWARD)}
     script = Script.of(schedule, 1, [1], ends)
-    assert script.arrivals == {(0, 1): [Message(0, 1, "F", 0), Message(0, 1, "F", 1)]}
+    assert script.arrivals == (Message(0, 1, "F", 0), Message(0, 1, "F", 1))
     assert script.actions == schedule[1]
 
 

@@ -1,0 +1,186 @@
+"""Exchange: what the stages of a worker send to others, receive from them and sum with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from hetpipe.engine.edges import Receiver, Sender, Span
+from hetpipe.engine.pieces import Route, cut, join, kind_of, routes
+from hetpipe.engine.shares import Place, Shares
+from hetpipe.engine.stage import Stage
+from hetpipe.engine.transport import Tensor, to_device
+from hetpipe.engine.wiring import ALL_REDUCE, PIECES, TIED, TIED_GRAD, Kind, Layout
+from hetpipe.schedule.action import Action, Message
+
+Edge = tuple[Place, Place]
+"""Source and target."""
+
+Expected = tuple[Action, int | None, Kind, int]
+"""A receiving action, the stage that sends (None: its own), kind and mini-batch."""
+
+
+class Exchange:
+    """The edges of a worker. `replicas` says which replica of its stages it is."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        replicas: Mapping[int, int],
+        shares: Shares,
+        senders: Mapping[Edge, Sender],
+        receivers: Mapping[Edge, Receiver],
+    ) -> None:
+        self._stages = stages
+        self._replicas = replicas
+        self._shares = shares
+        self._senders = senders
+        self._receivers = receivers
+        self._routes: dict[tuple[Place, int, Kind, bool], list[Route]] = {}
+
+    def expect(self, messages: Sequence[Expected]) -> None:
+        """What will come, in the order in which each stage sends it."""
+        for (source, target), receiver in self._receivers.items():
+            order = []
+            for action, stage, kind, mini_batch in messages:
+                ends = (action.stage if stage is None else stage, action.stage)
+                if ends != (source[0], target[0]):
+                    continue
+                if stage is not None and not self._meet(source, target, mini_batch):
+                    continue
+                each = self._kind(kind, source, target)
+                if receiver.layout(each) is not None:
+                    order.append((action, each))
+            receiver.expect(order)
+
+    def transfer(self, action: Action, message: Message, kind: Kind, mini_batch: int) -> None:
+        """Send, or receive, a message of a whole micro-batch: to, or from, all whom it concerns."""
+        own = (action.stage, self._replicas[action.stage])
+        sends = action.op.is_send
+        key = (own, message.target if sends else message.source, kind, sends)
+        found = self._routes.get(key)
+        if found is None:
+            found = self._routes[key] = self._find(*key)
+        found = [route for route in found if self._shares.takes(route.peer, mini_batch)]
+        if sends:
+            self._send(action, message, own, kind, found)
+        else:
+            self._receive(action, message, own, kind, found)
+
+    def all_reduce(self, action: Action, scale: float = 1.0) -> None:
+        """Sum `scale` times the gradients over the replicas, in their order: all get the same."""
+        n, kind = action.stage, (ALL_REDUCE, 0)
+        stage, own = self._stages[n], (n, self._replicas[n])
+        peers = [place for place in self._shares.places(n) if (own, place) in self._senders]
+        if not peers:
+            return
+        layout = self._senders[own, peers[0]].layout(kind)
+        assert layout is not None
+        found = {own: [stage.get(slot.key) for slot in layout]}
+        if scale != 1.0:
+            found[own] = [array * array.dtype.type(scale) for array in found[own]]
+        for peer in peers:
+            self._senders[own, peer].send(action, kind, [*found[own]])
+        for peer in peers:
+            found[peer] = self._receivers[peer, own].take(action)
+        replicas = [found[place] for place in sorted(found)]
+        for slot, *arrays in zip(layout, *replicas, strict=True):
+            total = arrays[0].copy()
+            for array in arrays[1:]:
+                total += array
+            stage.put(slot.key, total)
+
+    def drain(self) -> None:
+        """Wait until everything has left."""
+        for sender in self._senders.values():
+            sender.drain()
+
+    def take_spans(self) -> list[Span]:
+        """The spans of what was sent and received since the last time."""
+        edges = chain[Sender | Receiver](self._senders.values(), self._receivers.values())
+        return [span for edge in edges for span in edge.take_spans()]
+
+    def _meet(self, source: Place, target: Place, mini_batch: int) -> bool:
+        return self._shares.takes(source, mini_batch) and self._shares.takes(target, mini_batch)
+
+    def _kind(self, kind: Kind, source: Place, target: Place) -> Kind:
+        """What a message of a whole micro-batch is between two replicas."""
+        letter, samples = kind
+        if letter in TIED or letter == ALL_REDUCE:
+            return kind
+        return kind_of(
+            letter, self._shares.rows(source, samples), self._shares.rows(target, samples)
+        )
+
+    def _find(self, own: Place, peer: int, kind: Kind, sends: bool) -> list[Route]:
+        """With whom to exchange such a message, and as what."""
+        letter, samples = kind
+        if letter not in TIED:
+            found = routes(self._shares, own, peer, letter, samples)
+        elif sends and own[1] > 0:
+            found = []  # the first replica has what they all have
+        else:
+            places = self._shares.places(peer)
+            found = [Route(place, (0, 0), kind) for place in (places if sends else places[:1])]
+        return [route for route in found if self._layout(own, route, sends) is not None]
+
+    def _layout(self, own: Place, route: Route, sends: bool) -> Layout | None:
+        edge = self._senders.get((own, route.peer))
+        other = self._receivers.get((route.peer, own))
+        if sends:
+            return None if edge is None else edge.layout(route.kind)
+        return None if other is None else other.layout(route.kind)
+
+    def _send(
+        self, action: Action, message: Message, own: Place, kind: Kind, found: Sequence[Route]
+    ) -> None:
+        whole: Sequence[Tensor] | None = None
+        for route in found:
+            layout = self._layout(own, route, sends=True)
+            assert layout is not None
+            if whole is None:
+                whole = self._outgoing(own, message, kind, layout)
+            tensors = whole
+            if route.kind[0] in PIECES.values():
+                whole = arrays = self._stages[own[0]].on_host(whole)
+                first, _ = self._shares.rows(own, kind[1])
+                lo, hi = (row - first for row in route.rows)
+                tensors = cut(arrays, layout, self._senders[own, route.peer].axes, lo, hi)
+            self._senders[own, route.peer].send(action, route.kind, tensors)
+
+    def _receive(
+        self, action: Action, message: Message, own: Place, kind: Kind, found: Sequence[Route]
+    ) -> None:
+        received = [self._receivers[route.peer, own].take(action) for route in found]
+        if not received:
+            return
+        tensors, layout = received[0], self._layout(own, found[0], sends=False)
+        assert layout is not None
+        if found[0].kind[0] in PIECES.values():
+            axes = self._receivers[found[0].peer, own].axes
+            pieces = [(r.rows, arrays) for r, arrays in zip(found, received, strict=True)]
+            joined = join(pieces, layout, axes, self._shares.rows(own, kind[1]))
+            tensors = to_device(self._stages[own[0]].device, joined)
+        self._arrived(own[0], message, layout, tensors)
+
+    def _outgoing(
+        self, own: Place, message: Message, kind: Kind, layout: Layout
+    ) -> Sequence[Tensor]:
+        stage = self._stages[own[0]]
+        if message.kind in TIED:
+            # The next update overwrites them: they leave the device before the list goes on.
+            return [stage.get(slot.key) for slot in layout]
+        lo, hi = self._shares.rows(own, kind[1])
+        return stage.depart(message.number, hi - lo, layout)
+
+    def _arrived(self, n: int, message: Message, layout: Layout, tensors: list[Any]) -> None:
+        stage = self._stages[n]
+        if message.kind == TIED_GRAD:
+            for slot, array in zip(layout, tensors, strict=True):
+                stage.put(slot.key, stage.get(slot.key) + array)
+        elif message.kind in TIED:
+            for slot, array in zip(layout, tensors, strict=True):
+                stage.put(slot.key, array)
+        else:
+            stage.arrive(message.number, layout, tensors)

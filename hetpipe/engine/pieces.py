@@ -1,0 +1,104 @@
+"""Pieces: what crosses between stages whose replicas divide a micro-batch in unlike ways.
+
+Where two replicas of neighbouring stages do the same rows, tensors travel whole, from device to
+device. Else the rows that both do are cut out, and joined with those of others, on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hetpipe.engine.shares import Place, Rows, Shares, overlap
+from hetpipe.engine.wiring import PIECES, Axes, Kind, Layout, host_dtype
+from hetpipe.errors import HetpipeError
+
+Array = np.ndarray[Any, Any]
+
+
+class Route(NamedTuple):
+    """What a replica exchanges with one of a neighbouring stage."""
+
+    peer: Place
+    rows: Rows  # of the micro-batch
+    kind: Kind
+
+
+def routes(shares: Shares, own: Place, stage: int, letter: str, samples: int) -> list[Route]:
+    """With whom a replica exchanges what of a micro-batch, in the order of the replicas."""
+    mine = shares.rows(own, samples)
+    found = []
+    for peer in shares.places(stage):
+        theirs = shares.rows(peer, samples)
+        lo, hi = overlap(mine, theirs)
+        if lo < hi:
+            found.append(Route(peer, (lo, hi), kind_of(letter, mine, theirs)))
+    return found
+
+
+def kind_of(letter: str, one: Rows, other: Rows) -> Kind:
+    """The kind of a message between replicas that do these rows."""
+    lo, hi = overlap(one, other)
+    return (letter if one == other else PIECES[letter], hi - lo)
+
+
+def find_axes(shapes: Iterable[tuple[str, int, tuple[int, ...]]]) -> dict[str, int]:
+    """The dimension of each tensor's rows, out of (name, rows, shape) for unlike numbers of rows.
+
+    Raises `HetpipeError` for a tensor that cannot be divided by rows."""
+    known: dict[str, dict[int, tuple[int, ...]]] = {}
+    for name, rows, shape in shapes:
+        known.setdefault(name, {})[rows] = shape
+    return {name: _axis(name, found) for name, found in known.items()}
+
+
+def _axis(name: str, shapes: Mapping[int, tuple[int, ...]]) -> int:
+    ranks = {len(shape) for shape in shapes.values()}
+    axes = [
+        axis
+        for axis in range(min(ranks))
+        if all(shape[axis] == rows for rows, shape in shapes.items())
+    ]
+    rest = {tuple(size for a, size in enumerate(s) if a not in axes) for s in shapes.values()}
+    if len(ranks) != 1 or len(axes) != 1 or len(rest) != 1:
+        listed = ", ".join(f"{list(s)} for {rows} samples" for rows, s in sorted(shapes.items()))
+        raise HetpipeError(
+            f"{name}, which crosses between stages, is {listed}: no dimension of it has one row "
+            "for each sample, so replicas cannot divide it; cut elsewhere, or give both stages "
+            "the same shares"
+        )
+    return axes[0]
+
+
+def piece_of(layout: Layout, axes: Axes, rows: int) -> Layout:
+    """The layout of so many rows of these tensors."""
+    found = []
+    for slot in layout:
+        axis = axes[slot.name]
+        shape = (*slot.shape[:axis], rows, *slot.shape[axis + 1 :])
+        found.append(replace(slot, shape=shape))
+    return tuple(found)
+
+
+def cut(arrays: Sequence[Array], layout: Layout, axes: Axes, lo: int, hi: int) -> list[Array]:
+    """Rows lo..hi (hi excluded) of these tensors."""
+    return [
+        array[(slice(None),) * axes[slot.name] + (slice(lo, hi),)]
+        for array, slot in zip(arrays, layout, strict=True)
+    ]
+
+
+def join(
+    pieces: Sequence[tuple[Rows, Sequence[Array]]], layout: Layout, axes: Axes, own: Rows
+) -> list[Array]:
+    """The rows `own` of the micro-batch, out of pieces that have them all."""
+    whole = piece_of(layout, axes, own[1] - own[0])
+    joined = [np.empty(slot.shape, host_dtype(slot.dtype)) for slot in whole]
+    for (lo, hi), arrays in pieces:
+        places = cut(joined, whole, axes, lo - own[0], hi - own[0])
+        for place, array in zip(places, arrays, strict=True):
+            place[...] = array
+    return joined

@@ -1,0 +1,198 @@
+"""Routing: the wires that stages and their replicas need."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise, permutations, product
+
+from hetpipe.capture.program import CUT, GRAD, PARAM, TANGENT, PassPrograms, Slot, StageGraphs
+from hetpipe.engine.pieces import find_axes, kind_of, piece_of
+from hetpipe.engine.shares import Place, Shares, overlap
+from hetpipe.engine.wiring import (
+    ALL_REDUCE,
+    BACKWARD,
+    EVALUATION,
+    FORWARD,
+    TIED_GRAD,
+    TIED_PARAM,
+    Axes,
+    Kind,
+    Layout,
+    Wire,
+    host_dtype,
+)
+from hetpipe.errors import HetpipeError
+
+Edge = tuple[Place, Place]
+"""Source and target."""
+
+
+def wires(
+    stages: Sequence[Sequence[StageGraphs]], shares: Shares, sizes: Collection[int]
+) -> list[Wire]:
+    """The wires for whole micro-batches of these sizes; kinds of messages without a tensor do not
+    appear.
+
+    `stages[n]` are the replicas of stage n. Raises `HetpipeError` for stages that do not fit.
+    """
+    layouts: dict[Edge, dict[Kind, Layout]] = {}
+    axes: dict[Edge, Axes] = {}
+
+    def add(edge: Edge, kind: Kind, layout: Layout) -> None:
+        if layout:
+            layouts.setdefault(edge, {})[kind] = layout
+
+    for n, replicas in enumerate(stages):
+        for source, target in permutations(shares.places(n), 2):
+            add((source, target), (ALL_REDUCE, 0), gradients(replicas[0]))
+    for n, (lefts, rights) in enumerate(pairwise(stages)):
+        crossing = _Crossing(n, lefts, rights, shares, sizes)
+        for here, there in product(shares.places(n), shares.places(n + 1)):
+            if shares.meet(here, there):
+                axes[here, there] = axes[there, here] = crossing.axes
+                for edge, kind, layout in crossing.between(here, there):
+                    add(edge, kind, layout)
+    for one, other, letter, layout in _tied([replicas[0] for replicas in stages]):
+        for target in shares.places(other):
+            add(((one, 0), target), (letter, 0), layout)
+    return [Wire(*edge, kinds, axes.get(edge, {})) for edge, kinds in layouts.items()]
+
+
+def gradients(stage: StageGraphs) -> Layout:
+    """What the replicas of a stage must sum."""
+    update = stage.update
+    return () if update is None else tuple(s for s in update.inputs if s.role == GRAD)
+
+
+class _Crossing:
+    """What crosses between two neighbouring stages."""
+
+    def __init__(
+        self,
+        cut: int,
+        lefts: Sequence[StageGraphs],
+        rights: Sequence[StageGraphs],
+        shares: Shares,
+        sizes: Collection[int],
+    ) -> None:
+        self._stages = (cut, cut + 1)
+        self._sides = {cut: lefts, cut + 1: rights}
+        self._shares, self._sizes = shares, sizes
+        self.axes: Axes = {}
+        if any(
+            shares.rows(here, size) != shares.rows(there, size)
+            for here, there in product(*map(shares.places, self._stages))
+            for size in sizes
+            if overlap(shares.rows(here, size), shares.rows(there, size)) != (0, 0)
+        ):
+            self.axes = find_axes(self._shapes())
+
+    def between(self, here: Place, there: Place) -> Iterator[tuple[Edge, Kind, Layout]]:
+        """The kinds of messages that two replicas exchange."""
+        left, right = (self._sides[n][replica] for n, replica in (here, there))
+        for size in self._sizes:
+            rows = self._shares.rows(here, size), self._shares.rows(there, size)
+            if overlap(*rows) == (0, 0):
+                continue
+            counts = [hi - lo for lo, hi in rows]
+            near, far = left.passes.get(counts[0]), right.passes.get(counts[1])
+            if near is not None and far is not None:
+                kind, cuts = self._message(
+                    FORWARD, near.forward.outputs, _inputs(far), CUT, self._stages, rows
+                )
+                yield (here, there), kind, cuts
+                if near.backward is not None and far.backward is not None:
+                    back = self._stages[1], self._stages[0]
+                    sent, read = far.backward.outputs, near.backward.inputs
+                    kind, found = self._message(
+                        BACKWARD, sent, read, TANGENT, back, (rows[1], rows[0])
+                    )
+                    yield (there, here), kind, found
+            ends = left.evaluation.get(counts[0]), right.evaluation.get(counts[1])
+            if ends[0] is not None and ends[1] is not None:
+                kind, found = self._message(
+                    EVALUATION, ends[0].outputs, ends[1].inputs, CUT, self._stages, rows
+                )
+                yield (here, there), kind, found
+
+    def _message(
+        self,
+        letter: str,
+        sent: Sequence[Slot],
+        wanted: Sequence[Slot],
+        role: str,
+        ends: tuple[int, int],
+        rows: tuple[tuple[int, int], tuple[int, int]],
+    ) -> tuple[Kind, Layout]:
+        kind = kind_of(letter, *rows)
+        if kind[0] == letter:
+            return kind, _common(sent, wanted, role, ends)
+        names = {slot.name for slot in wanted if slot.role == role}
+        whole = tuple(slot for slot in sent if slot.role == role and slot.name in names)
+        left, right = (
+            piece_of(tuple(_of(side, whole)), self.axes, kind[1]) for side in (sent, wanted)
+        )
+        return kind, _common(left, right, role, ends)
+
+    def _shapes(self) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+        """Of the tensors that cross, as both sides have them, at every number of rows."""
+        left, right = (self._sides[n][0] for n in self._stages)
+        sent = {s.name for p in left.passes.values() for s in p.forward.outputs if s.role == CUT}
+        read = {s.name for p in right.passes.values() for s in _inputs(p) if s.role == CUT}
+        for stage in (*self._sides[self._stages[0]], *self._sides[self._stages[1]]):
+            for rows, passes in stage.passes.items():
+                for slot in (*passes.forward.outputs, *_inputs(passes)):
+                    if slot.role == CUT and slot.name in sent & read:
+                        yield slot.name, rows, slot.shape
+
+
+def _of(slots: Sequence[Slot], wanted: Sequence[Slot]) -> Iterator[Slot]:
+    """Those of some slots that have the key of others, once each."""
+    keys = {slot.key for slot in wanted}
+    yield from {slot.key: slot for slot in slots if slot.key in keys}.values()
+
+
+def _inputs(passes: PassPrograms) -> tuple[Slot, ...]:
+    backward = passes.backward.inputs if passes.backward is not None else ()
+    return (*passes.forward.inputs, *backward)
+
+
+def _common(
+    sent: Sequence[Slot], wanted: Sequence[Slot], role: str, ends: tuple[int, int]
+) -> Layout:
+    known = {slot.name: slot for slot in sent if slot.role == role}
+    layout: dict[str, Slot] = {}
+    for slot in wanted:
+        if slot.role != role or slot.name not in known:
+            continue
+        if known[slot.name] != slot:
+            raise HetpipeError(
+                f"stage {ends[0]} sends {slot.name} as {_text(known[slot.name])}, "
+                f"stage {ends[1]} reads it as {_text(slot)}: they come from different captures"
+            )
+        host_dtype(slot.dtype)
+        layout[slot.name] = slot
+    return tuple(layout.values())
+
+
+def _text(slot: Slot) -> str:
+    return f"{slot.dtype}{list(slot.shape)}"
+
+
+def _tied(stages: Sequence[StageGraphs]) -> list[tuple[int, int, str, Layout]]:
+    grads: dict[tuple[int, int], list[Slot]] = {}
+    for name, owner, others in dict.fromkeys(entry for stage in stages for entry in stage.tied):
+        update = stages[owner].update
+        if update is None:
+            continue
+        slot = next((s for s in update.inputs if s.key == (GRAD, name)), None)
+        if slot is None:
+            continue  # frozen: never updated, so never exchanged
+        for other in others:
+            grads.setdefault((owner, other), []).append(slot)
+    found: list[tuple[int, int, str, Layout]] = []
+    for (owner, other), slots in grads.items():
+        params = tuple(Slot(PARAM, slot.name, slot.shape, slot.dtype) for slot in slots)
+        found.append((other, owner, TIED_GRAD, tuple(slots)))
+        found.append((owner, other, TIED_PARAM, params))
+    return found

@@ -1,0 +1,134 @@
+"""Replicas of stages amid others, of unlike numbers and shares, equal unpartitioned training."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import CASES
+from plans import unpriced
+from reference import train
+from torch import nn
+
+import hetpipe as hp
+from hetpipe.capture import Captured
+from hetpipe.cluster import Cluster, Member
+from hetpipe.engine.crew import Crew
+from hetpipe.errors import HetpipeError
+
+Shares = tuple[float, ...]
+
+
+def crew_of(transport: str) -> Crew:
+    devices = ("numpy:cpu:0", "pytorch:cpu:0") * 3
+    members = tuple(Member(f"m{n}", device) for n, device in enumerate(devices))
+    return Crew.start(Cluster(members, transport=transport))
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with crew_of("local") as started:
+        yield started
+
+
+def pipeline(
+    crew: Crew, model: Any, loss_fn: Any, example: Any, rows: int, microbatches: int,
+    shares: Sequence[Shares], schedule: str = "1f1b", **options: Any,
+) -> hp.Pipeline:  # fmt: skip
+    captured = Captured(model, loss_fn, example)
+    names = iter(crew.infos)
+    members = [tuple(next(names) for _ in replicas) for replicas in shares]
+    plan, costs = unpriced(captured, members, schedule, rows, microbatches, shares=shares)
+    return hp.Pipeline(
+        model, loss_fn, example, cluster=crew.cluster, crew=crew, plan=plan, costs=costs,
+        captured=captured, optimizer=hp.optim.adamw(lr=1e-2), **options,
+    )  # fmt: skip
+
+
+def data(case: str, count: int) -> list[Any]:
+    generator = torch.Generator().manual_seed(1)
+    return [CASES[case].batch(generator) for _ in range(count)]
+
+
+def compare(
+    crew: Crew, case: str, shares: Sequence[Shares], microbatches: int = 2, **options: Any
+) -> None:
+    torch.manual_seed(0)
+    model, loss_fn, batches = CASES[case].model(), CASES[case].loss_fn, data(case, 3)
+    eager = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(eager.parameters(), lr=1e-2)
+    losses, _ = train(eager, loss_fn, batches, microbatches, optimizer)
+    rows = len(batches[0][0])
+    with pipeline(crew, model, loss_fn, batches[0], rows, microbatches, shares, **options) as pipe:
+        assert [pipe.step(x, y) for x, y in batches] == pytest.approx(losses, rel=1e-5)
+        state = pipe.state_dict()
+    for name, value in eager.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("case", "shares"),
+    [
+        ("mlp", ((1, 1), (1,))),
+        ("mlp", ((1,), (1, 1))),
+        ("mlp", ((1, 1), (1, 1))),  # nothing is divided between them
+        ("two_branch", ((2, 1), (1, 2))),
+        ("two_branch", ((1,), (3, 2, 1), (1, 1))),
+        ("two_branch", ((1, 2, 1), (1, 1))),  # the middle one gives to both
+    ],
+    ids=str,
+)
+def test_equals_unpartitioned_training(crew: Crew, case: str, shares: Any) -> None:
+    compare(crew, case, shares)
+
+
+@pytest.mark.parametrize("shares", [((1, 1), (1,)), ((1,), (2, 1)), ((1, 1), (2, 1))], ids=str)
+def test_tied_weights(crew: Crew, shares: Any) -> None:
+    compare(crew, "tied_autoencoder", shares)
+
+
+@pytest.mark.parametrize("options", [{"recompute": "inputs"}, {"schedule": "zb-h1"}], ids=str)
+def test_with_recompute_and_with_halves(crew: Crew, options: dict[str, str]) -> None:
+    compare(crew, "two_branch", ((2, 1), (1, 1)), **options)
+
+
+@pytest.mark.parametrize("transport", ["shared-memory", "distributed"])
+def test_every_transport(transport: str) -> None:
+    with crew_of(transport) as crew:
+        compare(crew, "two_branch", ((1,), (2, 1), (1, 1)))
+
+
+def test_sizes_that_differ_and_evaluation(crew: Crew) -> None:
+    torch.manual_seed(0)
+    model, batches = CASES["mlp"].model(), data("mlp", 2)
+    shares = ((1, 1), (2, 1))
+    with pipeline(crew, model, F.cross_entropy, batches[0], 12, 2, shares) as pipe:
+        for x, y in [batches[0], (batches[1][0][:9], batches[1][1][:9])]:
+            model.load_state_dict(pipe.state_dict())
+            wanted = pytest.approx(F.cross_entropy(model(x), y).item(), rel=1e-5)
+            assert pipe.evaluate(x, y) == wanted
+            assert pipe.step(x, y) == wanted
+
+
+class Merged(nn.Module):
+    """The samples of what crosses the cut are rows of one matrix, a few for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 8), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.first(x.reshape(-1, 5))
+        return self.second(rows).reshape(x.shape)
+
+
+def test_a_tensor_without_a_row_for_each_sample_is_refused(crew: Crew) -> None:
+    x = torch.randn(12, 20)
+    with pytest.raises(HetpipeError, match=r"no dimension of it has one row for each sample"):
+        pipeline(crew, Merged(), F.mse_loss, (x, x), 12, 2, ((1, 1), (1,)))
+    with pipeline(crew, Merged(), F.mse_loss, (x, x), 12, 2, ((1, 1), (1, 1))) as pipe:
+        assert pipe.step(x, x) > 0
