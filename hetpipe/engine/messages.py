@@ -56,7 +56,7 @@ class Keep:
     """How versions of weights are kept (`hetpipe.engine.policy`), and what they have seen."""
 
     policy: str = "flush"
-    updates: int = 0
+    updates: tuple[int, ...] = ()  # of each stage; empty: none
     lr: float = 0.0  # of the last of them
     check_finite: bool = False  # look at all that leaves a pass
 

@@ -21,7 +21,7 @@ from hetpipe.engine.loading import Loading
 from hetpipe.engine.measure import Progress
 from hetpipe.engine.messages import Clip, Keep
 from hetpipe.engine.planning import Planning, check_lanes
-from hetpipe.engine.resume import ROLES, check, write
+from hetpipe.engine.resume import ROLES, check, updates_of, write
 from hetpipe.engine.streaming import Streaming, check_policy
 from hetpipe.errors import HetpipeError, PlanError
 from hetpipe.plan.plan import Plan
@@ -30,6 +30,7 @@ from hetpipe.schedule.action import Op, Schedule
 from hetpipe.schedule.complete import Tied
 from hetpipe.schedule.generators import generate, is_asynchronous
 from hetpipe.schedule.stream import Stream
+from hetpipe.schedule.turns import places
 from hetpipe.schedule.validate import HALVES
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ class Pipeline:
             else:
                 self.plan, self.costs = plan, planning.check(plan, costs)
             check_policy(self.plan, self._optimizer)
+            self._updates = updates_of(self.plan, resume)
             check_lanes(self.plan)
             self._check_clip()
             self._loaded: set[int] = set()  # samples of micro-batches
@@ -183,7 +185,8 @@ class Pipeline:
         while self._crew.under_way:
             self._collect()
         if self._streaming is not None:
-            self._streaming.flush()
+            made = self._streaming.flush()
+            self._updates = [sum(pair) for pair in zip(self._updates, made, strict=True)]
 
     def gradients(self, x: Any, y: Any) -> tuple[float, dict[str, torch.Tensor]]:
         """Loss and gradients of one mini-batch by parameter name; the model stays as it is."""
@@ -218,7 +221,8 @@ class Pipeline:
         Raises `CheckpointError`; what the folder held can then still be loaded.
         """
         self.flush()
-        write(Path(directory), self._crew, self._steps, self.plan, self._optimizer)
+        progress = (self._steps, self._updates)
+        write(Path(directory), self._crew, *progress, self.plan, self._optimizer)
 
     @classmethod
     def load(
@@ -295,7 +299,7 @@ class Pipeline:
             values.update(kept.tensors[PARAM])
             values.update(kept.tensors[BUFFER])
         lr = self._optimizer.lr_at(max(self._steps, 1))
-        keep = Keep(self.plan.weights, self._steps, lr, self._check_finite)
+        keep = Keep(self.plan.weights, tuple(self._updates), lr, self._check_finite)
         members = [stage.devices for stage in self.plan.stages]
         both = sizes | self._evaluated
         self._crew.load(stages, members, values, keep=keep, shares=loading.shares, sizes=both)
@@ -319,7 +323,7 @@ class Pipeline:
             in_flight=in_flight,
             tied=tied,
             workers=len(set(plan.devices)),
-            replicas=[len(stage.devices) for stage in plan.stages],
+            replicas=() if is_asynchronous(plan.schedule) else plan.replicas,
         )
 
     def _schedule(self, microbatches: int, ops: frozenset[Op]) -> Schedule:
@@ -328,7 +332,11 @@ class Pipeline:
         if key not in self._schedules:
             in_flight = [min(stage.in_flight, microbatches) for stage in self.plan.stages]
             made = self._passes(microbatches, in_flight, self._tied)
-            self._schedules[key] = tuple(tuple(a for a in row if a.op in ops) for row in made)
+            rows = [tuple(a for a in row if a.op in ops) for row in made]
+            if is_asynchronous(self.plan.schedule):  # a row for each replica: the first does it
+                turns = places(self.plan.replicas)
+                rows = [rows[n] if replica == 0 else () for n, replica in turns]
+            self._schedules[key] = tuple(rows)
         return self._schedules[key]
 
     def _check_clip(self) -> None:
@@ -354,7 +362,9 @@ class Pipeline:
                 "update at different times: cut so that one stage has them, or use a synchronous "
                 "schedule"
             )
-        return Stream(plan.schedule, len(plan.stages), plan.microbatches, plan.in_flight)
+        return Stream(
+            plan.schedule, len(plan.stages), plan.microbatches, plan.in_flight, plan.replicas
+        )
 
     def _admit(self, x: Any, y: Any) -> None:
         assert self._streaming is not None
@@ -413,6 +423,7 @@ class Pipeline:
         self._recent.clear()
         self._recent.append(result)
         self._steps += update
+        self._updates = [count + update for count in self._updates]
         return _mean(result, request.samples, request.number - 1)
 
 

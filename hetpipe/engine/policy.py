@@ -146,13 +146,14 @@ POLICIES = ("flush", "stash", "vertical-sync", "2bw", "spectrain", "pipeoptim")
 
 def make_weights(keep: Keep, stage: int, parameters: Version, predict: Predict | None) -> Weights:
     """The versions of a stage under a policy. Raises `HetpipeError`."""
+    updates = keep.updates[stage] if keep.updates else 0
     if keep.policy == "flush":
-        return Flushed(parameters, keep.updates)
+        return Flushed(parameters, updates)
     if keep.policy in ("stash", "vertical-sync", "2bw"):
-        return Stashed(parameters, keep.updates, keeps=keep.policy != "stash")
+        return Stashed(parameters, updates, keeps=keep.policy != "stash")
     if keep.policy not in POLICIES:
         raise HetpipeError(f"no weight policy {keep.policy!r}; known: {', '.join(POLICIES)}")
     if predict is None:
         raise HetpipeError(f"{keep.policy} needs an optimizer that predicts weights")
     ahead = stage // 2 if keep.policy == "spectrain" else 0  # SpecTrain's s of a backward
-    return Predicted(parameters, keep.updates, predict, ahead)
+    return Predicted(parameters, updates, predict, ahead)

@@ -12,19 +12,43 @@ from hetpipe.checkpoint import Checkpoint, save
 from hetpipe.engine.crew import Crew
 from hetpipe.engine.wiring import host_dtype
 from hetpipe.errors import CheckpointError
+from hetpipe.plan.plan import Plan
+from hetpipe.schedule.generators import is_asynchronous
 
 if TYPE_CHECKING:
     from hetpipe.optim.rule import Optimizer
-    from hetpipe.plan.plan import Plan
 
 ROLES = (PARAM, BUFFER, STATE)
 
 
-def write(directory: Path, crew: Crew, steps: int, plan: Plan, optimizer: Optimizer) -> None:
-    """Save what the crew has, which must be at rest. Raises `CheckpointError`."""
+def write(
+    directory: Path,
+    crew: Crew,
+    steps: int,
+    updates: Sequence[int],
+    plan: Plan,
+    optimizer: Optimizer,
+) -> None:
+    """Save what the crew has, which must be at rest, after so many mini-batches and, by stage,
+    updates. Raises `CheckpointError`."""
     told = json.loads(json.dumps(plan.to_json()))  # lists for tuples
-    manifest = {"step": steps, "plan": told, "optimizer": _described(optimizer)}
+    manifest = {
+        "step": steps,
+        "updates": list(updates),
+        "plan": told,
+        "optimizer": _described(optimizer),
+    }
     save(directory, {role: crew.read(role) for role in ROLES}, manifest)
+
+
+def updates_of(plan: Plan, checkpoint: Checkpoint | None) -> list[int]:
+    """By stage, the updates so far; under a plan with other replicas, those it would have made."""
+    manifest: Mapping[str, Any] = checkpoint.manifest if checkpoint is not None else {}
+    if not is_asynchronous(plan.schedule):
+        return [int(manifest.get("step", 0))] * len(plan.stages)
+    if manifest and Plan.from_json(manifest["plan"]).replicas == plan.replicas:
+        return list(manifest["updates"])
+    return [-(-int(manifest.get("step", 0)) // replicas) for replicas in plan.replicas]
 
 
 Kept = Mapping[str, Mapping[str, Any]]

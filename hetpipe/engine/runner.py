@@ -24,6 +24,7 @@ from hetpipe.engine.wiring import (
     Kind,
 )
 from hetpipe.schedule.action import PER_MINI_BATCH, Action, Message, Op, Schedule
+from hetpipe.schedule.turns import round_of
 
 Closing = frozenset[tuple[int, Op]]
 """(stage, operation)"""
@@ -121,6 +122,7 @@ class Runner:
         may have to be waited for.
         """
         self._scale, self._clip = scale, clip
+        self._versions.clear()
         self._microbatches, self._evaluates = step.microbatches, step.evaluates
         if step.batch is not None:
             self._batches[step.begins] = step.batch
@@ -136,14 +138,13 @@ class Runner:
                 mini_batch = message.number // step.microbatches
                 self._exchange.transfer(action, message, kind, mini_batch)
             elif action.op is Op.ALL_REDUCE:
-                self._exchange.all_reduce(action)
+                self._exchange.all_reduce(action, self._share_of_sum(action))
                 spans.append((action, start_s, time.monotonic()))
             elif action.op is Op.UPDATE:
                 batch = self._batches[action.number]
                 grad_scale = self._grad_scale(action.stage, batch)
-                scalars = {"lr": batch.lr, "step": float(batch.number), "grad_scale": grad_scale}
                 start_s = time.monotonic()
-                self._stages[action.stage].update(scalars)
+                self._stages[action.stage].update(batch.lr, grad_scale)
                 spans.append((action, start_s, stretch(start_s, self._speed)))
             else:
                 self._pass(action)
@@ -166,10 +167,11 @@ class Runner:
         if (action.stage, action.op) in script.closing:
             self._stages[action.stage].release(action.number)
         elif action.op is Op.UPDATE:
-            self._updated[action.number] += 1
-            if self._updated[action.number] == len(self._stages):
-                for table in (self._updated, self._batches, self._firsts):
-                    del table[action.number]
+            for number in self._round(action):
+                self._updated[number] += 1
+                if self._updated[number] == len(self._stages):
+                    for table in (self._updated, self._batches, self._firsts):
+                        del table[number]
 
     def _report(self, spans: list[Span], counts: tuple[float, ...] | None) -> StepReport:
         spans += self._exchange.take_spans()
@@ -191,8 +193,23 @@ class Runner:
             return None
         return tuple(loss * part for loss, part in zip(losses, parts, strict=True))
 
+    def _round(self, action: Action) -> range:
+        """The mini-batches of an update: several where replicas take turns."""
+        replicas = len(self._shares.weights[action.stage]) if self._shares.in_turn else 1
+        return round_of(action.number, replicas, action.number + 1)
+
+    def _share_of_sum(self, action: Action) -> float:
+        """What a sum over replicas multiplies this one's gradients with: they give the mean of
+        mini-batches, or the sum over rows of one, which is scaled by the update."""
+        if not self._shares.in_turn:
+            return 1.0
+        place, together = (action.stage, self._replicas[action.stage]), self._round(action)
+        own = [self._batches[number] for number in together if self._shares.takes(place, number)]
+        return sum(self._scale(batch) for batch in own) / len(together)
+
     def _grad_scale(self, stage: int, batch: Batch) -> float:
-        scale = self._scale(batch)
+        summed = self._shares.in_turn and len(self._shares.weights[stage]) > 1
+        scale = 1.0 if summed else self._scale(batch)
         if batch.clip is None:
             return scale
         if batch.clip.each:
@@ -216,8 +233,11 @@ class Runner:
             else:
                 number += first * self._microbatches
                 receive = Action(message.target, _RECEIVES[message.kind], number)
-            kind = self._kind(message.kind, number)
-            expected.append((receive, message.source, kind, number // self._microbatches))
+            mini_batch = number // self._microbatches
+            own = (message.target, self._replicas[message.target])
+            if self._shares.takes(own, mini_batch):
+                kind = self._kind(message.kind, number)
+                expected.append((receive, message.source, kind, mini_batch))
         self._exchange.expect(expected)
 
     def _mini_batch(self, microbatch: int) -> tuple[int, Batch, int]:

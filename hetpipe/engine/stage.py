@@ -115,8 +115,8 @@ class Stage:
         self._graphs = graphs
         self._check_finite = keep.check_finite
         self._norm: _Bound | None = None  # compiled when it is first asked for
-        if keep.updates:
-            self._put_scalars({"lr": keep.lr, "step": float(keep.updates)})
+        if self.weights.number:
+            self._put_scalars({"lr": keep.lr, "step": float(self.weights.number)})
 
     @property
     def has_count(self) -> bool:
@@ -200,11 +200,12 @@ class Stage:
             if index is not None:
                 self._results[role][microbatch] = frame[index]
 
-    def update(self, scalars: Mapping[str, float]) -> None:
-        """Apply the optimizer; `scalars` are lr, step and grad_scale."""
+    def update(self, lr: float, grad_scale: float) -> None:
+        """Apply the optimizer."""
         if self._update is None:
             return
-        self._put_scalars(scalars)
+        step = float(self.weights.number + 1)
+        self._put_scalars({"lr": lr, "step": step, "grad_scale": grad_scale})
         present = self.weights.present
         if self.weights.disposable:
             self._run(self._update, present, [], donate=self._update.parameters)

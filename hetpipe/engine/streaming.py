@@ -48,6 +48,12 @@ def check_policy(plan: Plan, optimizer: Optimizer) -> None:
                 f"spectrain is defined for {straight} mini-batches of one micro-batch in flight, "
                 f"not for {list(in_flight)} micro-batches of {microbatches} each"
             )
+        replicas = [len(stage.devices) for stage in plan.stages]
+        if max(replicas) > 1:
+            raise HetpipeError(
+                f"spectrain is defined for stages on one device each, not for {replicas} replicas; "
+                "use weights='pipeoptim'"
+            )
     if policy == "pipeoptim" and optimizer.predict is None:
         raise HetpipeError(
             f"pipeoptim needs an optimizer that predicts weights, and {optimizer.name} as it is "
@@ -68,7 +74,7 @@ class Streaming:
     @property
     def window(self) -> int:
         """How many mini-batches may be handed out and not collected: enough to keep all busy."""
-        return self._stream.start + 1
+        return self._stream.window
 
     def admit(self, request: StepRequest) -> None:
         """Hand out a mini-batch; the request's own schedule does not count."""
@@ -88,15 +94,20 @@ class Streaming:
         """The result of the oldest mini-batch that is under way."""
         return self._crew.collect()
 
-    def flush(self) -> None:
-        """Apply everything that was handed out; all results must have been collected."""
+    def flush(self) -> list[int]:
+        """Apply everything that was handed out; all results must have been collected.
+
+        Returns the updates of each stage since the last flush.
+        """
+        updates = [-(-self.admitted // replicas) for replicas in self._stream.replicas]
         if self.admitted == 0:
-            return
+            return updates
         segment = self._stream.flush(self.admitted)
         nothing = StepRequest(segment.schedule, (), (), (), lr=0.0, number=0)
         self._crew.post(nothing, self._part(segment.first, self.admitted))
         self._crew.collect()
         self.admitted = 0
+        return updates
 
     def _part(self, first: int, begins: int) -> Part:
         return Part(first, begins, self._stream.microbatches, self._closing)
@@ -104,15 +115,17 @@ class Streaming:
     def _lags(self, stage: int, mini_batch: int) -> tuple[int, ...]:
         """Per micro-batch how many updates older the version for its forward is than the last.
 
-        Vertical sync: what the input stage has when the mini-batch enters (PipeDream, section 3.3).
-        2BW: the version before the last, for all of a mini-batch.
+        Vertical sync: what the input stage has when the mini-batch enters (PipeDream, section 3.3),
+        counted in mini-batches, so that stages with other numbers of replicas agree. 2BW: the
+        version before the last, for all of a mini-batch.
         """
-        microbatches = self._microbatches(mini_batch)
+        microbatches, replicas = self._microbatches(mini_batch), self._stream.replicas[stage]
         applied = [self._stream.applied(stage, m) for m in microbatches]
         if self._policy == "vertical-sync":
-            wanted = self._stream.applied(0, microbatches[0])
+            mini_batches = self._stream.applied(0, microbatches[0]) * self._stream.replicas[0]
+            wanted = mini_batches // replicas
         elif self._policy == "2bw":
-            wanted = max(mini_batch - 1, 0)
+            wanted = max(mini_batch // replicas - 1, 0)
         else:
             return (0,) * len(applied)
         return tuple(count - wanted for count in applied)

@@ -88,6 +88,11 @@ class Plan:
         return tuple(stage.devices[0] for stage in self.stages)
 
     @property
+    def replicas(self) -> tuple[int, ...]:
+        """How many devices each stage has."""
+        return tuple(len(stage.devices) for stage in self.stages)
+
+    @property
     def in_flight(self) -> tuple[int, ...]:
         """K_n of each stage."""
         return tuple(stage.in_flight for stage in self.stages)

@@ -106,12 +106,11 @@ def _step_s(plan: Plan, timeline: Timeline) -> float:
     if not is_asynchronous(plan.schedule):
         return timeline.total_s
     ends_s = [
-        span.end_s
-        for span in timeline.spans
-        if span.action.op is Op.UPDATE and span.action.stage == 0
+        span.end_s for span in timeline.spans if span.action.op is Op.UPDATE and span.worker == 0
     ]
     full = len(ends_s) // 2
-    return (ends_s[-1] - ends_s[full]) / (len(ends_s) - 1 - full)
+    each_s = (ends_s[-1] - ends_s[full]) / (len(ends_s) - 1 - full)
+    return each_s / plan.replicas[0]
 
 
 def predict(plan: Plan, table: CostTable, *, tied: Tied | None = None) -> Timeline:
@@ -126,12 +125,16 @@ def predict(plan: Plan, table: CostTable, *, tied: Tied | None = None) -> Timeli
     count = 1
     if is_asynchronous(plan.schedule):  # four times what fills the pipeline
         count = 4 * -(-max(plan.in_flight) // plan.microbatches) + 4
+        count *= max(plan.replicas)
     schedule = generate(
         plan.schedule, len(plan.stages), plan.microbatches, in_flight=plan.in_flight, tied=pairs,
         mini_batches=count, workers=len(set(plan.devices)),
-        replicas=[len(stage.devices) for stage in plan.stages],
+        replicas=plan.replicas,
     )  # fmt: skip
-    return simulate(schedule, times, workers=tuple(dict.fromkeys(plan.devices)))
+    names = plan.devices
+    if is_asynchronous(plan.schedule):  # a row for every replica
+        names = tuple(device for stage in plan.stages for device in stage.devices)
+    return simulate(schedule, times, workers=tuple(dict.fromkeys(names)))
 
 
 def check_able(plan: Plan, table: CostTable) -> None:

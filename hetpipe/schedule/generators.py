@@ -23,6 +23,7 @@ from hetpipe.schedule.straight import (
     one_f_one_b_so,
     pipedream,
 )
+from hetpipe.schedule.turns import in_turn, noam
 from hetpipe.schedule.validate import validate
 from hetpipe.schedule.zerobubble import zb_h1, zb_v
 
@@ -106,7 +107,8 @@ def generate(
     an owner and another stage all tied parameters travel together, as one message each way.
     `microbatches` are those of one mini-batch; of `mini_batches` an asynchronous schedule takes any
     number, the others one at a time. `workers`: as many as stages unless the schedule is chunked.
-    `replicas` of each stage (default 1) all do the stage's row.
+    `replicas` of each stage (default 1) all do the stage's row; without flushes they take turns and
+    have a row each, see `hetpipe.schedule.turns`; `in_flight` is of each replica.
     Raises `ScheduleError` for an unknown name, impossible numbers or an invalid schedule.
     """
     if name not in _generators:
@@ -132,6 +134,17 @@ def generate(
             "times; cut so that one stage has them, or use a synchronous schedule"
         )
     more = (workers,) if is_chunked(name) else ()
+    if is_asynchronous(name) and max(replicas, default=1) > 1:
+        depths = in_flight or noam(replicas)
+        rows = in_turn(
+            lambda count: _generators[name](stages, count, depths, *more),
+            microbatches,
+            mini_batches,
+            replicas,
+        )
+        schedule = tuple(tuple(with_transfers(row, stages)) for row in rows)
+        validate(schedule, microbatches, in_flight, mini_batches, replicas)
+        return schedule
     passes = _generators[name](stages, microbatches * mini_batches, in_flight, *more)
     if is_asynchronous(name):
         updated = (list(with_updates(row, microbatches)) for row in passes)

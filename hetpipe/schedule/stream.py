@@ -6,11 +6,13 @@ follows from the admission of any later mini-batch is the same with higher numbe
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import lcm
 
 from hetpipe.errors import ScheduleError
-from hetpipe.schedule.action import Action, Op, Schedule
+from hetpipe.schedule.action import PER_MINI_BATCH, Action, Message, Op, Schedule
 from hetpipe.schedule.generators import generate, max_in_flight
 
 ENTERS = (Op.RECV_FORWARD, Op.FORWARD)
@@ -28,21 +30,32 @@ class Segment:
 class Stream:
     """Segments of an asynchronous schedule, and which updates lie between its passes.
 
-    Segment b begins on each worker with the first forward of mini-batch b. Raises `ScheduleError`
-    for a schedule that never repeats itself.
+    Segment b begins on each worker with the first forward of mini-batch b, and nothing in it waits
+    for a later one. Raises `ScheduleError` for a schedule that never repeats itself.
     """
 
     def __init__(
-        self, name: str, stages: int, microbatches: int, in_flight: Sequence[int] | None = None
+        self,
+        name: str,
+        stages: int,
+        microbatches: int,
+        in_flight: Sequence[int] | None = None,
+        replicas: Sequence[int] = (),
     ) -> None:
         self.microbatches = microbatches
+        self.stages = stages
+        self.replicas = tuple(replicas) or (1,) * stages
+        self._check_turns()
         self._question = (name, stages, microbatches)
         self._in_flight = in_flight
+        self._period = lcm(*self.replicas)
         # What a worker does with one pass and the next is at most so many mini-batches apart.
-        self.start = -(-max(max_in_flight(self._full(2 * stages + 2))) // microbatches) + 1
-        self._sample = self._full(2 * self.start + 3)
-        self.stages = stages
-        self._parts = [_segments(row, microbatches, 2 * self.start + 3) for row in self._sample]
+        most = max(self.replicas)
+        deep = max(max_in_flight(self._full(most * (2 * stages + 2)))) * most
+        self.start = -(-deep // microbatches) + 1
+        count = 2 * self.start + 2 * self._period + 1
+        self._sample = self._full(count)
+        self._parts = _segments(self._sample, microbatches, count)
         self._check()
         self._schedules = list(zip(*self._parts, strict=True))  # made once: each is sent once
         self._updates = [self._count(stage) for stage in range(stages)]
@@ -52,14 +65,19 @@ class Stream:
         """The whole schedule of some mini-batches, more than the start takes, and its flush."""
         return self._sample
 
+    @property
+    def window(self) -> int:
+        """How many mini-batches may be handed out and not done: enough to keep all busy."""
+        return self.start + self._period
+
     def segment(self, mini_batch: int) -> Segment:
         """What follows from the admission of `mini_batch`."""
-        first = max(mini_batch - self.start, 0)
-        return Segment(self._schedules[mini_batch - first], first)
+        like = self._like(mini_batch)
+        return Segment(self._schedules[like], mini_batch - like)
 
     def flush(self, mini_batches: int) -> Segment:
         """What is left behind the segments of so many mini-batches."""
-        count = min(mini_batches, self.start + 1)
+        count = self._like(mini_batches - 1) + 1
         whole = self._full(count)
         rows = tuple(
             row[sum(map(len, part[:count])) :] for row, part in zip(whole, self._parts, strict=True)
@@ -75,52 +93,100 @@ class Stream:
         forward, backward = self._look(stage, microbatch)
         return backward - forward
 
+    def _like(self, mini_batch: int) -> int:
+        """The first mini-batch with which all is as with this one."""
+        later = max(mini_batch - self.start, 0)
+        return mini_batch - later + later % self._period
+
     def _look(self, stage: int, microbatch: int) -> tuple[int, int]:
-        later = max(microbatch // self.microbatches - self.start, 0)
-        found = self._updates[stage][microbatch - later * self.microbatches]
+        mini_batch, place = divmod(microbatch, self.microbatches)
+        like = self._like(mini_batch)
+        found = self._updates[stage][like * self.microbatches + place]
+        later = (mini_batch - like) // self.replicas[stage]
         return found[0] + later, found[1] + later
 
     def _full(self, mini_batches: int) -> Schedule:
         name, stages, microbatches = self._question
         return generate(
-            name, stages, microbatches, in_flight=self._in_flight, mini_batches=mini_batches
+            name,
+            stages,
+            microbatches,
+            in_flight=self._in_flight,
+            mini_batches=mini_batches,
+            replicas=self.replicas,
         )
+
+    def _check_turns(self) -> None:
+        """Replicas wait for each other between the passes of a mini-batch, if it has several."""
+        if max(self.replicas) > 1 and self.microbatches > 1:
+            raise ScheduleError(
+                f"{list(self.replicas)} replicas take mini-batches of {self.microbatches} "
+                "micro-batches in turn: they can do so with 1 micro-batch each; use that, or a "
+                "synchronous schedule"
+            )
 
     def _check(self) -> None:
         for worker, part in enumerate(self._parts):
-            steady, later = part[self.start], part[self.start + 1]
-            if later != _shifted(steady, self.microbatches):
-                raise ScheduleError(
-                    f"{self._question[0]} does not repeat itself on worker {worker}: after "
-                    f"{self.start} mini-batches its order still changes, so it cannot run as a "
-                    "stream"
-                )
+            for turn in range(self.start, self.start + self._period):
+                later = _shifted(part[turn], self._period, self.microbatches)
+                if part[turn + self._period] != later:
+                    raise ScheduleError(
+                        f"{self._question[0]} does not repeat itself on worker {worker}: after "
+                        f"{turn} mini-batches its order still changes, so it cannot run as a "
+                        "stream"
+                    )
 
     def _count(self, stage: int) -> dict[int, tuple[int, int]]:
         """Per micro-batch the updates of a stage before its forward, and before its backward."""
-        updates, forwards, found = 0, {}, {}
-        for action in (a for row in self._sample for a in row if a.stage == stage):
-            if action.op is Op.FORWARD:
-                forwards[action.number] = updates
-            elif action.op in BACKWARDS:
-                found[action.number] = (forwards[action.number], updates)
-            updates += action.op is Op.UPDATE
+        found = {}
+        for row in self._sample:
+            updates, forwards = 0, {}
+            for action in (a for a in row if a.stage == stage):
+                if action.op is Op.FORWARD:
+                    forwards[action.number] = updates
+                elif action.op in BACKWARDS:
+                    found[action.number] = (forwards[action.number], updates)
+                updates += action.op is Op.UPDATE
         return found
 
 
 def _segments(
-    row: Sequence[Action], microbatches: int, mini_batches: int
-) -> list[tuple[Action, ...]]:
-    """A row, cut before the first forward of every mini-batch."""
-    starts = []
-    for mini_batch in range(mini_batches):
-        number = mini_batch * microbatches
-        starts.append(next(i for i, a in enumerate(row) if a.op in ENTERS and a.number == number))
-    return [tuple(row[lo:hi]) for lo, hi in zip(starts, [*starts[1:], len(row)], strict=True)]
+    schedule: Schedule, microbatches: int, mini_batches: int
+) -> list[list[tuple[Action, ...]]]:
+    """Each row in segments: an action is in the first one in which it can run.
+
+    That is, not before what is in front of it, its mini-batch, what it receives, and all who take
+    part in a sum.
+    """
+    parts: list[list[list[Action]]] = [[[] for _ in range(mini_batches)] for _ in schedule]
+    position, at = [0] * len(schedule), [0] * len(schedule)
+    sent: dict[Message, int] = {}
+    takers = Counter(a for row in schedule for a in row if a.op is Op.ALL_REDUCE)
+    there: dict[Action, dict[int, int]] = defaultdict(dict)
+    while any(place < len(row) for place, row in zip(position, schedule, strict=True)):
+        for worker, row in enumerate(schedule):
+            while position[worker] < len(row):
+                action = row[position[worker]]
+                message = action.message
+                if action.op in ENTERS:
+                    at[worker] = max(at[worker], action.number // microbatches)
+                if action.op.is_receive and message is not None:
+                    if message not in sent:
+                        break
+                    at[worker] = max(at[worker], sent[message])
+                if action.op is Op.ALL_REDUCE:
+                    there[action][worker] = at[worker]
+                    if len(there[action]) < takers[action]:
+                        break
+                    at[worker] = max(there[action].values())
+                if action.op.is_send and message is not None:
+                    sent[message] = at[worker]
+                parts[worker][at[worker]].append(action)
+                position[worker] += 1
+    return [[tuple(part) for part in parts_of] for parts_of in parts]
 
 
-def _shifted(actions: Sequence[Action], microbatches: int) -> tuple[Action, ...]:
-    """The same, one mini-batch later."""
-    return tuple(
-        replace(a, number=a.number + (1 if a.op is Op.UPDATE else microbatches)) for a in actions
-    )
+def _shifted(actions: Sequence[Action], mini_batches: int, microbatches: int) -> tuple[Action, ...]:
+    """The same, so many mini-batches later."""
+    each = {True: mini_batches, False: mini_batches * microbatches}
+    return tuple(replace(a, number=a.number + each[a.op in PER_MINI_BATCH]) for a in actions)

@@ -6,13 +6,14 @@ Every check raises `ScheduleError` with the grid and the faulty cell marked.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import Action, Message, Op, Schedule
 from hetpipe.schedule.grid import format_grid
 from hetpipe.schedule.lanes import laned_stages, row_names
+from hetpipe.schedule.turns import places, round_of
 
 HALVES = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
@@ -23,6 +24,13 @@ class Shape(NamedTuple):
     stages: int
     halved: set[int]  # stages with backwards in halves
     laned: set[int]  # stages with forwards and backwards on two lanes
+    microbatches: int
+    places: Sequence[tuple[int, int]]  # stage and replica of each row, where replicas take turns
+    replicas: Sequence[int]  # of each stage
+
+    def owner(self, stage: int, mini_batch: int) -> int:
+        """Which replica takes a mini-batch."""
+        return mini_batch % self.replicas[stage]
 
 
 def validate(
@@ -30,19 +38,22 @@ def validate(
     microbatches: int,
     in_flight: Sequence[int] | None = None,
     mini_batches: int = 1,
+    replicas: Sequence[int] = (),
 ) -> None:
     """Check that the schedule trains each micro-batch once, in order, and cannot deadlock.
 
     `microbatches` in each of `mini_batches`; `in_flight`: the most forwards that may wait for their
-    backward, per stage. Raises `ScheduleError`.
+    backward, per stage. `replicas` of each stage, where they take turns and have a row each. Raises
+    `ScheduleError`.
     """
     laned = laned_stages(schedule)
-    stages = _check_stages(schedule, laned)
+    rows = places(replicas)
+    stages = _check_stages(schedule, laned, rows)
     halved = {action.stage for _, _, action in _cells(schedule) if action.op in HALVES}
-    shape = Shape(stages, halved, laned)
-    _check_complete(schedule, shape, microbatches, mini_batches)
-    _check_order(schedule, shape, microbatches, in_flight)
-    _check_edges(schedule)
+    shape = Shape(stages, halved, laned, microbatches, rows, replicas or (1,) * stages)
+    _check_complete(schedule, shape, mini_batches)
+    _check_order(schedule, shape, in_flight)
+    _check_edges(schedule, shape)
     _check_progress(schedule)
 
 
@@ -56,11 +67,16 @@ def _cells(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
             yield worker, index, action
 
 
-def _check_stages(schedule: Schedule, laned: set[int]) -> int:
+def _check_stages(schedule: Schedule, laned: set[int], rows: Sequence[tuple[int, int]]) -> int:
     """How many there are."""
     owner: dict[int, int] = {}
     for worker, index, action in _cells(schedule):
-        if owner.setdefault(action.stage, worker) != worker and action.stage not in laned:
+        if rows:
+            if worker >= len(rows) or rows[worker][0] != action.stage:
+                why = f"row {worker} is not of stage {action.stage}: every replica has a row"
+                raise _fail(schedule, why, worker, index)
+            owner[action.stage] = worker
+        elif owner.setdefault(action.stage, worker) != worker and action.stage not in laned:
             why = f"stage {action.stage} is on workers {owner[action.stage]} and {worker}"
             raise _fail(schedule, f"{why}; give it to one", worker, index)
     if sorted(owner) != list(range(len(owner))):
@@ -68,30 +84,48 @@ def _check_stages(schedule: Schedule, laned: set[int]) -> int:
     return len(owner)
 
 
-def _check_complete(schedule: Schedule, shape: Shape, microbatches: int, mini_batches: int) -> None:
+def _check_complete(schedule: Schedule, shape: Shape, mini_batches: int) -> None:
     """Each stage has exactly the actions that its place in the pipeline asks for."""
-    places = {action.stage: worker for worker, _, action in _cells(schedule)}
-    numbers = (range(microbatches * mini_batches), range(mini_batches))
-    required = {action for stage in places for action in _required(stage, shape, *numbers)}
-    seen: set[Action] = set()
-    for worker, index, action in _cells(schedule):
-        if action in seen:
-            raise _fail(schedule, f"{action} is there twice", worker, index)
-        if action not in required and action.op.value[-1] not in "GPVA":
-            why = (
-                f"{action} has no place among {shape.stages} stages, "
-                f"{microbatches * mini_batches} micro-batches"
-            )
-            raise _fail(schedule, why, worker, index)
-        seen.add(action)
-    for action in sorted(required - seen):
-        worker = places[action.stage]
-        raise _fail(schedule, f"{action} is missing", worker, len(schedule[worker]))
+    at = {action.stage: worker for worker, _, action in _cells(schedule)}
+    everything = range(mini_batches)
+    Wanted = list[tuple[int, Sequence[int], Sequence[int]]]  # stage, mini-batches, updates
+    groups: list[tuple[set[int], Wanted]] = []
+    if not shape.places:
+        groups = [(set(range(len(schedule))), [(n, everything, everything) for n in at])]
+    else:
+        for worker, (n, replica) in enumerate(shape.places):
+            count = shape.replicas[n]
+            ends = {round_of(b, count, mini_batches)[-1] for b in everything}
+            groups.append(({worker}, [(n, everything[replica::count], sorted(ends))]))
+    for workers, wanted in groups:
+        required = {
+            action
+            for stage, own, updates in wanted
+            for action in _required(stage, shape, own, updates)
+        }
+        seen: set[Action] = set()
+        for worker, index, action in _cells(schedule):
+            if worker not in workers:
+                continue
+            if action in seen:
+                raise _fail(schedule, f"{action} is there twice", worker, index)
+            if action not in required and action.op.value[-1] not in "GPVA":
+                why = (
+                    f"{action} has no place among {shape.stages} stages, "
+                    f"{shape.microbatches * mini_batches} micro-batches"
+                )
+                raise _fail(schedule, why, worker, index)
+            seen.add(action)
+        for action in sorted(required - seen):
+            worker = min(workers) if shape.places else at[action.stage]
+            raise _fail(schedule, f"{action} is missing", worker, len(schedule[worker]))
 
 
 def _required(
-    stage: int, shape: Shape, microbatches: range, mini_batches: range
+    stage: int, shape: Shape, mini_batches: Sequence[int], updates: Sequence[int]
 ) -> Iterator[Action]:
+    count = shape.microbatches
+    microbatches = [b * count + place for b in mini_batches for place in range(count)]
     ops = [Op.FORWARD, *(HALVES if stage in shape.halved else (Op.BACKWARD,))]
     if stage in shape.laned:
         ops += [Op.SEND_KEPT, Op.RECV_KEPT]
@@ -100,30 +134,29 @@ def _required(
     if stage < shape.stages - 1:
         ops += [Op.SEND_FORWARD, Op.RECV_BACKWARD]
     yield from (Action(stage, op, number) for op in ops for number in microbatches)
-    yield from (Action(stage, Op.UPDATE, number) for number in mini_batches)
+    yield from (Action(stage, Op.UPDATE, number) for number in updates)
 
 
-def _check_order(
-    schedule: Schedule, shape: Shape, microbatches: int, in_flight: Sequence[int] | None
-) -> None:
+def _check_order(schedule: Schedule, shape: Shape, in_flight: Sequence[int] | None) -> None:
     """Inside a stage: inputs before passes before outputs, updates behind what they apply and in
     order, and the memory bound kept."""
     for row_number, row in enumerate(schedule):
         done: set[Action] = set()
         waiting: Counter[int] = Counter()
+        updated: Counter[int] = Counter()  # mini-batches that are applied, of each stage
         for index, action in enumerate(row):
             n = action.stage
             if action.op is Op.UPDATE:
-                last = Op.BACKWARD_WEIGHT if n in shape.halved else Op.BACKWARD
-                first = action.number * microbatches
-                applied = [Action(n, last, first + i) for i in range(microbatches)]
-                before = [Action(n, Op.UPDATE, action.number - 1)] if action.number else []
-                late = not done.issuperset(applied + before)
+                first = action.number - action.number % shape.replicas[n]
+                late = updated[n] != first or not done.issuperset(
+                    _applied(action, shape, row_number)
+                )
+                updated[n] = action.number + 1
             else:
                 kind = action.op.value[-1]
-                each = 1 if kind == "A" else microbatches
+                each = 1 if kind == "A" else shape.microbatches
                 mini_batch = 0 if kind == "G" else action.number // each
-                late = kind != "P" and Action(n, Op.UPDATE, mini_batch) in done
+                late = kind != "P" and mini_batch < updated[n]
             if late:
                 why = f"the update of stage {n} must come last, but for tied parameters"
                 raise _fail(schedule, why, row_number, index)
@@ -138,6 +171,16 @@ def _check_order(
             if in_flight is not None and waiting[n] > in_flight[n]:
                 why = f"stage {n} has {waiting[n]} forwards in flight, its bound is {in_flight[n]}"
                 raise _fail(schedule, why, row_number, index)
+
+
+def _applied(action: Action, shape: Shape, row: int) -> Iterator[Action]:
+    """The backwards on its row that an update applies."""
+    n, count = action.stage, shape.replicas[action.stage]
+    last = Op.BACKWARD_WEIGHT if n in shape.halved else Op.BACKWARD
+    for mini_batch in round_of(action.number, count, action.number + 1):
+        if not shape.places or shape.places[row][1] == shape.owner(n, mini_batch):
+            first = mini_batch * shape.microbatches
+            yield from (Action(n, last, first + i) for i in range(shape.microbatches))
 
 
 def _needs(action: Action, shape: Shape, row: Sequence[Action]) -> Iterator[Action]:
@@ -160,34 +203,44 @@ def _needs(action: Action, shape: Shape, row: Sequence[Action]) -> Iterator[Acti
         yield Action(n, Op.BACKWARD_WEIGHT if halved else Op.BACKWARD, number)
     elif op in (Op.ALL_REDUCE, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD):  # last: one order of sums
         weights = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
-        yield from (a for a in row if a.stage == n and a.op in weights)
+        most = number if op is Op.ALL_REDUCE else 0
+        for a in row:
+            if a.stage == n and a.op in weights and a.number // shape.microbatches <= most:
+                yield a
     elif op is Op.UPDATE:
         summing = (Op.ALL_REDUCE, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD)
-        yield from (a for a in row if a.stage == n and a.op in summing)
+        for a in row:
+            later = a.op is Op.ALL_REDUCE and a.number > number
+            if a.stage == n and a.op in summing and not later:
+                yield a
     elif op in (Op.SEND_TIED_PARAM, Op.RECV_TIED_PARAM):
         yield Action(n, Op.UPDATE)
 
 
-Edge = tuple[int, int, str]  # source and target stage; between lanes, of one kind of message
+Edge = tuple[int, int, str, int, int]
+"""Source and target stage; between lanes, of one kind of message; source and target replica."""
 
 
-def _edge(message: Message) -> Edge:
-    return (*message[:2], message.kind if message.source == message.target else "")
+def _edge(message: Message, shape: Shape) -> Edge:
+    mini_batch = message.number // shape.microbatches
+    ends = message.source, message.target
+    kind = message.kind if ends[0] == ends[1] else ""
+    return (*ends, kind, shape.owner(ends[0], mini_batch), shape.owner(ends[1], mini_batch))
 
 
-def _check_edges(schedule: Schedule) -> None:
+def _check_edges(schedule: Schedule, shape: Shape) -> None:
     """On each edge receives are in the order of the sends: messages carry no address."""
     sends: dict[Edge, list[Message]] = defaultdict(list)
     for _, _, action in _cells(schedule):
         if action.op.is_send and action.message:
-            sends[_edge(action.message)].append(action.message)
+            sends[_edge(action.message, shape)].append(action.message)
     places: dict[Edge, tuple[int, int]] = {}
     received: Counter[Edge] = Counter()
     for worker, index, action in _cells(schedule):
         message = action.message
         if message is None:
             continue
-        edge = _edge(message)
+        edge = _edge(message, shape)
         if action.op.is_send:
             places.setdefault(edge, (worker, index))
             continue
@@ -207,9 +260,12 @@ def _check_edges(schedule: Schedule) -> None:
 
 
 def _check_progress(schedule: Schedule) -> None:
-    """Run it without a clock: sends are buffered, a receive waits for its send."""
+    """Run it without a clock: sends are buffered, a receive waits for its send, a sum over replicas
+    for all who take part."""
     position = [0] * len(schedule)
     sent: set[Message] = set()
+    takers = Counter(action for _, _, action in _cells(schedule) if action.op is Op.ALL_REDUCE)
+    there: dict[Action, set[int]] = defaultdict(set)
     moved = True
     while moved:
         moved = False
@@ -219,16 +275,25 @@ def _check_progress(schedule: Schedule) -> None:
                 message = action.message
                 if action.op.is_receive and message not in sent:
                     break
+                if action.op is Op.ALL_REDUCE:
+                    moved |= worker not in there[action]
+                    there[action].add(worker)
+                    if len(there[action]) < takers[action]:
+                        break
                 if action.op.is_send and message is not None:
                     sent.add(message)
                 position[worker] += 1
                 moved = True
     stuck = {w: p for w, p in enumerate(position) if p < len(schedule[w])}
     if stuck:
-        raise ScheduleError(f"deadlock: {_cycle(schedule, stuck)}\n{format_grid(schedule, stuck)}")
+        raise ScheduleError(
+            f"deadlock: {_cycle(schedule, stuck, there)}\n{format_grid(schedule, stuck)}"
+        )
 
 
-def _cycle(schedule: Schedule, stuck: dict[int, int]) -> str:
+def _cycle(
+    schedule: Schedule, stuck: dict[int, int], there: Mapping[Action, Collection[int]]
+) -> str:
     """Who waits for whom, as text: follow the waits from one stuck worker until one repeats."""
     sender = {a.message: worker for worker, _, a in _cells(schedule) if a.op.is_send}
     names = row_names(schedule)
@@ -236,9 +301,12 @@ def _cycle(schedule: Schedule, stuck: dict[int, int]) -> str:
     worker = next(iter(stuck))
     while worker not in trail:
         trail.append(worker)
-        message = schedule[worker][stuck[worker]].message
-        assert message is not None  # only receives block
-        worker = sender[message]
+        action = schedule[worker][stuck[worker]]
+        if action.message is None:  # a sum: for the first who is not there
+            absent = (w for w, row in enumerate(schedule) if action in row and w in stuck)
+            worker = next(w for w in absent if w not in there[action])
+        else:
+            worker = sender[action.message]
     cycle = trail[trail.index(worker) :]
     waits = [
         f"{names[w]} waits in {schedule[w][stuck[w]]} for {names[v]}"

@@ -5,12 +5,13 @@ posted and costs it nothing; a receive holds it until the message has arrived. E
 each direction between two workers, carries one message at a time, in the order of posting. What a
 stage sends in chunks is on the edge from the first chunk on, and leaves it with the last.
 
-The lanes of a worker run at once. While several compute, each has an even share of its speed.
+The lanes of a worker run at once. While several compute, each has an even share of its speed. Where
+replicas have a row each, a sum of their gradients begins when all have come to it.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
@@ -100,6 +101,8 @@ class _Lane:
         while (action := self.current) is not None:
             message = action.message
             if message is None:
+                if action.op is Op.ALL_REDUCE and not self._run.gathered(self, action):
+                    return
                 self._since_s = clock.now_s
                 self._device.begin(self, self._run.times.compute_s(action))
                 return
@@ -145,7 +148,10 @@ class _Run:
         self.arrived: set[Message] = set()
         self.spans: list[tuple[int, Action, float, float]] = []
         self._workers = row_workers(schedule)
-        self._home = {a.stage: self._workers[i] for i, row in enumerate(schedule) for a in row}
+        cells = [(index, action) for index, row in enumerate(schedule) for action in row]
+        self._targets = {a.message: self._workers[i] for i, a in cells if a.op.is_receive}
+        self._takers = Counter(action for _, action in cells if action.op is Op.ALL_REDUCE)
+        self._gathering: dict[Action, list[_Lane]] = defaultdict(list)
         self._edge_free_s: dict[tuple[int, int], float] = defaultdict(float)
         devices = [_Device(self.clock) for _ in set(self._workers)]
         self.lanes = [
@@ -160,9 +166,21 @@ class _Run:
     def record(self, lane: int, action: Action, start_s: float, end_s: float) -> None:
         self.spans.append((lane, action, start_s, end_s))
 
+    def gathered(self, lane: _Lane, action: Action) -> bool:
+        """Whether all who take part in a sum have come to it; the last lets the others go on."""
+        waiting = self._gathering[action]
+        if lane in waiting:
+            return True
+        waiting.append(lane)
+        if len(waiting) < self._takers[action]:
+            return False
+        for other in waiting[:-1]:
+            self.clock.at(self.clock.now_s, RESUME, other.resume)
+        return True
+
     def post(self, lane: _Lane, action: Action, message: Message) -> None:
         """Put a message on its edge, behind those already there; on one worker it is free."""
-        edge = self._workers[lane.index], self._home[message.target]
+        edge = self._workers[lane.index], self._targets[message]
         transfer = self.times.transfer(message)
         start_s = end_s = now_s = self.clock.now_s
         if edge[0] != edge[1]:
@@ -181,7 +199,7 @@ class _Run:
 
     def _deliver(self, message: Message) -> None:
         self.arrived.add(message)
-        for lane in self._at[self._home[message.target]]:
+        for lane in self._at[self._targets[message]]:
             if lane.waiting == message:
                 lane.arrive()
 

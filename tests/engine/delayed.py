@@ -82,10 +82,15 @@ class Adam:
 
 
 class History(NamedTuple):
-    """Weights of every layer, and the optimizer's state of them, after t updates."""
+    """By layer: weights, and the optimizer's state of them, after t updates."""
 
     weights: list[list[Layer]]
     states: list[list[tuple[tuple[torch.Tensor, ...], ...]]]
+
+    @property
+    def last(self) -> list[Layer]:
+        """The weights at the end."""
+        return [versions[-1] for versions in self.weights]
 
 
 Choice = Callable[[int, int], tuple[int, float]]
@@ -99,19 +104,25 @@ def train(
     backward: Choice,
     mini_batches: int,
     microbatches: int = 1,
+    replicas: Sequence[int] = (),
 ) -> History:
-    """W after every update; each stage has an equal share of the layers."""
+    """W after every update; each stage has an equal share of the layers.
+
+    A stage with replicas updates with the mean gradient of so many mini-batches, or of what is left
+    of them at the end.
+    """
     layers = [part[0] for part in network()]
-    history = [[Layer(p.weight.detach().clone(), p.bias.detach().clone()) for p in layers]]
-    states = [[tuple(map(optimizer.start, layer)) for layer in history[0]]]
+    weights = [[Layer(p.weight.detach().clone(), p.bias.detach().clone())] for p in layers]
+    states = [[tuple(map(optimizer.start, versions[0]))] for versions in weights]
     cuts = [len(layers) * n // stages for n in range(stages + 1)]
     stage_of = [n for n in range(stages) for _ in range(cuts[n], cuts[n + 1])]
+    waiting: list[list[Layer]] = [[] for _ in layers]  # gradients of mini-batches
 
     def chosen(choice: Choice, b: int) -> list[Layer]:
         found = []
         for index, n in enumerate(stage_of):
             t, ahead = choice(n, b)
-            pairs = zip(history[t][index], states[t][index], strict=True)
+            pairs = zip(weights[index][t], states[index][t], strict=True)
             found.append(
                 Layer(*(optimizer.predict(w, s, t, ahead) if t and ahead else w for w, s in pairs))
             )
@@ -120,19 +131,21 @@ def train(
     for b in range(mini_batches):
         x, y = batch(b)
         ahead, back = chosen(forward, b), chosen(backward, b)
-        grads = [Layer(torch.zeros_like(w), torch.zeros_like(c)) for w, c in history[0]]
+        grads = [Layer(torch.zeros_like(v[0].weight), torch.zeros_like(v[0].bias)) for v in weights]
         for part, wanted in zip(x.chunk(microbatches), y.chunk(microbatches), strict=True):
             _pass(part, wanted, ahead, back, grads)
-        new, state = [], []
-        for layer, old, grad in zip(history[-1], states[-1], grads, strict=True):
-            moved = [
-                optimizer.update(w, s, g, b + 1) for w, s, g in zip(layer, old, grad, strict=True)
-            ]
-            new.append(Layer(*(w for w, _ in moved)))
-            state.append(tuple(s for _, s in moved))
-        history.append(new)
-        states.append(state)
-    return History(history, states)
+        for index, grad in enumerate(grads):
+            waiting[index].append(grad)
+            together = replicas[stage_of[index]] if replicas else 1
+            if len(waiting[index]) == together or b == mini_batches - 1:
+                mean = [sum(parts) / len(parts) for parts in zip(*waiting[index], strict=True)]
+                waiting[index].clear()
+                step = len(weights[index])
+                values = zip(weights[index][-1], states[index][-1], mean, strict=True)
+                moved = [optimizer.update(w, s, g, step) for w, s, g in values]
+                weights[index].append(Layer(*(w for w, _ in moved)))
+                states[index].append(tuple(s for _, s in moved))
+    return History(weights, states)
 
 
 def _pass(

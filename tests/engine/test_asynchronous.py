@@ -122,7 +122,7 @@ def test_equals_the_sequential_reference(
     depths = depth(stages)
     wanted = delayed.train(stages, plain, *delays(policy, stages, depths), MINI_BATCHES)
     state = trained(pipeline(crew, stages, policy, optimizer, depths))
-    assert distance(state, wanted.weights[-1]) < 1e-5
+    assert distance(state, wanted.last) < 1e-5
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
@@ -132,7 +132,7 @@ def test_two_buffered_weights(crew: Crew, stages: int, pair: Any) -> None:
     rule = delays("2bw", stages, noam(stages))
     wanted = delayed.train(stages, plain, *rule, MINI_BATCHES, microbatches=4)
     state = trained(pipeline(crew, stages, "2bw", optimizer, noam(stages), 4))
-    assert distance(state, wanted.weights[-1]) < 1e-5
+    assert distance(state, wanted.last) < 1e-5
 
 
 @pytest.mark.parametrize("policy", ["stash", "vertical-sync", "pipeoptim", "spectrain"])
@@ -146,7 +146,7 @@ def test_a_wrong_delay_is_told_apart(crew: Crew, policy: str) -> None:
 
     wrong = delayed.train(3, SGD[1], late, backward, MINI_BATCHES)
     state = trained(pipeline(crew, 3, policy, SGD[0], noam(3)))
-    assert distance(state, wrong.weights[-1]) > 1e-3
+    assert distance(state, wrong.last) > 1e-3
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -195,7 +195,7 @@ def test_step_flushes_and_so_equals_plain_training(crew: Crew) -> None:
         for b in range(10):
             pipe.step(*batch(b))
         state = pipe.state_dict()
-    assert distance(state, wanted.weights[-1]) < 1e-5
+    assert distance(state, wanted.last) < 1e-5
 
 
 def test_prediction_is_nearer_to_what_the_backward_uses() -> None:
@@ -206,8 +206,8 @@ def test_prediction_is_nearer_to_what_the_backward_uses() -> None:
         history, states = delayed.train(4, plain, *rules, 60)
         for b in range(10, 60):
             seen = b - 3
-            weight, used = history[seen][0].weight, history[b][0].weight
-            predicted = plain.predict(weight, states[seen][0][0], seen, 3)
+            weight, used = history[0][seen].weight, history[0][b].weight
+            predicted = plain.predict(weight, states[0][seen][0], seen, 3)
             nearer += bool((predicted - used).norm() < (weight - used).norm())
         assert nearer >= 45
 

@@ -107,9 +107,9 @@ def test_bytes_equal_a_walk_over_everything(
         account(stage, which, microbatch, samples, version)
         walk(stage, version)
 
-    def updating(stage: Any, scalars: Any) -> None:
+    def updating(stage: Any, lr: float, grad_scale: float) -> None:
         present = stage.weights.present
-        update(stage, scalars)
+        update(stage, lr, grad_scale)
         walk(stage, present)
 
     monkeypatch.setattr(Stage, "_account", accounting)

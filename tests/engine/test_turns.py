@@ -1,0 +1,179 @@
+"""Replicas that take mini-batches in turn equal a sequential reference that averages rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import delayed
+import pytest
+import torch
+from delayed import Adam, Choice, Momentum, batch, loss_fn, network
+from plans import unpriced
+
+import hetpipe as hp
+from hetpipe.capture import Captured
+from hetpipe.cluster import Cluster, Member
+from hetpipe.engine.crew import Crew
+from hetpipe.errors import HetpipeError
+from hetpipe.schedule.turns import noam
+
+MINI_BATCHES = 30
+SGD = (hp.optim.sgd(lr=0.03, momentum=0.9), Momentum(0.03))
+ADAM = (hp.optim.adam(lr=0.01), Adam(0.01))
+
+
+def crew_of(transport: str = "local") -> Crew:
+    members = tuple(Member(f"m{n}", "numpy:cpu:0") for n in range(4))
+    return Crew.start(Cluster(members, transport=transport))
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with crew_of() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def captured() -> Captured:
+    return Captured(network(), loss_fn, batch(0))
+
+
+def pipeline(
+    crew: Crew, captured: Captured, replicas: Sequence[int], policy: str, optimizer: Any,
+    depths: Sequence[int] | None = None, microbatches: int = 1, **options: Any,
+) -> hp.Pipeline:  # fmt: skip
+    names = iter(crew.infos)
+    members = [tuple(next(names) for _ in range(count)) for count in replicas]
+    plan, costs = unpriced(
+        captured, members, "pipedream", delayed.SAMPLES, microbatches,
+        in_flight=depths or noam(replicas), weights=policy,
+    )  # fmt: skip
+    return hp.Pipeline(
+        network(), loss_fn, batch(0), cluster=crew.cluster, crew=crew, optimizer=optimizer,
+        plan=plan, costs=costs, captured=captured, **options,
+    )  # fmt: skip
+
+
+def trained(pipe: hp.Pipeline, count: int) -> dict[str, torch.Tensor]:
+    with pipe:
+        results = list(pipe.run(batch(b) for b in range(count)))
+        assert [result.index for result in results] == list(range(count))
+        return pipe.state_dict()
+
+
+def distance(state: dict[str, torch.Tensor], wanted: list[delayed.Layer]) -> float:
+    """Largest difference of a parameter, over the largest of its values."""
+    values = [value for layer in wanted for value in layer]
+    return max(
+        float((found - value).abs().max() / value.abs().max())
+        for found, value in zip(state.values(), values, strict=True)
+    )
+
+
+def delays(policy: str, replicas: Sequence[int], depths: Sequence[int]) -> tuple[Choice, Choice]:
+    """By updates of the stage: a replica's own mini-batches are a straight pipeline's."""
+
+    def seen(n: int, b: int) -> int:
+        return max(0, b // replicas[n] - depths[n] + 1)
+
+    rules: dict[str, tuple[Choice, Choice]] = {
+        "stash": (lambda n, b: (seen(n, b), 0),) * 2,
+        "vertical-sync": (lambda n, b: (seen(0, b) * replicas[0] // replicas[n], 0),) * 2,
+        "pipeoptim": (
+            lambda n, b: (seen(n, b), depths[n] - 1),
+            lambda n, b: (b // replicas[n], 0),
+        ),
+    }
+    return rules[policy]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "deeper"),
+    [((2, 1), 0), ((2, 1), 2), ((1, 2), 0), ((1, 2, 1), 0), ((3, 1), 1), ((2, 2), 0)],
+    ids=str,
+)
+@pytest.mark.parametrize("policy", ["stash", "vertical-sync", "pipeoptim"])
+@pytest.mark.parametrize("pair", [SGD, ADAM], ids=["sgd", "adam"])
+def test_equals_the_sequential_reference(
+    crew: Crew, captured: Captured, replicas: tuple[int, ...], deeper: int, policy: str, pair: Any
+) -> None:
+    depths = [depth + deeper for depth in noam(replicas)]
+    rules = delays(policy, replicas, depths)
+    wanted = delayed.train(len(replicas), pair[1], *rules, MINI_BATCHES, replicas=replicas)
+    pipe = pipeline(crew, captured, replicas, policy, pair[0], depths)
+    assert distance(trained(pipe, MINI_BATCHES), wanted.last) < 1e-5
+
+
+def test_a_wrong_delay_is_told_apart(crew: Crew, captured: Captured) -> None:
+    forward, _ = delays("stash", (2, 1), noam((2, 1)))
+
+    def late(n: int, b: int) -> tuple[int, float]:
+        return max(0, forward(n, b)[0] - 1), 0
+
+    wrong = delayed.train(2, SGD[1], late, late, MINI_BATCHES, replicas=(2, 1))
+    state = trained(pipeline(crew, captured, (2, 1), "stash", SGD[0]), MINI_BATCHES)
+    assert distance(state, wrong.last) > 1e-3
+
+
+def test_a_round_that_is_not_full(crew: Crew, captured: Captured) -> None:
+    """At a flush, what is left of a round is averaged over what there is."""
+    rules = delays("stash", (2, 1), noam((2, 1)))
+    for count in (1, 2, 5):
+        wanted = delayed.train(2, ADAM[1], *rules, count, replicas=(2, 1))
+        state = trained(pipeline(crew, captured, (2, 1), "stash", ADAM[0]), count)
+        assert distance(state, wanted.last) < 1e-5
+
+
+@pytest.mark.parametrize("transport", ["shared-memory", "distributed"])
+def test_every_transport_gives_the_same(crew: Crew, captured: Captured, transport: str) -> None:
+    wanted = trained(pipeline(crew, captured, (2, 1), "stash", SGD[0]), 10)
+    with crew_of(transport) as other:
+        state = trained(pipeline(other, captured, (2, 1), "stash", SGD[0]), 10)
+    for name, value in wanted.items():
+        assert torch.equal(state[name], value)
+
+
+def test_resumed_and_evaluated(crew: Crew, captured: Captured, tmp_path: Any) -> None:
+    """Also in the middle of a round, of which a flush makes an update of its own."""
+    with pipeline(crew, captured, (2, 1), "stash", ADAM[0]) as pipe:
+        list(pipe.run(batch(b) for b in range(3)))
+        pipe.save(tmp_path)
+        list(pipe.run(batch(b) for b in range(3, 8)))
+        wanted, loss = pipe.state_dict(), pipe.evaluate(*batch(9))
+        plan, costs = pipe.plan, pipe.costs
+    with hp.Pipeline.load(
+        tmp_path, network(), loss_fn, batch(0), cluster=crew.cluster, crew=crew, plan=plan,
+        costs=costs, captured=captured, optimizer=ADAM[0],
+    ) as pipe:  # fmt: skip
+        list(pipe.run(batch(b) for b in range(3, 8)))
+        assert pipe.evaluate(*batch(9)) == loss
+        for name, value in pipe.state_dict().items():
+            assert torch.equal(value, wanted[name])
+
+
+def test_clipped_by_stage(crew: Crew, captured: Captured) -> None:
+    """A bound that nothing reaches changes nothing; one that all reach changes much."""
+    found = [
+        trained(pipeline(crew, captured, (2, 1), "stash", SGD[0], **options), 12)
+        for options in ({}, {"clip_norm": 1e6, "clip_each": True})
+    ]
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    with pipeline(crew, captured, (2, 1), "stash", SGD[0], clip_norm=1e-3, clip_each=True) as pipe:
+        before = pipe.state_dict()
+        list(pipe.run([batch(0), batch(1)]))
+        moved = [(value - before[name]).norm() for name, value in pipe.state_dict().items()]
+    rounds, lr = (1, 2), 0.03  # updates of each stage; the second of two with momentum 0.9
+    most = [lr * 1e-3 * (1 if count == 1 else 1 + 1.9) for count in rounds]
+    for own, bound in zip((moved[:4], moved[4:]), most, strict=True):
+        assert float(torch.stack(own).norm()) <= bound * 1.001
+
+
+def test_several_micro_batches_are_refused(crew: Crew, captured: Captured) -> None:
+    with pytest.raises(HetpipeError, match="they can do so with 1 micro-batch each"):
+        pipeline(crew, captured, (2, 1), "stash", SGD[0], microbatches=2)
+
+
+def test_spectrain_is_refused(crew: Crew, captured: Captured) -> None:
+    with pytest.raises(HetpipeError, match=r"not for \[2, 1\] replicas"):
+        pipeline(crew, captured, (2, 1), "spectrain", SGD[0])
