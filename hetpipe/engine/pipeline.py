@@ -62,11 +62,14 @@ class Pipeline:
     `example` is one mini-batch `(x, y)`: tensors, tuples or dicts of them, batch first. `loss_fn`
     takes the model's output and `y` and returns a mean over samples, or `(sum, count)`.
     `microbatches=None` lets the planner choose. `plan` (or `cuts`, layer indices) overrides the
-    planner. `weights` is how versions of the weights are kept under an asynchronous schedule
-    (`stash`, which is the default there, `vertical-sync`, `2bw`, `spectrain`, `pipeoptim`); a
-    synchronous one has `flush`. Gradients whose norm over all stages (with `clip_each` over one)
-    exceeds `clip_norm` are scaled to it, as torch's `clip_grad_norm_` does. `recompute` ("inputs",
-    "min-cut", or one per stage) keeps less for the backward and computes it again. A loss that is
+    planner. `replicas` (with `cuts`) says how many of the cluster's devices, in their order, each
+    stage has: they divide micro-batches by their speed, or under an asynchronous schedule take
+    mini-batches in turn. `weights` is how versions of the weights are kept under an asynchronous
+    schedule (`stash`, which is the default there, `vertical-sync`, `2bw`, `spectrain`,
+    `pipeoptim`); a synchronous one has `flush`. Gradients whose norm over all stages (with
+    `clip_each` over one) exceeds `clip_norm` are scaled to it, as torch's `clip_grad_norm_` does.
+    `recompute` ("inputs", "min-cut", or one per stage) keeps less for the backward and computes it
+    again. A loss that is
     not finite ends training; `check_finite` then names the stage and tensor where it began, and is
     slow. `costs` is the table that `plan` was made with, else the pipeline profiles for it. A
     `crew` (started workers) or a `captured` model that is given is used and left running; a crew
@@ -87,6 +90,7 @@ class Pipeline:
         plan: Plan | None = None,
         costs: CostTable | None = None,
         cuts: Sequence[int] | None = None,
+        replicas: Sequence[int] | None = None,
         recompute: str | Sequence[str] = "none",
         clip_norm: float | None = None,
         clip_each: bool = False,
@@ -119,7 +123,9 @@ class Pipeline:
                 self._captured, self._crew, optimizer, self._mini_batch, self._progress
             )
             if plan is None:
-                self.plan, self.costs = planning.choose(microbatches, schedule, weights, cuts)
+                self.plan, self.costs = planning.choose(
+                    microbatches, schedule, weights, cuts, replicas
+                )
             else:
                 self.plan, self.costs = plan, planning.check(plan, costs)
             check_policy(self.plan, self._optimizer)

@@ -10,7 +10,7 @@ from hetpipe.engine.measure import Progress, profile
 from hetpipe.errors import HetpipeError, PlanError
 from hetpipe.plan.planner import explore, make_plan
 from hetpipe.plan.pricing import check_able
-from hetpipe.plan.replicated import replicated_plan
+from hetpipe.plan.replicated import replicated_plan, staged_plan
 from hetpipe.schedule.generators import generate, is_asynchronous
 from hetpipe.schedule.lanes import laned_stages
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 EXPLORED_MICROBATCHES = (4, 8, 16, 32)
 SYNCHRONOUS = ("1f1b", "gpipe")
+STAGED_MICROBATCHES = 8
+"""Of plans whose stages were given with their replicas."""
 DATA_PARALLEL = "data-parallel"
 """Asked for as a schedule: a plan of one stage with a replica on each device."""
 
@@ -38,16 +40,25 @@ class Planning:
     progress: Progress
 
     def choose(
-        self, microbatches: int | None, schedule: str, weights: str, cuts: Sequence[int] | None
+        self,
+        microbatches: int | None,
+        schedule: str,
+        weights: str,
+        cuts: Sequence[int] | None,
+        replicas: Sequence[int] | None = None,
     ) -> tuple[Plan, CostTable]:
         """The quickest predicted plan under these wishes, and the costs that it was made with.
 
+        `replicas` of the stages, with `cuts`, are the cluster's devices in their order.
         Raises `PlanError`.
         """
         if weights == "auto":
             weights = "stash" if is_asynchronous(schedule) else "flush"
         if schedule == DATA_PARALLEL and cuts is None:
             return self._replicated(microbatches)
+        if replicas is not None:
+            name = "1f1b" if schedule == "auto" else schedule
+            return self._staged(microbatches, name, weights, cuts or (), replicas)
         counts = [microbatches] if microbatches else list(EXPLORED_MICROBATCHES)
         if microbatches is None and is_asynchronous(schedule) and weights != "2bw":
             counts = [1]  # updates as soon as they can be
@@ -99,6 +110,33 @@ class Planning:
             tables, list(self.crew.infos), mini_batch=self.mini_batch, microbatches=microbatches
         )
         return plan, tables[min(tables, key=lambda size: abs(size - plan.share_samples))]
+
+    def _staged(
+        self,
+        microbatches: int | None,
+        schedule: str,
+        weights: str,
+        cuts: Sequence[int],
+        replicas: Sequence[int],
+    ) -> tuple[Plan, CostTable]:
+        """The stages that were asked for, on the devices in their order."""
+        members = list(self.crew.infos)
+        if sum(replicas) > len(members):
+            raise PlanError(
+                f"replicas {list(replicas)} need {sum(replicas)} devices, the cluster has "
+                f"{len(members)}"
+            )
+        if microbatches is None:
+            microbatches = 1 if is_asynchronous(schedule) else STAGED_MICROBATCHES
+        names = iter(members)
+        groups = [[next(names) for _ in range(count)] for count in replicas]
+        parts = [1] if is_asynchronous(schedule) else sorted({1, *replicas})
+        tables = self._profiled([microbatches * part for part in parts])
+        plan = staged_plan(
+            tables, groups, cuts, mini_batch=self.mini_batch, microbatches=microbatches,
+            schedule=schedule, weights=weights,
+        )  # fmt: skip
+        return plan, tables[self._samples(microbatches)]
 
     def _samples(self, microbatches: int) -> int:
         return -(-self.mini_batch // microbatches)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 from hetpipe.cost.table import CostTable, LinkCost
@@ -131,7 +132,12 @@ class Plan:
     def stage_times(self, table: CostTable) -> StageTimes:
         """What a simulation needs, priced by `table`."""
         stages, devices = self.stages, self.devices
-        ahead = list(zip(devices, devices[1:], self.cut_nbytes, strict=False))
+        ahead = [
+            (here, there, int(share * nbytes))
+            for here, there, nbytes, share in zip(
+                devices, devices[1:], self.cut_nbytes, self._cut_shares(), strict=False
+            )
+        ]
         ahead_links = tuple(_transfer(table, here, there, nbytes) for here, there, nbytes in ahead)
         back_links = tuple(_transfer(table, there, here, nbytes) for here, there, nbytes in ahead)
         forward_s, backward_s, update_s = (
@@ -157,6 +163,12 @@ class Plan:
             table.step_overhead_s,
             all_reduce_s=tuple(stage.all_reduce_s for stage in stages),
         )
+
+    def _cut_shares(self) -> list[float]:
+        """What each device moves of what crosses a cut, where replicas divide it (DAPPLE)."""
+        if is_asynchronous(self.schedule):
+            return [1.0] * len(self.cuts)
+        return [max(1 / m, 1 / n) for m, n in pairwise(self.replicas)]
 
     def _tied_transfers(self, table: CostTable) -> dict[tuple[int, int], Transfer]:
         nbytes: dict[tuple[int, int], int] = {}

@@ -98,10 +98,10 @@ def price(question: Question, partition: Partition, origin: str) -> Plan:
         notes=tuple(_notes(table, partition.devices)),
         weights=question.weights,
     )
-    return replace(plan, step_s=_step_s(plan, predict(plan, table)))
+    return replace(plan, step_s=step_s(plan, predict(plan, table)))
 
 
-def _step_s(plan: Plan, timeline: Timeline) -> float:
+def step_s(plan: Plan, timeline: Timeline) -> float:
     """Seconds per mini-batch; where they overlap, from one to the next in a full pipeline."""
     if not is_asynchronous(plan.schedule):
         return timeline.total_s

@@ -1,8 +1,9 @@
-"""Data parallelism as a plan: the whole model on every device, rows divided by speed."""
+"""Plans with replicas: of the whole model on every device, or of stages; rows divided by speed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,7 +11,9 @@ from hetpipe.cost.table import CostTable
 from hetpipe.errors import PlanError
 from hetpipe.plan.costs import StageCosts
 from hetpipe.plan.plan import Plan, StagePlan
-from hetpipe.plan.pricing import check_able, label_of
+from hetpipe.plan.pricing import check_able, label_of, predict, step_s
+from hetpipe.schedule.generators import generate, is_asynchronous, max_in_flight
+from hetpipe.schedule.turns import noam
 
 BEYOND = 1.25
 """How far above the largest measured micro-batch the line through the last two is trusted."""
@@ -48,30 +51,104 @@ def replicated_plan(
     return best
 
 
+def staged_plan(
+    tables: Mapping[int, CostTable],
+    groups: Sequence[Sequence[str]],
+    cuts: Sequence[int],
+    *,
+    mini_batch: int,
+    microbatches: int,
+    schedule: str,
+    weights: str = "flush",
+) -> Plan:
+    """The plan whose stages, between these cuts, have these devices for replicas.
+
+    They divide micro-batches by their speed; without flushes they take turns, and the slowest of
+    them counts. `tables` by micro-batch size, whole and in parts. Raises `PlanError`.
+    """
+    samples = -(-mini_batch // microbatches)
+    table = tables[max(tables)]
+    layers = len(table.layers)
+    _check(groups, cuts, layers)
+    asynchronous = is_asynchronous(schedule)
+    replicas = [len(group) for group in groups]
+    depths = noam(replicas) if asynchronous else _depths(schedule, len(groups), microbatches)
+    stages = []
+    for group, lo, hi, depth in zip(groups, (0, *cuts), (*cuts, layers), depths, strict=True):
+        times = {device: _Times(tables, device, lo, hi) for device in group}
+        rows = dict.fromkeys(group, samples) if asynchronous else _rows(times, samples)
+        stages.append(_stage(tables, times, rows, lo, hi, depth))
+    plan = Plan(
+        table.model,
+        tuple(layer.name for layer in table.layers),
+        tuple(stages),
+        schedule,
+        mini_batch,
+        microbatches,
+        0.0,
+        tuple(table.layers[cut - 1].cut_nbytes for cut in cuts),
+        label_of(table, [device for group in groups for device in group]),
+        "user",
+        weights=weights,
+    )
+    check_able(plan, table)
+    return replace(plan, step_s=step_s(plan, predict(plan, table)))
+
+
+def _check(groups: Sequence[Sequence[str]], cuts: Sequence[int], layers: int) -> None:
+    ends = [0, *cuts, layers]
+    if len(groups) != len(cuts) + 1 or sorted(set(ends)) != ends:
+        raise PlanError(
+            f"{len(groups)} stages and cuts {list(cuts)}: give a cut between each two, ascending "
+            f"within 1..{layers - 1}"
+        )
+    if min(map(len, groups)) < 1:
+        raise PlanError(
+            f"replicas {[len(group) for group in groups]}: each stage needs one or more"
+        )
+
+
+def _depths(schedule: str, stages: int, microbatches: int) -> list[int]:
+    return max_in_flight(generate(schedule, stages, microbatches))
+
+
+def _stage(
+    tables: Mapping[int, CostTable],
+    times: Mapping[str, _Times],
+    rows: Mapping[str, int],
+    lo: int,
+    hi: int,
+    depth: int,
+) -> StagePlan:
+    """A stage on the devices of `times`, which do so many rows of a micro-batch each."""
+    devices = tuple(times)
+    most = max(rows.values())
+    table = tables[min(tables, key=lambda size: abs(size - most))]
+    slowest = max(devices, key=lambda device: sum(times[device].at(rows[device])))
+    forward_s, backward_s = times[slowest].at(rows[slowest])
+    return StagePlan(
+        lo, hi, devices, depth, forward_s, backward_s,
+        max(table.update_s(device, lo, hi) for device in devices),
+        int(StageCosts(table).memory_nbytes(lo, hi, depth)),
+        min(table.devices[device].memory_nbytes for device in devices),
+        tuple(float(rows[device]) for device in devices),
+        _all_reduce_s(table, devices, lo, hi) if len(devices) > 1 else 0.0,
+    )  # fmt: skip
+
+
 def _with(
     tables: Mapping[int, CostTable], devices: tuple[str, ...], mini_batch: int, microbatches: int
 ) -> Plan | None:
     """The plan with so many micro-batches; None if its sizes were not measured."""
     samples = -(-mini_batch // microbatches)
-    times = {device: _Times(tables, device) for device in devices}
+    layers = len(next(iter(tables.values())).layers)
+    times = {device: _Times(tables, device, 0, layers) for device in devices}
     rows = _rows(times, samples)
-    if rows is None:
+    if not all(times[device].knows(count) for device, count in rows.items()):
         return None
+    stage = _stage(tables, times, rows, 0, layers, 1)
     table = tables[min(tables, key=lambda size: abs(size - samples // len(devices)))]
-    layers = len(table.layers)
-    slowest = max(devices, key=lambda device: sum(times[device].at(rows[device])))
-    forward_s, backward_s = times[slowest].at(rows[slowest])
-    update_s = max(table.update_s(device, 0, layers) for device in devices)
-    reduce_s = _all_reduce_s(table, devices)
-    costs = StageCosts(table)
-    stage = StagePlan(
-        0, layers, devices, 1, forward_s, backward_s, update_s,
-        int(costs.memory_nbytes(0, layers, 1)),
-        min(table.devices[device].memory_nbytes for device in devices),
-        tuple(float(rows[device]) for device in devices),
-        reduce_s,
-    )  # fmt: skip
-    both_s = microbatches * (forward_s + backward_s)
+    both_s = microbatches * (stage.forward_s + stage.backward_s)
     return Plan(
         table.model,
         tuple(layer.name for layer in table.layers),
@@ -79,7 +156,7 @@ def _with(
         "1f1b",
         mini_batch,
         microbatches,
-        both_s + reduce_s + update_s + table.step_overhead_s,
+        both_s + stage.all_reduce_s + stage.update_s + table.step_overhead_s,
         (),
         label_of(table, devices),
         "data-parallel",
@@ -87,13 +164,16 @@ def _with(
 
 
 class _Times:
-    """Forward and backward of the whole model on a device, by rows."""
+    """Forward and backward of layers lo..hi (hi excluded) on a device, by rows."""
 
-    def __init__(self, tables: Mapping[int, CostTable], device: str) -> None:
+    def __init__(self, tables: Mapping[int, CostTable], device: str, lo: int, hi: int) -> None:
         self.sizes = sorted(tables)
-        layers = [(tables[size], len(tables[size].layers)) for size in self.sizes]
-        self._forward_s = [table.forward_s(device, 0, count) for table, count in layers]
-        self._backward_s = [table.backward_s(device, 0, count) for table, count in layers]
+        self._forward_s = [tables[size].forward_s(device, lo, hi) for size in self.sizes]
+        self._backward_s = [tables[size].backward_s(device, lo, hi) for size in self.sizes]
+
+    def knows(self, rows: int) -> bool:
+        """Whether so many rows are near what was measured."""
+        return self.sizes[0] <= rows <= BEYOND * self.sizes[-1]
 
     def at(self, rows: int) -> tuple[float, float]:
         """Seconds for so many rows."""
@@ -106,9 +186,8 @@ class _Times:
         return float(np.interp(rows, self.sizes, times_s))
 
 
-def _rows(times: Mapping[str, _Times], samples: int) -> dict[str, int] | None:
+def _rows(times: Mapping[str, _Times], samples: int) -> dict[str, int]:
     """Rows for each device so that the slowest ends first, by moving rows one at a time."""
-    least, most = (f(next(iter(times.values())).sizes) for f in (min, max))
     share, over = divmod(samples, len(times))
     rows = {device: share + (index < over) for index, device in enumerate(times)}
 
@@ -122,13 +201,12 @@ def _rows(times: Mapping[str, _Times], samples: int) -> dict[str, int] | None:
             break
         rows[slowest] -= 1
         rows[quickest] += 1
-    within = all(least <= count <= BEYOND * most for count in rows.values())
-    return rows if within else None
+    return rows
 
 
-def _all_reduce_s(table: CostTable, devices: Sequence[str]) -> float:
+def _all_reduce_s(table: CostTable, devices: Sequence[str], lo: int, hi: int) -> float:
     """Every gradient goes to every other replica, and is summed and put back on each."""
-    nbytes = sum(layer.params_nbytes for layer in table.layers)
+    nbytes = sum(layer.params_nbytes for layer in table.layers[lo:hi])
     seconds = []
     for here in devices:
         links = [table.link(here, there) for there in devices if there != here]

@@ -177,3 +177,32 @@ def test_several_micro_batches_are_refused(crew: Crew, captured: Captured) -> No
 def test_spectrain_is_refused(crew: Crew, captured: Captured) -> None:
     with pytest.raises(HetpipeError, match=r"not for \[2, 1\] replicas"):
         pipeline(crew, captured, (2, 1), "spectrain", SGD[0])
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "1f1b"])
+def test_a_pipeline_with_the_replicas_that_were_asked_for(
+    crew: Crew, captured: Captured, schedule: str
+) -> None:
+    with hp.Pipeline(
+        network(), loss_fn, batch(0), cluster=crew.cluster, crew=crew, captured=captured,
+        optimizer=SGD[0], schedule=schedule, cuts=[2], replicas=[2, 1],
+        microbatches=None if schedule == "pipedream" else 1,
+    ) as pipe:  # fmt: skip
+        assert pipe.plan.replicas == (2, 1)
+        assert pipe.plan.step_s > 0
+        losses = [result.loss for result in pipe.run(batch(b % 4) for b in range(40))]
+        assert pipe.predicted.workers == ("m0", "m1", "m2") or schedule == "1f1b"
+    assert losses[-1] < losses[0]
+
+
+def test_replicas_that_do_not_fit_are_refused(crew: Crew, captured: Captured) -> None:
+    def make(cuts: Sequence[int], replicas: Sequence[int]) -> None:
+        hp.Pipeline(
+            network(), loss_fn, batch(0), cluster=crew.cluster, crew=crew, captured=captured,
+            optimizer=SGD[0], cuts=cuts, replicas=replicas,
+        )  # fmt: skip
+
+    with pytest.raises(HetpipeError, match=r"\[3, 2\] need 5 devices, the cluster has 4"):
+        make([2], [3, 2])
+    with pytest.raises(HetpipeError, match="3 stages and cuts"):
+        make([2], [1, 1, 1])
