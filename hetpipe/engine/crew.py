@@ -357,7 +357,7 @@ class Crew:
         self, assembly: Assembly, member: str, request: StepRequest, number: int
     ) -> say.Batch | None:
         """Mini-batch `number` of the stream as a member sees it."""
-        if not request.samples:
+        if not request.samples and not request.number:
             return None
         own = [place for place in self._places(member) if assembly.shares.takes(place, number)]
         none = (0,) * len(request.samples)

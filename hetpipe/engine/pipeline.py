@@ -68,12 +68,12 @@ class Pipeline:
     schedule (`stash`, which is the default there, `vertical-sync`, `2bw`, `spectrain`,
     `pipeoptim`); a synchronous one has `flush`. Gradients whose norm over all stages (with
     `clip_each` over one) exceeds `clip_norm` are scaled to it, as torch's `clip_grad_norm_` does.
-    `recompute` ("inputs", "min-cut", or one per stage) keeps less for the backward and computes it
-    again. A loss that is
-    not finite ends training; `check_finite` then names the stage and tensor where it began, and is
-    slow. `costs` is the table that `plan` was made with, else the pipeline profiles for it. A
-    `crew` (started workers) or a `captured` model that is given is used and left running; a crew
-    serves one pipeline at a time. Raises children of `HetpipeError` only.
+    With `accumulate` the mean gradient of so many mini-batches makes one update. `recompute`
+    ("inputs", "min-cut", or one per stage) keeps less for the backward and computes it again. A
+    loss that is not finite ends training; `check_finite` then names the stage and tensor where it
+    began, and is slow. `costs` is the table that `plan` was made with, else the pipeline profiles
+    for it. A `crew` (started workers) or a `captured` model that is given is used and left running;
+    a crew serves one pipeline at a time. Raises children of `HetpipeError` only.
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class Pipeline:
         recompute: str | Sequence[str] = "none",
         clip_norm: float | None = None,
         clip_each: bool = False,
+        accumulate: int = 1,
         check_finite: bool = False,
         seed: int = 0,
         progress: Progress | None = None,
@@ -110,6 +111,8 @@ class Pipeline:
         self._recompute = recompute
         self._check_finite = check_finite
         self._clip = None if clip_norm is None else Clip(clip_norm, clip_each)
+        self._accumulate = accumulate
+        self._accumulated: list[float] = []  # since the last update: what mini-batches count
         self._steps = 0 if resume is None else int(resume.manifest["step"])
         if resume is not None and (plan, cuts, microbatches, schedule) == (None,) * 3 + ("auto",):
             plan = Plan.from_json(resume.manifest["plan"])
@@ -132,6 +135,7 @@ class Pipeline:
             self._updates = updates_of(self.plan, resume)
             check_lanes(self.plan)
             self._check_clip()
+            self._check_accumulate()
             self._loaded: set[int] = set()  # samples of micro-batches
             self._evaluated: set[int] = set()
             self._load(set(_sizes(self._mini_batch, self.plan.microbatches)), resume)
@@ -144,12 +148,12 @@ class Pipeline:
 
         Under an asynchronous schedule that is one mini-batch and a flush; `run` is how it is meant.
         """
-        self.flush()
+        self._settle()
         if self._streaming is None:
             return self._step(x, y, update=True)
         self._admit(x, y)
         result = self._collect()
-        self.flush()
+        self._settle()
         return result.loss
 
     def run(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Result]:
@@ -180,19 +184,16 @@ class Pipeline:
 
         The first time, and for a mini-batch of another size, stages are compiled.
         """
-        self.flush()
+        self._settle()
         request = self._request(x, y, (), evaluates=True)
         forwards = self._schedule(len(request.samples), _FORWARDS)
         result = self._crew.step(replace(request, schedule=forwards))
         return _mean(result, request.samples, self._steps)
 
     def flush(self) -> None:
-        """Wait until everything handed in is applied. Synchronous schedules always are."""
-        while self._crew.under_way:
-            self._collect()
-        if self._streaming is not None:
-            made = self._streaming.flush()
-            self._updates = [sum(pair) for pair in zip(self._updates, made, strict=True)]
+        """Wait until everything handed in is applied, gradients that are being accumulated too."""
+        self._settle()
+        self._apply()
 
     def gradients(self, x: Any, y: Any) -> tuple[float, dict[str, torch.Tensor]]:
         """Loss and gradients of one mini-batch by parameter name; the model stays as it is."""
@@ -210,7 +211,7 @@ class Pipeline:
         """The full model's parameters and buffers under their original names, on the CPU."""
         import torch
 
-        self.flush()
+        self._settle()
         known = {**self._captured.parameters, **self._captured.buffers}
         known.update(self._crew.read(PARAM))
         known.update(self._crew.read(BUFFER))
@@ -313,7 +314,8 @@ class Pipeline:
         if stream is not None:
             self._streaming = Streaming(self._crew, stream, self.plan.weights)
         if kept is not None:
-            self._crew.write(STATE, kept.tensors[STATE])
+            for role in (STATE, GRAD):
+                self._crew.write(role, kept.tensors.get(role, {}))
         self._schedules: dict[tuple[int, frozenset[Op]], Schedule] = {}
         self._progress("compiling stages", 1, 1)
 
@@ -344,6 +346,23 @@ class Pipeline:
                 rows = [rows[n] if replica == 0 else () for n, replica in turns]
             self._schedules[key] = tuple(rows)
         return self._schedules[key]
+
+    def _settle(self) -> None:
+        """Nothing is under way any more."""
+        while self._crew.under_way:
+            self._collect()
+        if self._streaming is not None:
+            made = self._streaming.flush()
+            self._updates = [sum(pair) for pair in zip(self._updates, made, strict=True)]
+
+    def _check_accumulate(self) -> None:
+        if self._accumulate < 1:
+            raise HetpipeError(f"accumulate={self._accumulate}: give 1 or more mini-batches")
+        if self._accumulate > 1 and is_asynchronous(self.plan.schedule):
+            raise HetpipeError(
+                f"accumulate={self._accumulate}: {self.plan.schedule} updates behind each "
+                "mini-batch; use more micro-batches in one, or a synchronous schedule"
+            )
 
     def _check_clip(self) -> None:
         if self._clip is None:
@@ -403,17 +422,18 @@ class Pipeline:
         samples = _sizes(rows, self.plan.microbatches)
         ready = self._evaluated if evaluates else self._loaded
         if not set(samples) <= ready:
-            self.flush()
+            self._settle()
             ready |= set(samples)
-            kept = {role: self._crew.read(role) for role in ROLES}
+            kept = {role: self._crew.read(role) for role in (*ROLES, *self._accumulating())}
             self._load(self._loaded, Checkpoint({}, kept))
         counted = self._captured.has_count
+        synchronous = self._streaming is None
         return StepRequest(
             schedule=schedule,
             samples=samples,
             feeds=tuple(_slices(leaves, samples)),
             loss_tangents=tuple(1.0 if counted else size / rows for size in samples),
-            lr=self._optimizer.lr_at(self._steps + 1),
+            lr=self._optimizer.lr_at((self._updates[0] if synchronous else self._steps) + 1),
             number=self._steps + 1,
             seed=self._seed,
             grad_scale=None if counted else 1.0,
@@ -424,18 +444,54 @@ class Pipeline:
     def _step(self, x: Any, y: Any, update: bool) -> float:
         request = self._request(x, y, ())
         ops = _ALL if update else _ALL - _UPDATING
+        if update and self._accumulate > 1:
+            ops = _ALL - _UPDATING - _SUMMING
         request = replace(request, schedule=self._schedule(len(request.samples), ops))
         result = self._crew.step(request)
         self._recent.clear()
         self._recent.append(result)
+        mean = _mean(result, request.samples, request.number - 1)
         self._steps += update
-        self._updates = [count + update for count in self._updates]
-        return _mean(result, request.samples, request.number - 1)
+        if update and self._accumulate > 1:
+            self._accumulated.append(1.0 if result.counts is None else sum(result.counts))
+            if len(self._accumulated) == self._accumulate:
+                self._apply()
+        else:
+            self._updates = [count + update for count in self._updates]
+        return mean
+
+    def _accumulating(self) -> tuple[str, ...]:
+        """GRAD while gradients are accumulated, once every owner has the sums; else nothing."""
+        if not self._accumulated:
+            return ()
+        if max(self.plan.replicas) > 1:
+            raise HetpipeError(
+                f"a mini-batch of a new size behind {len(self._accumulated)} of {self._accumulate} "
+                "that are accumulated on replicas: flush() before it, or leave it out"
+            )
+        schedule = self._schedule(self.plan.microbatches, _SUMMING)
+        self._crew.step(StepRequest(schedule, (), (), (), 0.0, self._steps, grad_scale=1.0))
+        return (GRAD,)
+
+    def _apply(self) -> None:
+        """Update with the gradients that are accumulated, if there are any."""
+        if not self._accumulated:
+            return
+        schedule = self._schedule(self.plan.microbatches, _UPDATING | _SUMMING)
+        scale = 1.0 / sum(self._accumulated)
+        lr = self._optimizer.lr_at(self._updates[0] + 1)
+        self._accumulated.clear()
+        request = StepRequest(
+            schedule, (), (), (), lr, self._steps, grad_scale=scale, clip=self._clip
+        )
+        self._crew.step(request)
+        self._updates = [count + 1 for count in self._updates]
 
 
 _ALL = frozenset(Op)
 _FORWARDS = frozenset({Op.RECV_FORWARD, Op.FORWARD, Op.SEND_FORWARD})
 _UPDATING = frozenset({Op.UPDATE, Op.SEND_TIED_PARAM, Op.RECV_TIED_PARAM})
+_SUMMING = frozenset({Op.ALL_REDUCE, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD})
 
 
 def _mean(result: StepResult, samples: Sequence[int], index: int) -> float:

@@ -13,7 +13,6 @@ from hetpipe.engine.crew import Crew
 from hetpipe.engine.wiring import host_dtype
 from hetpipe.errors import CheckpointError
 from hetpipe.plan.plan import Plan
-from hetpipe.schedule.generators import is_asynchronous
 
 if TYPE_CHECKING:
     from hetpipe.optim.rule import Optimizer
@@ -42,13 +41,14 @@ def write(
 
 
 def updates_of(plan: Plan, checkpoint: Checkpoint | None) -> list[int]:
-    """By stage, the updates so far; under a plan with other replicas, those it would have made."""
-    manifest: Mapping[str, Any] = checkpoint.manifest if checkpoint is not None else {}
-    if not is_asynchronous(plan.schedule):
-        return [int(manifest.get("step", 0))] * len(plan.stages)
-    if manifest and Plan.from_json(manifest["plan"]).replicas == plan.replicas:
-        return list(manifest["updates"])
-    return [-(-int(manifest.get("step", 0)) // replicas) for replicas in plan.replicas]
+    """By stage, the updates so far; under a plan whose stages update at other times, those of the
+    stage that has made the most."""
+    if checkpoint is None:
+        return [0] * len(plan.stages)
+    updates = [int(count) for count in checkpoint.manifest["updates"]]
+    told = Plan.from_json(checkpoint.manifest["plan"])
+    same = told.replicas == plan.replicas and told.schedule == plan.schedule
+    return updates if same else [max(updates)] * len(plan.stages)
 
 
 Kept = Mapping[str, Mapping[str, Any]]

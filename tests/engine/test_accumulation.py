@@ -1,0 +1,149 @@
+"""One update for several mini-batches equals plain torch that steps every so often."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import CASES, MLP
+from plans import unpriced
+
+import hetpipe as hp
+from hetpipe.capture import Captured
+from hetpipe.cluster import Cluster, Member
+from hetpipe.engine.crew import Crew
+from hetpipe.errors import HetpipeError
+
+LR = 0.1
+MEMBERS = ("m0", "m1")
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    members = tuple(Member(name, "numpy:cpu:0") for name in MEMBERS)
+    with Crew.start(Cluster(members, transport="local")) as started:
+        yield started
+
+
+def batches(case: str, rows: Sequence[int]) -> list[Any]:
+    generator = torch.Generator().manual_seed(1)
+    found = [CASES[case].batch(generator) for _ in rows]
+    return [(x[:count], y[:count]) for (x, y), count in zip(found, rows, strict=True)]
+
+
+def pipeline(
+    crew: Crew, model: Any, loss_fn: Any, example: Any, members: Any = MEMBERS,
+    schedule: str = "1f1b", **options: Any,
+) -> hp.Pipeline:  # fmt: skip
+    captured = Captured(model, loss_fn, example)
+    weights = "stash" if schedule == "pipedream" else "flush"
+    plan, costs = unpriced(captured, members, schedule, 12, 2, weights=weights)
+    options = {"optimizer": hp.optim.sgd(lr=LR, momentum=0.9), **options}
+    return hp.Pipeline(
+        model, loss_fn, example, cluster=crew.cluster, crew=crew, plan=plan, costs=costs,
+        captured=captured, **options,
+    )  # fmt: skip
+
+
+def accumulated(model: Any, loss_fn: Any, data: Any, every: int) -> None:
+    """Plain torch: the mean gradient of `every` mini-batches, or of those that are left."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    for lo in range(0, len(data), every):
+        together = data[lo : lo + every]
+        optimizer.zero_grad()
+        found = [loss_fn(model(x), y) for x, y in together]
+        if isinstance(found[0], tuple):
+            loss = sum(total for total, _ in found) / sum(count for _, count in found)
+        else:
+            loss = sum(found) / len(found)
+        loss.backward()
+        optimizer.step()
+
+
+def counted(out: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    weight = (y + 1).float()
+    return (F.cross_entropy(out, y, reduction="none") * weight).sum(), weight.sum()
+
+
+@pytest.mark.parametrize(
+    ("case", "rows", "loss_fn", "members"),
+    [
+        ("mlp", [12] * 6, None, MEMBERS),
+        ("mlp", [12] * 7, None, MEMBERS),  # the last one alone, applied by the flush
+        ("mlp", [12, 12, 12, 12, 9, 12], None, MEMBERS),  # compiled for between two
+        ("mlp", [12] * 6, counted, MEMBERS),
+        ("tied_autoencoder", [12, 12, 12, 12, 8, 12], None, MEMBERS),
+        ("mlp", [12] * 6, None, (MEMBERS,)),
+    ],
+    ids=["even", "rest", "sizes", "counted", "tied", "replicas"],
+)
+def test_equals_plain_torch(
+    crew: Crew, case: str, rows: list[int], loss_fn: Any, members: Any
+) -> None:
+    torch.manual_seed(0)
+    model, data = CASES[case].model(), batches(case, rows)
+    loss_fn = loss_fn or CASES[case].loss_fn
+    eager = copy.deepcopy(model)
+    accumulated(eager, loss_fn, data, 3)
+    with pipeline(crew, model, loss_fn, data[0], members, accumulate=3) as pipe:
+        for x, y in data:
+            pipe.step(x, y)
+        pipe.flush()
+        state = pipe.state_dict()
+    for name, value in eager.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_to_look_changes_nothing_and_to_save_applies(crew: Crew, tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    model, data = MLP(), batches("mlp", [12] * 4)
+    with pipeline(crew, model, F.cross_entropy, data[0], accumulate=3) as pipe:
+        pipe.step(*data[0])
+        loss = pipe.evaluate(*data[3])
+        assert loss == pytest.approx(F.cross_entropy(model(data[3][0]), data[3][1]).item())
+        pipe.step(*data[1])
+        for name, value in model.state_dict().items():
+            assert torch.equal(pipe.state_dict()[name], value)
+        pipe.save(tmp_path)
+        wanted = pipe.state_dict()
+    assert not torch.equal(wanted["layers.0.weight"], model.state_dict()["layers.0.weight"])
+    plan, costs = pipe.plan, pipe.costs
+    with hp.Pipeline.load(
+        tmp_path, MLP(), F.cross_entropy, data[0], cluster=crew.cluster, crew=crew, plan=plan,
+        costs=costs, optimizer=hp.optim.sgd(lr=LR, momentum=0.9),
+    ) as pipe:  # fmt: skip
+        assert pipe.steps == 2
+        for name, value in pipe.state_dict().items():
+            assert torch.equal(value, wanted[name])
+
+
+def test_the_learning_rate_goes_by_updates(crew: Crew) -> None:
+    seen: list[int] = []
+
+    def lr(step: int) -> float:
+        seen.append(step)
+        return 0.1
+
+    data = batches("mlp", [12] * 6)
+    with pipeline(
+        crew, MLP(), F.cross_entropy, data[0], accumulate=3, optimizer=hp.optim.sgd(lr=lr)
+    ) as pipe:
+        for x, y in data:
+            pipe.step(x, y)
+    assert max(seen) == 2
+
+
+def test_what_does_not_fit_is_refused(crew: Crew) -> None:
+    data = batches("mlp", [12, 9])
+    with pytest.raises(HetpipeError, match="accumulate=0: give 1 or more"):
+        pipeline(crew, MLP(), F.cross_entropy, data[0], accumulate=0)
+    with pytest.raises(HetpipeError, match="accumulate=2: pipedream updates behind each"):
+        pipeline(crew, MLP(), F.cross_entropy, data[0], schedule="pipedream", accumulate=2)
+    with pipeline(crew, MLP(), F.cross_entropy, data[0], (MEMBERS,), accumulate=2) as pipe:
+        pipe.step(*data[0])
+        with pytest.raises(HetpipeError, match="1 of 2 that are accumulated on replicas"):
+            pipe.step(*data[1])
