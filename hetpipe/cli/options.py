@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hetpipe.errors import ClusterError
+from hetpipe.errors import ClusterError, ScheduleError
 
 if TYPE_CHECKING:
     from hetpipe.cluster import Cluster
@@ -41,10 +41,29 @@ MicrobatchesOption = Annotated[
 MiniBatchOption = Annotated[
     int | None, typer.Option("--mini-batch", min=1, help="Samples per optimizer step.")
 ]
+
+
+def _known_schedule(value: str) -> str:
+    """A name; a file with a schedule as text becomes known by the file's."""
+    if not value.endswith(".txt"):
+        return value
+    from hetpipe.schedule import register_text
+
+    path = Path(value)
+    try:
+        register_text(path.stem, path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ScheduleError(f"cannot read the schedule {path}: {error.strerror}") from error
+    return path.stem
+
+
 ScheduleOption = Annotated[
     str,
     typer.Option(
-        "--schedule", help="auto (gpipe or 1f1b), or another; a wrong one lists them all."
+        "--schedule",
+        callback=_known_schedule,
+        help="auto (gpipe or 1f1b), or another; a wrong one lists them all. FILE.txt: one that is "
+        "written out.",
     ),
 ]
 WeightsOption = Annotated[

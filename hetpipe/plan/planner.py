@@ -13,7 +13,7 @@ from itertools import combinations, permutations
 from typing import Literal
 
 from hetpipe.cost.table import CostTable
-from hetpipe.errors import PlanError
+from hetpipe.errors import PlanError, ScheduleError
 from hetpipe.plan.costs import Objective, StageCosts
 from hetpipe.plan.exact import exact
 from hetpipe.plan.partition import balanced, moves
@@ -114,7 +114,7 @@ def explore(
                             schedule=schedule, weights=weights,
                         )
                     )  # fmt: skip
-                except PlanError as error:
+                except (PlanError, ScheduleError) as error:
                     refused.append(str(error))
     if not plans:
         raise PlanError("no plan: " + "; ".join(dict.fromkeys(refused)))

@@ -23,6 +23,7 @@ __getattr__, __dir__, __all__ = lazy(
         "parse_schedule": "text",
         "print_schedule": "text",
         "register_schedule": "generators",
+        "register_text": "fixed",
         "schedule_names": "generators",
     },
 )

@@ -3,6 +3,7 @@
 import pytest
 
 from hetpipe.errors import ScheduleError
+from hetpipe.schedule.fixed import register_text
 from hetpipe.schedule.generators import generate, schedule_names
 from hetpipe.schedule.text import parse_schedule, print_schedule
 from hetpipe.schedule.validate import validate
@@ -54,3 +55,28 @@ def test_a_deadlock_written_by_hand_is_reported_with_grid_and_cycle():
 def test_what_cannot_be_read_is_refused_with_its_line(text, message):
     with pytest.raises(ScheduleError, match=message):
         parse_schedule(text)
+
+
+def test_a_written_schedule_is_known_by_its_name():
+    register_text("drawn", DRAWN)
+    register_text("drawn", DRAWN)
+    assert generate("drawn", 2, 2) == generate("1f1b", 2, 2)
+    with pytest.raises(ScheduleError, match="2 workers and 2 micro-batches, not for 3 on 3"):
+        generate("drawn", 3, 2)
+    with pytest.raises(ScheduleError, match="'drawn' is registered already"):
+        register_text("drawn", "0F0 0B0\n1F0 1B0")
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved", "fbp"])
+def test_passes_alone_are_completed(name):
+    workers = 2 if name in ("zb-v", "interleaved") else None
+    whole = generate(name, 4, 4, workers=workers)
+    kept = ("F", "B", "I", "W", "SK", "RK", "SV", "RV")
+    rows = [" ".join(str(a) for a in row if a.op.value in kept) for row in whole]
+    register_text(f"passes of {name}", "\n".join(rows))
+    assert generate(f"passes of {name}", 4, 4, workers=workers) == whole
+
+
+def test_a_written_deadlock_is_refused_when_it_is_registered():
+    with pytest.raises(ScheduleError, match=r"deadlock: worker 0 waits in 0RB0(.|\n)*\[1RF0\]"):
+        register_text("stuck", "0RB0 0F0 0SF0 0B0 0U\n1RF0 1F0 1B0 1SB0 1U")
