@@ -37,6 +37,7 @@ def _serve(fd: int) -> None:
     import socket
     import threading
     import time
+    from queue import SimpleQueue
 
     from hetpipe.engine.channel import Channel
     from hetpipe.engine.messages import Beat, Failure, Open, Stop
@@ -47,22 +48,30 @@ def _serve(fd: int) -> None:
     assert isinstance(order, Open)
     use_path(order.path)
 
-    def answer(message: object) -> None:
-        try:
-            channel.send(message)
-        except OSError:
-            os._exit(1)  # the controller is gone
-        if isinstance(message, Failure):
-            sys.stderr.flush()
-            os._exit(1)
+    answers: SimpleQueue[object] = SimpleQueue()
 
-    service = Service(order, answer)
+    def send() -> None:
+        """On a thread of its own: who computes goes on at once."""
+        while True:
+            message = answers.get()
+            try:
+                channel.send(message)
+            except OSError:
+                os._exit(1)  # the controller is gone
+            except Exception as error:  # what does not pickle
+                service.fail(error)
+            if isinstance(message, Failure):
+                sys.stderr.flush()
+                os._exit(1)
+
+    service = Service(order, answers.put)
 
     def beat() -> None:
         while True:
-            answer(Beat(service.doing))
+            answers.put(Beat(service.doing))
             time.sleep(order.heartbeat_s)
 
+    threading.Thread(target=send, name="answers", daemon=True).start()
     threading.Thread(target=beat, name="heartbeat", daemon=True).start()
     threading.Thread(target=service.serve, name="compute", daemon=True).start()
     # This thread only listens, so it hears of the controller's end whatever the others wait for.
