@@ -12,6 +12,7 @@ __getattr__, __dir__, __all__ = lazy(
         "DeviceInfo": "sdk.info",
         "HetpipeError": "errors",
         "LayerGraph": "capture.layers",
+        "LossScale": "engine.lossscale",
         "Pipeline": "engine.pipeline",
         "Plan": "plan.plan",
         "Workload": "bench.workload",

@@ -148,4 +148,5 @@ def _describe(device: Any, device_id: str, entry: Known | None) -> DeviceInfo:
             reference=bool(entry and entry.reference),
             hidden_threads=on_host,
         ),
+        cast_dtypes=("float16",),
     )

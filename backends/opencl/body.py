@@ -157,12 +157,13 @@ class Body:
 
     def _load(self, expr: Load, ctype: str, width: int) -> str:
         pointer, at = self.tensor(expr.value), self._at(expr.layout)
-        step = self.nest.step(expr.layout)
+        step, half = self.nest.step(expr.layout), expr.dtype == "float16"
         if width == 1:
-            return f"{pointer}[{at}]"
+            return _element(pointer, at, half)
         if step == 1:
-            return f"vload{width}(0, {pointer} + {at})"
-        elements = ", ".join(f"{pointer}[{at} + {lane * step}]" for lane in range(width))
+            return f"vload{'_half' if half else ''}{width}(0, {pointer} + {at})"
+        places = (f"{at} + {lane * step}" for lane in range(width))
+        elements = ", ".join(_element(pointer, place, half) for place in places)
         return f"({vector(ctype, width)})({elements})"
 
     def _gather(self, expr: Load, width: int, lines: list[str], memo: dict[Expr, str]) -> str:
@@ -180,13 +181,14 @@ class Body:
 
     def _put(self, store: Store, name: str, width: int) -> str:
         pointer, at = self.tensor(store.out), self._at(store.layout)
-        step = self.nest.step(store.layout)
+        step, half = self.nest.step(store.layout), store.out.dtype == "float16"
         if width == 1:
-            return f"{pointer}[{at}] = {name};"
+            return _assignment(pointer, at, name, half)
         if step == 1:
-            return f"vstore{width}({name}, 0, {pointer} + {at});"
+            return f"vstore{'_half' if half else ''}{width}({name}, 0, {pointer} + {at});"
         return " ".join(
-            f"{pointer}[{at} + {lane * step}] = {name}.s{lane:x};" for lane in range(width)
+            _assignment(pointer, f"{at} + {lane * step}", f"{name}.s{lane:x}", half)
+            for lane in range(width)
         )
 
     def _at(self, layout: Layout) -> str:
@@ -202,6 +204,14 @@ class Body:
         step = self.nest.step(layout)
         base = self._bases[layout]
         return base if step == 0 else f"{base} + i" if step == 1 else f"{base} + i * {step}"
+
+
+def _element(pointer: str, at: str, half: bool) -> str:
+    return f"vload_half({at}, {pointer})" if half else f"{pointer}[{at}]"
+
+
+def _assignment(pointer: str, at: str, value: str, half: bool) -> str:
+    return f"vstore_half({value}, {at}, {pointer});" if half else f"{pointer}[{at}] = {value};"
 
 
 def type_names(dtype: str, width: int) -> dict[str, str]:

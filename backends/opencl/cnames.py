@@ -8,9 +8,10 @@ import numpy as np
 
 C_TYPES = {
     "float64": "double", "float32": "float", "int64": "long", "int32": "int", "int16": "short",
-    "int8": "char", "uint8": "uchar", "bool": "uchar",
+    "int8": "char", "uint8": "uchar", "bool": "uchar", "float16": "float",
 }  # fmt: skip
-"""C types of the dtypes that kernels handle; a bool is a byte that is 0 or 1."""
+"""C types of the dtypes that kernels compute in; a bool is a byte that is 0 or 1. A float16 is one
+in memory alone, which `vload_half` and `vstore_half` of every OpenCL read and write."""
 
 MASKS = {"double": "long", "float": "int", "uchar": "char"}
 """The signed integer type as wide as a type, where that is not the type itself."""
@@ -21,18 +22,23 @@ def literal(number: float | int | bool, dtype: str) -> str:
 
     A float that an integer dtype cannot hold is cut off towards zero, as torch does.
     """
-    if dtype not in ("float32", "float64"):
+    if dtype not in ("float16", "float32", "float64"):
         whole = int(bool(number)) if dtype == "bool" else int(number)
         if whole == -(2**63):
             return "(-9223372036854775807L - 1)"
         return f"{whole}L" if dtype == "int64" else str(whole)
     with np.errstate(over="ignore"):
-        value = float(np.float32(number)) if dtype == "float32" else float(number)
+        value = float(number) if dtype == "float64" else float(np.float32(number))
     if math.isnan(value):
         return "NAN"
     if math.isinf(value):
         return "INFINITY" if value > 0 else "-INFINITY"
-    return repr(value) + ("f" if dtype == "float32" else "")
+    return repr(value) + ("" if dtype == "float64" else "f")
+
+
+def pointed(dtype: str) -> str:
+    """The C type of an element of `dtype` in memory."""
+    return "half" if dtype == "float16" else C_TYPES[dtype]
 
 
 def vector(ctype: str, width: int) -> str:

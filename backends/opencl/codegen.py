@@ -16,7 +16,7 @@ from importlib.resources import files
 from hetpipe.errors import BackendError
 
 from .body import Body
-from .cnames import C_TYPES
+from .cnames import pointed
 from .expr import Coord, Expr, Layout, Load, Value, loads, walk
 from .nest import Nest
 from .target import Target
@@ -156,7 +156,7 @@ def generate(group: Sequence[Store], target: Target, wanted: Sequence[Store]) ->
         lines, count = _by_row(body, wanted, padded)
         size, local = (count,), (1,)
     args: list[Value | int | float] = list(body.tensors.values())
-    parameters = [f"__global {C_TYPES[value.dtype]} *{name}" for name, value in body.named.items()]
+    parameters = [f"__global {pointed(value.dtype)} *{name}" for name, value in body.named.items()]
     if nest.rows == 1:
         parameters.append("const int n")
         args.append(nest.inner)

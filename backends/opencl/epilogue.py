@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from . import layouts
 from .body import Body
-from .cnames import C_TYPES
+from .cnames import pointed
 from .codegen import LANES, MOST_TENSORS, Kernel, Launch, Store, Tile, indent, kernel_source
 from .expr import Coord, Layout, Load, Pool, Shape, loads, walk
 from .nest import Nest
@@ -69,7 +69,7 @@ def launches(group: Sequence[Store], wanted: Sequence[Store], target: Target) ->
     by_element = ["const float sum = lane[i - first];", *body.stores(stores, 1)] if tail else []
     pointers = [name for name, value in body.named.items() if math.prod(value.shape) == tile.numel]
     signature = ["PRODUCT(const float* c)"]
-    signature += [f"__global {C_TYPES[value.dtype]} *{name}" for name, value in body.named.items()]
+    signature += [f"__global {pointed(value.dtype)} *{name}" for name, value in body.named.items()]
     lines = _lines(pointers, body.row_lines(body.coordinates("row")), by_vector, by_element)
     kernel = _kernel(signature, lines, target)
     # Sums of earlier blocks of the depth are in memory; without any, none is read.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from . import layouts
 from .body import Body, type_names
 from .builder import Builder, Kernel
-from .cnames import C_TYPES
+from .cnames import C_TYPES, pointed
 from .codegen import LANES, finish, indent
 from .expr import Const, Coord, Expr, Load, Value, loads, walk
 from .nest import Nest
@@ -232,7 +232,7 @@ def _launch(
     """Launch the kernel; reduce the segments too, if there are several."""
     partial = (*shape, segments) if segment_last else (segments, *shape)
     out = builder.new(shape if segments == 1 else partial, dtype)
-    parameters = [f"__global {C_TYPES[v.dtype]} *{name}" for name, v in body.named.items()]
+    parameters = [f"__global {pointed(v.dtype)} *{name}" for name, v in body.named.items()]
     parameters.append(f"__global {C_TYPES[dtype]} *result")
     local = min(64, builder.device.max_work_group_size) if builder.device.kind == "gpu" else 1
     size = (-(-items // local) * local,)

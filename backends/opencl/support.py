@@ -25,11 +25,23 @@ def refusal(info: DeviceInfo, node: fx.Node) -> str | None:
             continue
         for tensor in _tensors(arg.meta.get("val")):
             dtype = dtype_name(tensor.dtype)
-            if dtype not in info.dtypes:
+            if dtype not in info.dtypes and not (dtype in info.cast_dtypes and _enters(node, arg)):
                 return f"dtype {dtype} of {arg.name}; the device has {', '.join(info.dtypes)}"
             if tensor.numel() >= 2**31:
                 return f"{arg.name} has {tensor.numel()} elements; kernels count to {2**31 - 1}"
     return None if lowering.supports is None else lowering.supports(node)
+
+
+def _enters(node: fx.Node, arg: fx.Node) -> bool:
+    """Whether the node casts an input of the graph, or (arg is the node itself) to an output.
+
+    In between, a kernel would hold what it casts in more digits than are stored.
+    """
+    if node.target is not torch.ops.aten._to_copy.default:
+        return False
+    if arg is node:
+        return all(user.op == "output" for user in node.users)
+    return arg.op == "placeholder"
 
 
 def _tensors(val: object) -> list[torch.Tensor]:

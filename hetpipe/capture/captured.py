@@ -18,6 +18,7 @@ from hetpipe.capture.flat import Flat, flatten
 from hetpipe.capture.joint import Decompositions
 from hetpipe.capture.labels import label, layer_graph
 from hetpipe.capture.layers import LayerGraph
+from hetpipe.capture.precision import Precision
 from hetpipe.capture.program import BUFFER, COUNT, StageGraphs
 from hetpipe.capture.recompute import check_modes
 from hetpipe.capture.stages import trace_stages
@@ -31,15 +32,21 @@ class Captured:
     `parameters` and `buffers` are copies at the time of capture, by the model's names, a tied
     tensor once; `aliases` maps its other names. `name` is that of
     the model's class. `has_count`: loss_fn returns (sum, count).
+    `precision` is what passes compute in, and what crosses a cut.
     Raises `CaptureError`, which names the line or module and what to change.
     """
 
     def __init__(
-        self, model: nn.Module, loss_fn: Callable[..., Any], example: tuple[Any, Any]
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any],
+        example: tuple[Any, Any],
+        precision: Precision = Precision(),  # noqa: B008 - frozen
     ) -> None:
         self.name = type(model).__name__
         self._model = _on_cpu(model)
         self._loss_fn = loss_fn
+        self.precision = precision
         self._example = Example(*example)
         self._flats: dict[tuple[int, bool], Flat] = {}
         self._layers: dict[int, LayerGraph] = {}
@@ -122,10 +129,13 @@ class Captured:
 
     def _flat(self, samples: int, training: bool = True) -> Flat:
         if (samples, training) not in self._flats:
-            program = export(self._model, self._loss_fn, self._example, samples, training)
+            program = export(
+                self._model, self._loss_fn, self._example, samples, training, self.precision
+            )
             trainable = self.trainable if training else None
             flat = flatten(program, self._example.names, self.aliases, trainable, samples)
             first = next(iter(self._flats.values()), flat)
+            flat.precision = self.precision
             label(flat, self._model, first.updated_buffers)
             _check_layers(flat, first, "training" if training else "eval mode")
             self._flats[samples, training] = flat
@@ -180,7 +190,7 @@ def _array(name: str, tensor: torch.Tensor) -> Array:
 def _fingerprint(flat: Flat) -> str:
     """A hash of operators, arguments, shapes and layers; values of parameters do not enter."""
     index = {node: str(i) for i, node in enumerate(flat.graph.nodes)}
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(repr(flat.precision).encode())
     for node in flat.graph.nodes:
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), index.__getitem__)
         value = node.meta.get("val")

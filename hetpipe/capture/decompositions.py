@@ -22,10 +22,10 @@ def before_cut() -> dict[Any, Callable[..., Any]]:
     recurrent = (aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
     return {
         aten.scaled_dot_product_attention.default: attention,
-        aten.lstm.input: partial(lstm, projected=_unrolled(core[aten.lstm.input])),
+        aten.lstm.input: _unmixed(partial(lstm, projected=_unrolled(core[aten.lstm.input]))),
         aten.copy.default: copy,
         aten.as_strided.default: as_strided,
-        **{operator: _unrolled(core[operator]) for operator in recurrent},
+        **{operator: _unmixed(_unrolled(core[operator])) for operator in recurrent},
     }
 
 
@@ -125,6 +125,17 @@ def lstm(
             ways.append(h.flip(0) if way else h)
         y = torch.cat(ways, 2) if bidirectional else ways[0]
     return (y.transpose(0, 1) if batch_first else y), torch.stack(last_h), torch.stack(last_c)
+
+
+def _unmixed(recurrent: Callable[..., Any]) -> Callable[..., Any]:
+    """A recurrent network in its parameters' dtype, whatever autocast has made of its input."""
+
+    def called(x: Any, hx: Any, params: Any, *how: Any) -> Any:
+        dtype = params[0].dtype
+        state = [h.to(dtype) for h in hx] if isinstance(hx, (list, tuple)) else hx.to(dtype)
+        return recurrent(x.to(dtype), state, params, *how)
+
+    return called
 
 
 def _unrolled(decomposition: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,8 +14,9 @@ from torch.export import ExportedProgram
 
 from hetpipe.capture.decompositions import before_cut
 from hetpipe.capture.example import Example, call
+from hetpipe.capture.precision import Precision
 from hetpipe.capture.refuse import check_modules, explain, refusing_lost_gradients
-from hetpipe.capture.slots import placeholders, results
+from hetpipe.capture.slots import drop_assertions, placeholders, results
 from hetpipe.errors import CaptureError
 
 aten = torch.ops.aten
@@ -60,9 +61,12 @@ def export(
     example: Example,
     samples: int,
     training: bool = True,
+    precision: Precision = Precision(),  # noqa: B008 - frozen
 ) -> ExportedProgram:
     """Export `loss_fn(model(x), y)` in train or eval mode for a batch of `samples`, functionalised.
 
+    Autocast works on what was exported without it, when operators are decomposed: modules keep
+    their names so, and what the model itself casts stays cast.
     The model is left as it was. Raises `CaptureError` that names the user's line.
     """
     check_modules(model)
@@ -80,7 +84,12 @@ def export(
             leaves = tuple(example.tensors(samples))
             program = torch.export.export(wrapped, leaves, strict=False)
             _inline_regions(program.graph_module)
-            with torch.backends.mkldnn.flags(enabled=False):  # else its LSTM would be baked in
+            if precision.compute is not None:
+                _drop_assertions(program.graph_module)
+            with (
+                torch.backends.mkldnn.flags(enabled=False),  # else its LSTM would be baked in
+                precision.autocast(),
+            ):
                 functional: ExportedProgram = program.run_decompositions(before_cut())
                 return functional
     except Exception as error:
@@ -124,6 +133,14 @@ def _inline_regions(module: fx.GraphModule) -> None:
         if not region.users:
             graph.erase_node(region)
     module.recompile()
+
+
+def _drop_assertions(module: fx.GraphModule) -> None:
+    """Export asserts the dtypes that it met, which autocast changes."""
+    for inner in module.modules():
+        if isinstance(inner, fx.GraphModule):
+            drop_assertions(inner.graph)
+            inner.recompile()
 
 
 def _copy_region(module: fx.GraphModule, inner: fx.GraphModule, inputs: list[Any]) -> list[Any]:

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
+from hetpipe.capture.precision import Precision
 from hetpipe.capture.program import BUFFER, CONSTANT, COUNT, INPUT, LOSS, PARAM, RNG
 from hetpipe.capture.random import make_explicit
 from hetpipe.capture.refuse import where
@@ -38,6 +39,7 @@ class Flat:
     differentiable: set[fx.Node] = field(default_factory=set)
     layer: dict[fx.Node, int] = field(default_factory=dict)
     layer_names: tuple[str, ...] = ()
+    precision: Precision = Precision()  # noqa: RUF009 - frozen
 
     @property
     def updated_buffers(self) -> frozenset[str]:

@@ -118,8 +118,9 @@ def _cut_nbytes(flat: Flat, count: int) -> tuple[int, ...]:
     for node, made in flat.layer.items():
         if is_tensor(node):
             last = max((flat.layer.get(user, made) for user in node.users), default=made)
-            change[made] += node_nbytes(node)
-            change[last] -= node_nbytes(node)
+            nbytes = flat.precision.crossing_nbytes(node)
+            change[made] += nbytes
+            change[last] -= nbytes
     total, sums = 0, []
     for delta in change[: count - 1]:
         total += delta

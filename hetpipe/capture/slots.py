@@ -90,11 +90,16 @@ def constant_name(name: str, value: torch.Tensor) -> str:
     return f"{name}.{digest.hexdigest()[:12]}"
 
 
-def drop_dead(graph: fx.Graph) -> None:
-    """Drop assertions and dead code."""
+def drop_assertions(graph: fx.Graph) -> None:
+    """Drop what only checks."""
     for node in list(graph.nodes):
         if node.target in _ASSERTIONS:
             graph.erase_node(node)
+
+
+def drop_dead(graph: fx.Graph) -> None:
+    """Drop assertions and dead code."""
+    drop_assertions(graph)
     graph.eliminate_dead_code()
 
 
@@ -107,7 +112,24 @@ def simplify(graph: fx.Graph) -> None:
         ):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
+        elif _narrows_back(node, source):
+            node.replace_all_uses_with(source.args[0])
+            graph.erase_node(node)
     drop_dead(graph)
+
+
+def _narrows_back(node: fx.Node, source: Any) -> bool:
+    """Whether the node casts to where its source was cast from, without a loss."""
+    cast = node.target is aten._to_copy.default and widens(source)
+    return cast and _same(node, source.args[0])
+
+
+def widens(node: Any) -> bool:
+    """Whether it is a cast from a floating dtype to one that holds all its numbers."""
+    if not isinstance(node, fx.Node) or node.target is not aten._to_copy.default:
+        return False
+    narrow, wide = node.all_input_nodes[0].meta["val"].dtype, node.meta["val"].dtype
+    return bool(narrow.is_floating_point and torch.promote_types(narrow, wide) == wide != narrow)
 
 
 def _same(node: fx.Node, source: Any) -> bool:

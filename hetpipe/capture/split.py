@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from hetpipe.capture.flat import Flat
+from hetpipe.capture.precision import cast_at_cuts
 from hetpipe.capture.program import BUFFER, COUNT, CUT, LOSS
 from hetpipe.capture.slots import Key, extract, is_tensor, reachable
 
@@ -53,12 +54,14 @@ def _piece(
     inputs = [(key, node) for node, key in flat.inputs.items() if node in needed]
     inputs += [((CUT, node.name), node) for node in arriving]
     module = extract(flat.graph, [node for _, node in inputs], [node for _, node in outputs])
+    taken, given = [key for key, _ in inputs], [key for key, _ in outputs]
+    cast_at_cuts(module.graph, taken, given, flat.precision)
     _label_free(module.graph)
     return Piece(
         index,
         module,
-        tuple(key for key, _ in inputs),
-        tuple(key for key, _ in outputs),
+        tuple(taken),
+        tuple(given),
         frozenset(key for key, node in inputs if node in flat.differentiable),
     )
 

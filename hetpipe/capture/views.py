@@ -1,4 +1,4 @@
-"""Views: the elements of another tensor, or some of them, in another shape."""
+"""Views: the elements of another tensor, or some of them, in another shape or a wider dtype."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable
 import torch
 from torch import fx
 
-from hetpipe.capture.slots import is_tensor, node_nbytes
+from hetpipe.capture.slots import is_tensor, node_nbytes, widens
 
 aten = torch.ops.aten
 _VIEWS = frozenset(
@@ -37,7 +37,7 @@ _VIEWS = frozenset(
 def base_of(node: fx.Node, inputs: Container[fx.Node] = ()) -> fx.Node:
     """The tensor that a chain of views starts from, `inputs` at the latest."""
     base = node
-    while base not in inputs and base.op == "call_function" and base.target in _VIEWS:
+    while base not in inputs and (base.target in _VIEWS or widens(base)):
         source = base.all_input_nodes[0]
         if not is_tensor(source) and source.target not in _VIEWS:
             break  # one result of an operator with several

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections import deque
@@ -36,8 +37,9 @@ PATIENCE = 20  # times the longest step so far
 class StepRequest:
     """One mini-batch. Sequences have one entry per micro-batch.
 
-    `grad_scale` None: 1 / sum of the counts that the last stage reports. `lag` and `ahead`, by
-    stage, choose versions of the weights (see `hetpipe.engine.policy`).
+    `grad_scale` None: 1 / sum of the counts that the last stage reports, over `loss_scale`, by
+    which `loss_tangents` were multiplied. `lag` and `ahead`, by stage, choose versions of the
+    weights (see `hetpipe.engine.policy`).
     """
 
     schedule: Schedule
@@ -48,6 +50,7 @@ class StepRequest:
     number: int
     seed: int = 0
     grad_scale: float | None = None
+    loss_scale: float = 1.0
     clip: say.Clip | None = None
     evaluates: bool = False
     lag: Mapping[int, Sequence[int]] = field(default_factory=dict)
@@ -76,6 +79,7 @@ class StepResult:
     live_versions: tuple[int, ...] = ()  # most at once
     most_in_flight: tuple[int, ...] = ()  # micro-batches that a backward has yet to read
     peak_nbytes: tuple[int, ...] = ()  # most on a replica's device, see `hetpipe.engine.memory`
+    skipped: bool = False  # whether the update was left out
 
 
 class Crew:
@@ -96,6 +100,8 @@ class Crew:
         self._scripts: dict[int, tuple[int, Schedule]] = {}
         self._posted: deque[float] = deque()  # when what is under way was handed out
         self._clip: say.Clip | None = None
+        self._loss_scale = 1.0
+        self._skipped = False
         self._counts: list[float] = []  # of the mini-batch at hand, by replica of the last stage
         self._squares: list[float] = []  # of the gradients, by worker, of the step at hand
         self._origin_s = 0.0  # of timelines: when the step, or the stream, began
@@ -237,7 +243,8 @@ class Crew:
             if part is None or part.begins == 0:
                 self._origin_s = now_s
             self._posted.append(now_s)
-            self._clip = request.clip
+            self._clip, self._loss_scale = request.clip, request.loss_scale
+            self._skipped = False
             script, schedule = self._script(request.schedule)
             for member, row in self._row_of.items():
                 batch = self._batch(assembly, member, request, place.begins)
@@ -386,13 +393,15 @@ class Crew:
             self._counts.clear()
             if total == 0:
                 raise HetpipeError("the counts of this mini-batch sum to 0: its loss has no mean")
-            answer = say.Scale(news.serial, False, 1.0 / total)
+            answer = say.Scale(news.serial, False, 1.0 / (total * self._loss_scale))
         else:
             self._squares.append(news.square)
             if len(self._squares) < len(self._row_of):
                 return
             assert self._clip is not None
-            answer = say.Scale(news.serial, True, self._clip.factor(sum(self._squares)))
+            factor = self._clip.factor(sum(self._squares))
+            self._skipped = math.isnan(factor)
+            answer = say.Scale(news.serial, True, factor)
             self._squares.clear()
         for worker in self._workers:
             self._fleet.send(worker, answer)
@@ -418,6 +427,7 @@ class Crew:
             tuple(live[n] for n in sorted(live)),
             tuple(max(in_flight for in_flight, _ in replicas) for replicas in held.values()),
             tuple(max(nbytes for _, nbytes in replicas) for replicas in held.values()),
+            self._skipped,
         )
 
 

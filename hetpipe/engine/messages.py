@@ -83,13 +83,19 @@ class Load:
 
 @dataclass(frozen=True)
 class Clip:
-    """Gradients are scaled so that their norm is at most `norm`: of all stages, or of each."""
+    """Gradients are scaled so that their norm is at most `norm`: of all stages, or of each.
+
+    `skips`: an update whose gradients are not all finite is left out.
+    """
 
     norm: float
     each: bool = False
+    skips: bool = False
 
     def factor(self, square: float) -> float:
-        """What to multiply gradients with whose squares sum to `square`."""
+        """What to multiply gradients with whose squares sum to `square`; NaN to leave them out."""
+        if self.skips and not math.isfinite(square):
+            return math.nan
         return min(1.0, self.norm / (math.sqrt(square) + 1e-6))
 
 

@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hetpipe.capture.captured import Captured
+from hetpipe.capture.precision import Precision
 from hetpipe.capture.program import BUFFER, GRAD, PARAM, STATE
 from hetpipe.checkpoint import Checkpoint
 from hetpipe.checkpoint import load as load_checkpoint
 from hetpipe.engine.crew import Crew, StepRequest, StepResult
 from hetpipe.engine.loading import Loading
+from hetpipe.engine.lossscale import LossScale, choose_scaling, watching
 from hetpipe.engine.measure import Progress
 from hetpipe.engine.messages import Clip, Keep
-from hetpipe.engine.planning import Planning, check_lanes
+from hetpipe.engine.planning import Planning, check_dtypes, check_lanes
 from hetpipe.engine.resume import ROLES, check, updates_of, write
 from hetpipe.engine.streaming import Streaming, check_policy
 from hetpipe.errors import HetpipeError, PlanError
@@ -71,9 +73,13 @@ class Pipeline:
     With `accumulate` the mean gradient of so many mini-batches makes one update. `recompute`
     ("inputs", "min-cut", or one per stage) keeps less for the backward and computes it again. A
     loss that is not finite ends training; `check_finite` then names the stage and tensor where it
-    began, and is slow. `costs` is the table that `plan` was made with, else the pipeline profiles
-    for it. A `crew` (started workers) or a `captured` model that is given is used and left running;
-    a crew serves one pipeline at a time. Raises children of `HetpipeError` only.
+    began, and is slow. `precision` ("bfloat16", "float16") is what passes compute in, as under
+    `torch.autocast`; parameters, gradients and optimizer state stay as they are. With
+    `cut_dtype="float16"` what crosses a cut takes half the bytes. `loss_scale`, a number or a rule,
+    keeps small gradients from being lost in float16; passes in float16 have `LossScale()` unasked.
+    `costs` is the table that `plan` was made with, else the pipeline profiles for it. A `crew`
+    (started workers) or a `captured` model that is given is used and left running; a crew serves
+    one pipeline at a time. Raises children of `HetpipeError` only.
     """
 
     def __init__(
@@ -96,6 +102,9 @@ class Pipeline:
         clip_each: bool = False,
         accumulate: int = 1,
         check_finite: bool = False,
+        precision: str | None = None,
+        cut_dtype: str | None = None,
+        loss_scale: float | LossScale | None = None,
         seed: int = 0,
         progress: Progress | None = None,
         captured: Captured | None = None,
@@ -104,7 +113,10 @@ class Pipeline:
     ) -> None:
         self._progress = progress or (lambda text, done, total: None)
         self._progress("capturing", 0, 1)
-        self._captured = captured or Captured(model, loss_fn, example)
+        wanted = Precision(precision, cut_dtype)
+        self._captured = captured or Captured(model, loss_fn, example, wanted)
+        if wanted not in (Precision(), self._captured.precision):
+            raise HetpipeError(f"captured has {self._captured.precision}, not {wanted}")
         self._names = list(model.state_dict())
         self._optimizer = optimizer
         self._seed = seed
@@ -122,6 +134,9 @@ class Pipeline:
         self._borrowed = crew is not None
         self._crew = crew or Crew.start(cluster)
         try:
+            used = self._crew.infos if plan is None else plan.devices
+            infos = [self._crew.infos[name] for name in used if name in self._crew.infos]
+            check_dtypes(self._captured.precision, infos)
             planning = Planning(
                 self._captured, self._crew, optimizer, self._mini_batch, self._progress
             )
@@ -136,6 +151,11 @@ class Pipeline:
             check_lanes(self.plan)
             self._check_clip()
             self._check_accumulate()
+            compute = self._captured.precision.compute
+            self._scaling = choose_scaling(loss_scale, compute, is_asynchronous(self.plan.schedule))
+            if resume is not None and "loss_scale" in resume.manifest:
+                self._scaling.restore(resume.manifest["loss_scale"])
+            self._clip = watching(self._clip, self._scaling)
             self._loaded: set[int] = set()  # samples of micro-batches
             self._evaluated: set[int] = set()
             self._load(set(_sizes(self._mini_batch, self.plan.microbatches)), resume)
@@ -205,7 +225,8 @@ class Pipeline:
         grads = self._crew.read(GRAD)
         self._crew.write(BUFFER, buffers)
         self._crew.write(GRAD, {name: np.zeros_like(grad) for name, grad in grads.items()})
-        return loss, {name: torch.from_numpy(grad.copy()) for name, grad in grads.items()}
+        scale = self._scaling.scale
+        return loss, {name: torch.from_numpy(grad / scale) for name, grad in grads.items()}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The full model's parameters and buffers under their original names, on the CPU."""
@@ -229,7 +250,7 @@ class Pipeline:
         """
         self.flush()
         progress = (self._steps, self._updates)
-        write(Path(directory), self._crew, *progress, self.plan, self._optimizer)
+        write(Path(directory), self._crew, *progress, self.plan, self._optimizer, self._scaling)
 
     @classmethod
     def load(
@@ -252,6 +273,16 @@ class Pipeline:
     def steps(self) -> int:
         """How many mini-batches have been handed in, those before a checkpoint included."""
         return self._steps
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss's gradient is multiplied by at present."""
+        return self._scaling.scale
+
+    @property
+    def skipped(self) -> int:
+        """How many of the mini-batches were not applied, their gradients not being finite."""
+        return self._scaling.skipped
 
     @property
     def timeline(self) -> Timeline:
@@ -427,16 +458,17 @@ class Pipeline:
             kept = {role: self._crew.read(role) for role in (*ROLES, *self._accumulating())}
             self._load(self._loaded, Checkpoint({}, kept))
         counted = self._captured.has_count
-        synchronous = self._streaming is None
+        synchronous, scale = self._streaming is None, self._scaling.scale
         return StepRequest(
             schedule=schedule,
             samples=samples,
             feeds=tuple(_slices(leaves, samples)),
-            loss_tangents=tuple(1.0 if counted else size / rows for size in samples),
+            loss_tangents=tuple(scale * (1.0 if counted else size / rows) for size in samples),
             lr=self._optimizer.lr_at((self._updates[0] if synchronous else self._steps) + 1),
             number=self._steps + 1,
             seed=self._seed,
-            grad_scale=None if counted else 1.0,
+            grad_scale=None if counted else 1.0 / scale,
+            loss_scale=scale,
             clip=self._clip,
             evaluates=evaluates,
         )
@@ -450,14 +482,14 @@ class Pipeline:
         result = self._crew.step(request)
         self._recent.clear()
         self._recent.append(result)
-        mean = _mean(result, request.samples, request.number - 1)
+        mean = _mean(result, request.samples, self._steps)
         self._steps += update
         if update and self._accumulate > 1:
             self._accumulated.append(1.0 if result.counts is None else sum(result.counts))
             if len(self._accumulated) == self._accumulate:
                 self._apply()
-        else:
-            self._updates = [count + update for count in self._updates]
+        elif update:
+            self._record(result)
         return mean
 
     def _accumulating(self) -> tuple[str, ...]:
@@ -478,14 +510,18 @@ class Pipeline:
         if not self._accumulated:
             return
         schedule = self._schedule(self.plan.microbatches, _UPDATING | _SUMMING)
-        scale = 1.0 / sum(self._accumulated)
+        scale = 1.0 / (sum(self._accumulated) * self._scaling.scale)
         lr = self._optimizer.lr_at(self._updates[0] + 1)
         self._accumulated.clear()
         request = StepRequest(
             schedule, (), (), (), lr, self._steps, grad_scale=scale, clip=self._clip
         )
-        self._crew.step(request)
-        self._updates = [count + 1 for count in self._updates]
+        self._record(self._crew.step(request))
+
+    def _record(self, result: StepResult) -> None:
+        """An update was made, or left out."""
+        self._scaling.record(result.skipped)
+        self._updates = [count + (not result.skipped) for count in self._updates]
 
 
 _ALL = frozenset(Op)

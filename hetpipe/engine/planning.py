@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,10 +16,12 @@ from hetpipe.schedule.lanes import laned_stages
 
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
+    from hetpipe.capture.precision import Precision
     from hetpipe.cost.table import CostTable
     from hetpipe.engine.crew import Crew
     from hetpipe.optim.rule import Optimizer
     from hetpipe.plan.plan import Plan
+    from hetpipe.sdk.info import DeviceInfo
 
 EXPLORED_MICROBATCHES = (4, 8, 16, 32)
 SYNCHRONOUS = ("1f1b", "gpipe")
@@ -158,3 +160,20 @@ def check_lanes(plan: Plan) -> None:
             f"{plan.schedule} runs a forward and a backward of a stage at once, which no device "
             "does here; it can be simulated; choose another schedule"
         )
+
+
+def check_dtypes(precision: Precision, infos: Iterable[DeviceInfo]) -> None:
+    """Raises `HetpipeError` for a device that has not the dtypes of `precision`."""
+    for info in infos:
+        known = ", ".join(info.dtypes)
+        if precision.compute is not None and precision.compute not in info.dtypes:
+            raise HetpipeError(
+                f"precision={precision.compute!r}: {info.id} computes in {known}; leave the device "
+                "out of the cluster, or choose another precision"
+            )
+        if precision.cut is not None and precision.cut not in (*info.dtypes, *info.cast_dtypes):
+            casts = f", and casts {', '.join(info.cast_dtypes)}" if info.cast_dtypes else ""
+            raise HetpipeError(
+                f"cut_dtype={precision.cut!r}: {info.id} has {known}{casts}; leave the device out "
+                "of the cluster, or cut_dtype out"
+            )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hetpipe.capture.program import BUFFER, PARAM, STATE, Program, StageGraphs
 from hetpipe.checkpoint import Checkpoint, save
 from hetpipe.engine.crew import Crew
+from hetpipe.engine.lossscale import Scaling
 from hetpipe.engine.wiring import host_dtype
 from hetpipe.errors import CheckpointError
 from hetpipe.plan.plan import Plan
@@ -27,6 +28,7 @@ def write(
     updates: Sequence[int],
     plan: Plan,
     optimizer: Optimizer,
+    scaling: Scaling,
 ) -> None:
     """Save what the crew has, which must be at rest, after so many mini-batches and, by stage,
     updates. Raises `CheckpointError`."""
@@ -36,6 +38,7 @@ def write(
         "updates": list(updates),
         "plan": told,
         "optimizer": _described(optimizer),
+        "loss_scale": scaling.state(),
     }
     save(directory, {role: crew.read(role) for role in ROLES}, manifest)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -144,7 +145,10 @@ class Runner:
                 batch = self._batches[action.number]
                 grad_scale = self._grad_scale(action.stage, batch)
                 start_s = time.monotonic()
-                self._stages[action.stage].update(batch.lr, grad_scale)
+                if math.isnan(grad_scale):
+                    self._stages[action.stage].drop_gradients()
+                else:
+                    self._stages[action.stage].update(batch.lr, grad_scale)
                 spans.append((action, start_s, stretch(start_s, self._speed)))
             else:
                 self._pass(action)

@@ -214,6 +214,12 @@ class Stage:
             self.weights.updated(self._run(self._update, present, [], into=list(present)))
         self.memory.updated(self.weights.live(present))
 
+    def drop_gradients(self) -> None:
+        """Zero them, as an update does, and leave all else as it is."""
+        for name in self.names(GRAD):
+            slot = self._slots[GRAD, name]
+            self.put(slot.key, np.zeros(slot.shape, host_dtype(slot.dtype)))
+
     def square(self, grad_scale: float) -> float:
         """The sum of squares of the scaled gradients that this stage applies."""
         if self._graphs.norm is None:

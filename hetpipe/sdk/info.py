@@ -41,7 +41,8 @@ class DeviceInfo:
     """A device that a backend found; enough to choose it, without opening it.
 
     `id` is `backend:name:index`, unique in one machine. `memory_domain` names the physical memory
-    that the device shares with others: capacity is counted once per domain.
+    that the device shares with others: capacity is counted once per domain. Graphs compute in
+    `dtypes`; inputs of `cast_dtypes` may only be cast to one of these, and outputs from one.
     """
 
     id: str
@@ -56,3 +57,4 @@ class DeviceInfo:
     execution: Execution = Execution.SYNC
     api_version: int = API_VERSION
     capabilities: Capabilities = Capabilities()
+    cast_dtypes: tuple[str, ...] = ()

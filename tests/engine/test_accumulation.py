@@ -121,6 +121,25 @@ def test_to_look_changes_nothing_and_to_save_applies(crew: Crew, tmp_path: Any) 
             assert torch.equal(value, wanted[name])
 
 
+def eightfold(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return 8 * F.cross_entropy(out, y)
+
+
+def test_with_a_loss_scale_that_skips(crew: Crew) -> None:
+    """The first two updates overflow and are left out; the others are those of no scale."""
+    found = []
+    for options in ({}, {"loss_scale": hp.LossScale(start=2.0**127)}):
+        torch.manual_seed(0)
+        data = batches("mlp", [12] * 8)
+        with pipeline(crew, MLP(), eightfold, data[0], accumulate=2, **options) as pipe:
+            for x, y in data if options else data[4:]:
+                pipe.step(x, y)
+            found.append(pipe.state_dict())
+            assert pipe.skipped == (2 if options else 0)
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-5, atol=1e-7)
+
+
 def test_the_learning_rate_goes_by_updates(crew: Crew) -> None:
     seen: list[int] = []
 

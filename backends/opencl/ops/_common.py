@@ -9,7 +9,7 @@ from torch import fx
 from ..builder import Builder, node_dtype, node_shape
 from ..expr import Const, Expr
 
-FLOATS = ("float32", "float64")
+FLOATS = ("float16", "float32", "float64")
 
 
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:

@@ -1,0 +1,111 @@
+"""Loss scaling: small gradients stay above what float16 can hold.
+
+The loss's gradient is multiplied by the scale, and the update divides by it again. Micikevicius et
+al., "Mixed precision training" (ICLR 2018), section 3.2; the rule for the scale is that of
+`torch.amp.GradScaler`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hetpipe.engine.messages import Clip
+from hetpipe.errors import HetpipeError
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """A scale that adapts: an update whose gradients are not all finite is left out, and the scale
+    multiplied by `backoff`; after `interval` good updates in a row it is multiplied by `growth`."""
+
+    start: float = 2.0**16
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+
+    def __post_init__(self) -> None:
+        sound = self.growth > 1 > self.backoff > 0 and self.interval > 0
+        if not (1 <= self.start < math.inf and sound):
+            raise HetpipeError(
+                f"{self}: start must be at least 1, growth above 1, backoff between 0 and 1, "
+                "interval above 0"
+            )
+
+
+class Scaling:
+    """The scale at hand, of a `rule` that adapts it or (None) fixed.
+
+    `skipped` counts the updates that were left out.
+    """
+
+    def __init__(self, rule: LossScale | None, scale: float) -> None:
+        self.rule = rule
+        self.scale = scale
+        self.skipped = 0
+        self._good = 0  # updates since the scale has changed
+
+    def record(self, skipped: bool) -> None:
+        """Follow an update. Raises `HetpipeError` when no scale would help."""
+        if self.rule is None:
+            return
+        if skipped:
+            self.skipped += 1
+            self._good = 0
+            if self.scale <= 1:
+                raise HetpipeError(
+                    f"gradients are not finite at a loss scale of {self.scale:g}: it is not the "
+                    "scale that is too high; look for what is not finite with check_finite=True "
+                    "and loss_scale=1.0, or train in bfloat16"
+                )
+            self.scale *= self.rule.backoff
+            return
+        self._good += 1
+        if self._good == self.rule.interval:
+            self.scale, self._good = self.scale * self.rule.growth, 0
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint; JSON values."""
+        return {"scale": self.scale, "good": self._good, "skipped": self.skipped}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint; a fixed scale stays as it is."""
+        self.skipped = int(state["skipped"])
+        if self.rule is not None:
+            self.scale, self._good = float(state["scale"]), int(state["good"])
+
+
+def choose_scaling(
+    wanted: float | LossScale | None, compute: str | None, asynchronous: bool
+) -> Scaling:
+    """The scaling that was asked for; passes in float16 have `LossScale()` unasked.
+
+    `compute` is what passes compute in. Raises `HetpipeError` for a scale that cannot be.
+    """
+    if wanted is None:
+        wanted = LossScale() if compute == "float16" else 1.0
+    if not isinstance(wanted, LossScale):
+        if not 0 < wanted < math.inf:
+            raise HetpipeError(f"loss_scale={wanted}: give a finite number above 0")
+        return Scaling(None, float(wanted))
+    if asynchronous:
+        raise HetpipeError(
+            "an asynchronous schedule has no moment at which all stages could leave out an update, "
+            "so the loss scale cannot adapt: give a fixed one, such as loss_scale=1024.0, or use a "
+            "synchronous schedule"
+        )
+    return Scaling(wanted, wanted.start)
+
+
+def watching(clip: Clip | None, scaling: Scaling) -> Clip | None:
+    """`clip` that also leaves out updates, where the scale adapts. Raises `HetpipeError`."""
+    if scaling.rule is None:
+        return clip
+    if clip is not None and clip.each:
+        raise HetpipeError(
+            "clip_each=True looks at each stage's gradients alone, a loss scale that adapts at all "
+            "of them: clip by the norm over all stages, or give a fixed loss_scale"
+        )
+    return Clip(math.inf if clip is None else clip.norm, skips=True)

@@ -1,0 +1,308 @@
+"""float16 at the cuts: half the bytes, and the result of torch that rounds there both ways."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from plans import unpriced
+from reference import train
+from test_schedules import batches
+from torch import nn
+
+import hetpipe as hp
+from hetpipe.capture import Captured
+from hetpipe.capture.precision import Precision
+from hetpipe.cluster import Cluster, Member
+from hetpipe.engine.crew import Crew
+from hetpipe.engine.routing import wires
+from hetpipe.engine.shares import Shares
+from hetpipe.engine.wiring import Wire, tensor_nbytes
+from hetpipe.errors import CaptureError, HetpipeError
+from hetpipe.sdk.graph import graph_outputs
+
+HALF = Precision(cut="float16")
+WIDTHS = (20, 32, 24, 16, 5)
+MICROBATCHES = 4
+
+
+class Rounded(torch.autograd.Function):
+    """float16 and back, for a tensor and for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.half().float()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.half().float()
+
+
+class Chain(nn.Module):
+    """Linear layers; the inputs of those in `cuts` are rounded as a cut before them would."""
+
+    def __init__(self, cuts: Sequence[int] = ()) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(WIDTHS))
+        self.cuts = cuts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for n, layer in enumerate(self.layers):
+            if n in self.cuts:
+                x = Rounded.apply(x)
+            x = torch.tanh(layer(x)) if n < 3 else layer(x)
+        return x
+
+
+class Skip(nn.Module):
+    """Its first result, and a mask, go past the second layer to the third."""
+
+    def __init__(self, rounds: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(20, 16), nn.Linear(16, 16), nn.Linear(16, 5)
+        self.rounds = rounds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        round_ = Rounded.apply if self.rounds else lambda x: x
+        first = torch.tanh(self.first(x))
+        mask = first > 0
+        first = round_(first)
+        second = round_(torch.tanh(self.second(first)))
+        later = round_(first)  # its gradient is rounded, added to the second layer's, and again
+        return self.third(second) + torch.where(mask, later, 2 * later)[:, :5]
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    members = (
+        *(Member(f"m{n}", "numpy:cpu:0") for n in range(2)), Member("m2", "pytorch:cpu:0"),
+    )  # fmt: skip
+    with Crew.start(Cluster(members, transport="local")) as started:
+        yield started
+
+
+def pipeline(
+    crew: Crew, model: nn.Module, schedule: str, members: str, *, count: int = MICROBATCHES,
+    precision: Precision = HALF, **options: Any,
+) -> hp.Pipeline:  # fmt: skip
+    captured = Captured(model, F.cross_entropy, batches(1)[0], precision)
+    names = [f"m{n}" for n in members]
+    weights = "stash" if schedule == "pipedream" else "flush"
+    plan, costs = unpriced(captured, names, schedule, 12, count, weights=weights)
+    options = {"optimizer": hp.optim.sgd(lr=0.1, momentum=0.9), **options}
+    return hp.Pipeline(
+        model, F.cross_entropy, batches(1)[0], cluster=crew.cluster, crew=crew, plan=plan,
+        costs=costs, captured=captured, **options,
+    )  # fmt: skip
+
+
+class Trained(NamedTuple):
+    losses: list[float]
+    first: dict[str, torch.Tensor]  # gradients of the first mini-batch
+    state: dict[str, torch.Tensor]
+
+
+def trained(model: nn.Module) -> Trained:
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses, first = train(model, F.cross_entropy, batches(3), MICROBATCHES, optimizer)
+    return Trained(losses, first, model.state_dict())
+
+
+def distance(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
+    """Of all tensors as one vector, relative to the second."""
+    a, b = (torch.cat([x[name].flatten() for name in wanted]) for x in (found, wanted))
+    return float((a - b).norm() / b.norm())
+
+
+def close(state: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+    """One rounding more or less changes a weight by lr * 2^-11 of a gradient below 0.1, or so."""
+    for name, value in wanted.items():
+        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "members", "recompute"),
+    [
+        ("1f1b", "012", "inputs"),
+        ("gpipe", "01", "min-cut"),
+        ("zb-h1", "02", "none"),
+        ("zb-v", "0110", "inputs"),
+        ("interleaved", "0202", "none"),
+    ],
+)
+def test_equals_torch_that_rounds_at_the_cuts(
+    crew: Crew, schedule: str, members: str, recompute: str
+) -> None:
+    """Up to float32's own last digits, which now and then turn one rounding to float16 round: that
+    of one number among hundreds, all of which differ from plain torch's by up to 2^-11."""
+    torch.manual_seed(0)
+    model = Chain()
+    with pipeline(crew, model, schedule, members, recompute=recompute) as pipe:
+        cuts = pipe.plan.cuts
+        _, gradients = pipe.gradients(*batches(1)[0])
+        losses = [pipe.step(x, y) for x, y in batches(3)]
+        state = pipe.state_dict()
+    rounding = Chain(cuts)
+    rounding.load_state_dict(model.state_dict())
+    rounded, plain = trained(rounding), trained(model)
+    assert losses == pytest.approx(rounded.losses, rel=1e-5)
+    assert losses == pytest.approx(plain.losses, rel=1e-3)
+    assert distance(gradients, rounded.first) < 0.2 * distance(gradients, plain.first)
+    assert distance(gradients, plain.first) < 2**-9
+    close(state, rounded.state)
+
+
+@pytest.mark.parametrize("runtime", ["pocl", "intel-cpu"])
+def test_devices_that_only_cast_float16(runtime: str) -> None:
+    """In the middle of a pipeline: both passes take float16 and give float16."""
+    device = f"opencl:{runtime}:0"
+    if device not in [info.id for info in hp.discover_devices()[0]]:
+        pytest.skip(f"no {device}")
+    torch.manual_seed(0)
+    model = Chain()
+    names = ("numpy:cpu:0", device, "pytorch:cpu:0")
+    members = tuple(Member(f"m{n}", name) for n, name in enumerate(names))
+    with (
+        Crew.start(Cluster(members, transport="local")) as crew,
+        pipeline(crew, model, "1f1b", "012") as pipe,
+    ):
+        assert "float16" not in crew.infos["m1"].dtypes
+        cuts = pipe.plan.cuts
+        losses = [pipe.step(x, y) for x, y in batches(3)]
+        state = pipe.state_dict()
+    rounding = Chain(cuts)
+    rounding.load_state_dict(model.state_dict())
+    rounded = trained(rounding)
+    assert losses == pytest.approx(rounded.losses, rel=1e-5)
+    close(state, rounded.state)
+
+
+def test_a_tensor_that_skips_a_stage_is_rounded_once(crew: Crew) -> None:
+    """Its gradients are summed in float32 where it passes; its mask stays what it is."""
+    torch.manual_seed(0)
+    model = Skip()
+    with pipeline(crew, model, "1f1b", "012") as pipe:
+        losses = [pipe.step(x, y) for x, y in batches(3)]
+        state = pipe.state_dict()
+        graphs = stages(model, pipe.plan.cuts, HALF)
+        sent = wires_of(graphs)
+    assert {slot.dtype for wire in sent for layout in wire.layouts.values() for slot in layout} == {
+        "float16", "bool",
+    }  # fmt: skip
+    middle = graphs[1].passes[3].forward
+    passed = {slot.key for slot in middle.inputs} & {slot.key for slot in middle.outputs}
+    assert len(passed) == 2
+    returned = zip(middle.outputs, graph_outputs(middle.graph), strict=True)
+    assert {slot.key for slot, node in returned if node.op == "placeholder"} == passed
+    rounding = Skip(rounds=True)
+    rounding.load_state_dict(model.state_dict())
+    rounded = trained(rounding)
+    assert losses == pytest.approx(rounded.losses, rel=1e-5)
+    close(state, rounded.state)
+
+
+def test_the_same_with_asynchronous_updates_and_in_evaluation(crew: Crew) -> None:
+    """With stale weights there is no plain torch to compare with: float32 cuts are near."""
+    torch.manual_seed(0)
+    model = Chain()
+    found = []
+    for precision in (HALF, Precision()):
+        options = {"count": 1, "precision": precision}
+        with pipeline(crew, model, "pipedream", "012", **options) as pipe:
+            losses = [result.loss for result in pipe.run(batches(6))]
+            found.append((*losses, pipe.evaluate(*batches(1)[0])))
+            cuts, state = pipe.plan.cuts, pipe.state_dict()
+            if precision == HALF:
+                evaluated = Chain(cuts)
+                evaluated.load_state_dict(state)
+                x, y = batches(1)[0]
+                wanted = F.cross_entropy(evaluated(x), y).item()
+                assert found[0][-1] == pytest.approx(wanted, rel=2e-5)
+    assert found[0] == pytest.approx(found[1], rel=2e-3)
+    assert found[0] != pytest.approx(found[1], rel=1e-6)
+
+
+def wires_of(graphs: Sequence[Any]) -> list[Wire]:
+    return wires([[stage] for stage in graphs], Shares(((1.0,),) * len(graphs)), [3])
+
+
+def stages(model: nn.Module, cuts: Sequence[int], precision: Precision) -> list[Any]:
+    captured = Captured(model, F.cross_entropy, batches(1)[0], precision)
+    return captured.stage_graphs(cuts, [{}] * (len(cuts) + 1), [3], None)
+
+
+def test_half_the_bytes_are_planned_and_sent() -> None:
+    """Forwards and backwards; the saved input of a stage takes half as well."""
+    sent, planned, saved = [], [], []
+    for precision in (HALF, Precision()):
+        graphs = stages(Chain(), [1, 3], precision)
+        layouts = [w.layouts for w in wires_of(graphs)]
+        sent.append([tensor_nbytes(layout) for kinds in layouts for layout in kinds.values()])
+        captured = Captured(Chain(), F.cross_entropy, batches(1)[0], precision)
+        planned.append(captured.layer_graph(3).cut_nbytes)
+        saved.append(graphs[1].passes[3].saved_nbytes)
+    assert sent[0] == [32 * 3 * 2, 32 * 3 * 2, 16 * 3 * 2, 16 * 3 * 2]
+    assert sent[1] == [2 * nbytes for nbytes in sent[0]]
+    assert planned[0] == (32 * 3 * 2, 24 * 3 * 2, 16 * 3 * 2)
+    assert planned[1] == tuple(2 * nbytes for nbytes in planned[0])
+    assert saved[1] - saved[0] == 32 * 3 * 2
+
+
+def test_a_pipeline_plans_with_half_the_bytes(
+    crew: Crew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path))
+    with hp.Pipeline(
+        Chain(), F.cross_entropy, batches(1)[0], cluster=crew.cluster, crew=crew, cuts=[2],
+        microbatches=MICROBATCHES, optimizer=hp.optim.sgd(lr=0.1), cut_dtype="float16",
+    ) as pipe:  # fmt: skip
+        assert pipe.plan.cut_nbytes == (24 * 3 * 2,)
+        assert pipe.step(*batches(1)[0]) > 0
+
+
+def test_without_a_loss_scale_small_gradients_are_lost(crew: Crew) -> None:
+    """A loss of 1e-7 has gradients below what float16 holds: the first stage then gets none."""
+    torch.manual_seed(0)
+    model, (x, y) = Chain(), batches(1)[0]
+
+    def faint(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output, y) * 1e-7
+
+    eager = copy.deepcopy(model)
+    faint(eager(x), y).backward()
+    captured = Captured(model, faint, (x, y), HALF)
+    plan, costs = unpriced(captured, ["m0", "m2"], "1f1b", 12, MICROBATCHES)
+    largest = []
+    for scale in (None, 2.0**20):
+        with hp.Pipeline(
+            model, faint, (x, y), cluster=crew.cluster, crew=crew, plan=plan, costs=costs,
+            captured=captured, optimizer=hp.optim.sgd(lr=0.1), loss_scale=scale,
+        ) as pipe:  # fmt: skip
+            _, gradients = pipe.gradients(x, y)
+        largest.append(float(gradients["layers.0.weight"].abs().max()))
+        if scale is not None:
+            for name, parameter in eager.named_parameters():
+                # Each product has a factor that was rounded, by at most 2^-11 of itself.
+                bound = 2**-9 * float(parameter.grad.abs().max())
+                torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=bound)
+    assert largest[0] == 0 < largest[1]
+
+
+def test_what_cannot_cross_is_refused(crew: Crew) -> None:
+    with pytest.raises(CaptureError, match=r"cut_dtype='bfloat16'.*numpy has no bfloat16"):
+        Precision(cut="bfloat16")
+    with pytest.raises(CaptureError, match="cut_dtype='int8' is not known"):
+        Precision(cut="int8")
+    captured = Captured(Chain(), F.cross_entropy, batches(1)[0])
+    with pytest.raises(HetpipeError, match=r"captured has .*cut=None"):
+        hp.Pipeline(
+            Chain(), F.cross_entropy, batches(1)[0], cluster=crew.cluster, crew=crew,
+            captured=captured, optimizer=hp.optim.sgd(lr=0.1), cut_dtype="float16",
+        )  # fmt: skip
