@@ -134,7 +134,7 @@ class Pipeline:
         self._borrowed = crew is not None
         self._crew = crew or Crew.start(cluster)
         try:
-            used = self._crew.infos if plan is None else plan.devices
+            used = self._crew.infos if plan is None else plan.all_devices
             infos = [self._crew.infos[name] for name in used if name in self._crew.infos]
             check_dtypes(self._captured.precision, infos)
             planning = Planning(

@@ -89,6 +89,11 @@ class Plan:
         return tuple(stage.devices[0] for stage in self.stages)
 
     @property
+    def all_devices(self) -> tuple[str, ...]:
+        """The devices of all stages and their replicas, in order."""
+        return tuple(device for stage in self.stages for device in stage.devices)
+
+    @property
     def replicas(self) -> tuple[int, ...]:
         """How many devices each stage has."""
         return tuple(len(stage.devices) for stage in self.stages)

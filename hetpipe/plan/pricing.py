@@ -133,7 +133,7 @@ def predict(plan: Plan, table: CostTable, *, tied: Tied | None = None) -> Timeli
     )  # fmt: skip
     names = plan.devices
     if is_asynchronous(plan.schedule):  # a row for every replica
-        names = tuple(device for stage in plan.stages for device in stage.devices)
+        names = plan.all_devices
     return simulate(schedule, times, workers=tuple(dict.fromkeys(names)))
 
 
