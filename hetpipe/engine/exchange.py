@@ -7,11 +7,11 @@ from itertools import chain
 from typing import Any
 
 from hetpipe.engine.edges import Receiver, Sender, Span
-from hetpipe.engine.pieces import Route, cut, join, kind_of, routes
+from hetpipe.engine.rows import Route, cut, join, kind_of, routes
 from hetpipe.engine.shares import Place, Shares
 from hetpipe.engine.stage import Stage
 from hetpipe.engine.transport import Tensor, to_device
-from hetpipe.engine.wiring import ALL_REDUCE, PIECES, TIED, TIED_GRAD, Kind, Layout
+from hetpipe.engine.wiring import ALL_REDUCE, ROWS, TIED, TIED_GRAD, Kind, Layout
 from hetpipe.schedule.action import Action, Message
 
 Edge = tuple[Place, Place]
@@ -142,7 +142,7 @@ class Exchange:
             if whole is None:
                 whole = self._outgoing(own, message, kind, layout)
             tensors = whole
-            if route.kind[0] in PIECES.values():
+            if route.kind[0] in ROWS.values():
                 whole = arrays = self._stages[own[0]].on_host(whole)
                 first, _ = self._shares.rows(own, kind[1])
                 lo, hi = (row - first for row in route.rows)
@@ -157,10 +157,10 @@ class Exchange:
             return
         tensors, layout = received[0], self._layout(own, found[0], sends=False)
         assert layout is not None
-        if found[0].kind[0] in PIECES.values():
+        if found[0].kind[0] in ROWS.values():
             axes = self._receivers[found[0].peer, own].axes
-            pieces = [(r.rows, arrays) for r, arrays in zip(found, received, strict=True)]
-            joined = join(pieces, layout, axes, self._shares.rows(own, kind[1]))
+            parts = [(r.rows, arrays) for r, arrays in zip(found, received, strict=True)]
+            joined = join(parts, layout, axes, self._shares.rows(own, kind[1]))
             tensors = to_device(self._stages[own[0]].device, joined)
         self._arrived(own[0], message, layout, tensors)
 

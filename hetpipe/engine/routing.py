@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise, permutations, product
 
 from hetpipe.capture.program import CUT, GRAD, PARAM, TANGENT, PassPrograms, Slot, StageGraphs
-from hetpipe.engine.pieces import find_axes, kind_of, piece_of
+from hetpipe.engine.rows import find_axes, kind_of, rows_of
 from hetpipe.engine.shares import Place, Shares, overlap
 from hetpipe.engine.wiring import (
     ALL_REDUCE,
@@ -130,7 +130,7 @@ class _Crossing:
         names = {slot.name for slot in wanted if slot.role == role}
         whole = tuple(slot for slot in sent if slot.role == role and slot.name in names)
         left, right = (
-            piece_of(tuple(_of(side, whole)), self.axes, kind[1]) for side in (sent, wanted)
+            rows_of(tuple(_of(side, whole)), self.axes, kind[1]) for side in (sent, wanted)
         )
         return kind, _common(left, right, role, ends)
 

@@ -23,9 +23,9 @@ FORWARD, BACKWARD, TIED_GRAD, TIED_PARAM = "FBGP"
 EVALUATION = "E"  # forward, in evaluation
 ALL_REDUCE = "A"
 TIED = frozenset({TIED_GRAD, TIED_PARAM})
-PIECES = {FORWARD: "f", BACKWARD: "b", EVALUATION: "e"}
-"""Some rows of what a whole message has, see `hetpipe.engine.pieces`."""
-ON_HOST = TIED | {ALL_REDUCE, *PIECES.values()}
+ROWS = {FORWARD: "f", BACKWARD: "b", EVALUATION: "e"}
+"""Some rows of what a whole message has, see `hetpipe.engine.rows`."""
+ON_HOST = TIED | {ALL_REDUCE, *ROWS.values()}
 """Kinds whose tensors are summed, joined or replaced on the host."""
 
 Axes = Mapping[str, int]

@@ -1,4 +1,4 @@
-"""Pieces: what crosses between stages whose replicas divide a micro-batch in unlike ways.
+"""Rows: what crosses between stages whose replicas divide a micro-batch in unlike ways.
 
 Where two replicas of neighbouring stages do the same rows, tensors travel whole, from device to
 device. Else the rows that both do are cut out, and joined with those of others, on the host.
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hetpipe.engine.shares import Place, Rows, Shares, overlap
-from hetpipe.engine.wiring import PIECES, Axes, Kind, Layout, host_dtype
+from hetpipe.engine.wiring import ROWS, Axes, Kind, Layout, host_dtype
 from hetpipe.errors import HetpipeError
 
 Array = np.ndarray[Any, Any]
@@ -42,7 +42,7 @@ def routes(shares: Shares, own: Place, stage: int, letter: str, samples: int) ->
 def kind_of(letter: str, one: Rows, other: Rows) -> Kind:
     """The kind of a message between replicas that do these rows."""
     lo, hi = overlap(one, other)
-    return (letter if one == other else PIECES[letter], hi - lo)
+    return (letter if one == other else ROWS[letter], hi - lo)
 
 
 def find_axes(shapes: Iterable[tuple[str, int, tuple[int, ...]]]) -> dict[str, int]:
@@ -73,7 +73,7 @@ def _axis(name: str, shapes: Mapping[int, tuple[int, ...]]) -> int:
     return axes[0]
 
 
-def piece_of(layout: Layout, axes: Axes, rows: int) -> Layout:
+def rows_of(layout: Layout, axes: Axes, rows: int) -> Layout:
     """The layout of so many rows of these tensors."""
     found = []
     for slot in layout:
@@ -92,12 +92,12 @@ def cut(arrays: Sequence[Array], layout: Layout, axes: Axes, lo: int, hi: int) -
 
 
 def join(
-    pieces: Sequence[tuple[Rows, Sequence[Array]]], layout: Layout, axes: Axes, own: Rows
+    parts: Sequence[tuple[Rows, Sequence[Array]]], layout: Layout, axes: Axes, own: Rows
 ) -> list[Array]:
-    """The rows `own` of the micro-batch, out of pieces that have them all."""
-    whole = piece_of(layout, axes, own[1] - own[0])
+    """The rows `own` of the micro-batch, out of parts that have them all."""
+    whole = rows_of(layout, axes, own[1] - own[0])
     joined = [np.empty(slot.shape, host_dtype(slot.dtype)) for slot in whole]
-    for (lo, hi), arrays in pieces:
+    for (lo, hi), arrays in parts:
         places = cut(joined, whole, axes, lo - own[0], hi - own[0])
         for place, array in zip(places, arrays, strict=True):
             place[...] = array
