@@ -38,7 +38,8 @@ class NumpyBackend(Backend):
             memory_nbytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             memory_domain="host",
             dtypes=DTYPES,
-            capabilities=Capabilities(reference=True),
+            # Functions of arrays that share nothing: threads may be in several passes.
+            capabilities=Capabilities(queues=2, reference=True),
         )
         return [info]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Backend, Device, Finding
-from hetpipe.sdk.info import HOST_MEMORY, Capabilities, DeviceInfo
+from hetpipe.sdk.info import HOST_MEMORY, Capabilities, DeviceInfo, Execution
 
 from .driver import driver, errors, platforms
 from .names import RUNTIMES, Known, known, slug
@@ -129,6 +129,7 @@ def _describe(device: Any, device_id: str, entry: Known | None) -> DeviceInfo:
     kind = next((name for bit, name in by_type if device.type & bit), "other")
     kind = entry.kind if entry else kind
     on_host = entry is not None or _is_cpu(device)
+    streams = entry is not None and entry.streams
     extensions = device.extensions.split()
     dtypes = ["float32", "int64", "int32", "int16", "int8", "uint8", "bool"]
     if "cl_khr_fp64" in extensions:
@@ -143,7 +144,10 @@ def _describe(device: Any, device_id: str, entry: Known | None) -> DeviceInfo:
         memory_nbytes=device.global_mem_size,
         memory_domain=HOST_MEMORY if on_host else device_id,
         dtypes=tuple(dtypes),
+        execution=Execution.ASYNC if streams else Execution.SYNC,
         capabilities=Capabilities(
+            queues=entry.queues if entry else 1,
+            chunks=streams,
             emulated=bool(entry and entry.emulated),
             reference=bool(entry and entry.reference),
             hidden_threads=on_host,

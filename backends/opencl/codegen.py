@@ -53,6 +53,9 @@ class Launch:
     a result of the same size may take their memory."""
     steady: bool = False
     """Whether it reads weights alone: once is enough, until other weights come."""
+    step: int = 0
+    """Elements of its results, in row-major order, that each step of the first global id completes;
+    0 where they are not so."""
 
     @property
     def touches(self) -> set[int]:

@@ -1,4 +1,4 @@
-"""An opened OpenCL device: two queues, a memory pool, built programs."""
+"""An opened OpenCL device: queues, a memory pool, built programs."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from .executable import OpenCLExecutable
 from .lowering import lower
 from .memory import GRANULE_NBYTES, Bytes, MemoryPool, OpenCLBuffer, computes_in_host
 from .programs import Programs
+from .queues import PassQueue
 from .support import refusal
 from .target import Target
 
 
 class OpenCLDevice(Device):
-    """Passes run in one in-order queue, transfers in another.
+    """Passes run in in-order queues, transfers in another.
 
-    Memory is given from one to the other only when the compute queue is done with it.
+    Memory is given from one to the other only when the queue is done with it.
     """
 
     def __init__(self, info: DeviceInfo, cl_device: Any, drains: bool) -> None:
         cl = driver()
         self.info = info
-        self.last_command: Any = None
         self.retired: deque[Any] = deque()
         self._drains = drains
         self.target = Target(
@@ -48,8 +48,9 @@ class OpenCLDevice(Device):
         )
         with errors(info.id, "opening it"):
             self.context = cl.Context([cl_device])
-            profiling = cl.command_queue_properties.PROFILING_ENABLE
-            self.queue = cl.CommandQueue(self.context, properties=profiling)
+            queues = range(info.capabilities.queues)
+            self.pass_queues = tuple(PassQueue(self.context) for _ in queues)
+            self.queue = self.pass_queues[0].cl
             self._transfers = cl.CommandQueue(self.context)
             # An interpreter must see every access of the host to judge those of kernels.
             shared = (
@@ -58,13 +59,14 @@ class OpenCLDevice(Device):
                 and computes_in_host(self.context, self._transfers)
             )
         host_queue = self._transfers if shared else None
-        self.memory = MemoryPool(self.context, info.id, host_queue, lambda: self.last_command)
+        self.memory = MemoryPool(
+            self.context, info.id, host_queue, lambda: tuple(q.last for q in self.pass_queues)
+        )
         self.programs = Programs(self.context, info.id)
-        self._arena: tuple[int, Any] = (0, None)
         self._held: deque[tuple[Any, tuple[Any, ...]]] = deque()
         self._lock = threading.RLock()
         self.enqueueing = threading.Lock()
-        """Held while a pass is enqueued: passes share the arena, so none may come between."""
+        """Held while a pass is enqueued: passes share an arena, so none may come between."""
 
     def supports(self, node: fx.Node) -> str | None:
         return refusal(self.info, node)
@@ -78,7 +80,7 @@ class OpenCLDevice(Device):
     ) -> tuple[Buffer, Event]:
         host = np.ascontiguousarray(src)
         if dst is None:
-            memory = self.memory.take(host.nbytes, idle=True)
+            memory = self.memory.take(host.nbytes)
             dst = OpenCLBuffer(self, src.shape, str(src.dtype), memory)
         buffer = self._mine(dst, src, "upload")
         buffer.writes += 1
@@ -102,16 +104,26 @@ class OpenCLDevice(Device):
             return self._copy(target, room[: dst.nbytes], after)
         return self._transfer(buffer, target, buffer.memory.cl, after)
 
+    def download_part(self, buf: Buffer, lo: int, hi: int, dst: np.ndarray[Any, Any]) -> Event:
+        if not isinstance(buf, OpenCLBuffer) or buf.device is not self:
+            raise BackendError(f"cannot download: the buffer is not on {self.info.id}")
+        target = dst.view(np.uint8)
+        begin = lo * dst.itemsize
+        if (room := buf.memory.host) is not None:
+            return self._copy(target, room[begin : begin + target.nbytes], ())
+        return self._transfer(buf, target, buf.memory.cl, (), src_offset=begin)
+
     def fma_ceiling(self) -> tuple[Callable[[], None], int] | None:
         return fma_ceiling(self)
 
     def memory_used_nbytes(self) -> int | None:
-        return self.memory.held_nbytes + self._arena[0]
+        return self.memory.held_nbytes + sum(queue.arena_nbytes for queue in self.pass_queues)
 
     def close(self) -> None:
         """Wait for all work, then drop what is cached."""
         with errors(self.info.id, "closing it"):
-            self.queue.finish()
+            for queue in self.pass_queues:
+                queue.cl.finish()
             self._transfers.finish()
         self._collect()
         self.memory.trim()
@@ -119,15 +131,24 @@ class OpenCLDevice(Device):
 
     def waits_long(self, command: Any) -> bool:
         """Whether the driver's own wait for `command` would also wait for later commands."""
-        later = self.last_command is not None and self.last_command is not command
-        return self._drains and later and command.command_queue == self.queue
+        if not self._drains:
+            return False
+        behind = (q for q in self.pass_queues if q.last is not None and q.last is not command)
+        return any(command.command_queue == queue.cl for queue in behind)
 
-    def arena(self, nbytes: int) -> Any:
-        """Memory for intermediates. All graphs share it: their launches run in one order."""
+    def pass_queue(self, number: int) -> PassQueue:
+        """The queue of that number. Raises `BackendError` if there are fewer."""
+        if number >= len(self.pass_queues):
+            raise BackendError(
+                f"{self.info.id} runs {len(self.pass_queues)} passes at once, so it has no queue "
+                f"{number}"
+            )
+        return self.pass_queues[number]
+
+    def arena(self, nbytes: int, queue: PassQueue) -> Any:
+        """Memory for intermediates of passes in that queue."""
         with self._lock:
-            if self._arena[0] < nbytes:
-                self._arena = (nbytes, self.memory.create(nbytes).cl)
-            return self._arena[1]
+            return queue.arena(nbytes, self.memory)
 
     def native(self, events: Sequence[Event]) -> list[Any] | None:
         """Events of this device's queues, for a command to wait for; waits for all others."""
@@ -149,12 +170,14 @@ class OpenCLDevice(Device):
 
         return self._when(after, start)
 
-    def _transfer(self, buffer: OpenCLBuffer, dst: Any, src: Any, after: Sequence[Event]) -> Event:
+    def _transfer(
+        self, buffer: OpenCLBuffer, dst: Any, src: Any, after: Sequence[Event], **where: int
+    ) -> Event:
         def start() -> Event:
             cl = driver()
             with self._lock, errors(self.info.id, "copying"):
                 self._collect()
-                command = cl.enqueue_copy(self._transfers, dst, src, is_blocking=False)
+                command = cl.enqueue_copy(self._transfers, dst, src, is_blocking=False, **where)
                 self._transfers.flush()
                 self._held.append((command, (buffer, src, dst)))
             return CommandEvent(self, command, "copying")

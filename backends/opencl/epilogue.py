@@ -79,7 +79,8 @@ def launches(group: Sequence[Store], wanted: Sequence[Store], target: Target) ->
     inplace = {load.value.id for load in read} | ({product.id} if k0 else set())
     inplace -= {load.value.id for load in read if not load.plain}
     inplace -= tile.launches[-1].touches - {product.id}
-    return [*before, Launch(kernel, last.global_size, last.local_size, args, frozenset(inplace))]
+    size, local = last.global_size, last.local_size
+    return [*before, Launch(kernel, size, local, args, frozenset(inplace), step=last.step)]
 
 
 def _nest(shape: Shape, cols: int, stores: Sequence[Store]) -> Nest | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import DONE, Buffer, Chunk, Event, Executable
 
 from .arena import lives, nbytes, place
+from .blocks import Block, blocks_of, told
 from .driver import driver, errors
 from .events import CommandEvent
 from .expr import Value
@@ -20,6 +22,18 @@ from .memory import Memory, OpenCLBuffer, room_nbytes
 
 if TYPE_CHECKING:
     from .device import OpenCLDevice
+    from .queues import PassQueue
+
+RUNNING = "running a graph"
+
+
+class _Step(NamedTuple):
+    """A launch that is ready to be enqueued, in one block or several."""
+
+    number: int
+    kernel: Any
+    local_size: tuple[int, ...] | None
+    blocks: list[Block]
 
 
 class OpenCLExecutable(Executable):
@@ -35,12 +49,15 @@ class OpenCLExecutable(Executable):
                 slots[output.value.id] = len(lowered.inputs) + index
         # Setting an argument retains nothing: what arguments point to is kept here.
         self._kept = _kept(device, lowered, set(slots))
-        memory = _intermediates(device, lowered, {*slots, *self._kept})
-        memory |= {key: kept.cl for key, kept in self._kept.items()}
-        self._intermediates = memory
-        self._steps: list[tuple[Any, tuple[int, ...], tuple[int, ...] | None]] = []
+        self._placed: list[tuple[Any, int, int]] = []  # (kernel, argument, id) of an intermediate
+        streams = device.info.capabilities.chunks
+        self._told = told(lowered.outputs, lowered.launches) if streams else []
+        """Which outputs are made block by block, and by which launches."""
+        in_blocks = {each.launch for each in self._told}
+        self._place_of = {output: place for place, output in enumerate(lowered.results)}
+        self._steps: list[_Step] = []
         self._rebind: dict[int, list[tuple[Any, int]]] = {slot: [] for slot in slots.values()}
-        for launch in lowered.launches:
+        for number, launch in enumerate(lowered.launches):
             kernel = device.programs.kernel(launch.kernel)
             with errors(device.info.id, f"setting arguments of {launch.kernel.name}"):
                 for at, arg in enumerate(launch.args):
@@ -48,9 +65,13 @@ class OpenCLExecutable(Executable):
                         kernel.set_arg(at, _scalar(arg))
                     elif arg.id in slots:
                         self._rebind[slots[arg.id]].append((kernel, at))
+                    elif arg.id in self._kept:
+                        kernel.set_arg(at, self._kept[arg.id].cl)
                     else:
-                        kernel.set_arg(at, memory[arg.id])
-            self._steps.append((kernel, launch.global_size, launch.local_size))
+                        self._placed.append((kernel, at, arg.id))
+            whole: list[Block] = [(None, launch.global_size)]
+            blocks = blocks_of(launch) if number in in_blocks else whole
+            self._steps.append(_Step(number, kernel, launch.local_size, blocks))
         pairs = zip(lowered.launches, self._steps, strict=True)
         self._changing = [step for launch, step in pairs if not launch.steady]
         """What is left to do while the weights are the same."""
@@ -59,6 +80,10 @@ class OpenCLExecutable(Executable):
         self._steady = [slot for slot, value in enumerate(lowered.inputs) if value.id in read]
         self._weights: list[tuple[weakref.ref[OpenCLBuffer], int]] = []
         self._bound: dict[int, Any] = {}
+        self._outside = {*slots, *self._kept}
+        self._queue = device.pass_queue(0)
+        self._last: Any = None
+        self._place()
         self._plans: dict[frozenset[int], tuple[int | None, ...]] = {}
 
     def run(
@@ -71,9 +96,11 @@ class OpenCLExecutable(Executable):
         device = self._device
         given = self._check(inputs)
         waits = device.native(after)
+        if device.pass_queue(queue) is not self._queue:
+            self._move(device.pass_queue(queue))
         with device.enqueueing, errors(device.info.id, "enqueueing a graph"):
             device.retired.clear()
-            outputs = self._outputs(given, donate)
+            outputs = self._outputs(given, donate, queue)
             for slot, buffer in enumerate(given):
                 self._bind(slot, buffer.memory.cl)
             for slot, buffer in enumerate(outputs, len(given)):
@@ -81,12 +108,21 @@ class OpenCLExecutable(Executable):
             weights = [given[slot] for slot in self._steady]
             same = self._are_same(weights)
             self._weights = []  # until the launches that read them are enqueued
-            command = self._enqueue(self._changing if same else self._steps, waits)
+            command, blocks = self._enqueue(self._changing if same else self._steps, waits)
             self._weights = [(weakref.ref(buffer), buffer.writes) for buffer in weights]
         event: Event = DONE
         if command is not None:
-            event = CommandEvent(device, command, "running a graph")
-        return [outputs[index] for index in self._lowered.results], event, ()
+            event = CommandEvent(device, command, RUNNING)
+        chunks = [
+            (
+                self._place_of[t.output],
+                t.lo,
+                t.hi,
+                CommandEvent(device, blocks[t.launch][t.block], RUNNING),
+            )
+            for t in self._told
+        ]
+        return [outputs[index] for index in self._lowered.results], event, chunks
 
     def _are_same(self, weights: Sequence[OpenCLBuffer]) -> bool:
         """Whether the last run had these very buffers, and nobody has written to them since."""
@@ -96,24 +132,46 @@ class OpenCLExecutable(Executable):
             for (last, writes), buffer in zip(known, weights, strict=True)
         )
 
-    def _enqueue(self, steps: Sequence[tuple[Any, Any, Any]], waits: list[Any] | None) -> Any:
+    def _enqueue(
+        self, steps: Sequence[_Step], waits: list[Any] | None
+    ) -> tuple[Any, dict[int, list[Any]]]:
+        """The last command, and those of launches in blocks, by number."""
         cl, device = driver(), self._device
-        enqueue, queue = cl.enqueue_nd_range_kernel, device.queue
-        command = None
-        for kernel, global_size, local_size in steps:
-            try:
-                command = enqueue(queue, kernel, global_size, local_size, None, waits)
-            except cl.Error as error:
-                name = kernel.function_name
-                with errors(device.info.id, f"enqueueing {name}, {global_size} by {local_size}"):
-                    raise error
-            waits = None
+        enqueue, queue = cl.enqueue_nd_range_kernel, self._queue.cl
+        command, made = None, defaultdict(list)
+        for number, kernel, local_size, blocks in steps:
+            for offset, size in blocks:
+                try:
+                    command = enqueue(queue, kernel, size, local_size, offset, waits)
+                except cl.Error as error:
+                    name = kernel.function_name
+                    with errors(device.info.id, f"enqueueing {name}, {size} by {local_size}"):
+                        raise error
+                waits = None
+                if len(blocks) > 1:
+                    made[number].append(command)
         if command is None and waits:
             command = cl.enqueue_marker(queue, wait_for=waits)
         if command is not None:
             queue.flush()
-            device.last_command = command
-        return command
+            self._queue.last = self._last = command
+        return command, made
+
+    def _move(self, queue: PassQueue) -> None:
+        """Run in another queue from now on, with intermediates in its arena."""
+        if self._last is not None:
+            with errors(self._device.info.id, RUNNING):
+                self._last.wait()
+        self._queue = queue
+        self._place()
+
+    def _place(self) -> None:
+        device, lowered = self._device, self._lowered
+        memory = _intermediates(device, self._queue, lowered, self._outside)
+        with errors(device.info.id, "setting arguments"):
+            for kernel, at, key in self._placed:
+                kernel.set_arg(at, memory[key])
+        self._intermediates = memory  # the last ones go
 
     def _bind(self, slot: int, memory: Any) -> None:
         if self._bound.get(slot) is not memory:
@@ -137,7 +195,9 @@ class OpenCLExecutable(Executable):
             given.append(buffer)
         return given
 
-    def _outputs(self, given: list[OpenCLBuffer], donate: frozenset[int]) -> list[OpenCLBuffer]:
+    def _outputs(
+        self, given: list[OpenCLBuffer], donate: frozenset[int], queue: int
+    ) -> list[OpenCLBuffer]:
         if donate:
             # Memory that is given twice is read under two names: nobody may overwrite it.
             memories = [buffer.memory for buffer in given]
@@ -154,7 +214,7 @@ class OpenCLExecutable(Executable):
                 continue
             memory: Memory
             memory = (
-                device.memory.take(nbytes(value), False) if heir is None else given[heir].memory
+                device.memory.take(nbytes(value), queue) if heir is None else given[heir].memory
             )
             outputs.append(OpenCLBuffer(device, value.shape, value.dtype, memory))
         return outputs
@@ -174,13 +234,15 @@ def _kept(device: OpenCLDevice, lowered: Lowered, outside: set[int]) -> dict[int
     """Memory of what steady launches make, by id: no other tensor shares it."""
     life = lives(lowered.launches)
     return {
-        key: device.memory.take(span.nbytes, idle=False)
+        key: device.memory.take(span.nbytes)
         for key, span in life.items()
         if key not in outside and lowered.launches[span.first].steady
     }
 
 
-def _intermediates(device: OpenCLDevice, lowered: Lowered, outside: set[int]) -> dict[int, Any]:
+def _intermediates(
+    device: OpenCLDevice, queue: PassQueue, lowered: Lowered, outside: set[int]
+) -> dict[int, Any]:
     """Memory of the tensors that only the graph itself sees, by id."""
     life = {k: span for k, span in lives(lowered.launches).items() if k not in outside}
     if device.target.checks_memory:
@@ -190,7 +252,7 @@ def _intermediates(device: OpenCLDevice, lowered: Lowered, outside: set[int]) ->
     offsets, total = place(life, lowered.launches, device.target.alignment_nbytes)
     if not total:
         return {}
-    arena = device.arena(total)
+    arena = device.arena(total, queue)
     regions: dict[tuple[int, int], Any] = {}
     memory = {}
     with errors(device.info.id, "dividing the arena"):

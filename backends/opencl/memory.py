@@ -78,35 +78,35 @@ class OpenCLBuffer(Buffer):
 
 
 class MemoryPool:
-    """Free pieces by size, each with the event after which nothing uses it."""
+    """Free pieces by size, each with the events after which nothing uses it, one per queue."""
 
     def __init__(
         self,
         context: Any,
         device_id: str,
         host_queue: Any | None,
-        last_event: Callable[[], Any],
+        last_events: Callable[[], tuple[Any, ...]],
     ) -> None:
         """With `host_queue`, memory is the host's own, and mapped once through that queue."""
         self._context = context
         self._device_id = device_id
         self._host_queue = host_queue
-        self._last_event = last_event
-        self._free: dict[int, list[tuple[Piece, Any]]] = defaultdict(list)
+        self._last_events = last_events
+        self._free: dict[int, list[tuple[Piece, tuple[Any, ...]]]] = defaultdict(list)
         # Reentrant: a collection of garbage inside may give memory back.
         self._lock = threading.RLock()
         self.held_nbytes = 0
 
-    def take(self, nbytes: int, idle: bool) -> Memory:
-        """Memory for `nbytes`. `idle`: the compute queue must be done with it.
+    def take(self, nbytes: int, queue: int | None = None) -> Memory:
+        """Memory for `nbytes` that all queues of passes are done with, but for `queue`.
 
-        A pass, which runs in the queue, may take what an earlier pass in the queue still uses.
+        A pass, which runs in a queue, may take what an earlier pass in that queue still uses.
         """
         size = room_nbytes(nbytes)
         with self._lock:
             pieces = self._free[size]
             for at in range(len(pieces) - 1, -1, -1):
-                if not idle or _complete(pieces[at][1]):
+                if _complete(pieces[at][1], queue):
                     return Memory(pieces.pop(at)[0], size, self)
             self.held_nbytes += size
         return Memory(self.create(size), size, self)
@@ -124,7 +124,7 @@ class MemoryPool:
     def give_back(self, piece: Piece, size: int) -> None:
         """Keep a piece for the next who asks."""
         with self._lock:
-            self._free[size].append((piece, self._last_event()))
+            self._free[size].append((piece, self._last_events()))
 
     def trim(self) -> None:
         """Free every piece that nothing uses."""
@@ -180,6 +180,9 @@ def computes_in_host(context: Any, queue: Any) -> bool:
     return bool((found == 0xA5).all())
 
 
-def _complete(event: Any) -> bool:
-    cl = driver()
-    return event is None or event.command_execution_status <= cl.command_execution_status.COMPLETE
+def _complete(events: tuple[Any, ...], but: int | None = None) -> bool:
+    complete = driver().command_execution_status.COMPLETE
+    return all(
+        event is None or queue == but or event.command_execution_status <= complete
+        for queue, event in enumerate(events)
+    )

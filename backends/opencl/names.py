@@ -17,6 +17,10 @@ class Known:
     reference: bool = False
     threads: tuple[str, ...] = ()
     """Variables that bound its thread pool."""
+    queues: int = 1
+    """In how many at once it runs kernels, and not only keeps them."""
+    streams: bool = False
+    """Whether results leave while a pass runs, as on the hardware that it stands for."""
     drains: bool = False
     """Waiting for an event returns only when its whole queue has drained."""
 
@@ -27,7 +31,10 @@ RUNTIMES = (
         threads=("POCL_MAX_PTHREAD_COUNT", "POCL_CPU_MAX_CU_COUNT"),
     ),
     # The pool of the emulator must stay free: kernels joined by channels hang in a small one.
-    Known("intel-fpga-emulator", "FPGA Emulation", "fpga", emulated=True, drains=True),
+    Known(
+        "intel-fpga-emulator", "FPGA Emulation", "fpga", emulated=True, queues=2, streams=True,
+        drains=True,
+    ),
     Known(
         "intel-cpu", "Intel(R) OpenCL", "cpu", drains=True,
         threads=("CL_CONFIG_CPU_TBB_NUM_WORKERS", "DPCPP_CPU_NUM_CUS"),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hetpipe.sdk.backend import Backend
-from hetpipe.sdk.info import DeviceInfo, Execution
+from hetpipe.sdk.info import Capabilities, DeviceInfo, Execution
 
 from .cpu import CpuDevice, SynchronizedDevice
 from .device import DTYPES, TorchDevice
@@ -68,6 +68,9 @@ def _cpu() -> DeviceInfo:
         memory_nbytes=_host_memory_nbytes(),
         memory_domain="host",
         dtypes=DTYPES,
+        # A pass is a function of its own whose tensors no other thread has; torch's kernels may
+        # run in several threads, and so does its inference mode.
+        capabilities=Capabilities(queues=2),
     )
 
 

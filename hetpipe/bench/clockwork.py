@@ -1,7 +1,8 @@
 """Schedules on devices that only sleep: `python -m hetpipe.bench.clockwork`.
 
 The same schedule three times: run on workers, simulated, and by the closed formula of its paper
-where that is defined. Passes take 10 ms and 20 ms, one transfer 0, 5 or 15 ms.
+where that is defined. Passes take 10 ms and 20 ms, one transfer 0, 5 or 15 ms. Two passes at once
+share a device. `16 chunks` are devices that send a result in so many pieces while they make it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ STAGES = (2, 3, 4)
 MICROBATCHES = 8
 MINI_BATCHES = 32  # of a stream
 ROUNDS = 3
-SYNCHRONOUS = ("naive", "gpipe", "1f1b-sno", "1f1b-so")
+SYNCHRONOUS = ("naive", "gpipe", "1f1b-sno", "1f1b-so", "fbp")
+CHUNKS = 16
+CHUNKED = ("1f1b-as", "fbp")
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Case:
     measured_s: float
     simulated_s: float
     formula_s: float | None
-    busy: float  # measured, mean over workers
+    busy: float  # what each worker has to compute, over the measured time
 
 
 def measure() -> list[Case]:
@@ -63,6 +66,8 @@ def measure() -> list[Case]:
                 hiding = [2 * (stages - n) - 1 for n in range(stages)]
                 found.append(_streamed(crew, "NOAM", noam, transfer_s))
                 found.append(_streamed(crew, "2(N-n)-1", hiding, transfer_s))
+            with Crew.start(_cluster(stages, transfer_s, f"sleeping:10,20,{CHUNKS}")) as crew:
+                found += [_flushed(crew, name, stages, transfer_s, CHUNKS) for name in CHUNKED]
     return found
 
 
@@ -75,50 +80,54 @@ def formula_s(schedule: str, stages: int, microbatches: int, transfer_s: float) 
     if schedule == "1f1b-sno":
         exposed = stages + microbatches - 2 - ceil((microbatches - 1) / stages)
         return fill_s + exposed * 2 * transfer_s
+    if schedule in ("fbp", "1f1b-as") and not transfer_s:
+        return fill_s
     if transfer_s <= min(FORWARD_S, BACKWARD_S) and schedule in ("1f1b-so", "gpipe"):
         return fill_s + (stages - 1) * 2 * transfer_s
     return None
 
 
-def _cluster(stages: int, transfer_s: float) -> Cluster:
-    members = tuple(Member(f"worker {n}", "sleeping:10,20") for n in range(stages))
-    link = Link(0.0, 4 / transfer_s) if transfer_s else Link()
+def _cluster(stages: int, transfer_s: float, device: str = "sleeping:10,20") -> Cluster:
+    members = tuple(Member(f"worker {n}", device) for n in range(stages))
+    link = Link(0.0, 4 * CHUNKS / transfer_s) if transfer_s else Link()
     pairs = [frozenset((f"worker {n}", f"worker {n + 1}")) for n in range(stages - 1)]
     return Cluster(members, dict.fromkeys(pairs, link))
 
 
-def _times(stages: int, transfer_s: float) -> StageTimes:
+def _times(stages: int, transfer_s: float, chunks: int = 1) -> StageTimes:
     links = (Transfer(0.0, transfer_s),) * (stages - 1)
-    return StageTimes((FORWARD_S,) * stages, (BACKWARD_S,) * stages, (), links, links)
+    forward_s, backward_s = (FORWARD_S,) * stages, (BACKWARD_S,) * stages
+    return StageTimes(forward_s, backward_s, (), links, links, chunks=(chunks,) * stages)
 
 
 def _load(crew: Crew, stages: int, policy: str) -> None:
     weights = {f"w{n}": np.zeros((), np.float32) for n in range(stages)}
-    graphs = [empty_stage(n, stages) for n in range(stages)]
+    graphs = [empty_stage(n, stages, CHUNKS) for n in range(stages)]
     members = [f"worker {n}" for n in range(stages)]
     crew.load(graphs, members, weights, keep=Keep(policy))
 
 
 def _request(count: int, schedule: Schedule = ()) -> StepRequest:
-    feed = {"x": np.zeros((1, 1), np.float32)}
+    feed = {"x": np.zeros((1, CHUNKS), np.float32)}
     return StepRequest(
         schedule, (1,) * count, [feed] * count, (1.0,) * count, 0.0, 1, grad_scale=1.0
     )
 
 
-def _flushed(crew: Crew, name: str, stages: int, transfer_s: float) -> Case:
+def _flushed(crew: Crew, name: str, stages: int, transfer_s: float, chunks: int = 1) -> Case:
     _load(crew, stages, "flush")
     schedule = generate(name, stages, MICROBATCHES)
     request = _request(MICROBATCHES, schedule)
-    timelines = [crew.step(request).timeline for _ in range(ROUNDS + 1)][1:]
+    steps_s = [crew.step(request).timeline.step_s for _ in range(ROUNDS + 1)][1:]
+    step_s = statistics.median(steps_s)
     return Case(
-        name,
+        name if chunks == 1 else f"{name}, {chunks} chunks",
         stages,
         transfer_s,
-        statistics.median(t.step_s for t in timelines),
-        simulate(schedule, _times(stages, transfer_s)).step_s,
+        step_s,
+        simulate(schedule, _times(stages, transfer_s, chunks)).step_s,
         formula_s(name, stages, MICROBATCHES, transfer_s),
-        statistics.mean(timelines[-1].busy_share()),
+        MICROBATCHES * (FORWARD_S + BACKWARD_S) / step_s,
     )
 
 

@@ -1,21 +1,25 @@
 """A device whose passes take a set time and do nothing: to look at schedules alone.
 
-`sleeping:10,20` takes 10 ms for a forward and 20 ms for a backward. It runs graphs without
-operators, such as `hetpipe.engine.overhead.empty_stage` makes.
+`sleeping:10,20` takes 10 ms for a forward and 20 ms for a backward; two at once have half of it
+each. `sleeping:10,20,16` streams its outputs in 16 chunks. They run graphs without operators, such
+as `hetpipe.engine.overhead.empty_stage` makes.
 """
 
 from __future__ import annotations
 
+import math
+import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from hetpipe.errors import BackendError
-from hetpipe.sdk.backend import Backend, BlockingDevice, Buffer
+from hetpipe.sdk.backend import DONE, Backend, BlockingDevice, Buffer, Chunk, Event, Executable
 from hetpipe.sdk.graph import graph_inputs, graph_outputs
-from hetpipe.sdk.info import Capabilities, DeviceInfo
+from hetpipe.sdk.info import Capabilities, DeviceInfo, Execution
 
 Array = Any
 
@@ -39,12 +43,19 @@ class SleepingBackend(Backend):
             memory_nbytes=1 << 30,
             memory_domain="host",
             dtypes=("float32", "int64"),
-            capabilities=Capabilities(emulated=True),
+            capabilities=Capabilities(queues=2, emulated=True),
         )
-        return [info, *(replace(info, id=f"sleeping:{times}") for times in ("20,40", "10,15"))]
+        streams = replace(
+            info,
+            id="sleeping:10,20,16",
+            execution=Execution.ASYNC,
+            capabilities=replace(info.capabilities, chunks=True),
+        )
+        others = (replace(info, id=f"sleeping:{times}") for times in ("20,40", "10,15"))
+        return [info, *others, streams]
 
     def open(self, info: DeviceInfo) -> SleepingDevice:
-        return SleepingDevice(info)
+        return StreamingDevice(info) if info.capabilities.chunks else SleepingDevice(info)
 
 
 class _Held(Buffer):
@@ -53,12 +64,64 @@ class _Held(Buffer):
         self.shape, self.dtype = array.shape, array.dtype.name
 
 
+class _Speed:
+    """A device's speed, of which all passes at a time have an even share; none is lost."""
+
+    def __init__(self) -> None:
+        self._left_s: dict[object, float] = {}  # what each pass has yet to get, at full speed
+        self._since_s = 0.0  # when that was so
+        self._changed = threading.Condition()
+
+    def begin(self, seconds: float) -> object:
+        """Begin a pass that takes so long alone; the value names it."""
+        mine = object()
+        with self._changed:
+            self._elapse()
+            self._left_s[mine] = seconds
+            self._changed.notify_all()
+        return mine
+
+    def reached(self, mine: object, left_s: float) -> bool:
+        """Whether a pass has at most so much left."""
+        with self._changed:
+            self._elapse()
+            return self._left_s.get(mine, 0.0) <= left_s
+
+    def until(self, mine: object, left_s: float = 0.0, timeout_s: float = math.inf) -> None:
+        """Wait until a pass has at most so much left. Raises `BackendError` after `timeout_s`."""
+        begin_s = time.monotonic()
+        spin_s = 0.0 if left_s else SPIN_S
+        while not self.reached(mine, left_s):
+            with self._changed:
+                rest_s = (self._left_s.get(mine, 0.0) - left_s) * len(self._left_s)
+                end_s = self._since_s + rest_s - spin_s
+                self._changed.wait(max(end_s - time.monotonic(), 0.0))
+            if time.monotonic() - begin_s > timeout_s:
+                raise BackendError(f"a pass still sleeps after {timeout_s} s")
+
+    def _elapse(self) -> None:
+        """Passes end at their very time, however late that is noticed: others go faster then."""
+        now_s = time.monotonic()
+        while self._left_s:
+            first = min(self._left_s, key=self._left_s.__getitem__)
+            end_s = self._since_s + self._left_s[first] * len(self._left_s)
+            share_s = (min(end_s, now_s) - self._since_s) / len(self._left_s)
+            self._left_s = {each: left_s - share_s for each, left_s in self._left_s.items()}
+            self._since_s = min(end_s, now_s)
+            if end_s > now_s:
+                return
+            del self._left_s[first]
+            self._changed.notify_all()
+        self._since_s = now_s
+
+
 class SleepingDevice(BlockingDevice):
     """Sleeps to a deadline, so that its own small work does not add up."""
 
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info
-        forward, backward = info.id.partition(":")[2].split(",")
+        self._speed = _Speed()
+        forward, backward = info.id.split(":")[1].split(",")[:2]
         self._seconds = (float(forward) / 1e3, float(backward) / 1e3)
 
     def supports(self, node: fx.Node) -> str | None:
@@ -71,12 +134,8 @@ class SleepingDevice(BlockingDevice):
         return self._seconds[backward], places
 
     def _run(self, program: Any, inputs: list[Buffer], donate: frozenset[int]) -> list[Buffer]:
-        end_s = time.monotonic() + program[0]
-        outputs = [inputs[place] for place in program[1]]
-        time.sleep(max(end_s - SPIN_S - time.monotonic(), 0.0))
-        while time.monotonic() < end_s:
-            pass
-        return outputs
+        self._speed.until(self._speed.begin(program[0]))
+        return [inputs[place] for place in program[1]]
 
     def _to_device(self, src: Array, dst: Buffer | None) -> Buffer:
         if dst is not None:
@@ -86,3 +145,65 @@ class SleepingDevice(BlockingDevice):
     def _to_host(self, buf: Buffer, dst: Array) -> None:
         assert isinstance(buf, _Held)
         dst[...] = buf.array
+
+
+class StreamingDevice(SleepingDevice):
+    """Its passes run on; parts of their outputs are ready at even distances."""
+
+    def __init__(self, info: DeviceInfo) -> None:
+        super().__init__(info)
+        self._count = int(info.id.split(":")[1].split(",")[2])
+
+    def compile(self, graph: fx.GraphModule) -> Executable:
+        return _Streaming(self._speed, self._count, *self._compile(graph))
+
+    def download_part(self, buf: Buffer, lo: int, hi: int, dst: Array) -> Event:
+        assert isinstance(buf, _Held)
+        dst[...] = buf.array.reshape(-1)[lo:hi]
+        return DONE
+
+
+class _Streaming(Executable):
+    def __init__(self, speed: _Speed, count: int, seconds: float, places: list[int]) -> None:
+        self._speed, self._count = speed, count
+        self._seconds, self._places = seconds, places
+
+    def run(
+        self,
+        inputs: Sequence[Buffer],
+        donate: frozenset[int] = frozenset(),
+        after: Sequence[Event] = (),
+        queue: int = 0,
+    ) -> tuple[list[Buffer], Event, Sequence[Chunk]]:
+        for event in after:
+            event.wait()
+        outputs = [inputs[place] for place in self._places]
+        count, mine = self._count, self._speed.begin(self._seconds)
+        lefts = [self._seconds * (count - 1 - part) / count for part in range(count)]
+        ready = [_Reached(self._speed, mine, left_s) for left_s in lefts]
+        chunks = [
+            (number, size * part // count, size * (part + 1) // count, ready[part])
+            for number, size in enumerate(math.prod(output.shape) for output in outputs)
+            for part in range(count)
+        ]
+        return outputs, ready[-1], chunks
+
+
+class _Reached(Event):
+    """A pass has at most so many seconds left."""
+
+    def __init__(self, speed: _Speed, mine: object, left_s: float) -> None:
+        self._speed, self._mine, self._left_s = speed, mine, left_s
+
+    def done(self) -> bool:
+        return self._speed.reached(self._mine, self._left_s)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self._speed.until(self._mine, self._left_s, math.inf if timeout_s is None else timeout_s)
+
+    def on_done(self, fn: Callable[[], None]) -> None:
+        def told() -> None:
+            self.wait()
+            fn()
+
+        threading.Thread(target=told, daemon=True).start()

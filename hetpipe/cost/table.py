@@ -46,7 +46,7 @@ class DeviceCost:
     overhead_s: float  # what any compute action costs beyond its layers (already inside each layer)
     memory_nbytes: int
     memory_domain: str
-    execution: str = "sync"  # sync | async
+    execution: str = "sync"  # sync | async: sends results whole, or while it makes them
     label: str = "measured"  # measured | emulated | modelled
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -30,6 +30,10 @@ from hetpipe.engine.transport import Port
 from hetpipe.engine.wiring import Wire, host_dtype
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Schedule
+from hetpipe.schedule.lanes import row_workers
+
+PARTS = 16
+"""In how many a message travels between hosts where its sender makes it piece by piece."""
 
 READABLE = (PARAM, BUFFER, STATE, GRAD)
 
@@ -93,10 +97,15 @@ class Assembly:
         )
 
     def plug(
-        self, cluster: Cluster, members: Sequence[Sequence[str]], workers: Mapping[str, int]
+        self,
+        cluster: Cluster,
+        members: Sequence[Sequence[str]],
+        workers: Mapping[str, int],
+        streaming: Container[str] = (),
     ) -> dict[str, tuple[tuple[EdgeEnd, ...], Descriptors]]:
         """Per member its ends of all wires, and the descriptors that belong to them.
 
+        `streaming` members send while they compute, so what they send travels in parts.
         Both ends of a wire between stages of one member are one entry: it hands over.
         """
         plugged: dict[str, tuple[list[EdgeEnd], Descriptors]] = {
@@ -109,7 +118,8 @@ class Assembly:
                 continue
             link = cluster.links.get(frozenset((source, target)))
             ranks = workers[source], workers[target]
-            plugs = _plugs(transport_of(cluster), wire, ranks, tag)
+            parts = PARTS if source in streaming else 1
+            plugs = _plugs(transport_of(cluster), wire, ranks, tag, parts)
             for member, (port, fds) in zip((source, target), plugs, strict=True):
                 ends, own = plugged[member]
                 ends.append(EdgeEnd(wire, port, link or Link(), own.add(fds)))
@@ -143,9 +153,10 @@ class Assembly:
         loss_tangents: Sequence[float],
     ) -> None:
         """Raises `HetpipeError` if a mini-batch does not fit the stages."""
-        if len(schedule) != rows:
+        workers = len(set(row_workers(schedule)))
+        if workers != rows:
             raise HetpipeError(
-                f"the schedule is for {len(schedule)} workers, the stages are loaded on {rows}"
+                f"the schedule is for {workers} workers, the stages are loaded on {rows}"
             )
         if not len(samples) == len(feeds) == len(loss_tangents):
             raise HetpipeError(
@@ -207,7 +218,7 @@ class Assembly:
 
 
 def _plugs(
-    transport: str, wire: Wire, ranks: tuple[int, int], tag: int
+    transport: str, wire: Wire, ranks: tuple[int, int], tag: int, parts: int
 ) -> Sequence[tuple[Port, Sequence[int]]]:
     """The sending and the receiving end of a wire, each with its descriptors."""
     if transport == "local":
@@ -218,7 +229,7 @@ def _plugs(
     if transport == "distributed":
         from hetpipe.engine.distributed import GlooPort
 
-        return (GlooPort(ranks[1], tag), ()), (GlooPort(ranks[0], tag), ())
+        return (GlooPort(ranks[1], tag, parts), ()), (GlooPort(ranks[0], tag, parts), ())
     from hetpipe.engine.sharedmemory import plugs
 
     return plugs(wire)

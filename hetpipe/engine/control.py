@@ -123,5 +123,6 @@ class Control:
 def _words(doing: str) -> str:
     if doing == "idle":
         return "is idle"
-    waits = any(op in doing for op in ("RF", "RB", "RG", "RP"))
+    receives = ("RF", "RB", "RG", "RP", "RK", "RV")
+    waits = all(any(op in lane for op in receives) for lane in doing.split(" and "))
     return f"waits in {doing}" if waits else f"is at {doing}"

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from types import TracebackType
 from typing import Any
 
@@ -21,10 +22,12 @@ from hetpipe.engine.assembly import Assembly
 from hetpipe.engine.fleet import Fleet
 from hetpipe.engine.launcher import launch
 from hetpipe.engine.messages import Array
+from hetpipe.engine.pieces import streams
 from hetpipe.engine.runner import Closing, closing
 from hetpipe.engine.shares import Place, Shares
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Action, Op, Schedule
+from hetpipe.schedule.lanes import worker_rows
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.simulate.timeline import Span, Timeline
 
@@ -82,6 +85,14 @@ class StepResult:
     skipped: bool = False  # whether the update was left out
 
 
+@dataclass(frozen=True)
+class _Posted:
+    """What was handed out: when, and in how many lanes by each worker."""
+
+    begin_s: float
+    lanes: Sequence[int]
+
+
 class Crew:
     """Workers with their devices open. A context manager; no process outlives `close`.
 
@@ -98,7 +109,7 @@ class Crew:
         self._members: list[tuple[str, ...]] = []  # of each stage, its replicas
         self._rows: dict[tuple[str, ...], int] = {}  # of a schedule, by who does it
         self._scripts: dict[int, tuple[int, Schedule]] = {}
-        self._posted: deque[float] = deque()  # when what is under way was handed out
+        self._posted: deque[_Posted] = deque()  # what is under way
         self._clip: say.Clip | None = None
         self._loss_scale = 1.0
         self._skipped = False
@@ -184,7 +195,9 @@ class Crew:
         self._rows = {replicas: row for row, replicas in enumerate(workers)}
         self._check_rows()
         with self._guarded():
-            for member, (ends, fds) in assembly.plug(self.cluster, places, self._index).items():
+            streaming = {member for member, info in self.infos.items() if streams(info)}
+            plugged = assembly.plug(self.cluster, places, self._index, streaming)
+            for member, (ends, fds) in plugged.items():
                 own = tuple(
                     say.StageLoad(graphs[n][r], r, assembly.values_of(graphs[n][r]))
                     for n, r in self._places(member)
@@ -242,14 +255,15 @@ class Crew:
             now_s = time.monotonic()
             if part is None or part.begins == 0:
                 self._origin_s = now_s
-            self._posted.append(now_s)
+            lanes = [worker_rows(request.schedule)[row] for row in self._row_of.values()]
+            self._posted.append(_Posted(now_s, [len(own) for own in lanes]))
             self._clip, self._loss_scale = request.clip, request.loss_scale
             self._skipped = False
             script, schedule = self._script(request.schedule)
-            for member, row in self._row_of.items():
+            for member, own in zip(self._row_of, lanes, strict=True):
                 batch = self._batch(assembly, member, request, place.begins)
                 message = say.Step(
-                    self._serial, script, schedule, row, place.closing, place.first,
+                    self._serial, script, schedule, own, place.closing, place.first,
                     place.microbatches, place.begins, batch,
                     drain=part is None or not request.samples, evaluates=request.evaluates,
                 )  # fmt: skip
@@ -259,10 +273,10 @@ class Crew:
         """Wait for the oldest mini-batch that was handed out."""
         patience_s = timeout_s if timeout_s is not None else self._patience_s()
         with self._guarded():
-            begin_s = self._posted.popleft()
+            posted = self._posted.popleft()
             reports = self._control.gather(self._workers, patience_s, self._answer)
-            self._longest_s = max(self._longest_s or 0.0, time.monotonic() - begin_s)
-        return self._result(reports)
+            self._longest_s = max(self._longest_s or 0.0, time.monotonic() - posted.begin_s)
+        return self._result(reports, posted)
 
     @property
     def under_way(self) -> int:
@@ -406,12 +420,18 @@ class Crew:
         for worker in self._workers:
             self._fleet.send(worker, answer)
 
-    def _result(self, reports: Sequence[say.StepReport]) -> StepResult:
+    def _result(self, reports: Sequence[say.StepReport], posted: _Posted) -> StepResult:
         begin_s = self._origin_s
+        firsts = accumulate(posted.lanes, initial=0)
         spans = [
-            Span(row, Action(stage, Op(op), number), start_s - begin_s, end_s - begin_s)
-            for row, report in enumerate(reports)
-            for stage, op, number, start_s, end_s in report.spans
+            Span(first + lane, Action(stage, Op(op), number), start_s - begin_s, end_s - begin_s)
+            for first, report in zip(firsts, reports, strict=False)
+            for lane, stage, op, number, start_s, end_s in report.spans
+        ]
+        names = [
+            member if count == 1 else f"{member} lane {lane}"
+            for member, count in zip(self._row_of, posted.lanes, strict=True)
+            for lane in range(count)
         ]
         losses = _summed([r.losses for r in reports if r.losses is not None])
         counts = _summed([r.counts for r in reports if r.counts is not None])
@@ -422,7 +442,7 @@ class Crew:
         return StepResult(
             losses or (),
             counts,
-            Timeline(tuple(self._row_of), tuple(spans), "measured"),
+            Timeline(tuple(names), tuple(spans), "measured"),
             tuple(versions[n] for n in sorted(versions)),
             tuple(live[n] for n in sorted(live)),
             tuple(max(in_flight for in_flight, _ in replicas) for replicas in held.values()),

@@ -1,4 +1,4 @@
-"""Between any processes: torch.distributed's gloo, one flat tensor a message.
+"""Between any processes: torch.distributed's gloo, one flat tensor a message, or several in turn.
 
 Both ends know every message's kind beforehand, so no description travels with it.
 """
@@ -10,18 +10,23 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hetpipe.cluster.cluster import Link
+from hetpipe.engine.channel import ALIGN, aligned
 from hetpipe.engine.transport import EdgeClosedError, Inlet, Outlet, Port
 from hetpipe.engine.wiring import Array, Kind, Wire, arrays_in, packed_nbytes
 from hetpipe.sdk.backend import Device
 
 # A receive may wait through a whole idle evening; failures come by the control channel.
 PATIENCE = timedelta(days=7)
+
+LEAST_PART_NBYTES = 16 * 1024
+"""What gloo moves in about the time that a message costs by itself."""
 
 
 def host_store() -> Any:
@@ -64,10 +69,14 @@ def _group() -> Any:
 
 @dataclass(frozen=True)
 class GlooPort(Port):
-    """`peer` is the rank at the other end; `tag` names the wire."""
+    """`peer` is the rank at the other end; `tag` names the wire.
+
+    A message travels in up to `parts`, which both ends know; its head is in the last.
+    """
 
     peer: int
     tag: int
+    parts: int = 1
 
     def outlet(self, wire: Wire, device: Device, link: Link, fds: Sequence[int]) -> Outlet:
         return _GlooOutlet(self, wire, device, link)
@@ -77,34 +86,58 @@ class GlooPort(Port):
 
 
 class _Staging:
-    """One message's memory on the host, seen as a flat tensor and as arrays, per kind."""
+    """One message's memory on the host, seen as flat parts and as arrays, per kind."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Wire, parts: int) -> None:
         import torch
 
         flat = np.zeros(wire.packed_nbytes, np.uint8)
         whole = torch.from_numpy(flat)
         self.deliver_s = np.ndarray((), np.float64, flat.data)
         self.arrays = {kind: arrays_in(flat.data, lay) for kind, lay in wire.layouts.items()}
-        self.flat = {kind: whole[: packed_nbytes(lay)] for kind, lay in wire.layouts.items()}
+        sizes = {kind: packed_nbytes(layout) for kind, layout in wire.layouts.items()}
+        self.ends = {kind: _ends(nbytes, parts) for kind, nbytes in sizes.items()}
+        """Of each part but the last, which has the head: up to which byte it reaches."""
+        self.parts = {
+            kind: [whole[lo:hi] for lo, hi in pairwise([ALIGN, *ends])]
+            + [whole[: ALIGN if ends else sizes[kind]]]
+            for kind, ends in self.ends.items()
+        }
+
+
+def _ends(nbytes: int, parts: int) -> list[int]:
+    """Where parts of a message's body end; none if it travels whole."""
+    size = max(aligned(-(-(nbytes - ALIGN) // parts)), LEAST_PART_NBYTES)
+    return [*range(ALIGN + size, nbytes, size), nbytes] if parts > 1 else []
 
 
 class _GlooOutlet(Outlet):
     def __init__(self, port: GlooPort, wire: Wire, device: Device, link: Link) -> None:
         super().__init__(wire, device, link)
         self._port = port
-        self._staging = _Staging(wire)
+        self._staging = _Staging(wire, port.parts)
         self._group = _group()
+        self._sent = 0  # parts of the message at hand
 
     def _acquire(self, kind: Kind) -> list[Array]:
         return self._staging.arrays[kind]
 
     def _commit(self, kind: Kind, arrays: list[Array], deliver_s: float) -> None:
         self._staging.deliver_s[()] = deliver_s
+        self._send(kind, len(self._staging.parts[kind]))
+        self._sent = 0
+
+    def _filled(self, kind: Kind, nbytes: int) -> None:
+        self._send(kind, sum(end <= nbytes for end in self._staging.ends[kind]))
+
+    def _send(self, kind: Kind, count: int) -> None:
+        """Send the parts up to this one."""
         try:
-            self._group.send([self._staging.flat[kind]], self._port.peer, self._port.tag).wait()
+            for part in self._staging.parts[kind][self._sent : count]:
+                self._group.send([part], self._port.peer, self._port.tag).wait()
         except RuntimeError as error:
             raise EdgeClosedError(str(error)) from error
+        self._sent = count
 
     def close(self) -> None:
         """Nothing to do: gloo's pairs end with the process."""
@@ -114,12 +147,13 @@ class _GlooInlet(Inlet):
     def __init__(self, port: GlooPort, wire: Wire, device: Device) -> None:
         super().__init__(wire, device)
         self._port = port
-        self._staging = _Staging(wire)
+        self._staging = _Staging(wire, port.parts)
         self._group = _group()
 
     def _take(self, kind: Kind) -> tuple[list[Array], float]:
         try:
-            self._group.recv([self._staging.flat[kind]], self._port.peer, self._port.tag).wait()
+            for part in self._staging.parts[kind]:
+                self._group.recv([part], self._port.peer, self._port.tag).wait()
         except RuntimeError as error:
             raise EdgeClosedError(str(error)) from error
         return self._staging.arrays[kind], float(self._staging.deliver_s)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+from hetpipe.engine.pieces import Piece
 from hetpipe.engine.transport import EdgeClosedError, Inlet, Outlet, Tensor
 from hetpipe.engine.wiring import Axes, Kind, Layout
 from hetpipe.schedule.action import Action
@@ -46,7 +48,7 @@ class Sender:
 
     @property
     def axes(self) -> Axes:
-        """Where the rows of tensors lie that travel in pieces."""
+        """Where the rows of tensors lie of which rows travel."""
         return self._outlet.wire.axes
 
     def send(self, action: Action, kind: Kind, tensors: Sequence[Tensor]) -> None:
@@ -54,8 +56,16 @@ class Sender:
         if self._queued == self._sent and self._outlet.immediate():
             self._spans.append((action, *self._outlet.send(kind, tensors)))
         else:
-            self._queued += 1
-            self._queue.put((action, kind, tensors))
+            self._put(action, partial(self._outlet.send, kind, tensors))
+
+    @property
+    def streams(self) -> bool:
+        """Whether messages can leave in pieces."""
+        return self._outlet.streams
+
+    def stream(self, action: Action, kind: Kind, pieces: Sequence[Piece]) -> None:
+        """Send a message for an action in pieces, as they become ready."""
+        self._put(action, partial(self._outlet.stream, kind, pieces))
 
     def drain(self) -> None:
         """Wait until everything is sent. Raises `EdgeClosedError` if the thread has ended."""
@@ -76,13 +86,17 @@ class Sender:
         self._outlet.close()
         self._queue.put(None)
 
+    def _put(self, action: Action, leave: Callable[[], tuple[float, float]]) -> None:
+        self._queued += 1
+        self._queue.put((action, leave))
+
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             if isinstance(item, threading.Event):
                 item.set()
                 continue
-            action, kind, tensors = item
-            self._spans.append((action, *self._outlet.send(kind, tensors)))
+            action, leave = item
+            self._spans.append((action, *leave()))
             self._sent += 1
 
 
@@ -105,7 +119,7 @@ class Receiver:
 
     @property
     def axes(self) -> Axes:
-        """Where the rows of tensors lie that travel in pieces."""
+        """Where the rows of tensors lie of which rows travel."""
         return self._inlet.wire.axes
 
     def expect(self, order: Sequence[tuple[Action, Kind]]) -> None:

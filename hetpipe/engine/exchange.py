@@ -6,13 +6,16 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+from hetpipe.capture.program import Slot
 from hetpipe.engine.edges import Receiver, Sender, Span
+from hetpipe.engine.pieces import Leaving, pieces_of
 from hetpipe.engine.rows import Route, cut, join, kind_of, routes
 from hetpipe.engine.shares import Place, Shares
 from hetpipe.engine.stage import Stage
 from hetpipe.engine.transport import Tensor, to_device
 from hetpipe.engine.wiring import ALL_REDUCE, ROWS, TIED, TIED_GRAD, Kind, Layout
 from hetpipe.schedule.action import Action, Message
+from hetpipe.sdk.backend import Buffer, Chunk, Event
 
 Edge = tuple[Place, Place]
 """Source and target."""
@@ -38,6 +41,7 @@ class Exchange:
         self._senders = senders
         self._receivers = receivers
         self._routes: dict[tuple[Place, int, Kind, bool], list[Route]] = {}
+        self._left: set[Action] = set()  # sends that began with their passes
 
     def expect(self, messages: Sequence[Expected]) -> None:
         """What will come, in the order in which each stage sends it."""
@@ -56,17 +60,33 @@ class Exchange:
 
     def transfer(self, action: Action, message: Message, kind: Kind, mini_batch: int) -> None:
         """Send, or receive, a message of a whole micro-batch: to, or from, all whom it concerns."""
-        own = (action.stage, self._replicas[action.stage])
-        sends = action.op.is_send
-        key = (own, message.target if sends else message.source, kind, sends)
-        found = self._routes.get(key)
-        if found is None:
-            found = self._routes[key] = self._find(*key)
-        found = [route for route in found if self._shares.takes(route.peer, mini_batch)]
-        if sends:
+        own, found = self._with(action, message, kind, mini_batch)
+        if action.op.is_send:
             self._send(action, message, own, kind, found)
         else:
             self._receive(action, message, own, kind, found)
+
+    def leaving(
+        self, send: Action, message: Message, kind: Kind, mini_batch: int
+    ) -> Leaving | None:
+        """What sends a pass's outputs while it runs; None if they cannot leave in pieces."""
+        own, found = self._with(send, message, kind, mini_batch)
+        if len(found) != 1 or found[0].kind != kind:
+            return None
+        sender = self._senders[own, found[0].peer]
+        layout = sender.layout(kind)
+        if not sender.streams or layout is None:
+            return None
+
+        def leave(
+            slots: Sequence[Slot], outputs: Sequence[Buffer], end: Event, chunks: Sequence[Chunk]
+        ) -> None:
+            pieces = pieces_of(layout, slots, outputs, end, chunks)
+            if pieces is not None:
+                self._left.add(send)
+                sender.stream(send, kind, pieces)
+
+        return leave
 
     def all_reduce(self, action: Action, scale: float = 1.0) -> None:
         """Sum `scale` times the gradients over the replicas, in their order: all get the same."""
@@ -100,6 +120,17 @@ class Exchange:
         """The spans of what was sent and received since the last time."""
         edges = chain[Sender | Receiver](self._senders.values(), self._receivers.values())
         return [span for edge in edges for span in edge.take_spans()]
+
+    def _with(
+        self, action: Action, message: Message, kind: Kind, mini_batch: int
+    ) -> tuple[Place, list[Route]]:
+        """Who exchanges a message of a whole micro-batch, and with whom."""
+        own, sends = (action.stage, self._replicas[action.stage]), action.op.is_send
+        key = (own, message.target if sends else message.source, kind, sends)
+        found = self._routes.get(key)
+        if found is None:
+            found = self._routes[key] = self._find(*key)
+        return own, [route for route in found if self._shares.takes(route.peer, mini_batch)]
 
     def _meet(self, source: Place, target: Place, mini_batch: int) -> bool:
         return self._shares.takes(source, mini_batch) and self._shares.takes(target, mini_batch)
@@ -147,7 +178,10 @@ class Exchange:
                 first, _ = self._shares.rows(own, kind[1])
                 lo, hi = (row - first for row in route.rows)
                 tensors = cut(arrays, layout, self._senders[own, route.peer].axes, lo, hi)
-            self._senders[own, route.peer].send(action, route.kind, tensors)
+            if action in self._left:
+                self._left.remove(action)
+            else:
+                self._senders[own, route.peer].send(action, route.kind, tensors)
 
     def _receive(
         self, action: Action, message: Message, own: Place, kind: Kind, found: Sequence[Route]

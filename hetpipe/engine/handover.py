@@ -49,6 +49,10 @@ class _HandoverOutlet(Outlet):
         super().__init__(wire, device, link)
         self._port = port
 
+    @property
+    def streams(self) -> bool:
+        return super().streams and not self._shared()
+
     def _has_room(self) -> bool:
         return not self._port.room.empty()
 

@@ -29,6 +29,7 @@ from hetpipe.cost import cache
 from hetpipe.cost.profiler import RULES, Times
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost, TiedBytes
 from hetpipe.engine.crew import Crew, StepRequest
+from hetpipe.engine.pieces import streams
 from hetpipe.errors import CostError
 from hetpipe.schedule.action import Action, Op
 from hetpipe.sdk.graph import canonical
@@ -131,7 +132,7 @@ def _table(
             overhead_s=overheads_s[member.id],
             memory_nbytes=info.memory_nbytes,
             memory_domain=info.memory_domain,
-            execution=info.execution.value,
+            execution="async" if streams(info) and member.speed == 1.0 else "sync",
             label="emulated" if emulated else "measured",
         )
     layers = next(iter(stages.values()))

@@ -127,7 +127,7 @@ class Step:
     serial: int
     script: int
     schedule: Schedule | None
-    row: int  # of the schedule, this worker's
+    rows: tuple[int, ...]  # of the schedule, this worker's: one, or one per lane
     closing: Closing
     first: int
     microbatches: int  # per mini-batch
@@ -227,13 +227,13 @@ class Failure:
 class StepReport:
     """What a worker says of a part of a schedule.
 
-    Spans: stage, operation, number of an action, start and end by time.monotonic; of transfers
-    those that have ended. The rest is by stage.
+    Spans: lane, stage, operation and number of an action, start and end by time.monotonic; of
+    transfers those that have ended. The rest is by stage.
     """
 
     losses: tuple[float, ...] | None
     counts: tuple[float, ...] | None
-    spans: Sequence[tuple[int, str, int, float, float]]
+    spans: Sequence[tuple[int, int, str, int, float, float]]
     versions: Mapping[int, int]  # that the last forward used, counted in updates
     live_versions: Mapping[int, int]  # most at once
     memory: Mapping[int, tuple[int, int]]  # most micro-batches in flight, most bytes

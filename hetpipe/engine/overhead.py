@@ -58,23 +58,22 @@ def measure_empty_action(
     return statistics.median(times_s[1:]) / max(len(actions) for actions in schedule)
 
 
-def empty_stage(n: int, stages: int) -> StageGraphs:
-    """A stage with one number for a cut and a weight, which hands on what it is given."""
+def empty_stage(n: int, stages: int, width: int = 1) -> StageGraphs:
+    """A stage with `width` numbers for a cut and one weight, which hands on what it is given."""
     first, last = n == 0, n == stages - 1
-    enter = Slot(INPUT, "x", (1, 1), "float32") if first else _tensor(CUT, f"t{n - 1}")
+    enter = _tensor(INPUT, "x", width) if first else _tensor(CUT, f"t{n - 1}", width)
     scalar = Slot(LOSS, "loss", (), "float32")
     weight, grad = Slot(PARAM, f"w{n}", (), "float32"), Slot(GRAD, f"w{n}", (), "float32")
-    leave = scalar if last else _tensor(CUT, f"t{n}")
+    leave = scalar if last else _tensor(CUT, f"t{n}", width)
     forward = _select([enter, weight], [leave])
     arrives = Slot(TANGENT, leave.name, leave.shape, "float32")
-    back = [] if first else [_tensor(TANGENT, enter.name)]
-    kept = [enter] if last else []
-    backward = _select([arrives, grad, *kept], [grad, *back])
+    back = [] if first else [_tensor(TANGENT, enter.name, width)]
+    backward = _select([arrives, grad, enter], [grad, *back])
     return StageGraphs(n, {1: PassPrograms(1, forward, backward)})
 
 
-def _tensor(role: str, name: str) -> Slot:
-    return Slot(role, name, (1, 1), "float32")
+def _tensor(role: str, name: str, width: int) -> Slot:
+    return Slot(role, name, (1, width), "float32")
 
 
 def _select(inputs: list[Slot], outputs: list[Slot]) -> Program:

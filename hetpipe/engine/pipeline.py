@@ -31,6 +31,7 @@ from hetpipe.plan.planner import predict
 from hetpipe.schedule.action import Op, Schedule
 from hetpipe.schedule.complete import Tied
 from hetpipe.schedule.generators import generate, is_asynchronous
+from hetpipe.schedule.lanes import laned_stages
 from hetpipe.schedule.stream import Stream
 from hetpipe.schedule.turns import places
 from hetpipe.schedule.validate import HALVES
@@ -148,7 +149,7 @@ class Pipeline:
                 self.plan, self.costs = plan, planning.check(plan, costs)
             check_policy(self.plan, self._optimizer)
             self._updates = updates_of(self.plan, resume)
-            check_lanes(self.plan)
+            check_lanes(self.plan, self._crew.infos)
             self._check_clip()
             self._check_accumulate()
             compute = self._captured.precision.compute
@@ -375,6 +376,8 @@ class Pipeline:
             if is_asynchronous(self.plan.schedule):  # a row for each replica: the first does it
                 turns = places(self.plan.replicas)
                 rows = [rows[n] if replica == 0 else () for n, replica in turns]
+            elif laned_stages(made):  # a lane may have none
+                rows = [row for row in rows if row]
             self._schedules[key] = tuple(rows)
         return self._schedules[key]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from hetpipe.plan.planner import explore, make_plan
 from hetpipe.plan.pricing import check_able
 from hetpipe.plan.replicated import replicated_plan, staged_plan
 from hetpipe.schedule.generators import generate, is_asynchronous
-from hetpipe.schedule.lanes import laned_stages
+from hetpipe.schedule.lanes import laned_stages, row_workers
 
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
@@ -149,17 +149,26 @@ class Planning:
         return profile(self.captured, self.crew, self.optimizer, sizes, self.progress)
 
 
-def check_lanes(plan: Plan) -> None:
-    """Raises `HetpipeError` for a schedule that no device here can run."""
+def check_lanes(plan: Plan, infos: Mapping[str, DeviceInfo]) -> None:
+    """Raises `HetpipeError` where the schedule asks more queues of a device than it has.
+
+    `infos` by what the plan calls a device.
+    """
     if is_asynchronous(plan.schedule):
         return
     workers = len(set(plan.devices))
     rows = generate(plan.schedule, len(plan.stages), plan.microbatches, workers=workers)
-    if laned_stages(rows):
-        raise HetpipeError(
-            f"{plan.schedule} runs a forward and a backward of a stage at once, which no device "
-            "does here; it can be simulated; choose another schedule"
-        )
+    at, laned = row_workers(rows), laned_stages(rows)
+    for stage in sorted(laned):
+        lanes = at.count(next(w for row, w in zip(rows, at, strict=True) if row[0].stage == stage))
+        for device in plan.stages[stage].devices:
+            queues = infos[device].capabilities.queues
+            if queues < lanes:
+                raise HetpipeError(
+                    f"{plan.schedule} runs {lanes} passes of a stage at once, and {device} "
+                    f"({infos[device].id}) runs {queues}: choose another schedule, such as 1f1b, "
+                    f"or a device with capabilities.queues of {lanes} or more"
+                )
 
 
 def check_dtypes(precision: Precision, infos: Iterable[DeviceInfo]) -> None:

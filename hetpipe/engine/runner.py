@@ -1,19 +1,22 @@
-"""Walks a worker's action list: the compute thread of one part of a schedule."""
+"""Walks a worker's action list, or those of its lanes: the compute threads of a schedule's part."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, zip_longest
 
 from hetpipe.capture.program import COUNT, LOSS
 from hetpipe.cost.emulation import stretch
-from hetpipe.engine.edges import Span
+from hetpipe.engine.edges import OnError, Span
 from hetpipe.engine.exchange import Exchange, Expected
+from hetpipe.engine.lanes import HandOver, walk
 from hetpipe.engine.messages import Batch, Step, StepReport
+from hetpipe.engine.pieces import Leaving
 from hetpipe.engine.shares import Shares
 from hetpipe.engine.stage import Stage
 from hetpipe.engine.wiring import (
@@ -25,6 +28,7 @@ from hetpipe.engine.wiring import (
     Kind,
 )
 from hetpipe.schedule.action import PER_MINI_BATCH, Action, Message, Op, Schedule
+from hetpipe.schedule.lanes import HAND_OVERS
 from hetpipe.schedule.turns import round_of
 
 Closing = frozenset[tuple[int, Op]]
@@ -40,7 +44,7 @@ _RECEIVES = {
 
 @dataclass(frozen=True)
 class Script:
-    """A part of a schedule from one worker's point of view."""
+    """A part of a schedule from the point of view of one worker, or of one of its lanes."""
 
     actions: tuple[Action, ...]
     messages: tuple[Message | None, ...]  # what each action sends or receives
@@ -48,13 +52,12 @@ class Script:
     closing: Closing
 
     @classmethod
-    def of(
-        cls, schedule: Schedule, worker: int, stages: Container[int], closing: Closing
-    ) -> Script:
+    def of(cls, schedule: Schedule, row: int, stages: Container[int], closing: Closing) -> Script:
         """`stages` are those of the worker."""
-        sent = (a.message for row in schedule for a in row if a.op.is_send)
+        sends = (a for each in schedule for a in each if a.op.is_send and a.op not in HAND_OVERS)
+        sent = (action.message for action in sends)
         arrivals = tuple(m for m in sent if m is not None and m.target in stages)
-        actions = schedule[worker]
+        actions = schedule[row]
         return cls(actions, tuple(action.message for action in actions), arrivals, closing)
 
     def numbered(self, first: int, microbatches: int) -> Iterable[tuple[Action, Message | None]]:
@@ -94,8 +97,11 @@ class Runner:
         shares: Shares,
         exchange: Exchange,
         speed: float,
+        on_error: OnError,
     ) -> None:
-        self.doing: Action | None = None
+        self.hand_over = HandOver()
+        self._doing: dict[int, Action] = {}  # by lane
+        self._on_error = on_error
         self._stages = stages
         self._replicas = replicas
         self._shares = shares
@@ -109,32 +115,51 @@ class Runner:
         self._parts: dict[tuple[int, int], float] = {}  # (stage, micro-batch): of its rows
         self._versions: dict[int, int] = {}  # that each stage's last forward used
 
+    @property
+    def doing(self) -> str:
+        """The present action, of each lane that has one."""
+        return " and ".join(map(str, self._doing.copy().values()))
+
     def run(
         self,
-        script: Script,
+        lanes: Sequence[Script],
         step: Step,
         on_counts: Callable[[Batch, tuple[float, ...]], None],
         scale: Callable[[Batch], float],
         clip: Callable[[Batch, float], float],
     ) -> StepReport:
-        """A part of a schedule. Counts are told as soon as they are known.
+        """A part of a schedule, its lanes at once. Counts are told as soon as they are known.
 
         `scale` of the gradients, and the factor that clips them for the sum of their squares here,
         may have to be waited for.
         """
-        self._scale, self._clip = scale, clip
+        self._on_counts, self._scale, self._clip = on_counts, scale, clip
         self._versions.clear()
         self._microbatches, self._evaluates = step.microbatches, step.evaluates
         if step.batch is not None:
             self._batches[step.begins] = step.batch
             self._firsts[step.begins] = list(accumulate(step.batch.samples, initial=0))
-        counts: tuple[float, ...] | None = None
-        spans: list[Span] = []
-        self._expect(script, step.first)
-        for action, message in script.numbered(step.first, step.microbatches):
-            self.doing = action
+        self._counts: tuple[float, ...] | None = None
+        self._spans: list[Span] = []
+        self._expect(lanes, step.first)
+        walks = [partial(self._walk, lane, script, step) for lane, script in enumerate(lanes)]
+        walk(walks, self.hand_over, self._on_error)
+        if step.drain:
+            self._exchange.drain()
+            for table in (self._updated, self._batches, self._firsts):
+                table.clear()
+        return self._report(lanes)
+
+    def _walk(self, lane: int, script: Script, step: Step) -> None:
+        """One lane of a part of a schedule; its passes go to the device's queue of that number."""
+        spans = self._spans
+        pairs = [*script.numbered(step.first, step.microbatches)]
+        for (action, message), behind in zip_longest(pairs, pairs[1:]):
+            self._doing[lane] = action
             start_s = time.monotonic()
-            if message is not None:
+            if message is not None and action.op in HAND_OVERS:
+                (self.hand_over.give if action.op.is_send else self.hand_over.take)(message)
+            elif message is not None:
                 kind = self._kind(message.kind, message.number)
                 mini_batch = message.number // step.microbatches
                 self._exchange.transfer(action, message, kind, mini_batch)
@@ -151,20 +176,15 @@ class Runner:
                     self._stages[action.stage].update(batch.lr, grad_scale)
                 spans.append((action, start_s, stretch(start_s, self._speed)))
             else:
-                self._pass(action)
+                self._pass(action, lane, self._leaving(action, behind))
                 spans.append((action, start_s, stretch(start_s, self._speed)))
                 if action.op is Op.FORWARD and self._stages[action.stage].has_count:
                     found = self._counted(action)
                     if found is not None:
-                        counts = found
-                        on_counts(self._mini_batch(action.number)[1], found)
+                        self._counts = found
+                        self._on_counts(self._mini_batch(action.number)[1], found)
             self._release(script, action)
-        self.doing = None
-        if step.drain:
-            self._exchange.drain()
-            for table in (self._updated, self._batches, self._firsts):
-                table.clear()
-        return self._report(spans, counts)
+        self._doing.pop(lane, None)  # a row may be empty
 
     def _release(self, script: Script, action: Action) -> None:
         """Forget a micro-batch when a stage is done with it, a mini-batch when all stages are."""
@@ -177,13 +197,17 @@ class Runner:
                     for table in (self._updated, self._batches, self._firsts):
                         del table[number]
 
-    def _report(self, spans: list[Span], counts: tuple[float, ...] | None) -> StepReport:
-        spans += self._exchange.take_spans()
+    def _report(self, lanes: Sequence[Script]) -> StepReport:
+        spans = self._spans + self._exchange.take_spans()
+        at = {(a.stage, a.op): n for n, lane in enumerate(lanes[1:], 1) for a in lane.actions}
         found = [self._losses(n) for n in self._stages]
         return StepReport(
             next((losses for losses in found if losses is not None), None),
-            counts,
-            [(a.stage, a.op.value, a.number, start_s, end_s) for a, start_s, end_s in spans],
+            self._counts,
+            [
+                (at.get((a.stage, a.op), 0), a.stage, a.op.value, a.number, start_s, end_s)
+                for a, start_s, end_s in spans
+            ],
             dict(self._versions),
             {n: stage.weights.take_most_live() for n, stage in self._stages.items()},
             {n: stage.memory.take() for n, stage in self._stages.items()},
@@ -224,13 +248,15 @@ class Runner:
             self._clipped = {batch.serial: self._clip(batch, square)}
         return scale * self._clipped[batch.serial]
 
-    def _expect(self, script: Script, first: int) -> None:
+    def _expect(self, lanes: Sequence[Script], first: int) -> None:
         """Tell the receivers what will come."""
-        expected: list[Expected] = []
-        for action, _ in script.numbered(first, self._microbatches):
-            if action.op is Op.ALL_REDUCE:
-                expected.append((action, None, (ALL_REDUCE, 0), action.number))
-        for message in script.arrivals:
+        expected: list[Expected] = [
+            (action, None, (ALL_REDUCE, 0), action.number)
+            for lane in lanes
+            for action, _ in lane.numbered(first, self._microbatches)
+            if action.op is Op.ALL_REDUCE
+        ]
+        for message in lanes[0].arrivals:  # all know what is sent to the worker
             number = message.number
             if message.kind in TIED:
                 receive = Action(message.target, _RECEIVES[message.kind], message.source)
@@ -255,7 +281,25 @@ class Runner:
         _, batch, place = self._mini_batch(microbatch)
         return (EVALUATION if self._evaluates else kind, batch.samples[place])
 
-    def _pass(self, action: Action) -> None:
+    def _leaving(
+        self, action: Action, behind: tuple[Action, Message | None] | None
+    ) -> Leaving | None:
+        """What sends a pass's outputs while it runs, if the action behind it sends them.
+
+        Not at an emulated speed, where they are not ready when the device says so.
+        """
+        if behind is None or self._speed != 1.0:
+            return None
+        send, message = behind
+        if message is None or message.kind not in "FB" or (send.stage, send.number) != (
+            action.stage, action.number
+        ):  # fmt: skip
+            return None
+        mini_batch = message.number // self._microbatches
+        kind = self._kind(message.kind, message.number)
+        return self._exchange.leaving(send, message, kind, mini_batch)
+
+    def _pass(self, action: Action, queue: int, leaving: Leaving | None) -> None:
         n, m = action.stage, action.number
         number, batch, place = self._mini_batch(m)
         lo, hi = self._shares.rows((n, self._replicas[n]), batch.samples[place])
@@ -266,18 +310,18 @@ class Runner:
         if action.op is Op.FORWARD:
             self._parts[n, m] = part
         if self._evaluates:
-            stage.evaluate(m, samples, batch.feeds[n][place])
+            stage.evaluate(m, samples, batch.feeds[n][place], queue)
         elif action.op is Op.FORWARD:
             rng = (batch.seed, batch.number, self._firsts[number][place] + lo)
             lag, ahead = batch.lag[n][place], batch.ahead[n][place]
             self._versions[n] = stage.weights.number - lag
-            stage.forward(m, samples, batch.feeds[n][place], rng, lag, ahead)
+            stage.forward(m, samples, batch.feeds[n][place], rng, lag, ahead, queue, leaving)
         elif action.op is Op.BACKWARD:
-            stage.backward(m, samples, tangent)
+            stage.backward(m, samples, tangent, queue, leaving)
         elif action.op is Op.BACKWARD_INPUT:
-            stage.backward_input(m, samples, tangent)
+            stage.backward_input(m, samples, tangent, queue, leaving)
         else:
-            stage.backward_weight(m, samples, tangent)
+            stage.backward_weight(m, samples, tangent, queue)
 
     def _counted(self, action: Action) -> tuple[float, ...] | None:
         """The counts of a mini-batch, when its last forward is done."""

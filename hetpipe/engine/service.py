@@ -13,6 +13,7 @@ from typing import Any
 from hetpipe.engine.edges import Receiver, Sender
 from hetpipe.engine.exchange import Exchange
 from hetpipe.engine.handover import HandoverPort
+from hetpipe.engine.lanes import HandOver
 from hetpipe.engine.messages import (
     SCRIPTS,
     Batch,
@@ -54,8 +55,8 @@ class Service:
         self._stages: dict[int, Stage] = {}
         self._replicas: dict[int, int] = {}  # which of its replicas each stage here is
         self._runner: Runner | None = None
-        self._edges: list[Sender | Receiver] = []
-        self._scripts: dict[int, Script] = {}
+        self._edges: list[Sender | Receiver | HandOver] = []
+        self._scripts: dict[int, tuple[Script, ...]] = {}  # of each, the worker's lanes
         self._scales: dict[tuple[int, bool], float] = {}
         self._scaled = threading.Condition()
         self._failed = threading.Lock()
@@ -65,8 +66,7 @@ class Service:
     def doing(self) -> str:
         """The present action, or command."""
         runner = self._runner
-        action = runner.doing if runner is not None else None
-        return self._task if action is None else str(action)
+        return (runner.doing if runner is not None else "") or self._task
 
     def deliver(self, message: Any, fds: Sequence[int] = ()) -> None:
         """Take a message of the controller; never blocks."""
@@ -144,11 +144,12 @@ class Service:
             if wire.source in self._replicas.items():
                 outlet = port.outlet(wire, self._device, end.link, own)
                 senders[edge] = Sender(outlet, self.fail)
-        self._edges = [*senders.values(), *receivers.values()]
         exchange = Exchange(self._stages, self._replicas, message.shares, senders, receivers)
+        speed = self._order.member.speed
         self._runner = Runner(
-            self._stages, self._replicas, message.shares, exchange, self._order.member.speed
+            self._stages, self._replicas, message.shares, exchange, speed, self.fail
         )
+        self._edges = [*senders.values(), *receivers.values(), self._runner.hand_over]
 
     def _step(self, message: Step, fds: Sequence[int]) -> Any:
         runner = self._runner
@@ -157,8 +158,9 @@ class Service:
         if message.schedule is not None:
             if len(self._scripts) >= SCRIPTS:
                 self._scripts.pop(next(iter(self._scripts)))
-            self._scripts[message.script] = Script.of(
-                message.schedule, message.row, self._stages, message.closing
+            self._scripts[message.script] = tuple(
+                Script.of(message.schedule, row, self._stages, message.closing)
+                for row in message.rows
             )
         return runner.run(
             self._scripts[message.script],

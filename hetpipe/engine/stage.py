@@ -33,6 +33,7 @@ from hetpipe.capture.program import (
 )  # fmt: skip
 from hetpipe.engine.memory import Memory, nbytes_of
 from hetpipe.engine.messages import Keep
+from hetpipe.engine.pieces import Leaving
 from hetpipe.engine.policy import Predicted, Version, make_weights
 from hetpipe.engine.wiring import Array, Layout, host_dtype
 from hetpipe.errors import HetpipeError
@@ -131,10 +132,15 @@ class Stage:
         rng: tuple[int, int, int],
         lag: int = 0,
         ahead: int = 0,
+        queue: int = 0,
+        leaving: Leaving | None = None,
     ) -> None:
         """Run the forward of `microbatch`; `rng` is (seed, step, index of the first sample).
 
-        `lag` and `ahead` choose the version of the weights, see `hetpipe.engine.policy`.
+        `lag` and `ahead` choose the version of the weights, see `hetpipe.engine.policy`. On another
+        thread and `queue`, a backward of another micro-batch may run meanwhile: frames are by
+        micro-batch, gradients are written by backwards and buffers by forwards alone. `leaving` is
+        told of the outputs when they begin to be made.
         """
         passes = self._passes[samples]
         frame = self._frame(microbatch)
@@ -142,28 +148,52 @@ class Stage:
         if self._rng is not None:
             after.append(self._feed(frame, self._rng, np.asarray(rng, np.int64)))
         version = self.weights.forward(microbatch, lag, ahead)
-        self._run(passes.forward, version, frame, after)
+        self._run(passes.forward, version, frame, after, queue=queue, leaving=leaving)
         self._account(0, microbatch, samples, version)
         self._keep_results(microbatch, frame)
         for index in passes.dead_after_forward:
             frame[index] = None
 
-    def backward(self, microbatch: int, samples: int, loss_tangent: float) -> None:
+    def backward(
+        self,
+        microbatch: int,
+        samples: int,
+        loss_tangent: float,
+        queue: int = 0,
+        leaving: Leaving | None = None,
+    ) -> None:
         """Run the backward of `microbatch`, add to the gradients, drop what was kept for it."""
-        self._backward(0, microbatch, samples, loss_tangent, self.weights.backward(microbatch))
+        version = self.weights.backward(microbatch)
+        self._backward(0, microbatch, samples, loss_tangent, version, queue, leaving)
 
-    def backward_input(self, microbatch: int, samples: int, loss_tangent: float) -> None:
+    def backward_input(
+        self,
+        microbatch: int,
+        samples: int,
+        loss_tangent: float,
+        queue: int = 0,
+        leaving: Leaving | None = None,
+    ) -> None:
         """The first half of the backward: gradients of what the stage was given."""
         self._between[microbatch] = version = self.weights.backward(microbatch)
-        self._backward(0, microbatch, samples, loss_tangent, version)
+        self._backward(0, microbatch, samples, loss_tangent, version, queue, leaving)
 
-    def backward_weight(self, microbatch: int, samples: int, loss_tangent: float) -> None:
+    def backward_weight(
+        self, microbatch: int, samples: int, loss_tangent: float, queue: int = 0
+    ) -> None:
         """The second half, with the same weights: add to the gradients."""
         version = self._between.pop(microbatch)
-        self._backward(1, microbatch, samples, loss_tangent, version)
+        self._backward(1, microbatch, samples, loss_tangent, version, queue)
 
     def _backward(
-        self, part: int, microbatch: int, samples: int, loss_tangent: float, version: Version
+        self,
+        part: int,
+        microbatch: int,
+        samples: int,
+        loss_tangent: float,
+        version: Version,
+        queue: int,
+        leaving: Leaving | None = None,
     ) -> None:
         passes = self._passes[samples]
         if not passes.backwards:
@@ -171,17 +201,19 @@ class Stage:
         frame = self._frames[microbatch]
         if (place := self._places.get((TANGENT, LOSS))) is not None:
             frame[place[1]] = self._loss_tangent(loss_tangent)
-        self._run(passes.backwards[part], version, frame)
+        self._run(passes.backwards[part], version, frame, queue=queue, leaving=leaving)
         self._account(part + 1, microbatch, samples, version)
         for index in passes.dead_after_backward[part]:
             frame[index] = None
 
-    def evaluate(self, microbatch: int, samples: int, feed: Mapping[str, Array]) -> None:
+    def evaluate(
+        self, microbatch: int, samples: int, feed: Mapping[str, Array], queue: int = 0
+    ) -> None:
         """Run the forward of `microbatch` in evaluation, on the present weights."""
         bound, feeds = self._evaluations[samples]
         frame = self._frame(microbatch)
         after = [self._feed(frame, index, feed[name]) for name, index in feeds]
-        self._run(bound, self.weights.present, frame, after)
+        self._run(bound, self.weights.present, frame, after, queue=queue)
         self._keep_results(microbatch, frame)
 
     def _account(self, which: int, microbatch: int, samples: int, version: Version) -> None:
@@ -315,11 +347,15 @@ class Stage:
         *,
         donate: frozenset[int] = frozenset(),
         into: Version | None = None,
+        queue: int = 0,
+        leaving: Leaving | None = None,
     ) -> Version:
         """Run on a version of the parameters; those that it makes go `into` another, if given."""
         tables = (params, self._store, frame)
         inputs = [tables[table][index] for table, index in bound.sources]
-        outputs, event, _ = bound.executable.run(inputs, bound.donate | donate, after)
+        outputs, event, chunks = bound.executable.run(inputs, bound.donate | donate, after, queue)
+        if leaving is not None and chunks:
+            leaving(bound.slots, outputs, event, chunks)
         event.wait()
         if self._check_finite:
             self._find_nonfinite(bound, outputs)

@@ -13,7 +13,17 @@ from typing import Any
 import numpy as np
 
 from hetpipe.cluster.cluster import Link
-from hetpipe.engine.wiring import ON_HOST, Array, Kind, Layout, Wire, host_dtype, tensor_nbytes
+from hetpipe.engine.pieces import Piece, streams
+from hetpipe.engine.wiring import (
+    ON_HOST,
+    Array,
+    Kind,
+    Layout,
+    Wire,
+    host_dtype,
+    offsets,
+    tensor_nbytes,
+)
 from hetpipe.sdk.backend import Buffer, Device
 from hetpipe.sdk.info import HOST_MEMORY
 
@@ -28,7 +38,7 @@ class EmulatedLink:
     """Holds a sender for as long as a slower link would, and says when the message arrives."""
 
     def __init__(self, link: Link) -> None:
-        self._latency_s = link.latency_s or 0.0
+        self.latency_s = link.latency_s or 0.0
         self._bandwidth_Bps = link.bandwidth_Bps
         self.emulates = link.latency_s is not None or link.bandwidth_Bps is not None
 
@@ -38,7 +48,7 @@ class EmulatedLink:
             return 0.0
         transfer_s = nbytes / self._bandwidth_Bps if self._bandwidth_Bps else 0.0
         sleep_until(start_s + transfer_s)
-        return start_s + transfer_s + self._latency_s
+        return start_s + transfer_s + self.latency_s
 
 
 def sleep_until(time_s: float) -> None:
@@ -68,6 +78,35 @@ class Outlet(ABC):
         self._commit(kind, arrays, self.link.occupy(start_s, self._nbytes[kind]))
         return start_s, time.monotonic()
 
+    @property
+    def streams(self) -> bool:
+        """Whether messages can leave in pieces."""
+        return streams(self.device.info)
+
+    def stream(self, kind: Kind, pieces: Sequence[Piece]) -> tuple[float, float]:
+        """Send one message of that kind piece by piece, each as soon as it is ready.
+
+        The pieces are the whole message in its order. Returns when the first was ready, and the
+        end. Raises `EdgeClosedError` if nobody can receive it.
+        """
+        arrays = self._acquire(kind)
+        begins = offsets(self.wire.layouts[kind])
+        started_s: list[float] = []
+        free_s = deliver_s = 0.0
+        for piece in pieces:
+            # What was ready while the piece before was on its way follows it without a gap.
+            follows = free_s > 0.0 and piece.ready.done()
+            piece.ready.wait()
+            begin_s = free_s if follows else time.monotonic()
+            started_s.append(begin_s)
+            room = arrays[piece.tensor].reshape(-1)[piece.lo : piece.hi]
+            self.device.download_part(piece.buffer, piece.lo, piece.hi, room).wait()
+            self._filled(kind, begins[piece.tensor] + piece.hi * room.itemsize)
+            deliver_s = self.link.occupy(begin_s, room.nbytes)
+            free_s = deliver_s - self.link.latency_s if deliver_s else 0.0
+        self._commit(kind, arrays, deliver_s)
+        return min(started_s, default=time.monotonic()), time.monotonic()
+
     def immediate(self) -> bool:
         """Whether a message would leave now, by a copy in the host's memory and without waiting.
 
@@ -85,6 +124,9 @@ class Outlet(ABC):
 
     def _fill(self, tensors: Sequence[Tensor], arrays: list[Array]) -> None:
         to_host(self.device, tensors, arrays)
+
+    def _filled(self, kind: Kind, nbytes: int) -> None:  # noqa: B027 - memory needs no word of it
+        """The first bytes of the message are filled; they may leave."""
 
     @abstractmethod
     def _commit(self, kind: Kind, arrays: list[Array], deliver_s: float) -> None:

@@ -36,7 +36,7 @@ Axes = Mapping[str, int]
 class Wire:
     """What travels from one place to another: the layout of each kind of message.
 
-    `axes` of the tensors that travel in pieces, here or elsewhere between the same stages.
+    `axes` of the tensors of which rows travel, here or elsewhere between the same stages.
     """
 
     source: Place

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -166,6 +167,10 @@ class Plan:
             back_links,
             self._tied_transfers(table),
             table.step_overhead_s,
+            chunks=tuple(
+                math.inf if table.devices[device].execution == "async" else 1.0
+                for device in devices
+            ),
             all_reduce_s=tuple(stage.all_reduce_s for stage in stages),
         )
 

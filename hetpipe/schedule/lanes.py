@@ -34,6 +34,12 @@ def row_workers(schedule: Schedule) -> tuple[int, ...]:
     return tuple(workers)
 
 
+def worker_rows(schedule: Schedule) -> list[tuple[int, ...]]:
+    """Per worker, its rows: one, or one per lane."""
+    at = row_workers(schedule)
+    return [tuple(row for row, w in enumerate(at) if w == worker) for worker in sorted(set(at))]
+
+
 def row_names(schedule: Schedule, workers: Sequence[str] = ()) -> tuple[str, ...]:
     """Per row, the name of its worker, default `worker 0`, and its lane where there are several."""
     at = row_workers(schedule)

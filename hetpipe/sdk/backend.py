@@ -133,6 +133,14 @@ class Device(ABC):
     ) -> Event:
         """Copy a buffer into a host array of the same shape and dtype."""
 
+    def download_part(self, buf: Buffer, lo: int, hi: int, dst: np.ndarray[Any, Any]) -> Event:
+        """Copy elements lo..hi of a buffer, in row-major order, into a flat host array.
+
+        Asked for chunks that are ready, while the pass that makes the rest of the buffer still
+        runs; so a device needs it where `capabilities.chunks` says that it has chunks.
+        """
+        raise NotImplementedError(f"{self.info.id} has chunks, so it needs download_part")
+
     def fma_ceiling(self) -> tuple[Callable[[], None], int] | None:
         """(run, operations), or None: `run` does that many float32 operations, and waits for them.
 

@@ -25,9 +25,9 @@ class Capabilities:
     """Optional abilities of a device. Every default is the modest answer and always works."""
 
     queues: int = 1
-    """Passes that the device can hold in flight on separate queues."""
+    """Passes that may run at once: `Executable.run` takes queues 0 to this, from a thread each."""
     chunks: bool = False
-    """Whether `Executable.run` reports finished parts of outputs."""
+    """Whether `run` tells of finished parts of outputs, and `download_part` copies them."""
     emulated: bool = False
     """An emulator of other hardware: its times say nothing about that hardware."""
     reference: bool = False

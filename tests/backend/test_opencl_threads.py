@@ -22,10 +22,13 @@ def eager_threads() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
+@pytest.mark.parametrize("other", [0, 1], ids=["one queue", "two queues"])
 @pytest.mark.parametrize("device_id", [each for each in OPENCL if each not in INTERPRETERS])
-def test_passes_of_two_threads_keep_apart(device_id: str) -> None:
-    """Each pass has intermediates, which lie in memory that all passes of a device share."""
+def test_passes_of_two_threads_keep_apart(device_id: str, other: int) -> None:
+    """Each pass has intermediates, which lie in memory that all passes of a queue share."""
     device = opencl_device(device_id)
+    if device.info.capabilities.queues <= other:
+        pytest.skip(f"{device_id} has one queue for passes")
     wrong: list[tuple[int, float]] = []
 
     def chain(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
@@ -33,13 +36,13 @@ def test_passes_of_two_threads_keep_apart(device_id: str) -> None:
             x = torch.tanh(x @ weight)
         return x
 
-    def repeat(inputs: list[torch.Tensor]) -> Callable[[], None]:
+    def repeat(queue: int, inputs: list[torch.Tensor]) -> Callable[[], None]:
         expected, executable = chain(*inputs), compiled(device, chain, *inputs)
         buffers, events = upload(device, *inputs)
 
         def run() -> None:
             for index in range(ROUNDS):
-                (found,), event, _ = executable.run(buffers, after=events)
+                (found,), event, _ = executable.run(buffers, after=events, queue=queue)
                 error = (torch.from_numpy(fetch(device, found, [event])) - expected).abs().max()
                 if not error < 1e-4:
                     wrong.append((index, float(error)))
@@ -48,7 +51,8 @@ def test_passes_of_two_threads_keep_apart(device_id: str) -> None:
 
     generator = torch.Generator().manual_seed(0)
     inputs = [[torch.randn(64, 64, generator=generator) / 8 for _ in range(7)] for _ in range(2)]
-    threads = [threading.Thread(target=repeat(given)) for given in inputs]
+    pairs = zip((0, other), inputs, strict=True)
+    threads = [threading.Thread(target=repeat(queue, given)) for queue, given in pairs]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -18,7 +18,6 @@ import hetpipe as hp
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Member
 from hetpipe.engine.crew import Crew
-from hetpipe.errors import HetpipeError
 
 MICROBATCHES = 4
 
@@ -46,6 +45,8 @@ def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         ("interleaved", "00"),
         ("zb-h1", "012"),
         ("zb-v", "0110"),
+        ("fbp", "0"),
+        ("fbp", "012"),
     ],
 )
 def test_equals_unpartitioned_training(crew: Crew, schedule: str, members: str) -> None:
@@ -53,18 +54,13 @@ def test_equals_unpartitioned_training(crew: Crew, schedule: str, members: str) 
 
 
 @pytest.mark.parametrize("mode", ["inputs", "min-cut"])
-@pytest.mark.parametrize(("schedule", "members"), [("1f1b", "012"), ("zb-h1", "01")])
+@pytest.mark.parametrize(("schedule", "members"), [("1f1b", "012"), ("zb-h1", "01"), ("fbp", "01")])
 def test_recompute_changes_nothing(crew: Crew, schedule: str, members: str, mode: str) -> None:
     compare(crew, schedule, members, recompute=mode)
 
 
 def test_recompute_of_one_stage_alone(crew: Crew) -> None:
     compare(crew, "gpipe", "01", recompute=["inputs", "none"])
-
-
-def test_two_passes_at_once_are_refused(crew: Crew) -> None:
-    with pytest.raises(HetpipeError, match="fbp runs a forward and a backward of a stage at once"):
-        compare(crew, "fbp", "01")
 
 
 class Normalized(nn.Module):
@@ -79,7 +75,7 @@ class Normalized(nn.Module):
         return self.second(self.first(x))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "zb-h1"])
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "zb-h1", "fbp"])
 def test_evaluation_is_that_of_eval_mode(crew: Crew, schedule: str) -> None:
     torch.manual_seed(0)
     model, data = Normalized(), batches(3)
@@ -119,7 +115,8 @@ def compare(crew: Crew, schedule: str, members: str, **options: Any) -> None:
     ) as pipe:  # fmt: skip
         found = [pipe.step(x, y) for x, y in data]
         state = pipe.state_dict()
-        assert len(pipe.timeline.workers) == len(set(members))
+        lanes = 2 if schedule == "fbp" else 1
+        assert len(pipe.timeline.workers) == len(set(members)) * lanes
     assert found == pytest.approx(losses, rel=1e-5)
     for name, value in eager.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)

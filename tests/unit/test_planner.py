@@ -371,3 +371,15 @@ def test_a_plan_is_as_certain_as_its_least_certain_cost(labels, label):
     for pair, link in table.links.items():
         table.links[pair] = replace(link, label=labels[2])
     assert make_plan(table, ["a", "b"], mini_batch=32, microbatches=8).label == label
+
+
+def test_devices_that_stream_hide_their_transfers():
+    """(M + N - 1)(F + B) and the update, as BaPipe's table 1 has it; others take longer."""
+    sync = make_table({"a": 1.0, "b": 1.0}, bandwidth=MIB / 0.5)
+    streaming = {name: replace(cost, execution="async") for name, cost in sync.devices.items()}
+    table = replace(sync, devices=streaming)
+    options = {"mini_batch": 32, "microbatches": 8, "cuts": [4], "schedule": "1f1b-as"}
+    plan = make_plan(table, ["a", "b"], **options)
+    assert plan.stage_times(table).chunks == (math.inf, math.inf)
+    assert plan.step_s == pytest.approx((8 + 1) * 12.0 + 0.4)
+    assert make_plan(sync, ["a", "b"], **options).step_s > plan.step_s + 1

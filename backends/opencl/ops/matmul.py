@@ -94,6 +94,7 @@ def _packed(builder: Builder, p: Product) -> Value:
         Launch(
             _kernel(builder, "matmul"), (row_panels, col_panels, p.batch), one,
             (left, right, out, p.rows, p.cols, p.depth, k0, k1, *p.scaling),
+            step=ROWS * p.cols if p.batch == 1 and k1 == p.depth else 0,
         )
         for k0, k1 in depth_blocks(p.depth)
     ]  # fmt: skip

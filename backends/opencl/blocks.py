@@ -1,0 +1,68 @@
+"""A launch in blocks, so that the first rows of what it makes can leave while it goes on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+from .builder import Launch, Value
+
+if TYPE_CHECKING:
+    from .lowering import Output
+
+COUNT = 16
+"""Blocks of a launch, where its range has as many steps."""
+
+Block = tuple[tuple[int, ...] | None, tuple[int, ...]]
+"""Offset (None: none) and size of a part of a launch's range."""
+
+
+class Told(NamedTuple):
+    """Elements lo..hi of an output are there when a block of a launch has ended."""
+
+    output: int
+    lo: int
+    hi: int
+    launch: int
+    block: int
+
+
+def blocks_of(launch: Launch) -> list[Block]:
+    """The launch in parts of its first dimension; empty where it has too few steps."""
+    steps, rest = launch.global_size[0], launch.global_size[1:]
+    if not launch.step or launch.steady or steps < COUNT:
+        return []
+    bounds = [steps * part // COUNT for part in range(COUNT + 1)]
+    zeros = (0,) * len(rest)
+    return [((lo, *zeros), (hi - lo, *rest)) for lo, hi in pairwise(bounds)]
+
+
+def told(outputs: Sequence[Output], launches: Sequence[Launch]) -> list[Told]:
+    """What blocks of launches tell of outputs, in order.
+
+    The launch that completes a tensor is the first with steps that touches it. Should that be one
+    that reads it, the tensor was complete before: the queue is in order.
+    """
+    makers: dict[int, int] = {}
+    for number, launch in enumerate(launches):
+        if launch.step:
+            makers = dict.fromkeys(launch.touches, number) | makers
+    found = []
+    for index, output in enumerate(outputs):
+        value = output.value
+        if value is None or value.id not in makers:
+            continue
+        number = makers[value.id]
+        launch, reached = launches[number], 0
+        for block, (_, size) in enumerate(blocks_of(launch) if _fits(value, launch) else ()):
+            lo, reached = reached, min(reached + size[0] * launch.step, math.prod(value.shape))
+            found.append(Told(index, lo, reached, number, block))
+    return found
+
+
+def _fits(value: Value, launch: Launch) -> bool:
+    """Whether the launch's steps are steps through the elements of the tensor."""
+    count = math.prod(value.shape)
+    return (launch.global_size[0] - 1) * launch.step < count <= launch.global_size[0] * launch.step

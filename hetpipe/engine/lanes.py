@@ -1,0 +1,69 @@
+"""Lanes of a worker: rows of a schedule that it walks at once, a thread each."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from hetpipe.engine.edges import OnError
+from hetpipe.engine.transport import EdgeClosedError
+from hetpipe.schedule.action import Message
+
+
+class HandOver:
+    """What lanes of one worker hand each other: K and V of a micro-batch, without a tensor.
+
+    What is kept lies in the stage, which both lanes have.
+    """
+
+    def __init__(self) -> None:
+        self._there: set[Message] = set()
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def give(self, message: Message) -> None:
+        """It is there."""
+        with self._changed:
+            self._there.add(message)
+            self._changed.notify_all()
+
+    def take(self, message: Message) -> None:
+        """Wait until it is there. Raises `EdgeClosedError` when closed."""
+        with self._changed:
+            while message not in self._there:
+                if self._closed:
+                    raise EdgeClosedError
+                self._changed.wait()
+            self._there.remove(message)
+
+    def close(self) -> None:
+        """Wake who waits."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+def walk(lanes: Sequence[Callable[[], None]], hand_over: HandOver, on_error: OnError) -> None:
+    """Walk all lanes to their ends, the first one on this thread; raises the first error.
+
+    An error is told at once: the other lanes may wait for what only the controller can end.
+    """
+    errors: list[BaseException] = []
+
+    def guarded(lane: Callable[[], None]) -> None:
+        try:
+            lane()
+        except BaseException as error:
+            errors.append(error)
+            if not isinstance(error, EdgeClosedError):
+                on_error(error)
+            hand_over.close()
+
+    threads = [threading.Thread(target=guarded, args=(lane,), daemon=True) for lane in lanes[1:]]
+    for thread in threads:
+        thread.start()
+    guarded(lanes[0])
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

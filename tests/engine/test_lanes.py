@@ -1,0 +1,194 @@
+"""Forwards and backwards at once: what is kept, how lanes share a device, who may run them."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from engine_backends import FaultyBackend
+from models import MLP
+from plans import unpriced
+from reference import train
+from slept import SleptBackend
+from torch import nn
+
+import hetpipe as hp
+from hetpipe.bench.sleeping import SleepingDevice
+from hetpipe.capture import Captured
+from hetpipe.cluster import Cluster, Member
+from hetpipe.cost.table import CostTable
+from hetpipe.engine.crew import Crew, StepRequest
+from hetpipe.engine.lanes import HandOver, walk
+from hetpipe.engine.overhead import empty_stage
+from hetpipe.engine.planning import check_lanes
+from hetpipe.engine.transport import EdgeClosedError
+from hetpipe.errors import HetpipeError, WorkerError
+from hetpipe.schedule.action import Message
+from hetpipe.schedule.generators import generate, max_in_flight
+from hetpipe.sdk.registry import get_backend, register_backend
+
+register_backend(SleptBackend)
+register_backend(FaultyBackend)
+STAGES, MICROBATCHES = 3, 8
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    members = tuple(Member(f"m{n}", f"slept:2,4:{n}") for n in range(STAGES))
+    with Crew.start(Cluster(members, transport="local")) as started:
+        weights = {f"w{n}": np.zeros((), np.float32) for n in range(STAGES)}
+        stages = [empty_stage(n, STAGES) for n in range(STAGES)]
+        started.load(stages, [member.id for member in members], weights)
+        yield started
+
+
+def request(microbatches: int, in_flight: list[int] | None = None) -> StepRequest:
+    schedule = generate("fbp", STAGES, microbatches, in_flight=in_flight)
+    feed = {"x": np.zeros((1, 1), np.float32)}
+    ones = (1,) * microbatches
+    return StepRequest(schedule, ones, [feed] * microbatches, ones, 0.0, 1, grad_scale=1.0)
+
+
+@pytest.mark.parametrize("in_flight", [None, [3, 2, 1]])
+@pytest.mark.parametrize("microbatches", [2, 8])
+def test_microbatches_in_flight(crew: Crew, microbatches: int, in_flight: list[int] | None) -> None:
+    """Table 1 of BaPipe: min(2(N-n), M) at stage n from 0, or the bound that is given."""
+    bounds = in_flight or [2 * (STAGES - n) for n in range(STAGES)]
+    asked = request(microbatches, in_flight)
+    found = np.max([crew.step(asked).most_in_flight for _ in range(4)], axis=0)
+    assert list(found) == [min(bound, microbatches) for bound in bounds]
+    assert list(found) == max_in_flight(asked.schedule)
+
+
+def test_a_timeline_has_a_row_per_lane_and_passes_overlap(crew: Crew) -> None:
+    timeline = crew.step(request(MICROBATCHES)).timeline
+    assert timeline.workers[:3] == ("m0 lane 0", "m0 lane 1", "m1 lane 0")
+    ops = [{s.action.op.value for s in timeline.spans if s.worker == n} for n in range(4)]
+    assert ops == [{"F", "SF"}, {"RB", "B", "U"}, {"RF", "F", "SF"}, {"RB", "B", "SB", "U"}]
+    last = [s for s in timeline.spans if s.action.stage == STAGES - 1]
+    ahead = [s for s in last if s.action.op.value == "F"]
+    back = [s for s in last if s.action.op.value == "B"]
+    overlaps = [min(f.end_s, b.end_s) - max(f.start_s, b.start_s) for f in ahead for b in back]
+    assert sum(overlap > 1e-3 for overlap in overlaps) >= MICROBATCHES // 2
+
+
+def test_a_sleeping_device_is_shared_and_never_idle() -> None:
+    """Two passes of 30 and 60 ms at once: the first has half the device until it ends."""
+    (info, *_) = get_backend("slept").discover()
+    device = SleepingDevice(info)
+    rounds = [ends_of(device, (0.03, 0.06)) for _ in range(3)]
+    assert max(first for first, _ in rounds) > 0.05  # alone it would end at 30 ms
+    assert min(second for _, second in rounds) >= 0.09
+    assert min(second for _, second in rounds) < 0.115
+
+
+def ends_of(device: SleepingDevice, passes_s: tuple[float, ...]) -> list[float]:
+    """When passes end that begin at once."""
+    begin_s = time.monotonic()
+
+    def spend(seconds: float) -> float:
+        device._speed.until(device._speed.begin(seconds))
+        return time.monotonic() - begin_s
+
+    with ThreadPoolExecutor(len(passes_s)) as pool:
+        return list(pool.map(spend, passes_s))
+
+
+def planned() -> tuple[Captured, hp.Plan, CostTable]:
+    data = (torch.zeros(8, 20), torch.zeros(8, dtype=torch.int64))
+    captured = Captured(MLP(), F.cross_entropy, data)
+    return captured, *unpriced(captured, ["m0", "m1"], "fbp", 8, 4)
+
+
+def test_a_device_with_one_queue_is_refused() -> None:
+    _, plan, _ = planned()
+    (two,) = get_backend("numpy").discover()
+    one = replace(two, id="toy:cpu:0", capabilities=replace(two.capabilities, queues=1))
+    check_lanes(plan, {"m0": two, "m1": two})
+    message = (
+        r"fbp runs 2 passes of a stage at once, and m1 \(toy:cpu:0\) runs 1: choose another "
+        "schedule, such as 1f1b"
+    )
+    with pytest.raises(HetpipeError, match=message):
+        check_lanes(plan, {"m0": two, "m1": one})
+
+
+@pytest.mark.parametrize("transport", ["local", "shared-memory"])
+def test_a_failure_in_one_lane_ends_the_run(transport: str) -> None:
+    """The third pass on m1 raises, in either lane; the others wait for what it would send."""
+    members = (Member("m0", "numpy:cpu:0"), Member("m1", "faulty:raise:0"))
+    captured, plan, costs = planned()
+    with hp.Pipeline(
+        MLP(), F.cross_entropy, (torch.zeros(8, 20), torch.zeros(8, dtype=torch.int64)),
+        cluster=Cluster(members, transport=transport), captured=captured, plan=plan, costs=costs,
+        optimizer=hp.optim.sgd(lr=0.1),
+    ) as pipe:  # fmt: skip
+        begin_s = time.monotonic()
+        with pytest.raises(WorkerError, match=r"worker 'm1' .* failed at 1.*boom 42"):
+            pipe.step(torch.zeros(8, 20), torch.zeros(8, dtype=torch.int64))
+        assert time.monotonic() - begin_s < 10
+
+
+class Normalized(nn.Module):
+    """Forwards write the running statistics while backwards write gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(20, 8), nn.BatchNorm1d(8), nn.ReLU())
+        self.second = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def summed(found: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return F.cross_entropy(found, wanted, reduction="sum"), torch.tensor(float(len(wanted)))
+
+
+@pytest.mark.parametrize("loss_fn", [F.cross_entropy, summed], ids=["mean", "sum and count"])
+def test_torch_trains_batch_norm_in_two_lanes(loss_fn: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    model = Normalized()
+    data = [(torch.randn(64, 20), torch.randint(0, 5, (64,))) for _ in range(3)]
+    eager = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(eager.parameters(), lr=0.1)
+    expected, _ = train(eager, F.cross_entropy, data, MICROBATCHES, optimizer)
+    captured = Captured(model, loss_fn, data[0])
+    plan, costs = unpriced(captured, ["m0", "m1"], "fbp", 64, MICROBATCHES)
+    members = tuple(Member(f"m{n}", "pytorch:cpu:0") for n in range(2))
+    with hp.Pipeline(
+        model, loss_fn, data[0], cluster=Cluster(members, transport="local"),
+        captured=captured, plan=plan, costs=costs, optimizer=hp.optim.sgd(lr=0.1), clip_norm=1e9,
+    ) as pipe:  # fmt: skip
+        losses = [pipe.step(x, y) for x, y in data]
+        state = pipe.state_dict()
+    assert losses == pytest.approx(expected, rel=1e-5)
+    for name, value in eager.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_lanes_wake_each_other_and_the_first_error_counts() -> None:
+    hand_over, told = HandOver(), []
+    message = Message(0, 0, "K", 3)
+
+    def waits() -> None:
+        hand_over.take(message)
+        hand_over.take(message)  # never given
+
+    def fails() -> None:
+        hand_over.give(message)
+        raise ValueError("boom")
+
+    with pytest.raises(ValueError, match="boom"):
+        walk([waits, fails], hand_over, lambda error: told.append(str(error)))
+    assert told == ["boom"]
+    with pytest.raises(EdgeClosedError):
+        hand_over.take(message)

@@ -1,0 +1,101 @@
+"""Execution models on the FPGA emulator: two passes at once, and results that leave meanwhile."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from plans import unpriced
+from reference import train
+from torch import nn
+
+import hetpipe as hp
+from hetpipe.capture import Captured
+from hetpipe.cluster import Cluster, Member
+
+WIDTH, SAMPLES, MICROBATCHES = 512, 1024, 8
+
+
+def emulator() -> str:
+    """The FPGA emulator. Skips where there is none."""
+    found, _ = hp.discover_devices(["opencl"])
+    emulators = [i.id for i in found if i.kind == "fpga" and i.capabilities.emulated]
+    if not emulators:
+        pytest.skip("no FPGA emulator: install the extra `emulators`")
+    return emulators[0]
+
+
+def test_kernels_of_a_forward_and_a_backward_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the device's own timestamps of both queues, while training equals torch's."""
+    device = emulator()
+    import pyopencl as cl
+
+    commands: list[tuple[Any, Any]] = []
+    enqueue = cl.enqueue_nd_range_kernel
+
+    def recording(queue: Any, *args: Any) -> Any:
+        commands.append((queue, enqueue(queue, *args)))
+        return commands[-1][1]
+
+    monkeypatch.setattr(cl, "enqueue_nd_range_kernel", recording)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 8))
+    data = [(torch.randn(SAMPLES, WIDTH), torch.randint(0, 8, (SAMPLES,))) for _ in range(2)]
+    eager = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(eager.parameters(), lr=0.05)
+    expected, _ = train(eager, F.cross_entropy, data, MICROBATCHES, optimizer)
+    captured = Captured(model, F.cross_entropy, data[0])
+    plan, costs = unpriced(captured, ["m0"], "fbp", SAMPLES, MICROBATCHES)
+    with hp.Pipeline(
+        model, F.cross_entropy, data[0], captured=captured, plan=plan, costs=costs,
+        cluster=Cluster((Member("m0", device),), transport="local"),
+        optimizer=hp.optim.sgd(lr=0.05),
+    ) as pipe:  # fmt: skip
+        losses = [pipe.step(x, y) for x, y in data]
+        state = pipe.state_dict()
+        spans: dict[int, list[tuple[int, int]]] = {}
+        for queue, event in commands:
+            spans.setdefault(queue.int_ptr, []).append((event.profile.start, event.profile.end))
+        commands.clear()
+    assert losses == pytest.approx(expected, rel=1e-5)
+    for name, value in eager.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
+    ahead, back = spans.values()
+    overlaps = [min(f[1], b[1]) - max(f[0], b[0]) for f in ahead for b in back]
+    assert max(overlaps) > 0
+
+
+def test_results_leave_while_the_pass_runs() -> None:
+    """From the emulator; its neighbours send whole. Training equals torch's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)), nn.Linear(WIDTH, 8)
+    )
+    microbatches, samples = 4, 2048
+    data = [(torch.randn(samples, WIDTH), torch.randint(0, 8, (samples,))) for _ in range(2)]
+    eager = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(eager.parameters(), lr=0.05)
+    expected, _ = train(eager, F.cross_entropy, data, microbatches, optimizer)
+    captured = Captured(model, F.cross_entropy, data[0])
+    names = ["m0", "m1", "m2"]
+    plan, costs = unpriced(captured, names, "1f1b-as", samples, microbatches)
+    devices = ("pytorch:cpu:0", emulator(), "numpy:cpu:0")
+    members = tuple(Member(*each) for each in zip(names, devices, strict=True))
+    with hp.Pipeline(
+        model, F.cross_entropy, data[0], captured=captured, plan=plan, costs=costs,
+        cluster=Cluster(members, transport="local"), optimizer=hp.optim.sgd(lr=0.05),
+    ) as pipe:  # fmt: skip
+        losses = [pipe.step(x, y) for x, y in data]
+        spans = {str(span.action): span for span in pipe.timeline.spans}
+        state = pipe.state_dict()
+    assert losses == pytest.approx(expected, rel=1e-5)
+    for name, value in eager.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
+    numbers = range(microbatches)
+    for made, sent in (("1F", "1SF"), ("1B", "1SB")):
+        early = [spans[f"{sent}{m}"].start_s < spans[f"{made}{m}"].end_s for m in numbers]
+        assert any(early), (made, early)
+    assert all(spans[f"0SF{m}"].start_s >= spans[f"0F{m}"].end_s for m in numbers)
