@@ -64,10 +64,11 @@ class _Held(Buffer):
         self.shape, self.dtype = array.shape, array.dtype.name
 
 
-class _Speed:
+class SharedSpeed:
     """A device's speed, of which all passes at a time have an even share; none is lost."""
 
-    def __init__(self) -> None:
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
         self._left_s: dict[object, float] = {}  # what each pass has yet to get, at full speed
         self._since_s = 0.0  # when that was so
         self._changed = threading.Condition()
@@ -89,19 +90,19 @@ class _Speed:
 
     def until(self, mine: object, left_s: float = 0.0, timeout_s: float = math.inf) -> None:
         """Wait until a pass has at most so much left. Raises `BackendError` after `timeout_s`."""
-        begin_s = time.monotonic()
+        begin_s = self._now_s()
         spin_s = 0.0 if left_s else SPIN_S
         while not self.reached(mine, left_s):
             with self._changed:
                 rest_s = (self._left_s.get(mine, 0.0) - left_s) * len(self._left_s)
                 end_s = self._since_s + rest_s - spin_s
-                self._changed.wait(max(end_s - time.monotonic(), 0.0))
-            if time.monotonic() - begin_s > timeout_s:
+                self._changed.wait(max(end_s - self._now_s(), 0.0))
+            if self._now_s() - begin_s > timeout_s:
                 raise BackendError(f"a pass still sleeps after {timeout_s} s")
 
     def _elapse(self) -> None:
         """Passes end at their very time, however late that is noticed: others go faster then."""
-        now_s = time.monotonic()
+        now_s = self._now_s()
         while self._left_s:
             first = min(self._left_s, key=self._left_s.__getitem__)
             end_s = self._since_s + self._left_s[first] * len(self._left_s)
@@ -120,7 +121,7 @@ class SleepingDevice(BlockingDevice):
 
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info
-        self._speed = _Speed()
+        self._speed = SharedSpeed()
         forward, backward = info.id.split(":")[1].split(",")[:2]
         self._seconds = (float(forward) / 1e3, float(backward) / 1e3)
 
@@ -164,7 +165,7 @@ class StreamingDevice(SleepingDevice):
 
 
 class _Streaming(Executable):
-    def __init__(self, speed: _Speed, count: int, seconds: float, places: list[int]) -> None:
+    def __init__(self, speed: SharedSpeed, count: int, seconds: float, places: list[int]) -> None:
         self._speed, self._count = speed, count
         self._seconds, self._places = seconds, places
 
@@ -192,7 +193,7 @@ class _Streaming(Executable):
 class _Reached(Event):
     """A pass has at most so many seconds left."""
 
-    def __init__(self, speed: _Speed, mine: object, left_s: float) -> None:
+    def __init__(self, speed: SharedSpeed, mine: object, left_s: float) -> None:
         self._speed, self._mine, self._left_s = speed, mine, left_s
 
     def done(self) -> bool:

@@ -70,26 +70,27 @@ def counted(out: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 @pytest.mark.parametrize(
-    ("case", "rows", "loss_fn", "members"),
+    ("case", "rows", "loss_fn", "members", "schedule"),
     [
-        ("mlp", [12] * 6, None, MEMBERS),
-        ("mlp", [12] * 7, None, MEMBERS),  # the last one alone, applied by the flush
-        ("mlp", [12, 12, 12, 12, 9, 12], None, MEMBERS),  # compiled for between two
-        ("mlp", [12] * 6, counted, MEMBERS),
-        ("tied_autoencoder", [12, 12, 12, 12, 8, 12], None, MEMBERS),
-        ("mlp", [12] * 6, None, (MEMBERS,)),
+        ("mlp", [12] * 6, None, MEMBERS, "1f1b"),
+        ("mlp", [12] * 7, None, MEMBERS, "1f1b"),  # the last one alone, applied by the flush
+        ("mlp", [12, 12, 12, 12, 9, 12], None, MEMBERS, "1f1b"),  # compiled for between two
+        ("mlp", [12] * 6, counted, MEMBERS, "1f1b"),
+        ("tied_autoencoder", [12, 12, 12, 12, 8, 12], None, MEMBERS, "1f1b"),
+        ("mlp", [12] * 6, None, (MEMBERS,), "1f1b"),
+        ("mlp", [12] * 4, None, MEMBERS, "fbp"),
     ],
-    ids=["even", "rest", "sizes", "counted", "tied", "replicas"],
+    ids=["even", "rest", "sizes", "counted", "tied", "replicas", "fbp"],
 )
 def test_equals_plain_torch(
-    crew: Crew, case: str, rows: list[int], loss_fn: Any, members: Any
+    crew: Crew, case: str, rows: list[int], loss_fn: Any, members: Any, schedule: str
 ) -> None:
     torch.manual_seed(0)
     model, data = CASES[case].model(), batches(case, rows)
     loss_fn = loss_fn or CASES[case].loss_fn
     eager = copy.deepcopy(model)
     accumulated(eager, loss_fn, data, 3)
-    with pipeline(crew, model, loss_fn, data[0], members, accumulate=3) as pipe:
+    with pipeline(crew, model, loss_fn, data[0], members, schedule, accumulate=3) as pipe:
         for x, y in data:
             pipe.step(x, y)
         pipe.flush()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from slept import SleptBackend
 from torch import nn
 
 import hetpipe as hp
-from hetpipe.bench.sleeping import SleepingDevice
+from hetpipe.bench.sleeping import SharedSpeed
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Member
 from hetpipe.cost.table import CostTable
@@ -81,25 +80,28 @@ def test_a_timeline_has_a_row_per_lane_and_passes_overlap(crew: Crew) -> None:
 
 
 def test_a_sleeping_device_is_shared_and_never_idle() -> None:
-    """Two passes of 30 and 60 ms at once: the first has half the device until it ends."""
-    (info, *_) = get_backend("slept").discover()
-    device = SleepingDevice(info)
-    rounds = [ends_of(device, (0.03, 0.06)) for _ in range(3)]
-    assert max(first for first, _ in rounds) > 0.05  # alone it would end at 30 ms
-    assert min(second for _, second in rounds) >= 0.09
-    assert min(second for _, second in rounds) < 0.115
+    """Two passes of 30 and 60 s at once: the first has half the device until it ends at 60."""
+    now_s = [0.0]
+    speed = SharedSpeed(lambda: now_s[0])
+    first, second = speed.begin(30.0), speed.begin(60.0)
+    found = []
+    for now_s[0] in (59.0, 60.0, 89.0, 90.0):
+        found.append((speed.reached(first, 0.0), speed.reached(second, 0.0)))
+    assert found == [(False, False), (True, False), (True, False), (True, True)]
+    assert speed.reached(second, 0.0)
 
 
-def ends_of(device: SleepingDevice, passes_s: tuple[float, ...]) -> list[float]:
-    """When passes end that begin at once."""
-    begin_s = time.monotonic()
-
-    def spend(seconds: float) -> float:
-        device._speed.until(device._speed.begin(seconds))
-        return time.monotonic() - begin_s
-
-    with ThreadPoolExecutor(len(passes_s)) as pool:
-        return list(pool.map(spend, passes_s))
+def test_what_begins_late_has_its_share_from_then() -> None:
+    """Noticed late, a pass has still ended at its time: the other went faster from there on."""
+    now_s = [0.0]
+    speed = SharedSpeed(lambda: now_s[0])
+    first = speed.begin(30.0)
+    now_s[0] = 20.0
+    second = speed.begin(30.0)
+    now_s[0] = 49.0  # the first ended at 40, when the second had 20 left
+    assert speed.reached(first, 0.0)
+    assert speed.reached(second, 11.0)
+    assert not speed.reached(second, 10.5)
 
 
 def planned() -> tuple[Captured, hp.Plan, CostTable]:

@@ -91,9 +91,15 @@ def test_tied_weights(crew: Crew, shares: Any) -> None:
     compare(crew, "tied_autoencoder", shares)
 
 
-@pytest.mark.parametrize("options", [{"recompute": "inputs"}, {"schedule": "zb-h1"}], ids=str)
-def test_with_recompute_and_with_halves(crew: Crew, options: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"recompute": "inputs"}, {"schedule": "zb-h1"}, {"schedule": "fbp"}], ids=str
+)
+def test_with_recompute_with_halves_and_in_lanes(crew: Crew, options: dict[str, str]) -> None:
     compare(crew, "two_branch", ((2, 1), (1, 1)), **options)
+
+
+def test_tied_weights_in_lanes(crew: Crew) -> None:
+    compare(crew, "tied_autoencoder", ((1,), (1, 1)), schedule="fbp")
 
 
 @pytest.mark.parametrize("transport", ["shared-memory", "distributed"])
