@@ -95,8 +95,9 @@ class SharedSpeed:
         while not self.reached(mine, left_s):
             with self._changed:
                 rest_s = (self._left_s.get(mine, 0.0) - left_s) * len(self._left_s)
-                end_s = self._since_s + rest_s - spin_s
-                self._changed.wait(max(end_s - self._now_s(), 0.0))
+                rest_s += self._since_s - spin_s - self._now_s()
+                if rest_s > 0:
+                    self._changed.wait(rest_s)
             if self._now_s() - begin_s > timeout_s:
                 raise BackendError(f"a pass still sleeps after {timeout_s} s")
 

@@ -1,9 +1,11 @@
-"""The threads at a worker's edges: one sends, one receives, while the compute thread computes."""
+"""A worker's edges: threads send and receive beside the compute thread, where that has a use."""
 
 from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
@@ -100,17 +102,13 @@ class Sender:
             self._sent += 1
 
 
-class Receiver:
-    """Receives the messages of a step as they come and keeps them until they are asked for."""
+class Receiver(ABC):
+    """Receives messages, each for an action, in the order in which they are expected."""
 
-    def __init__(self, inlet: Inlet, on_error: OnError) -> None:
+    def __init__(self, inlet: Inlet) -> None:
         self._inlet = inlet
-        self._orders: SimpleQueue[Sequence[tuple[Action, Kind]] | None] = SimpleQueue()
         self._box: dict[Action, list[Any]] = {}
-        self._changed = threading.Condition()
-        self._wanted = False
         self._spans: list[Span] = []
-        self._thread = _start(self._run, on_error, f"receive {inlet.wire.source}", self)
         self.closing = False
 
     def layout(self, kind: Kind) -> Layout | None:
@@ -122,12 +120,66 @@ class Receiver:
         """Where the rows of tensors lie of which rows travel."""
         return self._inlet.wire.axes
 
+    @abstractmethod
     def expect(self, order: Sequence[tuple[Action, Kind]]) -> None:
         """What the other end will send next: (receiving action, kind)."""
+
+    @abstractmethod
+    def take(self, action: Action) -> list[Any]:
+        """The message for a receiving action; blocks. Raises `EdgeClosedError` when closed."""
+
+    def take_spans(self) -> list[Span]:
+        """The spans of what was received since the last time."""
+        spans, self._spans = self._spans, []
+        return spans
+
+    def close(self) -> None:
+        """Wake who waits."""
+        self.closing = True
+        self._inlet.close()
+
+    def _receive(self, action: Action, kind: Kind) -> list[Any]:
+        tensors, start_s = self._inlet.receive(kind)
+        self._spans.append((action, start_s, time.monotonic()))
+        return tensors
+
+
+class DirectReceiver(Receiver):
+    """Who takes a message receives it: nobody else has to be woken, to copy on the same core."""
+
+    def __init__(self, inlet: Inlet, on_error: OnError) -> None:
+        super().__init__(inlet)
+        self._on_error = on_error
+        self._expected: deque[tuple[Action, Kind]] = deque()
+
+    def expect(self, order: Sequence[tuple[Action, Kind]]) -> None:
+        self._expected.extend(order)
+
+    def take(self, action: Action) -> list[Any]:
+        try:
+            while action not in self._box:
+                receiving, kind = self._expected.popleft()
+                self._box[receiving] = self._receive(receiving, kind)
+        except EdgeClosedError as error:
+            _told_late(error, self, self._on_error)
+            raise
+        return self._box.pop(action)
+
+
+class PrefetchingReceiver(Receiver):
+    """Receives messages as they come and keeps some until they are asked for."""
+
+    def __init__(self, inlet: Inlet, on_error: OnError) -> None:
+        super().__init__(inlet)
+        self._orders: SimpleQueue[Sequence[tuple[Action, Kind]] | None] = SimpleQueue()
+        self._changed = threading.Condition()
+        self._wanted = False
+        self._thread = _start(self._run, on_error, f"receive {inlet.wire.source}", self)
+
+    def expect(self, order: Sequence[tuple[Action, Kind]]) -> None:
         self._orders.put(order)
 
     def take(self, action: Action) -> list[Any]:
-        """The message for a receiving action; blocks. Raises `EdgeClosedError` when closed."""
         with self._changed:
             self._wanted = True
             if len(self._box) >= AHEAD:
@@ -142,15 +194,8 @@ class Receiver:
                 self._changed.notify_all()
             return tensors
 
-    def take_spans(self) -> list[Span]:
-        """The spans of what was received since the last time."""
-        spans, self._spans = self._spans, []
-        return spans
-
     def close(self) -> None:
-        """End the thread and wake who waits in `take`."""
-        self.closing = True
-        self._inlet.close()
+        super().close()
         self._orders.put(None)
         with self._changed:
             self._changed.notify_all()
@@ -159,8 +204,7 @@ class Receiver:
         while (order := self._orders.get()) is not None:
             for action, kind in order:
                 self._wait_for_room()
-                tensors, start_s = self._inlet.receive(kind)
-                self._spans.append((action, start_s, time.monotonic()))
+                tensors = self._receive(action, kind)
                 with self._changed:
                     self._box[action] = tensors
                     self._changed.notify_all()
@@ -172,6 +216,20 @@ class Receiver:
                 self._changed.wait()
 
 
+def make_receiver(inlet: Inlet, on_error: OnError) -> Receiver:
+    """Direct where a message only has to be copied in the host's memory."""
+    if inlet.buffered and inlet.in_host_memory:
+        return DirectReceiver(inlet, on_error)
+    return PrefetchingReceiver(inlet, on_error)
+
+
+def _told_late(error: BaseException, edge: Sender | Receiver, on_error: OnError) -> None:
+    """A broken edge keeps silent for a while."""
+    if not edge.closing:
+        time.sleep(GRACE_S)
+        on_error(error)
+
+
 def _start(
     run: Callable[[], None], on_error: OnError, name: str, edge: Sender | Receiver
 ) -> threading.Thread:
@@ -179,9 +237,7 @@ def _start(
         try:
             run()
         except EdgeClosedError as error:
-            if not edge.closing:
-                time.sleep(GRACE_S)
-                on_error(error)
+            _told_late(error, edge, on_error)
         except Exception as error:
             on_error(error)
 

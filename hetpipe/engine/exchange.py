@@ -42,6 +42,7 @@ class Exchange:
         self._receivers = receivers
         self._routes: dict[tuple[Place, int, Kind, bool], list[Route]] = {}
         self._left: set[Action] = set()  # sends that began with their passes
+        self.streams = any(sender.streams for sender in senders.values())
 
     def expect(self, messages: Sequence[Expected]) -> None:
         """What will come, in the order in which each stage sends it."""

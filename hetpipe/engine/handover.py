@@ -79,6 +79,8 @@ class _HandoverOutlet(Outlet):
 
 
 class _HandoverInlet(Inlet):
+    buffered = True
+
     def __init__(self, port: HandoverPort, wire: Wire, device: Device) -> None:
         super().__init__(wire, device)
         self._port = port

@@ -288,7 +288,7 @@ class Runner:
 
         Not at an emulated speed, where they are not ready when the device says so.
         """
-        if behind is None or self._speed != 1.0:
+        if behind is None or not self._exchange.streams or self._speed != 1.0:
             return None
         send, message = behind
         if message is None or message.kind not in "FB" or (send.stage, send.number) != (

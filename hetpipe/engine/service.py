@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
-from hetpipe.engine.edges import Receiver, Sender
+from hetpipe.engine.edges import Receiver, Sender, make_receiver
 from hetpipe.engine.exchange import Exchange
 from hetpipe.engine.handover import HandoverPort
 from hetpipe.engine.lanes import HandOver
@@ -140,7 +140,7 @@ class Service:
             port = end.port or HandoverPort()
             if wire.target in self._replicas.items():
                 inlet = port.inlet(wire, self._device, own)
-                receivers[edge] = Receiver(inlet, self.fail)
+                receivers[edge] = make_receiver(inlet, self.fail)
             if wire.source in self._replicas.items():
                 outlet = port.outlet(wire, self._device, end.link, own)
                 senders[edge] = Sender(outlet, self.fail)

@@ -129,6 +129,8 @@ class _RingOutlet(Outlet):
 
 
 class _RingInlet(Inlet):
+    buffered = True
+
     def __init__(self, ring: _Ring, wire: Wire, device: Device) -> None:
         super().__init__(wire, device)
         self._ring = ring

@@ -140,9 +140,13 @@ class Outlet(ABC):
 class Inlet(ABC):
     """The receiving end of a wire."""
 
+    buffered = False
+    """Whether messages arrive without anybody who waits for them."""
+
     def __init__(self, wire: Wire, device: Device) -> None:
         self.wire = wire
         self.device = device
+        self.in_host_memory = device.info.memory_domain == HOST_MEMORY
 
     def receive(self, kind: Kind) -> tuple[list[Any], float]:
         """The next message, which is of that kind, and when it came.
