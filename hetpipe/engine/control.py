@@ -81,22 +81,27 @@ class Control:
         patience_s: float | None = None,
         on_news: Callable[[News], None] | None = None,
     ) -> list[Any]:
-        """One reply of each of these workers.
+        """One reply of each of these workers; what is news meanwhile is given to `on_news`, or kept.
 
         Raises `WorkerError` when one fails, or when none moves for `patience_s`.
         """
         moved_s, seen = time.monotonic(), self._positions(workers)
         while True:
             with self._changed:
-                if not self._ready(workers):
+                if not self._ready(workers, on_news is not None):
                     self._changed.wait(TICK_S)
                 self.check()
-                news, self._news = self._news, []
-                if all(self._replies[worker] for worker in workers):
-                    return [self._replies[worker].pop(0) for worker in workers]
-            for found in news:
+                news: list[News] = []
                 if on_news is not None:
-                    on_news(found)
+                    news, self._news = self._news, []
+                replies = None
+                if all(self._replies[worker] for worker in workers):
+                    replies = [self._replies[worker].pop(0) for worker in workers]
+            for found in news:  # also behind the last reply: they are of what comes next
+                assert on_news is not None
+                on_news(found)
+            if replies is not None:
+                return replies
             positions = self._positions(workers)
             if positions != seen:
                 moved_s, seen = time.monotonic(), positions
@@ -112,9 +117,9 @@ class Control:
             f"{self.labels[worker]} {_words(self.doing[worker]())}" for worker in workers
         )
 
-    def _ready(self, workers: Sequence[int]) -> bool:
+    def _ready(self, workers: Sequence[int], news: bool) -> bool:
         replied = all(self._replies[worker] for worker in workers)
-        return replied or bool(self._news) or self._error is not None
+        return replied or (news and bool(self._news)) or self._error is not None
 
     def _positions(self, workers: Sequence[int]) -> list[tuple[str, int]]:
         return [(self.doing[worker](), len(self._replies[worker])) for worker in workers]

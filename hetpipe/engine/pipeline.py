@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -17,24 +16,28 @@ from hetpipe.capture.precision import Precision
 from hetpipe.capture.program import BUFFER, GRAD, PARAM, STATE
 from hetpipe.checkpoint import Checkpoint
 from hetpipe.checkpoint import load as load_checkpoint
+from hetpipe.engine.batches import mean_loss, rows_of, sizes_of, slices
 from hetpipe.engine.crew import Crew, StepRequest, StepResult
+from hetpipe.engine.fit import (
+    check_accumulate,
+    check_clip,
+    check_dtypes,
+    check_lanes,
+    check_policy,
+)
 from hetpipe.engine.loading import Loading
 from hetpipe.engine.lossscale import LossScale, choose_scaling, watching
 from hetpipe.engine.measure import Progress
 from hetpipe.engine.messages import Clip, Keep
-from hetpipe.engine.planning import Planning, check_dtypes, check_lanes
+from hetpipe.engine.planning import Planning
 from hetpipe.engine.resume import ROLES, check, updates_of, write
-from hetpipe.engine.streaming import Streaming, check_policy
-from hetpipe.errors import HetpipeError, PlanError
+from hetpipe.engine.scheduling import ALL, FORWARDS, SUMMING, UPDATING, Schedules
+from hetpipe.engine.streaming import Streaming
+from hetpipe.errors import HetpipeError
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planner import predict
-from hetpipe.schedule.action import Op, Schedule
-from hetpipe.schedule.complete import Tied
-from hetpipe.schedule.generators import generate, is_asynchronous
-from hetpipe.schedule.lanes import laned_stages
-from hetpipe.schedule.stream import Stream
-from hetpipe.schedule.turns import places
-from hetpipe.schedule.validate import HALVES
+from hetpipe.schedule.action import Schedule
+from hetpipe.schedule.generators import is_asynchronous
 
 if TYPE_CHECKING:
     import torch
@@ -131,7 +134,7 @@ class Pipeline:
             plan = Plan.from_json(resume.manifest["plan"])
         self._recent: deque[StepResult] = deque(maxlen=RECENT)
         self._handed_out: deque[tuple[int, tuple[int, ...]]] = deque()  # index, samples
-        self._mini_batch = _rows(self._captured.leaves(*example))
+        self._mini_batch = rows_of(self._captured.leaves(*example))
         self._borrowed = crew is not None
         self._crew = crew or Crew.start(cluster)
         try:
@@ -150,8 +153,8 @@ class Pipeline:
             check_policy(self.plan, self._optimizer)
             self._updates = updates_of(self.plan, resume)
             check_lanes(self.plan, self._crew.infos)
-            self._check_clip()
-            self._check_accumulate()
+            check_clip(self.plan, self._clip)
+            check_accumulate(self.plan, accumulate)
             compute = self._captured.precision.compute
             self._scaling = choose_scaling(loss_scale, compute, is_asynchronous(self.plan.schedule))
             if resume is not None and "loss_scale" in resume.manifest:
@@ -159,7 +162,7 @@ class Pipeline:
             self._clip = watching(self._clip, self._scaling)
             self._loaded: set[int] = set()  # samples of micro-batches
             self._evaluated: set[int] = set()
-            self._load(set(_sizes(self._mini_batch, self.plan.microbatches)), resume)
+            self._load(set(sizes_of(self._mini_batch, self.plan.microbatches)), resume)
         except BaseException:
             self.close()
             raise
@@ -207,9 +210,9 @@ class Pipeline:
         """
         self._settle()
         request = self._request(x, y, (), evaluates=True)
-        forwards = self._schedule(len(request.samples), _FORWARDS)
+        forwards = self._schedules.of(len(request.samples), FORWARDS)
         result = self._crew.step(replace(request, schedule=forwards))
-        return _mean(result, request.samples, self._steps)
+        return mean_loss(result, request.samples, self._steps)
 
     def flush(self) -> None:
         """Wait until everything handed in is applied, gradients that are being accumulated too."""
@@ -321,16 +324,15 @@ class Pipeline:
         """Give the workers the stages for these micro-batch sizes, with values that were kept."""
         self._progress("compiling stages", 0, 1)
         self._loaded = sizes
-        halves = any(a.op in HALVES for row in self._passes(self.plan.microbatches) for a in row)
         backends = {name: info.backend for name, info in self._crew.infos.items()}
+        halves = Schedules(self.plan).halved
         loading = Loading(
             self._captured, self.plan, self._optimizer, backends, self._recompute, halves
         )
         stages = loading.graphs(sizes, self._evaluated)
-        self._tied = tuple(
-            {(owner, others): None for each in stages for _, owner, others in each[0].tied}
-        )
-        stream = self._stream()
+        tied = {(owner, others): None for each in stages for _, owner, others in each[0].tied}
+        self._schedules = Schedules(self.plan, tuple(tied))
+        stream = self._schedules.stream()
         values = {**self._captured.parameters, **self._captured.buffers}
         if kept is not None:
             if kept.manifest:
@@ -348,38 +350,7 @@ class Pipeline:
         if kept is not None:
             for role in (STATE, GRAD):
                 self._crew.write(role, kept.tensors.get(role, {}))
-        self._schedules: dict[tuple[int, frozenset[Op]], Schedule] = {}
         self._progress("compiling stages", 1, 1)
-
-    def _passes(
-        self, microbatches: int, in_flight: Sequence[int] | None = None, tied: Tied = ()
-    ) -> Schedule:
-        """The schedule of one mini-batch by itself."""
-        plan = self.plan
-        return generate(
-            "1f1b" if is_asynchronous(plan.schedule) else plan.schedule,
-            len(plan.stages),
-            microbatches,
-            in_flight=in_flight,
-            tied=tied,
-            workers=len(set(plan.devices)),
-            replicas=() if is_asynchronous(plan.schedule) else plan.replicas,
-        )
-
-    def _schedule(self, microbatches: int, ops: frozenset[Op]) -> Schedule:
-        """Of one mini-batch the actions of these kinds, made once: workers know it by itself."""
-        key = (microbatches, ops)
-        if key not in self._schedules:
-            in_flight = [min(stage.in_flight, microbatches) for stage in self.plan.stages]
-            made = self._passes(microbatches, in_flight, self._tied)
-            rows = [tuple(a for a in row if a.op in ops) for row in made]
-            if is_asynchronous(self.plan.schedule):  # a row for each replica: the first does it
-                turns = places(self.plan.replicas)
-                rows = [rows[n] if replica == 0 else () for n, replica in turns]
-            elif laned_stages(made):  # a lane may have none
-                rows = [row for row in rows if row]
-            self._schedules[key] = tuple(rows)
-        return self._schedules[key]
 
     def _settle(self) -> None:
         """Nothing is under way any more."""
@@ -388,42 +359,6 @@ class Pipeline:
         if self._streaming is not None:
             made = self._streaming.flush()
             self._updates = [sum(pair) for pair in zip(self._updates, made, strict=True)]
-
-    def _check_accumulate(self) -> None:
-        if self._accumulate < 1:
-            raise HetpipeError(f"accumulate={self._accumulate}: give 1 or more mini-batches")
-        if self._accumulate > 1 and is_asynchronous(self.plan.schedule):
-            raise HetpipeError(
-                f"accumulate={self._accumulate}: {self.plan.schedule} updates behind each "
-                "mini-batch; use more micro-batches in one, or a synchronous schedule"
-            )
-
-    def _check_clip(self) -> None:
-        if self._clip is None:
-            return
-        if not 0 < self._clip.norm < math.inf:
-            raise HetpipeError(f"clip_norm={self._clip.norm}: give a finite number above 0")
-        if is_asynchronous(self.plan.schedule) and not self._clip.each:
-            raise HetpipeError(
-                f"under {self.plan.schedule} no two stages update at the same time, so there is no "
-                "norm over all of them: clip each stage's with clip_each=True, or use a "
-                "synchronous schedule"
-            )
-
-    def _stream(self) -> Stream | None:
-        plan = self.plan
-        if not is_asynchronous(plan.schedule):
-            return None
-        if self._tied:
-            owner, others = self._tied[0]
-            raise PlanError(
-                f"stages {owner} and {others[0]} share parameters, which {plan.schedule} would "
-                "update at different times: cut so that one stage has them, or use a synchronous "
-                "schedule"
-            )
-        return Stream(
-            plan.schedule, len(plan.stages), plan.microbatches, plan.in_flight, plan.replicas
-        )
 
     def _admit(self, x: Any, y: Any) -> None:
         assert self._streaming is not None
@@ -445,15 +380,17 @@ class Pipeline:
         result = self._streaming.collect()
         self._recent.append(result)
         index, samples = self._handed_out.popleft()
-        return Result(index, _mean(result, samples, index), result.versions, result.live_versions)
+        return Result(
+            index, mean_loss(result, samples, index), result.versions, result.live_versions
+        )
 
     def _sizes(self, x: Any, y: Any) -> tuple[int, ...]:
-        return _sizes(_rows(self._captured.leaves(x, y)), self.plan.microbatches)
+        return sizes_of(rows_of(self._captured.leaves(x, y)), self.plan.microbatches)
 
     def _request(self, x: Any, y: Any, schedule: Schedule, evaluates: bool = False) -> StepRequest:
         leaves = self._captured.leaves(x, y)
-        rows = _rows(leaves)
-        samples = _sizes(rows, self.plan.microbatches)
+        rows = rows_of(leaves)
+        samples = sizes_of(rows, self.plan.microbatches)
         ready = self._evaluated if evaluates else self._loaded
         if not set(samples) <= ready:
             self._settle()
@@ -465,7 +402,7 @@ class Pipeline:
         return StepRequest(
             schedule=schedule,
             samples=samples,
-            feeds=tuple(_slices(leaves, samples)),
+            feeds=tuple(slices(leaves, samples)),
             loss_tangents=tuple(scale * (1.0 if counted else size / rows) for size in samples),
             lr=self._optimizer.lr_at((self._updates[0] if synchronous else self._steps) + 1),
             number=self._steps + 1,
@@ -478,14 +415,14 @@ class Pipeline:
 
     def _step(self, x: Any, y: Any, update: bool) -> float:
         request = self._request(x, y, ())
-        ops = _ALL if update else _ALL - _UPDATING
+        ops = ALL if update else ALL - UPDATING
         if update and self._accumulate > 1:
-            ops = _ALL - _UPDATING - _SUMMING
-        request = replace(request, schedule=self._schedule(len(request.samples), ops))
+            ops = ALL - UPDATING - SUMMING
+        request = replace(request, schedule=self._schedules.of(len(request.samples), ops))
         result = self._crew.step(request)
         self._recent.clear()
         self._recent.append(result)
-        mean = _mean(result, request.samples, self._steps)
+        mean = mean_loss(result, request.samples, self._steps)
         self._steps += update
         if update and self._accumulate > 1:
             self._accumulated.append(1.0 if result.counts is None else sum(result.counts))
@@ -504,7 +441,7 @@ class Pipeline:
                 f"a mini-batch of a new size behind {len(self._accumulated)} of {self._accumulate} "
                 "that are accumulated on replicas: flush() before it, or leave it out"
             )
-        schedule = self._schedule(self.plan.microbatches, _SUMMING)
+        schedule = self._schedules.of(self.plan.microbatches, SUMMING)
         self._crew.step(StepRequest(schedule, (), (), (), 0.0, self._steps, grad_scale=1.0))
         return (GRAD,)
 
@@ -512,7 +449,7 @@ class Pipeline:
         """Update with the gradients that are accumulated, if there are any."""
         if not self._accumulated:
             return
-        schedule = self._schedule(self.plan.microbatches, _UPDATING | _SUMMING)
+        schedule = self._schedules.of(self.plan.microbatches, UPDATING | SUMMING)
         scale = 1.0 / (sum(self._accumulated) * self._scaling.scale)
         lr = self._optimizer.lr_at(self._updates[0] + 1)
         self._accumulated.clear()
@@ -525,43 +462,3 @@ class Pipeline:
         """An update was made, or left out."""
         self._scaling.record(result.skipped)
         self._updates = [count + (not result.skipped) for count in self._updates]
-
-
-_ALL = frozenset(Op)
-_FORWARDS = frozenset({Op.RECV_FORWARD, Op.FORWARD, Op.SEND_FORWARD})
-_UPDATING = frozenset({Op.UPDATE, Op.SEND_TIED_PARAM, Op.RECV_TIED_PARAM})
-_SUMMING = frozenset({Op.ALL_REDUCE, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD})
-
-
-def _mean(result: StepResult, samples: Sequence[int], index: int) -> float:
-    """The mean loss of mini-batch `index`. Raises `HetpipeError` if it is not finite."""
-    if result.counts is not None:
-        mean = sum(result.losses) / sum(result.counts)
-    else:
-        losses = zip(result.losses, samples, strict=True)
-        mean = sum(loss * size for loss, size in losses) / sum(samples)
-    if not math.isfinite(mean):
-        first = next((m for m, loss in enumerate(result.losses) if not math.isfinite(loss)), 0)
-        raise HetpipeError(
-            f"the loss of mini-batch {index} is {mean} (first in micro-batch {first}): lower the "
-            "learning rate, clip gradients (clip_norm), look at the data, or find the stage and "
-            "tensor where it begins with check_finite=True"
-        )
-    return mean
-
-
-def _rows(leaves: Mapping[str, Any]) -> int:
-    return int(next(iter(leaves.values())).shape[0])
-
-
-def _sizes(rows: int, microbatches: int) -> tuple[int, ...]:
-    """Sizes of min(microbatches, rows) micro-batches; they differ by at most one."""
-    count = min(microbatches, rows)
-    return tuple(rows // count + (index < rows % count) for index in range(count))
-
-
-def _slices(leaves: Mapping[str, Any], samples: Sequence[int]) -> Iterator[dict[str, Any]]:
-    lo = 0
-    for size in samples:
-        yield {name: leaf[lo : lo + size] for name, leaf in leaves.items()}
-        lo += size

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hetpipe.engine.measure import Progress, profile
-from hetpipe.errors import HetpipeError, PlanError
+from hetpipe.errors import PlanError
 from hetpipe.plan.planner import explore, make_plan
 from hetpipe.plan.pricing import check_able
 from hetpipe.plan.replicated import replicated_plan, staged_plan
-from hetpipe.schedule.generators import generate, is_asynchronous
-from hetpipe.schedule.lanes import laned_stages, row_workers
+from hetpipe.schedule.generators import is_asynchronous
 
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
-    from hetpipe.capture.precision import Precision
     from hetpipe.cost.table import CostTable
     from hetpipe.engine.crew import Crew
     from hetpipe.optim.rule import Optimizer
     from hetpipe.plan.plan import Plan
-    from hetpipe.sdk.info import DeviceInfo
 
 EXPLORED_MICROBATCHES = (4, 8, 16, 32)
 SYNCHRONOUS = ("1f1b", "gpipe")
@@ -147,42 +144,3 @@ class Planning:
         """Tables for these numbers of micro-batches, by samples of one."""
         sizes = sorted({self._samples(count) for count in counts}, reverse=True)
         return profile(self.captured, self.crew, self.optimizer, sizes, self.progress)
-
-
-def check_lanes(plan: Plan, infos: Mapping[str, DeviceInfo]) -> None:
-    """Raises `HetpipeError` where the schedule asks more queues of a device than it has.
-
-    `infos` by what the plan calls a device.
-    """
-    if is_asynchronous(plan.schedule):
-        return
-    workers = len(set(plan.devices))
-    rows = generate(plan.schedule, len(plan.stages), plan.microbatches, workers=workers)
-    at, laned = row_workers(rows), laned_stages(rows)
-    for stage in sorted(laned):
-        lanes = at.count(next(w for row, w in zip(rows, at, strict=True) if row[0].stage == stage))
-        for device in plan.stages[stage].devices:
-            queues = infos[device].capabilities.queues
-            if queues < lanes:
-                raise HetpipeError(
-                    f"{plan.schedule} runs {lanes} passes of a stage at once, and {device} "
-                    f"({infos[device].id}) runs {queues}: choose another schedule, such as 1f1b, "
-                    f"or a device with capabilities.queues of {lanes} or more"
-                )
-
-
-def check_dtypes(precision: Precision, infos: Iterable[DeviceInfo]) -> None:
-    """Raises `HetpipeError` for a device that has not the dtypes of `precision`."""
-    for info in infos:
-        known = ", ".join(info.dtypes)
-        if precision.compute is not None and precision.compute not in info.dtypes:
-            raise HetpipeError(
-                f"precision={precision.compute!r}: {info.id} computes in {known}; leave the device "
-                "out of the cluster, or choose another precision"
-            )
-        if precision.cut is not None and precision.cut not in (*info.dtypes, *info.cast_dtypes):
-            casts = f", and casts {', '.join(info.cast_dtypes)}" if info.cast_dtypes else ""
-            raise HetpipeError(
-                f"cut_dtype={precision.cut!r}: {info.id} has {known}{casts}; leave the device out "
-                "of the cluster, or cut_dtype out"
-            )

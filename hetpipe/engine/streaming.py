@@ -6,59 +6,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hetpipe.engine.crew import Crew, Part, StepRequest, StepResult
-from hetpipe.engine.policy import POLICIES
 from hetpipe.engine.runner import closing
-from hetpipe.errors import HetpipeError
-from hetpipe.schedule.generators import is_asynchronous
 from hetpipe.schedule.stream import Stream
 
 if TYPE_CHECKING:
-    from hetpipe.optim.rule import Optimizer
-    from hetpipe.plan.plan import Plan
-
-
-def check_policy(plan: Plan, optimizer: Optimizer) -> None:
-    """Raises `HetpipeError` where policy, schedule, depth and optimizer do not fit together."""
-    policy, schedule = plan.weights, plan.schedule
-    in_flight, microbatches = plan.in_flight, plan.microbatches
-    if policy not in POLICIES:
-        raise HetpipeError(f"no weight policy {policy!r}; known: {', '.join(POLICIES)}")
-    if is_asynchronous(schedule) == (policy == "flush"):
-        kind = "asynchronous" if policy == "flush" else "synchronous"
-        wanted = POLICIES[1:] if policy == "flush" else POLICIES[:1]
-        raise HetpipeError(
-            f"schedule {schedule} is {kind} and weights={policy!r} does not fit it: choose "
-            f"{' or '.join(repr(name) for name in wanted)}, or another schedule"
-        )
-    stages = len(in_flight)
-    if policy == "2bw" and microbatches < in_flight[0]:
-        raise HetpipeError(
-            f"2bw accumulates at least as many micro-batches as are in flight: {microbatches} in a "
-            f"mini-batch, {in_flight[0]} in flight; use {in_flight[0]} micro-batches or more"
-        )
-    if policy == "spectrain":
-        straight = [stages - stage for stage in range(stages)]
-        if optimizer.name != "sgd" or not optimizer.state:
-            raise HetpipeError(
-                f"spectrain predicts with the momentum of sgd alone, not of {optimizer.name}; use "
-                "hp.optim.sgd(momentum=0.9), or weights='pipeoptim'"
-            )
-        if list(in_flight) != straight or microbatches != 1:
-            raise HetpipeError(
-                f"spectrain is defined for {straight} mini-batches of one micro-batch in flight, "
-                f"not for {list(in_flight)} micro-batches of {microbatches} each"
-            )
-        replicas = [len(stage.devices) for stage in plan.stages]
-        if max(replicas) > 1:
-            raise HetpipeError(
-                f"spectrain is defined for stages on one device each, not for {replicas} replicas; "
-                "use weights='pipeoptim'"
-            )
-    if policy == "pipeoptim" and optimizer.predict is None:
-        raise HetpipeError(
-            f"pipeoptim needs an optimizer that predicts weights, and {optimizer.name} as it is "
-            "set does not (sgd needs momentum); or use weights='stash'"
-        )
+    pass
 
 
 class Streaming:

@@ -78,7 +78,7 @@ def counted(out: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
         ("mlp", [12] * 6, counted, MEMBERS, "1f1b"),
         ("tied_autoencoder", [12, 12, 12, 12, 8, 12], None, MEMBERS, "1f1b"),
         ("mlp", [12] * 6, None, (MEMBERS,), "1f1b"),
-        ("mlp", [12] * 4, None, MEMBERS, "fbp"),
+        ("mlp", [12, 12, 12, 12, 9], None, MEMBERS, "fbp"),
     ],
     ids=["even", "rest", "sizes", "counted", "tied", "replicas", "fbp"],
 )

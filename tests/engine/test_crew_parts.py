@@ -17,7 +17,7 @@ from hetpipe.cluster.cluster import Cluster, Link, Member
 from hetpipe.engine.channel import INLINE_NBYTES, Channel
 from hetpipe.engine.control import Control
 from hetpipe.engine.crew import Crew, StepRequest
-from hetpipe.engine.messages import Beat, Failure, Reply
+from hetpipe.engine.messages import Beat, Counts, Failure, Reply
 from hetpipe.engine.overhead import measure_empty_action
 from hetpipe.engine.routing import wires
 from hetpipe.engine.runner import Script, closing
@@ -137,6 +137,19 @@ def test_control_keeps_the_first_failure() -> None:
     with pytest.raises(WorkerError, match="worker 'b' failed at 1F0: KeyError: 'x'") as caught:
         control.gather([0])
     assert "trace of it" in str(caught.value.__cause__)
+
+
+def test_control_loses_no_news() -> None:
+    """Of what comes next, it may come together with the last reply; who has no use leaves it."""
+    control, found = Control(["worker 'a'"]), list[Any]()
+    for number in range(3):
+        control.arrived(0, Reply(number))
+    control.arrived(0, Counts(7, (1.0,)))
+    assert control.gather([0]) == [0]
+    assert control.gather([0], on_news=found.append) == [1]
+    assert found == [Counts(7, (1.0,))]
+    assert control.gather([0], on_news=found.append) == [2]
+    assert len(found) == 1
 
 
 def test_control_waits_while_something_moves() -> None:

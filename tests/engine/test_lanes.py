@@ -25,9 +25,9 @@ from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Member
 from hetpipe.cost.table import CostTable
 from hetpipe.engine.crew import Crew, StepRequest
+from hetpipe.engine.fit import check_lanes
 from hetpipe.engine.lanes import HandOver, walk
 from hetpipe.engine.overhead import empty_stage
-from hetpipe.engine.planning import check_lanes
 from hetpipe.engine.transport import EdgeClosedError
 from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.schedule.action import Message

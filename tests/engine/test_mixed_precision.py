@@ -22,8 +22,8 @@ from hetpipe.capture.precision import Precision
 from hetpipe.capture.program import STATE
 from hetpipe.cluster import Cluster, Member
 from hetpipe.engine.crew import Crew
+from hetpipe.engine.fit import check_dtypes
 from hetpipe.engine.lossscale import Scaling
-from hetpipe.engine.planning import check_dtypes
 from hetpipe.errors import CaptureError, HetpipeError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}

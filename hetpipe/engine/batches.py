@@ -1,0 +1,48 @@
+"""Mini-batches: their rows, the sizes of their micro-batches, and the mean of their losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hetpipe.errors import HetpipeError
+
+if TYPE_CHECKING:
+    from hetpipe.engine.crew import StepResult
+
+
+def rows_of(leaves: Mapping[str, Any]) -> int:
+    """How many samples a batch has."""
+    return int(next(iter(leaves.values())).shape[0])
+
+
+def sizes_of(rows: int, microbatches: int) -> tuple[int, ...]:
+    """Sizes of min(microbatches, rows) micro-batches; they differ by at most one."""
+    count = min(microbatches, rows)
+    return tuple(rows // count + (index < rows % count) for index in range(count))
+
+
+def slices(leaves: Mapping[str, Any], samples: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """The leaves of each micro-batch."""
+    lo = 0
+    for size in samples:
+        yield {name: leaf[lo : lo + size] for name, leaf in leaves.items()}
+        lo += size
+
+
+def mean_loss(result: StepResult, samples: Sequence[int], index: int) -> float:
+    """The mean loss of mini-batch `index`. Raises `HetpipeError` if it is not finite."""
+    if result.counts is not None:
+        mean = sum(result.losses) / sum(result.counts)
+    else:
+        losses = zip(result.losses, samples, strict=True)
+        mean = sum(loss * size for loss, size in losses) / sum(samples)
+    if not math.isfinite(mean):
+        first = next((m for m, loss in enumerate(result.losses) if not math.isfinite(loss)), 0)
+        raise HetpipeError(
+            f"the loss of mini-batch {index} is {mean} (first in micro-batch {first}): lower the "
+            "learning rate, clip gradients (clip_norm), look at the data, or find the stage and "
+            "tensor where it begins with check_finite=True"
+        )
+    return mean

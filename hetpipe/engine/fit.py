@@ -1,0 +1,127 @@
+"""Whether a plan, its devices and what a user asks fit together; said before anything runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from hetpipe.engine.policy import POLICIES
+from hetpipe.errors import HetpipeError
+from hetpipe.schedule.generators import generate, is_asynchronous
+from hetpipe.schedule.lanes import laned_stages, row_workers
+
+if TYPE_CHECKING:
+    from hetpipe.capture.precision import Precision
+    from hetpipe.engine.messages import Clip
+    from hetpipe.optim.rule import Optimizer
+    from hetpipe.plan.plan import Plan
+    from hetpipe.sdk.info import DeviceInfo
+
+
+def check_policy(plan: Plan, optimizer: Optimizer) -> None:
+    """Raises `HetpipeError` where policy, schedule, depth and optimizer do not fit together."""
+    policy, schedule = plan.weights, plan.schedule
+    in_flight, microbatches = plan.in_flight, plan.microbatches
+    if policy not in POLICIES:
+        raise HetpipeError(f"no weight policy {policy!r}; known: {', '.join(POLICIES)}")
+    if is_asynchronous(schedule) == (policy == "flush"):
+        kind = "asynchronous" if policy == "flush" else "synchronous"
+        wanted = POLICIES[1:] if policy == "flush" else POLICIES[:1]
+        raise HetpipeError(
+            f"schedule {schedule} is {kind} and weights={policy!r} does not fit it: choose "
+            f"{' or '.join(repr(name) for name in wanted)}, or another schedule"
+        )
+    stages = len(in_flight)
+    if policy == "2bw" and microbatches < in_flight[0]:
+        raise HetpipeError(
+            f"2bw accumulates at least as many micro-batches as are in flight: {microbatches} in a "
+            f"mini-batch, {in_flight[0]} in flight; use {in_flight[0]} micro-batches or more"
+        )
+    if policy == "spectrain":
+        straight = [stages - stage for stage in range(stages)]
+        if optimizer.name != "sgd" or not optimizer.state:
+            raise HetpipeError(
+                f"spectrain predicts with the momentum of sgd alone, not of {optimizer.name}; use "
+                "hp.optim.sgd(momentum=0.9), or weights='pipeoptim'"
+            )
+        if list(in_flight) != straight or microbatches != 1:
+            raise HetpipeError(
+                f"spectrain is defined for {straight} mini-batches of one micro-batch in flight, "
+                f"not for {list(in_flight)} micro-batches of {microbatches} each"
+            )
+        replicas = [len(stage.devices) for stage in plan.stages]
+        if max(replicas) > 1:
+            raise HetpipeError(
+                f"spectrain is defined for stages on one device each, not for {replicas} replicas; "
+                "use weights='pipeoptim'"
+            )
+    if policy == "pipeoptim" and optimizer.predict is None:
+        raise HetpipeError(
+            f"pipeoptim needs an optimizer that predicts weights, and {optimizer.name} as it is "
+            "set does not (sgd needs momentum); or use weights='stash'"
+        )
+
+
+def check_lanes(plan: Plan, infos: Mapping[str, DeviceInfo]) -> None:
+    """Raises `HetpipeError` where the schedule asks more queues of a device than it has.
+
+    `infos` by what the plan calls a device.
+    """
+    if is_asynchronous(plan.schedule):
+        return
+    workers = len(set(plan.devices))
+    rows = generate(plan.schedule, len(plan.stages), plan.microbatches, workers=workers)
+    at, laned = row_workers(rows), laned_stages(rows)
+    for stage in sorted(laned):
+        lanes = at.count(next(w for row, w in zip(rows, at, strict=True) if row[0].stage == stage))
+        for device in plan.stages[stage].devices:
+            queues = infos[device].capabilities.queues
+            if queues < lanes:
+                raise HetpipeError(
+                    f"{plan.schedule} runs {lanes} passes of a stage at once, and {device} "
+                    f"({infos[device].id}) runs {queues}: choose another schedule, such as 1f1b, "
+                    f"or a device with capabilities.queues of {lanes} or more"
+                )
+
+
+def check_dtypes(precision: Precision, infos: Iterable[DeviceInfo]) -> None:
+    """Raises `HetpipeError` for a device that has not the dtypes of `precision`."""
+    for info in infos:
+        known = ", ".join(info.dtypes)
+        if precision.compute is not None and precision.compute not in info.dtypes:
+            raise HetpipeError(
+                f"precision={precision.compute!r}: {info.id} computes in {known}; leave the device "
+                "out of the cluster, or choose another precision"
+            )
+        if precision.cut is not None and precision.cut not in (*info.dtypes, *info.cast_dtypes):
+            casts = f", and casts {', '.join(info.cast_dtypes)}" if info.cast_dtypes else ""
+            raise HetpipeError(
+                f"cut_dtype={precision.cut!r}: {info.id} has {known}{casts}; leave the device out "
+                "of the cluster, or cut_dtype out"
+            )
+
+
+def check_clip(plan: Plan, clip: Clip | None) -> None:
+    """Raises `HetpipeError` for a bound that cannot be, or norms that nobody has."""
+    if clip is None:
+        return
+    if not 0 < clip.norm < math.inf:
+        raise HetpipeError(f"clip_norm={clip.norm}: give a finite number above 0")
+    if is_asynchronous(plan.schedule) and not clip.each:
+        raise HetpipeError(
+            f"under {plan.schedule} no two stages update at the same time, so there is no "
+            "norm over all of them: clip each stage's with clip_each=True, or use a "
+            "synchronous schedule"
+        )
+
+
+def check_accumulate(plan: Plan, accumulate: int) -> None:
+    """Raises `HetpipeError` for a number of mini-batches that the schedule cannot gather."""
+    if accumulate < 1:
+        raise HetpipeError(f"accumulate={accumulate}: give 1 or more mini-batches")
+    if accumulate > 1 and is_asynchronous(plan.schedule):
+        raise HetpipeError(
+            f"accumulate={accumulate}: {plan.schedule} updates behind each "
+            "mini-batch; use more micro-batches in one, or a synchronous schedule"
+        )

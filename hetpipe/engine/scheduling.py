@@ -1,0 +1,87 @@
+"""The schedules of a plan: of one mini-batch, all of it or some kinds of action; and its stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hetpipe.errors import PlanError
+from hetpipe.plan.plan import Plan
+from hetpipe.schedule.action import Action, Op, Schedule
+from hetpipe.schedule.complete import Tied
+from hetpipe.schedule.generators import generate, is_asynchronous
+from hetpipe.schedule.lanes import row_workers
+from hetpipe.schedule.stream import Stream
+from hetpipe.schedule.turns import places
+from hetpipe.schedule.validate import HALVES
+
+ALL = frozenset(Op)
+FORWARDS = frozenset({Op.RECV_FORWARD, Op.FORWARD, Op.SEND_FORWARD})
+SUMMING = frozenset({Op.ALL_REDUCE, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD})
+UPDATING = frozenset({Op.UPDATE, Op.SEND_TIED_PARAM, Op.RECV_TIED_PARAM})
+
+
+class Schedules:
+    """Those of one plan. Each is made once: workers know a schedule by its identity."""
+
+    def __init__(self, plan: Plan, tied: Tied = ()) -> None:
+        self._plan = plan
+        self._tied = tied
+        self._made: dict[tuple[int, frozenset[Op]], Schedule] = {}
+
+    @property
+    def halved(self) -> bool:
+        """Whether backwards come in halves."""
+        return any(a.op in HALVES for row in self._whole(self._plan.microbatches) for a in row)
+
+    def of(self, microbatches: int, ops: frozenset[Op]) -> Schedule:
+        """The actions of these kinds, of one mini-batch by itself."""
+        key = (microbatches, ops)
+        if key not in self._made:
+            in_flight = [min(stage.in_flight, microbatches) for stage in self._plan.stages]
+            whole = self._whole(microbatches, in_flight, self._tied)
+            rows = [tuple(a for a in row if a.op in ops) for row in whole]
+            if is_asynchronous(self._plan.schedule):  # a row for each replica: the first does it
+                turns = places(self._plan.replicas)
+                self._made[key] = tuple(rows[n] if replica == 0 else () for n, replica in turns)
+            else:
+                self._made[key] = tuple(_lanes(rows, row_workers(whole)))
+        return self._made[key]
+
+    def stream(self) -> Stream | None:
+        """The stream of an asynchronous plan. Raises `PlanError` for tied weights on two stages."""
+        plan = self._plan
+        if not is_asynchronous(plan.schedule):
+            return None
+        if self._tied:
+            owner, others = self._tied[0]
+            raise PlanError(
+                f"stages {owner} and {others[0]} share parameters, which {plan.schedule} would "
+                "update at different times: cut so that one stage has them, or use a synchronous "
+                "schedule"
+            )
+        return Stream(
+            plan.schedule, len(plan.stages), plan.microbatches, plan.in_flight, plan.replicas
+        )
+
+    def _whole(
+        self, microbatches: int, in_flight: Sequence[int] | None = None, tied: Tied = ()
+    ) -> Schedule:
+        plan = self._plan
+        return generate(
+            "1f1b" if is_asynchronous(plan.schedule) else plan.schedule,
+            len(plan.stages),
+            microbatches,
+            in_flight=in_flight,
+            tied=tied,
+            workers=len(set(plan.devices)),
+            replicas=() if is_asynchronous(plan.schedule) else plan.replicas,
+        )
+
+
+def _lanes(rows: Sequence[tuple[Action, ...]], workers: Sequence[int]) -> list[tuple[Action, ...]]:
+    """The lanes of each worker that have anything to do, or one that has not."""
+    found: list[tuple[Action, ...]] = []
+    for worker in sorted(set(workers)):
+        lanes = [row for row, at in zip(rows, workers, strict=True) if at == worker]
+        found += [row for row in lanes if row] or lanes[:1]
+    return found
