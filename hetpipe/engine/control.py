@@ -81,7 +81,7 @@ class Control:
         patience_s: float | None = None,
         on_news: Callable[[News], None] | None = None,
     ) -> list[Any]:
-        """One reply of each of these workers; what is news meanwhile is given to `on_news`, or kept.
+        """One reply of each of these workers; news meanwhile are given to `on_news`, or kept.
 
         Raises `WorkerError` when one fails, or when none moves for `patience_s`.
         """
