@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import ceil
 
 import numpy as np
@@ -34,8 +35,10 @@ FORWARD_S, BACKWARD_S = 0.010, 0.020
 TRANSFERS_S = (0.0, 0.005, 0.015)
 STAGES = (2, 3, 4)
 MICROBATCHES = 8
-MINI_BATCHES = 32  # of a stream
-ROUNDS = 3
+MINI_BATCHES = 88  # of a stream
+SETTLE = 12  # of them until it is steady, and at the end
+WINDOW = 12  # a multiple of every number of stages
+ROUNDS = 5
 SYNCHRONOUS = ("naive", "gpipe", "1f1b-sno", "1f1b-so", "fbp")
 CHUNKS = 16
 CHUNKED = ("1f1b-as", "fbp")
@@ -161,14 +164,15 @@ def _streamed(crew: Crew, depth: str, in_flight: Sequence[int], transfer_s: floa
 
 
 def _interval_s(timeline: Timeline) -> float:
-    """Seconds from one mini-batch to the next in the steady state, at the input stage."""
+    """Seconds from one mini-batch to the next in the steady state, at the input stage: the median
+    over some windows of the mean in each."""
     ends_s = sorted(
         span.end_s
         for span in timeline.spans
         if span.action.stage == 0 and span.action.op is Op.BACKWARD
-    )[: MINI_BATCHES - 8]
-    half = len(ends_s) // 2
-    return (ends_s[-1] - ends_s[half]) / (len(ends_s) - 1 - half)
+    )[SETTLE : MINI_BATCHES - SETTLE]
+    marks_s = ends_s[::WINDOW]
+    return statistics.median((end_s - begin_s) / WINDOW for begin_s, end_s in pairwise(marks_s))
 
 
 def main() -> None:
