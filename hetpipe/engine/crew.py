@@ -255,7 +255,8 @@ class Crew:
             now_s = time.monotonic()
             if part is None or part.begins == 0:
                 self._origin_s = now_s
-            lanes = [worker_rows(request.schedule)[row] for row in self._row_of.values()]
+            of_workers = worker_rows(request.schedule)
+            lanes = [of_workers[row] for row in self._row_of.values()]
             self._posted.append(_Posted(now_s, [len(own) for own in lanes]))
             self._clip, self._loss_scale = request.clip, request.loss_scale
             self._skipped = False
