@@ -50,7 +50,7 @@ class Sender:
 
     @property
     def axes(self) -> Axes:
-        """Where the rows of tensors lie of which rows travel."""
+        """By tensor, the dimension of its rows, where only some of them travel."""
         return self._outlet.wire.axes
 
     def send(self, action: Action, kind: Kind, tensors: Sequence[Tensor]) -> None:
@@ -117,7 +117,7 @@ class Receiver(ABC):
 
     @property
     def axes(self) -> Axes:
-        """Where the rows of tensors lie of which rows travel."""
+        """By tensor, the dimension of its rows, where only some of them travel."""
         return self._inlet.wire.axes
 
     @abstractmethod

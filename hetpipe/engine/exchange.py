@@ -158,11 +158,12 @@ class Exchange:
         return [route for route in found if self._layout(own, route, sends) is not None]
 
     def _layout(self, own: Place, route: Route, sends: bool) -> Layout | None:
-        edge = self._senders.get((own, route.peer))
-        other = self._receivers.get((route.peer, own))
+        edge: Sender | Receiver | None
         if sends:
-            return None if edge is None else edge.layout(route.kind)
-        return None if other is None else other.layout(route.kind)
+            edge = self._senders.get((own, route.peer))
+        else:
+            edge = self._receivers.get((route.peer, own))
+        return None if edge is None else edge.layout(route.kind)
 
     def _send(
         self, action: Action, message: Message, own: Place, kind: Kind, found: Sequence[Route]

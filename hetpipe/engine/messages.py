@@ -105,7 +105,7 @@ class Batch:
     between stages is by stage. A replica sees its own rows, of what it takes part in."""
 
     serial: int  # names it between the controller and its workers
-    number: int  # of its update, from 1
+    number: int  # of all that were trained, from 1
     samples: tuple[int, ...]
     feeds: Mapping[int, Sequence[Mapping[str, Array]]]
     loss_tangents: tuple[float, ...]

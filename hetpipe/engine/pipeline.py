@@ -130,7 +130,8 @@ class Pipeline:
         self._accumulate = accumulate
         self._accumulated: list[float] = []  # since the last update: what mini-batches count
         self._steps = 0 if resume is None else int(resume.manifest["step"])
-        if resume is not None and (plan, cuts, microbatches, schedule) == (None,) * 3 + ("auto",):
+        asked = (plan, cuts, replicas, microbatches, schedule) != (None,) * 4 + ("auto",)
+        if resume is not None and not asked:
             plan = Plan.from_json(resume.manifest["plan"])
         self._recent: deque[StepResult] = deque(maxlen=RECENT)
         self._handed_out: deque[tuple[int, tuple[int, ...]]] = deque()  # index, samples
@@ -267,8 +268,9 @@ class Pipeline:
     ) -> Pipeline:
         """A pipeline that goes on where `save` was called; `options` as for `Pipeline`.
 
-        Without `plan`, `cuts`, `microbatches` or `schedule` it has the checkpoint's plan, and then
-        the result is what it would have been had `save` only flushed, bit for bit on one machine.
+        Without `plan`, `cuts`, `replicas`, `microbatches` or `schedule` it has the checkpoint's
+        plan, and then the result is what it would have been had `save` only flushed, bit for bit on
+        one machine.
         Raises `CheckpointError` for files that are damaged or of another model or optimizer.
         """
         return cls(model, loss_fn, example, resume=load_checkpoint(Path(directory)), **options)

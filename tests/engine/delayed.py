@@ -13,8 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+import hetpipe as hp
+
 WIDTHS = (6, 8, 8, 8, 3)
 SAMPLES = 4
+MINI_BATCHES = 30
 
 
 class Layer(NamedTuple):
@@ -167,3 +170,19 @@ def _pass(
         grads[index].weight.add_(slope.t() @ entered[index])
         grads[index].bias.add_(slope.sum(0))
         slope = slope @ back[index].weight
+
+
+def trained(pipe: hp.Pipeline, count: int = MINI_BATCHES) -> dict[str, torch.Tensor]:
+    with pipe:
+        results = list(pipe.run(batch(b) for b in range(count)))
+        assert [result.index for result in results] == list(range(count))
+        return pipe.state_dict()
+
+
+def distance(state: dict[str, torch.Tensor], wanted: list[Layer]) -> float:
+    """Largest difference of a parameter, over the largest of its values."""
+    values = [value for layer in wanted for value in layer]
+    return max(
+        float((found - value).abs().max() / value.abs().max())
+        for found, value in zip(state.values(), values, strict=True)
+    )

@@ -9,7 +9,17 @@ from typing import Any
 import delayed
 import pytest
 import torch
-from delayed import Adam, Choice, Momentum, batch, loss_fn, network
+from delayed import (
+    MINI_BATCHES,
+    Adam,
+    Choice,
+    Momentum,
+    batch,
+    distance,
+    loss_fn,
+    network,
+    trained,
+)
 from plans import unpriced
 
 import hetpipe as hp
@@ -18,7 +28,6 @@ from hetpipe.cluster import Cluster, Member
 from hetpipe.engine.crew import Crew
 from hetpipe.errors import HetpipeError
 
-MINI_BATCHES = 30
 TRANSPORTS = ["local", "shared-memory", "distributed"]
 
 
@@ -58,22 +67,6 @@ def pipeline(
         model, loss_fn, batch(0), cluster=crew.cluster, crew=crew, optimizer=optimizer, plan=plan,
         costs=costs, captured=captured,
     )  # fmt: skip
-
-
-def trained(pipe: hp.Pipeline, count: int = MINI_BATCHES) -> dict[str, torch.Tensor]:
-    with pipe:
-        results = list(pipe.run(batch(b) for b in range(count)))
-        assert [result.index for result in results] == list(range(count))
-        return pipe.state_dict()
-
-
-def distance(state: dict[str, torch.Tensor], wanted: list[delayed.Layer]) -> float:
-    """Largest difference of a parameter, over the largest of its values."""
-    values = [value for layer in wanted for value in layer]
-    return max(
-        float((found - value).abs().max() / value.abs().max())
-        for found, value in zip(state.values(), values, strict=True)
-    )
 
 
 def delays(policy: str, stages: int, depths: list[int]) -> tuple[Choice, Choice]:

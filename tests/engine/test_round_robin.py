@@ -8,7 +8,17 @@ from typing import Any
 import delayed
 import pytest
 import torch
-from delayed import Adam, Choice, Momentum, batch, loss_fn, network
+from delayed import (
+    MINI_BATCHES,
+    Adam,
+    Choice,
+    Momentum,
+    batch,
+    distance,
+    loss_fn,
+    network,
+    trained,
+)
 from plans import unpriced
 
 import hetpipe as hp
@@ -18,7 +28,6 @@ from hetpipe.engine.crew import Crew
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.turns import noam
 
-MINI_BATCHES = 30
 SGD = (hp.optim.sgd(lr=0.03, momentum=0.9), Momentum(0.03))
 ADAM = (hp.optim.adam(lr=0.01), Adam(0.01))
 
@@ -53,22 +62,6 @@ def pipeline(
         network(), loss_fn, batch(0), cluster=crew.cluster, crew=crew, optimizer=optimizer,
         plan=plan, costs=costs, captured=captured, **options,
     )  # fmt: skip
-
-
-def trained(pipe: hp.Pipeline, count: int) -> dict[str, torch.Tensor]:
-    with pipe:
-        results = list(pipe.run(batch(b) for b in range(count)))
-        assert [result.index for result in results] == list(range(count))
-        return pipe.state_dict()
-
-
-def distance(state: dict[str, torch.Tensor], wanted: list[delayed.Layer]) -> float:
-    """Largest difference of a parameter, over the largest of its values."""
-    values = [value for layer in wanted for value in layer]
-    return max(
-        float((found - value).abs().max() / value.abs().max())
-        for found, value in zip(state.values(), values, strict=True)
-    )
 
 
 def delays(policy: str, replicas: Sequence[int], depths: Sequence[int]) -> tuple[Choice, Choice]:
