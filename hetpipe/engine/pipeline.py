@@ -70,10 +70,12 @@ class Pipeline:
     `microbatches=None` lets the planner choose. `plan` (or `cuts`, layer indices) overrides the
     planner. `replicas` (with `cuts`) says how many of the cluster's devices, in their order, each
     stage has: they divide micro-batches by their speed, or under an asynchronous schedule take
-    mini-batches in turn. `weights` is how versions of the weights are kept under an asynchronous
-    schedule (`stash`, which is the default there, `vertical-sync`, `2bw`, `spectrain`,
-    `pipeoptim`); a synchronous one has `flush`. Gradients whose norm over all stages (with
-    `clip_each` over one) exceeds `clip_norm` are scaled to it, as torch's `clip_grad_norm_` does.
+    mini-batches in turn. `schedule="data-parallel"` is all stages on every device; between its
+    `cuts` gradients are summed while the backward goes on. `weights` is how versions of the weights
+    are kept under an asynchronous schedule (`stash`, which is the default there, `vertical-sync`,
+    `2bw`, `spectrain`, `pipeoptim`); a synchronous one has `flush`. Gradients whose norm over all
+    stages (with `clip_each` over one) exceeds `clip_norm` are scaled to it, as torch's
+    `clip_grad_norm_` does.
     With `accumulate` the mean gradient of so many mini-batches makes one update. `recompute`
     ("inputs", "min-cut", or one per stage) keeps less for the backward and computes it again. A
     loss that is not finite ends training; `check_finite` then names the stage and tensor where it

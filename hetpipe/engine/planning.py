@@ -25,7 +25,7 @@ SYNCHRONOUS = ("1f1b", "gpipe")
 STAGED_MICROBATCHES = 8
 """Of plans whose stages were given with their replicas."""
 DATA_PARALLEL = "data-parallel"
-"""Asked for as a schedule: a plan of one stage with a replica on each device."""
+"""The schedule whose every stage, and that is one without cuts, has a replica on each device."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Planning:
         """
         if weights == "auto":
             weights = "stash" if is_asynchronous(schedule) else "flush"
-        if schedule == DATA_PARALLEL and cuts is None:
-            return self._replicated(microbatches)
+        if schedule == DATA_PARALLEL:
+            return self._replicated(microbatches, cuts or (), replicas)
         if replicas is not None:
             name = "1f1b" if schedule == "auto" else schedule
             return self._staged(microbatches, name, weights, cuts or (), replicas)
@@ -103,10 +103,19 @@ class Planning:
             check_able(plan, costs)
         return costs
 
-    def _replicated(self, microbatches: int | None) -> tuple[Plan, CostTable]:
-        tables = self._profiled([2, *EXPLORED_MICROBATCHES])
+    def _replicated(
+        self, microbatches: int | None, cuts: Sequence[int], replicas: Sequence[int] | None
+    ) -> tuple[Plan, CostTable]:
+        """The model, in stages between the cuts, on every device."""
+        members = list(self.crew.infos)
+        if replicas is not None and list(replicas) != [len(members)] * (len(cuts) + 1):
+            raise PlanError(
+                f"{DATA_PARALLEL} has a replica of every stage on each of {len(members)} devices, "
+                f"not replicas {list(replicas)}: leave them out, or choose another schedule"
+            )
+        tables = self._profiled([1, 2, *EXPLORED_MICROBATCHES])
         plan = replicated_plan(
-            tables, list(self.crew.infos), mini_batch=self.mini_batch, microbatches=microbatches
+            tables, members, cuts, mini_batch=self.mini_batch, microbatches=microbatches
         )
         return plan, tables[min(tables, key=lambda size: abs(size - plan.share_samples))]
 

@@ -19,6 +19,7 @@ from hetpipe.engine.messages import Batch, Step, StepReport
 from hetpipe.engine.pieces import Leaving
 from hetpipe.engine.shares import Shares
 from hetpipe.engine.stage import Stage
+from hetpipe.engine.sums import Sums
 from hetpipe.engine.wiring import (
     ALL_REDUCE,
     EVALUATION,
@@ -27,7 +28,7 @@ from hetpipe.engine.wiring import (
     TIED_PARAM,
     Kind,
 )
-from hetpipe.schedule.action import PER_MINI_BATCH, Action, Message, Op, Schedule
+from hetpipe.schedule.action import BEHIND_SUMS, PER_MINI_BATCH, Action, Message, Op, Schedule
 from hetpipe.schedule.lanes import HAND_OVERS
 from hetpipe.schedule.turns import round_of
 
@@ -100,6 +101,7 @@ class Runner:
         on_error: OnError,
     ) -> None:
         self.hand_over = HandOver()
+        self.sums = Sums(on_error)
         self._doing: dict[int, Action] = {}  # by lane
         self._on_error = on_error
         self._stages = stages
@@ -144,6 +146,7 @@ class Runner:
         self._expect(lanes, step.first)
         walks = [partial(self._walk, lane, script, step) for lane, script in enumerate(lanes)]
         walk(walks, self.hand_over, self._on_error)
+        self.sums.wait()
         if step.drain:
             self._exchange.drain()
             for table in (self._updated, self._batches, self._firsts):
@@ -156,6 +159,8 @@ class Runner:
         pairs = [*script.numbered(step.first, step.microbatches)]
         for (action, message), behind in zip_longest(pairs, pairs[1:]):
             self._doing[lane] = action
+            if action.op in BEHIND_SUMS:
+                self.sums.wait()
             start_s = time.monotonic()
             if message is not None and action.op in HAND_OVERS:
                 (self.hand_over.give if action.op.is_send else self.hand_over.take)(message)
@@ -164,8 +169,11 @@ class Runner:
                 mini_batch = message.number // step.microbatches
                 self._exchange.transfer(action, message, kind, mini_batch)
             elif action.op is Op.ALL_REDUCE:
-                self._exchange.all_reduce(action, self._share_of_sum(action))
-                spans.append((action, start_s, time.monotonic()))
+                add = partial(self._sum, action, self._share_of_sum(action))
+                if behind is None or behind[0].op in BEHIND_SUMS:
+                    add()
+                else:
+                    self.sums.begin(add)
             elif action.op is Op.UPDATE:
                 batch = self._batches[action.number]
                 grad_scale = self._grad_scale(action.stage, batch)
@@ -225,6 +233,12 @@ class Runner:
         """The mini-batches of an update: several where replicas take turns."""
         replicas = len(self._shares.weights[action.stage]) if self._shares.in_turn else 1
         return round_of(action.number, replicas, action.number + 1)
+
+    def _sum(self, action: Action, share: float) -> None:
+        """Sum a stage's gradients over its replicas, on whichever thread."""
+        start_s = time.monotonic()
+        self._exchange.all_reduce(action, share)
+        self._spans.append((action, start_s, time.monotonic()))
 
     def _share_of_sum(self, action: Action) -> float:
         """What a sum over replicas multiplies this one's gradients with: they give the mean of

@@ -32,6 +32,7 @@ from hetpipe.engine.messages import (
 )  # fmt: skip
 from hetpipe.engine.runner import Runner, Script
 from hetpipe.engine.stage import Stage
+from hetpipe.engine.sums import Sums
 from hetpipe.engine.transport import EdgeClosedError
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk.backend import Device
@@ -55,7 +56,7 @@ class Service:
         self._stages: dict[int, Stage] = {}
         self._replicas: dict[int, int] = {}  # which of its replicas each stage here is
         self._runner: Runner | None = None
-        self._edges: list[Sender | Receiver | HandOver] = []
+        self._edges: list[Sender | Receiver | HandOver | Sums] = []
         self._scripts: dict[int, tuple[Script, ...]] = {}  # of each, the worker's lanes
         self._scales: dict[tuple[int, bool], float] = {}
         self._scaled = threading.Condition()
@@ -149,7 +150,12 @@ class Service:
         self._runner = Runner(
             self._stages, self._replicas, message.shares, exchange, speed, self.fail
         )
-        self._edges = [*senders.values(), *receivers.values(), self._runner.hand_over]
+        self._edges = [
+            *senders.values(),
+            *receivers.values(),
+            self._runner.hand_over,
+            self._runner.sums,
+        ]
 
     def _step(self, message: Step, fds: Sequence[int]) -> Any:
         runner = self._runner

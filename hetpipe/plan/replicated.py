@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -22,29 +23,32 @@ BEYOND = 1.25
 def replicated_plan(
     tables: Mapping[int, CostTable],
     devices: Sequence[str],
+    cuts: Sequence[int] = (),
     *,
     mini_batch: int,
     microbatches: int | None = None,
 ) -> Plan:
-    """The quickest predicted plan with one stage, a replica on each of `devices`.
+    """The quickest predicted plan with the whole model on each of `devices`.
 
-    A step is the slowest replica's passes, an all-reduce and an update. `tables` by micro-batch
-    size; times of other sizes lie on lines between them. Raises `PlanError` if no numbers of rows
-    lie within the measured sizes, or a device cannot run the model.
+    A step is the slowest replica's passes, an all-reduce and an update; with `cuts` gradients of a
+    stage are summed while the stages in front of it compute. `tables` by micro-batch size; times of
+    other sizes lie on lines between them. Raises `PlanError` if all numbers of rows lie beyond the
+    measured sizes, a device cannot run the model, or cuts do not fit it.
     """
+    _check([devices] * (len(cuts) + 1), cuts, len(next(iter(tables.values())).layers))
     most = mini_batch // max(len(devices), 1)  # a row for everyone
     counts = [microbatches] if microbatches else [2**k for k in range(most.bit_length())]
     found = [
         plan
         for count in counts
-        for plan in [_with(tables, tuple(devices), mini_batch, count)]
+        for plan in [_with(tables, tuple(devices), cuts, mini_batch, count)]
         if plan is not None
     ]
     if len(devices) < 2 or not found:
         raise PlanError(
             f"no data-parallel plan for {', '.join(devices) or 'no device'}: there must be two or "
-            f"more, and their shares of a mini-batch of {mini_batch} lie between the measured "
-            f"sizes {min(tables)} and {max(tables)}; profile others, or use a pipeline"
+            f"more, with a row for each, and no share of a mini-batch of {mini_batch} above the "
+            f"largest measured size, {max(tables)}; profile others, or use a pipeline"
         )
     best = min(found, key=lambda plan: plan.step_s)
     check_able(best, next(iter(tables.values())))
@@ -137,7 +141,11 @@ def _stage(
 
 
 def _with(
-    tables: Mapping[int, CostTable], devices: tuple[str, ...], mini_batch: int, microbatches: int
+    tables: Mapping[int, CostTable],
+    devices: tuple[str, ...],
+    cuts: Sequence[int],
+    mini_batch: int,
+    microbatches: int,
 ) -> Plan | None:
     """The plan with so many micro-batches; None if its sizes were not measured."""
     samples = -(-mini_batch // microbatches)
@@ -146,34 +154,41 @@ def _with(
     rows = _rows(times, samples)
     if not all(times[device].knows(count) for device, count in rows.items()):
         return None
-    stage = _stage(tables, times, rows, 0, layers, 1)
+    stages = []
+    for lo, hi in zip((0, *cuts), (*cuts, layers), strict=True):
+        parts = {device: _Times(tables, device, lo, hi) for device in devices}
+        stages.append(_stage(tables, parts, rows, lo, hi, 1))
     table = tables[min(tables, key=lambda size: abs(size - samples // len(devices)))]
-    both_s = microbatches * (stage.forward_s + stage.backward_s)
-    return Plan(
+    plan = Plan(
         table.model,
         tuple(layer.name for layer in table.layers),
-        (stage,),
-        "1f1b",
+        tuple(stages),
+        "data-parallel",
         mini_batch,
         microbatches,
-        both_s + stage.all_reduce_s + stage.update_s + table.step_overhead_s,
-        (),
+        0.0,
+        tuple(table.layers[cut - 1].cut_nbytes for cut in cuts),
         label_of(table, devices),
         "data-parallel",
     )
+    return replace(plan, step_s=step_s(plan, predict(plan, table)))
 
 
 class _Times:
-    """Forward and backward of layers lo..hi (hi excluded) on a device, by rows."""
+    """Forward and backward of layers lo..hi (hi excluded) on a device, by rows.
+
+    More rows never take less: where they were measured so, it was noise.
+    """
 
     def __init__(self, tables: Mapping[int, CostTable], device: str, lo: int, hi: int) -> None:
         self.sizes = sorted(tables)
-        self._forward_s = [tables[size].forward_s(device, lo, hi) for size in self.sizes]
-        self._backward_s = [tables[size].backward_s(device, lo, hi) for size in self.sizes]
+        costs = [tables[size] for size in self.sizes]
+        self._forward_s = _rising([table.forward_s(device, lo, hi) for table in costs])
+        self._backward_s = _rising([table.backward_s(device, lo, hi) for table in costs])
 
     def knows(self, rows: int) -> bool:
-        """Whether so many rows are near what was measured."""
-        return self.sizes[0] <= rows <= BEYOND * self.sizes[-1]
+        """Whether so many rows are near what was measured; fewer take no longer than the fewest."""
+        return rows <= BEYOND * self.sizes[-1]
 
     def at(self, rows: int) -> tuple[float, float]:
         """Seconds for so many rows."""
@@ -184,6 +199,10 @@ class _Times:
             slope = (times_s[-1] - times_s[-2]) / (self.sizes[-1] - self.sizes[-2])
             return times_s[-1] + slope * (rows - self.sizes[-1])
         return float(np.interp(rows, self.sizes, times_s))
+
+
+def _rising(times_s: Sequence[float]) -> list[float]:
+    return list(accumulate(times_s, max))
 
 
 def _rows(times: Mapping[str, _Times], samples: int) -> dict[str, int]:

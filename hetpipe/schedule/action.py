@@ -30,7 +30,7 @@ class Op(str, Enum):
     RECV_KEPT = "RK"
     SEND_VACANT = "SV"  # and back: the backward is through, so the place is vacant
     RECV_VACANT = "RV"
-    ALL_REDUCE = "A"  # gradients, over the replicas of the stage; number: as of an update
+    ALL_REDUCE = "A"  # begins to sum gradients over the stage's replicas; number: as of an update
     UPDATE = "U"  # number: the mini-batch; 0, a synchronous schedule's only one, is not printed
     SEND_TIED_PARAM = "SP"  # number: the stage it goes to
     RECV_TIED_PARAM = "RP"  # number: the owner
@@ -52,6 +52,9 @@ class Op(str, Enum):
 
 
 PER_MINI_BATCH = (Op.ALL_REDUCE, Op.UPDATE)
+
+BEHIND_SUMS = (Op.UPDATE, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD)
+"""What reads or changes gradients, and so waits for the sums that have begun before it."""
 
 
 class Message(NamedTuple):

@@ -29,21 +29,30 @@ def tied_pairs(stages: int, tied: Tied) -> list[Pair]:
 def flushed(
     row: Sequence[Action], stages: int, pairs: Sequence[Pair], replicas: Sequence[int]
 ) -> Iterator[Action]:
-    """A worker's passes with transfers, and the updates of its stages at the end.
+    """A worker's passes with transfers and sums over replicas, its stages' updates at the end.
 
     Sends come before receives on both sides of the updates: a worker may own one tied parameter
     and borrow another.
     """
-    yield from with_transfers(row, stages)
+    yield from with_transfers([*_with_sums(row, replicas)], stages)
     own = sorted({action.stage for action in row if action.op in WEIGHTS})
     owned = [pair for stage in own for pair in pairs if pair[0] == stage]
     borrowed = [pair for stage in own for pair in pairs if pair[1] == stage]
-    yield from (Action(n, Op.ALL_REDUCE) for n in own if replicas and replicas[n] > 1)
     yield from (Action(other, Op.SEND_TIED_GRAD, owner) for owner, other in borrowed)
     yield from (Action(owner, Op.RECV_TIED_GRAD, other) for owner, other in owned)
     yield from (Action(stage, Op.UPDATE) for stage in own)
     yield from (Action(owner, Op.SEND_TIED_PARAM, other) for owner, other in owned)
     yield from (Action(other, Op.RECV_TIED_PARAM, owner) for owner, other in borrowed)
+
+
+def _with_sums(row: Sequence[Action], replicas: Sequence[int]) -> Iterator[Action]:
+    """The sum over a stage's replicas right behind the last of its backwards."""
+    last = {action.stage: action for action in row if action.op in WEIGHTS}
+    for action in row:
+        yield action
+        n = action.stage
+        if action == last.get(n) and replicas and replicas[n] > 1:
+            yield Action(n, Op.ALL_REDUCE)
 
 
 def with_updates(row: Sequence[Action], microbatches: int) -> Iterator[Action]:

@@ -16,6 +16,7 @@ from hetpipe.schedule.fbp import fbp
 from hetpipe.schedule.interleaved import interleaved
 from hetpipe.schedule.lanes import laned_stages
 from hetpipe.schedule.straight import (
+    data_parallel,
     gpipe,
     naive,
     one_f_one_b,
@@ -72,6 +73,7 @@ register_schedule("fbp")(fbp)
 register_schedule("zb-h1")(zb_h1)
 register_schedule("zb-v", chunked=True)(zb_v)
 register_schedule("interleaved", chunked=True)(interleaved)
+register_schedule("data-parallel", chunked=True)(data_parallel)
 register_schedule("pipedream", asynchronous=True)(pipedream)
 
 

@@ -97,6 +97,33 @@ def pipedream(stages: int, microbatches: int, in_flight: Sequence[int] | None = 
     return one_f_one_b(stages, microbatches, in_flight)
 
 
+def data_parallel(
+    stages: int, microbatches: int, in_flight: Sequence[int] | None, workers: int
+) -> Schedule:
+    """Every worker has the whole model, in stages (here 3 and 2 micro-batches); all do one row.
+
+        0  0F0 1F0 2F0 2B0 1B0 0B0 0F1 1F1 2F1 2B1 2A 1B1 1A 0B1 0A 0U 1U 2U
+
+    The replicas' gradients of a stage are summed (A) while the stages in front of it still compute;
+    with one stage they are summed behind everything. Raises `ScheduleError` for several workers:
+    the others are replicas.
+    """
+    if workers != 1:
+        raise ScheduleError(
+            f"data-parallel has one row, which all replicas do, not {workers}: give every stage "
+            "the same devices"
+        )
+    order = range(stages)
+    return (
+        tuple(
+            Action(stage, op, microbatch)
+            for microbatch in range(microbatches)
+            for op, way in ((Op.FORWARD, order), (Op.BACKWARD, reversed(order)))
+            for stage in way
+        ),
+    )
+
+
 def depths(stages: int, times: int, in_flight: Sequence[int] | None) -> list[int]:
     """Per stage `times` (N-n), or `in_flight` where that is less."""
     deep = [times * (stages - stage) for stage in range(stages)]

@@ -5,8 +5,10 @@ posted and costs it nothing; a receive holds it until the message has arrived. E
 each direction between two workers, carries one message at a time, in the order of posting. What a
 stage sends in chunks is on the edge from the first chunk on, and leaves it with the last.
 
-The lanes of a worker run at once. While several compute, each has an even share of its speed. Where
-replicas have a row each, a sum of their gradients begins when all have come to it.
+The lanes of a worker run at once. While several compute, each has an even share of its speed.
+
+A sum over replicas goes on beside the passes behind it, one at a time, and an update waits for it.
+Where replicas have a row each, it begins when all have come to it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
 from hetpipe.errors import ScheduleError
-from hetpipe.schedule.action import Action, Message, Op, Schedule
+from hetpipe.schedule.action import BEHIND_SUMS, Action, Message, Op, Schedule
 from hetpipe.schedule.lanes import row_names, row_workers
 from hetpipe.simulate.timeline import Span, Timeline
 from hetpipe.simulate.times import StageTimes
@@ -88,6 +90,8 @@ class _Lane:
         self._run = run
         self._next = 0
         self.waiting: Message | None = None
+        self._sums = 0  # begun and not done
+        self._waits_for_sums = False
         self._since_s = 0.0  # when the wait, or the last compute, began
 
     @property
@@ -100,13 +104,17 @@ class _Lane:
         clock = self._run.clock
         while (action := self.current) is not None:
             message = action.message
-            if message is None:
-                if action.op is Op.ALL_REDUCE and not self._run.gathered(self, action):
-                    return
+            if action.op in BEHIND_SUMS and self._sums:
+                self._waits_for_sums = True
+                return
+            if action.op is Op.ALL_REDUCE:
+                self._sums += 1
+                self._run.gather(self, action)
+            elif message is None:
                 self._since_s = clock.now_s
                 self._device.begin(self, self._run.times.compute_s(action))
                 return
-            if action.op.is_send:
+            elif action.op.is_send:
                 self._run.post(self, action, message)
             elif message in self._run.arrived:
                 self._run.record(self.index, action, clock.now_s, clock.now_s)
@@ -114,6 +122,13 @@ class _Lane:
                 self.waiting, self._since_s = message, clock.now_s
                 return
             self._next += 1
+
+    def summed(self) -> None:
+        """A sum over replicas is there."""
+        self._sums -= 1
+        if self._waits_for_sums and not self._sums:
+            self._waits_for_sums = False
+            self.resume()
 
     def computed(self) -> None:
         """The device is through with the action."""
@@ -152,6 +167,7 @@ class _Run:
         self._targets = {a.message: self._workers[i] for i, a in cells if a.op.is_receive}
         self._takers = Counter(action for _, action in cells if action.op is Op.ALL_REDUCE)
         self._gathering: dict[Action, list[_Lane]] = defaultdict(list)
+        self._summing_s: dict[int, float] = defaultdict(float)  # until when a worker sums
         self._edge_free_s: dict[tuple[int, int], float] = defaultdict(float)
         devices = [_Device(self.clock) for _ in set(self._workers)]
         self.lanes = [
@@ -166,17 +182,19 @@ class _Run:
     def record(self, lane: int, action: Action, start_s: float, end_s: float) -> None:
         self.spans.append((lane, action, start_s, end_s))
 
-    def gathered(self, lane: _Lane, action: Action) -> bool:
-        """Whether all who take part in a sum have come to it; the last lets the others go on."""
-        waiting = self._gathering[action]
-        if lane in waiting:
-            return True
-        waiting.append(lane)
-        if len(waiting) < self._takers[action]:
-            return False
-        for other in waiting[:-1]:
-            self.clock.at(self.clock.now_s, RESUME, other.resume)
-        return True
+    def gather(self, lane: _Lane, action: Action) -> None:
+        """A lane has come to a sum; the last begins it."""
+        lanes = self._gathering[action]
+        lanes.append(lane)
+        if len(lanes) < self._takers[action]:
+            return
+        workers = [self._workers[lane.index] for lane in lanes]
+        start_s = max(self.clock.now_s, *(self._summing_s[worker] for worker in workers))
+        end_s = start_s + self.times.compute_s(action)
+        for lane, worker in zip(lanes, workers, strict=True):
+            self._summing_s[worker] = end_s
+            self.record(lane.index, action, start_s, end_s)
+            self.clock.at(end_s, RESUME, lane.summed)
 
     def post(self, lane: _Lane, action: Action, message: Message) -> None:
         """Put a message on its edge, behind those already there; on one worker it is free."""

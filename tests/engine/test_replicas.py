@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from test_schedules import Normalized, batches
 
 import hetpipe as hp
 from hetpipe.capture import Captured
-from hetpipe.cluster import Cluster, Member
+from hetpipe.cluster import Cluster, Link, Member
 from hetpipe.cost.table import CostTable
 from hetpipe.engine.crew import Crew
 from hetpipe.engine.shares import divide
@@ -39,13 +40,20 @@ def crew() -> Iterator[Crew]:
 
 def pipeline(
     crew: Crew, model: Any, loss_fn: Any, example: Any, rows: int, microbatches: int,
-    shares: tuple[float, ...], **options: Any,
+    shares: tuple[float, ...], cuts: tuple[int, ...] = (), **options: Any,
 ) -> hp.Pipeline:  # fmt: skip
     captured = Captured(model, loss_fn, example)
     names = tuple(layer.name for layer in captured.layer_graph(rows // microbatches).layers)
     devices = tuple(f"m{n}" for n in range(len(shares)))
-    stage = StagePlan(0, len(names), devices, microbatches, 0.0, 0.0, 0.0, 0, 0, shares)
-    plan = Plan("case", names, (stage,), "gpipe", rows, microbatches, 0.0, (), "measured", "user")
+    stages = tuple(
+        StagePlan(lo, hi, devices, microbatches, 0.0, 0.0, 0.0, 0, 0, shares)
+        for lo, hi in pairwise((0, *cuts, len(names)))
+    )
+    schedule = "data-parallel" if cuts else "gpipe"
+    plan = Plan(
+        "case", names, stages, schedule, rows, microbatches, 0.0, (0,) * len(cuts), "measured",
+        "user",
+    )  # fmt: skip
     return hp.Pipeline(
         model, loss_fn, example, cluster=crew.cluster, crew=crew, plan=plan,
         costs=CostTable("case", rows // microbatches, (), {}), captured=captured,
@@ -55,9 +63,11 @@ def pipeline(
 
 @pytest.mark.parametrize("case", ["mlp", "tied_autoencoder"])
 @pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("shares", [(1, 1), (2, 1), (3, 2, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("shares", "cuts"), [((1, 1), ()), ((2, 1), ()), ((3, 2, 1), ()), ((2, 1), (1, 3))], ids=str
+)
 def test_equals_unpartitioned_training(
-    crew: Crew, shares: tuple[float, ...], microbatches: int, case: str
+    crew: Crew, shares: tuple[float, ...], cuts: tuple[int, ...], microbatches: int, case: str
 ) -> None:
     torch.manual_seed(0)
     model, loss_fn, data = MLP(), F.cross_entropy, batches(3)
@@ -71,11 +81,12 @@ def test_equals_unpartitioned_training(
         eager, loss_fn, data, microbatches, torch.optim.AdamW(eager.parameters(), lr=1e-2)
     )
     rows = len(data[0][0])
-    with pipeline(crew, model, loss_fn, data[0], rows, microbatches, shares) as pipe:
+    with pipeline(crew, model, loss_fn, data[0], rows, microbatches, shares, cuts) as pipe:
         found_losses = [pipe.step(x, y) for x, y in data]
         state = pipe.state_dict()
         assert pipe.timeline.workers == tuple(f"m{n}" for n in range(len(shares)))
-        assert "0A" in {str(span.action) for span in pipe.timeline.spans}
+        sums = {f"{n}A" for n in range(len(cuts) + 1)}
+        assert sums <= {str(span.action) for span in pipe.timeline.spans}
     assert found_losses == pytest.approx(losses, rel=1e-5)
     for name, value in eager.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
@@ -87,7 +98,8 @@ def counted(out: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return (F.cross_entropy(out, y, reduction="none") * weight).sum(), weight.sum()
 
 
-def test_sums_and_counts_and_clipping(crew: Crew) -> None:
+@pytest.mark.parametrize("cuts", [(), (2,)], ids=str)
+def test_sums_and_counts_and_clipping(crew: Crew, cuts: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     model, data = MLP(), batches(3)
     eager = copy.deepcopy(model)
@@ -100,11 +112,29 @@ def test_sums_and_counts_and_clipping(crew: Crew) -> None:
         torch.nn.utils.clip_grad_norm_(eager.parameters(), 0.2)
         optimizer.step()
         losses.append((total / count).item())
-    with pipeline(crew, model, counted, data[0], 12, 2, (2, 1), clip_norm=0.2) as pipe:
+    with pipeline(crew, model, counted, data[0], 12, 2, (2, 1), cuts, clip_norm=0.2) as pipe:
         assert [pipe.step(x, y) for x, y in data] == pytest.approx(losses, rel=1e-5)
         state = pipe.state_dict()
     for name, value in eager.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_a_sum_goes_on_while_the_stages_in_front_of_it_compute() -> None:
+    """Over a link on which a message takes as long as thousands of these passes."""
+    members = (Member("m0", "numpy:cpu:0"), Member("m1", "numpy:cpu:0"))
+    slow = {frozenset(("m0", "m1")): Link(0.3, None)}
+    data = batches(2)
+    with (
+        Crew.start(Cluster(members, slow)) as crew,
+        pipeline(crew, MLP(), F.cross_entropy, data[0], 12, 2, (1, 1), (2,)) as pipe,
+    ):
+        for x, y in data:
+            pipe.step(x, y)
+        spans = sorted(pipe.timeline.spans, key=lambda span: span.end_s - span.start_s)
+        at = {(span.worker, str(span.action)): span for span in spans}  # a sum, not its messages
+    for worker in range(2):
+        behind, pass_ = at[worker, "1A"], at[worker, "0B1"]
+        assert pass_.end_s < behind.end_s <= at[worker, "0U"].start_s
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS[1:])
@@ -112,7 +142,7 @@ def test_every_transport_gives_the_same(crew: Crew, transport: str) -> None:
     def trained(crew: Crew) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         data = batches(3)
-        with pipeline(crew, MLP(), F.cross_entropy, data[0], 12, 2, (2, 1, 1)) as pipe:
+        with pipeline(crew, MLP(), F.cross_entropy, data[0], 12, 2, (2, 1, 1), (1, 3)) as pipe:
             for x, y in data:
                 pipe.step(x, y)
             return pipe.state_dict()

@@ -161,11 +161,13 @@ def test_users_register_their_own(monkeypatch):
 
 def test_the_registered_schedules():
     assert schedule_names() == [
-        "1f1b", "1f1b-as", "1f1b-sno", "1f1b-so", "fbp", "gpipe", "interleaved", "naive",
-        "pipedream", "zb-h1", "zb-v",
+        "1f1b", "1f1b-as", "1f1b-sno", "1f1b-so", "data-parallel", "fbp", "gpipe", "interleaved",
+        "naive", "pipedream", "zb-h1", "zb-v",
     ]  # fmt: skip
     assert [name for name in schedule_names() if is_asynchronous(name)] == ["pipedream"]
-    assert [name for name in schedule_names() if is_chunked(name)] == ["interleaved", "zb-v"]
+    assert [name for name in schedule_names() if is_chunked(name)] == [
+        "data-parallel", "interleaved", "zb-v",
+    ]  # fmt: skip
 
 
 def test_stages_that_share_a_worker_hand_over_by_the_same_actions(monkeypatch):

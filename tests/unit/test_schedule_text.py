@@ -18,7 +18,8 @@ DRAWN = """
 
 @pytest.mark.parametrize("name", schedule_names())
 def test_there_and_back(name):
-    schedule = generate(name, 4, 4, workers=2 if name == "zb-v" else None)
+    workers = {"zb-v": 2, "data-parallel": 1}.get(name)
+    schedule = generate(name, 4, 4, workers=workers)
     assert parse_schedule(print_schedule(schedule)) == schedule
 
 
