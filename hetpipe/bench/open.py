@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,8 @@ def open_pipeline(
     microbatches: int | None = None,
     schedule: str = "auto",
     weights: str = "auto",
+    cuts: Sequence[int] | None = None,
+    replicas: Sequence[int] | None = None,
     plan: Plan | None = None,
     seed: int = SEED,
     progress: Progress | None = None,
@@ -43,8 +45,7 @@ def open_pipeline(
         "cluster": cluster, "optimizer": optimizer_of(workload), "schedule": schedule,
         "weights": weights, "seed": seed, "progress": progress,
     }  # fmt: skip
-    chosen = {"plan": plan, "microbatches": microbatches}
-    options.update({name: value for name, value in chosen.items() if value is not None})
+    options |= {"plan": plan, "microbatches": microbatches, "cuts": cuts, "replicas": replicas}
     example = next(workload.batches(rows, seed))
     if resume is None:
         pipe = Pipeline(workload.model, workload.loss_fn, example, **options)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hetpipe.errors import ClusterError, ScheduleError
+from hetpipe.errors import ClusterError, PlanError, ScheduleError
 
 if TYPE_CHECKING:
     from hetpipe.cluster import Cluster
@@ -57,6 +57,16 @@ def _known_schedule(value: str) -> str:
     return path.stem
 
 
+CutsOption = Annotated[
+    str | None,
+    typer.Option("--cuts", metavar="LIST", help="First layers of the stages behind the first."),
+]
+ReplicasOption = Annotated[
+    str | None,
+    typer.Option(
+        "--replicas", metavar="LIST", help="Devices of each stage, in the cluster's order: 2,1."
+    ),
+]
 ScheduleOption = Annotated[
     str,
     typer.Option(
@@ -86,6 +96,16 @@ def split_names(text: str | None) -> list[str] | None:
     if text is None:
         return None
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def split_numbers(text: str | None, option: str) -> list[int] | None:
+    """`"2, 1"` -> `[2, 1]`; None stays None. Raises `PlanError`."""
+    names = split_names(text)
+    if names is None:
+        return None
+    if not names or not all(name.isdigit() for name in names):
+        raise PlanError(f"{option} {text!r}: write numbers with commas between, for instance 2,1")
+    return [int(name) for name in names]
 
 
 def parse_speeds(entries: list[str] | None) -> dict[str, float]:

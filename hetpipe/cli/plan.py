@@ -10,15 +10,18 @@ import typer
 from hetpipe.cli.options import (
     BackendsOption,
     ClusterOption,
+    CutsOption,
     DevicesOption,
     JsonOption,
     MicrobatchesOption,
     MiniBatchOption,
     ModelArgument,
+    ReplicasOption,
     ScheduleOption,
     SpeedOption,
     WeightsOption,
     make_cluster,
+    split_numbers,
 )
 from hetpipe.cli.output import Output, progress_bar
 
@@ -33,6 +36,8 @@ def command(
     mini_batch: MiniBatchOption = None,
     schedule: ScheduleOption = "auto",
     weights: WeightsOption = "auto",
+    cuts: CutsOption = None,
+    replicas: ReplicasOption = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Keep the plan for `train`.")
     ] = None,
@@ -50,7 +55,8 @@ def command(
         progress_bar() as progress,
         open_pipeline(
             workload, members, mini_batch=mini_batch, microbatches=microbatches, schedule=schedule,
-            weights=weights, progress=progress,
+            weights=weights, cuts=split_numbers(cuts, "--cuts"),
+            replicas=split_numbers(replicas, "--replicas"), progress=progress,
         ) as pipe,
     ):  # fmt: skip
         plan = pipe.plan

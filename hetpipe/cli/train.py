@@ -11,16 +11,19 @@ import typer
 from hetpipe.cli.options import (
     BackendsOption,
     ClusterOption,
+    CutsOption,
     DevicesOption,
     JsonOption,
     MicrobatchesOption,
     MiniBatchOption,
     ModelArgument,
+    ReplicasOption,
     ScheduleOption,
     SeedOption,
     SpeedOption,
     WeightsOption,
     make_cluster,
+    split_numbers,
 )
 from hetpipe.cli.output import Output, progress_bar
 from hetpipe.errors import HetpipeError, PlanError
@@ -62,6 +65,8 @@ def command(
     mini_batch: MiniBatchOption = None,
     schedule: ScheduleOption = "auto",
     weights: WeightsOption = "auto",
+    cuts: CutsOption = None,
+    replicas: ReplicasOption = None,
     save: Annotated[
         Path | None,
         typer.Option("--save", metavar="DIR", help="Write a checkpoint there at the end."),
@@ -87,7 +92,9 @@ def command(
         progress_bar() as progress,
         open_pipeline(
             workload, members, mini_batch=mini_batch, microbatches=microbatches, schedule=schedule,
-            weights=weights, plan=known, seed=seed, progress=progress, resume=resume,
+            weights=weights, cuts=split_numbers(cuts, "--cuts"),
+            replicas=split_numbers(replicas, "--replicas"), plan=known, seed=seed,
+            progress=progress, resume=resume,
         ) as pipe,
     ):  # fmt: skip
         output.text(str(pipe.plan))

@@ -19,6 +19,20 @@ if TYPE_CHECKING:
     from hetpipe.sdk.info import DeviceInfo
 
 
+def check_wishes(plan: Plan | None, wishes: Mapping[str, object]) -> bool:
+    """Whether anything is wished for (not None or "auto") that a plan decides.
+
+    Raises `HetpipeError` if a plan is given as well.
+    """
+    asked = [name for name, value in wishes.items() if value not in (None, "auto")]
+    if asked and plan is not None:
+        raise HetpipeError(
+            f"plan and {', '.join(asked)} are both given, and a plan says all of them: leave out "
+            "one or the other"
+        )
+    return bool(asked)
+
+
 def check_policy(plan: Plan, optimizer: Optimizer) -> None:
     """Raises `HetpipeError` where policy, schedule, depth and optimizer do not fit together."""
     policy, schedule = plan.weights, plan.schedule

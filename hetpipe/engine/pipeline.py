@@ -24,6 +24,7 @@ from hetpipe.engine.fit import (
     check_dtypes,
     check_lanes,
     check_policy,
+    check_wishes,
 )
 from hetpipe.engine.loading import Loading
 from hetpipe.engine.lossscale import LossScale, choose_scaling, watching
@@ -67,25 +68,24 @@ class Pipeline:
 
     `example` is one mini-batch `(x, y)`: tensors, tuples or dicts of them, batch first. `loss_fn`
     takes the model's output and `y` and returns a mean over samples, or `(sum, count)`.
-    `microbatches=None` lets the planner choose. `plan` (or `cuts`, layer indices) overrides the
-    planner. `replicas` (with `cuts`) says how many of the cluster's devices, in their order, each
-    stage has: they divide micro-batches by their speed, or under an asynchronous schedule take
-    mini-batches in turn. `schedule="data-parallel"` is all stages on every device; between its
-    `cuts` gradients are summed while the backward goes on. `weights` is how versions of the weights
-    are kept under an asynchronous schedule (`stash`, which is the default there, `vertical-sync`,
-    `2bw`, `spectrain`, `pipeoptim`); a synchronous one has `flush`. Gradients whose norm over all
-    stages (with `clip_each` over one) exceeds `clip_norm` are scaled to it, as torch's
-    `clip_grad_norm_` does.
-    With `accumulate` the mean gradient of so many mini-batches makes one update. `recompute`
-    ("inputs", "min-cut", or one per stage) keeps less for the backward and computes it again. A
-    loss that is not finite ends training; `check_finite` then names the stage and tensor where it
-    began, and is slow. `precision` ("bfloat16", "float16") is what passes compute in, as under
-    `torch.autocast`; parameters, gradients and optimizer state stay as they are. With
-    `cut_dtype="float16"` what crosses a cut takes half the bytes. `loss_scale`, a number or a rule,
-    keeps small gradients from being lost in float16; passes in float16 have `LossScale()` unasked.
-    `costs` is the table that `plan` was made with, else the pipeline profiles for it. A `crew`
-    (started workers) or a `captured` model that is given is used and left running; a crew serves
-    one pipeline at a time. Raises children of `HetpipeError` only.
+    `microbatches=None` lets the planner choose. `plan` stands for all that a planner decides;
+    `cuts`, layer indices, for a part of it. `replicas` (with `cuts`) says how many of the cluster's
+    devices, in their order, each stage has: they divide micro-batches by their speed, or under an
+    asynchronous schedule take mini-batches in turn. `schedule="data-parallel"` is all stages on
+    every device; between its `cuts` gradients are summed while the backward goes on. `weights` is
+    how versions of the weights are kept under an asynchronous schedule (`stash`, which is the
+    default there, `vertical-sync`, `2bw`, `spectrain`, `pipeoptim`); a synchronous one has `flush`.
+    Gradients whose norm over all stages (with `clip_each` over one) exceeds `clip_norm` are scaled
+    to it, as torch's `clip_grad_norm_` does. With `accumulate` the mean gradient of so many
+    mini-batches makes one update. `recompute` ("inputs", "min-cut", or one per stage) keeps less
+    for the backward and computes it again. A loss that is not finite ends training; `check_finite`
+    then names the stage and tensor where it began, and is slow. `precision` ("bfloat16", "float16")
+    is what passes compute in, as under `torch.autocast`; parameters, gradients and optimizer state
+    stay as they are. With `cut_dtype="float16"` what crosses a cut takes half the bytes.
+    `loss_scale`, a number or a rule, keeps small gradients from being lost in float16; passes in
+    float16 have `LossScale()` unasked. `costs` is the table that `plan` was made with, else the
+    pipeline profiles for it. A `crew` (started workers) or a `captured` model that is given is used
+    and left running; a crew serves one pipeline at a time. Raises children of `HetpipeError` only.
     """
 
     def __init__(
@@ -132,8 +132,14 @@ class Pipeline:
         self._accumulate = accumulate
         self._accumulated: list[float] = []  # since the last update: what mini-batches count
         self._steps = 0 if resume is None else int(resume.manifest["step"])
-        asked = (plan, cuts, replicas, microbatches, schedule) != (None,) * 4 + ("auto",)
-        if resume is not None and not asked:
+        asked = check_wishes(
+            plan,
+            {
+                "cuts": cuts, "replicas": replicas, "microbatches": microbatches,
+                "schedule": schedule, "weights": weights,
+            },
+        )  # fmt: skip
+        if resume is not None and plan is None and not asked:
             plan = Plan.from_json(resume.manifest["plan"])
         self._recent: deque[StepResult] = deque(maxlen=RECENT)
         self._handed_out: deque[tuple[int, tuple[int, ...]]] = deque()  # index, samples
@@ -270,9 +276,9 @@ class Pipeline:
     ) -> Pipeline:
         """A pipeline that goes on where `save` was called; `options` as for `Pipeline`.
 
-        Without `plan`, `cuts`, `replicas`, `microbatches` or `schedule` it has the checkpoint's
-        plan, and then the result is what it would have been had `save` only flushed, bit for bit on
-        one machine.
+        Without `plan`, `cuts`, `replicas`, `microbatches`, `schedule` or `weights` it has the
+        checkpoint's plan, and then the result is what it would have been had `save` only flushed,
+        bit for bit on one machine.
         Raises `CheckpointError` for files that are damaged or of another model or optimizer.
         """
         return cls(model, loss_fn, example, resume=load_checkpoint(Path(directory)), **options)

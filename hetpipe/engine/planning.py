@@ -113,7 +113,8 @@ class Planning:
                 f"{DATA_PARALLEL} has a replica of every stage on each of {len(members)} devices, "
                 f"not replicas {list(replicas)}: leave them out, or choose another schedule"
             )
-        tables = self._profiled([1, 2, *EXPLORED_MICROBATCHES])
+        # Shares of unlike devices lie anywhere between a whole mini-batch and next to nothing.
+        tables = self._profiled([1, 2, *EXPLORED_MICROBATCHES, max(self.mini_batch // 2, 1)])
         plan = replicated_plan(
             tables, members, cuts, mini_batch=self.mini_batch, microbatches=microbatches
         )

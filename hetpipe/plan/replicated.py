@@ -32,7 +32,7 @@ def replicated_plan(
 
     A step is the slowest replica's passes, an all-reduce and an update; with `cuts` gradients of a
     stage are summed while the stages in front of it compute. `tables` by micro-batch size; times of
-    other sizes lie on lines between them. Raises `PlanError` if all numbers of rows lie beyond the
+    other sizes lie on lines between them. Raises `PlanError` if no numbers of rows lie within the
     measured sizes, a device cannot run the model, or cuts do not fit it.
     """
     _check([devices] * (len(cuts) + 1), cuts, len(next(iter(tables.values())).layers))
@@ -47,8 +47,8 @@ def replicated_plan(
     if len(devices) < 2 or not found:
         raise PlanError(
             f"no data-parallel plan for {', '.join(devices) or 'no device'}: there must be two or "
-            f"more, with a row for each, and no share of a mini-batch of {mini_batch} above the "
-            f"largest measured size, {max(tables)}; profile others, or use a pipeline"
+            f"more, and their shares of a mini-batch of {mini_batch} lie between the measured "
+            f"sizes {min(tables)} and {max(tables)}; profile others, or use a pipeline"
         )
     best = min(found, key=lambda plan: plan.step_s)
     check_able(best, next(iter(tables.values())))
@@ -187,8 +187,8 @@ class _Times:
         self._backward_s = _rising([table.backward_s(device, lo, hi) for table in costs])
 
     def knows(self, rows: int) -> bool:
-        """Whether so many rows are near what was measured; fewer take no longer than the fewest."""
-        return rows <= BEYOND * self.sizes[-1]
+        """Whether so many rows are near what was measured."""
+        return self.sizes[0] <= rows <= BEYOND * self.sizes[-1]
 
     def at(self, rows: int) -> tuple[float, float]:
         """Seconds for so many rows."""

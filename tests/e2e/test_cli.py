@@ -106,6 +106,12 @@ def test_a_plan_is_kept_and_trained(home: Path) -> None:
     assert "measured" in (home / "step.svg").read_text()
 
 
+def test_stages_with_replicas_are_planned_as_asked(home: Path) -> None:
+    options = ("--devices", TWO, "--cuts", "2", "--replicas", "1,1", "--microbatches", 2)
+    plan = result(home, "plan", "mlp", *options)
+    assert [(stage["lo"], len(stage["devices"])) for stage in plan["stages"]] == [(0, 1), (2, 1)]
+
+
 def test_train_says_that_it_equals_torch(home: Path) -> None:
     done = run(home, "train", "mlp", "--devices", "pytorch:cpu:0", "--steps", 5, "--mini-batch", 32,
                "--microbatches", 2)  # fmt: skip
@@ -142,6 +148,7 @@ def test_a_user_s_own_workload(home: Path) -> None:
         (("plan", "mlp", "--emulate-speed", "0.5"), "write ID=SPEED"),
         (("plan", "mlp", "--devices", "nope:0"), "no device 'nope:0'"),
         (("train", "mlp", "--plan", "absent.json"), "cannot read the plan absent.json"),
+        (("plan", "mlp", "--cuts", "two"), "--cuts 'two': write numbers"),
         (("devices", "--backends", "numpy", "--json", "/proc/none/x"), "cannot write /proc/none/x"),
     ],
 )

@@ -136,7 +136,7 @@ def test_an_operator_that_a_device_lacks_is_named_with_who_has_it(crew: Crew, gi
     options = {"cuts": [1]}
     if given == "plan":
         stages = tuple(replace(stage, devices=("b",)) for stage in whole.stages)
-        options = {"plan": replace(whole, stages=stages)}
+        options = {"plan": replace(whole, stages=stages), "microbatches": None}
     members = tuple(reversed(crew.cluster.members))
     message = r"numpy:cpu:0 cannot run aten.erfinv.default of layer first: .* \(a can\)"
     other = Crew.start(replace(crew.cluster, members=members))
@@ -150,7 +150,23 @@ def test_plan_of_another_model_is_refused(crew: Crew) -> None:
     torch.manual_seed(0)
     other = nn.Sequential(nn.Linear(20, 9), nn.Linear(9, 5))
     with pytest.raises(PlanError, match="plan is for 4 layers, the model has 2"):
-        pipeline(crew, other, plan=plan, costs=costs)
+        pipeline(crew, other, plan=plan, costs=costs, microbatches=None)
+    with pytest.raises(HetpipeError, match="plan and cuts, microbatches are both given"):
+        pipeline(crew, mlp(), plan=plan, costs=costs, cuts=[1])
+
+
+def test_data_parallel_in_stages_trains_as_torch(crew: Crew) -> None:
+    model, data = mlp(), [batch(12, seed) for seed in range(3)]
+    eager = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(eager.parameters(), lr=0.1, momentum=0.9)
+    wanted, _ = train(eager, F.cross_entropy, data, 2, optimizer)
+    options = {"schedule": "data-parallel", "microbatches": 2, "cuts": [2]}
+    with pipeline(crew, model, **options) as pipe:
+        assert [stage.devices for stage in pipe.plan.stages] == [("a", "b"), ("a", "b")]
+        assert [pipe.step(x, y) for x, y in data] == pytest.approx(wanted, rel=1e-5)
+        assert pipe.predicted.step_s > 0
+    with pytest.raises(PlanError, match=r"each of 2 devices, not replicas \[1, 2\]"):
+        pipeline(crew, model, **options, replicas=[1, 2])
 
 
 def test_more_stages_than_layers(crew: Crew) -> None:

@@ -48,12 +48,8 @@ def test_the_slowest_replica_ends_as_early_as_any_division_lets_it(speeds, micro
 def test_every_number_of_rows_ends(mini_batch):
     """One measured size, so that all times are equal, and fewer rows than devices."""
     known = tables({"a": 2.0, "b": 1.0, "c": 1.0}, (8,))
-    if mini_batch < 3:
-        with pytest.raises(PlanError, match="no data-parallel plan"):
-            replicated_plan(known, ["a", "b", "c"], mini_batch=mini_batch)
-    else:
-        plan = replicated_plan(known, ["a", "b", "c"], mini_batch=mini_batch)
-        assert sum(plan.stages[0].shares) * plan.microbatches >= mini_batch
+    with pytest.raises(PlanError, match="no data-parallel plan"):
+        replicated_plan(known, ["a", "b", "c"], mini_batch=mini_batch)
 
 
 def test_times_that_fall_with_rows_end():
@@ -77,7 +73,7 @@ def test_gradients_cross_in_both_directions():
 
 
 def test_shares_outside_what_was_measured_are_refused():
-    with pytest.raises(PlanError, match="above the largest measured size, 4"):
+    with pytest.raises(PlanError, match="between the measured sizes 2 and 4"):
         replicated_plan(
             tables({"a": 1.0, "b": 1.0}, (2, 4)), ["a", "b"], mini_batch=32, microbatches=1
         )
