@@ -70,7 +70,8 @@ class Pipeline:
     `microbatches=None` lets the planner choose. `plan` (or `cuts`, layer indices) overrides the
     planner. `replicas` (with `cuts`) says how many of the cluster's devices, in their order, each
     stage has: they divide micro-batches by their speed, or under an asynchronous schedule take
-    mini-batches in turn. `weights` is how versions of the weights are kept under an asynchronous
+    mini-batches in turn; `schedule="asp"` puts the whole model on every device, or on the first R
+    with `replicas=[R]`. `weights` is how versions of the weights are kept under an asynchronous
     schedule (`stash`, which is the default there, `vertical-sync`, `2bw`, `spectrain`,
     `pipeoptim`); a synchronous one has `flush`. Gradients whose norm over all stages (with
     `clip_each` over one) exceeds `clip_norm` are scaled to it, as torch's `clip_grad_norm_` does.

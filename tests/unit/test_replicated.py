@@ -10,7 +10,7 @@ from test_planner import make_table
 from hetpipe.errors import PlanError
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.pricing import predict
-from hetpipe.plan.replicated import replicated_plan
+from hetpipe.plan.replicated import replicated_plan, staged_plan
 
 
 def tables(speeds, sizes=(2, 4, 8, 16), **options):
@@ -69,3 +69,19 @@ def test_shares_outside_what_was_measured_are_refused():
         )
     with pytest.raises(PlanError, match="there must be two or more"):
         replicated_plan(tables({"a": 1.0}), ["a"], mini_batch=32)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_gradients_of_each_mini_batch_hide_behind_passes(replicas):
+    """Per round the slowest replica's passes, and on each all its updates."""
+    named = {f"d{n}": 1.0 + n for n in range(replicas)}
+    known = tables(named, (8,), latency_s=0.5, bandwidth=float(1 << 20))
+    plan = staged_plan(
+        known, [tuple(named)], [], mini_batch=8, microbatches=1, schedule="asp", weights="stash"
+    )
+    (stage,) = plan.stages
+    assert stage.forward_s + stage.backward_s == pytest.approx(8 * 3 * 2)
+    assert plan.step_s == pytest.approx((8 * 3 * 2) / replicas + 0.8)
+    assert predict(plan, known[8]).workers == tuple(named)
+    links = plan.stage_times(known[8]).gradient_links
+    assert sum(links[0]) == pytest.approx(8.5 if replicas > 1 else 0.0)  # 8 MiB at 1 MiB/s
