@@ -1,9 +1,9 @@
-"""ASP: asynchronous data parallelism, the order of updates fixed.
+"""ASP: asynchronous data parallelism, with the order of updates fixed.
 
-Every replica has the whole model, each mini-batch's gradient is an update of its own, and a replica
-goes on without waiting for what the others compute at the moment. PipeDream compares itself with it
-(section 2.1); there updates come in any order, so no two runs are alike. Here all replicas
-apply them in the order of mini-batches and have the same weights.
+Every replica has the whole model and takes mini-batches in turn; each mini-batch's gradient is an
+update of its own. PipeDream compares itself with ASP, whose updates come in whatever order
+gradients do: no two runs are alike. Here all replicas apply them in the order of mini-batches and
+have the same weights; a replica waits for those before its own, not for those after it.
 """
 
 from __future__ import annotations
