@@ -11,10 +11,10 @@ from hetpipe.engine.edges import Receiver, Sender, Span
 from hetpipe.engine.pieces import Leaving, pieces_of
 from hetpipe.engine.rows import Route, cut, join, kind_of, routes
 from hetpipe.engine.shares import Place, Shares
-from hetpipe.engine.stage import Stage
+from hetpipe.engine.stage import Key, Stage
 from hetpipe.engine.transport import Tensor, to_device
-from hetpipe.engine.wiring import ALL_REDUCE, ROWS, TIED, TIED_GRAD, Kind, Layout
-from hetpipe.schedule.action import Action, Message
+from hetpipe.engine.wiring import ALL_REDUCE, ROWS, TIED, TIED_GRAD, Array, Kind, Layout
+from hetpipe.schedule.action import Action, Message, Op
 from hetpipe.sdk.backend import Buffer, Chunk, Event
 
 Edge = tuple[Place, Place]
@@ -42,6 +42,7 @@ class Exchange:
         self._receivers = receivers
         self._routes: dict[tuple[Place, int, Kind, bool], list[Route]] = {}
         self._left: set[Action] = set()  # sends that began with their passes
+        self._aside: dict[tuple[int, int], dict[Key, Array]] = {}  # gradients, (stage, mini-batch)
         self.streams = any(sender.streams for sender in senders.values())
 
     def expect(self, messages: Sequence[Expected]) -> None:
@@ -112,6 +113,32 @@ class Exchange:
                 total += array
             stage.put(slot.key, total)
 
+    def pass_gradients(self, action: Action) -> None:
+        """Send the gradients of a mini-batch to the other replicas, and keep them for its update;
+        or receive those of another's into the accumulators, whose own are kept or applied."""
+        n, kind = action.stage, (ALL_REDUCE, 0)
+        stage, own = self._stages[n], (n, self._replicas[n])
+        peers = [place for place in self._shares.places(n) if (own, place) in self._senders]
+        if not peers:
+            return
+        layout = self._senders[own, peers[0]].layout(kind)
+        assert layout is not None
+        if action.op is Op.SEND_GRAD:
+            found = [stage.get(slot.key) for slot in layout]
+            for peer in peers:
+                self._senders[own, peer].send(action, kind, [*found])
+            keys = (slot.key for slot in layout)
+            self._aside[n, action.number] = dict(zip(keys, found, strict=True))
+        else:
+            (owner,) = (place for place in peers if self._shares.takes(place, action.number))
+            for slot, array in zip(layout, self._receivers[owner, own].take(action), strict=True):
+                stage.put(slot.key, array)
+
+    def take_back(self, update: Action) -> None:
+        """Put what was kept for an update into the accumulators."""
+        for key, array in self._aside.pop((update.stage, update.number), {}).items():
+            self._stages[update.stage].put(key, array)
+
     def drain(self) -> None:
         """Wait until everything has left."""
         for sender in self._senders.values():
@@ -134,7 +161,9 @@ class Exchange:
         return own, [route for route in found if self._shares.takes(route.peer, mini_batch)]
 
     def _meet(self, source: Place, target: Place, mini_batch: int) -> bool:
-        return self._shares.takes(source, mini_batch) and self._shares.takes(target, mini_batch)
+        """Both take it; or it is taken by the one and applied by the other replica of a stage."""
+        applies = source[0] == target[0] or self._shares.takes(target, mini_batch)
+        return self._shares.takes(source, mini_batch) and applies
 
     def _kind(self, kind: Kind, source: Place, target: Place) -> Kind:
         """What a message of a whole micro-batch is between two replicas."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hetpipe.engine.policy import POLICIES
 from hetpipe.errors import HetpipeError
-from hetpipe.schedule.generators import generate, is_asynchronous
+from hetpipe.schedule.generators import averages, generate, is_asynchronous
 from hetpipe.schedule.lanes import laned_stages, row_workers
 
 if TYPE_CHECKING:
@@ -45,6 +45,11 @@ def check_policy(plan: Plan, optimizer: Optimizer) -> None:
         raise HetpipeError(
             f"schedule {schedule} is {kind} and weights={policy!r} does not fit it: choose "
             f"{' or '.join(repr(name) for name in wanted)}, or another schedule"
+        )
+    if not averages(schedule) and policy != "stash":
+        raise HetpipeError(
+            f"under {schedule} a replica updates nothing between a forward and its backward, so "
+            f"weights={policy!r} has nothing to choose from: use 'stash', the default"
         )
     stages = len(in_flight)
     if policy == "2bw" and microbatches < in_flight[0]:

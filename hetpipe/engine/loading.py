@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hetpipe.capture.program import StageGraphs
 from hetpipe.engine.shares import Place, Shares
-from hetpipe.schedule.generators import is_asynchronous
+from hetpipe.schedule.generators import averages, is_asynchronous
 from hetpipe.sdk.registry import get_backend
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ class Loading:
     def shares(self) -> Shares:
         """Who does what of each stage; without flushes replicas take turns."""
         weights = tuple(stage.shares for stage in self.plan.stages)
-        return Shares(weights, in_turn=is_asynchronous(self.plan.schedule))
+        schedule = self.plan.schedule
+        return Shares(weights, is_asynchronous(schedule), averages(schedule))
 
     def graphs(self, sizes: Iterable[int], evaluated: Iterable[int]) -> list[list[StageGraphs]]:
         """Per stage its replicas' graphs, for whole micro-batches of these sizes; those of

@@ -72,20 +72,22 @@ class Pipeline:
     `cuts`, layer indices, for a part of it. `replicas` (with `cuts`) says how many of the cluster's
     devices, in their order, each stage has: they divide micro-batches by their speed, or under an
     asynchronous schedule take mini-batches in turn. `schedule="data-parallel"` is all stages on
-    every device; between its `cuts` gradients are summed while the backward goes on. `weights` is
-    how versions of the weights are kept under an asynchronous schedule (`stash`, which is the
-    default there, `vertical-sync`, `2bw`, `spectrain`, `pipeoptim`); a synchronous one has `flush`.
-    Gradients whose norm over all stages (with `clip_each` over one) exceeds `clip_norm` are scaled
-    to it, as torch's `clip_grad_norm_` does. With `accumulate` the mean gradient of so many
-    mini-batches makes one update. `recompute` ("inputs", "min-cut", or one per stage) keeps less
-    for the backward and computes it again. A loss that is not finite ends training; `check_finite`
-    then names the stage and tensor where it began, and is slow. `precision` ("bfloat16", "float16")
-    is what passes compute in, as under `torch.autocast`; parameters, gradients and optimizer state
-    stay as they are. With `cut_dtype="float16"` what crosses a cut takes half the bytes.
-    `loss_scale`, a number or a rule, keeps small gradients from being lost in float16; passes in
-    float16 have `LossScale()` unasked. `costs` is the table that `plan` was made with, else the
-    pipeline profiles for it. A `crew` (started workers) or a `captured` model that is given is used
-    and left running; a crew serves one pipeline at a time. Raises children of `HetpipeError` only.
+    every device; between its `cuts` gradients are summed while the backward goes on.
+    `schedule="asp"` puts the whole model on every device too, or on the first R with
+    `replicas=[R]`. `weights` is how versions of the weights are kept under an asynchronous schedule
+    (`stash`, which is the default there, `vertical-sync`, `2bw`, `spectrain`, `pipeoptim`); a
+    synchronous one has `flush`. Gradients whose norm over all stages (with `clip_each` over one)
+    exceeds `clip_norm` are scaled to it, as torch's `clip_grad_norm_` does. With `accumulate` the
+    mean gradient of so many mini-batches makes one update. `recompute` ("inputs", "min-cut", or one
+    per stage) keeps less for the backward and computes it again. A loss that is not finite ends
+    training; `check_finite` then names the stage and tensor where it began, and is slow.
+    `precision` ("bfloat16", "float16") is what passes compute in, as under `torch.autocast`;
+    parameters, gradients and optimizer state stay as they are. With `cut_dtype="float16"` what
+    crosses a cut takes half the bytes. `loss_scale`, a number or a rule, keeps small gradients from
+    being lost in float16; passes in float16 have `LossScale()` unasked. `costs` is the table that
+    `plan` was made with, else the pipeline profiles for it. A `crew` (started workers) or a
+    `captured` model that is given is used and left running; a crew serves one pipeline at a time.
+    Raises children of `HetpipeError` only.
     """
 
     def __init__(

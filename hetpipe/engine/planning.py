@@ -11,7 +11,7 @@ from hetpipe.errors import PlanError
 from hetpipe.plan.planner import explore, make_plan
 from hetpipe.plan.pricing import check_able
 from hetpipe.plan.replicated import replicated_plan, staged_plan
-from hetpipe.schedule.generators import is_asynchronous
+from hetpipe.schedule.generators import averages, is_asynchronous
 
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
@@ -55,6 +55,14 @@ class Planning:
             weights = "stash" if is_asynchronous(schedule) else "flush"
         if schedule == DATA_PARALLEL:
             return self._replicated(microbatches, cuts or (), replicas)
+        if not averages(schedule):
+            if cuts or (replicas is not None and len(replicas) != 1):
+                raise PlanError(
+                    f"{schedule} has 1 stage, the whole model on every replica, not cuts "
+                    f"{list(cuts or ())} and replicas {list(replicas or ())}: leave out cuts, and "
+                    "replicas or give one number, as [2]; or use pipedream"
+                )
+            replicas = replicas or [len(self.crew.infos)]
         if replicas is not None:
             name = "1f1b" if schedule == "auto" else schedule
             return self._staged(microbatches, name, weights, cuts or (), replicas)

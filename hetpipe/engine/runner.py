@@ -28,7 +28,15 @@ from hetpipe.engine.wiring import (
     TIED_PARAM,
     Kind,
 )
-from hetpipe.schedule.action import BEHIND_SUMS, PER_MINI_BATCH, Action, Message, Op, Schedule
+from hetpipe.schedule.action import (
+    BEHIND_SUMS,
+    GRADIENTS,
+    PER_MINI_BATCH,
+    Action,
+    Message,
+    Op,
+    Schedule,
+)
 from hetpipe.schedule.lanes import HAND_OVERS
 from hetpipe.schedule.turns import round_of
 
@@ -162,7 +170,9 @@ class Runner:
             if action.op in BEHIND_SUMS:
                 self.sums.wait()
             start_s = time.monotonic()
-            if message is not None and action.op in HAND_OVERS:
+            if action.op in GRADIENTS:
+                self._exchange.pass_gradients(action)
+            elif message is not None and action.op in HAND_OVERS:
                 (self.hand_over.give if action.op.is_send else self.hand_over.take)(message)
             elif message is not None:
                 kind = self._kind(message.kind, message.number)
@@ -176,6 +186,7 @@ class Runner:
                     self.sums.begin(add)
             elif action.op is Op.UPDATE:
                 batch = self._batches[action.number]
+                self._exchange.take_back(action)
                 grad_scale = self._grad_scale(action.stage, batch)
                 start_s = time.monotonic()
                 if math.isnan(grad_scale):
@@ -231,8 +242,8 @@ class Runner:
 
     def _round(self, action: Action) -> range:
         """The mini-batches of an update: several where replicas take turns."""
-        replicas = len(self._shares.weights[action.stage]) if self._shares.in_turn else 1
-        return round_of(action.number, replicas, action.number + 1)
+        together = self._shares.per_update(action.stage)
+        return round_of(action.number, together, action.number + 1)
 
     def _sum(self, action: Action, share: float) -> None:
         """Sum a stage's gradients over its replicas, on whichever thread."""
@@ -250,8 +261,7 @@ class Runner:
         return sum(self._scale(batch) for batch in own) / len(together)
 
     def _grad_scale(self, stage: int, batch: Batch) -> float:
-        summed = self._shares.in_turn and len(self._shares.weights[stage]) > 1
-        scale = 1.0 if summed else self._scale(batch)
+        scale = 1.0 if self._shares.per_update(stage) > 1 else self._scale(batch)
         if batch.clip is None:
             return scale
         if batch.clip.each:
@@ -272,6 +282,10 @@ class Runner:
         ]
         for message in lanes[0].arrivals:  # all know what is sent to the worker
             number = message.number
+            if message.kind == ALL_REDUCE:
+                receive = Action(message.target, Op.RECV_GRAD, number + first)
+                expected.append((receive, message.source, (ALL_REDUCE, 0), receive.number))
+                continue
             if message.kind in TIED:
                 receive = Action(message.target, _RECEIVES[message.kind], message.source)
             else:

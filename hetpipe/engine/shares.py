@@ -45,10 +45,12 @@ def _ends(samples: int, weights: tuple[float, ...]) -> tuple[Rows, ...]:
 @dataclass(frozen=True)
 class Shares:
     """Who does what of each stage: its replicas divide every micro-batch by their weights, or take
-    whole mini-batches in turn. `weights[n]` has an entry for each replica of stage n."""
+    whole mini-batches in turn. `weights[n]` has an entry for each replica of stage n. Those in turn
+    average the gradients of a round in one update, or apply each by itself."""
 
     weights: tuple[tuple[float, ...], ...]
     in_turn: bool = False
+    averages: bool = True
 
     def places(self, stage: int) -> list[Place]:
         """The replicas of a stage."""
@@ -66,6 +68,10 @@ class Shares:
         """Whether a replica does anything of a mini-batch."""
         stage, replica = place
         return not self.in_turn or mini_batch % len(self.weights[stage]) == replica
+
+    def per_update(self, stage: int) -> int:
+        """How many mini-batches an update of a stage applies."""
+        return len(self.weights[stage]) if self.in_turn and self.averages else 1
 
     def meet(self, one: Place, other: Place) -> bool:
         """Whether two replicas of neighbouring stages ever do the same mini-batch."""

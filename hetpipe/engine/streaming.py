@@ -51,7 +51,7 @@ class Streaming:
 
         Returns the updates of each stage since the last flush.
         """
-        updates = [-(-self.admitted // replicas) for replicas in self._stream.replicas]
+        updates = [-(-self.admitted // count) for count in self._stream.per_update]
         if self.admitted == 0:
             return updates
         segment = self._stream.flush(self.admitted)
@@ -71,13 +71,13 @@ class Streaming:
         counted in mini-batches, so that stages with other numbers of replicas agree. 2BW: the
         version before the last, for all of a mini-batch.
         """
-        microbatches, replicas = self._microbatches(mini_batch), self._stream.replicas[stage]
+        microbatches, per_update = self._microbatches(mini_batch), self._stream.per_update
         applied = [self._stream.applied(stage, m) for m in microbatches]
         if self._policy == "vertical-sync":
-            mini_batches = self._stream.applied(0, microbatches[0]) * self._stream.replicas[0]
-            wanted = mini_batches // replicas
+            mini_batches = self._stream.applied(0, microbatches[0]) * per_update[0]
+            wanted = mini_batches // per_update[stage]
         elif self._policy == "2bw":
-            wanted = max(mini_batch // replicas - 1, 0)
+            wanted = max(mini_batch // per_update[stage] - 1, 0)
         else:
             return (0,) * len(applied)
         return tuple(count - wanted for count in applied)

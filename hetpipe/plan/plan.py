@@ -6,15 +6,15 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import Any
 
 from hetpipe.cost.table import CostTable, LinkCost
 from hetpipe.errors import PlanError
-from hetpipe.schedule.generators import generate, is_asynchronous
+from hetpipe.schedule.generators import averages, generate, is_asynchronous
 from hetpipe.sdk.info import HOST_MEMORY
 from hetpipe.simulate.simulator import simulate
-from hetpipe.simulate.times import StageTimes, Transfer
+from hetpipe.simulate.times import FREE, StageTimes, Transfer
 
 VERSION = 2
 
@@ -154,6 +154,10 @@ class Plan:
             if len(stage.devices) > 1:  # the slowest replica's, at its rows
                 forward_s[n], backward_s[n] = stage.forward_s, stage.backward_s
                 update_s[n] = stage.update_s
+        gradient_links = [_gradient_link(table, stage) for stage in stages]
+        if not averages(self.schedule):
+            for n, stage in enumerate(stages):
+                update_s[n] += _copying_s(table, stage, gradient_links[n])
         for cut, (here, there, _) in enumerate(ahead):
             for n, device in ((cut, here), (cut + 1, there)):
                 if _copies(table, device, table.link(here, there)):
@@ -172,6 +176,7 @@ class Plan:
                 for device in devices
             ),
             all_reduce_s=tuple(stage.all_reduce_s for stage in stages),
+            gradient_links=tuple(gradient_links),
         )
 
     def _cut_shares(self) -> list[float]:
@@ -223,6 +228,22 @@ def _copies(table: CostTable, device: str, link: LinkCost) -> bool:
     """Whether the cores that compute also copy what crosses the link: half of it at each end."""
     in_host = table.devices[device].memory_domain == HOST_MEMORY
     return in_host and link.label == "measured"
+
+
+def _gradient_link(table: CostTable, stage: StagePlan) -> Transfer:
+    """What it takes to send all gradients of a stage to another replica: the slowest way."""
+    nbytes = sum(layer.params_nbytes for layer in table.layers[stage.lo : stage.hi])
+    ways = permutations(stage.devices, 2)
+    return max((_transfer(table, *way, nbytes) for way in ways), key=sum, default=FREE)
+
+
+def _copying_s(table: CostTable, stage: StagePlan, link: Transfer) -> float:
+    """What cores that compute copy for each update of a replica: of R it sends the gradients of
+    one, R-1 times, and receives those of R-1."""
+    count = len(stage.devices)
+    ways = permutations(stage.devices, 2)
+    copied = any(_copies(table, here, table.link(here, there)) for here, there in ways)
+    return sum(link) * (count - 1) / count if copied else 0.0
 
 
 def _transfer(table: CostTable, source: str, target: str, nbytes: int) -> Transfer:

@@ -13,7 +13,12 @@ from hetpipe.errors import PlanError
 from hetpipe.plan.costs import StageCosts
 from hetpipe.plan.plan import Plan, StagePlan, Tied
 from hetpipe.schedule.action import Op
-from hetpipe.schedule.generators import generate, is_asynchronous, is_chunked
+from hetpipe.schedule.generators import (
+    generate,
+    is_asynchronous,
+    is_chunked,
+    mini_batches_per_update,
+)
 from hetpipe.simulate.simulator import simulate
 from hetpipe.simulate.timeline import Timeline
 from hetpipe.simulate.times import FREE
@@ -108,6 +113,8 @@ def step_s(plan: Plan, timeline: Timeline) -> float:
     ends_s = [
         span.end_s for span in timeline.spans if span.action.op is Op.UPDATE and span.worker == 0
     ]
+    per_update = mini_batches_per_update(plan.schedule, plan.replicas)[0]
+    ends_s = ends_s[:: plan.replicas[0] // per_update]  # one of each round
     full = len(ends_s) // 2
     each_s = (ends_s[-1] - ends_s[full]) / (len(ends_s) - 1 - full)
     return each_s / plan.replicas[0]

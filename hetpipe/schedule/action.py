@@ -31,6 +31,8 @@ class Op(str, Enum):
     SEND_VACANT = "SV"  # and back: the backward is through, so the place is vacant
     RECV_VACANT = "RV"
     ALL_REDUCE = "A"  # begins to sum gradients over the stage's replicas; number: as of an update
+    SEND_GRAD = "SA"  # a mini-batch's gradients, to the other replicas; number: as of an update
+    RECV_GRAD = "RA"  # from the replica that took it
     UPDATE = "U"  # number: the mini-batch; 0, a synchronous schedule's only one, is not printed
     SEND_TIED_PARAM = "SP"  # number: the stage it goes to
     RECV_TIED_PARAM = "RP"  # number: the owner
@@ -51,19 +53,23 @@ class Op(str, Enum):
         return self[0] == "R"
 
 
-PER_MINI_BATCH = (Op.ALL_REDUCE, Op.UPDATE)
+GRADIENTS = (Op.SEND_GRAD, Op.RECV_GRAD)
+PER_MINI_BATCH = (Op.ALL_REDUCE, *GRADIENTS, Op.UPDATE)
 
 BEHIND_SUMS = (Op.UPDATE, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD)
 """What reads or changes gradients, and so waits for the sums that have begun before it."""
 
 
 class Message(NamedTuple):
-    """What travels between two stages, or lanes of one: by it a send finds its receive."""
+    """What travels between two stages, or lanes or replicas of one: by it a send finds its receive.
+
+    Gradients of a mini-batch find one at every other replica.
+    """
 
     source: int  # stage
     target: int  # stage
-    kind: str  # F, B, K, V: of a micro-batch; G, P: gradient and value of tied parameters
-    number: int  # micro-batch; 0 for G and P
+    kind: str  # F, B, K, V: of a micro-batch; A: of a mini-batch; G, P: tied gradients, parameters
+    number: int  # micro-batch, or mini-batch; 0 for G and P
 
 
 @dataclass(frozen=True, order=True)
@@ -86,7 +92,7 @@ class Action:
         kind = self.op[1]
         if kind in "GP":
             peer, number = self.number, 0
-        elif kind in "KV":
+        elif kind in "AKV":
             peer, number = self.stage, self.number
         else:
             ahead = self.op in (Op.SEND_FORWARD, Op.RECV_BACKWARD)

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import Op, Schedule
+from hetpipe.schedule.asp import asp, one_by_one
 from hetpipe.schedule.complete import Tied, flushed, tied_pairs, with_transfers, with_updates
 from hetpipe.schedule.fbp import fbp
 from hetpipe.schedule.interleaved import interleaved
@@ -39,6 +40,7 @@ the number of workers as well.
 _generators: dict[str, Callable[..., Schedule]] = {}
 _asynchronous: set[str] = set()
 _chunked: set[str] = set()
+_one_by_one = {"asp"}  # replicas apply the gradient of each mini-batch by itself
 
 
 def register_schedule(
@@ -75,6 +77,7 @@ register_schedule("zb-v", chunked=True)(zb_v)
 register_schedule("interleaved", chunked=True)(interleaved)
 register_schedule("data-parallel", chunked=True)(data_parallel)
 register_schedule("pipedream", asynchronous=True)(pipedream)
+register_schedule("asp", asynchronous=True)(asp)
 
 
 def schedule_names() -> list[str]:
@@ -90,6 +93,16 @@ def is_asynchronous(name: str) -> bool:
 def is_chunked(name: str) -> bool:
     """Whether the schedule may give a worker several stages."""
     return name in _chunked
+
+
+def averages(name: str) -> bool:
+    """Whether replicas apply the mean of a round's gradients, not each mini-batch's by itself."""
+    return name not in _one_by_one
+
+
+def mini_batches_per_update(name: str, replicas: Sequence[int]) -> tuple[int, ...]:
+    """Of each stage: without flushes those of a round, unless each is applied by itself."""
+    return tuple(count if is_asynchronous(name) and averages(name) else 1 for count in replicas)
 
 
 def generate(
@@ -138,12 +151,16 @@ def generate(
     more = (workers,) if is_chunked(name) else ()
     if is_asynchronous(name) and max(replicas, default=1) > 1:
         depths = in_flight or noam(replicas)
-        rows = in_turn(
-            lambda count: _generators[name](stages, count, depths, *more),
-            microbatches,
-            mini_batches,
-            replicas,
-        )
+        if averages(name):
+            rows = in_turn(
+                lambda count: _generators[name](stages, count, depths, *more),
+                microbatches,
+                mini_batches,
+                replicas,
+            )
+        else:
+            passes = _generators[name](stages, microbatches * mini_batches, depths, *more)
+            rows = one_by_one(passes, microbatches, mini_batches, replicas[0])
         schedule = tuple(tuple(with_transfers(row, stages)) for row in rows)
         validate(schedule, microbatches, in_flight, mini_batches, replicas)
         return schedule

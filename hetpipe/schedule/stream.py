@@ -13,7 +13,7 @@ from math import lcm
 
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import PER_MINI_BATCH, Action, Message, Op, Schedule
-from hetpipe.schedule.generators import generate, max_in_flight
+from hetpipe.schedule.generators import averages, generate, max_in_flight, mini_batches_per_update
 
 ENTERS = (Op.RECV_FORWARD, Op.FORWARD)
 BACKWARDS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
@@ -45,14 +45,15 @@ class Stream:
         self.microbatches = microbatches
         self.stages = stages
         self.replicas = tuple(replicas) or (1,) * stages
-        self._check_turns()
+        self.per_update = mini_batches_per_update(name, self.replicas)  # mini-batches, by stage
+        self._check_turns(name)
         self._question = (name, stages, microbatches)
         self._in_flight = in_flight
         self._period = lcm(*self.replicas)
         # What a worker does with one pass and the next is at most so many mini-batches apart.
         most = max(self.replicas)
         deep = max(max_in_flight(self._full(most * (2 * stages + 2)))) * most
-        self.start = -(-deep // microbatches) + 1
+        self.start = max(-(-deep // microbatches), most) + 1
         count = 2 * self.start + 2 * self._period + 1
         self._sample = self._full(count)
         self._parts = _segments(self._sample, microbatches, count)
@@ -102,7 +103,7 @@ class Stream:
         mini_batch, place = divmod(microbatch, self.microbatches)
         like = self._like(mini_batch)
         found = self._updates[stage][like * self.microbatches + place]
-        later = (mini_batch - like) // self.replicas[stage]
+        later = (mini_batch - like) // self.per_update[stage]
         return found[0] + later, found[1] + later
 
     def _full(self, mini_batches: int) -> Schedule:
@@ -116,9 +117,9 @@ class Stream:
             replicas=self.replicas,
         )
 
-    def _check_turns(self) -> None:
+    def _check_turns(self, name: str) -> None:
         """Replicas wait for each other between the passes of a mini-batch, if it has several."""
-        if max(self.replicas) > 1 and self.microbatches > 1:
+        if max(self.replicas) > 1 and self.microbatches > 1 and averages(name):
             raise ScheduleError(
                 f"{list(self.replicas)} replicas take mini-batches of {self.microbatches} "
                 "micro-batches in turn: they can do so with 1 micro-batch each; use that, or a "

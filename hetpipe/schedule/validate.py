@@ -10,12 +10,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from hetpipe.errors import ScheduleError
-from hetpipe.schedule.action import Action, Message, Op, Schedule
+from hetpipe.schedule.action import GRADIENTS, Action, Message, Op, Schedule
 from hetpipe.schedule.grid import format_grid
 from hetpipe.schedule.lanes import laned_stages, row_names
 from hetpipe.schedule.turns import places, round_of
 
 HALVES = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+BACKWARDS = (Op.BACKWARD, *HALVES)
 
 
 class Shape(NamedTuple):
@@ -27,6 +28,8 @@ class Shape(NamedTuple):
     microbatches: int
     places: Sequence[tuple[int, int]]  # stage and replica of each row, where replicas take turns
     replicas: Sequence[int]  # of each stage
+    per_update: Sequence[int]  # mini-batches, of each stage
+    one_by_one: bool  # replicas send each other the gradients of each mini-batch
 
     def owner(self, stage: int, mini_batch: int) -> int:
         """Which replica takes a mini-batch."""
@@ -50,11 +53,16 @@ def validate(
     rows = places(replicas)
     stages = _check_stages(schedule, laned, rows)
     halved = {action.stage for _, _, action in _cells(schedule) if action.op in HALVES}
-    shape = Shape(stages, halved, laned, microbatches, rows, replicas or (1,) * stages)
+    replicas = replicas or (1,) * stages
+    one_by_one = bool(rows) and any(a.op in GRADIENTS for _, _, a in _cells(schedule))
+    per_update = (1,) * stages if one_by_one else replicas
+    shape = Shape(stages, halved, laned, microbatches, rows, replicas, per_update, one_by_one)
     _check_complete(schedule, shape, mini_batches)
     _check_order(schedule, shape, in_flight)
     _check_edges(schedule, shape)
     _check_progress(schedule)
+    if one_by_one:
+        _check_gradients(schedule, shape)
 
 
 def _fail(schedule: Schedule, why: str, worker: int, index: int) -> ScheduleError:
@@ -94,9 +102,11 @@ def _check_complete(schedule: Schedule, shape: Shape, mini_batches: int) -> None
         groups = [(set(range(len(schedule))), [(n, everything, everything) for n in at])]
     else:
         for worker, (n, replica) in enumerate(shape.places):
-            count = shape.replicas[n]
-            ends = {round_of(b, count, mini_batches)[-1] for b in everything}
-            groups.append(({worker}, [(n, everything[replica::count], sorted(ends))]))
+            own = everything[replica :: shape.replicas[n]]
+            ends = {round_of(b, shape.per_update[n], mini_batches)[-1] for b in everything}
+            groups.append(({worker}, [(n, own, sorted(ends))]))
+    optional = {op for op in Op if op.value[-1] in "GPV"}
+    optional |= set() if shape.one_by_one else {Op.ALL_REDUCE}
     for workers, wanted in groups:
         required = {
             action
@@ -109,7 +119,7 @@ def _check_complete(schedule: Schedule, shape: Shape, mini_batches: int) -> None
                 continue
             if action in seen:
                 raise _fail(schedule, f"{action} is there twice", worker, index)
-            if action not in required and action.op.value[-1] not in "GPVA":
+            if action not in required and action.op not in optional:
                 why = (
                     f"{action} has no place among {shape.stages} stages, "
                     f"{shape.microbatches * mini_batches} micro-batches"
@@ -134,7 +144,11 @@ def _required(
     if stage < shape.stages - 1:
         ops += [Op.SEND_FORWARD, Op.RECV_BACKWARD]
     yield from (Action(stage, op, number) for op in ops for number in microbatches)
-    yield from (Action(stage, Op.UPDATE, number) for number in updates)
+    for number in updates:
+        yield Action(stage, Op.UPDATE, number)
+        if shape.one_by_one:
+            op = Op.SEND_GRAD if number in mini_batches else Op.RECV_GRAD
+            yield Action(stage, op, number)
 
 
 def _check_order(schedule: Schedule, shape: Shape, in_flight: Sequence[int] | None) -> None:
@@ -147,7 +161,10 @@ def _check_order(schedule: Schedule, shape: Shape, in_flight: Sequence[int] | No
         for index, action in enumerate(row):
             n = action.stage
             if action.op is Op.UPDATE:
-                first = action.number - action.number % shape.replicas[n]
+                first = action.number - action.number % shape.per_update[n]
+                if updated[n] < first:
+                    why = f"{action} comes before the update of mini-batch {updated[n]}"
+                    raise _fail(schedule, f"{why}: they are in order", row_number, index)
                 late = updated[n] != first or not done.issuperset(
                     _applied(action, shape, row_number)
                 )
@@ -175,7 +192,7 @@ def _check_order(schedule: Schedule, shape: Shape, in_flight: Sequence[int] | No
 
 def _applied(action: Action, shape: Shape, row: int) -> Iterator[Action]:
     """The backwards on its row that an update applies."""
-    n, count = action.stage, shape.replicas[action.stage]
+    n, count = action.stage, shape.per_update[action.stage]
     last = Op.BACKWARD_WEIGHT if n in shape.halved else Op.BACKWARD
     for mini_batch in round_of(action.number, count, action.number + 1):
         if not shape.places or shape.places[row][1] == shape.owner(n, mini_batch):
@@ -201,49 +218,84 @@ def _needs(action: Action, shape: Shape, row: Sequence[Action]) -> Iterator[Acti
         yield Action(n, Op.BACKWARD_INPUT if halved else Op.BACKWARD, number)
     elif op is Op.SEND_VACANT:
         yield Action(n, Op.BACKWARD_WEIGHT if halved else Op.BACKWARD, number)
-    elif op in (Op.ALL_REDUCE, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD):  # last: one order of sums
-        weights = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
-        most = number if op is Op.ALL_REDUCE else 0
+    elif op in (Op.ALL_REDUCE, Op.SEND_GRAD, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD):
+        weights = (Op.BACKWARD, Op.BACKWARD_WEIGHT)  # all of them: one order of sums
+        most = number if op in (Op.ALL_REDUCE, Op.SEND_GRAD) else 0
         for a in row:
             if a.stage == n and a.op in weights and a.number // shape.microbatches <= most:
                 yield a
     elif op is Op.UPDATE:
-        summing = (Op.ALL_REDUCE, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD)
+        summing = (Op.ALL_REDUCE, *GRADIENTS, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD)
         for a in row:
-            later = a.op is Op.ALL_REDUCE and a.number > number
+            later = a.op in (Op.ALL_REDUCE, *GRADIENTS) and a.number > number
             if a.stage == n and a.op in summing and not later:
                 yield a
     elif op in (Op.SEND_TIED_PARAM, Op.RECV_TIED_PARAM):
         yield Action(n, Op.UPDATE)
 
 
+def _check_gradients(schedule: Schedule, shape: Shape) -> None:
+    """A replica has one set of accumulators. From the first backward of a mini-batch to the send of
+    its gradients they are of that alone, and from a receive to its update; what is sent is kept
+    aside until its own update, and no backward comes before."""
+    for row_number, row in enumerate(schedule):
+        held: int | None = None  # the mini-batch whose gradients are in the accumulators
+        aside: int | None = None  # the one whose gradients are kept aside
+        for index, action in enumerate(row):
+            mini_batch, before = action.number, held
+            if action.op in BACKWARDS:
+                mini_batch //= shape.microbatches
+                before = held if aside is None else aside
+                held = mini_batch
+            elif action.op is Op.SEND_GRAD:
+                held, aside = None, mini_batch
+                continue
+            elif action.op is Op.RECV_GRAD:
+                held = mini_batch
+            elif action.op is Op.UPDATE:
+                held = None
+                aside = None if aside == mini_batch else aside
+            else:
+                continue
+            if before not in (None, mini_batch):
+                why = f"{action} comes before the gradients of mini-batch {before} are applied"
+                raise _fail(schedule, why, row_number, index)
+
+
 Edge = tuple[int, int, str, int, int]
-"""Source and target stage; between lanes, of one kind of message; source and target replica."""
+"""Source and target stage; between lanes or replicas, of one kind of message; source and target
+replica."""
 
 
-def _edge(message: Message, shape: Shape) -> Edge:
-    mini_batch = message.number // shape.microbatches
+def _edges(action: Action, message: Message, shape: Shape, row: int) -> list[Edge]:
+    """Those that a message goes over, or comes over."""
     ends = message.source, message.target
     kind = message.kind if ends[0] == ends[1] else ""
-    return (*ends, kind, shape.owner(ends[0], mini_batch), shape.owner(ends[1], mini_batch))
+    if action.op in GRADIENTS:
+        owner = shape.owner(ends[0], message.number)
+        peers = range(shape.replicas[ends[0]])
+        if action.op is Op.RECV_GRAD:
+            peers = range(shape.places[row][1], shape.places[row][1] + 1)
+        return [(*ends, kind, owner, peer) for peer in peers if peer != owner]
+    mini_batch = message.number // shape.microbatches
+    return [(*ends, kind, shape.owner(ends[0], mini_batch), shape.owner(ends[1], mini_batch))]
 
 
 def _check_edges(schedule: Schedule, shape: Shape) -> None:
     """On each edge receives are in the order of the sends: messages carry no address."""
     sends: dict[Edge, list[Message]] = defaultdict(list)
-    for _, _, action in _cells(schedule):
+    for worker, _, action in _cells(schedule):
         if action.op.is_send and action.message:
-            sends[_edge(action.message, shape)].append(action.message)
-    places: dict[Edge, tuple[int, int]] = {}
+            for edge in _edges(action, action.message, shape, worker):
+                sends[edge].append(action.message)
     received: Counter[Edge] = Counter()
     for worker, index, action in _cells(schedule):
         message = action.message
         if message is None:
             continue
-        edge = _edge(message, shape)
         if action.op.is_send:
-            places.setdefault(edge, (worker, index))
             continue
+        (edge,) = _edges(action, message, shape, worker)
         turn = received[edge]
         received[edge] += 1
         sent = sends[edge][turn] if turn < len(sends[edge]) else None

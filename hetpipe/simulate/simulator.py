@@ -8,7 +8,8 @@ stage sends in chunks is on the edge from the first chunk on, and leaves it with
 The lanes of a worker run at once. While several compute, each has an even share of its speed.
 
 A sum over replicas goes on beside the passes behind it, one at a time, and an update waits for it.
-Where replicas have a row each, it begins when all have come to it.
+Where replicas have a row each, it begins when all have come to it; gradients that
+one sends to the others are on the edge to each, of which no two are the same.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class _Lane:
                 return
             elif action.op.is_send:
                 self._run.post(self, action, message)
-            elif message in self._run.arrived:
+            elif (message, self.index) in self._run.arrived:
                 self._run.record(self.index, action, clock.now_s, clock.now_s)
             else:
                 self.waiting, self._since_s = message, clock.now_s
@@ -160,11 +161,14 @@ class _Run:
     def __init__(self, schedule: Schedule, times: StageTimes) -> None:
         self.times = times
         self.clock = _Clock()
-        self.arrived: set[Message] = set()
+        self.arrived: set[tuple[Message, int]] = set()  # with the lane that receives it
         self.spans: list[tuple[int, Action, float, float]] = []
         self._workers = row_workers(schedule)
         cells = [(index, action) for index, row in enumerate(schedule) for action in row]
-        self._targets = {a.message: self._workers[i] for i, a in cells if a.op.is_receive}
+        self._targets: dict[Message, list[int]] = defaultdict(list)  # the lanes that receive it
+        for index, message in ((i, a.message) for i, a in cells if a.op.is_receive):
+            if message is not None:
+                self._targets[message].append(index)
         self._takers = Counter(action for _, action in cells if action.op is Op.ALL_REDUCE)
         self._gathering: dict[Action, list[_Lane]] = defaultdict(list)
         self._summing_s: dict[int, float] = defaultdict(float)  # until when a worker sums
@@ -174,9 +178,7 @@ class _Run:
             _Lane(index, row, devices[self._workers[index]], self)
             for index, row in enumerate(schedule)
         ]
-        self._at: dict[int, list[_Lane]] = defaultdict(list)
         for lane in self.lanes:
-            self._at[self._workers[lane.index]].append(lane)
             self.clock.at(0.0, RESUME, lane.resume)
 
     def record(self, lane: int, action: Action, start_s: float, end_s: float) -> None:
@@ -197,8 +199,12 @@ class _Run:
             self.clock.at(end_s, RESUME, lane.summed)
 
     def post(self, lane: _Lane, action: Action, message: Message) -> None:
-        """Put a message on its edge, behind those already there; on one worker it is free."""
-        edge = self._workers[lane.index], self._targets[message]
+        """Put a message on its edges, behind those already there; on one worker it is free."""
+        for target in self._targets[message]:
+            self._post(lane, action, message, target)
+
+    def _post(self, lane: _Lane, action: Action, message: Message, target: int) -> None:
+        edge = self._workers[lane.index], self._workers[target]
         transfer = self.times.transfer(message)
         start_s = end_s = now_s = self.clock.now_s
         if edge[0] != edge[1]:
@@ -211,15 +217,14 @@ class _Run:
             end_s = left_s + transfer.latency_s
         self.record(lane.index, action, start_s, end_s)
         if end_s == self.clock.now_s:
-            self._deliver(message)
+            self._deliver(message, target)
         else:
-            self.clock.at(end_s, ARRIVAL, lambda: self._deliver(message))
+            self.clock.at(end_s, ARRIVAL, lambda: self._deliver(message, target))
 
-    def _deliver(self, message: Message) -> None:
-        self.arrived.add(message)
-        for lane in self._at[self._targets[message]]:
-            if lane.waiting == message:
-                lane.arrive()
+    def _deliver(self, message: Message, target: int) -> None:
+        self.arrived.add((message, target))
+        if self.lanes[target].waiting == message:
+            self.lanes[target].arrive()
 
 
 def simulate(

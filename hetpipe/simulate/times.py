@@ -42,6 +42,7 @@ class StageTimes:
     weight_s: tuple[float, ...] = ()  # empty: the other half
     chunks: tuple[float, ...] = ()  # empty: 1
     all_reduce_s: tuple[float, ...] = ()  # empty: free
+    gradient_links: tuple[Transfer, ...] = ()  # from replica to replica of a stage; empty: free
 
     def __post_init__(self) -> None:
         stages = len(self.forward_s)
@@ -52,6 +53,7 @@ class StageTimes:
             "weight_s": (len(self.weight_s) or stages, stages),
             "chunks": (len(self.chunks) or stages, stages),
             "all_reduce_s": (len(self.all_reduce_s) or stages, stages),
+            "gradient_links": (len(self.gradient_links) or stages, stages),
             "forward_links": (len(self.forward_links) or stages - 1, stages - 1),
             "backward_links": (len(self.backward_links) or stages - 1, stages - 1),
         }
@@ -82,4 +84,6 @@ class StageTimes:
             return self.forward_links[message.source] if self.forward_links else FREE
         if message.kind == "B":
             return self.backward_links[message.target] if self.backward_links else FREE
+        if message.kind == "A":
+            return self.gradient_links[message.source] if self.gradient_links else FREE
         return self.tied.get((message.source, message.target), FREE)

@@ -10,7 +10,7 @@ from test_planner import make_table
 from hetpipe.errors import PlanError
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.pricing import predict
-from hetpipe.plan.replicated import replicated_plan
+from hetpipe.plan.replicated import replicated_plan, staged_plan
 
 
 def tables(speeds, sizes=(2, 4, 8, 16), **options):
@@ -93,3 +93,19 @@ def test_stages_hide_all_but_the_last_of_their_sums():
     assert whole.step_s - cut.step_s == pytest.approx(sum(sums_s) - sums_s[0])
     with pytest.raises(PlanError, match=r"ascending within 1\.\.7"):
         replicated_plan(known, ["a", "b"], [4, 8], mini_batch=8)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_gradients_of_each_mini_batch_hide_behind_passes(replicas):
+    """Per round the slowest replica's passes, and on each all its updates."""
+    named = {f"d{n}": 1.0 + n for n in range(replicas)}
+    known = tables(named, (8,), latency_s=0.5, bandwidth=float(1 << 20))
+    plan = staged_plan(
+        known, [tuple(named)], [], mini_batch=8, microbatches=1, schedule="asp", weights="stash"
+    )
+    (stage,) = plan.stages
+    assert stage.forward_s + stage.backward_s == pytest.approx(8 * 3 * 2)
+    assert plan.step_s == pytest.approx((8 * 3 * 2) / replicas + 0.8)
+    assert predict(plan, known[8]).workers == tuple(named)
+    links = plan.stage_times(known[8]).gradient_links
+    assert sum(links[0]) == pytest.approx(8.5 if replicas > 1 else 0.0)  # 8 MiB at 1 MiB/s

@@ -161,10 +161,10 @@ def test_users_register_their_own(monkeypatch):
 
 def test_the_registered_schedules():
     assert schedule_names() == [
-        "1f1b", "1f1b-as", "1f1b-sno", "1f1b-so", "data-parallel", "fbp", "gpipe", "interleaved",
-        "naive", "pipedream", "zb-h1", "zb-v",
+        "1f1b", "1f1b-as", "1f1b-sno", "1f1b-so", "asp", "data-parallel", "fbp", "gpipe",
+        "interleaved", "naive", "pipedream", "zb-h1", "zb-v",
     ]  # fmt: skip
-    assert [name for name in schedule_names() if is_asynchronous(name)] == ["pipedream"]
+    assert [name for name in schedule_names() if is_asynchronous(name)] == ["asp", "pipedream"]
     assert [name for name in schedule_names() if is_chunked(name)] == [
         "data-parallel", "interleaved", "zb-v",
     ]  # fmt: skip

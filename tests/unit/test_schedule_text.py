@@ -19,7 +19,7 @@ DRAWN = """
 @pytest.mark.parametrize("name", schedule_names())
 def test_there_and_back(name):
     workers = {"zb-v": 2, "data-parallel": 1}.get(name)
-    schedule = generate(name, 4, 4, workers=workers)
+    schedule = generate(name, 1 if name == "asp" else 4, 4, workers=workers)
     assert parse_schedule(print_schedule(schedule)) == schedule
 
 

@@ -1,0 +1,60 @@
+"""ASP: asynchronous data parallelism, with the order of updates fixed.
+
+Every replica has the whole model and takes mini-batches in turn; each mini-batch's gradient is an
+update of its own. PipeDream compares itself with ASP, whose updates come in whatever order
+gradients do: no two runs are alike. Here all replicas apply them in the order of mini-batches and
+have the same weights; a replica waits for those before its own, not for those after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hetpipe.errors import ScheduleError
+from hetpipe.schedule.action import Action, Op, Schedule
+
+
+def asp(stages: int, microbatches: int, in_flight: Sequence[int] | None = None) -> Schedule:
+    """One stage: a forward, its backward, the next (here 2 replicas and an update behind each).
+
+        0  F0 B0 SA0 U0 F2 B2 SA2 RA1 U1 U2 F4 ...
+        1  F1 B1 SA1 RA0 U0 U1 F3 B3 SA3 RA2 U2 U3 ...
+
+    A replica begins with mini-batch b when b-R, its own last, is applied. So the gradient of b is
+    of weights that b-R+1 updates have made: it is R-1 updates late, with R replicas.
+    """
+    if stages != 1:
+        raise ScheduleError(
+            f"asp has 1 stage, the whole model on every replica, not {stages}: leave out cuts, or "
+            "use pipedream, whose stages may have replicas"
+        )
+    numbers = range(microbatches)
+    return (tuple(Action(0, op, m) for m in numbers for op in (Op.FORWARD, Op.BACKWARD)),)
+
+
+def one_by_one(passes: Schedule, microbatches: int, mini_batches: int, replicas: int) -> Schedule:
+    """A row for each replica, with its mini-batches in turn and all updates.
+
+    `passes` is of so many mini-batches; a replica does what is of its own.
+    """
+    rows = range(replicas)
+    return tuple(tuple(_row(passes[0], row, microbatches, mini_batches, replicas)) for row in rows)
+
+
+def _row(
+    passes: Sequence[Action], replica: int, microbatches: int, mini_batches: int, replicas: int
+) -> Iterator[Action]:
+    applied = 0
+    for b in range(replica, mini_batches, replicas):
+        yield from passes[2 * b * microbatches : 2 * (b + 1) * microbatches]
+        yield Action(0, Op.SEND_GRAD, b)
+        yield from _updates(range(applied, b + 1), replica, replicas)
+        applied = b + 1
+    yield from _updates(range(applied, mini_batches), replica, replicas)
+
+
+def _updates(mini_batches: range, replica: int, replicas: int) -> Iterator[Action]:
+    for b in mini_batches:
+        if b % replicas != replica:
+            yield Action(0, Op.RECV_GRAD, b)
+        yield Action(0, Op.UPDATE, b)

@@ -1,0 +1,306 @@
+"""Asynchronous data parallelism equals one loop whose gradients are of older weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import delayed
+import numpy as np
+import pytest
+import torch
+from delayed import MINI_BATCHES, Adam, Choice, Momentum, batch, distance, loss_fn, network, trained
+from plans import unpriced
+from torch import nn
+
+import hetpipe as hp
+from hetpipe.capture import Captured
+from hetpipe.capture.program import PARAM, STATE
+from hetpipe.cluster import Cluster, Member
+from hetpipe.engine.crew import Crew
+from hetpipe.engine.messages import Read
+from hetpipe.errors import HetpipeError
+
+SGD = (hp.optim.sgd(lr=0.03, momentum=0.9), Momentum(0.03))
+ADAM = (hp.optim.adam(lr=0.01), Adam(0.01))
+MEMBERS = 3
+
+
+def crew_of(transport: str = "local", kinds: Sequence[str] = ("numpy",) * MEMBERS) -> Crew:
+    members = tuple(Member(f"m{n}", f"{kind}:cpu:0") for n, kind in enumerate(kinds))
+    return Crew.start(Cluster(members, transport=transport))
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with crew_of() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def captured() -> Captured:
+    return Captured(network(), loss_fn, batch(0))
+
+
+def pipeline(
+    crew: Crew, captured: Captured, replicas: int, optimizer: Any, microbatches: int = 1,
+    **options: Any,
+) -> hp.Pipeline:  # fmt: skip
+    plan, costs = unpriced(
+        captured, [tuple(crew.infos)[:replicas]], "asp", delayed.SAMPLES, microbatches,
+        in_flight=[1], weights=options.pop("weights", "stash"),
+    )  # fmt: skip
+    return hp.Pipeline(
+        network(), loss_fn, batch(0), cluster=crew.cluster, crew=crew, optimizer=optimizer,
+        plan=plan, costs=costs, captured=captured, **options,
+    )  # fmt: skip
+
+
+def delay(updates: int) -> Choice:
+    """The weights that so many updates fewer had made than were applied just before."""
+    return lambda n, b: (max(0, b - updates), 0)
+
+
+def wanted(
+    updates: int, optimizer: Any, count: int = MINI_BATCHES, microbatches: int = 1
+) -> list[delayed.Layer]:
+    rule = delay(updates)
+    return delayed.train(1, optimizer, rule, rule, count, microbatches).last
+
+
+def of_replicas(crew: Crew, role: str) -> list[dict[str, np.ndarray[Any, Any]]]:
+    """What each replica has."""
+    found = []
+    for member in crew._members[0]:
+        names = crew._loaded().owners(role, None).get(0, ())
+        crew._fleet.send(crew._index[member], Read(0, role, tuple(names)))
+        found += crew._control.gather([crew._index[member]])
+    return found
+
+
+def assert_alike(crew: Crew) -> None:
+    for role in (PARAM, STATE):
+        first, *others = of_replicas(crew, role)
+        assert first or role == STATE
+        for other in others:
+            assert all(np.array_equal(value, other[name]) for name, value in first.items())
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("pair", [SGD, ADAM], ids=["sgd", "adam"])
+def test_equals_the_sequential_reference(
+    crew: Crew, captured: Captured, replicas: int, microbatches: int, pair: Any
+) -> None:
+    pipe = pipeline(crew, captured, replicas, pair[0], microbatches)
+    right = wanted(replicas - 1, pair[1], microbatches=microbatches)
+    assert distance(trained(pipe), right) < 1e-5
+
+
+@pytest.mark.parametrize("pair", [SGD, ADAM], ids=["sgd", "adam"])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_wrong_delay_is_told_apart(
+    crew: Crew, captured: Captured, replicas: int, pair: Any
+) -> None:
+    state = trained(pipeline(crew, captured, replicas, pair[0]))
+    for wrong in (replicas - 2, replicas):
+        assert distance(state, wanted(wrong, pair[1])) > 1e-3
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_all_replicas_are_the_same(crew: Crew, captured: Captured, replicas: int) -> None:
+    with pipeline(crew, captured, replicas, ADAM[0]) as pipe:
+        for count in (1, 2, 7):
+            list(pipe.run(batch(b) for b in range(count)))
+            pipe.flush()
+            assert_alike(crew)
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_flushed_in_the_middle(crew: Crew, captured: Captured, replicas: int) -> None:
+    """Behind a flush it begins again with gradients of the present weights."""
+    counts = (4, 1, 8)
+    ends = [sum(counts[:n]) for n in range(len(counts) + 1)]
+
+    def rule(n: int, b: int) -> tuple[int, float]:
+        begin = max(end for end in ends if end <= b)
+        return max(begin, b - replicas + 1), 0
+
+    with pipeline(crew, captured, replicas, ADAM[0]) as pipe:
+        for lo, hi in pairwise(ends):
+            list(pipe.run(batch(b) for b in range(lo, hi)))
+            pipe.flush()
+        state = pipe.state_dict()
+    assert distance(state, delayed.train(1, ADAM[1], rule, rule, ends[-1]).last) < 1e-5
+
+
+def test_resumed_and_evaluated(crew: Crew, captured: Captured, tmp_path: Any) -> None:
+    with pipeline(crew, captured, 3, ADAM[0]) as pipe:
+        list(pipe.run(batch(b) for b in range(5)))
+        pipe.save(tmp_path)
+        list(pipe.run(batch(b) for b in range(5, 12)))
+        state, loss = pipe.state_dict(), pipe.evaluate(*batch(13))
+        plan, costs = pipe.plan, pipe.costs
+    with hp.Pipeline.load(
+        tmp_path, network(), loss_fn, batch(0), cluster=crew.cluster, crew=crew, plan=plan,
+        costs=costs, captured=captured, optimizer=ADAM[0],
+    ) as pipe:  # fmt: skip
+        list(pipe.run(batch(b) for b in range(5, 12)))
+        assert pipe.evaluate(*batch(13)) == loss
+        for name, value in pipe.state_dict().items():
+            assert torch.equal(value, state[name])
+        assert_alike(crew)
+
+
+def test_a_learning_rate_that_changes(crew: Crew, captured: Captured) -> None:
+    """That of the update, also where its mini-batch is another replica's."""
+
+    class Falling(Momentum):
+        def update(self, w, state, grad, step):  # type: ignore[no-untyped-def]
+            self.lr = 0.05 / step
+            return super().update(w, state, grad, step)
+
+    state = trained(pipeline(crew, captured, 2, hp.optim.sgd(lambda t: 0.05 / t, momentum=0.9)))
+    assert distance(state, wanted(1, Falling(0.05))) < 1e-5
+
+
+def test_clipped(crew: Crew, captured: Captured) -> None:
+    """Every mini-batch's gradient by its own norm, the same on all replicas."""
+    bound = 0.1
+    passes = delayed._pass
+
+    def clipped(*args: Any) -> None:
+        passes(*args)
+        grads = [value for layer in args[4] for value in layer]
+        norm = torch.cat([g.flatten() for g in grads]).norm()
+        for grad in grads:
+            grad.mul_(min(1.0, bound / (float(norm) + 1e-6)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(delayed, "_pass", clipped)
+        right = wanted(1, SGD[1])
+    with pipeline(crew, captured, 2, SGD[0], clip_norm=bound, clip_each=True) as pipe:
+        list(pipe.run(batch(b) for b in range(MINI_BATCHES)))
+        state = pipe.state_dict()
+        assert_alike(crew)
+    assert distance(state, right) < 1e-5
+    assert distance(state, wanted(1, SGD[1])) > 1e-3
+
+
+def test_sums_with_counts(crew: Crew) -> None:
+    """Each mini-batch is divided by its own count, on every replica."""
+
+    def summed(found: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        kept = (y > 0).any(1).double()
+        return ((found - y).square().sum(1) * kept).sum(), kept.sum()
+
+    def masked(found: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        total, count = summed(found, y)
+        return total / count
+
+    counts = {int(summed(y, y)[1]) for _, y in map(batch, range(12))}
+    assert len(counts) > 1  # else a wrong one is not seen
+
+    model, rate = network(), 0.03
+    versions = [[p.detach().clone() for p in model.parameters()]]
+    for b in range(12):
+        with torch.no_grad():
+            for p, old in zip(model.parameters(), versions[max(0, b - 1)], strict=True):
+                p.copy_(old)
+        x, y = batch(b)
+        grads = torch.autograd.grad(masked(model(x), y), list(model.parameters()))
+        pairs = zip(versions[-1], grads, strict=True)
+        versions.append([w - rate * g for w, g in pairs])
+
+    captured = Captured(network(), summed, batch(0))
+    plan, costs = unpriced(
+        captured, [("m0", "m1")], "asp", delayed.SAMPLES, 1, in_flight=[1], weights="stash"
+    )
+    with hp.Pipeline(
+        network(), summed, batch(0), cluster=crew.cluster, crew=crew, captured=captured, plan=plan,
+        costs=costs, optimizer=hp.optim.sgd(lr=rate),
+    ) as pipe:  # fmt: skip
+        list(pipe.run(batch(b) for b in range(12)))
+        state = pipe.state_dict()
+        assert_alike(crew)
+    for found, right in zip(state.values(), versions[-1], strict=True):
+        assert float((found - right).abs().max() / right.abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("transport", ["shared-memory", "distributed"])
+def test_every_transport_gives_the_same(crew: Crew, captured: Captured, transport: str) -> None:
+    state = trained(pipeline(crew, captured, 3, SGD[0]), 10)
+    with crew_of(transport) as other:
+        found = trained(pipeline(other, captured, 3, SGD[0]), 10)
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+
+
+def test_devices_of_different_kinds(captured: Captured) -> None:
+    with crew_of(kinds=("numpy", "pytorch")) as mixed:
+        state = trained(pipeline(mixed, captured, 2, ADAM[0]))
+    assert distance(state, wanted(1, ADAM[1])) < 1e-5
+
+
+def test_statistics_are_of_the_first_replicas_mini_batches(crew: Crew) -> None:
+    """As torch makes them of mini-batches 0, 2, 4, ... alone: they do not depend on weights."""
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(1)
+        width = delayed.WIDTHS[0]
+        return nn.Sequential(nn.BatchNorm1d(width), nn.Linear(width, delayed.WIDTHS[-1])).double()
+
+    model = make()
+    for b in range(0, 9, 2):
+        model(batch(b)[0])
+    captured = Captured(make(), loss_fn, batch(0))
+    plan, costs = unpriced(
+        captured, [("m0", "m1")], "asp", delayed.SAMPLES, 1, in_flight=[1], weights="stash"
+    )
+    with hp.Pipeline(
+        make(), loss_fn, batch(0), cluster=crew.cluster, crew=crew, captured=captured, plan=plan,
+        costs=costs, optimizer=SGD[0],
+    ) as pipe:  # fmt: skip
+        list(pipe.run(batch(b) for b in range(9)))
+        state = pipe.state_dict()
+    for name, value in model.named_buffers():
+        assert torch.allclose(state[name].double(), value.double()), name
+
+
+@pytest.mark.parametrize("replicas", [None, [2]])
+def test_a_pipeline_puts_a_replica_on_every_device(
+    crew: Crew, captured: Captured, replicas: list[int] | None
+) -> None:
+    with hp.Pipeline(
+        network(), loss_fn, batch(0), cluster=crew.cluster, crew=crew, captured=captured,
+        optimizer=SGD[0], schedule="asp", replicas=replicas,
+    ) as pipe:  # fmt: skip
+        count = MEMBERS if replicas is None else replicas[0]
+        assert pipe.plan.replicas == (count,)
+        assert (pipe.plan.weights, pipe.plan.microbatches) == ("stash", 1)
+        assert pipe.plan.step_s > 0
+        assert len(pipe.predicted.workers) == count
+        losses = [result.loss for result in pipe.run(batch(b % 4) for b in range(40))]
+        assert losses[-1] < losses[0]
+        assert {span.action.op.value for span in pipe.timeline.spans} == {"F", "B", "SA", "RA", "U"}
+
+
+def test_what_it_cannot_do_is_refused(crew: Crew, captured: Captured) -> None:
+    def make(**options: Any) -> None:
+        hp.Pipeline(
+            network(), loss_fn, batch(0), cluster=crew.cluster, crew=crew, captured=captured,
+            optimizer=SGD[0], schedule="asp", **options,
+        )  # fmt: skip
+
+    with pytest.raises(HetpipeError, match=r"asp has 1 stage, .*cuts \[2\].*leave out cuts"):
+        make(cuts=[2])
+    with pytest.raises(HetpipeError, match=r"asp has 1 stage, .*replicas \[2, 1\].*one number"):
+        make(replicas=[2, 1])
+    with pytest.raises(HetpipeError, match=r"\[4\] need 4 devices, the cluster has 3"):
+        make(replicas=[4])
+    with pytest.raises(HetpipeError, match="weights='2bw' has nothing to choose from: use 'stash'"):
+        make(weights="2bw")
+    with pytest.raises(HetpipeError, match="clip_each=True"):
+        make(clip_norm=1.0)
+    with pytest.raises(HetpipeError, match="asp updates behind each mini-batch"):
+        make(accumulate=2)
