@@ -24,14 +24,14 @@ Shares = Sequence[tuple[float, ...]]
 
 
 class Normalized(nn.Module):
-    """Norms in both halves, one without an affine part, rows far from 0, and a dropout."""
+    """A norm of rows far from 0, and one that has neither weights nor running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(20, 8)
         self.norm = nn.BatchNorm1d(8)
         self.second = nn.Linear(8, 8)
-        self.plain = nn.BatchNorm1d(8, affine=False)
+        self.plain = nn.BatchNorm1d(8, affine=False, track_running_stats=False)
         self.last = nn.Linear(8, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -61,13 +61,15 @@ def batches(count: int, rows: int = 16) -> list[Any]:
 
 def pipeline(
     crew: Crew, model: nn.Module, example: Any, shares: Shares, microbatches: int = 2,
-    schedule: str = "1f1b", sync: bool = True, **options: Any,
+    schedule: str = "1f1b", sync: bool = True, weights: str = "flush", **options: Any,
 ) -> hp.Pipeline:  # fmt: skip
     captured = Captured(model, F.cross_entropy, example, sync_batch_norm=sync)
     names = iter(crew.infos)
     members = [tuple(next(names) for _ in replicas) for replicas in shares]
     rows = len(example[0])
-    plan, costs = unpriced(captured, members, schedule, rows, microbatches, shares=shares)
+    plan, costs = unpriced(
+        captured, members, schedule, rows, microbatches, weights=weights, shares=shares
+    )
     return hp.Pipeline(
         model, F.cross_entropy, example, cluster=crew.cluster, crew=crew, plan=plan, costs=costs,
         captured=captured, optimizer=hp.optim.sgd(lr=0.1, momentum=0.9), sync_batch_norm=sync,
@@ -96,9 +98,10 @@ ALIKE = 1e-5
 
 
 @pytest.mark.parametrize(
-    "shares", [((1, 1),), ((2, 1),), ((4, 2, 2),), ((1,), (2, 1)), ((2, 1), (1,)), ((1, 1), (2, 1))],
+    "shares",
+    [((1,),), ((1, 1),), ((4, 2, 2),), ((1,), (2, 1)), ((2, 1), (1,)), ((1, 1), (2, 1))],
     ids=str,
-)  # fmt: skip
+)
 def test_equals_training_without_replicas(crew: Crew, shares: Shares) -> None:
     torch.manual_seed(0)
     assert distance(crew, Normalized(), batches(3), shares) < ALIKE
@@ -107,3 +110,101 @@ def test_equals_training_without_replicas(crew: Crew, shares: Shares) -> None:
 def test_local_statistics_do_not(crew: Crew) -> None:
     torch.manual_seed(0)
     assert distance(crew, Normalized(), batches(3), ((2, 1),), sync=False) > 100 * ALIKE
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"recompute": "inputs"}, {"recompute": "min-cut"}, {"schedule": "zb-h1"}],
+    ids=str,
+)
+def test_with_recompute_and_halves(crew: Crew, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    assert distance(crew, Normalized(), batches(3), ((2, 1), (1, 1)), **options) < ALIKE
+
+
+@pytest.mark.parametrize("transport", ["shared-memory", "distributed"])
+def test_a_network_of_convolutions_on_every_transport(transport: str) -> None:
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    case = CASES["residual_cnn"]
+    model, data = case.model(), [case.batch(generator) for _ in range(2)]
+    with crew_of(transport) as crew:
+        assert distance(crew, model, data, ((2, 1), (1, 1))) < ALIKE
+        assert distance(crew, model, data, ((2, 1), (1, 1)), sync=False) > 100 * ALIKE
+
+
+def test_opencl_beside_others() -> None:
+    found, _ = hp.discover_devices(["opencl"])
+    if not found:
+        pytest.skip("no OpenCL device: install the extra `opencl`")
+    torch.manual_seed(0)
+    devices = (found[0].id, "numpy:cpu:0", "pytorch:cpu:0")
+    members = tuple(Member(f"m{n}", device) for n, device in enumerate(devices))
+    with Crew.start(Cluster(members, transport="local")) as crew:
+        assert distance(crew, Normalized(), batches(2), ((2, 1), (1,))) < ALIKE
+
+
+def test_a_frozen_stage_has_statistics_too(crew: Crew) -> None:
+    """Its replicas have no gradients to sum, but sums to exchange."""
+    torch.manual_seed(0)
+    model = Normalized()
+    for parameter in (*model.first.parameters(), *model.norm.parameters()):
+        parameter.requires_grad_(False)
+    assert distance(crew, model, batches(2), ((2, 1), (1,))) < ALIKE
+
+
+def test_other_sizes_evaluation_and_a_checkpoint(crew: Crew, tmp_path: Any) -> None:
+    """The norm without running statistics needs those of all rows in evaluation too."""
+    torch.manual_seed(0)
+    model, eager, shares = Normalized(), Normalized(), ((2, 1),)
+    first, (x, y) = batches(2)
+    with pipeline(crew, model, first, shares) as pipe:
+        pipe.step(*first)
+        assert pipe.step(x[:11], y[:11]) > 0
+        eager.load_state_dict(pipe.state_dict())
+        eager.eval()
+        halves = [F.cross_entropy(eager(x[half]), y[half]).item() for half in (X, Y)]
+        assert pipe.evaluate(x, y) == pytest.approx(sum(halves) / 2, rel=1e-5)
+        pipe.save(tmp_path)
+        wanted, plan, costs = pipe.step(x, y), pipe.plan, pipe.costs
+    with hp.Pipeline.load(
+        tmp_path, Normalized(), F.cross_entropy, first, cluster=crew.cluster, crew=crew,
+        plan=plan, costs=costs, optimizer=hp.optim.sgd(lr=0.1, momentum=0.9), sync_batch_norm=True,
+    ) as pipe:  # fmt: skip
+        assert pipe.step(x, y) == wanted
+
+
+X, Y = slice(0, 8), slice(8, 16)
+
+
+def test_refusals(crew: Crew) -> None:
+    example = batches(1)[0]
+    with pytest.raises(HetpipeError, match=r"replicas of stage 0 take mini-batches in turn.*1f1b"):
+        pipeline(crew, Normalized(), example, ((1, 1), (1,)), 1, "pipedream", weights="stash")
+    with pytest.raises(HetpipeError, match=r"fbp runs two passes of stage 1 at once.*1f1b"):
+        pipeline(crew, Normalized(), example, ((1,), (1, 1)), schedule="fbp")
+    captured = Captured(Normalized(), F.cross_entropy, example)
+    with pytest.raises(HetpipeError, match="captured has sync_batch_norm=False"):
+        hp.Pipeline(
+            Normalized(), F.cross_entropy, example, cluster=crew.cluster, crew=crew,
+            captured=captured, optimizer=hp.optim.sgd(lr=0.1), sync_batch_norm=True,
+        )  # fmt: skip
+    with pytest.raises(HetpipeError, match=r"needs? 2 samples or more.*fewer replicas"):
+        pipeline(crew, Normalized(), example, ((1, 1, 1),), microbatches=4)
+
+
+class Sized(nn.Module):
+    """Another structure for many rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.BatchNorm1d(20), nn.Linear(20, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        return self.last(self.norm(x) if len(x) > 4 else x)
+
+
+def test_replicas_that_would_wait_for_each_other_for_ever_are_refused(crew: Crew) -> None:
+    with pytest.raises(HetpipeError, match=r"replicas of stage 0 would sum float32\[21\] then"):
+        pipeline(crew, Sized(), batches(1)[0], ((2, 1),), microbatches=2)
