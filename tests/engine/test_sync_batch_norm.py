@@ -95,6 +95,8 @@ def distance(
 
 
 ALIKE = 1e-5
+HALVES = slice(0, 8), slice(8, 16)
+"""The micro-batches of a mini-batch."""
 
 
 @pytest.mark.parametrize(
@@ -130,7 +132,6 @@ def test_a_network_of_convolutions_on_every_transport(transport: str) -> None:
     model, data = case.model(), [case.batch(generator) for _ in range(2)]
     with crew_of(transport) as crew:
         assert distance(crew, model, data, ((2, 1), (1, 1))) < ALIKE
-        assert distance(crew, model, data, ((2, 1), (1, 1)), sync=False) > 100 * ALIKE
 
 
 def test_opencl_beside_others() -> None:
@@ -163,7 +164,7 @@ def test_other_sizes_evaluation_and_a_checkpoint(crew: Crew, tmp_path: Any) -> N
         assert pipe.step(x[:11], y[:11]) > 0
         eager.load_state_dict(pipe.state_dict())
         eager.eval()
-        halves = [F.cross_entropy(eager(x[half]), y[half]).item() for half in (X, Y)]
+        halves = [F.cross_entropy(eager(x[half]), y[half]).item() for half in HALVES]
         assert pipe.evaluate(x, y) == pytest.approx(sum(halves) / 2, rel=1e-5)
         pipe.save(tmp_path)
         wanted, plan, costs = pipe.step(x, y), pipe.plan, pipe.costs
@@ -172,9 +173,6 @@ def test_other_sizes_evaluation_and_a_checkpoint(crew: Crew, tmp_path: Any) -> N
         plan=plan, costs=costs, optimizer=hp.optim.sgd(lr=0.1, momentum=0.9), sync_batch_norm=True,
     ) as pipe:  # fmt: skip
         assert pipe.step(x, y) == wanted
-
-
-X, Y = slice(0, 8), slice(8, 16)
 
 
 def test_refusals(crew: Crew) -> None:
