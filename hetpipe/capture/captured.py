@@ -32,7 +32,8 @@ class Captured:
     `parameters` and `buffers` are copies at the time of capture, by the model's names, a tied
     tensor once; `aliases` maps its other names. `name` is that of
     the model's class. `has_count`: loss_fn returns (sum, count).
-    `precision` is what passes compute in, and what crosses a cut.
+    `precision` is what passes compute in, and what crosses a cut. With `sync_batch_norm` batch
+    norms have the statistics of all rows of a micro-batch where replicas divide them.
     Raises `CaptureError`, which names the line or module and what to change.
     """
 
@@ -42,11 +43,13 @@ class Captured:
         loss_fn: Callable[..., Any],
         example: tuple[Any, Any],
         precision: Precision = Precision(),  # noqa: B008 - frozen
+        sync_batch_norm: bool = False,
     ) -> None:
         self.name = type(model).__name__
         self._model = _on_cpu(model)
         self._loss_fn = loss_fn
         self.precision = precision
+        self.sync_batch_norm = sync_batch_norm
         self._example = Example(*example)
         self._flats: dict[tuple[int, bool], Flat] = {}
         self._layers: dict[int, LayerGraph] = {}
@@ -130,8 +133,9 @@ class Captured:
     def _flat(self, samples: int, training: bool = True) -> Flat:
         if (samples, training) not in self._flats:
             program = export(
-                self._model, self._loss_fn, self._example, samples, training, self.precision
-            )
+                self._model, self._loss_fn, self._example, samples, training, self.precision,
+                self.sync_batch_norm,
+            )  # fmt: skip
             trainable = self.trainable if training else None
             flat = flatten(program, self._example.names, self.aliases, trainable, samples)
             first = next(iter(self._flats.values()), flat)

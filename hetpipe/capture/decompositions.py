@@ -16,15 +16,20 @@ aten = torch.ops.aten
 own = torch.ops.hetpipe
 
 
-def before_cut() -> dict[Any, Callable[..., Any]]:
+def before_cut(sync_batch_norm: bool = False) -> dict[Any, Callable[..., Any]]:
     """The table for `ExportedProgram.run_decompositions`: as little as possible."""
     core = core_decompositions()
+    synchronised: dict[Any, Callable[..., Any]] = {
+        aten._native_batch_norm_legit_functional.default: batch_norm,
+        aten._native_batch_norm_legit.no_stats: batch_norm_without_memory,
+    }
     recurrent = (aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
     return {
         aten.scaled_dot_product_attention.default: attention,
         aten.lstm.input: _unmixed(partial(lstm, projected=_unrolled(core[aten.lstm.input]))),
         aten.copy.default: copy,
         aten.as_strided.default: as_strided,
+        **(synchronised if sync_batch_norm else {}),
         **{operator: _unmixed(_unrolled(core[operator])) for operator in recurrent},
     }
 
@@ -47,6 +52,65 @@ def as_strided(
     for extent, step in zip(size, stride, strict=True):
         index = index.unsqueeze(-1) + torch.arange(extent) * step
     return x.reshape(-1).index_select(0, index.reshape(-1)).reshape(size)
+
+
+def batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, ...]:
+    """`_native_batch_norm_legit_functional` by the statistics of all replicas' rows."""
+    assert training, "in eval mode it is another operator"
+    y, mean, rstd, variance, count = _normalize(x, weight, bias, eps)
+    unbiased = variance * (count / (count - 1))
+    running_mean = momentum * mean + (1 - momentum) * running_mean
+    running_var = momentum * unbiased + (1 - momentum) * running_var
+    return y, mean, rstd, running_mean, running_var
+
+
+def batch_norm_without_memory(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, ...]:
+    """The same without running statistics: `_native_batch_norm_legit.no_stats`."""
+    return _normalize(x, weight, bias, eps)[:3]
+
+
+def _normalize(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, ...]:
+    """Normalised x; of each channel mean, 1 / standard deviation and variance; rows of them all.
+
+    First the mean, then squares of what differs from it: no digits cancel. All but the normalised
+    x are without a gradient.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    channels, rows = x.shape[1], [0, *range(2, x.ndim)]
+    per_channel = [1, channels, *[1] * (x.ndim - 2)]
+    own_count = torch.full((1,), float(x.numel() // channels), dtype=wide.dtype)
+    sums = own.replica_sum(torch.cat([wide.sum(rows), own_count]))
+    total, count = sums[:channels], sums[channels:].detach()
+    mean = total / count
+    # The variance does not change with the mean: only the shift below has that gradient.
+    centred = wide - mean.detach().view(per_channel)
+    variance = own.replica_sum((centred * centred).sum(rows)) / count
+    scale = rstd = (variance + eps).rsqrt()
+    if weight is not None:
+        scale = scale * weight
+    shift = (mean.detach() - mean) * scale.detach()
+    if bias is not None:
+        shift = shift + bias
+    y = (centred * scale.view(per_channel) + shift.view(per_channel)).to(x.dtype)
+    return y, mean.detach(), rstd.detach(), variance.detach(), count
 
 
 def attention(

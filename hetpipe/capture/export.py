@@ -62,11 +62,13 @@ def export(
     samples: int,
     training: bool = True,
     precision: Precision = Precision(),  # noqa: B008 - frozen
+    sync_batch_norm: bool = False,
 ) -> ExportedProgram:
     """Export `loss_fn(model(x), y)` in train or eval mode for a batch of `samples`, functionalised.
 
     Autocast works on what was exported without it, when operators are decomposed: modules keep
     their names so, and what the model itself casts stays cast.
+    `sync_batch_norm`: by the statistics of all replicas' rows.
     The model is left as it was. Raises `CaptureError` that names the user's line.
     """
     check_modules(model)
@@ -90,7 +92,9 @@ def export(
                 torch.backends.mkldnn.flags(enabled=False),  # else its LSTM would be baked in
                 precision.autocast(),
             ):
-                functional: ExportedProgram = program.run_decompositions(before_cut())
+                functional: ExportedProgram = program.run_decompositions(
+                    before_cut(sync_batch_norm)
+                )
                 return functional
     except Exception as error:
         raise explain(error) from error

@@ -18,6 +18,7 @@ from hetpipe.capture.random import make_explicit
 from hetpipe.capture.refuse import where
 from hetpipe.capture.slots import Key, constant_name, drop_dead, placeholders, results
 from hetpipe.errors import CaptureError
+from hetpipe.sdk.replicas import drop_sums
 
 aten = torch.ops.aten
 
@@ -66,6 +67,7 @@ def flatten(
     rng = make_explicit(graph, samples)
     if rng is not None:
         flat.inputs[rng] = (RNG, "rng")
+    drop_sums(graph, kept=_of_samples(flat))
     drop_dead(graph)
     _check_nodes(graph)
     flat.outputs = [
@@ -156,6 +158,15 @@ def _name_outputs(flat: Flat, program: ExportedProgram, aliases: dict[str, str])
                 f"the model changes {spec.target or 'a result'} in place "
                 f"({spec.kind.name.lower()}); work on a copy"
             )
+
+
+def _of_samples(flat: Flat) -> set[fx.Node]:
+    """What depends on the samples; all else is the same on all replicas."""
+    found = {node for node, (role, _) in flat.inputs.items() if role in (INPUT, RNG)}
+    for node in flat.graph.nodes:
+        if any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _free(flat: Flat) -> set[fx.Node]:

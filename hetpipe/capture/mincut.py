@@ -32,6 +32,7 @@ COSTLY = frozenset(
         own.attention.default,
         own.lstm.default,
         own.lstm_layer.default,
+        own.replica_sum.default,
     }
 )
 """Operators that a minimum cut does not repeat."""

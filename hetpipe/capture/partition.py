@@ -24,6 +24,7 @@ from hetpipe.capture.slots import (
 )
 from hetpipe.capture.statistics import drop_unread, drop_updates, sources
 from hetpipe.capture.views import in_graph_order, keep_bases
+from hetpipe.sdk.replicas import is_sum
 
 aten = torch.ops.aten
 
@@ -104,14 +105,18 @@ def _wanted(joint: Joint, backward: set[fx.Node], dependent: set[fx.Node]) -> li
 
 
 def _origins(samples: set[fx.Node], wanted: list[fx.Node]) -> list[fx.Node]:
-    """The sample-dependent inputs that `wanted` are computed from."""
-    seen, stack = set[fx.Node](), list(wanted)
+    """The sample-dependent inputs, and sums over replicas, that `wanted` are computed from."""
+    found, seen, stack = set[fx.Node](), set[fx.Node](), list(wanted)
     while stack:
         node = stack.pop()
-        if node not in seen:
-            seen.add(node)
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in samples or is_sum(node):
+            found.add(node)
+        else:
             stack += sources(node)
-    return in_graph_order(seen & samples)
+    return in_graph_order(found)
 
 
 def _accumulate(

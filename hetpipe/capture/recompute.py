@@ -17,8 +17,8 @@ al., "Training deep nets with sublinear memory cost", 2016; GPipe keeps stage in
 can be computed again without repeating a product, convolution, attention or recurrent layer; ties
 go to the tensors that leave least to repeat.
 
-In all modes masks are drawn again alike, running statistics change in the forward only, and what
-the backward repeats uses the parameters that it is given.
+In all modes masks are drawn again alike, sums over replicas are kept, running statistics change in
+the forward only, and what the backward repeats uses the parameters that it is given.
 """
 
 

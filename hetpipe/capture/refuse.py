@@ -141,4 +141,9 @@ def _advice(error: Exception) -> str:
             "; control flow may not depend on a tensor's values: use torch.where, or decide "
             "outside of the model"
         )
+    if "more than 1 value per channel" in text:
+        return (
+            "; a micro-batch, and each replica's rows of it, need 2 samples or more: use fewer "
+            "micro-batches or fewer replicas"
+        )
     return ""

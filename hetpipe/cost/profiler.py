@@ -17,6 +17,7 @@ from hetpipe.capture.program import CONSTANT, SAVED, PassPrograms, Program, Slot
 from hetpipe.cost.emulation import stretch
 from hetpipe.errors import UnsupportedOperatorError
 from hetpipe.sdk.backend import Buffer, Device, Executable
+from hetpipe.sdk.graph import of_one_replica
 
 Environment = dict[tuple[str, str], Buffer]
 Times = tuple[float, float, float]
@@ -88,7 +89,7 @@ class _StageRun:
         self._speed = speed
         self._constants = stage.constants
         self._passes: list[tuple[Program, Executable] | None] = [
-            None if program is None else (program, device.compile(program.graph))
+            None if program is None else (program, device.compile(of_one_replica(program.graph)))
             for program in (passes.forward, passes.backward, stage.update)
         ]
         self._saved: Environment = {}  # names of saved tensors are a stage's own

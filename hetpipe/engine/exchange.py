@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from functools import reduce
+from itertools import chain, count, repeat, takewhile
 from typing import Any
+
+import numpy as np
 
 from hetpipe.capture.program import Slot
 from hetpipe.engine.edges import Receiver, Sender, Span
 from hetpipe.engine.pieces import Leaving, pieces_of
+from hetpipe.engine.rendezvous import Within
 from hetpipe.engine.rows import Route, cut, join, kind_of, routes
 from hetpipe.engine.shares import Place, Shares
 from hetpipe.engine.stage import Key, Stage
 from hetpipe.engine.transport import Tensor, to_device
-from hetpipe.engine.wiring import ALL_REDUCE, ROWS, TIED, TIED_GRAD, Array, Kind, Layout
+from hetpipe.engine.wiring import ALL_REDUCE, ROWS, SUMS, TIED, TIED_GRAD, Array, Kind, Layout
 from hetpipe.schedule.action import Action, Message, Op
 from hetpipe.sdk.backend import Buffer, Chunk, Event
 
@@ -43,10 +49,16 @@ class Exchange:
         self._routes: dict[tuple[Place, int, Kind, bool], list[Route]] = {}
         self._left: set[Action] = set()  # sends that began with their passes
         self._aside: dict[tuple[int, int], dict[Key, Array]] = {}  # gradients, (stage, mini-batch)
+        self._within: dict[int, deque[tuple[Action, Kind]]] = {n: deque() for n in stages}
+        self.waited_s = 0.0
+        """In exchanges within passes, so far."""
         self.streams = any(sender.streams for sender in senders.values())
 
     def expect(self, messages: Sequence[Expected]) -> None:
         """What will come, in the order in which each stage sends it."""
+        for action, _, kind, _ in messages:
+            if isinstance(action, Within):
+                self._within[action.stage].append((action, kind))
         for (source, target), receiver in self._receivers.items():
             order = []
             for action, stage, kind, mini_batch in messages:
@@ -98,7 +110,8 @@ class Exchange:
         if not peers:
             return
         layout = self._senders[own, peers[0]].layout(kind)
-        assert layout is not None
+        if layout is None:
+            return
         found = {own: [stage.get(slot.key) for slot in layout]}
         if scale != 1.0:
             found[own] = [array * array.dtype.type(scale) for array in found[own]]
@@ -139,6 +152,31 @@ class Exchange:
         for key, array in self._aside.pop((update.stage, update.number), {}).items():
             self._stages[update.stage].put(key, array)
 
+    def within(self, action: Action, letter: str) -> list[Expected]:
+        """The exchanges within a pass, which is of that letter, as messages that will come."""
+        own = (action.stage, self._replicas[action.stage])
+        peers = [place for place in self._shares.places(own[0]) if (own, place) in self._senders]
+        if not peers:
+            return []
+        layout_of = self._senders[own, peers[0]].layout
+        kinds = takewhile(layout_of, zip(repeat(SUMS[letter]), count()))
+        return [
+            (Within(action.stage, action.op, action.number, kind[1]), None, kind, action.number)
+            for kind in kinds
+        ]
+
+    def sum(self, n: int, terms: list[Array]) -> list[Array]:
+        """The next exchange within a pass of a stage: sums over the replicas, in their order."""
+        action, kind = self._within[n].popleft()
+        start_s, own = time.monotonic(), (n, self._replicas[n])
+        peers = [place for place in self._shares.places(n) if place != own]
+        for peer in peers:
+            self._senders[own, peer].send(action, kind, terms)
+        found = {peer: self._receivers[peer, own].take(action) for peer in peers} | {own: terms}
+        replicas = [found[place] for place in sorted(found)]
+        self.waited_s += time.monotonic() - start_s
+        return [np.asarray(reduce(np.add, each)) for each in zip(*replicas, strict=True)]
+
     def drain(self) -> None:
         """Wait until everything has left."""
         for sender in self._senders.values():
@@ -147,7 +185,8 @@ class Exchange:
     def take_spans(self) -> list[Span]:
         """The spans of what was sent and received since the last time."""
         edges = chain[Sender | Receiver](self._senders.values(), self._receivers.values())
-        return [span for edge in edges for span in edge.take_spans()]
+        spans = (span for edge in edges for span in edge.take_spans())
+        return [span for span in spans if not isinstance(span[0], Within)]  # are in the passes'
 
     def _with(
         self, action: Action, message: Message, kind: Kind, mini_batch: int
@@ -168,7 +207,7 @@ class Exchange:
     def _kind(self, kind: Kind, source: Place, target: Place) -> Kind:
         """What a message of a whole micro-batch is between two replicas."""
         letter, samples = kind
-        if letter in TIED or letter == ALL_REDUCE:
+        if letter in TIED or letter == ALL_REDUCE or letter in SUMS.values():
             return kind
         return kind_of(
             letter, self._shares.rows(source, samples), self._shares.rows(target, samples)

@@ -104,6 +104,27 @@ def check_lanes(plan: Plan, infos: Mapping[str, DeviceInfo]) -> None:
                 )
 
 
+def check_sums(plan: Plan) -> None:
+    """Raises `HetpipeError` where replicas that share statistics do not do the same passes in the
+    same order."""
+    replicated = {n for n, stage in enumerate(plan.stages) if len(stage.devices) > 1}
+    if not replicated:
+        return
+    cure = "leave sync_batch_norm out, or choose another schedule, such as 1f1b"
+    if is_asynchronous(plan.schedule):
+        raise HetpipeError(
+            f"sync_batch_norm: under {plan.schedule} the replicas of stage {min(replicated)} take "
+            f"mini-batches in turn, so no two have rows of the same one; {cure}"
+        )
+    workers = len(set(plan.devices))
+    rows = generate(plan.schedule, len(plan.stages), plan.microbatches, workers=workers)
+    if laned := laned_stages(rows) & replicated:
+        raise HetpipeError(
+            f"sync_batch_norm: {plan.schedule} runs two passes of stage {min(laned)} at once, and "
+            f"its replicas would meet in either order; {cure}"
+        )
+
+
 def check_dtypes(precision: Precision, infos: Iterable[DeviceInfo]) -> None:
     """Raises `HetpipeError` for a device that has not the dtypes of `precision`."""
     for info in infos:

@@ -24,6 +24,7 @@ from hetpipe.engine.fit import (
     check_dtypes,
     check_lanes,
     check_policy,
+    check_sums,
     check_wishes,
 )
 from hetpipe.engine.loading import Loading
@@ -84,8 +85,9 @@ class Pipeline:
     `precision` ("bfloat16", "float16") is what passes compute in, as under `torch.autocast`;
     parameters, gradients and optimizer state stay as they are. With `cut_dtype="float16"` what
     crosses a cut takes half the bytes. `loss_scale`, a number or a rule, keeps small gradients from
-    being lost in float16; passes in float16 have `LossScale()` unasked. `costs` is the table that
-    `plan` was made with, else the pipeline profiles for it. A `crew` (started workers) or a
+    being lost in float16; passes in float16 have `LossScale()` unasked. With `sync_batch_norm`
+    replicas that divide micro-batches share their batch norms' statistics. `costs` is the table
+    that `plan` was made with, else the pipeline profiles for it. A `crew` (started workers) or a
     `captured` model that is given is used and left running; a crew serves one pipeline at a time.
     Raises children of `HetpipeError` only.
     """
@@ -113,6 +115,7 @@ class Pipeline:
         precision: str | None = None,
         cut_dtype: str | None = None,
         loss_scale: float | LossScale | None = None,
+        sync_batch_norm: bool = False,
         seed: int = 0,
         progress: Progress | None = None,
         captured: Captured | None = None,
@@ -122,9 +125,11 @@ class Pipeline:
         self._progress = progress or (lambda text, done, total: None)
         self._progress("capturing", 0, 1)
         wanted = Precision(precision, cut_dtype)
-        self._captured = captured or Captured(model, loss_fn, example, wanted)
+        self._captured = captured or Captured(model, loss_fn, example, wanted, sync_batch_norm)
         if wanted not in (Precision(), self._captured.precision):
             raise HetpipeError(f"captured has {self._captured.precision}, not {wanted}")
+        if sync_batch_norm and not self._captured.sync_batch_norm:
+            raise HetpipeError("captured has sync_batch_norm=False: capture it with True")
         self._names = list(model.state_dict())
         self._optimizer = optimizer
         self._seed = seed
@@ -164,6 +169,8 @@ class Pipeline:
             check_policy(self.plan, self._optimizer)
             self._updates = updates_of(self.plan, resume)
             check_lanes(self.plan, self._crew.infos)
+            if self._captured.sync_batch_norm:
+                check_sums(self.plan)
             check_clip(self.plan, self._clip)
             check_accumulate(self.plan, accumulate)
             compute = self._captured.precision.compute

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise, permutations, product
 
 from hetpipe.capture.program import CUT, GRAD, PARAM, TANGENT, PassPrograms, Slot, StageGraphs
+from hetpipe.engine.rendezvous import exchanges
 from hetpipe.engine.rows import find_axes, kind_of, rows_of
 from hetpipe.engine.shares import Place, Shares, overlap
 from hetpipe.engine.wiring import (
@@ -45,6 +46,10 @@ def wires(
     for n, replicas in enumerate(stages):
         for source, target in permutations(shares.places(n), 2):
             add((source, target), (ALL_REDUCE, 0), gradients(replicas[0]))
+        sums = exchanges(replicas) if len(replicas) > 1 else {}
+        for source, target in permutations(shares.places(n), 2):
+            for kind, layout in sums.items():
+                add((source, target), kind, layout)
     for n, (lefts, rights) in enumerate(pairwise(stages)):
         crossing = _Crossing(n, lefts, rights, shares, sizes)
         for here, there in product(shares.places(n), shares.places(n + 1)):

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, zip_longest
+from itertools import accumulate, chain, zip_longest
 
 from hetpipe.capture.program import COUNT, LOSS
 from hetpipe.cost.emulation import stretch
@@ -195,8 +195,10 @@ class Runner:
                     self._stages[action.stage].update(batch.lr, grad_scale)
                 spans.append((action, start_s, stretch(start_s, self._speed)))
             else:
+                waited_s = self._exchange.waited_s
                 self._pass(action, lane, self._leaving(action, behind))
-                spans.append((action, start_s, stretch(start_s, self._speed)))
+                waited_s = self._exchange.waited_s - waited_s  # for other replicas: no work
+                spans.append((action, start_s, stretch(start_s + waited_s, self._speed)))
                 if action.op is Op.FORWARD and self._stages[action.stage].has_count:
                     found = self._counted(action)
                     if found is not None:
@@ -274,12 +276,13 @@ class Runner:
 
     def _expect(self, lanes: Sequence[Script], first: int) -> None:
         """Tell the receivers what will come."""
-        expected: list[Expected] = [
-            (action, None, (ALL_REDUCE, 0), action.number)
-            for lane in lanes
-            for action, _ in lane.numbered(first, self._microbatches)
-            if action.op is Op.ALL_REDUCE
-        ]
+        expected: list[Expected] = []
+        for action, _ in chain(*(lane.numbered(first, self._microbatches) for lane in lanes)):
+            if action.op is Op.ALL_REDUCE:
+                expected.append((action, None, (ALL_REDUCE, 0), action.number))
+            elif action.op.is_compute and action.op is not Op.UPDATE:
+                letter = EVALUATION if self._evaluates else action.op.value
+                expected += self._exchange.within(action, letter)
         for message in lanes[0].arrivals:  # all know what is sent to the worker
             number = message.number
             if message.kind == ALL_REDUCE:

@@ -7,6 +7,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -16,6 +17,7 @@ from hetpipe.engine.handover import HandoverPort
 from hetpipe.engine.lanes import HandOver
 from hetpipe.engine.messages import (
     SCRIPTS,
+    Array,
     Batch,
     Call,
     Counts,
@@ -55,6 +57,7 @@ class Service:
         self._task = "start"
         self._stages: dict[int, Stage] = {}
         self._replicas: dict[int, int] = {}  # which of its replicas each stage here is
+        self._exchange: Exchange | None = None
         self._runner: Runner | None = None
         self._edges: list[Sender | Receiver | HandOver | Sums] = []
         self._scripts: dict[int, tuple[Script, ...]] = {}  # of each, the worker's lanes
@@ -130,9 +133,11 @@ class Service:
         self._stages.clear()  # the old stages' memory, before the new ones'
         self._scripts.clear()
         for load in message.stages:
-            self._replicas[load.graphs.stage] = load.replica
-            self._stages[load.graphs.stage] = Stage(
-                self._device, load.graphs, load.values, message.state_init, message.keep
+            n = load.graphs.stage
+            meet = partial(self._meet, n) if len(message.shares.weights[n]) > 1 else None
+            self._replicas[n] = load.replica
+            self._stages[n] = Stage(
+                self._device, load.graphs, load.values, message.state_init, message.keep, meet
             )
         senders, receivers = {}, {}
         for end in message.edges:
@@ -146,6 +151,7 @@ class Service:
                 outlet = port.outlet(wire, self._device, end.link, own)
                 senders[edge] = Sender(outlet, self.fail)
         exchange = Exchange(self._stages, self._replicas, message.shares, senders, receivers)
+        self._exchange = exchange
         speed = self._order.member.speed
         self._runner = Runner(
             self._stages, self._replicas, message.shares, exchange, speed, self.fail
@@ -175,6 +181,11 @@ class Service:
             self._grad_scale,
             self._clip_factor,
         )
+
+    def _meet(self, stage: int, terms: list[Array]) -> list[Array]:
+        """Sums over the replicas of a stage, in the middle of a pass."""
+        assert self._exchange is not None
+        return self._exchange.sum(stage, terms)
 
     def _grad_scale(self, batch: Batch) -> float:
         if batch.grad_scale is not None:

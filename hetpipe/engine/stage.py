@@ -35,6 +35,7 @@ from hetpipe.engine.memory import Memory, nbytes_of
 from hetpipe.engine.messages import Keep
 from hetpipe.engine.pieces import Leaving
 from hetpipe.engine.policy import Predicted, Version, make_weights
+from hetpipe.engine.rendezvous import Meet, compile_program
 from hetpipe.engine.wiring import Array, Layout, host_dtype
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk.backend import Buffer, Device, Event, Executable
@@ -84,8 +85,10 @@ class Stage:
         values: Mapping[str, Array],
         state_init: Callable[..., Array],
         keep: Keep,
+        meet: Meet | None = None,
     ) -> None:
         self.device = device
+        self._meet = meet
         self._slots = {slot.key: slot for program in _programs(graphs) for slot in _slots(program)}
         self._places: dict[Key, Place] = {}
         self._tables: list[list[Any]] = [[], [], []]
@@ -376,7 +379,7 @@ class Stage:
 
     def _bind(self, program: Program, donated: Sequence[str] = ()) -> _Bound:
         return _Bound(
-            self.device.compile(program.graph),
+            compile_program(self.device, program, self._meet),
             tuple(self._places[slot.key] for slot in program.inputs),
             tuple(self._places[slot.key] for slot in program.outputs),
             frozenset(i for i, slot in enumerate(program.inputs) if slot.role in donated),

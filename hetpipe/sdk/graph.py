@@ -26,7 +26,8 @@ from torch import fx
 
 import hetpipe.sdk.attention
 import hetpipe.sdk.operators
-import hetpipe.sdk.recurrent  # all three register operators of hetpipe's own for load_graph
+import hetpipe.sdk.recurrent
+import hetpipe.sdk.replicas  # all four register operators of hetpipe's own for load_graph
 from hetpipe.errors import BackendError, UnsupportedOperatorError
 
 if TYPE_CHECKING:
@@ -157,6 +158,15 @@ def load_graph(data: bytes) -> fx.GraphModule:
             node.meta["steady"] = True
         nodes.append(node)
     return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def of_one_replica(graph: fx.GraphModule) -> fx.GraphModule:
+    """The graph for whoever has all rows: without sums over replicas, which no backend knows."""
+    if not any(map(hetpipe.sdk.replicas.is_sum, graph.graph.nodes)):
+        return graph
+    alone = canonical(graph)
+    hetpipe.sdk.replicas.drop_sums(alone.graph)
+    return alone
 
 
 def canonical(graph: fx.GraphModule) -> fx.GraphModule:

@@ -1,0 +1,46 @@
+"""A sum over the replicas of a stage as an operator: what they know of a micro-batch together.
+
+Replicas divide the rows of a micro-batch, and its loss is the sum of their parts. Whoever has all
+rows has the sum already, so for one replica the operator is the identity. No backend is given it:
+the engine divides a graph there (`hetpipe.engine.rendezvous`), or leaves it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+import torch
+from torch import fx
+
+
+@torch.library.custom_op("hetpipe::replica_sum", mutates_args=())
+def replica_sum(x: torch.Tensor) -> torch.Tensor:
+    """The sum of x over all replicas of the stage, in their order: bit for bit the same on each."""
+    return x.clone()
+
+
+@replica_sum.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _gradient(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    """Every replica's part of the loss reads the sum."""
+    summed: torch.Tensor = replica_sum(grad)
+    return summed
+
+
+replica_sum.register_autograd(_gradient)
+
+
+def is_sum(node: fx.Node) -> bool:
+    """Whether the node is a sum over replicas."""
+    return node.target is torch.ops.hetpipe.replica_sum.default
+
+
+def drop_sums(graph: fx.Graph, kept: Container[fx.Node] = ()) -> None:
+    """Drop sums over replicas but those that are `kept`: one replica has all that they add."""
+    for node in [node for node in graph.nodes if is_sum(node) and node not in kept]:
+        node.replace_all_uses_with(node.all_input_nodes[0])
+        graph.erase_node(node)

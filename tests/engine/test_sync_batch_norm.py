@@ -1,0 +1,208 @@
+"""Batch norm over the rows of all replicas: training equals that without replicas."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import CASES
+from plans import unpriced
+from reference import train
+from torch import nn
+
+import hetpipe as hp
+from hetpipe.capture import Captured
+from hetpipe.cluster import Cluster, Member
+from hetpipe.engine.crew import Crew
+from hetpipe.errors import HetpipeError
+
+Shares = Sequence[tuple[float, ...]]
+
+
+class Normalized(nn.Module):
+    """A norm of rows far from 0, and one that has neither weights nor running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(20, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.second = nn.Linear(8, 8)
+        self.plain = nn.BatchNorm1d(8, affine=False, track_running_stats=False)
+        self.last = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.silu(self.norm(self.first(x) + 30.0))
+        return self.last(torch.tanh(self.plain(self.second(x)) + x))
+
+
+def crew_of(transport: str) -> Crew:
+    devices = ("numpy:cpu:0", "pytorch:cpu:0") * 2
+    members = tuple(Member(f"m{n}", device) for n, device in enumerate(devices))
+    return Crew.start(Cluster(members, transport=transport))
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with crew_of("local") as started:
+        yield started
+
+
+def batches(count: int, rows: int = 16) -> list[Any]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(rows, 20, generator=generator) * (1 + n), torch.arange(rows) % 5)
+        for n in range(count)
+    ]
+
+
+def pipeline(
+    crew: Crew, model: nn.Module, example: Any, shares: Shares, microbatches: int = 2,
+    schedule: str = "1f1b", sync: bool = True, weights: str = "flush", **options: Any,
+) -> hp.Pipeline:  # fmt: skip
+    captured = Captured(model, F.cross_entropy, example, sync_batch_norm=sync)
+    names = iter(crew.infos)
+    members = [tuple(next(names) for _ in replicas) for replicas in shares]
+    rows = len(example[0])
+    plan, costs = unpriced(
+        captured, members, schedule, rows, microbatches, weights=weights, shares=shares
+    )
+    return hp.Pipeline(
+        model, F.cross_entropy, example, cluster=crew.cluster, crew=crew, plan=plan, costs=costs,
+        captured=captured, optimizer=hp.optim.sgd(lr=0.1, momentum=0.9), sync_batch_norm=sync,
+        **options,
+    )  # fmt: skip
+
+
+def distance(
+    crew: Crew, model: nn.Module, data: Sequence[Any], shares: Shares, microbatches: int = 2,
+    **options: Any,
+) -> float:  # fmt: skip
+    """How far from training without replicas: the worst of losses, parameters and statistics,
+    relative to the largest element of each."""
+    eager = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(eager.parameters(), lr=0.1, momentum=0.9)
+    wanted, _ = train(eager, F.cross_entropy, data, microbatches, optimizer)
+    with pipeline(crew, model, data[0], shares, microbatches, **options) as pipe:
+        found = [pipe.step(x, y) for x, y in data]
+        state = pipe.state_dict()
+    pairs = [(torch.tensor(found), torch.tensor(wanted))]
+    pairs += [(state[name], value) for name, value in eager.state_dict().items()]
+    return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in pairs)
+
+
+ALIKE = 1e-5
+HALVES = slice(0, 8), slice(8, 16)
+"""The micro-batches of a mini-batch."""
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [((1,),), ((1, 1),), ((4, 2, 2),), ((1,), (2, 1)), ((2, 1), (1,)), ((1, 1), (2, 1))],
+    ids=str,
+)
+def test_equals_training_without_replicas(crew: Crew, shares: Shares) -> None:
+    torch.manual_seed(0)
+    assert distance(crew, Normalized(), batches(3), shares) < ALIKE
+
+
+def test_local_statistics_do_not(crew: Crew) -> None:
+    torch.manual_seed(0)
+    assert distance(crew, Normalized(), batches(3), ((2, 1),), sync=False) > 100 * ALIKE
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"recompute": "inputs"}, {"recompute": "min-cut"}, {"schedule": "zb-h1"}],
+    ids=str,
+)
+def test_with_recompute_and_halves(crew: Crew, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    assert distance(crew, Normalized(), batches(3), ((2, 1), (1, 1)), **options) < ALIKE
+
+
+@pytest.mark.parametrize("transport", ["shared-memory", "distributed"])
+def test_a_network_of_convolutions_on_every_transport(transport: str) -> None:
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    case = CASES["residual_cnn"]
+    model, data = case.model(), [case.batch(generator) for _ in range(2)]
+    with crew_of(transport) as crew:
+        assert distance(crew, model, data, ((2, 1), (1, 1))) < ALIKE
+
+
+def test_opencl_beside_others() -> None:
+    found, _ = hp.discover_devices(["opencl"])
+    if not found:
+        pytest.skip("no OpenCL device: install the extra `opencl`")
+    torch.manual_seed(0)
+    devices = (found[0].id, "numpy:cpu:0", "pytorch:cpu:0")
+    members = tuple(Member(f"m{n}", device) for n, device in enumerate(devices))
+    with Crew.start(Cluster(members, transport="local")) as crew:
+        assert distance(crew, Normalized(), batches(2), ((2, 1), (1,))) < ALIKE
+
+
+def test_a_frozen_stage_has_statistics_too(crew: Crew) -> None:
+    """Its replicas have no gradients to sum, but sums to exchange."""
+    torch.manual_seed(0)
+    model = Normalized()
+    for parameter in (*model.first.parameters(), *model.norm.parameters()):
+        parameter.requires_grad_(False)
+    assert distance(crew, model, batches(2), ((2, 1), (1,))) < ALIKE
+
+
+def test_other_sizes_evaluation_and_a_checkpoint(crew: Crew, tmp_path: Any) -> None:
+    """The norm without running statistics needs those of all rows in evaluation too."""
+    torch.manual_seed(0)
+    model, eager, shares = Normalized(), Normalized(), ((2, 1),)
+    first, (x, y) = batches(2)
+    with pipeline(crew, model, first, shares) as pipe:
+        pipe.step(*first)
+        assert pipe.step(x[:11], y[:11]) > 0
+        eager.load_state_dict(pipe.state_dict())
+        eager.eval()
+        halves = [F.cross_entropy(eager(x[half]), y[half]).item() for half in HALVES]
+        assert pipe.evaluate(x, y) == pytest.approx(sum(halves) / 2, rel=1e-5)
+        pipe.save(tmp_path)
+        wanted, plan, costs = pipe.step(x, y), pipe.plan, pipe.costs
+    with hp.Pipeline.load(
+        tmp_path, Normalized(), F.cross_entropy, first, cluster=crew.cluster, crew=crew,
+        plan=plan, costs=costs, optimizer=hp.optim.sgd(lr=0.1, momentum=0.9), sync_batch_norm=True,
+    ) as pipe:  # fmt: skip
+        assert pipe.step(x, y) == wanted
+
+
+def test_refusals(crew: Crew) -> None:
+    example = batches(1)[0]
+    with pytest.raises(HetpipeError, match=r"replicas of stage 0 take mini-batches in turn.*1f1b"):
+        pipeline(crew, Normalized(), example, ((1, 1), (1,)), 1, "pipedream", weights="stash")
+    with pytest.raises(HetpipeError, match=r"fbp runs two passes of stage 1 at once.*1f1b"):
+        pipeline(crew, Normalized(), example, ((1,), (1, 1)), schedule="fbp")
+    captured = Captured(Normalized(), F.cross_entropy, example)
+    with pytest.raises(HetpipeError, match="captured has sync_batch_norm=False"):
+        hp.Pipeline(
+            Normalized(), F.cross_entropy, example, cluster=crew.cluster, crew=crew,
+            captured=captured, optimizer=hp.optim.sgd(lr=0.1), sync_batch_norm=True,
+        )  # fmt: skip
+    with pytest.raises(HetpipeError, match=r"needs? 2 samples or more.*fewer replicas"):
+        pipeline(crew, Normalized(), example, ((1, 1, 1),), microbatches=4)
+
+
+class Sized(nn.Module):
+    """Another structure for many rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.BatchNorm1d(20), nn.Linear(20, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        return self.last(self.norm(x) if len(x) > 4 else x)
+
+
+def test_replicas_that_would_wait_for_each_other_for_ever_are_refused(crew: Crew) -> None:
+    with pytest.raises(HetpipeError, match=r"replicas of stage 0 would sum float32\[21\] then"):
+        pipeline(crew, Sized(), batches(1)[0], ((2, 1),), microbatches=2)

@@ -1,0 +1,169 @@
+"""Sums over replicas: batch norm by them, their gradient, and passes that are divided there."""
+
+from __future__ import annotations
+
+from functools import partial
+from threading import Barrier, Thread
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from hetpipe.capture import Captured
+from hetpipe.capture.decompositions import batch_norm, batch_norm_without_memory
+from hetpipe.capture.program import CUT, GRAD, PARAM, Program, Slot
+from hetpipe.engine.rendezvous import Array, compile_program
+from hetpipe.sdk.graph import canonical, core_decompositions, operator_name
+from hetpipe.sdk.registry import get_backend, open_device
+from hetpipe.sdk.replicas import replica_sum
+
+aten = torch.ops.aten
+SUM = "hetpipe.replica_sum.default"
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (6, 4, 3), (3, 4, 5, 2)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_batch_norm_equals_torch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Also far from zero, where the difference of mean squares would have no digit left."""
+    torch.manual_seed(0)
+    x = (torch.randn(shape, dtype=dtype) + 300.0).requires_grad_()
+    weight, bias = (torch.randn(4, dtype=dtype, requires_grad=True) for _ in range(2))
+    running = torch.randn(4, dtype=dtype), torch.rand(4, dtype=dtype)
+    found = batch_norm(x, weight, bias, *running, True, 0.3, 1e-5)
+    wanted = aten._native_batch_norm_legit_functional(
+        x, weight, bias, *running, True, 0.3, 1e-5
+    )  # fmt: skip
+    close = partial(torch.testing.assert_close, rtol=3e-4, atol=3e-4)
+    if dtype == torch.float64:
+        close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
+    for mine, theirs in zip(found, wanted, strict=True):
+        close(mine, theirs)
+    tangent = torch.randn(shape, dtype=dtype)
+    of = [x, weight, bias]
+    for mine, theirs in zip(
+        torch.autograd.grad(found[0], of, tangent),
+        torch.autograd.grad(wanted[0], of, tangent),
+        strict=True,
+    ):
+        close(mine, theirs)
+    for mine, theirs in zip(
+        batch_norm_without_memory(x, None, None, True, 0.3, 1e-5),
+        aten._native_batch_norm_legit.no_stats(x, None, None, True, 0.3, 1e-5),
+        strict=True,
+    ):
+        close(mine, theirs)
+
+
+def test_the_gradient_is_the_sum_of_the_gradients() -> None:
+    def gradient(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        loss = (replica_sum(x * w) ** 2).sum()
+        return torch.autograd.grad(loss, w)[0]
+
+    x, w = torch.randn(3), torch.randn(3, requires_grad=True)
+    traced = make_fx(gradient)(x, w)
+    assert [operator_name(node) for node in traced.graph.nodes].count(SUM) == 2
+    torch.testing.assert_close(gradient(x, w), 2 * x * x * w.detach())
+    torch.library.opcheck(replica_sum, (w,))
+
+
+class Norms(nn.Module):
+    """Of samples, of each sample by itself, and of weights, which all replicas have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(1, 4, 3), nn.Linear(4, 5)
+        self.batch, self.instance = nn.BatchNorm2d(4), nn.InstanceNorm2d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = F.batch_norm(self.first.weight.view(1, 4, -1), None, None, training=True)
+        x = F.conv2d(x, weight.view_as(self.first.weight))
+        return self.last(self.instance(self.batch(x)).relu().mean((2, 3)))
+
+
+@pytest.mark.parametrize("recompute", ["none", "inputs", "min-cut"])
+def test_only_what_replicas_divide_is_summed_and_once(recompute: str) -> None:
+    """The backward repeats no exchange, whatever else it repeats."""
+    example = (torch.randn(6, 1, 6, 6), torch.arange(6) % 5)
+    counts = []
+    for sync in (True, False):
+        captured = Captured(Norms(), F.cross_entropy, example, sync_batch_norm=sync)
+        (stage,) = captured.stage_graphs([], [core_decompositions()], [6], None, [recompute])
+        for program in (stage.passes[6].forward, stage.passes[6].backward):
+            assert program is not None
+            names = [operator_name(node) for node in program.graph.graph.nodes]
+            counts.append(names.count(SUM))
+    assert counts == [2, 2, 0, 0]
+
+
+def program_of(function: Any, slots: list[Slot], outputs: int) -> Program:
+    table = dict(get_backend("numpy").decompositions())
+    graph = make_fx(function, table)(*(torch.zeros(slot.shape) for slot in slots))
+    found = tuple(Slot("saved", str(n), (), "float32") for n in range(outputs))
+    return Program(canonical(graph), tuple(slots), found)
+
+
+def test_a_divided_program() -> None:
+    """Inputs, sums and sums of inputs as outputs; a view and a tensor that a later part reads; two
+    sums at once; an accumulator that is given away."""
+    slots = [
+        Slot(CUT, "x", (2, 3), "float32"), Slot(PARAM, "w", (3, 3), "float32"),
+        Slot(GRAD, "g", (3,), "float32"),
+    ]  # fmt: skip
+
+    def function(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x @ w.t()
+        total, count = replica_sum(y.sum(0)), replica_sum(torch.full((1,), 1.0))
+        given = replica_sum(x)
+        centred = y - total / count
+        squares = replica_sum((centred * centred).sum(0))
+        return x, g + squares, total, given, centred.t() @ w.view(3, 3)[:2] * squares, given * 0.5
+
+    program = program_of(function, slots, 6)
+    rng = np.random.default_rng(0)
+    values = [rng.standard_normal((2, *slot.shape)).astype(np.float32) for slot in slots]
+    values[1][1] = values[1][0]
+    barrier, terms, exchanged = Barrier(2), {}, []  # type: ignore[var-annotated]
+    found: dict[int, list[Array]] = {}
+
+    def meet(replica: int, own: list[Array]) -> list[Array]:
+        terms[replica] = own
+        barrier.wait(10)
+        sums = [one + other for one, other in zip(terms[0], terms[1], strict=True)]
+        barrier.wait(10)
+        exchanged.append(len(own))
+        return sums
+
+    def replica(number: int) -> None:
+        device = open_device("numpy:cpu:0")
+        executable = compile_program(device, program, partial(meet, number))
+        inputs = [device.upload(value[number])[0] for value in values]
+        outputs, event, chunks = executable.run(inputs, frozenset({2}))
+        event.wait()
+        assert outputs[0] is inputs[0]
+        assert not chunks
+        found[number] = []
+        for output in outputs:
+            found[number].append(np.empty(output.shape, np.float32))
+            device.download(output, found[number][-1]).wait()
+
+    threads = [Thread(target=replica, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(exchanged) == [1, 1, 3, 3]
+    x, w, g = values
+    y = x @ w[0].T
+    centred = y - y.sum((0, 1)) / 2
+    squares = (centred**2).sum((0, 1))
+    for n in range(2):
+        wanted = [
+            x[n], g[n] + squares, y.sum((0, 1)), x.sum(0), centred[n].T @ w[0][:2] * squares,
+            x.sum(0) * 0.5,
+        ]  # fmt: skip
+        for mine, theirs in zip(found[n], wanted, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
