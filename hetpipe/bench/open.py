@@ -30,6 +30,7 @@ def open_pipeline(
     weights: str = "auto",
     cuts: Sequence[int] | None = None,
     replicas: Sequence[int] | None = None,
+    sync_batch_norm: bool = False,
     plan: Plan | None = None,
     seed: int = SEED,
     progress: Progress | None = None,
@@ -43,7 +44,7 @@ def open_pipeline(
     rows = mini_batch or (plan.mini_batch if plan is not None else workload.mini_batch)
     options: dict[str, Any] = {
         "cluster": cluster, "optimizer": optimizer_of(workload), "schedule": schedule,
-        "weights": weights, "seed": seed, "progress": progress,
+        "weights": weights, "seed": seed, "progress": progress, "sync_batch_norm": sync_batch_norm,
     }  # fmt: skip
     options |= {"plan": plan, "microbatches": microbatches, "cuts": cuts, "replicas": replicas}
     example = next(workload.batches(rows, seed))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from hetpipe.errors import CaptureError
 
@@ -33,6 +34,11 @@ def check_modules(model: nn.Module) -> None:
             raise CaptureError(
                 f"{where} has momentum=None, a cumulative average whose factor depends on data; "
                 "give it a number, for instance momentum=0.1"
+            )
+        if isinstance(module, _InstanceNorm) and module.track_running_stats:
+            raise CaptureError(
+                f"{where} has track_running_stats=True; export loses what training changes of "
+                "them, use False"
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise CaptureError(f"{where} has sparse=True; sparse gradients are lost, use False")

@@ -67,6 +67,10 @@ def command(
     weights: WeightsOption = "auto",
     cuts: CutsOption = None,
     replicas: ReplicasOption = None,
+    sync_batch_norm: Annotated[
+        bool,
+        typer.Option("--sync-batch-norm", help="Replicas share their batch norms' statistics."),
+    ] = False,
     save: Annotated[
         Path | None,
         typer.Option("--save", metavar="DIR", help="Write a checkpoint there at the end."),
@@ -93,8 +97,8 @@ def command(
         open_pipeline(
             workload, members, mini_batch=mini_batch, microbatches=microbatches, schedule=schedule,
             weights=weights, cuts=split_numbers(cuts, "--cuts"),
-            replicas=split_numbers(replicas, "--replicas"), plan=known, seed=seed,
-            progress=progress, resume=resume,
+            replicas=split_numbers(replicas, "--replicas"), sync_batch_norm=sync_batch_norm,
+            plan=known, seed=seed, progress=progress, resume=resume,
         ) as pipe,
     ):  # fmt: skip
         output.text(str(pipe.plan))

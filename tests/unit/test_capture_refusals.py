@@ -81,6 +81,10 @@ def test_functions(function: Callable[[torch.Tensor], torch.Tensor], message: st
     ("module", "message"),
     [
         (nn.BatchNorm1d(4, momentum=None), r"function \(BatchNorm1d\) has momentum=None.*0.1"),
+        (
+            nn.InstanceNorm1d(4, track_running_stats=True),
+            r"function \(InstanceNorm1d\) has track_running_stats=True",
+        ),
         (nn.Embedding(4, 4, sparse=True), r"function \(Embedding\) has sparse=True"),
     ],
 )
