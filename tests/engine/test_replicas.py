@@ -172,6 +172,30 @@ def test_batch_norm_is_local_and_dropout_is_not(crew: Crew) -> None:
     assert found[1:] == pytest.approx([found[0]] * 2, rel=1e-5)
 
 
+def test_sums_of_accumulated_gradients_and_of_gradients_alone(crew: Crew) -> None:
+    """All stages' sums at once, without passes between them; and without updates behind them."""
+    torch.manual_seed(0)
+    model, data = MLP(), batches(4)
+    eager = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(eager.parameters(), lr=1e-2)
+    with pipeline(
+        crew, model, F.cross_entropy, data[0], 12, 2, (2, 1), (1, 3), accumulate=2
+    ) as pipe:
+        _, gradients = pipe.gradients(*data[0])
+        F.cross_entropy(eager(data[0][0]), data[0][1]).backward()
+        for name, parameter in eager.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
+        for first in (0, 2):
+            optimizer.zero_grad()
+            for x, y in data[first : first + 2]:
+                pipe.step(x, y)
+                (F.cross_entropy(eager(x), y) / 2).backward()
+            optimizer.step()
+        state = pipe.state_dict()
+    for name, value in eager.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
+
+
 def test_a_resumed_and_evaluated_replica(crew: Crew, tmp_path: Any) -> None:
     torch.manual_seed(0)
     model, data = MLP(), batches(3)
