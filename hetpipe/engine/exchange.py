@@ -105,43 +105,28 @@ class Exchange:
     def all_reduce(self, action: Action, scale: float = 1.0) -> None:
         """Sum `scale` times the gradients over the replicas, in their order: all get the same."""
         n, kind = action.stage, (ALL_REDUCE, 0)
-        stage, own = self._stages[n], (n, self._replicas[n])
-        peers = [place for place in self._shares.places(n) if (own, place) in self._senders]
-        if not peers:
+        stage, layout = self._stages[n], self._among(n, kind)
+        if not layout:
             return
-        layout = self._senders[own, peers[0]].layout(kind)
-        if layout is None:
-            return
-        found = {own: [stage.get(slot.key) for slot in layout]}
+        terms = [stage.get(slot.key) for slot in layout]
         if scale != 1.0:
-            found[own] = [array * array.dtype.type(scale) for array in found[own]]
-        for peer in peers:
-            self._senders[own, peer].send(action, kind, [*found[own]])
-        for peer in peers:
-            found[peer] = self._receivers[peer, own].take(action)
-        replicas = [found[place] for place in sorted(found)]
-        for slot, *arrays in zip(layout, *replicas, strict=True):
-            total = arrays[0].copy()
-            for array in arrays[1:]:
-                total += array
+            terms = [array * array.dtype.type(scale) for array in terms]
+        for slot, total in zip(layout, self._summed(n, action, kind, terms), strict=True):
             stage.put(slot.key, total)
 
     def pass_gradients(self, action: Action) -> None:
         """Send the gradients of a mini-batch to the other replicas, and keep them for its update;
         or receive those of another's into the accumulators, whose own are kept or applied."""
         n, kind = action.stage, (ALL_REDUCE, 0)
-        stage, own = self._stages[n], (n, self._replicas[n])
-        peers = [place for place in self._shares.places(n) if (own, place) in self._senders]
-        if not peers:
+        stage, layout = self._stages[n], self._among(n, kind)
+        own, peers = self._fellows(n)
+        if not layout:
             return
-        layout = self._senders[own, peers[0]].layout(kind)
-        assert layout is not None
         if action.op is Op.SEND_GRAD:
-            found = [stage.get(slot.key) for slot in layout]
+            found = {slot.key: stage.get(slot.key) for slot in layout}
             for peer in peers:
-                self._senders[own, peer].send(action, kind, [*found])
-            keys = (slot.key for slot in layout)
-            self._aside[n, action.number] = dict(zip(keys, found, strict=True))
+                self._senders[own, peer].send(action, kind, [*found.values()])
+            self._aside[n, action.number] = found
         else:
             (owner,) = (place for place in peers if self._shares.takes(place, action.number))
             for slot, array in zip(layout, self._receivers[owner, own].take(action), strict=True):
@@ -154,28 +139,17 @@ class Exchange:
 
     def within(self, action: Action, letter: str) -> list[Expected]:
         """The exchanges within a pass, which is of that letter, as messages that will come."""
-        own = (action.stage, self._replicas[action.stage])
-        peers = [place for place in self._shares.places(own[0]) if (own, place) in self._senders]
-        if not peers:
-            return []
-        layout_of = self._senders[own, peers[0]].layout
-        kinds = takewhile(layout_of, zip(repeat(SUMS[letter]), count()))
-        return [
-            (Within(action.stage, action.op, action.number, kind[1]), None, kind, action.number)
-            for kind in kinds
-        ]
+        n, op, number = action.stage, action.op, action.number
+        kinds = takewhile(lambda kind: self._among(n, kind), zip(repeat(SUMS[letter]), count()))
+        return [(Within(n, op, number, kind[1]), None, kind, number) for kind in kinds]
 
     def sum(self, n: int, terms: list[Array]) -> list[Array]:
         """The next exchange within a pass of a stage: sums over the replicas, in their order."""
         action, kind = self._within[n].popleft()
-        start_s, own = time.monotonic(), (n, self._replicas[n])
-        peers = [place for place in self._shares.places(n) if place != own]
-        for peer in peers:
-            self._senders[own, peer].send(action, kind, terms)
-        found = {peer: self._receivers[peer, own].take(action) for peer in peers} | {own: terms}
-        replicas = [found[place] for place in sorted(found)]
+        start_s = time.monotonic()
+        sums = self._summed(n, action, kind, terms)
         self.waited_s += time.monotonic() - start_s
-        return [np.asarray(reduce(np.add, each)) for each in zip(*replicas, strict=True)]
+        return sums
 
     def drain(self) -> None:
         """Wait until everything has left."""
@@ -187,6 +161,26 @@ class Exchange:
         edges = chain[Sender | Receiver](self._senders.values(), self._receivers.values())
         spans = (span for edge in edges for span in edge.take_spans())
         return [span for span in spans if not isinstance(span[0], Within)]  # are in the passes'
+
+    def _fellows(self, n: int) -> tuple[Place, list[Place]]:
+        """Which replica of a stage this is, and the others."""
+        own = (n, self._replicas[n])
+        return own, [place for place in self._shares.places(n) if place != own]
+
+    def _among(self, n: int, kind: Kind) -> Layout:
+        """What the replicas of a stage send each other as messages of a kind."""
+        own, peers = self._fellows(n)
+        sender = self._senders.get((own, peers[0])) if peers else None
+        return (sender.layout(kind) or ()) if sender is not None else ()
+
+    def _summed(self, n: int, action: Action, kind: Kind, terms: list[Array]) -> list[Array]:
+        """Everyone sends its terms to everyone, and adds them in the order of the replicas."""
+        own, peers = self._fellows(n)
+        for peer in peers:
+            self._senders[own, peer].send(action, kind, terms)
+        found = {peer: self._receivers[peer, own].take(action) for peer in peers} | {own: terms}
+        replicas = [found[place] for place in sorted(found)]
+        return [np.asarray(reduce(np.add, each)) for each in zip(*replicas, strict=True)]
 
     def _with(
         self, action: Action, message: Message, kind: Kind, mini_batch: int

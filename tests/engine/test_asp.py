@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +10,7 @@ import delayed
 import numpy as np
 import pytest
 import torch
+from crews import UNLIKE, crew_of
 from delayed import MINI_BATCHES, Adam, Choice, Momentum, batch, distance, loss_fn, network, trained
 from plans import unpriced
 from torch import nn
@@ -17,7 +18,6 @@ from torch import nn
 import hetpipe as hp
 from hetpipe.capture import Captured
 from hetpipe.capture.program import PARAM, STATE
-from hetpipe.cluster import Cluster, Member
 from hetpipe.engine.crew import Crew
 from hetpipe.engine.messages import Read
 from hetpipe.errors import HetpipeError
@@ -27,14 +27,9 @@ ADAM = (hp.optim.adam(lr=0.01), Adam(0.01))
 MEMBERS = 3
 
 
-def crew_of(transport: str = "local", kinds: Sequence[str] = ("numpy",) * MEMBERS) -> Crew:
-    members = tuple(Member(f"m{n}", f"{kind}:cpu:0") for n, kind in enumerate(kinds))
-    return Crew.start(Cluster(members, transport=transport))
-
-
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Crew]:
-    with crew_of() as started:
+    with crew_of(["numpy:cpu:0"] * MEMBERS) as started:
         yield started
 
 
@@ -231,13 +226,13 @@ def test_sums_with_counts(crew: Crew) -> None:
 @pytest.mark.parametrize("transport", ["shared-memory", "distributed"])
 def test_every_transport_gives_the_same(crew: Crew, captured: Captured, transport: str) -> None:
     state = trained(pipeline(crew, captured, 3, SGD[0]), 10)
-    with crew_of(transport) as other:
+    with crew_of(["numpy:cpu:0"] * MEMBERS, transport) as other:
         found = trained(pipeline(other, captured, 3, SGD[0]), 10)
     assert all(torch.equal(found[name], value) for name, value in state.items())
 
 
 def test_devices_of_different_kinds(captured: Captured) -> None:
-    with crew_of(kinds=("numpy", "pytorch")) as mixed:
+    with crew_of(UNLIKE) as mixed:
         state = trained(pipeline(mixed, captured, 2, ADAM[0]))
     assert distance(state, wanted(1, ADAM[1])) < 1e-5
 

@@ -9,6 +9,7 @@ from typing import Any
 import delayed
 import pytest
 import torch
+from crews import crew_of
 from delayed import (
     MINI_BATCHES,
     Adam,
@@ -24,7 +25,6 @@ from plans import unpriced
 
 import hetpipe as hp
 from hetpipe.capture import Captured
-from hetpipe.cluster import Cluster, Member
 from hetpipe.engine.crew import Crew
 from hetpipe.errors import HetpipeError
 
@@ -39,14 +39,9 @@ def hiding(stages: int) -> list[int]:
     return [2 * (stages - n) - 1 for n in range(stages)]
 
 
-def crew_of(stages: int, transport: str = "local") -> Crew:
-    members = tuple(Member(f"m{n}", "numpy:cpu:0") for n in range(stages))
-    return Crew.start(Cluster(members, transport=transport))
-
-
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Crew]:
-    with crew_of(4) as started:
+    with crew_of(["numpy:cpu:0"] * 4) as started:
         yield started
 
 
@@ -145,7 +140,7 @@ def test_a_wrong_delay_is_told_apart(crew: Crew, policy: str) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_transport_gives_the_same(crew: Crew, transport: str) -> None:
     wanted = trained(pipeline(crew, 3, "pipeoptim", SGD[0], hiding(3)))
-    with crew_of(3, transport) as other:
+    with crew_of(["numpy:cpu:0"] * 3, transport) as other:
         state = trained(pipeline(other, 3, "pipeoptim", SGD[0], hiding(3)))
     for name, value in wanted.items():
         assert torch.equal(state[name], value)

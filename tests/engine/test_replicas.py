@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from crews import UNLIKE, crew_of
 from models import CASES, MLP
 from reference import train
 from test_schedules import Normalized, batches
@@ -26,15 +27,9 @@ from hetpipe.plan.plan import Plan, StagePlan
 TRANSPORTS = ["local", "shared-memory", "distributed"]
 
 
-def crew_of(transport: str) -> Crew:
-    devices = ("numpy:cpu:0", "pytorch:cpu:0", "numpy:cpu:0")
-    members = tuple(Member(f"m{n}", device) for n, device in enumerate(devices))
-    return Crew.start(Cluster(members, transport=transport))
-
-
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Crew]:
-    with crew_of("local") as started:
+    with crew_of((*UNLIKE, "numpy:cpu:0")) as started:
         yield started
 
 
@@ -148,7 +143,7 @@ def test_every_transport_gives_the_same(crew: Crew, transport: str) -> None:
             return pipe.state_dict()
 
     wanted = trained(crew)
-    with crew_of(transport) as other:
+    with crew_of((*UNLIKE, "numpy:cpu:0"), transport) as other:
         found = trained(other)
     for name, value in wanted.items():
         assert torch.equal(found[name], value)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from crews import UNLIKE, crew_of
 from models import CASES
 from plans import unpriced
 from reference import train
@@ -16,22 +17,15 @@ from torch import nn
 
 import hetpipe as hp
 from hetpipe.capture import Captured
-from hetpipe.cluster import Cluster, Member
 from hetpipe.engine.crew import Crew
 from hetpipe.errors import HetpipeError
 
 Shares = tuple[float, ...]
 
 
-def crew_of(transport: str) -> Crew:
-    devices = ("numpy:cpu:0", "pytorch:cpu:0") * 3
-    members = tuple(Member(f"m{n}", device) for n, device in enumerate(devices))
-    return Crew.start(Cluster(members, transport=transport))
-
-
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Crew]:
-    with crew_of("local") as started:
+    with crew_of(UNLIKE * 3) as started:
         yield started
 
 
@@ -104,7 +98,7 @@ def test_tied_weights_in_lanes(crew: Crew) -> None:
 
 @pytest.mark.parametrize("transport", ["shared-memory", "distributed"])
 def test_every_transport(transport: str) -> None:
-    with crew_of(transport) as crew:
+    with crew_of(UNLIKE * 3, transport) as crew:
         compare(crew, "two_branch", ((1,), (2, 1), (1, 1)))
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from crews import crew_of
 from plans import unpriced
-from test_asynchronous import ADAM, SGD, batch, capture, crew_of, delayed, loss_fn, network
+from test_asynchronous import ADAM, SGD, batch, capture, delayed, loss_fn, network
 
 import hetpipe as hp
 from hetpipe.engine.crew import Crew
@@ -21,7 +22,7 @@ STEPS = 12
 
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Crew]:
-    with crew_of(4) as started:
+    with crew_of(["numpy:cpu:0"] * 4) as started:
         yield started
 
 

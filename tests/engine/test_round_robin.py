@@ -8,6 +8,7 @@ from typing import Any
 import delayed
 import pytest
 import torch
+from crews import crew_of
 from delayed import (
     MINI_BATCHES,
     Adam,
@@ -23,7 +24,6 @@ from plans import unpriced
 
 import hetpipe as hp
 from hetpipe.capture import Captured
-from hetpipe.cluster import Cluster, Member
 from hetpipe.engine.crew import Crew
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.turns import noam
@@ -32,14 +32,9 @@ SGD = (hp.optim.sgd(lr=0.03, momentum=0.9), Momentum(0.03))
 ADAM = (hp.optim.adam(lr=0.01), Adam(0.01))
 
 
-def crew_of(transport: str = "local") -> Crew:
-    members = tuple(Member(f"m{n}", "numpy:cpu:0") for n in range(4))
-    return Crew.start(Cluster(members, transport=transport))
-
-
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Crew]:
-    with crew_of() as started:
+    with crew_of(["numpy:cpu:0"] * 4) as started:
         yield started
 
 
@@ -121,7 +116,7 @@ def test_a_round_that_is_not_full(crew: Crew, captured: Captured) -> None:
 @pytest.mark.parametrize("transport", ["shared-memory", "distributed"])
 def test_every_transport_gives_the_same(crew: Crew, captured: Captured, transport: str) -> None:
     wanted = trained(pipeline(crew, captured, (2, 1), "stash", SGD[0]), 10)
-    with crew_of(transport) as other:
+    with crew_of(["numpy:cpu:0"] * 4, transport) as other:
         state = trained(pipeline(other, captured, (2, 1), "stash", SGD[0]), 10)
     for name, value in wanted.items():
         assert torch.equal(state[name], value)

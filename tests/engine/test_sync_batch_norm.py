@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from crews import UNLIKE, crew_of
 from models import CASES
 from plans import unpriced
 from reference import train
@@ -16,7 +17,6 @@ from torch import nn
 
 import hetpipe as hp
 from hetpipe.capture import Captured
-from hetpipe.cluster import Cluster, Member
 from hetpipe.engine.crew import Crew
 from hetpipe.errors import HetpipeError
 
@@ -39,15 +39,9 @@ class Normalized(nn.Module):
         return self.last(torch.tanh(self.plain(self.second(x)) + x))
 
 
-def crew_of(transport: str) -> Crew:
-    devices = ("numpy:cpu:0", "pytorch:cpu:0") * 2
-    members = tuple(Member(f"m{n}", device) for n, device in enumerate(devices))
-    return Crew.start(Cluster(members, transport=transport))
-
-
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Crew]:
-    with crew_of("local") as started:
+    with crew_of(UNLIKE * 2) as started:
         yield started
 
 
@@ -130,7 +124,7 @@ def test_a_network_of_convolutions_on_every_transport(transport: str) -> None:
     generator = torch.Generator().manual_seed(1)
     case = CASES["residual_cnn"]
     model, data = case.model(), [case.batch(generator) for _ in range(2)]
-    with crew_of(transport) as crew:
+    with crew_of(UNLIKE * 2, transport) as crew:
         assert distance(crew, model, data, ((2, 1), (1, 1))) < ALIKE
 
 
@@ -140,8 +134,7 @@ def test_opencl_beside_others() -> None:
         pytest.skip("no OpenCL device: install the extra `opencl`")
     torch.manual_seed(0)
     devices = (found[0].id, "numpy:cpu:0", "pytorch:cpu:0")
-    members = tuple(Member(f"m{n}", device) for n, device in enumerate(devices))
-    with Crew.start(Cluster(members, transport="local")) as crew:
+    with crew_of(devices) as crew:
         assert distance(crew, Normalized(), batches(2), ((2, 1), (1,))) < ALIKE
 
 
