@@ -118,14 +118,19 @@ def test_with_recompute_and_halves(crew: Crew, options: dict[str, Any]) -> None:
     assert distance(crew, Normalized(), batches(3), ((2, 1), (1, 1)), **options) < ALIKE
 
 
-@pytest.mark.parametrize("transport", ["shared-memory", "distributed"])
-def test_a_network_of_convolutions_on_every_transport(transport: str) -> None:
+def test_a_network_of_convolutions_over_shared_memory() -> None:
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     case = CASES["residual_cnn"]
     model, data = case.model(), [case.batch(generator) for _ in range(2)]
-    with crew_of(UNLIKE * 2, transport) as crew:
+    with crew_of(UNLIKE * 2, "shared-memory") as crew:
         assert distance(crew, model, data, ((2, 1), (1, 1))) < ALIKE
+
+
+def test_between_hosts() -> None:
+    torch.manual_seed(0)
+    with crew_of(["numpy:cpu:0"] * 3, "distributed") as crew:
+        assert distance(crew, Normalized(), batches(2), ((2, 1), (1,))) < ALIKE
 
 
 def test_opencl_beside_others() -> None:
