@@ -87,7 +87,7 @@ class _Times:
     stages: int
     transfer_s: float
     chunks: int
-    set: StageTimes
+    nominal: StageTimes
     profiled: StageTimes
 
     @staticmethod
@@ -184,7 +184,7 @@ def _flushed(crew: Crew, name: str, times: _Times) -> Case:
         stages,
         times.transfer_s,
         step_s,
-        simulate(schedule, times.set).step_s,
+        simulate(schedule, times.nominal).step_s,
         simulate(schedule, times.profiled).step_s,
         formula_s(name, stages, MICROBATCHES, times.transfer_s),
         MICROBATCHES * (FORWARD_S + BACKWARD_S) / step_s,
@@ -213,7 +213,7 @@ def _streamed(crew: Crew, depth: str, in_flight: Sequence[int], times: _Times) -
         stages,
         times.transfer_s,
         interval_s,
-        _interval_s(simulate(schedule, times.set)),
+        _interval_s(simulate(schedule, times.nominal)),
         _interval_s(simulate(schedule, times.profiled)),
         None,
         (FORWARD_S + BACKWARD_S) / interval_s,

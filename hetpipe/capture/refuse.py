@@ -37,8 +37,8 @@ def check_modules(model: nn.Module) -> None:
             )
         if isinstance(module, _InstanceNorm) and module.track_running_stats:
             raise CaptureError(
-                f"{where} has track_running_stats=True; export loses what training changes of "
-                "them, use False"
+                f"{where} has track_running_stats=True; export loses what training makes of "
+                "those statistics; use False"
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise CaptureError(f"{where} has sparse=True; sparse gradients are lost, use False")

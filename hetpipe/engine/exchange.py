@@ -49,6 +49,7 @@ class Exchange:
         self._routes: dict[tuple[Place, int, Kind, bool], list[Route]] = {}
         self._left: set[Action] = set()  # sends that began with their passes
         self._aside: dict[tuple[int, int], dict[Key, Array]] = {}  # gradients, (stage, mini-batch)
+        self._kinds_within: dict[tuple[int, str], list[Kind]] = {}  # by stage and letter of a pass
         self._within: dict[int, deque[tuple[Action, Kind]]] = {n: deque() for n in stages}
         self.waited_s = 0.0
         """In exchanges within passes, so far."""
@@ -140,7 +141,11 @@ class Exchange:
     def within(self, action: Action, letter: str) -> list[Expected]:
         """The exchanges within a pass, which is of that letter, as messages that will come."""
         n, op, number = action.stage, action.op, action.number
-        kinds = takewhile(lambda kind: self._among(n, kind), zip(repeat(SUMS[letter]), count()))
+        kinds = self._kinds_within.get((n, letter))
+        if kinds is None:
+            all_kinds = zip(repeat(SUMS[letter]), count())
+            kinds = [*takewhile(lambda kind: self._among(n, kind), all_kinds)]
+            self._kinds_within[n, letter] = kinds
         return [(Within(n, op, number, kind[1]), None, kind, number) for kind in kinds]
 
     def sum(self, n: int, terms: list[Array]) -> list[Array]:

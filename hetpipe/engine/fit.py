@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hetpipe.engine.messages import Clip
     from hetpipe.optim.rule import Optimizer
     from hetpipe.plan.plan import Plan
+    from hetpipe.schedule.action import Schedule
     from hetpipe.sdk.info import DeviceInfo
 
 
@@ -31,6 +32,23 @@ def check_wishes(plan: Plan | None, wishes: Mapping[str, object]) -> bool:
             "one or the other"
         )
     return bool(asked)
+
+
+def check_fit(
+    plan: Plan,
+    infos: Mapping[str, DeviceInfo],
+    optimizer: Optimizer,
+    clip: Clip | None,
+    accumulate: int,
+    sync_batch_norm: bool,
+) -> None:
+    """Raises `HetpipeError` for what does not go with a plan. `infos` by its devices' names."""
+    check_policy(plan, optimizer)
+    check_lanes(plan, infos)
+    if sync_batch_norm:
+        check_sync_batch_norm(plan)
+    check_clip(plan, clip)
+    check_accumulate(plan, accumulate)
 
 
 def check_policy(plan: Plan, optimizer: Optimizer) -> None:
@@ -89,8 +107,7 @@ def check_lanes(plan: Plan, infos: Mapping[str, DeviceInfo]) -> None:
     """
     if is_asynchronous(plan.schedule):
         return
-    workers = len(set(plan.devices))
-    rows = generate(plan.schedule, len(plan.stages), plan.microbatches, workers=workers)
+    rows = _rows(plan)
     at, laned = row_workers(rows), laned_stages(rows)
     for stage in sorted(laned):
         lanes = at.count(next(w for row, w in zip(rows, at, strict=True) if row[0].stage == stage))
@@ -104,7 +121,7 @@ def check_lanes(plan: Plan, infos: Mapping[str, DeviceInfo]) -> None:
                 )
 
 
-def check_sums(plan: Plan) -> None:
+def check_sync_batch_norm(plan: Plan) -> None:
     """Raises `HetpipeError` where replicas that share statistics do not do the same passes in the
     same order."""
     replicated = {n for n, stage in enumerate(plan.stages) if len(stage.devices) > 1}
@@ -116,13 +133,17 @@ def check_sums(plan: Plan) -> None:
             f"sync_batch_norm: under {plan.schedule} the replicas of stage {min(replicated)} take "
             f"mini-batches in turn, so no two have rows of the same one; {cure}"
         )
-    workers = len(set(plan.devices))
-    rows = generate(plan.schedule, len(plan.stages), plan.microbatches, workers=workers)
-    if laned := laned_stages(rows) & replicated:
+    if laned := laned_stages(_rows(plan)) & replicated:
         raise HetpipeError(
             f"sync_batch_norm: {plan.schedule} runs two passes of stage {min(laned)} at once, and "
             f"its replicas would meet in either order; {cure}"
         )
+
+
+def _rows(plan: Plan) -> Schedule:
+    """The rows of one mini-batch."""
+    workers = len(set(plan.devices))
+    return generate(plan.schedule, len(plan.stages), plan.microbatches, workers=workers)
 
 
 def check_dtypes(precision: Precision, infos: Iterable[DeviceInfo]) -> None:

@@ -18,15 +18,7 @@ from hetpipe.checkpoint import Checkpoint
 from hetpipe.checkpoint import load as load_checkpoint
 from hetpipe.engine.batches import mean_loss, rows_of, sizes_of, slices
 from hetpipe.engine.crew import Crew, StepRequest, StepResult
-from hetpipe.engine.fit import (
-    check_accumulate,
-    check_clip,
-    check_dtypes,
-    check_lanes,
-    check_policy,
-    check_sums,
-    check_wishes,
-)
+from hetpipe.engine.fit import check_dtypes, check_fit, check_wishes
 from hetpipe.engine.loading import Loading
 from hetpipe.engine.lossscale import LossScale, choose_scaling, watching
 from hetpipe.engine.measure import Progress
@@ -166,13 +158,11 @@ class Pipeline:
                 )
             else:
                 self.plan, self.costs = plan, planning.check(plan, costs)
-            check_policy(self.plan, self._optimizer)
+            check_fit(
+                self.plan, self._crew.infos, optimizer, self._clip, accumulate,
+                self._captured.sync_batch_norm,
+            )  # fmt: skip
             self._updates = updates_of(self.plan, resume)
-            check_lanes(self.plan, self._crew.infos)
-            if self._captured.sync_batch_norm:
-                check_sums(self.plan)
-            check_clip(self.plan, self._clip)
-            check_accumulate(self.plan, accumulate)
             compute = self._captured.precision.compute
             self._scaling = choose_scaling(loss_scale, compute, is_asynchronous(self.plan.schedule))
             if resume is not None and "loss_scale" in resume.manifest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hetpipe.engine.measure import Progress, profile
@@ -54,7 +54,8 @@ class Planning:
         if weights == "auto":
             weights = "stash" if is_asynchronous(schedule) else "flush"
         if schedule == DATA_PARALLEL:
-            return self._replicated(microbatches, cuts or (), replicas)
+            plan, costs = self._replicated(microbatches, cuts or (), replicas)
+            return replace(plan, weights=weights), costs
         if not averages(schedule):
             if cuts or (replicas is not None and len(replicas) != 1):
                 raise PlanError(

@@ -102,10 +102,11 @@ class _Divided(Executable):
         self._meet = meet
         self._inputs = [node.name for node in graph_inputs(graph)]
         self._outputs = [node.name for node in graph_outputs(graph)]
-        self._sums = _levels(graph.graph)[1]
+        level, self._sums = _levels(graph.graph)
         self._terms = [[node.all_input_nodes[0].name for node in nodes] for nodes in self._sums]
         self._parts = [
-            _Part(device, graph.graph, sources, made) for sources, made in _division(program)
+            _Part(device, graph.graph, sources, made)
+            for sources, made in _division(program, level, self._sums)
         ]
         read = {*self._outputs, *(name for terms in self._terms for name in terms)}
         for part in reversed(self._parts):
@@ -147,9 +148,10 @@ class _Divided(Executable):
         return events
 
 
-def _division(program: Program) -> list[tuple[list[fx.Node], list[fx.Node]]]:
+def _division(
+    program: Program, level: dict[fx.Node, int], sums: list[list[fx.Node]]
+) -> list[tuple[list[fx.Node], list[fx.Node]]]:
     """Of each part what it is given, and what others read of it or is returned."""
-    level, sums = _levels(program.graph.graph)
     varying = _varying(program)
     made: list[set[fx.Node]] = [set() for _ in range(len(sums) + 1)]
     read = [*graph_outputs(program.graph), *(n.all_input_nodes[0] for each in sums for n in each)]

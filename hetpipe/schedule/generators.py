@@ -128,19 +128,8 @@ def generate(
     """
     if name not in _generators:
         raise ScheduleError(f"no schedule {name!r}; known: {', '.join(schedule_names())}")
-    _check_numbers(stages, microbatches, in_flight)
-    if mini_batches < 1 or (mini_batches > 1 and not is_asynchronous(name)):
-        raise ScheduleError(
-            f"{mini_batches} mini-batches: {name} flushes behind each, so it takes one at a time"
-            if mini_batches > 1
-            else f"{mini_batches} mini-batches: must be 1 or more"
-        )
     workers = stages if workers is None else workers
-    if workers != stages and not (is_chunked(name) and 1 <= workers <= stages):
-        raise ScheduleError(
-            f"{stages} stages on {workers} workers: {name} takes "
-            + ("from one stage per worker up" if is_chunked(name) else "one stage per worker")
-        )
+    _check_numbers(name, stages, microbatches, in_flight, mini_batches, workers)
     pairs = tied_pairs(stages, tied)
     if pairs and is_asynchronous(name):
         owner, other = pairs[0]
@@ -191,7 +180,14 @@ def max_in_flight(schedule: Schedule) -> list[int]:
     return [most[stage] for stage in sorted(most)]
 
 
-def _check_numbers(stages: int, microbatches: int, in_flight: Sequence[int] | None) -> None:
+def _check_numbers(
+    name: str,
+    stages: int,
+    microbatches: int,
+    in_flight: Sequence[int] | None,
+    mini_batches: int,
+    workers: int,
+) -> None:
     if stages < 1 or microbatches < 1:
         raise ScheduleError(
             f"{stages} stages, {microbatches} micro-batches: each must be 1 or more"
@@ -199,4 +195,15 @@ def _check_numbers(stages: int, microbatches: int, in_flight: Sequence[int] | No
     if in_flight is not None and (len(in_flight) != stages or min(in_flight) < 1):
         raise ScheduleError(
             f"in_flight {list(in_flight)}: give one number, at least 1, for each of {stages} stages"
+        )
+    if mini_batches < 1 or (mini_batches > 1 and not is_asynchronous(name)):
+        raise ScheduleError(
+            f"{mini_batches} mini-batches: {name} flushes behind each, so it takes one at a time"
+            if mini_batches > 1
+            else f"{mini_batches} mini-batches: must be 1 or more"
+        )
+    if workers != stages and not (is_chunked(name) and 1 <= workers <= stages):
+        raise ScheduleError(
+            f"{stages} stages on {workers} workers: {name} takes "
+            + ("from one stage per worker up" if is_chunked(name) else "one stage per worker")
         )

@@ -167,6 +167,8 @@ def test_data_parallel_in_stages_trains_as_torch(crew: Crew) -> None:
         assert pipe.predicted.step_s > 0
     with pytest.raises(PlanError, match=r"each of 2 devices, not replicas \[1, 2\]"):
         pipeline(crew, model, **options, replicas=[1, 2])
+    with pytest.raises(HetpipeError, match="data-parallel is synchronous and weights='stash' does"):
+        pipeline(crew, model, **options, weights="stash")
 
 
 def test_more_stages_than_layers(crew: Crew) -> None:

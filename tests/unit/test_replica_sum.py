@@ -126,7 +126,8 @@ def test_a_divided_program() -> None:
     rng = np.random.default_rng(0)
     values = [rng.standard_normal((2, *slot.shape)).astype(np.float32) for slot in slots]
     values[1][1] = values[1][0]
-    barrier, terms, exchanged = Barrier(2), {}, []  # type: ignore[var-annotated]
+    barrier, exchanged = Barrier(2), list[int]()
+    terms: dict[int, list[Array]] = {}
     found: dict[int, list[Array]] = {}
 
     def meet(replica: int, own: list[Array]) -> list[Array]:
