@@ -17,6 +17,7 @@ from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Member
 
 WIDTH, SAMPLES, MICROBATCHES = 512, 1024, 8
+TRIES = 50  # mini-batches: on a busy host two passes that may overlap need not do so in each
 
 
 def emulator() -> str:
@@ -56,16 +57,28 @@ def test_kernels_of_a_forward_and_a_backward_overlap(monkeypatch: pytest.MonkeyP
     ) as pipe:  # fmt: skip
         losses = [pipe.step(x, y) for x, y in data]
         state = pipe.state_dict()
-        spans: dict[int, list[tuple[int, int]]] = {}
-        for queue, event in commands:
-            spans.setdefault(queue.int_ptr, []).append((event.profile.start, event.profile.end))
+        found = overlap(commands)
+        for _ in range(TRIES):
+            if found > 0:
+                break
+            commands.clear()
+            pipe.step(*data[0])
+            pipe.state_dict()  # so that all has been computed
+            found = overlap(commands)
         commands.clear()
     assert losses == pytest.approx(expected, rel=1e-5)
     for name, value in eager.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
+    assert found > 0
+
+
+def overlap(commands: list[tuple[Any, Any]]) -> int:
+    """The longest time, in ns, in which a kernel of one queue and one of the other both ran."""
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for queue, event in commands:
+        spans.setdefault(queue.int_ptr, []).append((event.profile.start, event.profile.end))
     ahead, back = spans.values()
-    overlaps = [min(f[1], b[1]) - max(f[0], b[0]) for f in ahead for b in back]
-    assert max(overlaps) > 0
+    return max(min(f[1], b[1]) - max(f[0], b[0]) for f in ahead for b in back)
 
 
 def test_results_leave_while_the_pass_runs() -> None:
@@ -89,13 +102,28 @@ def test_results_leave_while_the_pass_runs() -> None:
         cluster=Cluster(members, transport="local"), optimizer=hp.optim.sgd(lr=0.05),
     ) as pipe:  # fmt: skip
         losses = [pipe.step(x, y) for x, y in data]
-        spans = {str(span.action): span for span in pipe.timeline.spans}
         state = pipe.state_dict()
+        found = streamed(pipe, microbatches)
+        for _ in range(TRIES):
+            if all(found.values()):
+                break
+            pipe.step(*data[0])
+            now = streamed(pipe, microbatches)
+            found = {name: early or now[name] for name, early in found.items()}
+        spans = {str(span.action): span for span in pipe.timeline.spans}
     assert losses == pytest.approx(expected, rel=1e-5)
     for name, value in eager.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
-    numbers = range(microbatches)
-    for made, sent in (("1F", "1SF"), ("1B", "1SB")):
-        early = [spans[f"{sent}{m}"].start_s < spans[f"{made}{m}"].end_s for m in numbers]
-        assert any(early), (made, early)
-    assert all(spans[f"0SF{m}"].start_s >= spans[f"0F{m}"].end_s for m in numbers)
+    assert all(found.values()), found
+    assert all(spans[f"0SF{m}"].start_s >= spans[f"0F{m}"].end_s for m in range(microbatches))
+
+
+def streamed(pipe: hp.Pipeline, microbatches: int) -> dict[str, bool]:
+    """Whether stage 1 sent of a forward, and of a backward, before the pass was complete."""
+    spans = {str(span.action): span for span in pipe.timeline.spans}
+    return {
+        made: any(
+            spans[f"1S{made}{m}"].start_s < spans[f"1{made}{m}"].end_s for m in range(microbatches)
+        )
+        for made in "FB"
+    }
