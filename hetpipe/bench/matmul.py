@@ -158,7 +158,7 @@ def _mm_graph(n: int) -> fx.GraphModule:
     for node in (a, b, product):
         node.meta["val"] = torch.empty(n, n, device="meta")
     graph.output((product,))
-    return canonical(fx.GraphModule(torch.nn.Module(), graph))
+    return canonical(graph)
 
 
 def _torch_contenders(a: torch.Tensor, b: torch.Tensor) -> list[_Contender]:

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._decomp import get_decompositions
 
 from hetpipe.errors import CaptureError
-from hetpipe.sdk.graph import core_decompositions
 
 aten = torch.ops.aten
 own = torch.ops.hetpipe
@@ -18,19 +18,19 @@ own = torch.ops.hetpipe
 
 def before_cut(sync_batch_norm: bool = False) -> dict[Any, Callable[..., Any]]:
     """The table for `ExportedProgram.run_decompositions`: as little as possible."""
-    core = core_decompositions()
+    recurrent = (aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+    unrolled = get_decompositions([aten.lstm.input, *recurrent])
     synchronised: dict[Any, Callable[..., Any]] = {
         aten._native_batch_norm_legit_functional.default: batch_norm,
         aten._native_batch_norm_legit.no_stats: batch_norm_without_memory,
     }
-    recurrent = (aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
     return {
         aten.scaled_dot_product_attention.default: attention,
-        aten.lstm.input: _unmixed(partial(lstm, projected=_unrolled(core[aten.lstm.input]))),
+        aten.lstm.input: _unmixed(partial(lstm, projected=_unrolled(unrolled[aten.lstm.input]))),
         aten.copy.default: copy,
         aten.as_strided.default: as_strided,
         **(synchronised if sync_batch_norm else {}),
-        **{operator: _unmixed(_unrolled(core[operator])) for operator in recurrent},
+        **{operator: _unmixed(_unrolled(unrolled[operator])) for operator in recurrent},
     }
 
 

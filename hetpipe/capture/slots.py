@@ -150,9 +150,7 @@ def reachable(outputs: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> set[fx.N
     return found
 
 
-def extract(
-    source: fx.Graph, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
-) -> fx.GraphModule:
+def extract(source: fx.Graph, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:
     """A graph that computes `outputs` from `inputs` (any nodes of `source`), metas kept."""
     needed = reachable(outputs, inputs)
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -165,7 +163,7 @@ def extract(
                 raise AssertionError(f"{node} is needed but is not an input")
             env[node] = graph.node_copy(node, env.__getitem__)
     graph.output(tuple(env[node] for node in outputs))
-    return fx.GraphModule(torch.nn.Module(), graph)
+    return graph
 
 
 def ordered(
@@ -183,11 +181,11 @@ def make_program(
     """The program that computes `outputs` from those `inputs` that they need."""
     needed = reachable([node for _, node in outputs], [node for _, node in inputs])
     used = [(key, node) for key, node in inputs if node in needed]
-    module = extract(source, [node for _, node in used], [node for _, node in outputs])
-    for (key, _), placeholder in zip(used, placeholders(module.graph), strict=True):
+    graph = extract(source, [node for _, node in used], [node for _, node in outputs])
+    for (key, _), placeholder in zip(used, placeholders(graph), strict=True):
         placeholder.meta["steady"] = key[0] in (PARAM, CONSTANT)
     return Program(
-        canonical(module),
+        canonical(graph),
         tuple(_slot(key, node) for key, node in used),
         tuple(_slot(key, node) for key, node in outputs),
     )

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from hetpipe.capture.flat import Flat
@@ -53,13 +54,13 @@ def _piece(
     needed = reachable([node for _, node in outputs], arriving)
     inputs = [(key, node) for node, key in flat.inputs.items() if node in needed]
     inputs += [((CUT, node.name), node) for node in arriving]
-    module = extract(flat.graph, [node for _, node in inputs], [node for _, node in outputs])
+    graph = extract(flat.graph, [node for _, node in inputs], [node for _, node in outputs])
     taken, given = [key for key, _ in inputs], [key for key, _ in outputs]
-    cast_at_cuts(module.graph, taken, given, flat.precision)
-    _label_free(module.graph)
+    cast_at_cuts(graph, taken, given, flat.precision)
+    _label_free(graph)
     return Piece(
         index,
-        module,
+        fx.GraphModule(torch.nn.Module(), graph),
         tuple(taken),
         tuple(given),
         frozenset(key for key, node in inputs if node in flat.differentiable),

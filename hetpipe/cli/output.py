@@ -70,4 +70,13 @@ def error_console() -> Console:
 
 def complain(message: str) -> None:
     """Say in red what went wrong."""
-    error_console().print(message, style="red", markup=False, highlight=False, soft_wrap=True)
+    _say(message, "red")
+
+
+def warn(message: str) -> None:
+    """Say in yellow what may be wrong."""
+    _say(f"warning: {message}", "yellow")
+
+
+def _say(message: str, style: str) -> None:
+    error_console().print(message, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import permutations
@@ -25,7 +26,7 @@ from hetpipe.capture.program import (
     Slot,
     StageGraphs,
 )
-from hetpipe.cost import cache
+from hetpipe.cost import cache, contention
 from hetpipe.cost.profiler import RULES, Times
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost, TiedBytes
 from hetpipe.engine.crew import Crew, StepRequest
@@ -57,7 +58,9 @@ def profile(
 
     Devices that share memory are measured at the same time, as they will run; every size twice,
     some time apart, of which the quicker counts: what else a machine does only slows it down.
-    Times of a member with an emulated speed, or of an emulator, are labelled emulated.
+    Times of a member with an emulated speed, or of an emulator, are labelled emulated. Costs that
+    were measured while other work took part of the cores are used, with a `ContentionWarning`,
+    and not stored.
     """
     say = progress or (lambda text, done, total: None)
     key = {
@@ -76,9 +79,12 @@ def profile(
     missing = [size for size in samples if size not in tables]
     stages = {size: _layer_stages(captured, crew, optimizer, size) for size in missing}
     found: dict[int, list[Rows]] = {size: [] for size in missing}
+    foreign = dict.fromkeys(missing, 1.0)
     for turn, size in enumerate([*missing, *missing]):
         say(f"profiling micro-batches of {size}", turn, 2 * len(missing))
+        before = _usage(crew)
         found[size].append(_measure_members(crew, stages[size], size))
+        foreign[size] = min(foreign[size], contention.foreign_share(before, _usage(crew)))
     overheads_s = _empty_s(crew) if missing else {}
     for size in missing:
         links, step_overhead_s = _links(tables, crew)
@@ -86,9 +92,28 @@ def profile(
             captured, crew, size, stages[size], _quickest(found[size]), overheads_s, links,
             step_overhead_s,
         )  # fmt: skip
-        cache.store(entries[size], tables[size].to_json())
+        if foreign[size] <= contention.LIMIT:
+            cache.store(entries[size], tables[size].to_json())
+    _warn_of_contention(foreign)
     say("profiled", len(samples), len(samples))
     return {size: tables[size] for size in samples}
+
+
+def _usage(crew: Crew) -> list[contention.Usage]:
+    return crew.call(list(crew.infos), "hetpipe.cost.contention:usage")
+
+
+def _warn_of_contention(foreign: dict[int, float]) -> None:
+    """Of micro-batch sizes, by the share of the cores that other work had."""
+    disturbed = {size: share for size, share in foreign.items() if share > contention.LIMIT}
+    if disturbed:
+        text = (
+            f"other work took {max(disturbed.values()):.0%} of the cores (at most "
+            f"{contention.LIMIT:.0%} leaves costs as they are) while micro-batches of "
+            f"{', '.join(map(str, disturbed))} were profiled: these costs are too high, and are "
+            "not kept for later runs; profile again when the machine is quiet"
+        )
+        warnings.warn(text, contention.ContentionWarning, stacklevel=3)
 
 
 def _links(

@@ -86,8 +86,7 @@ def _select(inputs: list[Slot], outputs: list[Slot]) -> Program:
     shapes = [slot.shape for slot in inputs]
     found = graph.output(tuple(nodes[_match(shapes, inputs, slot)] for slot in outputs))
     found.meta["val"] = None
-    module = fx.GraphModule(torch.nn.Module(), graph)
-    return Program(canonical(module), tuple(inputs), tuple(outputs))
+    return Program(canonical(graph), tuple(inputs), tuple(outputs))
 
 
 def _match(shapes: list[tuple[int, ...]], inputs: list[Slot], wanted: Slot) -> int:

@@ -21,7 +21,7 @@ from hetpipe.engine.wiring import EVALUATION, SUMS, Kind, Layout, host_dtype
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Action
 from hetpipe.sdk.backend import DONE, Buffer, Chunk, Device, Event, Executable
-from hetpipe.sdk.graph import dtype_name, graph_inputs, graph_outputs, of_one_replica
+from hetpipe.sdk.graph import canonical, dtype_name, graph_inputs, graph_outputs, of_one_replica
 from hetpipe.sdk.replicas import is_sum
 
 Array = np.ndarray[Any, Any]
@@ -71,7 +71,7 @@ class _Part:
     def __init__(
         self, device: Device, graph: fx.Graph, sources: list[fx.Node], made: list[fx.Node]
     ) -> None:
-        self.executable = device.compile(extract(graph, sources, made)) if made else None
+        self.executable = device.compile(canonical(extract(graph, sources, made))) if made else None
         self.sources = [node.name for node in sources]
         self.made = [node.name for node in made]
         self.last: frozenset[str] = frozenset()

@@ -94,7 +94,7 @@ def require_support(device: Device, graph: fx.GraphModule) -> None:
 _Ref = tuple[str, Any]
 
 
-def dump_graph(graph: fx.GraphModule) -> bytes:
+def dump_graph(graph: fx.GraphModule | fx.Graph) -> bytes:
     """Serialise a canonical graph; `load_graph` restores it in another process."""
     index: dict[fx.Node, int] = {}
 
@@ -110,7 +110,7 @@ def dump_graph(graph: fx.GraphModule) -> bytes:
         return ("value", value)
 
     rows: list[tuple[Any, ...]] = []
-    for node in graph.graph.nodes:
+    for node in (graph.graph if isinstance(graph, fx.GraphModule) else graph).nodes:
         if node.op == "get_attr":
             raise BackendError(f"graph is not canonical: it reads the attribute {node.target}")
         target = operator_name(node) if node.op == "call_function" else str(node.target)
@@ -169,7 +169,7 @@ def of_one_replica(graph: fx.GraphModule) -> fx.GraphModule:
     return alone
 
 
-def canonical(graph: fx.GraphModule) -> fx.GraphModule:
+def canonical(graph: fx.GraphModule | fx.Graph) -> fx.GraphModule:
     """A copy of `graph` in the canonical form's own types (metas on the meta device)."""
     return load_graph(dump_graph(graph))
 

@@ -158,6 +158,15 @@ def test_errors_are_one_line(home: Path, arguments: tuple[str, ...], message: st
     assert message in last
 
 
+def test_warnings_are_one_line(home: Path) -> None:
+    """A cache that cannot be written is such a warning."""
+    (home / "cache").write_text("a file, where the folder would be")
+    done = run(home, "plan", "mlp", "--devices", "numpy:cpu:0", "--microbatches", 2)
+    warned = [line for line in done.stderr.splitlines() if "cannot write the cache" in line]
+    assert warned
+    assert all(line.startswith("warning: ") for line in warned)
+
+
 def test_bench_figures_agree_with_each_other(home: Path) -> None:
     done = run(
         home, "bench", "--workload", "mlp", "--no-matmul", "--devices", TWO, "--emulate-speed",

@@ -1,0 +1,72 @@
+"""Whether a profile had the machine to itself: what else its cores computed meanwhile.
+
+Costs that are measured beside other work are too high, and not for every device by the same factor.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+LIMIT = 0.1  # of the cores' time; a desktop at rest stays below a few hundredths
+STAT = Path("/proc/stat")
+
+
+class ContentionWarning(UserWarning):
+    """Costs were measured beside other work, and are not kept for later runs."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Seconds of computation so far: of one process, and of each core that it may use."""
+
+    host: str
+    process: int
+    at_s: float
+    own_s: float
+    cores_s: dict[int, float]
+
+
+def usage(_device: object = None) -> Usage:
+    """Of this process. Cores are missing where the system does not tell (no /proc/stat)."""
+    times = os.times()
+    own_s = times.user + times.system + times.children_user + times.children_system
+    return Usage(socket.gethostname(), os.getpid(), time.monotonic(), own_s, _busy_s())
+
+
+def foreign_share(before: Sequence[Usage], after: Sequence[Usage]) -> float:
+    """The part of their cores' time, 0..1, that others than these processes took in between.
+
+    Time that a hypervisor took away counts; 0 where no system tells.
+    """
+    busy_s, own_s, elapsed_s = {}, {}, {}
+    for start, end in zip(before, after, strict=True):
+        if not (start.cores_s and end.cores_s):
+            continue
+        own_s[end.host, end.process] = end.own_s - start.own_s
+        for core in start.cores_s.keys() & end.cores_s.keys():
+            busy_s[end.host, core] = end.cores_s[core] - start.cores_s[core]
+            elapsed_s[end.host, core] = end.at_s - start.at_s
+    whole_s = sum(elapsed_s.values())
+    return max(0.0, sum(busy_s.values()) - sum(own_s.values())) / whole_s if whole_s > 0 else 0.0
+
+
+def _busy_s() -> dict[int, float]:
+    """By core: seconds of work of whatever kind, and those that a hypervisor stole."""
+    try:
+        lines = STAT.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return {}
+    allowed = os.sched_getaffinity(0)
+    ticks = os.sysconf("SC_CLK_TCK")
+    found = {}
+    for line in lines:
+        name, *fields = line.split()
+        if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in allowed:
+            user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[:8])
+            found[int(name[3:])] = (user + nice + system + irq + softirq + steal) / ticks
+    return found

@@ -1,0 +1,116 @@
+"""Costs that were measured beside other work are not kept."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from models import MLP
+
+import hetpipe as hp
+from hetpipe.capture import Captured
+from hetpipe.cluster import Cluster, Member
+from hetpipe.cost import contention
+from hetpipe.cost.contention import ContentionWarning, Usage, foreign_share, usage
+from hetpipe.engine.crew import Crew
+from hetpipe.engine.measure import profile
+
+FIELDS = "0 0 0"  # guest time is part of the first ones
+
+
+def at(process: int, at_s: float, own_s: float, host: str = "a", **cores_s: float) -> Usage:
+    return Usage(host, process, at_s, own_s, {int(k[1:]): v for k, v in cores_s.items()})
+
+
+def test_what_others_computed() -> None:
+    """Two processes on their own cores for 10 s, one of which another disturbs for 3 s."""
+    before = [at(1, 100.0, 7.0, c0=50.0), at(2, 100.0, 1.0, c1=20.0)]
+    after = [at(1, 110.0, 16.0, c0=59.0), at(2, 110.0, 3.0, c1=25.0)]
+    assert foreign_share(before, after) == pytest.approx(3 / 20)
+
+
+def test_a_shared_core_and_threads_of_one_process_count_once() -> None:
+    """On both hosts; the first has two processes on one core and two members in one of them."""
+    before = [at(1, 0.0, 0.0, c0=0.0)] * 2 + [at(2, 0.0, 0.0, c0=0.0)]
+    after = [at(1, 10.0, 4.0, c0=9.0)] * 2 + [at(2, 10.0, 3.0, c0=9.0)]
+    assert foreign_share(before, after) == pytest.approx(2 / 10)
+    before.append(at(1, 0.0, 0.0, "b", c0=0.0, c1=0.0))
+    after.append(at(1, 10.0, 10.0, "b", c0=10.0, c1=5.0))
+    assert foreign_share(before, after) == pytest.approx(7 / 30)
+
+
+def test_clock_ticks_do_not_make_it_negative_and_silence_is_none() -> None:
+    assert foreign_share([at(1, 0.0, 0.0, c0=0.0)], [at(1, 1.0, 1.0, c0=0.99)]) == 0.0
+    assert foreign_share([at(1, 0.0, 0.0)], [at(1, 1.0, 0.5)]) == 0.0
+
+
+def test_cores_of_this_process_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Idle time and waiting for disks are no work; what a hypervisor took is."""
+    core = min(os.sched_getaffinity(0))
+    lines = [f"cpu  9 9 9 9 9 9 9 9 {FIELDS}", f"cpu{core} 100 20 30 5000 700 4 6 40 {FIELDS}"]
+    lines += [f"cpu4096 100 20 30 5000 700 4 6 40 {FIELDS}", "intr 5 6 7"]
+    (tmp_path / "stat").write_text("\n".join(lines))
+    monkeypatch.setattr(contention, "STAT", tmp_path / "stat")
+    found = usage()
+    assert found.cores_s == {core: 200 / os.sysconf("SC_CLK_TCK")}
+    assert found.process == os.getpid()
+    monkeypatch.setattr(contention, "STAT", tmp_path / "none")
+    assert usage().cores_s == {}
+
+
+@pytest.mark.skipif(not contention.STAT.exists(), reason="this system has no /proc/stat")
+def test_another_process_shows() -> None:
+    """One that computes for the cores' whole time, and this one, which sleeps."""
+    spin = "while True: pass"
+    cores = len(os.sched_getaffinity(0))
+    others = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(cores)]
+    try:
+        before = usage()
+        time.sleep(1.0)
+        after = usage()
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    assert foreign_share([before], [after]) > 0.5
+
+
+@pytest.mark.parametrize("shares", [(0.3, 0.5), (0.3, 0.05)], ids=["both", "one round quiet"])
+def test_disturbed_costs_serve_once(
+    shares: tuple[float, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are returned with a warning, and measured anew the next time."""
+    monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path))
+    told = iter(shares)
+    monkeypatch.setattr(contention, "foreign_share", lambda before, after: next(told))
+    torch.manual_seed(0)
+    example = (torch.randn(8, 20), torch.randint(0, 5, (8,)))
+    captured = Captured(MLP(), F.cross_entropy, example)
+    cluster = Cluster((Member("a", "numpy:cpu:0"),), transport="local")
+    with Crew.start(cluster) as crew, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        table = profile(captured, crew, hp.optim.sgd(0.1), [4])[4]
+        assert np.isfinite([layer.forward_s for layer in table.devices["a"].layers]).all()
+        disturbed = min(shares) > contention.LIMIT
+        assert len(list(tmp_path.glob("costs/*.json"))) == (not disturbed)
+        if disturbed:
+            (warned,) = caught
+            assert warned.category is ContentionWarning
+            assert "took 30% of the cores (at most 10%" in str(warned.message)
+            assert "micro-batches of 4" in str(warned.message)
+            told = iter((0.0, 0.0))
+            again = profile(captured, crew, hp.optim.sgd(0.1), [4])[4]
+            assert replace(again, devices=table.devices, links=table.links,
+                           step_overhead_s=table.step_overhead_s) == table  # fmt: skip
+            assert len(list(tmp_path.glob("costs/*.json"))) == 1
+        else:
+            assert not caught
