@@ -33,6 +33,27 @@ class MLP(nn.Module):
         return self.layers(x)
 
 
+def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Mini-batches of 12 for `MLP` and `Normalized`."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(12, 20, generator=generator), torch.randint(0, 5, (12,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+class Normalized(nn.Module):
+    """Batch norm and dropout: training and evaluation differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(20, 8), nn.BatchNorm1d(8), nn.ReLU())
+        self.second = nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
 class Block(nn.Module):
     def __init__(self, inside: int, outside: int, stride: int) -> None:
         super().__init__()

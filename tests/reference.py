@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +40,12 @@ def train(
         optimizer.step()
         losses.append(total)
     return losses, first
+
+
+def distance(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
+    """Of all tensors as one vector, relative to the second."""
+    a, b = (torch.cat([x[name].flatten() for name in wanted]) for x in (found, wanted))
+    return float((a - b).norm() / b.norm())
 
 
 def sizes(rows: int, microbatches: int) -> list[int]:

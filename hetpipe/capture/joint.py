@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.utils.hooks import RemovableHandle
 
 from hetpipe.capture.program import CONSTANT, CUT, LOSS, TANGENT
 from hetpipe.capture.slots import Key, constant_name, placeholders, results, simplify
@@ -73,8 +74,9 @@ class _Step:
         count = len(self._piece.inputs)
         primals, tangents = values[:count], values[count:]
         labels = _Labels()
+        labelled = _Labelled(self._piece.module, labels)
         with torch.enable_grad():
-            outputs = _Labelled(self._piece.module, labels).run(*primals)
+            outputs = labelled.run(*primals)
         gradients: tuple[torch.Tensor | None, ...] = ()
         sources = [(i, t) for i, t in zip(self._tangent_of, tangents, strict=True)]
         sources = [(i, t) for i, t in sources if outputs[i].requires_grad]
@@ -86,6 +88,7 @@ class _Step:
                 allow_unused=True,
             )
         labels.flush()
+        labelled.unhook()
         found = [(i, g) for i, g in zip(self._wrt, gradients, strict=False) if g is not None]
         self.received = [i for i, _ in found]
         return [output.detach() for output in outputs] + [gradient for _, gradient in found]
@@ -121,7 +124,7 @@ class _Labelled(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, labels: _Labels) -> None:
         super().__init__(module)
         self._labels = labels
-        self._seen: set[Any] = set()
+        self._hooks: dict[Any, RemovableHandle] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         layer = n.meta.get("layer")
@@ -131,16 +134,22 @@ class _Labelled(fx.Interpreter):
             self._watch(result, layer)
         return result
 
+    def unhook(self) -> None:
+        """Needed at the end: no garbage collector finds a cycle through autograd's nodes."""
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+
     def _watch(self, result: Any, layer: str | None) -> None:
         """Hook the autograd nodes that the call made: when one runs, its layer is the current."""
         items = result if isinstance(result, (tuple, list)) else (result,)
         stack: list[Any] = [r.grad_fn for r in items if isinstance(r, torch.Tensor)]
         while stack:
             grad_fn = stack.pop()
-            if grad_fn is None or grad_fn in self._seen:
+            if grad_fn is None or grad_fn in self._hooks:
                 continue
-            self._seen.add(grad_fn)
-            grad_fn.register_prehook(lambda _: self._labels.switch(layer))
+            hook = grad_fn.register_prehook(lambda _: self._labels.switch(layer))
+            self._hooks[grad_fn] = hook
             stack += [parent for parent, _ in grad_fn.next_functions]
 
 

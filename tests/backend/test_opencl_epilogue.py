@@ -14,9 +14,9 @@ from found_devices import trace
 from hetpipe.backends.opencl.lowering import lower
 from hetpipe.backends.opencl.memory import OpenCLBuffer
 from hetpipe.backends.opencl.ops.matmul import DEPTH_BLOCK
+from oclgrind import ORACLE, log_of
 from opencl_devices import close_to_torch, compiled, fetch, opencl_device, upload
 from opencl_products import INTERPRETERS, OPENCL
-from test_opencl_checked import ORACLE, log_of
 
 from hetpipe.sdk.registry import get_backend
 

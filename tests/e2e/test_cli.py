@@ -159,12 +159,13 @@ def test_errors_are_one_line(home: Path, arguments: tuple[str, ...], message: st
 
 
 def test_warnings_are_one_line(home: Path) -> None:
-    """A cache that cannot be written is such a warning."""
+    """Costs that cannot be stored are one; or, on a busy host, that they are not to be stored."""
     (home / "cache").write_text("a file, where the folder would be")
     done = run(home, "plan", "mlp", "--devices", "numpy:cpu:0", "--microbatches", 2)
-    warned = [line for line in done.stderr.splitlines() if "cannot write the cache" in line]
-    assert warned
-    assert all(line.startswith("warning: ") for line in warned)
+    lines = done.stderr.splitlines()
+    assert lines
+    assert all(line.startswith("warning: ") for line in lines)
+    assert all("cannot write the cache" in line or "other work took" in line for line in lines)
 
 
 def test_bench_figures_agree_with_each_other(home: Path) -> None:

@@ -6,6 +6,7 @@ backward of the same mini-batch may use different weights. W[t] are the weights 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 import hetpipe as hp
+from hetpipe.capture import Captured
 
 WIDTHS = (6, 8, 8, 8, 3)
 SAMPLES = 4
@@ -44,6 +46,11 @@ def batch(index: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 + index)
     x = torch.randn(SAMPLES, WIDTHS[0], generator=generator, dtype=torch.float64)
     return x, torch.tanh(x[:, : WIDTHS[-1]] * 2)
+
+
+@functools.cache
+def capture() -> Captured:
+    return Captured(network(), loss_fn, batch(0))
 
 
 class Momentum:
@@ -82,6 +89,12 @@ class Adam:
     def _direction(self, state, step):
         m, v = state
         return m / (1 - 0.9**step) / ((v / (1 - 0.999**step)).sqrt() + 1e-8)
+
+
+SGD = (hp.optim.sgd(lr=0.03, momentum=0.9), Momentum(0.03))
+ADAM = (hp.optim.adam(lr=0.01), Adam(0.01))
+ADAMW = (hp.optim.adamw(lr=0.01, weight_decay=0.1), Adam(0.01, 0.1))
+"""hetpipe's optimizers, and the same for the reference."""
 
 
 class History(NamedTuple):

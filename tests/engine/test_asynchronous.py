@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,11 +10,13 @@ import pytest
 import torch
 from crews import crew_of
 from delayed import (
+    ADAM,
+    ADAMW,
     MINI_BATCHES,
-    Adam,
+    SGD,
     Choice,
-    Momentum,
     batch,
+    capture,
     distance,
     loss_fn,
     network,
@@ -24,7 +25,6 @@ from delayed import (
 from plans import unpriced
 
 import hetpipe as hp
-from hetpipe.capture import Captured
 from hetpipe.engine.crew import Crew
 from hetpipe.errors import HetpipeError
 
@@ -43,11 +43,6 @@ def hiding(stages: int) -> list[int]:
 def crew() -> Iterator[Crew]:
     with crew_of(["numpy:cpu:0"] * 4) as started:
         yield started
-
-
-@functools.cache
-def capture() -> Captured:
-    return Captured(network(), loss_fn, batch(0))
 
 
 def pipeline(
@@ -83,9 +78,6 @@ def delays(policy: str, stages: int, depths: list[int]) -> tuple[Choice, Choice]
     return rules[policy]
 
 
-SGD = (hp.optim.sgd(lr=0.03, momentum=0.9), Momentum(0.03))
-ADAM = (hp.optim.adam(lr=0.01), Adam(0.01))
-ADAMW = (hp.optim.adamw(lr=0.01, weight_decay=0.1), Adam(0.01, 0.1))
 CASES = [
     (policy, depth, pair)
     for policy, depth in [

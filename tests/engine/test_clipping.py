@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import CASES, MLP
+from models import CASES, MLP, batches
 from plans import unpriced
 from reference import cut, leaf, sizes
-from test_schedules import batches
 
 import hetpipe as hp
 from hetpipe.capture import Captured

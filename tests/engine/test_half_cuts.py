@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from models import batches
 from plans import unpriced
-from reference import train
-from test_schedules import batches
+from reference import distance, train
 from torch import nn
 
 import hetpipe as hp
@@ -113,12 +113,6 @@ def trained(model: nn.Module) -> Trained:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses, first = train(model, F.cross_entropy, batches(3), MICROBATCHES, optimizer)
     return Trained(losses, first, model.state_dict())
-
-
-def distance(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
-    """Of all tensors as one vector, relative to the second."""
-    a, b = (torch.cat([x[name].flatten() for name in wanted]) for x in (found, wanted))
-    return float((a - b).norm() / b.norm())
 
 
 def close(state: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:

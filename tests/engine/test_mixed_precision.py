@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from models import batches
 from plans import unpriced
-from test_half_cuts import distance
-from test_schedules import batches
+from reference import distance
 from torch import nn
 
 import hetpipe as hp

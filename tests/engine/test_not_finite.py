@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from models import batches
 from plans import unpriced
-from test_schedules import batches
 from torch import nn
 
 import hetpipe as hp

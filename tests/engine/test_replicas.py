@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from crews import UNLIKE, crew_of
-from models import CASES, MLP
+from models import CASES, MLP, Normalized, batches
 from reference import train
-from test_schedules import Normalized, batches
 
 import hetpipe as hp
 from hetpipe.capture import Captured

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import delayed
 import pytest
 import torch
 from crews import crew_of
+from delayed import ADAM, SGD, batch, capture, loss_fn, network
 from plans import unpriced
-from test_asynchronous import ADAM, SGD, batch, capture, delayed, loss_fn, network
 
 import hetpipe as hp
 from hetpipe.engine.crew import Crew

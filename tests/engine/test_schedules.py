@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import MLP
+from models import MLP, Normalized, batches
 from plans import unpriced
 from reference import train
-from torch import nn
 
 import hetpipe as hp
 from hetpipe.capture import Captured
@@ -27,14 +26,6 @@ def crew() -> Iterator[Crew]:
     members = tuple(Member(f"m{n}", "numpy:cpu:0") for n in range(3))
     with Crew.start(Cluster(members, transport="local")) as started:
         yield started
-
-
-def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(12, 20, generator=generator), torch.randint(0, 5, (12,), generator=generator))
-        for _ in range(count)
-    ]
 
 
 @pytest.mark.parametrize(
@@ -61,18 +52,6 @@ def test_recompute_changes_nothing(crew: Crew, schedule: str, members: str, mode
 
 def test_recompute_of_one_stage_alone(crew: Crew) -> None:
     compare(crew, "gpipe", "01", recompute=["inputs", "none"])
-
-
-class Normalized(nn.Module):
-    """Batch norm and dropout: training and evaluation differ."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Linear(20, 8), nn.BatchNorm1d(8), nn.ReLU())
-        self.second = nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream", "zb-h1", "fbp"])

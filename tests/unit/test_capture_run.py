@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from capture_harness import TABLES, Stages, check, even_cuts, total
 from capture_models import CASES, Dropout, captured, make
-from torch import nn
+from torch import fx, nn
 
 from hetpipe.capture import Captured
 from hetpipe.capture.program import (
@@ -26,7 +27,7 @@ from hetpipe.capture.program import (
     TANGENT,
     Program,
 )
-from hetpipe.optim import adam
+from hetpipe.optim import adam, sgd
 from hetpipe.sdk.graph import operator_name
 
 SIZES = [8, 4]
@@ -289,3 +290,19 @@ def test_views_are_not_saved_beside_their_base() -> None:
         assert node not in bases
         bases.add(node)
     assert len(saved) == sum(slot.role == SAVED for slot in backward.inputs)
+
+
+def test_stages_that_nobody_has_are_gone() -> None:
+    """Autograd's nodes, which garbage collection does not see through, must not keep a trace."""
+
+    def trace() -> None:
+        captured("mlp").stage_graphs([2], [{}] * 2, [4], sgd(0.1))
+        gc.collect()
+
+    def count() -> int:
+        return sum(isinstance(each, fx.GraphModule) for each in gc.get_objects())
+
+    trace()  # what is exported for this size, stays
+    before = count()
+    trace()
+    assert count() == before

@@ -6,8 +6,9 @@ from dataclasses import replace
 from itertools import combinations, pairwise, permutations
 
 import pytest
+from tables import MIB, make_table
 
-from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost, TiedBytes
+from hetpipe.cost.table import DeviceCost, LayerCost, LinkCost, TiedBytes
 from hetpipe.errors import CostError, PlanError
 from hetpipe.plan.baselines import even_plan, link_blind_plan, speed_blind_plan
 from hetpipe.plan.costs import StageCosts
@@ -15,35 +16,6 @@ from hetpipe.plan.planner import explore, make_plan
 from hetpipe.plan.pricing import Partition, Question, lower_bound_s, predict, price
 from hetpipe.schedule.generators import generate, max_in_flight
 from hetpipe.sdk.info import HOST_MEMORY
-
-MIB = 2**20
-
-
-def make_table(
-    speeds, layers=8, *, samples=4, latency_s=0.0, bandwidth=1e12, memory=1 << 40, domain=None,
-    overhead_s=0.0, saved=MIB, tied=(),
-):  # fmt: skip
-    """Equal layers of 1 s forward and 2 s backward per 4 samples at speed 1."""
-    share = samples / 4
-    return CostTable(
-        "toy",
-        samples,
-        tuple(
-            LayerBytes(f"l{i}", MIB, 2 * MIB, int(saved * share), int(MIB * share))
-            for i in range(layers)
-        ),
-        {
-            name: DeviceCost(
-                (LayerCost(share / speed, 2 * share / speed, 0.1 / speed),) * layers,
-                0.0, memory, domain or name,
-            )
-            for name, speed in speeds.items()
-        },
-        {(a, b): LinkCost(latency_s, bandwidth) for a in speeds for b in speeds if a != b},
-        overhead_s,
-        tied,
-    )  # fmt: skip
-
 
 SPEEDS = {"a": 1.0, "b": 3.0}
 

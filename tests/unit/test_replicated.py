@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from test_planner import make_table
+from tables import make_table
 
 from hetpipe.errors import PlanError
 from hetpipe.plan.plan import Plan

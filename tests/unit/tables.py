@@ -1,0 +1,31 @@
+"""Cost tables made up for tests."""
+
+from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost
+
+MIB = 1 << 20
+
+
+def make_table(
+    speeds, layers=8, *, samples=4, latency_s=0.0, bandwidth=1e12, memory=1 << 40, domain=None,
+    overhead_s=0.0, saved=MIB, tied=(),
+):  # fmt: skip
+    """Equal layers of 1 s forward and 2 s backward per 4 samples at speed 1."""
+    share = samples / 4
+    return CostTable(
+        "toy",
+        samples,
+        tuple(
+            LayerBytes(f"l{i}", MIB, 2 * MIB, int(saved * share), int(MIB * share))
+            for i in range(layers)
+        ),
+        {
+            name: DeviceCost(
+                (LayerCost(share / speed, 2 * share / speed, 0.1 / speed),) * layers,
+                0.0, memory, domain or name,
+            )
+            for name, speed in speeds.items()
+        },
+        {(a, b): LinkCost(latency_s, bandwidth) for a in speeds for b in speeds if a != b},
+        overhead_s,
+        tied,
+    )  # fmt: skip
