@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,21 +75,20 @@ class _Step:
         count = len(self._piece.inputs)
         primals, tangents = values[:count], values[count:]
         labels = _Labels()
-        labelled = _Labelled(self._piece.module, labels)
-        with torch.enable_grad():
-            outputs = labelled.run(*primals)
         gradients: tuple[torch.Tensor | None, ...] = ()
-        sources = [(i, t) for i, t in zip(self._tangent_of, tangents, strict=True)]
-        sources = [(i, t) for i, t in sources if outputs[i].requires_grad]
-        if sources and self._wrt:
-            gradients = torch.autograd.grad(
-                [outputs[i] for i, _ in sources],
-                [primals[i] for i in self._wrt],
-                [tangent for _, tangent in sources],
-                allow_unused=True,
-            )
+        with closing(_Labelled(self._piece.module, labels)) as labelled:
+            with torch.enable_grad():
+                outputs = labelled.run(*primals)
+            sources = [(i, t) for i, t in zip(self._tangent_of, tangents, strict=True)]
+            sources = [(i, t) for i, t in sources if outputs[i].requires_grad]
+            if sources and self._wrt:
+                gradients = torch.autograd.grad(
+                    [outputs[i] for i, _ in sources],
+                    [primals[i] for i in self._wrt],
+                    [tangent for _, tangent in sources],
+                    allow_unused=True,
+                )
         labels.flush()
-        labelled.unhook()
         found = [(i, g) for i, g in zip(self._wrt, gradients, strict=False) if g is not None]
         self.received = [i for i, _ in found]
         return [output.detach() for output in outputs] + [gradient for _, gradient in found]
@@ -134,8 +134,8 @@ class _Labelled(fx.Interpreter):
             self._watch(result, layer)
         return result
 
-    def unhook(self) -> None:
-        """Needed at the end: no garbage collector finds a cycle through autograd's nodes."""
+    def close(self) -> None:
+        """Remove the hooks: no garbage collector finds a cycle through autograd's nodes."""
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()

@@ -24,7 +24,7 @@ from hetpipe.cost.contention import ContentionWarning, Usage, foreign_share, usa
 from hetpipe.engine.crew import Crew
 from hetpipe.engine.measure import profile
 
-FIELDS = "0 0 0"  # guest time is part of the first ones
+FIELDS = "0 0"  # guest time is part of the first ones
 
 
 def at(process: int, at_s: float, own_s: float, host: str = "a", **cores_s: float) -> Usage:
