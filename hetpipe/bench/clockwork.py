@@ -23,7 +23,6 @@ from rich.table import Table
 from hetpipe.bench.sleeping import SleepingBackend
 from hetpipe.cluster.cluster import Cluster, Link, Member
 from hetpipe.engine.crew import Crew, StepRequest
-from hetpipe.engine.messages import Keep
 from hetpipe.engine.overhead import empty_stage
 from hetpipe.engine.streaming import Streaming
 from hetpipe.schedule.action import Op, Schedule
@@ -33,6 +32,7 @@ from hetpipe.sdk.registry import register_backend
 from hetpipe.simulate.simulator import simulate
 from hetpipe.simulate.timeline import Span, Timeline
 from hetpipe.simulate.times import StageTimes, Transfer
+from hetpipe.wire.messages import Keep
 
 FORWARD_S, BACKWARD_S = 0.010, 0.020
 TRANSFERS_S = (0.0, 0.005, 0.015)

@@ -11,7 +11,6 @@ from hetpipe.capture.program import CUT, STATE, TANGENT, Slot, StageGraphs
 from hetpipe.cluster.cluster import Cluster, Member
 from hetpipe.cost.table import CostTable, LayerBytes, TiedBytes
 from hetpipe.engine.crew import Crew, StepRequest, StepResult
-from hetpipe.engine.messages import Keep
 from hetpipe.engine.streaming import Streaming
 from hetpipe.plan.costs import StageCosts
 from hetpipe.schedule.action import Schedule
@@ -19,6 +18,7 @@ from hetpipe.schedule.generators import generate
 from hetpipe.schedule.stream import Stream
 from hetpipe.schedule.validate import HALVES
 from hetpipe.sdk.registry import get_backend
+from hetpipe.wire.messages import Keep
 
 if TYPE_CHECKING:
     from hetpipe.bench.workload import Batch

@@ -36,7 +36,7 @@ class PeerTorch:
     """A pipeline of as many stages as cores, one thread each, until `close`."""
 
     def __init__(self, model: str, rows: int, seed: int, cores: Sequence[int]) -> None:
-        from hetpipe.engine.distributed import host_store
+        from hetpipe.wire.gloo import host_store
 
         self._store = host_store()
         self.loss = float("nan")
@@ -158,7 +158,7 @@ def main(
     import torch
 
     from hetpipe.bench.zoo import load_workload
-    from hetpipe.engine.distributed import join
+    from hetpipe.wire.gloo import join
 
     torch.set_num_threads(threads)
     rows, rank, world = int(rows_text), int(rank_text), int(world_text)

@@ -23,14 +23,14 @@ from hetpipe.capture.program import (
 )  # fmt: skip
 from hetpipe.cluster.cluster import Cluster, Link
 from hetpipe.engine.launcher import transport_of
-from hetpipe.engine.messages import Array, EdgeEnd
 from hetpipe.engine.routing import wires
-from hetpipe.engine.shares import Place, Shares
-from hetpipe.engine.transport import Port
-from hetpipe.engine.wiring import Wire, host_dtype
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Schedule
 from hetpipe.schedule.lanes import row_workers
+from hetpipe.wire.messages import Array, EdgeEnd
+from hetpipe.wire.shares import Place, Shares
+from hetpipe.wire.transport import Port
+from hetpipe.wire.wire import Wire, host_dtype
 
 PARTS = 16
 """In how many a message travels between hosts where its sender makes it piece by piece."""
@@ -222,15 +222,15 @@ def _plugs(
 ) -> Sequence[tuple[Port, Sequence[int]]]:
     """The sending and the receiving end of a wire, each with its descriptors."""
     if transport == "local":
-        from hetpipe.engine.handover import HandoverPort
+        from hetpipe.wire.handover import HandoverPort
 
         port = HandoverPort()
         return (port, ()), (port, ())
     if transport == "distributed":
-        from hetpipe.engine.distributed import GlooPort
+        from hetpipe.wire.gloo import GlooPort
 
         return (GlooPort(ranks[1], tag, parts), ()), (GlooPort(ranks[0], tag, parts), ())
-    from hetpipe.engine.sharedmemory import plugs
+    from hetpipe.wire.sharedmemory import plugs
 
     return plugs(wire)
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from hetpipe.engine.messages import Beat, Counts, Failure, News, Norm, Reply
 from hetpipe.errors import WorkerError
+from hetpipe.wire.messages import Beat, Counts, Failure, News, Norm, Reply
 
 TICK_S = 1.0
 

@@ -17,19 +17,19 @@ import numpy as np
 
 from hetpipe.capture.program import StageGraphs
 from hetpipe.cluster.cluster import Cluster
-from hetpipe.engine import messages as say
 from hetpipe.engine.assembly import Assembly
 from hetpipe.engine.fleet import Fleet
 from hetpipe.engine.launcher import launch
-from hetpipe.engine.messages import Array
-from hetpipe.engine.pieces import streams
 from hetpipe.engine.runner import Closing, closing
-from hetpipe.engine.shares import Place, Shares
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Action, Op, Schedule
 from hetpipe.schedule.lanes import worker_rows
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.simulate.timeline import Span, Timeline
+from hetpipe.wire import messages as say
+from hetpipe.wire.messages import Array
+from hetpipe.wire.pieces import streams
+from hetpipe.wire.shares import Place, Shares
 
 FIRST_STEP_S = 600.0
 LEAST_PATIENCE_S = 60.0

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 
 from hetpipe.capture.program import Slot
-from hetpipe.engine.edges import Receiver, Sender, Span
-from hetpipe.engine.pieces import Leaving, pieces_of
 from hetpipe.engine.rendezvous import Within
-from hetpipe.engine.rows import Route, cut, join, kind_of, routes
-from hetpipe.engine.shares import Place, Shares
 from hetpipe.engine.stage import Key, Stage
-from hetpipe.engine.transport import Tensor, to_device
-from hetpipe.engine.wiring import ALL_REDUCE, ROWS, SUMS, TIED, TIED_GRAD, Array, Kind, Layout
 from hetpipe.schedule.action import Action, Message, Op
 from hetpipe.sdk.backend import Buffer, Chunk, Event
+from hetpipe.wire.edges import Receiver, Sender, Span
+from hetpipe.wire.pieces import Leaving, pieces_of
+from hetpipe.wire.rows import Route, cut, join, kind_of, routes
+from hetpipe.wire.shares import Place, Shares
+from hetpipe.wire.transport import Tensor, to_device
+from hetpipe.wire.wire import ALL_REDUCE, ROWS, SUMS, TIED, TIED_GRAD, Array, Kind, Layout
 
 Edge = tuple[Place, Place]
 """Source and target."""

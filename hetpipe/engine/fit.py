@@ -13,11 +13,11 @@ from hetpipe.schedule.lanes import laned_stages, row_workers
 
 if TYPE_CHECKING:
     from hetpipe.capture.precision import Precision
-    from hetpipe.engine.messages import Clip
     from hetpipe.optim.rule import Optimizer
     from hetpipe.plan.plan import Plan
     from hetpipe.schedule.action import Schedule
     from hetpipe.sdk.info import DeviceInfo
+    from hetpipe.wire.messages import Clip
 
 
 def check_wishes(plan: Plan | None, wishes: Mapping[str, object]) -> bool:

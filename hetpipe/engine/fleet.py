@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import hetpipe
-from hetpipe.engine.channel import Channel
 from hetpipe.engine.control import Control
-from hetpipe.engine.messages import Open, Stop
 from hetpipe.engine.service import Service
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.registry import open_device
+from hetpipe.wire.channel import Channel
+from hetpipe.wire.messages import Open, Stop
 
 LEAVE_S = 2.0
 """How long a worker may take to leave when asked, before it is killed."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from hetpipe.engine.edges import OnError
-from hetpipe.engine.transport import EdgeClosedError
 from hetpipe.schedule.action import Message
+from hetpipe.wire.edges import OnError
+from hetpipe.wire.transport import EdgeClosedError
 
 
 class HandOver:

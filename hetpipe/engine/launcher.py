@@ -8,10 +8,10 @@ import sys
 from hetpipe.cluster.cluster import Cluster, Member
 from hetpipe.engine.control import Control
 from hetpipe.engine.fleet import Fleet, ProcessFleet, ThreadFleet
-from hetpipe.engine.messages import Open
 from hetpipe.errors import BackendError, ClusterError, HetpipeError
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.sdk.registry import backend_reference, get_backend
+from hetpipe.wire.messages import Open
 
 TRANSPORTS = ("auto", "local", "shared-memory", "distributed")
 
@@ -38,7 +38,7 @@ def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout
     control = Control([f"worker {m.id!r} ({m.device})" for m in members])
     store, address = None, None
     if transport == "distributed":
-        from hetpipe.engine.distributed import host_store
+        from hetpipe.wire.gloo import host_store
 
         store = host_store()
         address = (store.host, store.port)

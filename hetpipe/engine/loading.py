@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hetpipe.capture.program import StageGraphs
-from hetpipe.engine.shares import Place, Shares
 from hetpipe.schedule.generators import averages, is_asynchronous
 from hetpipe.sdk.registry import get_backend
+from hetpipe.wire.shares import Place, Shares
 
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured

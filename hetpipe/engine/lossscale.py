@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hetpipe.engine.messages import Clip
 from hetpipe.errors import HetpipeError
+from hetpipe.wire.messages import Clip
 
 
 @dataclass(frozen=True)

@@ -30,11 +30,11 @@ from hetpipe.cost import cache, contention
 from hetpipe.cost.profiler import RULES, Times
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost, TiedBytes
 from hetpipe.engine.crew import Crew, StepRequest
-from hetpipe.engine.pieces import streams
 from hetpipe.errors import CostError
 from hetpipe.schedule.action import Action, Op
 from hetpipe.sdk.graph import canonical
 from hetpipe.sdk.registry import get_backend
+from hetpipe.wire.pieces import streams
 
 if TYPE_CHECKING:
     from hetpipe.optim.rule import Optimizer

@@ -22,7 +22,6 @@ from hetpipe.engine.fit import check_dtypes, check_fit, check_wishes
 from hetpipe.engine.loading import Loading
 from hetpipe.engine.lossscale import LossScale, choose_scaling, watching
 from hetpipe.engine.measure import Progress
-from hetpipe.engine.messages import Clip, Keep
 from hetpipe.engine.planning import Planning
 from hetpipe.engine.resume import ROLES, check, updates_of, write
 from hetpipe.engine.scheduling import ALL, FORWARDS, SUMMING, UPDATING, Schedules
@@ -32,6 +31,7 @@ from hetpipe.plan.plan import Plan
 from hetpipe.plan.planner import predict
 from hetpipe.schedule.action import Schedule
 from hetpipe.schedule.generators import is_asynchronous
+from hetpipe.wire.messages import Clip, Keep
 
 if TYPE_CHECKING:
     import torch

@@ -9,9 +9,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from hetpipe.engine.messages import Keep
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk.backend import Buffer
+from hetpipe.wire.messages import Keep
 
 Version = list[Buffer]
 Predict = Callable[[Version, float], Version]

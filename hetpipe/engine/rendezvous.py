@@ -17,12 +17,12 @@ from torch import fx
 from hetpipe.capture.program import CUT, GRAD, INPUT, SAVED, TANGENT, Program, Slot, StageGraphs
 from hetpipe.capture.slots import extract
 from hetpipe.capture.views import base_of, in_graph_order
-from hetpipe.engine.wiring import EVALUATION, SUMS, Kind, Layout, host_dtype
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Action
 from hetpipe.sdk.backend import DONE, Buffer, Chunk, Device, Event, Executable
 from hetpipe.sdk.graph import canonical, dtype_name, graph_inputs, graph_outputs, of_one_replica
 from hetpipe.sdk.replicas import is_sum
+from hetpipe.wire.wire import EVALUATION, SUMS, Kind, Layout, host_dtype
 
 Array = np.ndarray[Any, Any]
 

@@ -11,9 +11,9 @@ from hetpipe.capture.program import BUFFER, PARAM, STATE, Program, StageGraphs
 from hetpipe.checkpoint import Checkpoint, save
 from hetpipe.engine.crew import Crew
 from hetpipe.engine.lossscale import Scaling
-from hetpipe.engine.wiring import host_dtype
 from hetpipe.errors import CheckpointError
 from hetpipe.plan.plan import Plan
+from hetpipe.wire.wire import host_dtype
 
 if TYPE_CHECKING:
     from hetpipe.optim.rule import Optimizer

@@ -7,9 +7,10 @@ from itertools import pairwise, permutations, product
 
 from hetpipe.capture.program import CUT, GRAD, PARAM, TANGENT, PassPrograms, Slot, StageGraphs
 from hetpipe.engine.rendezvous import exchanges
-from hetpipe.engine.rows import find_axes, kind_of, rows_of
-from hetpipe.engine.shares import Place, Shares, overlap
-from hetpipe.engine.wiring import (
+from hetpipe.errors import HetpipeError
+from hetpipe.wire.rows import find_axes, kind_of, rows_of
+from hetpipe.wire.shares import Place, Shares, overlap
+from hetpipe.wire.wire import (
     ALL_REDUCE,
     BACKWARD,
     EVALUATION,
@@ -22,7 +23,6 @@ from hetpipe.engine.wiring import (
     Wire,
     host_dtype,
 )
-from hetpipe.errors import HetpipeError
 
 Edge = tuple[Place, Place]
 """Source and target."""

@@ -12,22 +12,10 @@ from itertools import accumulate, chain, zip_longest
 
 from hetpipe.capture.program import COUNT, LOSS
 from hetpipe.cost.emulation import stretch
-from hetpipe.engine.edges import OnError, Span
 from hetpipe.engine.exchange import Exchange, Expected
 from hetpipe.engine.lanes import HandOver, walk
-from hetpipe.engine.messages import Batch, Step, StepReport
-from hetpipe.engine.pieces import Leaving
-from hetpipe.engine.shares import Shares
 from hetpipe.engine.stage import Stage
 from hetpipe.engine.sums import Sums
-from hetpipe.engine.wiring import (
-    ALL_REDUCE,
-    EVALUATION,
-    TIED,
-    TIED_GRAD,
-    TIED_PARAM,
-    Kind,
-)
 from hetpipe.schedule.action import (
     BEHIND_SUMS,
     GRADIENTS,
@@ -39,6 +27,18 @@ from hetpipe.schedule.action import (
 )
 from hetpipe.schedule.lanes import HAND_OVERS
 from hetpipe.schedule.turns import round_of
+from hetpipe.wire.edges import OnError, Span
+from hetpipe.wire.messages import Batch, Step, StepReport
+from hetpipe.wire.pieces import Leaving
+from hetpipe.wire.shares import Shares
+from hetpipe.wire.wire import (
+    ALL_REDUCE,
+    EVALUATION,
+    TIED,
+    TIED_GRAD,
+    TIED_PARAM,
+    Kind,
+)
 
 Closing = frozenset[tuple[int, Op]]
 """(stage, operation)"""

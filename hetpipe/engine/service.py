@@ -11,11 +11,17 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from hetpipe.engine.edges import Receiver, Sender, make_receiver
 from hetpipe.engine.exchange import Exchange
-from hetpipe.engine.handover import HandoverPort
 from hetpipe.engine.lanes import HandOver
-from hetpipe.engine.messages import (
+from hetpipe.engine.runner import Runner, Script
+from hetpipe.engine.stage import Stage
+from hetpipe.engine.sums import Sums
+from hetpipe.errors import HetpipeError
+from hetpipe.sdk.backend import Device
+from hetpipe.sdk.registry import open_device, register_backend
+from hetpipe.wire.edges import Receiver, Sender, make_receiver
+from hetpipe.wire.handover import HandoverPort
+from hetpipe.wire.messages import (
     SCRIPTS,
     Array,
     Batch,
@@ -32,13 +38,7 @@ from hetpipe.engine.messages import (
     Stop,
     Write,
 )  # fmt: skip
-from hetpipe.engine.runner import Runner, Script
-from hetpipe.engine.stage import Stage
-from hetpipe.engine.sums import Sums
-from hetpipe.engine.transport import EdgeClosedError
-from hetpipe.errors import HetpipeError
-from hetpipe.sdk.backend import Device
-from hetpipe.sdk.registry import open_device, register_backend
+from hetpipe.wire.transport import EdgeClosedError
 
 
 class Service:
@@ -121,7 +121,7 @@ class Service:
             register_backend(getattr(importlib.import_module(module), name))
         self._device = self._opener(order.member.device)
         if order.store is not None:
-            from hetpipe.engine.distributed import join
+            from hetpipe.wire.gloo import join
 
             join(order.rank, order.world, order.store, order.start_timeout_s)
         return self._device

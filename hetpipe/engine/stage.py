@@ -32,13 +32,13 @@ from hetpipe.capture.program import (
     StageGraphs,
 )  # fmt: skip
 from hetpipe.engine.memory import Memory, nbytes_of
-from hetpipe.engine.messages import Keep
-from hetpipe.engine.pieces import Leaving
 from hetpipe.engine.policy import Predicted, Version, make_weights
 from hetpipe.engine.rendezvous import Meet, compile_program
-from hetpipe.engine.wiring import Array, Layout, host_dtype
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk.backend import Buffer, Device, Event, Executable
+from hetpipe.wire.messages import Keep
+from hetpipe.wire.pieces import Leaving
+from hetpipe.wire.wire import Array, Layout, host_dtype
 
 PARAMS, STORE, FRAME = 0, 1, 2
 CHECKED = (CUT, LOSS, TANGENT, GRAD, PARAM)

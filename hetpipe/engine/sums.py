@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from hetpipe.engine.edges import OnError
-from hetpipe.engine.transport import EdgeClosedError
+from hetpipe.wire.edges import OnError
+from hetpipe.wire.transport import EdgeClosedError
 
 
 class Sums:

@@ -47,9 +47,9 @@ def _serve(fd: int) -> None:
     import time
     from queue import SimpleQueue
 
-    from hetpipe.engine.channel import Channel
-    from hetpipe.engine.messages import Beat, Failure, Open, Stop
     from hetpipe.engine.service import Service, use_path
+    from hetpipe.wire.channel import Channel
+    from hetpipe.wire.messages import Beat, Failure, Open, Stop
 
     channel = Channel(socket.socket(fileno=fd))
     order = channel.receive()[0]

@@ -19,8 +19,8 @@ import hetpipe as hp
 from hetpipe.capture import Captured
 from hetpipe.capture.program import PARAM, STATE
 from hetpipe.engine.crew import Crew
-from hetpipe.engine.messages import Read
 from hetpipe.errors import HetpipeError
+from hetpipe.wire.messages import Read
 
 SGD = (hp.optim.sgd(lr=0.03, momentum=0.9), Momentum(0.03))
 ADAM = (hp.optim.adam(lr=0.01), Adam(0.01))

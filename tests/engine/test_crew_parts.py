@@ -14,18 +14,18 @@ from engine_stages import LR, WIDTH, make_stages, make_values
 
 from hetpipe.capture.program import CUT, Slot
 from hetpipe.cluster.cluster import Cluster, Link, Member
-from hetpipe.engine.channel import INLINE_NBYTES, Channel
 from hetpipe.engine.control import Control
 from hetpipe.engine.crew import Crew, StepRequest
-from hetpipe.engine.messages import Beat, Counts, Failure, Reply
 from hetpipe.engine.overhead import measure_empty_action
 from hetpipe.engine.routing import wires
 from hetpipe.engine.runner import Script, closing
-from hetpipe.engine.shares import Shares
-from hetpipe.engine.wiring import arrays_in, packed_nbytes
 from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.schedule.action import Action, Message, Op
 from hetpipe.schedule.generators import generate
+from hetpipe.wire.channel import INLINE_NBYTES, Channel
+from hetpipe.wire.messages import Beat, Counts, Failure, Reply
+from hetpipe.wire.shares import Shares
+from hetpipe.wire.wire import arrays_in, packed_nbytes
 
 
 def pair() -> tuple[Channel, Channel]:

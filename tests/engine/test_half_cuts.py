@@ -22,10 +22,10 @@ from hetpipe.capture.precision import Precision
 from hetpipe.cluster import Cluster, Member
 from hetpipe.engine.crew import Crew
 from hetpipe.engine.routing import wires
-from hetpipe.engine.shares import Shares
-from hetpipe.engine.wiring import Wire, tensor_nbytes
 from hetpipe.errors import CaptureError, HetpipeError
 from hetpipe.sdk.graph import graph_outputs
+from hetpipe.wire.shares import Shares
+from hetpipe.wire.wire import Wire, tensor_nbytes
 
 HALF = Precision(cut="float16")
 WIDTHS = (20, 32, 24, 16, 5)

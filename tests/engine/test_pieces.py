@@ -20,13 +20,13 @@ from hetpipe.capture import Captured
 from hetpipe.capture.program import CUT, Slot
 from hetpipe.cluster import Cluster, Link, Member
 from hetpipe.engine.crew import Crew, StepRequest
-from hetpipe.engine.distributed import LEAST_PART_NBYTES, _Staging
 from hetpipe.engine.overhead import empty_stage
-from hetpipe.engine.pieces import pieces_of
-from hetpipe.engine.wiring import Wire, packed_nbytes
 from hetpipe.schedule.generators import generate
 from hetpipe.sdk.backend import DONE, Buffer, DoneEvent
 from hetpipe.sdk.registry import get_backend, register_backend
+from hetpipe.wire.gloo import LEAST_PART_NBYTES, _Staging
+from hetpipe.wire.pieces import pieces_of
+from hetpipe.wire.wire import Wire, packed_nbytes
 
 register_backend(StreamedBackend)
 register_backend(SleptBackend)

@@ -19,9 +19,9 @@ from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Link, Member
 from hetpipe.cost.table import CostTable
 from hetpipe.engine.crew import Crew
-from hetpipe.engine.shares import divide
 from hetpipe.errors import HetpipeError
 from hetpipe.plan.plan import Plan, StagePlan
+from hetpipe.wire.shares import divide
 
 TRANSPORTS = ["local", "shared-memory", "distributed"]
 

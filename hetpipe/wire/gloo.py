@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from hetpipe.cluster.cluster import Link
-from hetpipe.engine.channel import ALIGN, aligned
-from hetpipe.engine.transport import EdgeClosedError, Inlet, Outlet, Port
-from hetpipe.engine.wiring import Array, Kind, Wire, arrays_in, packed_nbytes
 from hetpipe.sdk.backend import Device
+from hetpipe.wire.channel import ALIGN, aligned
+from hetpipe.wire.transport import EdgeClosedError, Inlet, Outlet, Port
+from hetpipe.wire.wire import Array, Kind, Wire, arrays_in, packed_nbytes
 
 # A receive may wait through a whole idle evening; failures come by the control channel.
 PATIENCE = timedelta(days=7)

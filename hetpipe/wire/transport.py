@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 
 from hetpipe.cluster.cluster import Link
-from hetpipe.engine.pieces import Piece, streams
-from hetpipe.engine.wiring import (
+from hetpipe.sdk.backend import Buffer, Device
+from hetpipe.sdk.info import HOST_MEMORY
+from hetpipe.wire.pieces import Piece, streams
+from hetpipe.wire.wire import (
     ON_HOST,
     Array,
     Kind,
@@ -24,8 +26,6 @@ from hetpipe.engine.wiring import (
     offsets,
     tensor_nbytes,
 )
-from hetpipe.sdk.backend import Buffer, Device
-from hetpipe.sdk.info import HOST_MEMORY
 
 Tensor = Buffer | Array
 

@@ -11,10 +11,10 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from hetpipe.engine.pieces import Piece
-from hetpipe.engine.transport import EdgeClosedError, Inlet, Outlet, Tensor
-from hetpipe.engine.wiring import Axes, Kind, Layout
 from hetpipe.schedule.action import Action
+from hetpipe.wire.pieces import Piece
+from hetpipe.wire.transport import EdgeClosedError, Inlet, Outlet, Tensor
+from hetpipe.wire.wire import Axes, Kind, Layout
 
 AHEAD = 2
 """Messages that may lie received on the device before the compute thread asks for them."""

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from hetpipe.capture.program import Slot
-from hetpipe.engine.channel import ALIGN, aligned
-from hetpipe.engine.shares import Place
 from hetpipe.errors import HetpipeError
+from hetpipe.wire.channel import ALIGN, aligned
+from hetpipe.wire.shares import Place
 
 Array = np.ndarray[Any, Any]
 Layout = tuple[Slot, ...]
@@ -24,7 +24,7 @@ EVALUATION = "E"  # forward, in evaluation
 ALL_REDUCE = "A"
 TIED = frozenset({TIED_GRAD, TIED_PARAM})
 ROWS = {FORWARD: "f", BACKWARD: "b", EVALUATION: "e"}
-"""Some rows of what a whole message has, see `hetpipe.engine.rows`."""
+"""Some rows of what a whole message has, see `hetpipe.wire.rows`."""
 SUMS = {"F": "sF", "B": "sB", "I": "sI", "W": "sW", EVALUATION: "sE"}
 """By the letter of a pass: an exchange within it, see `hetpipe.engine.rendezvous`. The number of
 such a kind is its place in the pass."""

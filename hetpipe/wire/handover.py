@@ -7,7 +7,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from hetpipe.cluster.cluster import Link
-from hetpipe.engine.transport import (
+from hetpipe.sdk.backend import Device
+from hetpipe.wire.transport import (
     EdgeClosedError,
     Inlet,
     Outlet,
@@ -15,8 +16,7 @@ from hetpipe.engine.transport import (
     Tensor,
     empty_arrays,
 )
-from hetpipe.engine.wiring import Kind, Wire
-from hetpipe.sdk.backend import Device
+from hetpipe.wire.wire import Kind, Wire
 
 SLOTS = 4
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetpipe.cluster.cluster import Link
-from hetpipe.engine.channel import anonymous_file
-from hetpipe.engine.transport import EdgeClosedError, Inlet, Outlet, Port
-from hetpipe.engine.wiring import Array, Kind, Wire, arrays_in
 from hetpipe.sdk.backend import Device
+from hetpipe.wire.channel import anonymous_file
+from hetpipe.wire.transport import EdgeClosedError, Inlet, Outlet, Port
+from hetpipe.wire.wire import Array, Kind, Wire, arrays_in
 
 SMALL_NBYTES = 1 << 20
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hetpipe.engine.shares import Place, Rows, Shares, overlap
-from hetpipe.engine.wiring import ROWS, Axes, Kind, Layout, host_dtype
 from hetpipe.errors import HetpipeError
+from hetpipe.wire.shares import Place, Rows, Shares, overlap
+from hetpipe.wire.wire import ROWS, Axes, Kind, Layout, host_dtype
 
 Array = np.ndarray[Any, Any]
 

@@ -15,9 +15,9 @@ from hetpipe.schedule.action import Schedule
 
 if TYPE_CHECKING:
     from hetpipe.engine.runner import Closing
-    from hetpipe.engine.shares import Shares
-    from hetpipe.engine.transport import Port
-    from hetpipe.engine.wiring import Wire
+    from hetpipe.wire.shares import Shares
+    from hetpipe.wire.transport import Port
+    from hetpipe.wire.wire import Wire
 
 Array = np.ndarray[Any, Any]
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from hetpipe.capture.program import Slot
-from hetpipe.engine.wiring import Layout
 from hetpipe.sdk.backend import Buffer, Chunk, Event
 from hetpipe.sdk.info import DeviceInfo, Execution
+from hetpipe.wire.wire import Layout
 
 
 class Piece(NamedTuple):
