@@ -3,7 +3,7 @@
 DAPPLE's table 5 (peak memory of GPipe and 1F1B as micro-batches grow in number), PipeDream's figure
 16 (memory of every stage of an asynchronous pipeline, against a replica of data parallelism) and
 figure 17 (bytes communicated per sample). Peaks are counted while the stages train, see
-`hetpipe.engine.memory`; predictions are the planner's.
+`hetpipe.worker.memory`; predictions are the planner's.
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from hetpipe.capture.program import CONSTANT, SAVED, PassPrograms, Program, Slot, StageGraphs
-from hetpipe.cost.emulation import stretch
 from hetpipe.errors import UnsupportedOperatorError
 from hetpipe.sdk.backend import Buffer, Device, Executable
 from hetpipe.sdk.graph import of_one_replica
+from hetpipe.worker.emulation import stretch
 
 Environment = dict[tuple[str, str], Buffer]
 Times = tuple[float, float, float]

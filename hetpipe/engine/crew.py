@@ -20,7 +20,6 @@ from hetpipe.cluster.cluster import Cluster
 from hetpipe.engine.assembly import Assembly
 from hetpipe.engine.fleet import Fleet
 from hetpipe.engine.launcher import launch
-from hetpipe.engine.runner import Closing, closing
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Action, Op, Schedule
 from hetpipe.schedule.lanes import worker_rows
@@ -30,6 +29,7 @@ from hetpipe.wire import messages as say
 from hetpipe.wire.messages import Array
 from hetpipe.wire.pieces import streams
 from hetpipe.wire.shares import Place, Shares
+from hetpipe.worker.runner import Closing, closing
 
 FIRST_STEP_S = 600.0
 LEAST_PATIENCE_S = 60.0
@@ -42,7 +42,7 @@ class StepRequest:
 
     `grad_scale` None: 1 / sum of the counts that the last stage reports, over `loss_scale`, by
     which `loss_tangents` were multiplied. `lag` and `ahead`, by stage, choose versions of the
-    weights (see `hetpipe.engine.policy`).
+    weights (see `hetpipe.worker.weights`).
     """
 
     schedule: Schedule
@@ -81,7 +81,7 @@ class StepResult:
     versions: tuple[int, ...] = ()  # that the last forward used, counted in updates
     live_versions: tuple[int, ...] = ()  # most at once
     most_in_flight: tuple[int, ...] = ()  # micro-batches that a backward has yet to read
-    peak_nbytes: tuple[int, ...] = ()  # most on a replica's device, see `hetpipe.engine.memory`
+    peak_nbytes: tuple[int, ...] = ()  # most on a replica's device, see `hetpipe.worker.memory`
     skipped: bool = False  # whether the update was left out
 
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from hetpipe.engine.policy import POLICIES
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.generators import averages, generate, is_asynchronous
 from hetpipe.schedule.lanes import laned_stages, row_workers
+from hetpipe.worker.weights import POLICIES
 
 if TYPE_CHECKING:
     from hetpipe.capture.precision import Precision

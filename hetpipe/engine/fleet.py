@@ -19,11 +19,11 @@ from typing import Any
 
 import hetpipe
 from hetpipe.engine.control import Control
-from hetpipe.engine.service import Service
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.registry import open_device
 from hetpipe.wire.channel import Channel
 from hetpipe.wire.messages import Open, Stop
+from hetpipe.worker.service import Service
 
 LEAVE_S = 2.0
 """How long a worker may take to leave when asked, before it is killed."""
@@ -154,7 +154,7 @@ class ProcessFleet(Fleet):
     def _start(self, order: Open, environment: dict[str, str]) -> None:
         ours, theirs = socket.socketpair()
         cores = ",".join(map(str, order.member.cores))
-        command = [sys.executable, "-m", "hetpipe.engine.worker"]
+        command = [sys.executable, "-m", "hetpipe.worker"]
         home = str(Path(hetpipe.__file__).parents[1])
         paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)}

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise, permutations, product
 
 from hetpipe.capture.program import CUT, GRAD, PARAM, TANGENT, PassPrograms, Slot, StageGraphs
-from hetpipe.engine.rendezvous import exchanges
 from hetpipe.errors import HetpipeError
 from hetpipe.wire.rows import find_axes, kind_of, rows_of
 from hetpipe.wire.shares import Place, Shares, overlap
@@ -23,6 +22,7 @@ from hetpipe.wire.wire import (
     Wire,
     host_dtype,
 )
+from hetpipe.worker.divided import exchanges
 
 Edge = tuple[Place, Place]
 """Source and target."""

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hetpipe.engine.crew import Crew, Part, StepRequest, StepResult
-from hetpipe.engine.runner import closing
 from hetpipe.schedule.stream import Stream
+from hetpipe.worker.runner import closing
 
 if TYPE_CHECKING:
     pass

@@ -54,7 +54,7 @@ def make_plan(
     given; of more, the given one. `objective` is how the partitioners count transfers, where
     not all partitions are candidates. Under 1F1B the in-flight depth is chosen too: the one that
     hides transfers where it pays, a smaller one where memory asks for it. `weights` says how many
-    versions of the weights are kept (of an asynchronous schedule, see `hetpipe.engine.policy`).
+    versions of the weights are kept (of an asynchronous schedule, see `hetpipe.worker.weights`).
 
     Raises `PlanError` if there are more devices than layers, or no partition fits.
     """

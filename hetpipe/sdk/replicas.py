@@ -2,7 +2,7 @@
 
 Replicas divide the rows of a micro-batch, and its loss is the sum of their parts. Whoever has all
 rows has the sum already, so for one replica the operator is the identity. No backend is given it:
-the engine divides a graph there (`hetpipe.engine.rendezvous`), or leaves it out.
+the engine divides a graph there (`hetpipe.worker.divided`), or leaves it out.
 """
 
 from __future__ import annotations

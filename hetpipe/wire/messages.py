@@ -14,10 +14,10 @@ from hetpipe.cluster.cluster import Link, Member
 from hetpipe.schedule.action import Schedule
 
 if TYPE_CHECKING:
-    from hetpipe.engine.runner import Closing
     from hetpipe.wire.shares import Shares
     from hetpipe.wire.transport import Port
     from hetpipe.wire.wire import Wire
+    from hetpipe.worker.runner import Closing
 
 Array = np.ndarray[Any, Any]
 
@@ -53,7 +53,7 @@ class EdgeEnd:
 
 @dataclass(frozen=True)
 class Keep:
-    """How versions of weights are kept (`hetpipe.engine.policy`), and what they have seen."""
+    """How versions of weights are kept (`hetpipe.worker.weights`), and what they have seen."""
 
     policy: str = "flush"
     updates: tuple[int, ...] = ()  # of each stage; empty: none

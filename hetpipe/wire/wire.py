@@ -26,7 +26,7 @@ TIED = frozenset({TIED_GRAD, TIED_PARAM})
 ROWS = {FORWARD: "f", BACKWARD: "b", EVALUATION: "e"}
 """Some rows of what a whole message has, see `hetpipe.wire.rows`."""
 SUMS = {"F": "sF", "B": "sB", "I": "sI", "W": "sW", EVALUATION: "sE"}
-"""By the letter of a pass: an exchange within it, see `hetpipe.engine.rendezvous`. The number of
+"""By the letter of a pass: an exchange within it, see `hetpipe.worker.divided`. The number of
 such a kind is its place in the pass."""
 ON_HOST = TIED | {ALL_REDUCE, *ROWS.values(), *SUMS.values()}
 """Kinds whose tensors are summed, joined or replaced on the host."""

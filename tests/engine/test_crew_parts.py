@@ -18,7 +18,6 @@ from hetpipe.engine.control import Control
 from hetpipe.engine.crew import Crew, StepRequest
 from hetpipe.engine.overhead import measure_empty_action
 from hetpipe.engine.routing import wires
-from hetpipe.engine.runner import Script, closing
 from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.schedule.action import Action, Message, Op
 from hetpipe.schedule.generators import generate
@@ -26,6 +25,7 @@ from hetpipe.wire.channel import INLINE_NBYTES, Channel
 from hetpipe.wire.messages import Beat, Counts, Failure, Reply
 from hetpipe.wire.shares import Shares
 from hetpipe.wire.wire import arrays_in, packed_nbytes
+from hetpipe.worker.runner import Script, closing
 
 
 def pair() -> tuple[Channel, Channel]:

@@ -26,13 +26,13 @@ from hetpipe.cluster import Cluster, Member
 from hetpipe.cost.table import CostTable
 from hetpipe.engine.crew import Crew, StepRequest
 from hetpipe.engine.fit import check_lanes
-from hetpipe.engine.lanes import HandOver, walk
 from hetpipe.engine.overhead import empty_stage
 from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.schedule.action import Message
 from hetpipe.schedule.generators import generate, max_in_flight
 from hetpipe.sdk.registry import get_backend, register_backend
 from hetpipe.wire.transport import EdgeClosedError
+from hetpipe.worker.lanes import HandOver, walk
 
 register_backend(SleptBackend)
 register_backend(FaultyBackend)

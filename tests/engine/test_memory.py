@@ -17,10 +17,10 @@ from hetpipe.bench.footprint import Footprint, Subject, crew_of, flushed, predic
 from hetpipe.bench.memory import encoder, tokens
 from hetpipe.capture import Captured
 from hetpipe.engine.crew import Crew
-from hetpipe.engine.memory import nbytes_of
-from hetpipe.engine.policy import Stashed
-from hetpipe.engine.stage import Stage
 from hetpipe.schedule.generators import generate, max_in_flight
+from hetpipe.worker.memory import nbytes_of
+from hetpipe.worker.stage import Stage
+from hetpipe.worker.weights import Stashed
 
 DEVICE = "numpy:cpu:0"
 STAGES, SAMPLES = 4, 3

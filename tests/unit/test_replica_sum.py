@@ -16,10 +16,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from hetpipe.capture import Captured
 from hetpipe.capture.decompositions import batch_norm, batch_norm_without_memory
 from hetpipe.capture.program import CUT, GRAD, PARAM, Program, Slot
-from hetpipe.engine.rendezvous import Array, compile_program
 from hetpipe.sdk.graph import canonical, core_decompositions, operator_name
 from hetpipe.sdk.registry import get_backend, open_device
 from hetpipe.sdk.replicas import replica_sum
+from hetpipe.worker.divided import Array, compile_program
 
 aten = torch.ops.aten
 SUM = "hetpipe.replica_sum.default"

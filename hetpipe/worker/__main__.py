@@ -1,4 +1,4 @@
-"""The process of one worker: `python -m hetpipe.engine.worker FD PARENT CORES`.
+"""The process of one worker: `python -m hetpipe.worker FD PARENT CORES`.
 
 Imports nothing heavy before cores and signals are set: thread pools read them once.
 """
@@ -47,9 +47,9 @@ def _serve(fd: int) -> None:
     import time
     from queue import SimpleQueue
 
-    from hetpipe.engine.service import Service, use_path
     from hetpipe.wire.channel import Channel
     from hetpipe.wire.messages import Beat, Failure, Open, Stop
+    from hetpipe.worker.service import Service, use_path
 
     channel = Channel(socket.socket(fileno=fd))
     order = channel.receive()[0]

@@ -11,11 +11,6 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from hetpipe.engine.exchange import Exchange
-from hetpipe.engine.lanes import HandOver
-from hetpipe.engine.runner import Runner, Script
-from hetpipe.engine.stage import Stage
-from hetpipe.engine.sums import Sums
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.registry import open_device, register_backend
@@ -39,6 +34,11 @@ from hetpipe.wire.messages import (
     Write,
 )  # fmt: skip
 from hetpipe.wire.transport import EdgeClosedError
+from hetpipe.worker.exchange import Exchange
+from hetpipe.worker.lanes import HandOver
+from hetpipe.worker.runner import Runner, Script
+from hetpipe.worker.stage import Stage
+from hetpipe.worker.sums import Sums
 
 
 class Service:

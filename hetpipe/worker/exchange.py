@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 
 from hetpipe.capture.program import Slot
-from hetpipe.engine.rendezvous import Within
-from hetpipe.engine.stage import Key, Stage
 from hetpipe.schedule.action import Action, Message, Op
 from hetpipe.sdk.backend import Buffer, Chunk, Event
 from hetpipe.wire.edges import Receiver, Sender, Span
@@ -22,6 +20,8 @@ from hetpipe.wire.rows import Route, cut, join, kind_of, routes
 from hetpipe.wire.shares import Place, Shares
 from hetpipe.wire.transport import Tensor, to_device
 from hetpipe.wire.wire import ALL_REDUCE, ROWS, SUMS, TIED, TIED_GRAD, Array, Kind, Layout
+from hetpipe.worker.divided import Within
+from hetpipe.worker.stage import Key, Stage
 
 Edge = tuple[Place, Place]
 """Source and target."""

@@ -31,14 +31,14 @@ from hetpipe.capture.program import (
     Slot,
     StageGraphs,
 )  # fmt: skip
-from hetpipe.engine.memory import Memory, nbytes_of
-from hetpipe.engine.policy import Predicted, Version, make_weights
-from hetpipe.engine.rendezvous import Meet, compile_program
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk.backend import Buffer, Device, Event, Executable
 from hetpipe.wire.messages import Keep
 from hetpipe.wire.pieces import Leaving
 from hetpipe.wire.wire import Array, Layout, host_dtype
+from hetpipe.worker.divided import Meet, compile_program
+from hetpipe.worker.memory import Memory, nbytes_of
+from hetpipe.worker.weights import Predicted, Version, make_weights
 
 PARAMS, STORE, FRAME = 0, 1, 2
 CHECKED = (CUT, LOSS, TANGENT, GRAD, PARAM)
@@ -140,7 +140,7 @@ class Stage:
     ) -> None:
         """Run the forward of `microbatch`; `rng` is (seed, step, index of the first sample).
 
-        `lag` and `ahead` choose the version of the weights, see `hetpipe.engine.policy`. On another
+        `lag` and `ahead` choose the version of the weights, see `hetpipe.worker.weights`. On another
         thread and `queue`, a backward of another micro-batch may run meanwhile: frames are by
         micro-batch, gradients are written by backwards and buffers by forwards alone. `leaving` is
         told of the outputs when they begin to be made.

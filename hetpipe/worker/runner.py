@@ -11,11 +11,6 @@ from functools import partial
 from itertools import accumulate, chain, zip_longest
 
 from hetpipe.capture.program import COUNT, LOSS
-from hetpipe.cost.emulation import stretch
-from hetpipe.engine.exchange import Exchange, Expected
-from hetpipe.engine.lanes import HandOver, walk
-from hetpipe.engine.stage import Stage
-from hetpipe.engine.sums import Sums
 from hetpipe.schedule.action import (
     BEHIND_SUMS,
     GRADIENTS,
@@ -39,6 +34,11 @@ from hetpipe.wire.wire import (
     TIED_PARAM,
     Kind,
 )
+from hetpipe.worker.emulation import stretch
+from hetpipe.worker.exchange import Exchange, Expected
+from hetpipe.worker.lanes import HandOver, walk
+from hetpipe.worker.stage import Stage
+from hetpipe.worker.sums import Sums
 
 Closing = frozenset[tuple[int, Op]]
 """(stage, operation)"""

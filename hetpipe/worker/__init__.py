@@ -1,0 +1,1 @@
+"""One worker: its process, the commands that it obeys, and the stages that it runs."""
