@@ -21,7 +21,7 @@ from hetpipe.bench.zoo import load_workload, optimizer_of
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Link, available_cores
 from hetpipe.cost import cache
-from hetpipe.engine.crew import Crew
+from hetpipe.crew.crew import Crew
 from hetpipe.engine.measure import measure_links, profile
 from hetpipe.errors import PlanError
 from hetpipe.plan.baselines import even_plan, link_blind_plan, speed_blind_plan

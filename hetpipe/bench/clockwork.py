@@ -22,7 +22,7 @@ from rich.table import Table
 
 from hetpipe.bench.sleeping import SleepingBackend
 from hetpipe.cluster.cluster import Cluster, Link, Member
-from hetpipe.engine.crew import Crew, StepRequest
+from hetpipe.crew.crew import Crew, StepRequest
 from hetpipe.engine.overhead import empty_stage
 from hetpipe.engine.streaming import Streaming
 from hetpipe.schedule.action import Op, Schedule

@@ -34,7 +34,7 @@ from hetpipe.bench.machine import describe
 from hetpipe.bench.training import one_thread
 from hetpipe.bench.trial import WINDOW, Method, Subject, Task, Trial
 from hetpipe.cluster import Cluster, Member
-from hetpipe.engine.crew import Crew
+from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
 from hetpipe.report.files import write_json
 from hetpipe.report.tables import make_table

@@ -38,7 +38,7 @@ from hetpipe.capture.recompute import MODES, NONE
 
 if TYPE_CHECKING:
     from hetpipe.bench.workload import Batch
-    from hetpipe.engine.crew import Crew
+    from hetpipe.crew.crew import Crew
 
 MIB = 2**20
 BLOCKS, WIDTH, HEADS, LENGTH, VOCABULARY = 12, 256, 4, 128, 512  # of the encoder

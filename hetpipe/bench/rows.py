@@ -14,7 +14,7 @@ from hetpipe.bench.peer import PeerTorch, cores_of, equal_counts
 from hetpipe.bench.plain import PlainTorch
 from hetpipe.bench.training import one_thread, torch_losses, train
 from hetpipe.bench.zoo import optimizer_of
-from hetpipe.engine.crew import Crew
+from hetpipe.crew.crew import Crew
 from hetpipe.engine.pipeline import Pipeline
 
 if TYPE_CHECKING:

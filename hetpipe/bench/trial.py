@@ -24,7 +24,7 @@ from hetpipe.plan.plan import Plan, StagePlan
 from hetpipe.schedule.generators import generate, is_asynchronous, max_in_flight
 
 if TYPE_CHECKING:
-    from hetpipe.engine.crew import Crew
+    from hetpipe.crew.crew import Crew
     from hetpipe.optim.rule import Optimizer
 
 MODELS: dict[str, type[torch.nn.Module]] = {"digits": DigitsNet, "lstm": Recurrent}

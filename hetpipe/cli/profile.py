@@ -29,7 +29,7 @@ def command(
     """Measure every layer of a model on every device of the cluster, and every link."""
     from hetpipe.bench.zoo import load_workload, optimizer_of
     from hetpipe.capture import Captured
-    from hetpipe.engine.crew import Crew
+    from hetpipe.crew.crew import Crew
     from hetpipe.engine.measure import profile
     from hetpipe.report import cost_table, link_table
 

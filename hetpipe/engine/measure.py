@@ -29,7 +29,7 @@ from hetpipe.capture.program import (
 from hetpipe.cost import cache, contention
 from hetpipe.cost.profiler import RULES, Times
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost, TiedBytes
-from hetpipe.engine.crew import Crew, StepRequest
+from hetpipe.crew.crew import Crew, StepRequest
 from hetpipe.errors import CostError
 from hetpipe.schedule.action import Action, Op
 from hetpipe.sdk.graph import canonical

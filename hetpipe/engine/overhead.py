@@ -22,7 +22,7 @@ from hetpipe.capture.program import (
     StageGraphs,
 )  # fmt: skip
 from hetpipe.cluster.cluster import Cluster, Member, available_cores
-from hetpipe.engine.crew import Crew, StepRequest
+from hetpipe.crew.crew import Crew, StepRequest
 from hetpipe.schedule.generators import generate
 from hetpipe.sdk.graph import canonical
 

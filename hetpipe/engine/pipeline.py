@@ -16,8 +16,8 @@ from hetpipe.capture.precision import Precision
 from hetpipe.capture.program import BUFFER, GRAD, PARAM, STATE
 from hetpipe.checkpoint import Checkpoint
 from hetpipe.checkpoint import load as load_checkpoint
+from hetpipe.crew.crew import Crew, StepRequest, StepResult
 from hetpipe.engine.batches import mean_loss, rows_of, sizes_of, slices
-from hetpipe.engine.crew import Crew, StepRequest, StepResult
 from hetpipe.engine.fit import check_dtypes, check_fit, check_wishes
 from hetpipe.engine.loading import Loading
 from hetpipe.engine.lossscale import LossScale, choose_scaling, watching

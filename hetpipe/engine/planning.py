@@ -16,7 +16,7 @@ from hetpipe.schedule.generators import averages, is_asynchronous
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
     from hetpipe.cost.table import CostTable
-    from hetpipe.engine.crew import Crew
+    from hetpipe.crew.crew import Crew
     from hetpipe.optim.rule import Optimizer
     from hetpipe.plan.plan import Plan
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetpipe.capture.program import BUFFER, PARAM, STATE, Program, StageGraphs
 from hetpipe.checkpoint import Checkpoint, save
-from hetpipe.engine.crew import Crew
+from hetpipe.crew.crew import Crew
 from hetpipe.engine.lossscale import Scaling
 from hetpipe.errors import CheckpointError
 from hetpipe.plan.plan import Plan

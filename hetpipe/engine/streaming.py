@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hetpipe.engine.crew import Crew, Part, StepRequest, StepResult
+from hetpipe.crew.crew import Crew, Part, StepRequest, StepResult
 from hetpipe.schedule.stream import Stream
 from hetpipe.worker.runner import closing
 

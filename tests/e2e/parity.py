@@ -19,7 +19,7 @@ from reference import leaf, train
 import hetpipe as hp
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Member
-from hetpipe.engine.crew import Crew
+from hetpipe.crew.crew import Crew
 from hetpipe.optim import Optimizer
 
 MOST_STAGES = 3

@@ -10,7 +10,7 @@ import hetpipe as hp
 from hetpipe.bench.learning import DEVICES, ON_DEVICES, PIPEDREAM, PIPEOPTIM
 from hetpipe.bench.trial import Subject
 from hetpipe.cluster import Cluster, Member
-from hetpipe.engine.crew import Crew
+from hetpipe.crew.crew import Crew
 
 STEPS = 10
 

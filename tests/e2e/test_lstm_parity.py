@@ -12,7 +12,7 @@ from torch import nn
 import hetpipe as hp
 from hetpipe.bench.lstm import Recurrent
 from hetpipe.bench.text import token_loss
-from hetpipe.engine.crew import Crew
+from hetpipe.crew.crew import Crew
 
 STEPS = 20
 TOKENS, WIDTH, LENGTH, MINI_BATCH, MICROBATCHES = 5, 10, 9, 12, 3

@@ -22,7 +22,7 @@ from reference import train
 import hetpipe as hp
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Member
-from hetpipe.engine.crew import Crew
+from hetpipe.crew.crew import Crew
 
 STEPS = 20
 MICROBATCHES = 4

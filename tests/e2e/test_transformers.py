@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from parity import RUNTIMES, Run, check_equal, start_crew
 
 import hetpipe as hp
-from hetpipe.engine.crew import Crew
+from hetpipe.crew.crew import Crew
 
 transformers = pytest.importorskip("transformers")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hetpipe.cluster import Cluster, Member
-from hetpipe.engine.crew import Crew
+from hetpipe.crew.crew import Crew
 
 UNLIKE = ("numpy:cpu:0", "pytorch:cpu:0")
 

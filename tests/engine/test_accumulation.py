@@ -15,7 +15,7 @@ from plans import unpriced
 import hetpipe as hp
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Member
-from hetpipe.engine.crew import Crew
+from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
 
 LR = 0.1

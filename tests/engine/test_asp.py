@@ -18,7 +18,7 @@ from torch import nn
 import hetpipe as hp
 from hetpipe.capture import Captured
 from hetpipe.capture.program import PARAM, STATE
-from hetpipe.engine.crew import Crew
+from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
 from hetpipe.wire.messages import Read
 

@@ -25,7 +25,7 @@ from delayed import (
 from plans import unpriced
 
 import hetpipe as hp
-from hetpipe.engine.crew import Crew
+from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
 
 TRANSPORTS = ["local", "shared-memory", "distributed"]

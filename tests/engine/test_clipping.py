@@ -16,7 +16,7 @@ from reference import cut, leaf, sizes
 import hetpipe as hp
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Member
-from hetpipe.engine.crew import Crew
+from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
 
 LR = 0.1

@@ -13,7 +13,7 @@ import hetpipe as hp
 from hetpipe.capture import Captured
 from hetpipe.capture.program import BUFFER, PARAM
 from hetpipe.cluster.cluster import Cluster, Member
-from hetpipe.engine.crew import Crew, StepRequest
+from hetpipe.crew.crew import Crew, StepRequest
 from hetpipe.schedule.generators import generate
 from hetpipe.sdk.registry import get_backend
 

@@ -14,10 +14,10 @@ from engine_stages import LR, WIDTH, make_stages, make_values
 
 from hetpipe.capture.program import CUT, Slot
 from hetpipe.cluster.cluster import Cluster, Link, Member
-from hetpipe.engine.control import Control
-from hetpipe.engine.crew import Crew, StepRequest
+from hetpipe.crew.control import Control
+from hetpipe.crew.crew import Crew, StepRequest
+from hetpipe.crew.routing import wires
 from hetpipe.engine.overhead import measure_empty_action
-from hetpipe.engine.routing import wires
 from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.schedule.action import Action, Message, Op
 from hetpipe.schedule.generators import generate

@@ -20,8 +20,8 @@ import hetpipe as hp
 from hetpipe.capture import Captured
 from hetpipe.capture.precision import Precision
 from hetpipe.cluster import Cluster, Member
-from hetpipe.engine.crew import Crew
-from hetpipe.engine.routing import wires
+from hetpipe.crew.crew import Crew
+from hetpipe.crew.routing import wires
 from hetpipe.errors import CaptureError, HetpipeError
 from hetpipe.sdk.graph import graph_outputs
 from hetpipe.wire.shares import Shares

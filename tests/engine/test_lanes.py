@@ -24,7 +24,7 @@ from hetpipe.bench.sleeping import SharedSpeed
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Member
 from hetpipe.cost.table import CostTable
-from hetpipe.engine.crew import Crew, StepRequest
+from hetpipe.crew.crew import Crew, StepRequest
 from hetpipe.engine.fit import check_lanes
 from hetpipe.engine.overhead import empty_stage
 from hetpipe.errors import HetpipeError, WorkerError

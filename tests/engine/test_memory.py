@@ -16,7 +16,7 @@ import hetpipe as hp
 from hetpipe.bench.footprint import Footprint, Subject, crew_of, flushed, predicted_nbytes, streamed
 from hetpipe.bench.memory import encoder, tokens
 from hetpipe.capture import Captured
-from hetpipe.engine.crew import Crew
+from hetpipe.crew.crew import Crew
 from hetpipe.schedule.generators import generate, max_in_flight
 from hetpipe.worker.memory import nbytes_of
 from hetpipe.worker.stage import Stage

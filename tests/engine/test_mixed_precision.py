@@ -21,7 +21,7 @@ from hetpipe.capture import Captured
 from hetpipe.capture.precision import Precision
 from hetpipe.capture.program import STATE
 from hetpipe.cluster import Cluster, Member
-from hetpipe.engine.crew import Crew
+from hetpipe.crew.crew import Crew
 from hetpipe.engine.fit import check_dtypes
 from hetpipe.engine.lossscale import Scaling
 from hetpipe.errors import CaptureError, HetpipeError

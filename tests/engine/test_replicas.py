@@ -18,7 +18,7 @@ import hetpipe as hp
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Link, Member
 from hetpipe.cost.table import CostTable
-from hetpipe.engine.crew import Crew
+from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
 from hetpipe.plan.plan import Plan, StagePlan
 from hetpipe.wire.shares import divide

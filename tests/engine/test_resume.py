@@ -15,7 +15,7 @@ from delayed import ADAM, SGD, batch, capture, loss_fn, network
 from plans import unpriced
 
 import hetpipe as hp
-from hetpipe.engine.crew import Crew
+from hetpipe.crew.crew import Crew
 from hetpipe.errors import CheckpointError
 
 STEPS = 12

@@ -24,7 +24,7 @@ from plans import unpriced
 
 import hetpipe as hp
 from hetpipe.capture import Captured
-from hetpipe.engine.crew import Crew
+from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.turns import noam
 

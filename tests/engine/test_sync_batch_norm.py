@@ -17,7 +17,7 @@ from torch import nn
 
 import hetpipe as hp
 from hetpipe.capture import Captured
-from hetpipe.engine.crew import Crew
+from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
 
 Shares = Sequence[tuple[float, ...]]

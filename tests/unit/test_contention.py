@@ -21,7 +21,7 @@ from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Member
 from hetpipe.cost import contention
 from hetpipe.cost.contention import ContentionWarning, Usage, foreign_share, usage
-from hetpipe.engine.crew import Crew
+from hetpipe.crew.crew import Crew
 from hetpipe.engine.measure import profile
 
 FIELDS = "0 0"  # guest time is part of the first ones

@@ -24,7 +24,7 @@ from hetpipe.bench.learning import (
 from hetpipe.bench.trial import WINDOW, Subject, Task, Trial, seeded, unprofiled
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Member
-from hetpipe.engine.crew import Crew
+from hetpipe.crew.crew import Crew
 
 pytest.importorskip("sklearn")
 

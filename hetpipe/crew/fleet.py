@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import hetpipe
-from hetpipe.engine.control import Control
+from hetpipe.crew.control import Control
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.registry import open_device
 from hetpipe.wire.channel import Channel

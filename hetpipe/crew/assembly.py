@@ -22,8 +22,8 @@ from hetpipe.capture.program import (
     StageGraphs,
 )  # fmt: skip
 from hetpipe.cluster.cluster import Cluster, Link
-from hetpipe.engine.launcher import transport_of
-from hetpipe.engine.routing import wires
+from hetpipe.crew.launcher import transport_of
+from hetpipe.crew.routing import wires
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Schedule
 from hetpipe.schedule.lanes import row_workers

@@ -6,8 +6,8 @@ import os
 import sys
 
 from hetpipe.cluster.cluster import Cluster, Member
-from hetpipe.engine.control import Control
-from hetpipe.engine.fleet import Fleet, ProcessFleet, ThreadFleet
+from hetpipe.crew.control import Control
+from hetpipe.crew.fleet import Fleet, ProcessFleet, ThreadFleet
 from hetpipe.errors import BackendError, ClusterError, HetpipeError
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.sdk.registry import backend_reference, get_backend

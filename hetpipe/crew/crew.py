@@ -17,9 +17,9 @@ import numpy as np
 
 from hetpipe.capture.program import StageGraphs
 from hetpipe.cluster.cluster import Cluster
-from hetpipe.engine.assembly import Assembly
-from hetpipe.engine.fleet import Fleet
-from hetpipe.engine.launcher import launch
+from hetpipe.crew.assembly import Assembly
+from hetpipe.crew.fleet import Fleet
+from hetpipe.crew.launcher import launch
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Action, Op, Schedule
 from hetpipe.schedule.lanes import worker_rows
