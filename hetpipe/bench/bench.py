@@ -20,18 +20,18 @@ from hetpipe.bench.rows import Pace, PeerRow, PipelineRow, PlainRow, Row, Task
 from hetpipe.bench.zoo import load_workload, optimizer_of
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Link, available_cores
-from hetpipe.cost import cache
 from hetpipe.crew.crew import Crew
-from hetpipe.engine.measure import measure_links, profile
 from hetpipe.errors import PlanError
 from hetpipe.plan.baselines import even_plan, link_blind_plan, speed_blind_plan
 from hetpipe.plan.planner import explore
 from hetpipe.plan.replicated import replicated_plan
+from hetpipe.profile import cache
+from hetpipe.profile.measure import measure_links, profile
 
 if TYPE_CHECKING:
     from hetpipe.cost.table import CostTable
-    from hetpipe.engine.measure import Progress
     from hetpipe.plan.plan import Plan
+    from hetpipe.profile.measure import Progress
     from hetpipe.simulate.timeline import Timeline
 
 COUNTS = (8, 16)  # micro-batches that pipelines explore

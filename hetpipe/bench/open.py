@@ -13,8 +13,8 @@ from hetpipe.engine.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from hetpipe.cluster import Cluster
-    from hetpipe.engine.measure import Progress
     from hetpipe.plan.plan import Plan
+    from hetpipe.profile.measure import Progress
 
 SEED = 0
 

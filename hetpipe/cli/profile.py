@@ -30,7 +30,7 @@ def command(
     from hetpipe.bench.zoo import load_workload, optimizer_of
     from hetpipe.capture import Captured
     from hetpipe.crew.crew import Crew
-    from hetpipe.engine.measure import profile
+    from hetpipe.profile.measure import profile
     from hetpipe.report import cost_table, link_table
 
     output = Output(json)

@@ -21,7 +21,6 @@ from hetpipe.engine.batches import mean_loss, rows_of, sizes_of, slices
 from hetpipe.engine.fit import check_dtypes, check_fit, check_wishes
 from hetpipe.engine.loading import Loading
 from hetpipe.engine.lossscale import LossScale, choose_scaling, watching
-from hetpipe.engine.measure import Progress
 from hetpipe.engine.planning import Planning
 from hetpipe.engine.resume import ROLES, check, updates_of, write
 from hetpipe.engine.scheduling import ALL, FORWARDS, SUMMING, UPDATING, Schedules
@@ -29,6 +28,7 @@ from hetpipe.engine.streaming import Streaming
 from hetpipe.errors import HetpipeError
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planner import predict
+from hetpipe.profile.measure import Progress
 from hetpipe.schedule.action import Schedule
 from hetpipe.schedule.generators import is_asynchronous
 from hetpipe.wire.messages import Clip, Keep

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hetpipe.engine.measure import Progress, profile
 from hetpipe.errors import PlanError
 from hetpipe.plan.planner import explore, make_plan
 from hetpipe.plan.pricing import check_able
 from hetpipe.plan.replicated import replicated_plan, staged_plan
+from hetpipe.profile.measure import Progress, profile
 from hetpipe.schedule.generators import averages, is_asynchronous
 
 if TYPE_CHECKING:

@@ -7,8 +7,6 @@ import warnings
 
 import pytest
 
-from hetpipe.cost import cache
-from hetpipe.cost.cache import CacheWarning
 from hetpipe.cost.table import (
     CostTable,
     DeviceCost,
@@ -18,6 +16,8 @@ from hetpipe.cost.table import (
     TiedBytes,
 )
 from hetpipe.errors import CostError
+from hetpipe.profile import cache
+from hetpipe.profile.cache import CacheWarning
 
 TABLE = CostTable(
     "toy",

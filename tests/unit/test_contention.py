@@ -19,10 +19,10 @@ from models import MLP
 import hetpipe as hp
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Member
-from hetpipe.cost import contention
-from hetpipe.cost.contention import ContentionWarning, Usage, foreign_share, usage
 from hetpipe.crew.crew import Crew
-from hetpipe.engine.measure import profile
+from hetpipe.profile import contention
+from hetpipe.profile.contention import ContentionWarning, Usage, foreign_share, usage
+from hetpipe.profile.measure import profile
 
 FIELDS = "0 0"  # guest time is part of the first ones
 

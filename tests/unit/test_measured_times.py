@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hetpipe.cost.profiler import _step
-from hetpipe.engine.measure import _quickest
+from hetpipe.profile.measure import _quickest
+from hetpipe.profile.profiler import _step
 
 
 def test_of_two_measurements_each_quicker_time_counts() -> None:

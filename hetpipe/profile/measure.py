@@ -27,10 +27,10 @@ from hetpipe.capture.program import (
     StageGraphs,
 )
 from hetpipe.cost import cache, contention
-from hetpipe.cost.profiler import RULES, Times
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost, TiedBytes
 from hetpipe.crew.crew import Crew, StepRequest
 from hetpipe.errors import CostError
+from hetpipe.profile.profiler import RULES, Times
 from hetpipe.schedule.action import Action, Op
 from hetpipe.sdk.graph import canonical
 from hetpipe.sdk.registry import get_backend
@@ -100,7 +100,7 @@ def profile(
 
 
 def _usage(crew: Crew) -> list[contention.Usage]:
-    return crew.call(list(crew.infos), "hetpipe.cost.contention:usage")
+    return crew.call(list(crew.infos), "hetpipe.profile.contention:usage")
 
 
 def _warn_of_contention(foreign: dict[int, float]) -> None:
@@ -198,7 +198,7 @@ def _tied(stages: Sequence[StageGraphs], samples: int) -> tuple[TiedBytes, ...]:
 def _measure_members(crew: Crew, stages: dict[str, list[StageGraphs]], samples: int) -> Rows:
     speeds = {member.id: member.speed for member in crew.cluster.members}
     arguments = {member: (own, samples, speeds[member]) for member, own in stages.items()}
-    return crew.call_each("hetpipe.cost.profiler:measure_layers", arguments)
+    return crew.call_each("hetpipe.profile.profiler:measure_layers", arguments)
 
 
 def _quickest(measured: Sequence[Rows]) -> Rows:

@@ -1,0 +1,1 @@
+"""Measures what every layer costs on every device, and every link; keeps the costs on disk."""
