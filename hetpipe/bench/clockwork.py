@@ -24,7 +24,7 @@ from hetpipe.bench.sleeping import SleepingBackend
 from hetpipe.cluster.cluster import Cluster, Link, Member
 from hetpipe.crew.crew import Crew, StepRequest
 from hetpipe.engine.overhead import empty_stage
-from hetpipe.engine.streaming import Streaming
+from hetpipe.pipeline.streaming import Streaming
 from hetpipe.schedule.action import Op, Schedule
 from hetpipe.schedule.generators import generate
 from hetpipe.schedule.stream import Stream

@@ -11,7 +11,7 @@ from hetpipe.capture.program import CUT, STATE, TANGENT, Slot, StageGraphs
 from hetpipe.cluster.cluster import Cluster, Member
 from hetpipe.cost.table import CostTable, LayerBytes, TiedBytes
 from hetpipe.crew.crew import Crew, StepRequest, StepResult
-from hetpipe.engine.streaming import Streaming
+from hetpipe.pipeline.streaming import Streaming
 from hetpipe.plan.costs import StageCosts
 from hetpipe.schedule.action import Schedule
 from hetpipe.schedule.generators import generate

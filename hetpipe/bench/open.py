@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetpipe.bench.workload import Workload
 from hetpipe.bench.zoo import optimizer_of
-from hetpipe.engine.pipeline import Pipeline
+from hetpipe.pipeline.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from hetpipe.cluster import Cluster

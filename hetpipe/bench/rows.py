@@ -15,7 +15,7 @@ from hetpipe.bench.plain import PlainTorch
 from hetpipe.bench.training import one_thread, torch_losses, train
 from hetpipe.bench.zoo import optimizer_of
 from hetpipe.crew.crew import Crew
-from hetpipe.engine.pipeline import Pipeline
+from hetpipe.pipeline.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

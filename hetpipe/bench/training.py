@@ -17,7 +17,7 @@ from hetpipe.bench.zoo import optimizer_of
 
 if TYPE_CHECKING:
     from hetpipe.bench.workload import Workload
-    from hetpipe.engine.pipeline import Pipeline
+    from hetpipe.pipeline.pipeline import Pipeline
     from hetpipe.plan.plan import Plan
 
 EQUAL = 1e-4

@@ -19,7 +19,7 @@ from hetpipe.bench.workload import Workload
 from hetpipe.bench.zoo import load_workload
 from hetpipe.capture import Captured
 from hetpipe.cost.table import CostTable
-from hetpipe.engine.pipeline import Pipeline
+from hetpipe.pipeline.pipeline import Pipeline
 from hetpipe.plan.plan import Plan, StagePlan
 from hetpipe.schedule.generators import generate, is_asynchronous, max_in_flight
 

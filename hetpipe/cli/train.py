@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hetpipe.bench.training import Comparison, Step
     from hetpipe.bench.workload import Workload
     from hetpipe.cli.output import Progress
-    from hetpipe.engine.pipeline import Pipeline
+    from hetpipe.pipeline.pipeline import Pipeline
     from hetpipe.plan.plan import Plan
 
 LINES = 10  # losses printed in a run, beside the progress bar

@@ -25,9 +25,9 @@ from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Member
 from hetpipe.cost.table import CostTable
 from hetpipe.crew.crew import Crew, StepRequest
-from hetpipe.engine.fit import check_lanes
 from hetpipe.engine.overhead import empty_stage
 from hetpipe.errors import HetpipeError, WorkerError
+from hetpipe.pipeline.fit import check_lanes
 from hetpipe.schedule.action import Message
 from hetpipe.schedule.generators import generate, max_in_flight
 from hetpipe.sdk.registry import get_backend, register_backend

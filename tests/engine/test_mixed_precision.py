@@ -22,9 +22,9 @@ from hetpipe.capture.precision import Precision
 from hetpipe.capture.program import STATE
 from hetpipe.cluster import Cluster, Member
 from hetpipe.crew.crew import Crew
-from hetpipe.engine.fit import check_dtypes
-from hetpipe.engine.lossscale import Scaling
 from hetpipe.errors import CaptureError, HetpipeError
+from hetpipe.pipeline.fit import check_dtypes
+from hetpipe.pipeline.lossscale import Scaling
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 COUNT = 4

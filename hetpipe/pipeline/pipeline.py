@@ -17,15 +17,15 @@ from hetpipe.capture.program import BUFFER, GRAD, PARAM, STATE
 from hetpipe.checkpoint import Checkpoint
 from hetpipe.checkpoint import load as load_checkpoint
 from hetpipe.crew.crew import Crew, StepRequest, StepResult
-from hetpipe.engine.batches import mean_loss, rows_of, sizes_of, slices
-from hetpipe.engine.fit import check_dtypes, check_fit, check_wishes
-from hetpipe.engine.loading import Loading
-from hetpipe.engine.lossscale import LossScale, choose_scaling, watching
-from hetpipe.engine.planning import Planning
-from hetpipe.engine.resume import ROLES, check, updates_of, write
-from hetpipe.engine.scheduling import ALL, FORWARDS, SUMMING, UPDATING, Schedules
-from hetpipe.engine.streaming import Streaming
 from hetpipe.errors import HetpipeError
+from hetpipe.pipeline.batches import mean_loss, rows_of, sizes_of, slices
+from hetpipe.pipeline.fit import check_dtypes, check_fit, check_wishes
+from hetpipe.pipeline.loading import Loading
+from hetpipe.pipeline.lossscale import LossScale, choose_scaling, watching
+from hetpipe.pipeline.planning import Planning
+from hetpipe.pipeline.resume import ROLES, check, updates_of, write
+from hetpipe.pipeline.schedules import ALL, FORWARDS, SUMMING, UPDATING, Schedules
+from hetpipe.pipeline.streaming import Streaming
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planner import predict
 from hetpipe.profile.measure import Progress

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from hetpipe.capture.program import BUFFER, PARAM, STATE, Program, StageGraphs
 from hetpipe.checkpoint import Checkpoint, save
 from hetpipe.crew.crew import Crew
-from hetpipe.engine.lossscale import Scaling
 from hetpipe.errors import CheckpointError
+from hetpipe.pipeline.lossscale import Scaling
 from hetpipe.plan.plan import Plan
 from hetpipe.wire.wire import host_dtype
 

@@ -1,0 +1,1 @@
+"""The user's side: options, planning, training, checkpoints of one pipeline."""
