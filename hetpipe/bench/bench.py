@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hetpipe.bench.peer import refusal
 from hetpipe.bench.rows import Pace, PeerRow, PipelineRow, PlainRow, Row, Task
-from hetpipe.bench.zoo import load_workload, optimizer_of
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Link, available_cores
 from hetpipe.crew.crew import Crew
@@ -27,6 +26,7 @@ from hetpipe.plan.planner import explore
 from hetpipe.plan.replicated import replicated_plan
 from hetpipe.profile import cache
 from hetpipe.profile.measure import measure_links, profile
+from hetpipe.zoo.load import load_workload, optimizer_of
 
 if TYPE_CHECKING:
     from hetpipe.cost.table import CostTable

@@ -21,8 +21,8 @@ from hetpipe.sdk.registry import get_backend
 from hetpipe.wire.messages import Keep
 
 if TYPE_CHECKING:
-    from hetpipe.bench.workload import Batch
     from hetpipe.optim.rule import Optimizer
+    from hetpipe.zoo.workload import Batch
 
 DEVICE = "pytorch:cpu:0"
 

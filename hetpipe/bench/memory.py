@@ -29,16 +29,16 @@ from hetpipe.bench.footprint import (
     streamed,
     weights_nbytes,
 )
-from hetpipe.bench.gpt import GPT, Embedding
 from hetpipe.bench.machine import describe
-from hetpipe.bench.text import token_loss
-from hetpipe.bench.zoo import load_workload, optimizer_of
 from hetpipe.capture.captured import Captured
 from hetpipe.capture.recompute import MODES, NONE
+from hetpipe.zoo.gpt import GPT, Embedding
+from hetpipe.zoo.load import load_workload, optimizer_of
+from hetpipe.zoo.text import token_loss
 
 if TYPE_CHECKING:
-    from hetpipe.bench.workload import Batch
     from hetpipe.crew.crew import Crew
+    from hetpipe.zoo.workload import Batch
 
 MIB = 2**20
 BLOCKS, WIDTH, HEADS, LENGTH, VOCABULARY = 12, 256, 4, 128, 512  # of the encoder

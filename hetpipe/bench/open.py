@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetpipe.bench.workload import Workload
-from hetpipe.bench.zoo import optimizer_of
 from hetpipe.pipeline.pipeline import Pipeline
+from hetpipe.zoo.load import optimizer_of
+from hetpipe.zoo.workload import Workload
 
 if TYPE_CHECKING:
     from hetpipe.cluster import Cluster

@@ -25,8 +25,8 @@ from hetpipe.bench.child import Child, answer, ask, pin, requests
 if TYPE_CHECKING:
     import torch
 
-    from hetpipe.bench.workload import Workload
     from hetpipe.cluster import Cluster
+    from hetpipe.zoo.workload import Workload
 
 START_LIMIT_S = 120.0  # for all processes to meet
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
@@ -123,7 +123,7 @@ def stepper(
     from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 
     from hetpipe.bench.eager import rows_of, torch_optimizer
-    from hetpipe.bench.zoo import optimizer_of
+    from hetpipe.zoo.load import optimizer_of
 
     x, _ = next(workload.batches(rows, 0))
     cuts = dict.fromkeys(even_cuts(workload.blocks, world), SplitPoint.BEGINNING)
@@ -157,8 +157,8 @@ def main(
 
     import torch
 
-    from hetpipe.bench.zoo import load_workload
     from hetpipe.wire.gloo import join
+    from hetpipe.zoo.load import load_workload
 
     torch.set_num_threads(threads)
     rows, rank, world = int(rows_text), int(rank_text), int(world_text)

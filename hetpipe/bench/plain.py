@@ -42,7 +42,7 @@ def main(model: str, rows: str, seed: str, cores: str) -> None:
     import torch
 
     from hetpipe.bench.eager import Eager, micro_sizes
-    from hetpipe.bench.zoo import load_workload, optimizer_of
+    from hetpipe.zoo.load import load_workload, optimizer_of
 
     torch.set_num_threads(threads)
     workload = load_workload(model)

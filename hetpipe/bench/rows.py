@@ -13,18 +13,18 @@ from hetpipe.bench.eager import micro_sizes
 from hetpipe.bench.peer import PeerTorch, cores_of, equal_counts
 from hetpipe.bench.plain import PlainTorch
 from hetpipe.bench.training import one_thread, torch_losses, train
-from hetpipe.bench.zoo import optimizer_of
 from hetpipe.crew.crew import Crew
 from hetpipe.pipeline.pipeline import Pipeline
+from hetpipe.zoo.load import optimizer_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hetpipe.bench.workload import Workload
     from hetpipe.capture import Captured
     from hetpipe.cluster import Cluster
     from hetpipe.cost.table import CostTable
     from hetpipe.plan.plan import Plan
+    from hetpipe.zoo.workload import Workload
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from hetpipe.bench.eager import Eager, micro_sizes
-from hetpipe.bench.zoo import optimizer_of
+from hetpipe.zoo.load import optimizer_of
 
 if TYPE_CHECKING:
-    from hetpipe.bench.workload import Workload
     from hetpipe.pipeline.pipeline import Pipeline
     from hetpipe.plan.plan import Plan
+    from hetpipe.zoo.workload import Workload
 
 EQUAL = 1e-4
 """Largest relative difference of two losses that are called equal without further questions."""

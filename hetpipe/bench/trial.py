@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hetpipe.bench.digits import DigitsNet
 from hetpipe.bench.eager import Eager, micro_sizes
-from hetpipe.bench.lstm import Recurrent
-from hetpipe.bench.workload import Workload
-from hetpipe.bench.zoo import load_workload
 from hetpipe.capture import Captured
 from hetpipe.cost.table import CostTable
 from hetpipe.pipeline.pipeline import Pipeline
 from hetpipe.plan.plan import Plan, StagePlan
 from hetpipe.schedule.generators import generate, is_asynchronous, max_in_flight
+from hetpipe.zoo.digits import DigitsNet
+from hetpipe.zoo.load import load_workload
+from hetpipe.zoo.lstm import Recurrent
+from hetpipe.zoo.workload import Workload
 
 if TYPE_CHECKING:
     from hetpipe.crew.crew import Crew

@@ -27,11 +27,11 @@ def command(
     json: JsonOption = None,
 ) -> None:
     """Measure every layer of a model on every device of the cluster, and every link."""
-    from hetpipe.bench.zoo import load_workload, optimizer_of
     from hetpipe.capture import Captured
     from hetpipe.crew.crew import Crew
     from hetpipe.profile.measure import profile
     from hetpipe.report import cost_table, link_table
+    from hetpipe.zoo.load import load_workload, optimizer_of
 
     output = Output(json)
     workload = load_workload(model)

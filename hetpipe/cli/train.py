@@ -30,10 +30,10 @@ from hetpipe.errors import HetpipeError, PlanError
 
 if TYPE_CHECKING:
     from hetpipe.bench.training import Comparison, Step
-    from hetpipe.bench.workload import Workload
     from hetpipe.cli.output import Progress
     from hetpipe.pipeline.pipeline import Pipeline
     from hetpipe.plan.plan import Plan
+    from hetpipe.zoo.workload import Workload
 
 LINES = 10  # losses printed in a run, beside the progress bar
 

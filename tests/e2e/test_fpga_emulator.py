@@ -11,9 +11,9 @@ from plans import unpriced
 from reference import train
 
 import hetpipe as hp
-from hetpipe.bench.zoo import load_workload
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Member
+from hetpipe.zoo.load import load_workload
 
 STEPS, MINI_BATCH, MICROBATCHES = 20, 64, 4
 

@@ -10,9 +10,9 @@ from parity import RUNTIMES, Run, check_equal, start_crew
 from torch import nn
 
 import hetpipe as hp
-from hetpipe.bench.lstm import Recurrent
-from hetpipe.bench.text import token_loss
 from hetpipe.crew.crew import Crew
+from hetpipe.zoo.lstm import Recurrent
+from hetpipe.zoo.text import token_loss
 
 STEPS = 20
 TOKENS, WIDTH, LENGTH, MINI_BATCH, MICROBATCHES = 5, 10, 9, 12, 3

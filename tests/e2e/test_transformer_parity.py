@@ -10,11 +10,11 @@ import torch
 from parity import RUNTIMES, Run, check_equal, start_crew
 
 import hetpipe as hp
-from hetpipe.bench.gpt import GPT
-from hetpipe.bench.text import token_loss
 from hetpipe.crew.crew import Crew
 from hetpipe.sdk.graph import graph_calls, operator_name
 from hetpipe.sdk.registry import get_backend
+from hetpipe.zoo.gpt import GPT
+from hetpipe.zoo.text import token_loss
 
 MINI_BATCH, MICROBATCHES, LENGTH, VOCABULARY = 8, 4, 13, 40
 WIDTH, HEADS, BLOCKS = 32, 2, 2

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from hetpipe import optim
-from hetpipe.bench.gpt import GPT
-from hetpipe.bench.text import language, token_loss
-from hetpipe.bench.workload import Workload
+from hetpipe.zoo.gpt import GPT
+from hetpipe.zoo.text import language, token_loss
+from hetpipe.zoo.workload import Workload
 
 LENGTH = 8
 

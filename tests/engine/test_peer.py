@@ -17,10 +17,10 @@ from hetpipe.bench.bench import Task
 from hetpipe.bench.eager import Eager
 from hetpipe.bench.peer import PeerTorch, cores_of, even_cuts, refusal, untie
 from hetpipe.bench.rows import Pace, PeerRow
-from hetpipe.bench.zoo import optimizer_of
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Link, Member, available_cores
 from hetpipe.errors import HetpipeError
+from hetpipe.zoo.load import optimizer_of
 
 MODEL = "small_text:workload"
 ROWS = 16

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hetpipe.bench.bytepair import BYTES, BytePairs, learn
 from hetpipe.errors import HetpipeError
+from hetpipe.zoo.bytepair import BYTES, BytePairs, learn
 
 TEXT = b"a rose is a rose is a rose, and there is no other rose"
 

@@ -13,9 +13,9 @@ from torch import nn
 from hetpipe import optim
 from hetpipe.bench import Workload, load_workload
 from hetpipe.bench.eager import Eager
-from hetpipe.bench.gpt import GPT
-from hetpipe.bench.lstm import Recurrent
-from hetpipe.bench.text import VOCABULARY, coded, corpus, language, token_loss, windows
+from hetpipe.zoo.gpt import GPT
+from hetpipe.zoo.lstm import Recurrent
+from hetpipe.zoo.text import VOCABULARY, coded, corpus, language, token_loss, windows
 
 LENGTH = 16
 

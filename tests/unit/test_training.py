@@ -85,7 +85,7 @@ def test_micro_batches_do_not_change_plain_training(rule: optim.Optimizer) -> No
 
 def test_digits_are_split_and_scaled() -> None:
     pytest.importorskip("sklearn")
-    from hetpipe.bench.digits import DigitsNet, load_digits
+    from hetpipe.zoo.digits import DigitsNet, load_digits
 
     x, y, x_held, y_held = load_digits()
     assert (len(x), len(y), len(x_held), len(y_held)) == (1437, 1437, 360, 360)

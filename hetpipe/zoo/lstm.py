@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from hetpipe import optim
-from hetpipe.bench.text import VOCABULARY, text_workload
-from hetpipe.bench.workload import Workload
+from hetpipe.zoo.text import VOCABULARY, text_workload
+from hetpipe.zoo.workload import Workload
 
 LAYERS = 2
 WIDTH = 256

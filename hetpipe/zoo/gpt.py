@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn import functional
 
 from hetpipe import optim
-from hetpipe.bench.text import VOCABULARY, text_workload
-from hetpipe.bench.workload import Workload
+from hetpipe.zoo.text import VOCABULARY, text_workload
+from hetpipe.zoo.workload import Workload
 
 BLOCKS = 4
 WIDTH = 256

@@ -6,17 +6,17 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from hetpipe.bench.workload import Workload
 from hetpipe.errors import HetpipeError
+from hetpipe.zoo.workload import Workload
 
 if TYPE_CHECKING:
     from hetpipe.optim.rule import Optimizer
 
 ZOO = {
-    "digits": "hetpipe.bench.digits:workload",
-    "mlp": "hetpipe.bench.mlp:workload",
-    "gpt": "hetpipe.bench.gpt:workload",
-    "lstm": "hetpipe.bench.lstm:workload",
+    "digits": "hetpipe.zoo.digits:workload",
+    "mlp": "hetpipe.zoo.mlp:workload",
+    "gpt": "hetpipe.zoo.gpt:workload",
+    "lstm": "hetpipe.zoo.lstm:workload",
 }
 
 

@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn import functional
 
 from hetpipe import optim
-from hetpipe.bench.data import accuracy_on, shuffled
-from hetpipe.bench.workload import Workload
 from hetpipe.errors import HetpipeError
+from hetpipe.zoo.data import accuracy_on, shuffled
+from hetpipe.zoo.workload import Workload
 
 SPLIT_SEED = 0
 VALIDATION = 360

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hetpipe.bench.bytepair import BytePairs, Tokens, learn
-from hetpipe.bench.data import Batches, shuffled
-from hetpipe.bench.workload import Workload
 from hetpipe.optim.rule import Optimizer
+from hetpipe.zoo.bytepair import BytePairs, Tokens, learn
+from hetpipe.zoo.data import Batches, shuffled
+from hetpipe.zoo.workload import Workload
 
 VOCABULARY = 512
 VALIDATED = 64  # windows of the validation text that a perplexity is taken over

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional
 
 from hetpipe import optim
-from hetpipe.bench.data import accuracy_on, shuffled
-from hetpipe.bench.workload import Workload
+from hetpipe.zoo.data import accuracy_on, shuffled
+from hetpipe.zoo.workload import Workload
 
 CLASSES = 10
 FEATURES = 32

@@ -1,0 +1,1 @@
+"""Workloads by name: models, their losses and their data."""
