@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hetpipe.bench.sleeping import SleepingBackend
+from hetpipe.papers.sleeping import SleepingBackend
 from hetpipe.sdk.info import DeviceInfo
 
 

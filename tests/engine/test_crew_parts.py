@@ -17,8 +17,8 @@ from hetpipe.cluster.cluster import Cluster, Link, Member
 from hetpipe.crew.control import Control
 from hetpipe.crew.crew import Crew, StepRequest
 from hetpipe.crew.routing import wires
-from hetpipe.engine.overhead import measure_empty_action
 from hetpipe.errors import HetpipeError, WorkerError
+from hetpipe.papers.overhead import measure_empty_action
 from hetpipe.schedule.action import Action, Message, Op
 from hetpipe.schedule.generators import generate
 from hetpipe.wire.channel import INLINE_NBYTES, Channel

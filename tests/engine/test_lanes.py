@@ -20,13 +20,13 @@ from slept import SleptBackend
 from torch import nn
 
 import hetpipe as hp
-from hetpipe.bench.sleeping import SharedSpeed
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Member
 from hetpipe.cost.table import CostTable
 from hetpipe.crew.crew import Crew, StepRequest
-from hetpipe.engine.overhead import empty_stage
 from hetpipe.errors import HetpipeError, WorkerError
+from hetpipe.papers.overhead import empty_stage
+from hetpipe.papers.sleeping import SharedSpeed
 from hetpipe.pipeline.fit import check_lanes
 from hetpipe.schedule.action import Message
 from hetpipe.schedule.generators import generate, max_in_flight

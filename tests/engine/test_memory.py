@@ -13,10 +13,17 @@ from models import MLP
 from torch import nn
 
 import hetpipe as hp
-from hetpipe.bench.footprint import Footprint, Subject, crew_of, flushed, predicted_nbytes, streamed
-from hetpipe.bench.memory import encoder, tokens
 from hetpipe.capture import Captured
 from hetpipe.crew.crew import Crew
+from hetpipe.papers.footprint import (
+    Footprint,
+    Subject,
+    crew_of,
+    flushed,
+    predicted_nbytes,
+    streamed,
+)
+from hetpipe.papers.memory import encoder, tokens
 from hetpipe.schedule.generators import generate, max_in_flight
 from hetpipe.worker.memory import nbytes_of
 from hetpipe.worker.stage import Stage

@@ -20,7 +20,7 @@ from hetpipe.capture import Captured
 from hetpipe.capture.program import CUT, Slot
 from hetpipe.cluster import Cluster, Link, Member
 from hetpipe.crew.crew import Crew, StepRequest
-from hetpipe.engine.overhead import empty_stage
+from hetpipe.papers.overhead import empty_stage
 from hetpipe.schedule.generators import generate
 from hetpipe.sdk.backend import DONE, Buffer, DoneEvent
 from hetpipe.sdk.registry import get_backend, register_backend

@@ -12,8 +12,12 @@ import pytest
 import torch
 
 from hetpipe import optim
-from hetpipe.bench import learning
-from hetpipe.bench.learning import (
+from hetpipe.bench.trial import WINDOW, Subject, Task, Trial, seeded, unprofiled
+from hetpipe.capture import Captured
+from hetpipe.cluster import Cluster, Member
+from hetpipe.crew.crew import Crew
+from hetpipe.papers import learning
+from hetpipe.papers.learning import (
     GPIPE,
     IN_MICROBATCHES,
     PIPEDREAM,
@@ -21,10 +25,6 @@ from hetpipe.bench.learning import (
     UNPARTITIONED,
     spread,
 )
-from hetpipe.bench.trial import WINDOW, Subject, Task, Trial, seeded, unprofiled
-from hetpipe.capture import Captured
-from hetpipe.cluster import Cluster, Member
-from hetpipe.crew.crew import Crew
 
 pytest.importorskip("sklearn")
 

@@ -1,4 +1,4 @@
-"""Memory and bytes as the papers count them: `python -m hetpipe.bench.memory`.
+"""Memory and bytes as the papers count them: `python -m hetpipe.papers.memory`.
 
 DAPPLE's table 5 (peak memory of GPipe and 1F1B as micro-batches grow in number), PipeDream's figure
 16 (memory of every stage of an asynchronous pipeline, against a replica of data parallelism) and
@@ -18,7 +18,10 @@ from rich.table import Table
 from torch import nn
 
 from hetpipe import optim
-from hetpipe.bench.footprint import (
+from hetpipe.bench.machine import describe
+from hetpipe.capture.captured import Captured
+from hetpipe.capture.recompute import MODES, NONE
+from hetpipe.papers.footprint import (
     DEVICE,
     Footprint,
     Subject,
@@ -29,9 +32,6 @@ from hetpipe.bench.footprint import (
     streamed,
     weights_nbytes,
 )
-from hetpipe.bench.machine import describe
-from hetpipe.capture.captured import Captured
-from hetpipe.capture.recompute import MODES, NONE
 from hetpipe.zoo.gpt import GPT, Embedding
 from hetpipe.zoo.load import load_workload, optimizer_of
 from hetpipe.zoo.text import token_loss

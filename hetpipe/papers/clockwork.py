@@ -1,4 +1,4 @@
-"""Schedules on devices that only sleep: `python -m hetpipe.bench.clockwork`.
+"""Schedules on devices that only sleep: `python -m hetpipe.papers.clockwork`.
 
 The same schedule four times: run on workers, by the closed formula of its paper where that is
 defined, and simulated twice: with the times that devices and links are set to, and, as plans are,
@@ -20,10 +20,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from hetpipe.bench.sleeping import SleepingBackend
 from hetpipe.cluster.cluster import Cluster, Link, Member
 from hetpipe.crew.crew import Crew, StepRequest
-from hetpipe.engine.overhead import empty_stage
+from hetpipe.papers.overhead import empty_stage
+from hetpipe.papers.sleeping import SleepingBackend
 from hetpipe.pipeline.streaming import Streaming
 from hetpipe.schedule.action import Op, Schedule
 from hetpipe.schedule.generators import generate

@@ -2,7 +2,7 @@
 
 `sleeping:10,20` takes 10 ms for a forward and 20 ms for a backward; two at once have half of it
 each. `sleeping:10,20,16` streams its outputs in 16 chunks. They run graphs without operators, such
-as `hetpipe.engine.overhead.empty_stage` makes.
+as `hetpipe.papers.overhead.empty_stage` makes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an action costs that computes nothing: `python -m hetpipe.engine.overhead`."""
+"""What an action costs that computes nothing: `python -m hetpipe.papers.overhead`."""
 
 from __future__ import annotations
 

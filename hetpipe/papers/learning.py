@@ -1,4 +1,4 @@
-"""How training methods learn: `python -m hetpipe.bench.learning [--devices]`.
+"""How training methods learn: `python -m hetpipe.papers.learning [--devices]`.
 
 Each method trains the same models from the same weights on the same mini-batches, with one update
 per mini-batch. A validation would flush an asynchronous method, and so change it: all are validated
@@ -167,7 +167,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, and print the table."""
-    parser = argparse.ArgumentParser("hetpipe.bench.learning", description=__doc__)
+    parser = argparse.ArgumentParser("hetpipe.papers.learning", description=__doc__)
     parser.add_argument("--steps", type=int, help="mini-batches per training")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--json", type=Path, help="write everything that was measured")

@@ -1,0 +1,1 @@
+"""What reproduces a table or a figure of a paper."""
