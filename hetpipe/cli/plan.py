@@ -44,9 +44,9 @@ def command(
     json: JsonOption = None,
 ) -> None:
     """Plan a model on the cluster: which layers go where, and what it should cost."""
-    from hetpipe.bench import load_workload
     from hetpipe.bench.open import open_pipeline
     from hetpipe.report import write_json
+    from hetpipe.zoo import load_workload
 
     output = Output(json)
     workload = load_workload(model)

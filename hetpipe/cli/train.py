@@ -83,10 +83,10 @@ def command(
     json: JsonOption = None,
 ) -> None:
     """Train a model as a pipeline on the cluster."""
-    from hetpipe.bench import load_workload
     from hetpipe.bench.open import open_pipeline
     from hetpipe.bench.training import compare
     from hetpipe.report import draw_timelines
+    from hetpipe.zoo import load_workload
 
     output = Output(json)
     workload = load_workload(model)

@@ -5,13 +5,11 @@ from hetpipe._lazy import lazy
 __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
-        "CacheWarning": "cache",
         "CostTable": "table",
         "DeviceCost": "table",
         "LayerBytes": "table",
         "LayerCost": "table",
         "LinkCost": "table",
         "TiedBytes": "table",
-        "cache": "cache",
     },
 )

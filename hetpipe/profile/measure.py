@@ -26,10 +26,10 @@ from hetpipe.capture.program import (
     Slot,
     StageGraphs,
 )
-from hetpipe.cost import cache, contention
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost, TiedBytes
 from hetpipe.crew.crew import Crew, StepRequest
 from hetpipe.errors import CostError
+from hetpipe.profile import cache, contention
 from hetpipe.profile.profiler import RULES, Times
 from hetpipe.schedule.action import Action, Op
 from hetpipe.sdk.graph import canonical

@@ -1,1 +1,1 @@
-"""Bytes between processes: messages of the controller, wires between stages, and the transports that carry them."""
+"""Bytes between processes: messages, wires between stages, and what carries them."""

@@ -140,7 +140,7 @@ class Stage:
     ) -> None:
         """Run the forward of `microbatch`; `rng` is (seed, step, index of the first sample).
 
-        `lag` and `ahead` choose the version of the weights, see `hetpipe.worker.weights`. On another
+        `lag` and `ahead` choose the version of the weights (`hetpipe.worker.weights`). On another
         thread and `queue`, a backward of another micro-batch may run meanwhile: frames are by
         micro-batch, gradients are written by backwards and buffers by forwards alone. `leaving` is
         told of the outputs when they begin to be made.

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import distributed
 
-from hetpipe.bench import load_workload
 from hetpipe.bench.bench import Task
 from hetpipe.bench.eager import Eager
 from hetpipe.bench.peer import PeerTorch, cores_of, even_cuts, refusal, untie
@@ -20,6 +19,7 @@ from hetpipe.bench.rows import Pace, PeerRow
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Link, Member, available_cores
 from hetpipe.errors import HetpipeError
+from hetpipe.zoo import load_workload
 from hetpipe.zoo.load import optimizer_of
 
 MODEL = "small_text:workload"

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from hetpipe import optim
-from hetpipe.bench import Workload, load_workload
 from hetpipe.bench.eager import Eager
+from hetpipe.zoo import Workload, load_workload
 from hetpipe.zoo.gpt import GPT
 from hetpipe.zoo.lstm import Recurrent
 from hetpipe.zoo.text import VOCABULARY, coded, corpus, language, token_loss, windows

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from hetpipe import optim
-from hetpipe.bench import Workload, load_workload
 from hetpipe.bench.eager import Eager, micro_sizes
 from hetpipe.bench.training import Comparison, Step, compare, torch_losses
 from hetpipe.errors import HetpipeError
 from hetpipe.plan.plan import Plan, StagePlan
+from hetpipe.zoo import Workload, load_workload
 
 STEPS = 5
 
