@@ -8,7 +8,8 @@ from itertools import pairwise
 from hetpipe.capture import Captured
 from hetpipe.cost.table import CostTable
 from hetpipe.plan.plan import Plan, StagePlan
-from hetpipe.schedule.generators import generate, is_asynchronous, max_in_flight
+from hetpipe.schedule.generators import generate, max_in_flight
+from hetpipe.schedule.rule import is_asynchronous
 
 
 def unpriced(

@@ -17,7 +17,8 @@ from hetpipe.capture import Captured
 from hetpipe.cost.table import CostTable
 from hetpipe.pipeline.pipeline import Pipeline
 from hetpipe.plan.plan import Plan, StagePlan
-from hetpipe.schedule.generators import generate, is_asynchronous, max_in_flight
+from hetpipe.schedule.generators import generate, max_in_flight
+from hetpipe.schedule.rule import is_asynchronous
 from hetpipe.zoo.digits import DigitsNet
 from hetpipe.zoo.load import load_workload
 from hetpipe.zoo.lstm import Recurrent

@@ -144,20 +144,22 @@ class Assembly:
             found.append({name: np.asarray(leaf, order="C") for name, leaf in own.items()})
         return found
 
-    def check(
-        self,
-        schedule: Schedule,
-        rows: int,
-        samples: Sequence[int],
-        feeds: Sequence[Mapping[str, Array]],
-        loss_tangents: Sequence[float],
-    ) -> None:
-        """Raises `HetpipeError` if a mini-batch does not fit the stages."""
+    @staticmethod
+    def check_rows(schedule: Schedule, rows: int) -> None:
+        """Raises `HetpipeError` if a schedule is for another number of workers."""
         workers = len(set(row_workers(schedule)))
         if workers != rows:
             raise HetpipeError(
                 f"the schedule is for {workers} workers, the stages are loaded on {rows}"
             )
+
+    def check(
+        self,
+        samples: Sequence[int],
+        feeds: Sequence[Mapping[str, Array]],
+        loss_tangents: Sequence[float],
+    ) -> None:
+        """Raises `HetpipeError` if a mini-batch does not fit the stages."""
         if not len(samples) == len(feeds) == len(loss_tangents):
             raise HetpipeError(
                 f"{len(samples)} micro-batches, but {len(feeds)} feeds and "

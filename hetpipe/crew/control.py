@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from hetpipe.errors import WorkerError
-from hetpipe.wire.messages import Beat, Counts, Failure, News, Norm, Reply
+from hetpipe.wire.messages import Beat, Failure, Losses, News, Norm, Reply
 
 TICK_S = 1.0
 
@@ -56,7 +56,7 @@ class Control:
                 return
             if isinstance(message, Reply):
                 self._replies[worker].append(message.value)
-            elif isinstance(message, (Counts, Norm)):
+            elif isinstance(message, (Losses, Norm)):
                 self._news.append(message)
             self._changed.notify_all()
 

@@ -22,6 +22,7 @@ from hetpipe.crew.fleet import Fleet
 from hetpipe.crew.launcher import launch
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Action, Op, Schedule
+from hetpipe.schedule.closing import Closing, closing
 from hetpipe.schedule.lanes import worker_rows
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.simulate.timeline import Span, Timeline
@@ -29,7 +30,6 @@ from hetpipe.wire import messages as say
 from hetpipe.wire.messages import Array
 from hetpipe.wire.pieces import streams
 from hetpipe.wire.shares import Place, Shares
-from hetpipe.worker.runner import Closing, closing
 
 FIRST_STEP_S = 600.0
 LEAST_PATIENCE_S = 60.0
@@ -56,8 +56,24 @@ class StepRequest:
     loss_scale: float = 1.0
     clip: say.Clip | None = None
     evaluates: bool = False
+    guards: bool = False
+    """Whether nothing is applied where a loss is not finite: updates wait until all are known."""
     lag: Mapping[int, Sequence[int]] = field(default_factory=dict)
     ahead: Mapping[int, Sequence[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Apply:
+    """Sums and updates by themselves, of gradients that earlier mini-batches left.
+
+    They are multiplied by `grad_scale`; NaN drops them, and all else that those mini-batches did.
+    """
+
+    schedule: Schedule
+    lr: float
+    number: int
+    grad_scale: float | None = None
+    clip: say.Clip | None = None
 
 
 @dataclass(frozen=True)
@@ -110,10 +126,11 @@ class Crew:
         self._rows: dict[tuple[str, ...], int] = {}  # of a schedule, by who does it
         self._scripts: dict[int, tuple[int, Schedule]] = {}
         self._posted: deque[_Posted] = deque()  # what is under way
-        self._clip: say.Clip | None = None
-        self._loss_scale = 1.0
+        self._posed: StepRequest | Apply | None = None  # handed out last
+        self.load_count = 0
+        """How often stages were loaded: who loaded them can tell whether they are still there."""
         self._skipped = False
-        self._counts: list[float] = []  # of the mini-batch at hand, by replica of the last stage
+        self._forwarded: list[say.Losses] = []  # of a mini-batch, by replica of the last stage
         self._squares: list[float] = []  # of the gradients, by worker, of the step at hand
         self._origin_s = 0.0  # of timelines: when the step, or the stream, began
         self._serial = 0
@@ -189,6 +206,7 @@ class Crew:
         for member in {member for replicas in places for member in replicas}:
             self._worker(member)
         self._assembly, self._members = None, places
+        self.load_count += 1
         workers = dict.fromkeys(places)
         if shares.in_turn:
             workers = dict.fromkeys((member,) for replicas in places for member in replicas)
@@ -226,7 +244,7 @@ class Crew:
             if member in replicas
         ]
 
-    def step(self, request: StepRequest, timeout_s: float | None = None) -> StepResult:
+    def step(self, request: StepRequest | Apply, timeout_s: float | None = None) -> StepResult:
         """Run one mini-batch to its end.
 
         `timeout_s` limits how long nothing may move; default 20 times the longest step so far, at
@@ -236,21 +254,24 @@ class Crew:
         self.post(request)
         return self.collect(timeout_s)
 
-    def post(self, request: StepRequest, part: Part | None = None) -> None:
+    def post(self, request: StepRequest | Apply, part: Part | None = None) -> None:
         """Hand out a mini-batch, without waiting for it.
 
         As a `part` of a stream it needs not be done when the workers go on; else it is drained.
         """
         assembly = self._loaded()
-        rows = len(self._rows)
-        assembly.check(
-            request.schedule, rows, request.samples, request.feeds, request.loss_tangents
-        )
-        if request.grad_scale is None and not assembly.has_count and request.samples:
-            raise HetpipeError("grad_scale is None, but the loss has no count to derive it from")
+        microbatches, evaluates = 1, False
+        assembly.check_rows(request.schedule, len(self._rows))
+        if isinstance(request, StepRequest):
+            assembly.check(request.samples, request.feeds, request.loss_tangents)
+            if request.grad_scale is None and not assembly.has_count:
+                raise HetpipeError(
+                    "grad_scale is None, but the loss has no count to derive it from"
+                )
+            microbatches, evaluates = len(request.samples), request.evaluates
         self._serial += 1
         # A schedule of its own may leave out micro-batches; it has one mini-batch all the same.
-        place = part or Part(0, 0, max(len(request.samples), 1), closing(request.schedule))
+        place = part or Part(0, 0, microbatches, closing(request.schedule))
         with self._guarded():
             now_s = time.monotonic()
             if part is None or part.begins == 0:
@@ -258,15 +279,14 @@ class Crew:
             of_workers = worker_rows(request.schedule)
             lanes = [of_workers[row] for row in self._row_of.values()]
             self._posted.append(_Posted(now_s, [len(own) for own in lanes]))
-            self._clip, self._loss_scale = request.clip, request.loss_scale
-            self._skipped = False
+            self._posed, self._skipped = request, False
             script, schedule = self._script(request.schedule)
             for member, own in zip(self._row_of, lanes, strict=True):
                 batch = self._batch(assembly, member, request, place.begins)
                 message = say.Step(
                     self._serial, script, schedule, own, place.closing, place.first,
                     place.microbatches, place.begins, batch,
-                    drain=part is None or not request.samples, evaluates=request.evaluates,
+                    drain=part is None or isinstance(request, Apply), evaluates=evaluates,
                 )  # fmt: skip
                 self._fleet.send(self._index[member], message)
 
@@ -376,50 +396,62 @@ class Crew:
         return {member: row for replicas, row in self._rows.items() for member in replicas}
 
     def _batch(
-        self, assembly: Assembly, member: str, request: StepRequest, number: int
-    ) -> say.Batch | None:
+        self, assembly: Assembly, member: str, request: StepRequest | Apply, number: int
+    ) -> say.Apply:
         """Mini-batch `number` of the stream as a member sees it."""
-        if not request.samples and not request.number:
-            return None
+        if isinstance(request, Apply):
+            return say.Apply(
+                self._serial, request.number, request.lr, request.grad_scale, request.clip
+            )
         own = [place for place in self._places(member) if assembly.shares.takes(place, number)]
         none = (0,) * len(request.samples)
         return say.Batch(
-            self._serial,
-            request.number,
-            request.samples,
-            {n: assembly.feeds_of((n, r), request.feeds, request.samples) for n, r in own},
-            request.loss_tangents,
-            request.lr,
-            request.seed,
-            request.grad_scale,
-            request.clip,
-            {n: request.lag.get(n, none) for n, _ in own},
-            {n: request.ahead.get(n, none) for n, _ in own},
+            serial=self._serial,
+            number=request.number,
+            lr=request.lr,
+            grad_scale=None if request.guards else request.grad_scale,
+            clip=request.clip,
+            samples=request.samples,
+            feeds={n: assembly.feeds_of((n, r), request.feeds, request.samples) for n, r in own},
+            loss_tangents=request.loss_tangents,
+            seed=request.seed,
+            lag={n: request.lag.get(n, none) for n, _ in own},
+            ahead={n: request.ahead.get(n, none) for n, _ in own},
         )
 
     def _answer(self, news: say.News) -> None:
-        """Tell the workers what follows from all their gradients or counts."""
-        if isinstance(news, say.Counts):
-            self._counts.append(sum(news.counts))
+        """Tell the workers what follows from all their losses, or from all their gradients."""
+        if isinstance(news, say.Losses):
+            self._forwarded.append(news)
             shares = self._loaded().shares
-            if not shares.in_turn and len(self._counts) < len(self._members[-1]):  # its rows each
-                return
-            total = sum(self._counts)
-            self._counts.clear()
-            if total == 0:
-                raise HetpipeError("the counts of this mini-batch sum to 0: its loss has no mean")
-            answer = say.Scale(news.serial, False, 1.0 / (total * self._loss_scale))
+            if not shares.in_turn and len(self._forwarded) < len(self._members[-1]):
+                return  # each replica tells of its rows
+            value, clips = self._grad_scale(), False
+            self._forwarded.clear()
         else:
             self._squares.append(news.square)
             if len(self._squares) < len(self._row_of):
                 return
-            assert self._clip is not None
-            factor = self._clip.factor(sum(self._squares))
-            self._skipped = math.isnan(factor)
-            answer = say.Scale(news.serial, True, factor)
+            assert self._posed is not None
+            assert self._posed.clip is not None
+            value, clips = self._posed.clip.factor(sum(self._squares)), True
             self._squares.clear()
+        self._skipped = math.isnan(value)
         for worker in self._workers:
-            self._fleet.send(worker, answer)
+            self._fleet.send(worker, say.Scale(news.serial, clips, value))
+
+    def _grad_scale(self) -> float:
+        """What the gradients of the mini-batch are multiplied with; NaN to drop them."""
+        request = self._posed
+        assert isinstance(request, StepRequest)
+        if request.guards and not all(losses.finite for losses in self._forwarded):
+            return math.nan
+        if request.grad_scale is not None:
+            return request.grad_scale
+        total = sum(sum(losses.counts or ()) for losses in self._forwarded)
+        if total == 0:
+            raise HetpipeError("the counts of this mini-batch sum to 0: its loss has no mean")
+        return 1.0 / (total * request.loss_scale)
 
     def _result(self, reports: Sequence[say.StepReport], posted: _Posted) -> StepResult:
         begin_s = self._origin_s

@@ -28,6 +28,7 @@ from hetpipe.pipeline.streaming import Streaming
 from hetpipe.schedule.action import Op, Schedule
 from hetpipe.schedule.generators import generate
 from hetpipe.schedule.stream import Stream
+from hetpipe.schedule.weights import STASH, policy_of
 from hetpipe.sdk.registry import register_backend
 from hetpipe.simulate.simulator import simulate
 from hetpipe.simulate.timeline import Span, Timeline
@@ -162,7 +163,7 @@ def _load(crew: Crew, stages: int, policy: str) -> None:
     weights = {f"w{n}": np.zeros((), np.float32) for n in range(stages)}
     graphs = [empty_stage(n, stages, CHUNKS) for n in range(stages)]
     members = [f"worker {n}" for n in range(stages)]
-    crew.load(graphs, members, weights, keep=Keep(policy))
+    crew.load(graphs, members, weights, keep=Keep(policy_of(policy)))
 
 
 def _request(count: int, schedule: Schedule = ()) -> StepRequest:
@@ -194,7 +195,7 @@ def _flushed(crew: Crew, name: str, times: _Times) -> Case:
 def _streamed(crew: Crew, depth: str, in_flight: Sequence[int], times: _Times) -> Case:
     stages = len(in_flight)
     _load(crew, stages, "stash")
-    streaming = Streaming(crew, Stream("pipedream", stages, 1, in_flight), "stash")
+    streaming = Streaming(crew, Stream("pipedream", stages, 1, in_flight), STASH)
     spans: list[Span] = []
     for number in range(MINI_BATCHES):
         streaming.admit(_request(1))

@@ -17,6 +17,7 @@ from hetpipe.schedule.action import Schedule
 from hetpipe.schedule.generators import generate
 from hetpipe.schedule.stream import Stream
 from hetpipe.schedule.validate import HALVES
+from hetpipe.schedule.weights import STASH, policy_of
 from hetpipe.sdk.registry import get_backend
 from hetpipe.wire.messages import Keep
 
@@ -133,7 +134,7 @@ def streamed(
     request = _request(subject, batch, 1)
     graphs = subject.graphs(request.samples[0])
     _load(crew, subject, graphs, "stash")
-    streaming = Streaming(crew, Stream("pipedream", len(graphs), 1, in_flight), "stash")
+    streaming = Streaming(crew, Stream("pipedream", len(graphs), 1, in_flight), STASH)
     results = []
     for number in range(2 * streaming.window):
         streaming.admit(request)
@@ -181,7 +182,7 @@ def _nbytes(slots: Sequence[Slot], role: str) -> int:
 def _load(crew: Crew, subject: Subject, graphs: Sequence[StageGraphs], policy: str) -> None:
     values = {**subject.captured.parameters, **subject.captured.buffers}
     members = [member.id for member in crew.cluster.members][: len(graphs)]
-    crew.load(graphs, members, values, keep=Keep(policy))
+    crew.load(graphs, members, values, keep=Keep(policy_of(policy)))
 
 
 def _request(

@@ -43,6 +43,6 @@ def mean_loss(result: StepResult, samples: Sequence[int], index: int) -> float:
         raise HetpipeError(
             f"the loss of mini-batch {index} is {mean} (first in micro-batch {first}): lower the "
             "learning rate, clip gradients (clip_norm), look at the data, or find the stage and "
-            "tensor where it begins with check_finite=True"
+            "tensor where it begins with check_finite=True."
         )
     return mean

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hetpipe.capture.program import StageGraphs
-from hetpipe.schedule.generators import averages, is_asynchronous
 from hetpipe.sdk.registry import get_backend
 from hetpipe.wire.shares import Place, Shares
 
@@ -32,8 +31,8 @@ class Loading:
     def shares(self) -> Shares:
         """Who does what of each stage; without flushes replicas take turns."""
         weights = tuple(stage.shares for stage in self.plan.stages)
-        schedule = self.plan.schedule
-        return Shares(weights, is_asynchronous(schedule), averages(schedule))
+        rule = self.plan.rule
+        return Shares(weights, not rule.flushes, rule.averages)
 
     def graphs(self, sizes: Iterable[int], evaluated: Iterable[int]) -> list[list[StageGraphs]]:
         """Per stage its replicas' graphs, for whole micro-batches of these sizes; those of

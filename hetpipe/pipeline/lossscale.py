@@ -78,25 +78,24 @@ class Scaling:
 
 
 def choose_scaling(
-    wanted: float | LossScale | None, compute: str | None, asynchronous: bool
+    rule: float | LossScale | None, compute: str | None, asynchronous: bool
 ) -> Scaling:
     """The scaling that was asked for; passes in float16 have `LossScale()` unasked.
 
-    `compute` is what passes compute in. Raises `HetpipeError` for a scale that cannot be.
+    `compute` is what passes compute in. Raises `HetpipeError` for a rule that adapts under an
+    asynchronous schedule.
     """
-    if wanted is None:
-        wanted = LossScale() if compute == "float16" else 1.0
-    if not isinstance(wanted, LossScale):
-        if not 0 < wanted < math.inf:
-            raise HetpipeError(f"loss_scale={wanted}: give a finite number above 0")
-        return Scaling(None, float(wanted))
+    if rule is None:
+        rule = LossScale() if compute == "float16" else 1.0
+    if not isinstance(rule, LossScale):
+        return Scaling(None, float(rule))
     if asynchronous:
         raise HetpipeError(
             "an asynchronous schedule has no moment at which all stages could leave out an update, "
             "so the loss scale cannot adapt: give a fixed one, such as loss_scale=1024.0, or use a "
             "synchronous schedule"
         )
-    return Scaling(wanted, wanted.start)
+    return Scaling(rule, rule.start)
 
 
 def watching(clip: Clip | None, scaling: Scaling) -> Clip | None:

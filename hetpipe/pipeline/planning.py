@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hetpipe.errors import PlanError
@@ -11,21 +11,22 @@ from hetpipe.plan.planner import explore, make_plan
 from hetpipe.plan.pricing import check_able
 from hetpipe.plan.replicated import replicated_plan, staged_plan
 from hetpipe.profile.measure import Progress, profile
-from hetpipe.schedule.generators import averages, is_asynchronous
+from hetpipe.schedule.rule import GPIPE, ONE_F_ONE_B, Rule, rule_of
+from hetpipe.schedule.weights import FLUSH, WeightPolicy, policy_for
 
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
     from hetpipe.cost.table import CostTable
     from hetpipe.crew.crew import Crew
     from hetpipe.optim.rule import Optimizer
+    from hetpipe.pipeline.options import PlanOptions
     from hetpipe.plan.plan import Plan
 
 EXPLORED_MICROBATCHES = (4, 8, 16, 32)
-SYNCHRONOUS = ("1f1b", "gpipe")
+EXPLORED = (ONE_F_ONE_B.name, GPIPE.name)
+"""Schedules among which the planner chooses."""
 STAGED_MICROBATCHES = 8
 """Of plans whose stages were given with their replicas."""
-DATA_PARALLEL = "data-parallel"
-"""The schedule whose every stage, and that is one without cuts, has a replica on each device."""
 
 
 @dataclass(frozen=True)
@@ -38,59 +39,57 @@ class Planning:
     mini_batch: int
     progress: Progress
 
-    def choose(
-        self,
-        microbatches: int | None,
-        schedule: str,
-        weights: str,
-        cuts: Sequence[int] | None,
-        replicas: Sequence[int] | None = None,
-    ) -> tuple[Plan, CostTable]:
-        """The quickest predicted plan under these wishes, and the costs that it was made with.
+    def choose(self, asked: PlanOptions) -> tuple[Plan, CostTable]:
+        """The quickest predicted plan of those that were asked for, and the costs that it was made
+        with; a plan that was given as it is. Raises `PlanError`."""
+        if asked.plan is not None:
+            return asked.plan, self._check(asked.plan, asked.costs)
+        if asked.schedule == "auto":
+            rule, policy = ONE_F_ONE_B, FLUSH
+        else:
+            rule = rule_of(asked.schedule)
+            policy = policy_for(rule, asked.weights)
+        if rule.replicates:
+            return self._replicated(asked, rule)
+        if not rule.averages:
+            self._check_one_stage(asked, rule)
+            return self._staged(asked, rule, policy, asked.replicas or [len(self.crew.infos)])
+        if asked.replicas is not None:
+            return self._staged(asked, rule, policy, asked.replicas)
+        return self._explored(asked, rule, policy)
 
-        `replicas` of the stages, with `cuts`, are the cluster's devices in their order.
-        Raises `PlanError`.
-        """
-        if weights == "auto":
-            weights = "stash" if is_asynchronous(schedule) else "flush"
-        if schedule == DATA_PARALLEL:
-            plan, costs = self._replicated(microbatches, cuts or (), replicas)
-            return replace(plan, weights=weights), costs
-        if not averages(schedule):
-            if cuts or (replicas is not None and len(replicas) != 1):
-                raise PlanError(
-                    f"{schedule} has 1 stage, the whole model on every replica, not cuts "
-                    f"{list(cuts or ())} and replicas {list(replicas or ())}: leave out cuts, and "
-                    "replicas or give one number, as [2]; or use pipedream"
-                )
-            replicas = replicas or [len(self.crew.infos)]
-        if replicas is not None:
-            name = "1f1b" if schedule == "auto" else schedule
-            return self._staged(microbatches, name, weights, cuts or (), replicas)
-        counts = [microbatches] if microbatches else list(EXPLORED_MICROBATCHES)
-        if microbatches is None and is_asynchronous(schedule) and weights != "2bw":
+    def _explored(
+        self, asked: PlanOptions, rule: Rule, policy: WeightPolicy
+    ) -> tuple[Plan, CostTable]:
+        """A stage on each of some members, or on as many as `cuts` make."""
+        counts = [asked.microbatches] if asked.microbatches else list(EXPLORED_MICROBATCHES)
+        if asked.microbatches is None and not (rule.flushes or policy.accumulates):
             counts = [1]  # updates as soon as they can be
         tables = self._profiled(counts)
-        schedules = SYNCHRONOUS if schedule == "auto" else (schedule,)
+        schedules = EXPLORED if asked.schedule == "auto" else (rule.name,)
         members = list(self.crew.infos)
-        if cuts is None:
+        if asked.cuts is None:
             best = explore(
-                tables, members, mini_batch=self.mini_batch, schedules=schedules, weights=weights
-            )[0]
+                tables, members, mini_batch=self.mini_batch, schedules=schedules,
+                weights=policy.name,
+            )[0]  # fmt: skip
             return best, tables[self._samples(best.microbatches)]
         table = tables[self._samples(counts[0])]
-        made = make_plan(
-            table,
-            members[: len(cuts) + 1],
-            mini_batch=self.mini_batch,
-            microbatches=counts[0],
-            schedule=schedules[0],
-            weights=weights,
-            cuts=cuts,
-        )
-        return made, table
+        plan = make_plan(
+            table, members[: len(asked.cuts) + 1], mini_batch=self.mini_batch,
+            microbatches=counts[0], schedule=schedules[0], weights=policy.name, cuts=asked.cuts,
+        )  # fmt: skip
+        return plan, table
 
-    def check(self, plan: Plan, costs: CostTable | None) -> CostTable:
+    def _check_one_stage(self, asked: PlanOptions, rule: Rule) -> None:
+        if asked.cuts or (asked.replicas is not None and len(asked.replicas) != 1):
+            raise PlanError(
+                f"{rule.name} has 1 stage, the whole model on every replica, not cuts "
+                f"{list(asked.cuts or ())} and replicas {list(asked.replicas or ())}: leave out "
+                "cuts, and replicas or give one number, as [2]; or use pipedream"
+            )
+
+    def _check(self, plan: Plan, costs: CostTable | None) -> CostTable:
         """The costs for a given plan, profiled if they are not given.
 
         Raises `PlanError` where the plan is of another model or cluster, or a device cannot run its
@@ -112,47 +111,40 @@ class Planning:
             check_able(plan, costs)
         return costs
 
-    def _replicated(
-        self, microbatches: int | None, cuts: Sequence[int], replicas: Sequence[int] | None
-    ) -> tuple[Plan, CostTable]:
-        """The model, in stages between the cuts, on every device."""
-        members = list(self.crew.infos)
-        if replicas is not None and list(replicas) != [len(members)] * (len(cuts) + 1):
+    def _replicated(self, asked: PlanOptions, rule: Rule) -> tuple[Plan, CostTable]:
+        """The model, in stages between the cuts, on every member."""
+        members, cuts = list(self.crew.infos), asked.cuts or ()
+        everyone = [len(members)] * (len(cuts) + 1)
+        if asked.replicas is not None and list(asked.replicas) != everyone:
             raise PlanError(
-                f"{DATA_PARALLEL} has a replica of every stage on each of {len(members)} devices, "
-                f"not replicas {list(replicas)}: leave them out, or choose another schedule"
+                f"{rule.name} has a replica of every stage on each of {len(members)} devices, "
+                f"not replicas {list(asked.replicas)}: leave them out, or choose another schedule"
             )
         # Shares of unlike devices lie anywhere between a whole mini-batch and next to nothing.
         tables = self._profiled([1, 2, *EXPLORED_MICROBATCHES, max(self.mini_batch // 2, 1)])
         plan = replicated_plan(
-            tables, members, cuts, mini_batch=self.mini_batch, microbatches=microbatches
+            tables, members, cuts, mini_batch=self.mini_batch, microbatches=asked.microbatches
         )
         return plan, tables[min(tables, key=lambda size: abs(size - plan.share_samples))]
 
     def _staged(
-        self,
-        microbatches: int | None,
-        schedule: str,
-        weights: str,
-        cuts: Sequence[int],
-        replicas: Sequence[int],
+        self, asked: PlanOptions, rule: Rule, policy: WeightPolicy, replicas: Sequence[int]
     ) -> tuple[Plan, CostTable]:
-        """The stages that were asked for, on the devices in their order."""
+        """The stages that were asked for, on the members in their order."""
         members = list(self.crew.infos)
         if sum(replicas) > len(members):
             raise PlanError(
                 f"replicas {list(replicas)} need {sum(replicas)} devices, the cluster has "
                 f"{len(members)}"
             )
-        if microbatches is None:
-            microbatches = 1 if is_asynchronous(schedule) else STAGED_MICROBATCHES
+        microbatches = asked.microbatches or (STAGED_MICROBATCHES if rule.flushes else 1)
         names = iter(members)
         groups = [[next(names) for _ in range(count)] for count in replicas]
-        parts = [1] if is_asynchronous(schedule) else sorted({1, *replicas})
+        parts = sorted({1, *replicas}) if rule.flushes else [1]
         tables = self._profiled([microbatches * part for part in parts])
         plan = staged_plan(
-            tables, groups, cuts, mini_batch=self.mini_batch, microbatches=microbatches,
-            schedule=schedule, weights=weights,
+            tables, groups, asked.cuts or (), mini_batch=self.mini_batch,
+            microbatches=microbatches, schedule=rule.name, weights=policy.name,
         )  # fmt: skip
         return plan, tables[self._samples(microbatches)]
 

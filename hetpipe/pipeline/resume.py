@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from hetpipe.capture.program import BUFFER, PARAM, STATE, Program, StageGraphs
 from hetpipe.checkpoint import Checkpoint, save
-from hetpipe.crew.crew import Crew
 from hetpipe.errors import CheckpointError
 from hetpipe.pipeline.lossscale import Scaling
 from hetpipe.plan.plan import Plan
@@ -21,26 +22,42 @@ if TYPE_CHECKING:
 ROLES = (PARAM, BUFFER, STATE)
 
 
+class Saved(Protocol):
+    """What a checkpoint needs of a training, which must be at rest."""
+
+    steps: int
+    updates: list[int]
+    scaling: Scaling
+
+    def read(self, role: str) -> Mapping[str, Any]:
+        """Present values of a role, by name."""
+
+
 def write(
-    directory: Path,
-    crew: Crew,
-    steps: int,
-    updates: Sequence[int],
-    plan: Plan,
-    optimizer: Optimizer,
-    scaling: Scaling,
+    directory: Path, training: Saved, plan: Plan, optimizer: Optimizer, force: bool = False
 ) -> None:
-    """Save what the crew has, which must be at rest, after so many mini-batches and, by stage,
-    updates. Raises `CheckpointError`."""
-    told = json.loads(json.dumps(plan.to_json()))  # lists for tuples
+    """Save a training. Raises `CheckpointError`, for values that are not finite unless `force`."""
+    values = {role: training.read(role) for role in ROLES}
+    if not force:
+        _check_finite(directory, values)
     manifest = {
-        "step": steps,
-        "updates": list(updates),
-        "plan": told,
+        "step": training.steps,
+        "updates": list(training.updates),
+        "plan": json.loads(json.dumps(plan.to_json())),  # lists for tuples
         "optimizer": _described(optimizer),
-        "loss_scale": scaling.state(),
+        "loss_scale": training.scaling.state(),
     }
-    save(directory, {role: crew.read(role) for role in ROLES}, manifest)
+    save(directory, values, manifest)
+
+
+def _check_finite(directory: Path, values: Mapping[str, Mapping[str, Any]]) -> None:
+    for role, tensors in values.items():
+        for name, value in tensors.items():
+            if np.issubdtype(value.dtype, np.floating) and not np.isfinite(value).all():
+                raise CheckpointError(
+                    f"not saved over what is in {directory}: the {role} {name!r} is not finite; "
+                    "load() an earlier checkpoint, or save with force=True"
+                )
 
 
 def updates_of(plan: Plan, checkpoint: Checkpoint | None) -> list[int]:

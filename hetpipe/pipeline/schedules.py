@@ -8,8 +8,9 @@ from hetpipe.errors import PlanError
 from hetpipe.plan.plan import Plan
 from hetpipe.schedule.action import Action, Op, Schedule
 from hetpipe.schedule.complete import Tied
-from hetpipe.schedule.generators import generate, is_asynchronous
+from hetpipe.schedule.generators import generate
 from hetpipe.schedule.lanes import row_workers
+from hetpipe.schedule.rule import ONE_F_ONE_B
 from hetpipe.schedule.stream import Stream
 from hetpipe.schedule.turns import places
 from hetpipe.schedule.validate import HALVES
@@ -40,7 +41,7 @@ class Schedules:
             in_flight = [min(stage.in_flight, microbatches) for stage in self._plan.stages]
             whole = self._whole(microbatches, in_flight, self._tied)
             rows = [tuple(a for a in row if a.op in ops) for row in whole]
-            if is_asynchronous(self._plan.schedule):  # a row for each replica: the first does it
+            if not self._plan.rule.flushes:  # a row for each replica: the first does it
                 turns = places(self._plan.replicas)
                 self._made[key] = tuple(rows[n] if replica == 0 else () for n, replica in turns)
             else:
@@ -50,7 +51,7 @@ class Schedules:
     def stream(self) -> Stream | None:
         """The stream of an asynchronous plan. Raises `PlanError` for tied weights on two stages."""
         plan = self._plan
-        if not is_asynchronous(plan.schedule):
+        if plan.rule.flushes:
             return None
         if self._tied:
             owner, others = self._tied[0]
@@ -59,22 +60,20 @@ class Schedules:
                 "update at different times: cut so that one stage has them, or use a synchronous "
                 "schedule"
             )
-        return Stream(
-            plan.schedule, len(plan.stages), plan.microbatches, plan.in_flight, plan.replicas
-        )
+        return Stream(plan.rule, len(plan.stages), plan.microbatches, plan.in_flight, plan.replicas)
 
     def _whole(
         self, microbatches: int, in_flight: Sequence[int] | None = None, tied: Tied = ()
     ) -> Schedule:
-        plan = self._plan
+        plan, rule = self._plan, self._plan.rule
         return generate(
-            "1f1b" if is_asynchronous(plan.schedule) else plan.schedule,
+            rule if rule.flushes else ONE_F_ONE_B,
             len(plan.stages),
             microbatches,
             in_flight=in_flight,
             tied=tied,
             workers=len(set(plan.devices)),
-            replicas=() if is_asynchronous(plan.schedule) else plan.replicas,
+            replicas=plan.replicas if rule.flushes else (),
         )
 
 

@@ -11,7 +11,9 @@ from typing import Any
 
 from hetpipe.cost.table import CostTable, LinkCost
 from hetpipe.errors import PlanError
-from hetpipe.schedule.generators import averages, generate, is_asynchronous
+from hetpipe.schedule.generators import generate
+from hetpipe.schedule.rule import Rule, rule_of
+from hetpipe.schedule.weights import WeightPolicy, policy_of
 from hetpipe.sdk.info import HOST_MEMORY
 from hetpipe.simulate.simulator import simulate
 from hetpipe.simulate.times import FREE, StageTimes, Transfer
@@ -80,6 +82,16 @@ class Plan:
             )
 
     @property
+    def rule(self) -> Rule:
+        """The rule of its schedule. Raises `ScheduleError` if nobody has registered it here."""
+        return rule_of(self.schedule)
+
+    @property
+    def policy(self) -> WeightPolicy:
+        """The policy by which versions of the weights are kept. Raises `ScheduleError`."""
+        return policy_of(self.weights)
+
+    @property
     def cuts(self) -> tuple[int, ...]:
         """First layer of every stage but the first."""
         return tuple(stage.lo for stage in self.stages[1:])
@@ -115,7 +127,7 @@ class Plan:
 
         For other schedules that of equal stages without transfers, where B = 2 F.
         """
-        if is_asynchronous(self.schedule):
+        if not self.rule.flushes:
             return 1.0
         stages, workers = len(self.stages), len(set(self.devices))
         rows = generate(self.schedule, stages, self.microbatches, workers=workers)
@@ -155,7 +167,7 @@ class Plan:
                 forward_s[n], backward_s[n] = stage.forward_s, stage.backward_s
                 update_s[n] = stage.update_s
         gradient_links = [_gradient_link(table, stage) for stage in stages]
-        if not averages(self.schedule):
+        if not self.rule.averages:
             for n, stage in enumerate(stages):
                 update_s[n] += _copying_s(table, stage, gradient_links[n])
         for cut, (here, there, _) in enumerate(ahead):
@@ -181,7 +193,7 @@ class Plan:
 
     def _cut_shares(self) -> list[float]:
         """What each device moves of what crosses a cut, where replicas divide it (DAPPLE)."""
-        if is_asynchronous(self.schedule):
+        if not self.rule.flushes:
             return [1.0] * len(self.cuts)
         return [max(1 / m, 1 / n) for m, n in pairwise(self.replicas)]
 

@@ -19,7 +19,6 @@ from hetpipe.plan.exact import exact
 from hetpipe.plan.partition import balanced, moves
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.pricing import (
-    CHUNKS,
     Partition,
     Question,
     lower_bound_s,
@@ -27,7 +26,7 @@ from hetpipe.plan.pricing import (
     price,
     problem,
 )
-from hetpipe.schedule.generators import generate, is_asynchronous, is_chunked, max_in_flight
+from hetpipe.schedule.generators import generate, max_in_flight
 
 __all__ = ["explore", "make_plan", "predict"]
 
@@ -141,7 +140,7 @@ def _check(question: Question, devices: Sequence[str]) -> None:
         if device not in table.devices:
             known = ", ".join(table.devices)
             raise PlanError(f"no costs for {device}; the table of {table.model} has {known}")
-    each = CHUNKS if is_chunked(question.schedule) else 1
+    each = question.rule.stages_per_worker
     if each * len(devices) > len(table.layers):
         raise PlanError(
             f"{each * len(devices)} stages need as many layers, {table.model} has "
@@ -188,21 +187,21 @@ def _depths(question: Question, stages: int) -> Iterator[list[tuple[int, ...]]]:
     1F1B: DAPPLE's P_A and P_B (section 3 there), then P_A bounded ever closer by memory. Without a
     flush: PipeDream's NOAM, and the depth that hides transfers where the policy is defined there.
     """
-    schedule, microbatches = question.schedule, question.microbatches
-    most = math.inf if is_asynchronous(schedule) else microbatches
+    rule, microbatches = question.rule, question.microbatches
+    most = microbatches if rule.flushes else math.inf
     straight = tuple(int(min(stages - stage, most)) for stage in range(stages))
     hiding = tuple(int(min(2 * (stages - stage) - 1, most)) for stage in range(stages))
-    if is_asynchronous(schedule):
-        noam_only = question.weights == "spectrain"
-        noam_only |= question.weights == "2bw" and hiding[0] > microbatches
-        yield [straight] if noam_only else list(dict.fromkeys([straight, hiding]))
+    both = list(dict.fromkeys([straight, hiding]))
+    if not rule.flushes:
+        defined = [depths for depths in both if question.policy.has_depth(depths, microbatches)]
+        yield defined or [straight]
         return
-    if schedule != "1f1b":
-        workers = stages // CHUNKS if is_chunked(schedule) else stages
-        made = generate(schedule, stages, microbatches, workers=workers)
-        yield [tuple(max_in_flight(made))]
+    if not rule.any_depth:
+        workers = stages // rule.stages_per_worker
+        rows = generate(rule, stages, microbatches, workers=workers)
+        yield [tuple(max_in_flight(rows))]
         return
-    yield list(dict.fromkeys([straight, hiding]))
+    yield both
     for bound in range(straight[0] - 1, 0, -1):
         yield [tuple(min(depth, bound) for depth in straight)]
 

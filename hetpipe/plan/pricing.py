@@ -13,19 +13,14 @@ from hetpipe.errors import PlanError
 from hetpipe.plan.costs import StageCosts
 from hetpipe.plan.plan import Plan, StagePlan, Tied
 from hetpipe.schedule.action import Op
-from hetpipe.schedule.generators import (
-    generate,
-    is_asynchronous,
-    is_chunked,
-    mini_batches_per_update,
-)
+from hetpipe.schedule.generators import generate
+from hetpipe.schedule.rule import Rule, rule_of
+from hetpipe.schedule.weights import WeightPolicy, policy_of
 from hetpipe.simulate.simulator import simulate
 from hetpipe.simulate.timeline import Timeline
 from hetpipe.simulate.times import FREE
 
 MIB = 2**20
-CHUNKS = 2
-"""Stages per device of a chunked schedule."""
 
 
 @dataclass(frozen=True)
@@ -38,24 +33,29 @@ class Question:
     microbatches: int
     weights: str = "flush"
 
-    def stage_devices(self, devices: Sequence[str]) -> tuple[str, ...]:
-        """The device of each stage, where the schedule gives a device several: two, then.
+    @property
+    def rule(self) -> Rule:
+        """The rule of the schedule."""
+        return rule_of(self.schedule)
 
-        Which it is, follows from the schedule's rows.
-        """
-        if not is_chunked(self.schedule):
+    @property
+    def policy(self) -> WeightPolicy:
+        """The policy by which versions of the weights are kept."""
+        return policy_of(self.weights)
+
+    def stage_devices(self, devices: Sequence[str]) -> tuple[str, ...]:
+        """The device of each stage, which follows from the schedule's rows where a device has
+        several."""
+        if not self.rule.several_stages:
             return tuple(devices)
-        stages = CHUNKS * len(devices)
-        rows = generate(self.schedule, stages, self.microbatches, workers=len(devices))
+        stages = self.rule.stages_per_worker * len(devices)
+        rows = generate(self.rule, stages, self.microbatches, workers=len(devices))
         places = {action.stage: row for row, actions in enumerate(rows) for action in actions}
         return tuple(devices[places[stage]] for stage in range(stages))
 
     def versions(self, in_flight: Sequence[int], stage: int) -> int:
         """How many versions of a stage's weights live at once, a predicted copy included."""
-        depth = {"stash": in_flight[stage], "vertical-sync": in_flight[0]}.get(self.weights)
-        if depth is not None:
-            return -(-depth // self.microbatches)
-        return 1 if self.weights == "flush" else 2
+        return self.policy.versions(in_flight, stage, self.microbatches)
 
 
 @dataclass(frozen=True)
@@ -108,12 +108,12 @@ def price(question: Question, partition: Partition, origin: str) -> Plan:
 
 def step_s(plan: Plan, timeline: Timeline) -> float:
     """Seconds per mini-batch; where they overlap, from one to the next in a full pipeline."""
-    if not is_asynchronous(plan.schedule):
+    if plan.rule.flushes:
         return timeline.total_s
     ends_s = [
         span.end_s for span in timeline.spans if span.action.op is Op.UPDATE and span.worker == 0
     ]
-    per_update = mini_batches_per_update(plan.schedule, plan.replicas)[0]
+    per_update = plan.rule.mini_batches_per_update(plan.replicas)[0]
     ends_s = ends_s[:: plan.replicas[0] // per_update]  # one of each round
     full = len(ends_s) // 2
     each_s = (ends_s[-1] - ends_s[full]) / (len(ends_s) - 1 - full)
@@ -130,7 +130,7 @@ def predict(plan: Plan, table: CostTable, *, tied: Tied | None = None) -> Timeli
     edges = {(a, b) for owner, others in pairs for o in others for a, b in ((owner, o), (o, owner))}
     times = replace(times, tied={**dict.fromkeys(edges, FREE), **times.tied})
     count = 1
-    if is_asynchronous(plan.schedule):  # four times what fills the pipeline
+    if not plan.rule.flushes:  # four times what fills the pipeline
         count = 4 * -(-max(plan.in_flight) // plan.microbatches) + 4
         count *= max(plan.replicas)
     schedule = generate(
@@ -139,7 +139,7 @@ def predict(plan: Plan, table: CostTable, *, tied: Tied | None = None) -> Timeli
         replicas=plan.replicas,
     )  # fmt: skip
     names = plan.devices
-    if is_asynchronous(plan.schedule):  # a row for every replica
+    if not plan.rule.flushes:  # a row for every replica
         names = plan.all_devices
     return simulate(schedule, times, workers=tuple(dict.fromkeys(names)))
 
@@ -161,13 +161,13 @@ def lower_bound_s(question: Question, partition: Partition) -> float:
         device = partition.devices[stage]
         both_s = float(costs.compute_s(device, lo, hi))
         bound_s = max(bound_s, way_s + question.microbatches * both_s)
-        if is_asynchronous(question.schedule):
+        if not question.rule.flushes:
             continue  # the way is gone once
         way_s += both_s
         if stage + 1 < len(partition.devices):
             there = partition.devices[stage + 1]
             way_s += costs.transfer_s(device, there, hi) + costs.transfer_s(there, device, hi)
-    if is_asynchronous(question.schedule):
+    if not question.rule.flushes:
         return bound_s
     return bound_s + costs.table.step_overhead_s
 

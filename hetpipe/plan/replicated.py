@@ -13,7 +13,8 @@ from hetpipe.errors import PlanError
 from hetpipe.plan.costs import StageCosts
 from hetpipe.plan.plan import Plan, StagePlan
 from hetpipe.plan.pricing import check_able, label_of, predict, step_s
-from hetpipe.schedule.generators import generate, is_asynchronous, max_in_flight
+from hetpipe.schedule.generators import generate, max_in_flight
+from hetpipe.schedule.rule import rule_of
 from hetpipe.schedule.turns import noam
 
 BEYOND = 1.25
@@ -74,7 +75,7 @@ def staged_plan(
     table = tables[max(tables)]
     layers = len(table.layers)
     _check(groups, cuts, layers)
-    asynchronous = is_asynchronous(schedule)
+    asynchronous = not rule_of(schedule).flushes
     replicas = [len(group) for group in groups]
     depths = noam(replicas) if asynchronous else _depths(schedule, len(groups), microbatches)
     stages = []

@@ -60,6 +60,10 @@ BEHIND_SUMS = (Op.UPDATE, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD)
 """What reads or changes gradients, and so waits for the sums that have begun before it."""
 
 
+TIED = frozenset({"G", "P"})
+"""Kinds of messages that carry tied gradients and parameters."""
+
+
 class Message(NamedTuple):
     """What travels between two stages, or lanes or replicas of one: by it a send finds its receive.
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import Op, Schedule
-from hetpipe.schedule.generators import register_schedule
 from hetpipe.schedule.lanes import HAND_OVERS, row_workers
+from hetpipe.schedule.rule import register_schedule
 from hetpipe.schedule.text import parse_schedule
 from hetpipe.schedule.validate import HALVES, validate
 

@@ -1,112 +1,37 @@
-"""Generators: the order of passes on each worker, as pure functions; `generate` adds the rest.
+"""Generation: a rule's passes become a complete schedule.
 
-A generator says only which forward or backward comes when. Transfers, tied parameters and the
-update follow from that order, so they are added here, once, for every schedule.
+A rule says only which forward or backward comes when. Transfers, tied parameters and the update
+follow from that order, so they are added here, once, for every schedule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import Op, Schedule
-from hetpipe.schedule.asp import asp, one_by_one
-from hetpipe.schedule.complete import Tied, flushed, tied_pairs, with_transfers, with_updates
-from hetpipe.schedule.fbp import fbp
-from hetpipe.schedule.interleaved import interleaved
-from hetpipe.schedule.lanes import laned_stages
-from hetpipe.schedule.straight import (
-    data_parallel,
-    gpipe,
-    naive,
-    one_f_one_b,
-    one_f_one_b_sno,
-    one_f_one_b_so,
-    pipedream,
+from hetpipe.schedule.asp import one_by_one
+from hetpipe.schedule.complete import (
+    Pair,
+    Tied,
+    flushed,
+    tied_pairs,
+    with_transfers,
+    with_updates,
 )
+from hetpipe.schedule.lanes import laned_stages
+from hetpipe.schedule.rule import Rule, rule_of
 from hetpipe.schedule.turns import in_turn, noam
 from hetpipe.schedule.validate import validate
-from hetpipe.schedule.zerobubble import zb_h1, zb_v
 
-Generator = TypeVar("Generator", bound=Callable[..., Schedule])
-"""(stages, microbatches, in_flight per stage or None) -> per worker its passes in order.
-
-An asynchronous one is given the micro-batches of several mini-batches as one number; a chunked one
-the number of workers as well.
-"""
-
-
-_generators: dict[str, Callable[..., Schedule]] = {}
-_asynchronous: set[str] = set()
-_chunked: set[str] = set()
-_one_by_one = {"asp"}  # replicas apply the gradient of each mini-batch by itself
-
-
-def register_schedule(
-    name: str, *, asynchronous: bool = False, chunked: bool = False
-) -> Callable[[Generator], Generator]:
-    """Make a generator known as `name`; a decorator.
-
-    An `asynchronous` schedule does not flush between mini-batches: each stage updates its weights
-    as soon as it has done the last backward of a mini-batch. A `chunked` one may give a worker
-    several stages. Raises `ScheduleError` if another generator has the name.
-    """
-
-    def register(generator: Generator) -> Generator:
-        if _generators.setdefault(name, generator) is not generator:
-            raise ScheduleError(f"schedule {name!r} is registered already; choose another name")
-        if asynchronous:
-            _asynchronous.add(name)
-        if chunked:
-            _chunked.add(name)
-        return generator
-
-    return register
-
-
-register_schedule("naive")(naive)
-register_schedule("gpipe")(gpipe)
-register_schedule("1f1b")(one_f_one_b)
-register_schedule("1f1b-sno")(one_f_one_b_sno)
-register_schedule("1f1b-as")(one_f_one_b_sno)
-register_schedule("1f1b-so")(one_f_one_b_so)
-register_schedule("fbp")(fbp)
-register_schedule("zb-h1")(zb_h1)
-register_schedule("zb-v", chunked=True)(zb_v)
-register_schedule("interleaved", chunked=True)(interleaved)
-register_schedule("data-parallel", chunked=True)(data_parallel)
-register_schedule("pipedream", asynchronous=True)(pipedream)
-register_schedule("asp", asynchronous=True)(asp)
-
-
-def schedule_names() -> list[str]:
-    """Names of the registered schedules, in order."""
-    return sorted(_generators)
-
-
-def is_asynchronous(name: str) -> bool:
-    """Whether the schedule goes on from one mini-batch to the next without a flush."""
-    return name in _asynchronous
-
-
-def is_chunked(name: str) -> bool:
-    """Whether the schedule may give a worker several stages."""
-    return name in _chunked
-
-
-def averages(name: str) -> bool:
-    """Whether replicas apply the mean of a round's gradients, not each mini-batch's by itself."""
-    return name not in _one_by_one
-
-
-def mini_batches_per_update(name: str, replicas: Sequence[int]) -> tuple[int, ...]:
-    """Of each stage: without flushes those of a round, unless each is applied by itself."""
-    return tuple(count if is_asynchronous(name) and averages(name) else 1 for count in replicas)
+KEPT = 128
+"""Schedules that are remembered, those last asked for."""
 
 
 def generate(
-    name: str,
+    schedule: str | Rule,
     stages: int,
     microbatches: int,
     *,
@@ -118,49 +43,117 @@ def generate(
 ) -> Schedule:
     """The complete, validated schedule: passes, transfers, tied parameters and updates.
 
-    A receive stands before the pass that needs it, a send behind the pass that makes it. Between
+    A receive stands before the pass that needs it, a send after the pass that makes it. Between
     an owner and another stage all tied parameters travel together, as one message each way.
-    `microbatches` are those of one mini-batch; of `mini_batches` an asynchronous schedule takes any
-    number, the others one at a time. `workers`: as many as stages unless the schedule is chunked.
-    `replicas` of each stage (default 1) all do the stage's row; without flushes they take turns and
-    have a row each, see `hetpipe.schedule.turns`; `in_flight` is of each replica.
+    `microbatches` are those of one mini-batch; without a flush any number of `mini_batches` follow
+    each other, else there is one. There are as many `workers` as stages, unless the rule lets a
+    worker have several. `replicas` of each stage (default 1) all do the stage's row; without
+    flushes they take turns and have a row each, see `hetpipe.schedule.turns`; `in_flight` is of
+    each replica. The same question gives the same object, which is made and checked once.
     Raises `ScheduleError` for an unknown name, impossible numbers or an invalid schedule.
     """
-    if name not in _generators:
-        raise ScheduleError(f"no schedule {name!r}; known: {', '.join(schedule_names())}")
-    workers = stages if workers is None else workers
-    _check_numbers(name, stages, microbatches, in_flight, mini_batches, workers)
-    pairs = tied_pairs(stages, tied)
-    if pairs and is_asynchronous(name):
+    rule = rule_of(schedule)
+    depths = None if in_flight is None else tuple(in_flight)
+    question = _Question(
+        rule,
+        stages,
+        microbatches,
+        depths,
+        mini_batches,
+        stages if workers is None else workers,
+        tuple(replicas),
+    )
+    question.check()
+    return _generate(question, tuple(tied_pairs(stages, tied)))
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What a schedule depends on, but for the stages that share parameters."""
+
+    rule: Rule
+    stages: int
+    microbatches: int
+    in_flight: tuple[int, ...] | None
+    mini_batches: int
+    workers: int
+    replicas: tuple[int, ...]
+
+    def check(self) -> None:
+        """Raises `ScheduleError` for impossible numbers."""
+        name, stages, in_flight = self.rule.name, self.stages, self.in_flight
+        if stages < 1 or self.microbatches < 1:
+            raise ScheduleError(
+                f"{stages} stages, {self.microbatches} micro-batches: each must be 1 or more"
+            )
+        if in_flight is not None and (len(in_flight) != stages or min(in_flight) < 1):
+            raise ScheduleError(
+                f"in_flight {list(in_flight)}: give one number, at least 1, for each of {stages} "
+                "stages"
+            )
+        if self.mini_batches < 1:
+            raise ScheduleError(f"{self.mini_batches} mini-batches: must be 1 or more")
+        if self.mini_batches > 1 and self.rule.flushes:
+            raise ScheduleError(
+                f"{self.mini_batches} mini-batches: {name} flushes after each, so it takes one at "
+                "a time"
+            )
+        several = self.rule.several_stages
+        if self.workers != stages and not (several and 1 <= self.workers <= stages):
+            raise ScheduleError(
+                f"{stages} stages on {self.workers} workers: {name} takes "
+                + ("from one stage per worker up" if several else "one stage per worker")
+            )
+
+    def passes(self, microbatches: int, in_flight: Sequence[int] | None) -> Schedule:
+        """The rule's order of passes."""
+        more = (self.workers,) if self.rule.several_stages else ()
+        return self.rule.passes(self.stages, microbatches, in_flight, *more)
+
+
+@lru_cache(KEPT)
+def _generate(question: _Question, pairs: tuple[Pair, ...]) -> Schedule:
+    rule, stages, replicas = question.rule, question.stages, question.replicas
+    microbatches, mini_batches = question.microbatches, question.mini_batches
+    if rule.flushes:
+        passes = question.passes(microbatches, question.in_flight)
+        schedule = tuple(tuple(flushed(row, stages, pairs, replicas)) for row in passes)
+        validate(schedule, microbatches, question.in_flight)
+        return schedule
+    if pairs:
         owner, other = pairs[0]
         raise ScheduleError(
-            f"stages {owner} and {other} share parameters, which {name} would update at different "
-            "times; cut so that one stage has them, or use a synchronous schedule"
+            f"stages {owner} and {other} share parameters, which {rule.name} would update at "
+            "different times; cut so that one stage has them, or use a synchronous schedule"
         )
-    more = (workers,) if is_chunked(name) else ()
-    if is_asynchronous(name) and max(replicas, default=1) > 1:
-        depths = in_flight or noam(replicas)
-        if averages(name):
-            rows = in_turn(
-                lambda count: _generators[name](stages, count, depths, *more),
-                microbatches,
-                mini_batches,
-                replicas,
-            )
-        else:
-            passes = _generators[name](stages, microbatches * mini_batches, depths, *more)
-            rows = one_by_one(passes, microbatches, mini_batches, replicas[0])
-        schedule = tuple(tuple(with_transfers(row, stages)) for row in rows)
-        validate(schedule, microbatches, in_flight, mini_batches, replicas)
-        return schedule
-    passes = _generators[name](stages, microbatches * mini_batches, in_flight, *more)
-    if is_asynchronous(name):
-        updated = (list(with_updates(row, microbatches)) for row in passes)
-        schedule = tuple(tuple(with_transfers(row, stages)) for row in updated)
-    else:
-        schedule = tuple(tuple(flushed(row, stages, pairs, replicas)) for row in passes)
-    validate(schedule, microbatches, in_flight, mini_batches)
+    take_turns = max(replicas, default=1) > 1
+    rows = _in_turn(question) if take_turns else _updating(question)
+    schedule = tuple(tuple(with_transfers(row, stages)) for row in rows)
+    in_turn_replicas = replicas if take_turns else ()
+    validate(schedule, microbatches, question.in_flight, mini_batches, in_turn_replicas)
     return schedule
+
+
+def _updating(question: _Question) -> Schedule:
+    """Passes of all mini-batches, and updates between them."""
+    count = question.microbatches * question.mini_batches
+    passes = question.passes(count, question.in_flight)
+    return tuple(tuple(with_updates(row, question.microbatches)) for row in passes)
+
+
+def _in_turn(question: _Question) -> Schedule:
+    """Passes and updates of every replica, where replicas take turns."""
+    replicas, microbatches = question.replicas, question.microbatches
+    depths = question.in_flight or noam(replicas)
+    if question.rule.averages:
+        return in_turn(
+            lambda count: question.passes(count, depths),
+            microbatches,
+            question.mini_batches,
+            replicas,
+        )
+    passes = question.passes(microbatches * question.mini_batches, depths)
+    return one_by_one(passes, microbatches, question.mini_batches, replicas[0])
 
 
 def max_in_flight(schedule: Schedule) -> list[int]:
@@ -178,32 +171,3 @@ def max_in_flight(schedule: Schedule) -> list[int]:
         waiting[action.stage] = waiting.get(action.stage, 0) + change
         most[action.stage] = max(most.get(action.stage, 0), waiting[action.stage])
     return [most[stage] for stage in sorted(most)]
-
-
-def _check_numbers(
-    name: str,
-    stages: int,
-    microbatches: int,
-    in_flight: Sequence[int] | None,
-    mini_batches: int,
-    workers: int,
-) -> None:
-    if stages < 1 or microbatches < 1:
-        raise ScheduleError(
-            f"{stages} stages, {microbatches} micro-batches: each must be 1 or more"
-        )
-    if in_flight is not None and (len(in_flight) != stages or min(in_flight) < 1):
-        raise ScheduleError(
-            f"in_flight {list(in_flight)}: give one number, at least 1, for each of {stages} stages"
-        )
-    if mini_batches < 1 or (mini_batches > 1 and not is_asynchronous(name)):
-        raise ScheduleError(
-            f"{mini_batches} mini-batches: {name} flushes behind each, so it takes one at a time"
-            if mini_batches > 1
-            else f"{mini_batches} mini-batches: must be 1 or more"
-        )
-    if workers != stages and not (is_chunked(name) and 1 <= workers <= stages):
-        raise ScheduleError(
-            f"{stages} stages on {workers} workers: {name} takes "
-            + ("from one stage per worker up" if is_chunked(name) else "one stage per worker")
-        )

@@ -13,7 +13,8 @@ from math import lcm
 
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import PER_MINI_BATCH, Action, Message, Op, Schedule
-from hetpipe.schedule.generators import averages, generate, max_in_flight, mini_batches_per_update
+from hetpipe.schedule.generators import generate, max_in_flight
+from hetpipe.schedule.rule import Rule, rule_of
 
 ENTERS = (Op.RECV_FORWARD, Op.FORWARD)
 BACKWARDS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
@@ -36,18 +37,19 @@ class Stream:
 
     def __init__(
         self,
-        name: str,
+        schedule: str | Rule,
         stages: int,
         microbatches: int,
         in_flight: Sequence[int] | None = None,
         replicas: Sequence[int] = (),
     ) -> None:
+        self.rule = rule_of(schedule)
         self.microbatches = microbatches
         self.stages = stages
         self.replicas = tuple(replicas) or (1,) * stages
-        self.per_update = mini_batches_per_update(name, self.replicas)  # mini-batches, by stage
-        self._check_turns(name)
-        self._question = (name, stages, microbatches)
+        self.per_update = self.rule.mini_batches_per_update(self.replicas)
+        """By stage, the mini-batches that an update applies."""
+        self._check_turns()
         self._in_flight = in_flight
         self._period = lcm(*self.replicas)
         # What a worker does with one pass and the next is at most so many mini-batches apart.
@@ -85,6 +87,10 @@ class Stream:
         )
         return Segment(rows, mini_batches - count)
 
+    def microbatches_of(self, mini_batch: int) -> range:
+        """The numbers of its micro-batches."""
+        return range(mini_batch * self.microbatches, (mini_batch + 1) * self.microbatches)
+
     def applied(self, stage: int, microbatch: int) -> int:
         """Updates of `stage` before it forwards that micro-batch."""
         return self._look(stage, microbatch)[0]
@@ -107,19 +113,18 @@ class Stream:
         return found[0] + later, found[1] + later
 
     def _full(self, mini_batches: int) -> Schedule:
-        name, stages, microbatches = self._question
         return generate(
-            name,
-            stages,
-            microbatches,
+            self.rule,
+            self.stages,
+            self.microbatches,
             in_flight=self._in_flight,
             mini_batches=mini_batches,
             replicas=self.replicas,
         )
 
-    def _check_turns(self, name: str) -> None:
+    def _check_turns(self) -> None:
         """Replicas wait for each other between the passes of a mini-batch, if it has several."""
-        if max(self.replicas) > 1 and self.microbatches > 1 and averages(name):
+        if max(self.replicas) > 1 and self.microbatches > 1 and self.rule.averages:
             raise ScheduleError(
                 f"{list(self.replicas)} replicas take mini-batches of {self.microbatches} "
                 "micro-batches in turn: they can do so with 1 micro-batch each; use that, or a "
@@ -132,7 +137,7 @@ class Stream:
                 later = _shifted(part[turn], self._period, self.microbatches)
                 if part[turn + self._period] != later:
                     raise ScheduleError(
-                        f"{self._question[0]} does not repeat itself on worker {worker}: after "
+                        f"{self.rule.name} does not repeat itself on worker {worker}: after "
                         f"{turn} mini-batches its order still changes, so it cannot run as a "
                         "stream"
                     )

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hetpipe.capture.program import StageGraphs
 from hetpipe.cluster.cluster import Link, Member
 from hetpipe.schedule.action import Schedule
+from hetpipe.schedule.closing import Closing
+from hetpipe.schedule.weights import FLUSH, WeightPolicy
 
 if TYPE_CHECKING:
+    from hetpipe.capture.program import StageGraphs
     from hetpipe.wire.shares import Shares
     from hetpipe.wire.transport import Port
     from hetpipe.wire.wire import Wire
-    from hetpipe.worker.runner import Closing
 
 Array = np.ndarray[Any, Any]
 
@@ -55,7 +56,7 @@ class EdgeEnd:
 class Keep:
     """How versions of weights are kept (`hetpipe.worker.weights`), and what they have seen."""
 
-    policy: str = "flush"
+    policy: WeightPolicy = FLUSH
     updates: tuple[int, ...] = ()  # of each stage; empty: none
     lr: float = 0.0  # of the last of them
     check_finite: bool = False  # look at all that leaves a pass
@@ -100,19 +101,26 @@ class Clip:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """A mini-batch as one worker sees it. Sequences have an entry per micro-batch; what differs
-    between stages is by stage. A replica sees its own rows, of what it takes part in."""
+class Apply:
+    """An update. Without `grad_scale` the controller sends it, once all losses are known."""
 
     serial: int  # names it between the controller and its workers
-    number: int  # of all that were trained, from 1
+    number: int  # of all mini-batches that were trained, from 1
+    lr: float
+    grad_scale: float | None
+    clip: Clip | None
+
+
+@dataclass(frozen=True)
+class Batch(Apply):
+    """A mini-batch, and its update, as one worker sees it. Sequences have an entry per micro-batch;
+    what differs between stages is by stage. A replica sees its own rows, of what it takes part in.
+    """
+
     samples: tuple[int, ...]
     feeds: Mapping[int, Sequence[Mapping[str, Array]]]
     loss_tangents: tuple[float, ...]
-    lr: float
     seed: int
-    grad_scale: float | None
-    clip: Clip | None
     lag: Mapping[int, Sequence[int]]  # updates between the version that a forward uses and the last
     ahead: Mapping[int, Sequence[int]]  # updates to come before the backward
 
@@ -132,7 +140,7 @@ class Step:
     first: int
     microbatches: int  # per mini-batch
     begins: int  # the mini-batch that `batch` is
-    batch: Batch | None
+    batch: Apply  # a mini-batch, or an update by itself
     drain: bool  # wait until all is sent; else go on with the next part
     evaluates: bool  # forwards in evaluation
 
@@ -188,11 +196,13 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Counts:
-    """Every forward of a mini-batch is done; what its losses are sums over."""
+class Losses:
+    """Every forward of a mini-batch is done: whether its losses are finite, and the counts that
+    they are sums over, if they are sums."""
 
     serial: int
-    counts: tuple[float, ...]
+    finite: bool
+    counts: tuple[float, ...] | None
 
 
 @dataclass(frozen=True)
@@ -203,7 +213,7 @@ class Norm:
     square: float
 
 
-News = Counts | Norm
+News = Losses | Norm
 """What the controller must answer in the middle of a step."""
 
 

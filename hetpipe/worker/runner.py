@@ -20,10 +20,11 @@ from hetpipe.schedule.action import (
     Op,
     Schedule,
 )
+from hetpipe.schedule.closing import Closing
 from hetpipe.schedule.lanes import HAND_OVERS
 from hetpipe.schedule.turns import round_of
 from hetpipe.wire.edges import OnError, Span
-from hetpipe.wire.messages import Batch, Step, StepReport
+from hetpipe.wire.messages import Apply, Batch, Losses, Step, StepReport
 from hetpipe.wire.pieces import Leaving
 from hetpipe.wire.shares import Shares
 from hetpipe.wire.wire import (
@@ -39,9 +40,6 @@ from hetpipe.worker.exchange import Exchange, Expected
 from hetpipe.worker.lanes import HandOver, walk
 from hetpipe.worker.stage import Stage
 from hetpipe.worker.sums import Sums
-
-Closing = frozenset[tuple[int, Op]]
-"""(stage, operation)"""
 
 _RECEIVES = {
     "F": Op.RECV_FORWARD,
@@ -86,16 +84,6 @@ def _later(
     return replace(action, number=number), message and message._replace(number=number)
 
 
-def closing(schedule: Schedule) -> Closing:
-    """The last thing that each stage does with a micro-batch, which is then forgotten."""
-    last: dict[int, dict[int, Op]] = {}
-    for action in (action for row in schedule for action in row):
-        message = action.message
-        if action.op not in PER_MINI_BATCH and (message is None or message.kind not in TIED):
-            last.setdefault(action.stage, {})[action.number] = action.op
-    return frozenset((stage, op) for stage, ops in last.items() for op in ops.values())
-
-
 class Runner:
     """Runs scripts on stages. `replicas` says which replica of its stages this worker is."""
 
@@ -117,7 +105,8 @@ class Runner:
         self._shares = shares
         self._exchange = exchange
         self._speed = speed
-        self._batches: dict[int, Batch] = {}  # those that some stage has not applied yet
+        self._updates: dict[int, Apply] = {}  # of mini-batches that some stage has not applied yet
+        self._batches: dict[int, Batch] = {}  # these mini-batches
         self._firsts: dict[int, list[int]] = {}  # of each, the index of each micro-batch's first
         self._forwarded: dict[tuple[int, int], int] = {}  # (stage, mini-batch) -> forwards done
         self._clipped: dict[int, float] = {}  # the factor of the mini-batch at hand
@@ -134,19 +123,20 @@ class Runner:
         self,
         lanes: Sequence[Script],
         step: Step,
-        on_counts: Callable[[Batch, tuple[float, ...]], None],
-        scale: Callable[[Batch], float],
-        clip: Callable[[Batch, float], float],
+        on_losses: Callable[[Losses], None],
+        scale: Callable[[Apply], float],
+        clip: Callable[[Apply, float], float],
     ) -> StepReport:
-        """A part of a schedule, its lanes at once. Counts are told as soon as they are known.
+        """A part of a schedule, its lanes at once. Losses are told as soon as they are known.
 
         `scale` of the gradients, and the factor that clips them for the sum of their squares here,
         may have to be waited for.
         """
-        self._on_counts, self._scale, self._clip = on_counts, scale, clip
+        self._on_losses, self._scale, self._clip = on_losses, scale, clip
         self._versions.clear()
         self._microbatches, self._evaluates = step.microbatches, step.evaluates
-        if step.batch is not None:
+        self._updates[step.begins] = step.batch
+        if isinstance(step.batch, Batch):
             self._batches[step.begins] = step.batch
             self._firsts[step.begins] = list(accumulate(step.batch.samples, initial=0))
         self._counts: tuple[float, ...] | None = None
@@ -157,7 +147,7 @@ class Runner:
         self.sums.wait()
         if step.drain:
             self._exchange.drain()
-            for table in (self._updated, self._batches, self._firsts):
+            for table in (self._updated, self._updates, self._batches, self._firsts):
                 table.clear()
         return self._report(lanes)
 
@@ -185,25 +175,16 @@ class Runner:
                 else:
                     self.sums.begin(add)
             elif action.op is Op.UPDATE:
-                batch = self._batches[action.number]
                 self._exchange.take_back(action)
-                grad_scale = self._grad_scale(action.stage, batch)
-                start_s = time.monotonic()
-                if math.isnan(grad_scale):
-                    self._stages[action.stage].drop_gradients()
-                else:
-                    self._stages[action.stage].update(batch.lr, grad_scale)
+                start_s = self._update(action)
                 spans.append((action, start_s, stretch(start_s, self._speed)))
             else:
                 waited_s = self._exchange.waited_s
                 self._pass(action, lane, self._leaving(action, behind))
                 waited_s = self._exchange.waited_s - waited_s  # for other replicas: no work
                 spans.append((action, start_s, stretch(start_s + waited_s, self._speed)))
-                if action.op is Op.FORWARD and self._stages[action.stage].has_count:
-                    found = self._counted(action)
-                    if found is not None:
-                        self._counts = found
-                        self._on_counts(self._mini_batch(action.number)[1], found)
+                if action.op is Op.FORWARD and self._stages[action.stage].has_loss:
+                    self._tell_losses(action)
             self._release(script, action)
         self._doing.pop(lane, None)  # a row may be empty
 
@@ -215,8 +196,8 @@ class Runner:
             for number in self._round(action):
                 self._updated[number] += 1
                 if self._updated[number] == len(self._stages):
-                    for table in (self._updated, self._batches, self._firsts):
-                        del table[number]
+                    for table in (self._updated, self._updates, self._batches, self._firsts):
+                        table.pop(number, None)
 
     def _report(self, lanes: Sequence[Script]) -> StepReport:
         spans = self._spans + self._exchange.take_spans()
@@ -259,20 +240,34 @@ class Runner:
         if not self._shares.in_turn:
             return 1.0
         place, together = (action.stage, self._replicas[action.stage]), self._round(action)
-        own = [self._batches[number] for number in together if self._shares.takes(place, number)]
-        return sum(self._scale(batch) for batch in own) / len(together)
+        own = [self._updates[number] for number in together if self._shares.takes(place, number)]
+        return sum(self._scale(update) for update in own) / len(together)
 
-    def _grad_scale(self, stage: int, batch: Batch) -> float:
-        scale = 1.0 if self._shares.per_update(stage) > 1 else self._scale(batch)
-        if batch.clip is None:
-            return scale
-        if batch.clip.each:
-            return scale * batch.clip.factor(self._stages[stage].square(scale))
-        if batch.serial not in self._clipped:  # the first update: no gradient changes any more
+    def _update(self, action: Action) -> float:
+        """Apply a stage's gradients, or drop them; when that began."""
+        stage, update = self._stages[action.stage], self._updates[action.number]
+        scale = 1.0 if self._shares.per_update(action.stage) > 1 else self._scale(update)
+        factor = 1.0 if math.isnan(scale) else self._clip_factor(action.stage, update, scale)
+        start_s = time.monotonic()
+        if math.isnan(scale):  # a loss is not finite
+            stage.undo()
+        elif math.isnan(factor):
+            stage.drop_gradients()
+        else:
+            stage.update(update.lr, scale * factor)
+        return start_s
+
+    def _clip_factor(self, stage: int, update: Apply, scale: float) -> float:
+        """What the scaled gradients are multiplied with; NaN to drop them."""
+        if update.clip is None:
+            return 1.0
+        if update.clip.each:
+            return update.clip.factor(self._stages[stage].square(scale))
+        if update.serial not in self._clipped:  # the first update: no gradient changes any more
             first = (self._stages[n] for n, replica in self._replicas.items() if replica == 0)
-            square = sum(stage.square(scale) for stage in first)  # others have the same
-            self._clipped = {batch.serial: self._clip(batch, square)}
-        return scale * self._clipped[batch.serial]
+            square = sum(each.square(scale) for each in first)  # others have the same
+            self._clipped = {update.serial: self._clip(update, square)}
+        return self._clipped[update.serial]
 
     def _expect(self, lanes: Sequence[Script], first: int) -> None:
         """Tell the receivers what will come."""
@@ -354,12 +349,16 @@ class Runner:
         else:
             stage.backward_weight(m, samples, tangent, queue)
 
-    def _counted(self, action: Action) -> tuple[float, ...] | None:
-        """The counts of a mini-batch, when its last forward is done."""
+    def _tell_losses(self, action: Action) -> None:
+        """Tell of a mini-batch's losses after its last forward, if anybody waits for that."""
         number, batch, _ = self._mini_batch(action.number)
-        key = (action.stage, number)
+        stage, key = self._stages[action.stage], (action.stage, number)
         self._forwarded[key] = self._forwarded.get(key, 0) + 1
         if self._forwarded[key] < len(batch.samples):
-            return None
+            return
         del self._forwarded[key]
-        return self._stages[action.stage].results(COUNT) or ()
+        if stage.has_count:
+            self._counts = stage.results(COUNT) or ()
+        elif batch.grad_scale is not None:
+            return
+        self._on_losses(Losses(batch.serial, stage.losses_are_finite(), self._counts))

@@ -18,10 +18,9 @@ from hetpipe.wire.edges import Receiver, Sender, make_receiver
 from hetpipe.wire.handover import HandoverPort
 from hetpipe.wire.messages import (
     SCRIPTS,
+    Apply,
     Array,
-    Batch,
     Call,
-    Counts,
     Failure,
     Load,
     Norm,
@@ -177,7 +176,7 @@ class Service:
         return runner.run(
             self._scripts[message.script],
             message,
-            lambda batch, counts: self._answer(Counts(batch.serial, counts)),
+            self._answer,
             self._grad_scale,
             self._clip_factor,
         )
@@ -187,12 +186,12 @@ class Service:
         assert self._exchange is not None
         return self._exchange.sum(stage, terms)
 
-    def _grad_scale(self, batch: Batch) -> float:
+    def _grad_scale(self, batch: Apply) -> float:
         if batch.grad_scale is not None:
             return batch.grad_scale
         return self._told(batch.serial, clips=False)
 
-    def _clip_factor(self, batch: Batch, square: float) -> float:
+    def _clip_factor(self, batch: Apply, square: float) -> float:
         self._answer(Norm(batch.serial, square))
         return self._told(batch.serial, clips=True)
 

@@ -7,6 +7,7 @@ outputs there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -112,7 +113,11 @@ class Stage:
         predicts = isinstance(self.weights, Predicted) and graphs.predict is not None
         self._predictor = self._bind(graphs.predict) if predicts and graphs.predict else None
         self._loss, self._count, self._rng = (self._index_of(r) for r in (LOSS, COUNT, RNG))
-        self._results: dict[str, dict[int, Buffer]] = {LOSS: {}, COUNT: {}}
+        self._results: dict[str, dict[int, Buffer | float]] = {LOSS: {}, COUNT: {}}
+        places = [place for key, place in self._places.items() if key[0] == BUFFER]
+        self._buffer_indices = [index for table, index in places if table == STORE]
+        self._buffers_before: list[tuple[int, Buffer]] | None = None  # at the last update
+        self._undoes = keep.policy.flushes
         self._scalars: dict[str, float] = {}
         self._tangents: dict[float, Buffer] = {}
         self.memory = self._make_memory()
@@ -121,6 +126,11 @@ class Stage:
         self._norm: _Bound | None = None  # compiled when it is first asked for
         if self.weights.number:
             self._put_scalars({"lr": keep.lr, "step": float(self.weights.number)})
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether it ends with the loss."""
+        return self._loss is not None
 
     @property
     def has_count(self) -> bool:
@@ -151,6 +161,8 @@ class Stage:
         if self._rng is not None:
             after.append(self._feed(frame, self._rng, np.asarray(rng, np.int64)))
         version = self.weights.forward(microbatch, lag, ahead)
+        if self._buffers_before is None and self._undoes:
+            self._buffers_before = [(index, self._store[index]) for index in self._buffer_indices]
         self._run(passes.forward, version, frame, after, queue=queue, leaving=leaving)
         self._account(0, microbatch, samples, version)
         self._keep_results(microbatch, frame)
@@ -248,12 +260,20 @@ class Stage:
         else:
             self.weights.updated(self._run(self._update, present, [], into=list(present)))
         self.memory.updated(self.weights.live(present))
+        self._buffers_before = None
+
+    def undo(self) -> None:
+        """Drop the gradients, and take back what forwards since the last update made of buffers."""
+        for index, buffer in self._buffers_before or ():
+            self._store[index] = buffer
+        self.drop_gradients()
 
     def drop_gradients(self) -> None:
         """Zero them, as an update does, and leave all else as it is."""
         for name in self.names(GRAD):
             slot = self._slots[GRAD, name]
             self.put(slot.key, np.zeros(slot.shape, host_dtype(slot.dtype)))
+        self._buffers_before = None
 
     def square(self, grad_scale: float) -> float:
         """The sum of squares of the scaled gradients that this stage applies."""
@@ -282,12 +302,26 @@ class Stage:
 
     def results(self, role: str) -> tuple[float, ...] | None:
         """Losses or counts of all micro-batches since the last call, in their order."""
-        found = self._results[role]
-        if not found:
-            return None
+        values = self._downloaded(role)
         self._results[role] = {}
-        slot = next(slot for slot in self._slots.values() if slot.role == role)
-        return tuple(float(self._download(slot, found[m])) for m in sorted(found))
+        return tuple(values[m] for m in sorted(values)) or None
+
+    def losses_are_finite(self) -> bool:
+        """Whether those are that `results` would return."""
+        return all(map(math.isfinite, self._downloaded(LOSS).values()))
+
+    def _downloaded(self, role: str) -> dict[int, float]:
+        """Losses or counts by micro-batch, each downloaded once."""
+        results = self._results[role]
+        slot = next((slot for slot in self._slots.values() if slot.role == role), None)
+        values: dict[int, float] = {}
+        for microbatch, result in results.items():
+            if not isinstance(result, float):
+                assert slot is not None
+                result = float(self._download(slot, result))
+            values[microbatch] = result
+        results.update(values)
+        return values
 
     def arrive(self, microbatch: int, layout: Layout, buffers: Sequence[Buffer]) -> None:
         """File tensors that came from a neighbour for `microbatch`."""

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from hetpipe.errors import HetpipeError
+from hetpipe.schedule.weights import Keeping
 from hetpipe.sdk.backend import Buffer
 from hetpipe.wire.messages import Keep
 
@@ -141,19 +142,16 @@ class Predicted(Weights):
         return self._predict(self.present, ahead)
 
 
-POLICIES = ("flush", "stash", "vertical-sync", "2bw", "spectrain", "pipeoptim")
-
-
 def make_weights(keep: Keep, stage: int, parameters: Version, predict: Predict | None) -> Weights:
-    """The versions of a stage under a policy. Raises `HetpipeError`."""
+    """The versions of a stage under a policy. Raises `HetpipeError` without the prediction that it
+    asks for."""
+    policy = keep.policy
     updates = keep.updates[stage] if keep.updates else 0
-    if keep.policy == "flush":
+    if policy.keeping is Keeping.PRESENT:
         return Flushed(parameters, updates)
-    if keep.policy in ("stash", "vertical-sync", "2bw"):
-        return Stashed(parameters, updates, keeps=keep.policy != "stash")
-    if keep.policy not in POLICIES:
-        raise HetpipeError(f"no weight policy {keep.policy!r}; known: {', '.join(POLICIES)}")
+    if policy.keeping is not Keeping.PREDICTED:
+        return Stashed(parameters, updates, keeps=policy.keeping is Keeping.RECENT)
     if predict is None:
-        raise HetpipeError(f"{keep.policy} needs an optimizer that predicts weights")
-    ahead = stage // 2 if keep.policy == "spectrain" else 0  # SpecTrain's s of a backward
+        raise HetpipeError(f"{policy.name} needs an optimizer that predicts weights")
+    ahead = 0 if policy.backward_ahead is None else policy.backward_ahead(stage)
     return Predicted(parameters, updates, predict, ahead)

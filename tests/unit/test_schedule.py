@@ -4,15 +4,9 @@ import pytest
 
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import Action, Message, Op
-from hetpipe.schedule.generators import (
-    generate,
-    is_asynchronous,
-    is_chunked,
-    max_in_flight,
-    register_schedule,
-    schedule_names,
-)
+from hetpipe.schedule.generators import generate, max_in_flight
 from hetpipe.schedule.grid import format_grid
+from hetpipe.schedule.rule import is_asynchronous, is_chunked, register_schedule, schedule_names
 from hetpipe.schedule.straight import gpipe, naive, one_f_one_b, one_f_one_b_sno, one_f_one_b_so
 
 
@@ -117,7 +111,7 @@ def test_depths_of_the_papers(stages, microbatches):
         (("gpipe", 2, 4), {"in_flight": [2, 2]}, "keeps all 4 micro-batches in flight, but 2"),
         (("1f1b", 2, 2), {"tied": [(0, [2])]}, "tied stages 0 and 2"),
         (("1f1b", 2, 2), {"tied": [(1, [1])]}, "tied stages 1 and 1"),
-        (("1f1b", 2, 2), {"mini_batches": 2}, "2 mini-batches: 1f1b flushes behind each"),
+        (("1f1b", 2, 2), {"mini_batches": 2}, "2 mini-batches: 1f1b flushes after each"),
         (("pipedream", 2, 2), {"mini_batches": 0}, "0 mini-batches: must be 1 or more"),
         (("pipedream", 2, 2), {"tied": [(0, [1])]}, "stages 0 and 1 share parameters"),
         (("1f1b", 4, 2), {"workers": 2}, "4 stages on 2 workers: 1f1b takes one stage per worker"),
@@ -141,9 +135,9 @@ def test_a_deadlock_of_in_flight_depths_is_found_when_generated():
 
 
 def test_users_register_their_own(monkeypatch):
-    import hetpipe.schedule.generators as module
+    import hetpipe.schedule.rule as module
 
-    monkeypatch.setattr(module, "_generators", dict(module._generators))
+    monkeypatch.setattr(module, "_rules", dict(module._rules))
 
     @register_schedule("mine")
     def mine(stages, microbatches, in_flight):
@@ -171,11 +165,10 @@ def test_the_registered_schedules():
 
 
 def test_stages_that_share_a_worker_hand_over_by_the_same_actions(monkeypatch):
-    import hetpipe.schedule.generators as module
+    import hetpipe.schedule.rule as module
 
-    monkeypatch.setattr(module, "_generators", dict(module._generators))
+    monkeypatch.setattr(module, "_rules", dict(module._rules))
     row = "0F0 1F0 1B0 0B0"
-    monkeypatch.setattr(module, "_chunked", set(module._chunked))
     register_schedule("one", chunked=True)(
         lambda n, m, k, workers: (tuple(map(Action.parse, row.split())),)
     )

@@ -4,7 +4,8 @@ import pytest
 
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.fixed import register_text
-from hetpipe.schedule.generators import generate, schedule_names
+from hetpipe.schedule.generators import generate
+from hetpipe.schedule.rule import schedule_names
 from hetpipe.schedule.text import parse_schedule, print_schedule
 from hetpipe.schedule.validate import validate
 

@@ -6,7 +6,8 @@ import pytest
 
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import Action, Op
-from hetpipe.schedule.generators import generate, register_schedule
+from hetpipe.schedule.generators import generate
+from hetpipe.schedule.rule import register_schedule
 from hetpipe.schedule.stream import Stream
 
 
@@ -68,10 +69,9 @@ def test_a_later_segment_is_the_same_with_higher_numbers():
 
 
 def test_a_schedule_that_never_settles_is_refused(monkeypatch):
-    import hetpipe.schedule.generators as module
+    import hetpipe.schedule.rule as module
 
-    monkeypatch.setattr(module, "_generators", dict(module._generators))
-    monkeypatch.setattr(module, "_asynchronous", set(module._asynchronous))
+    monkeypatch.setattr(module, "_rules", dict(module._rules))
 
     @register_schedule("pairs", asynchronous=True)
     def pairs(stages, microbatches, in_flight):

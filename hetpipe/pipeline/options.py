@@ -1,0 +1,191 @@
+"""Options: what a user asks of a pipeline, in three records that check themselves.
+
+`Pipeline` takes the fields of all three as keywords. A new option is a field here, a line of
+`Options`, and the code that reads it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from hetpipe.errors import HetpipeError, PlanError
+from hetpipe.pipeline.lossscale import LossScale
+from hetpipe.schedule.rule import rule_of
+from hetpipe.schedule.weights import policy_for, policy_of
+from hetpipe.wire.messages import Clip
+
+if TYPE_CHECKING:
+    from hetpipe.capture.precision import Precision
+    from hetpipe.cost.table import CostTable
+    from hetpipe.plan.plan import Plan
+
+
+class Options(TypedDict, total=False):
+    """The keywords of `Pipeline`, for type checkers; the records below say what they mean."""
+
+    plan: Plan | None
+    costs: CostTable | None
+    cuts: Sequence[int] | None
+    replicas: Sequence[int] | None
+    microbatches: int | None
+    schedule: str
+    weights: str
+    recompute: str | Sequence[str]
+    precision: str | None
+    cut_dtype: str | None
+    sync_batch_norm: bool
+    check_finite: bool
+    seed: int
+    clip_norm: float | None
+    clip_each: bool
+    accumulate: int
+    loss_scale: float | LossScale | None
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What is asked of the planner. Raises `HetpipeError` for what no plan can be."""
+
+    plan: Plan | None = None
+    """Stands for all that follows."""
+    costs: CostTable | None = None
+    """The table that `plan` was made with; without it the pipeline profiles."""
+    cuts: Sequence[int] | None = None
+    """First layer of every stage but the first."""
+    replicas: Sequence[int] | None = None
+    """How many of the cluster's members, in their order, each stage has."""
+    microbatches: int | None = None
+    schedule: str = "auto"
+    weights: str = "auto"
+    """How versions of the weights are kept, see `hetpipe.schedule.weights`."""
+
+    def __post_init__(self) -> None:
+        if self.asked and self.plan is not None:
+            raise HetpipeError(
+                f"plan and {', '.join(self.asked)} are both given, and a plan says all of them: "
+                "leave out one or the other"
+            )
+        if self.microbatches is not None:
+            _check_count("microbatches", self.microbatches)
+        for replicas in self.replicas or ():
+            _check_count("replicas", replicas)
+        cuts = list(self.cuts or ())
+        for cut in cuts:
+            _check_count("cuts", cut)
+        if cuts != sorted(set(cuts)):
+            raise PlanError(f"cuts {cuts}: give layer indices in ascending order, each once")
+        if self.replicas is not None and len(self.replicas) != len(cuts) + 1:
+            raise PlanError(
+                f"replicas {list(self.replicas)} are of {len(self.replicas)} stages, and cuts "
+                f"{cuts} make {len(cuts) + 1}: give a number for each stage"
+            )
+        self._check_names()
+
+    @property
+    def asked(self) -> list[str]:
+        """The names of what is asked that a plan would decide."""
+        decided = ("cuts", "replicas", "microbatches", "schedule", "weights")
+        return [name for name in decided if getattr(self, name) not in (None, "auto")]
+
+    def _check_names(self) -> None:
+        """Schedule and weights are known, and go together."""
+        for name in ("schedule", "weights"):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise HetpipeError(f"{name}={value!r}: give a name, as text")
+        if self.schedule != "auto":
+            policy_for(rule_of(self.schedule), self.weights)
+        elif self.weights != "auto" and not policy_of(self.weights).flushes:
+            raise PlanError(
+                f"weights={self.weights!r} goes with an asynchronous schedule: give one as well, "
+                "such as schedule='pipedream'"
+            )
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """What is asked of forwards and backwards."""
+
+    recompute: str | Sequence[str] = "none"
+    """`inputs` or `min-cut`, for all stages or one for each: what is computed again."""
+    precision: str | None = None
+    """`bfloat16` or `float16`: what passes compute in."""
+    cut_dtype: str | None = None
+    """`float16`: what crosses a cut."""
+    sync_batch_norm: bool = False
+    """Whether replicas that divide micro-batches share the statistics of batch norms."""
+    check_finite: bool = False
+    """Whether all that leaves a pass is looked at; slow."""
+    seed: int = 0
+    """Of dropout."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise HetpipeError(f"seed={self.seed!r}: give a whole number")
+
+    @property
+    def dtypes(self) -> Precision:
+        """What passes compute in, and what crosses a cut. Raises `HetpipeError`."""
+        from hetpipe.capture.precision import Precision  # with torch
+
+        return Precision(self.precision, self.cut_dtype)
+
+
+@dataclass(frozen=True)
+class UpdateOptions:
+    """What is asked of updates."""
+
+    clip_norm: float | None = None
+    """The largest norm of all gradients, or with `clip_each` of each stage's."""
+    clip_each: bool = False
+    accumulate: int = 1
+    """Mini-batches whose mean gradient makes one update."""
+    loss_scale: float | LossScale | None = None
+
+    def __post_init__(self) -> None:
+        _check_count("accumulate", self.accumulate)
+        if self.clip_norm is not None and not _is_positive(self.clip_norm):
+            raise HetpipeError(f"clip_norm={self.clip_norm!r}: give a finite number above 0")
+        rule = self.loss_scale
+        if not (rule is None or isinstance(rule, LossScale) or _is_positive(rule)):
+            raise HetpipeError(
+                f"loss_scale={rule!r}: give a finite number above 0, or hp.LossScale(...)"
+            )
+
+    @property
+    def clip(self) -> Clip | None:
+        """What clips gradients, if anything does."""
+        return None if self.clip_norm is None else Clip(self.clip_norm, self.clip_each)
+
+
+def records_of(options: Mapping[str, Any]) -> tuple[PlanOptions, PassOptions, UpdateOptions]:
+    """The three records. Raises `HetpipeError` for an option that there is not."""
+    kinds = (PlanOptions, PassOptions, UpdateOptions)
+    names = {kind: [field.name for field in fields(kind)] for kind in kinds}
+    known = [name for of_kind in names.values() for name in of_kind]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
+            raise HetpipeError(f"a pipeline has no option {name!r}{hint}")
+    planned, passes, updates = (
+        kind(**{name: options[name] for name in names[kind] if name in options}) for kind in kinds
+    )
+    assert isinstance(planned, PlanOptions)
+    assert isinstance(passes, PassOptions)
+    assert isinstance(updates, UpdateOptions)
+    return planned, passes, updates
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise HetpipeError(f"{name}={value!r}: give a whole number of 1 or more")
+
+
+def _is_positive(value: object) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and 0 < value < math.inf  # type: ignore[operator]

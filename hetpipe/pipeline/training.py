@@ -1,0 +1,315 @@
+"""Training: the mini-batches of one plan on their way through a crew, and what they leave."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hetpipe.capture.program import BUFFER, GRAD, PARAM, STATE
+from hetpipe.checkpoint import Checkpoint
+from hetpipe.crew.crew import Apply, Crew, StepRequest, StepResult
+from hetpipe.errors import HetpipeError
+from hetpipe.pipeline.batches import mean_loss, rows_of, sizes_of, slices
+from hetpipe.pipeline.loading import Loading
+from hetpipe.pipeline.lossscale import Scaling, choose_scaling, watching
+from hetpipe.pipeline.resume import ROLES, check, updates_of
+from hetpipe.pipeline.schedules import ALL, FORWARDS, SUMMING, UPDATING, Schedules
+from hetpipe.pipeline.streaming import Streaming
+from hetpipe.wire.messages import Keep
+
+if TYPE_CHECKING:
+    from hetpipe.capture.captured import Captured
+    from hetpipe.optim.rule import Optimizer
+    from hetpipe.pipeline.options import PassOptions, UpdateOptions
+    from hetpipe.plan.plan import Plan
+    from hetpipe.profile.measure import Progress
+    from hetpipe.wire.messages import Array
+
+RECENT = 64
+"""Mini-batches of a run whose timeline is kept."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One mini-batch of a run, by stage: `versions`, how many mini-batches were applied in the
+    weights that its (last) forward used, and `live_versions`, how many lived at once at most."""
+
+    index: int
+    loss: float
+    versions: tuple[int, ...]
+    live_versions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is trained, where and how: all that stays the same while a pipeline lives."""
+
+    captured: Captured
+    crew: Crew
+    plan: Plan
+    optimizer: Optimizer
+    passes: PassOptions
+    updates: UpdateOptions
+
+
+class Training:
+    """The state of a training on a crew's workers. Micro-batches of a new size load stages anew.
+
+    Under a schedule that flushes a mini-batch is trained by `step`; else it is handed in by
+    `admit`, and its result comes later, by `collect`.
+    """
+
+    def __init__(
+        self, subject: Subject, mini_batch: int, resume: Checkpoint | None, progress: Progress
+    ) -> None:
+        """Loads stages for a mini-batch of so many samples."""
+        plan, updates = subject.plan, subject.updates
+        self._subject, self._crew, self._plan = subject, subject.crew, plan
+        self._progress = progress
+        self.steps = 0 if resume is None else int(resume.manifest["step"])
+        self.updates = updates_of(plan, resume)
+        self.scaling: Scaling = choose_scaling(
+            updates.loss_scale, subject.captured.precision.compute, not plan.rule.flushes
+        )
+        if resume is not None and "loss_scale" in resume.manifest:
+            self.scaling.restore(resume.manifest["loss_scale"])
+        self._clip = watching(updates.clip, self.scaling)
+        self.recent: deque[StepResult] = deque(maxlen=RECENT)
+        self.not_finite: str | None = None
+        """The first loss without a number that an asynchronous schedule has applied."""
+        self._handed_out: deque[tuple[int, tuple[int, ...]]] = deque()  # index, samples
+        self._accumulated: list[float] = []  # by mini-batch since the last update: its count
+        self._evaluated: set[int] = set()
+        self._loaded: set[int] = set()
+        self._load(set(sizes_of(mini_batch, plan.microbatches)), resume)
+
+    @property
+    def streams(self) -> bool:
+        """Whether mini-batches follow each other without a flush."""
+        return self._streaming is not None
+
+    @property
+    def under_way(self) -> int:
+        """Mini-batches that were handed in and not collected."""
+        return len(self._handed_out)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many mini-batches are under way that one should be collected."""
+        return self._streaming is not None and self.under_way > self._streaming.window
+
+    def fits(self, x: Any, y: Any) -> bool:
+        """Whether stages for the sizes of this mini-batch are loaded."""
+        samples = sizes_of(rows_of(self._subject.captured.leaves(x, y)), self._plan.microbatches)
+        return set(samples) <= self._loaded
+
+    def step(self, x: Any, y: Any) -> Result:
+        """Train on one mini-batch, completely, under a schedule that flushes.
+
+        Raises `HetpipeError` if its loss is not finite; nothing of it is applied then, nor of the
+        mini-batches that were accumulated before it.
+        """
+        self._check_own()
+        request = self._request(x, y)
+        accumulates = self._subject.updates.accumulate > 1
+        ops = ALL - UPDATING - SUMMING if accumulates else ALL
+        version = self.steps
+        result = self._run(replace(request, guards=not accumulates), ops)
+        try:
+            loss = mean_loss(result, request.samples, self.steps)
+        except HetpipeError as error:
+            if accumulates:
+                self._update(float("nan"))
+            raise HetpipeError(f"{error} Nothing of this update was applied.") from None
+        self.steps += 1
+        if not accumulates:
+            self._record(result)
+        else:
+            self._accumulated.append(1.0 if result.counts is None else sum(result.counts))
+            if len(self._accumulated) == self._subject.updates.accumulate:
+                self.apply()
+        return Result(version, loss, (version,) * len(self._plan.stages))
+
+    def admit(self, x: Any, y: Any) -> None:
+        """Hand in a mini-batch, under a schedule without flushes."""
+        assert self._streaming is not None
+        self._check_own()
+        request = self._request(x, y)
+        if len(request.samples) != self._plan.microbatches:
+            raise HetpipeError(
+                f"a mini-batch of {sum(request.samples)} samples is too small for "
+                f"{self._plan.microbatches} micro-batches, which {self._plan.schedule} cannot do "
+                "without; leave it out"
+            )
+        if self._streaming.admitted == 0:
+            self.recent.clear()
+        self._streaming.admit(request)
+        self._handed_out.append((self.steps, request.samples))
+        self.steps += 1
+
+    def collect(self) -> Result:
+        """The result of the oldest mini-batch under way. Raises `HetpipeError` if its loss is not
+        finite: by then weights have been updated with it, and `not_finite` says so."""
+        assert self._streaming is not None
+        self._check_own()
+        result = self._streaming.collect()
+        self.recent.append(result)
+        index, samples = self._handed_out.popleft()
+        try:
+            loss = mean_loss(result, samples, index)
+        except HetpipeError as error:
+            self.not_finite = self.not_finite or str(error)
+            raise
+        return Result(index, loss, result.versions, result.live_versions)
+
+    def flush(self) -> None:
+        """Apply what was handed in. All results must have been collected."""
+        self._check_own()
+        if self._streaming is not None:
+            applied = self._streaming.flush()
+            self.updates = [sum(pair) for pair in zip(self.updates, applied, strict=True)]
+
+    def apply(self) -> None:
+        """Update with the gradients that are accumulated, if there are any."""
+        if self._accumulated:
+            self._update(1.0 / (sum(self._accumulated) * self.scaling.scale))
+
+    def evaluate(self, x: Any, y: Any) -> float:
+        """The mean loss of one mini-batch in eval mode, at rest."""
+        self._check_own()
+        request = self._request(x, y, evaluates=True)
+        return mean_loss(self._run(request, FORWARDS), request.samples, self.steps)
+
+    def gradients(self, x: Any, y: Any) -> tuple[float, dict[str, Array]]:
+        """Loss and gradients of one mini-batch by parameter, at rest; all else stays as it is."""
+        buffers = self.read(BUFFER)
+        request = self._request(x, y)
+        result = self._run(request, ALL - UPDATING)
+        loss = mean_loss(result, request.samples, self.steps)
+        grads = self.read(GRAD)
+        self._crew.write(BUFFER, buffers)
+        self._crew.write(GRAD, {name: np.zeros_like(grad) for name, grad in grads.items()})
+        return loss, {name: grad / self.scaling.scale for name, grad in grads.items()}
+
+    def read(self, role: str) -> dict[str, Array]:
+        """Present values of PARAM, BUFFER, STATE or GRAD, by name, at rest."""
+        self._check_own()
+        return self._crew.read(role)
+
+    def _check_own(self) -> None:
+        """Raises `HetpipeError` if the crew has been given other stages since."""
+        if self._crew.load_count != self._own_load:
+            raise HetpipeError(
+                "this pipeline's crew has the stages of another pipeline, or of a profile, by now: "
+                "a crew serves one pipeline at a time; give each its own, or load() a checkpoint"
+            )
+
+    def _run(self, request: StepRequest, ops: frozenset[Any]) -> StepResult:
+        """One mini-batch by itself, the actions of these kinds."""
+        schedule = self._schedules.of(len(request.samples), ops)
+        result = self._crew.step(replace(request, schedule=schedule))
+        self.recent.clear()
+        self.recent.append(result)
+        return result
+
+    def _request(self, x: Any, y: Any, evaluates: bool = False) -> StepRequest:
+        subject = self._subject
+        leaves = subject.captured.leaves(x, y)
+        rows = rows_of(leaves)
+        samples = sizes_of(rows, self._plan.microbatches)
+        self._prepare(set(samples), self._evaluated if evaluates else self._loaded)
+        counted, scale = subject.captured.has_count, self.scaling.scale
+        count = self.steps if self.streams else self.updates[0]
+        return StepRequest(
+            schedule=(),
+            samples=samples,
+            feeds=tuple(slices(leaves, samples)),
+            loss_tangents=tuple(scale * (1.0 if counted else size / rows) for size in samples),
+            lr=subject.optimizer.lr_at(count + 1),
+            number=self.steps + 1,
+            seed=subject.passes.seed,
+            grad_scale=None if counted else 1.0 / scale,
+            loss_scale=scale,
+            clip=self._clip,
+            evaluates=evaluates,
+        )
+
+    def _prepare(self, sizes: set[int], ready: set[int]) -> None:
+        """Load stages with passes for these sizes as well, if they are not all `ready`."""
+        if sizes <= ready:
+            return
+        self.flush()
+        ready |= sizes
+        roles = (*ROLES, *self._accumulating())
+        self._load(self._loaded, Checkpoint({}, {role: self.read(role) for role in roles}))
+
+    def _load(self, sizes: set[int], values: Checkpoint | None) -> None:
+        """Give the workers the stages for these sizes, with the values of a checkpoint if any."""
+        subject, plan, crew = self._subject, self._plan, self._crew
+        self._progress("compiling stages", 0, 1)
+        self._loaded = sizes
+        loading = Loading(
+            subject.captured, plan, subject.optimizer,
+            {member: info.backend for member, info in crew.infos.items()},
+            subject.passes.recompute, Schedules(plan).halved,
+        )  # fmt: skip
+        stages = loading.graphs(sizes, self._evaluated)
+        tied = {(owner, others): None for each in stages for _, owner, others in each[0].tied}
+        self._schedules = Schedules(plan, tuple(tied))
+        stream = self._schedules.stream()
+        initial: dict[str, Any] = {**subject.captured.parameters, **subject.captured.buffers}
+        if values is not None:
+            if values.manifest:
+                check(values, [replicas[0] for replicas in stages], subject.optimizer)
+            initial.update(values.tensors[PARAM])
+            initial.update(values.tensors[BUFFER])
+        lr = subject.optimizer.lr_at(max(self.steps, 1))
+        keep = Keep(plan.policy, tuple(self.updates), lr, subject.passes.check_finite)
+        members = [stage.devices for stage in plan.stages]
+        both = sizes | self._evaluated
+        crew.load(stages, members, initial, keep=keep, shares=loading.shares, sizes=both)
+        self._own_load = crew.load_count
+        self._streaming = None if stream is None else Streaming(crew, stream, plan.policy)
+        for role in (STATE, GRAD) if values is not None else ():
+            assert values is not None
+            crew.write(role, values.tensors.get(role, {}))
+        self._progress("compiling stages", 1, 1)
+
+    def _accumulating(self) -> tuple[str, ...]:
+        """GRAD while gradients are accumulated, once every owner has the sums; else nothing."""
+        if not self._accumulated:
+            return ()
+        if max(self._plan.replicas) > 1:
+            raise HetpipeError(
+                f"a mini-batch of a new size after {len(self._accumulated)} of "
+                f"{self._subject.updates.accumulate} that are accumulated on replicas: flush() "
+                "before it, or leave it out"
+            )
+        schedule = self._schedules.of(self._plan.microbatches, SUMMING)
+        self._crew.step(Apply(schedule, 0.0, self.steps, grad_scale=1.0))
+        return (GRAD,)
+
+    def _update(self, grad_scale: float) -> None:
+        """Update with the accumulated gradients, multiplied by `grad_scale`; NaN drops them."""
+        schedule = self._schedules.of(self._plan.microbatches, UPDATING | SUMMING)
+        lr = self._subject.optimizer.lr_at(self.updates[0] + 1)
+        self._accumulated.clear()
+        result = self._crew.step(Apply(schedule, lr, self.steps, grad_scale, self._clip))
+        if grad_scale == grad_scale:
+            self._record(result)
+
+    def _record(self, result: StepResult) -> None:
+        """An update was made, or left out."""
+        self.scaling.record(result.skipped)
+        self.updates = [count + (not result.skipped) for count in self.updates]
+
+
+def as_tensors(arrays: Mapping[str, Array]) -> dict[str, Any]:
+    """Host arrays as torch's tensors."""
+    import torch
+
+    return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}

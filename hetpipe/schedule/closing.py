@@ -1,0 +1,18 @@
+"""Closing: the last thing that each stage does with a micro-batch, which is then forgotten."""
+
+from __future__ import annotations
+
+from hetpipe.schedule.action import PER_MINI_BATCH, TIED, Op, Schedule
+
+Closing = frozenset[tuple[int, Op]]
+"""Stage and operation."""
+
+
+def closing(schedule: Schedule) -> Closing:
+    """By stage, the operations with which it is done with a micro-batch."""
+    last: dict[int, dict[int, Op]] = {}
+    for action in (action for row in schedule for action in row):
+        message = action.message
+        if action.op not in PER_MINI_BATCH and (message is None or message.kind not in TIED):
+            last.setdefault(action.stage, {})[action.number] = action.op
+    return frozenset((stage, op) for stage, ops in last.items() for op in ops.values())

@@ -1,0 +1,142 @@
+"""Rule: a schedule by name, and all that the rest of hetpipe must know of it.
+
+A rule is registered once. Whoever needs a trait of a schedule asks its rule, and nobody compares
+names: a user's schedule can say all that ours can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from hetpipe.errors import ScheduleError
+from hetpipe.schedule.action import Schedule
+from hetpipe.schedule.asp import asp
+from hetpipe.schedule.fbp import fbp
+from hetpipe.schedule.interleaved import interleaved
+from hetpipe.schedule.straight import (
+    data_parallel,
+    gpipe,
+    naive,
+    one_f_one_b,
+    one_f_one_b_sno,
+    one_f_one_b_so,
+    pipedream,
+)
+from hetpipe.schedule.zerobubble import zb_h1, zb_v
+
+Passes = Callable[..., Schedule]
+"""(stages, micro-batches, in flight per stage or None) -> per worker its passes in order.
+
+Without a flush the micro-batches are those of several mini-batches. Where a worker may have several
+stages, the number of workers is a fourth argument.
+"""
+
+Generator = TypeVar("Generator", bound=Passes)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A schedule. `passes` orders forwards and backwards; `generate` adds all the rest."""
+
+    name: str
+    passes: Passes
+    flushes: bool = True
+    """Whether a mini-batch ends, with its update, before the next one begins."""
+    stages_per_worker: int = 1
+    """How many stages a planner gives each worker; with more than 1, any number is allowed."""
+    averages: bool = True
+    """Whether replicas in turn apply the mean of a round, and not each mini-batch by itself."""
+    replicates: bool = False
+    """Whether every worker has every stage: data parallelism."""
+    any_depth: bool = False
+    """Whether a planner may choose how many micro-batches each stage keeps in flight."""
+
+    @property
+    def several_stages(self) -> bool:
+        """Whether a worker may have several stages."""
+        return self.stages_per_worker > 1
+
+    def mini_batches_per_update(self, replicas: Sequence[int]) -> tuple[int, ...]:
+        """By stage: one, unless replicas in turn apply the mean of a round."""
+        in_rounds = not self.flushes and self.averages
+        return tuple(count if in_rounds else 1 for count in replicas)
+
+
+_rules: dict[str, Rule] = {}
+
+
+def register_rule(rule: Rule) -> Rule:
+    """Make a rule known by its name. Raises `ScheduleError` if another one has the name."""
+    if _rules.setdefault(rule.name, rule) != rule:
+        raise ScheduleError(f"schedule {rule.name!r} is registered already; choose another name")
+    return rule
+
+
+def register_schedule(
+    name: str, *, asynchronous: bool = False, chunked: bool = False, averages: bool = True
+) -> Callable[[Generator], Generator]:
+    """Make a generator known as schedule `name`; a decorator.
+
+    An `asynchronous` schedule does not flush after a mini-batch: each stage updates its weights as
+    soon as it has done the last backward of a mini-batch. A `chunked` one may give a worker several
+    stages. Raises `ScheduleError` if another generator has the name.
+    """
+
+    def register(generator: Generator) -> Generator:
+        register_rule(
+            Rule(
+                name,
+                generator,
+                flushes=not asynchronous,
+                stages_per_worker=2 if chunked else 1,
+                averages=averages,
+            )
+        )
+        return generator
+
+    return register
+
+
+def rule_of(schedule: str | Rule) -> Rule:
+    """The rule of that name. Raises `ScheduleError` for a name that nobody has registered."""
+    if isinstance(schedule, Rule):
+        return schedule
+    rule = _rules.get(schedule)
+    if rule is None:
+        raise ScheduleError(f"no schedule {schedule!r}; known: {', '.join(schedule_names())}")
+    return rule
+
+
+def schedule_names() -> list[str]:
+    """Names of the registered schedules, in order."""
+    return sorted(_rules)
+
+
+def is_asynchronous(name: str) -> bool:
+    """Whether the schedule goes on from one mini-batch to the next without a flush."""
+    return name in _rules and not _rules[name].flushes
+
+
+def is_chunked(name: str) -> bool:
+    """Whether the schedule may give a worker several stages."""
+    return name in _rules and _rules[name].several_stages
+
+
+ONE_F_ONE_B = register_rule(Rule("1f1b", one_f_one_b, any_depth=True))
+GPIPE = register_rule(Rule("gpipe", gpipe))
+for _rule in (
+    Rule("naive", naive),
+    Rule("1f1b-sno", one_f_one_b_sno),
+    Rule("1f1b-as", one_f_one_b_sno),
+    Rule("1f1b-so", one_f_one_b_so),
+    Rule("fbp", fbp),
+    Rule("zb-h1", zb_h1),
+    Rule("zb-v", zb_v, stages_per_worker=2),
+    Rule("interleaved", interleaved, stages_per_worker=2),
+    Rule("data-parallel", data_parallel, stages_per_worker=2, replicates=True),
+    Rule("pipedream", pipedream, flushes=False),
+    Rule("asp", asp, flushes=False, averages=False),
+):
+    register_rule(_rule)
