@@ -3,5 +3,5 @@
 from hetpipe._lazy import lazy
 
 __getattr__, __dir__, __all__ = lazy(
-    __name__, {"Crew": "crew", "StepRequest": "crew", "StepResult": "crew"}
+    __name__, {"Crew": "crew", "StepRequest": "request", "StepResult": "request"}
 )

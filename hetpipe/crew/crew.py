@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import accumulate
 from types import TracebackType
 from typing import Any
 
@@ -17,96 +14,25 @@ import numpy as np
 
 from hetpipe.capture.program import StageGraphs
 from hetpipe.cluster.cluster import Cluster
+from hetpipe.crew.answers import Answers, Posted, result_of
 from hetpipe.crew.assembly import Assembly
 from hetpipe.crew.fleet import Fleet
+from hetpipe.crew.handout import Scripts, batch_of
 from hetpipe.crew.launcher import launch
+from hetpipe.crew.placement import Placement
+from hetpipe.crew.request import Apply, Part, Request, StepRequest, StepResult
 from hetpipe.errors import HetpipeError
-from hetpipe.schedule.action import Action, Op, Schedule
-from hetpipe.schedule.closing import Closing, closing
+from hetpipe.schedule.closing import closing
 from hetpipe.schedule.lanes import worker_rows
 from hetpipe.sdk.info import DeviceInfo
-from hetpipe.simulate.timeline import Span, Timeline
 from hetpipe.wire import messages as say
 from hetpipe.wire.messages import Array
 from hetpipe.wire.pieces import streams
-from hetpipe.wire.shares import Place, Shares
+from hetpipe.wire.shares import Shares
 
 FIRST_STEP_S = 600.0
 LEAST_PATIENCE_S = 60.0
 PATIENCE = 20  # times the longest step so far
-
-
-@dataclass(frozen=True)
-class StepRequest:
-    """One mini-batch. Sequences have one entry per micro-batch.
-
-    `grad_scale` None: 1 / sum of the counts that the last stage reports, over `loss_scale`, by
-    which `loss_tangents` were multiplied. `lag` and `ahead`, by stage, choose versions of the
-    weights (see `hetpipe.worker.weights`).
-    """
-
-    schedule: Schedule
-    samples: tuple[int, ...]
-    feeds: Sequence[Mapping[str, Array]]
-    loss_tangents: tuple[float, ...]
-    lr: float
-    number: int
-    seed: int = 0
-    grad_scale: float | None = None
-    loss_scale: float = 1.0
-    clip: say.Clip | None = None
-    evaluates: bool = False
-    guards: bool = False
-    """Whether nothing is applied where a loss is not finite: updates wait until all are known."""
-    lag: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    ahead: Mapping[int, Sequence[int]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Apply:
-    """Sums and updates by themselves, of gradients that earlier mini-batches left.
-
-    They are multiplied by `grad_scale`; NaN drops them, and all else that those mini-batches did.
-    """
-
-    schedule: Schedule
-    lr: float
-    number: int
-    grad_scale: float | None = None
-    clip: say.Clip | None = None
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of a stream. Numbers in the schedule count from mini-batch `first`; `begins` is the
-    mini-batch that comes with it, `closing` what ends a micro-batch (of the whole stream)."""
-
-    first: int
-    begins: int
-    microbatches: int
-    closing: Closing
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Losses and counts per micro-batch, and when everything happened; the rest is by stage."""
-
-    losses: tuple[float, ...]
-    counts: tuple[float, ...] | None
-    timeline: Timeline
-    versions: tuple[int, ...] = ()  # that the last forward used, counted in updates
-    live_versions: tuple[int, ...] = ()  # most at once
-    most_in_flight: tuple[int, ...] = ()  # micro-batches that a backward has yet to read
-    peak_nbytes: tuple[int, ...] = ()  # most on a replica's device, see `hetpipe.worker.memory`
-    skipped: bool = False  # whether the update was left out
-
-
-@dataclass(frozen=True)
-class _Posted:
-    """What was handed out: when, and in how many lanes by each worker."""
-
-    begin_s: float
-    lanes: Sequence[int]
 
 
 class Crew:
@@ -122,16 +48,12 @@ class Crew:
         self.cluster = cluster
         self._index = {member.id: i for i, member in enumerate(cluster.members)}
         self._assembly: Assembly | None = None
-        self._members: list[tuple[str, ...]] = []  # of each stage, its replicas
-        self._rows: dict[tuple[str, ...], int] = {}  # of a schedule, by who does it
-        self._scripts: dict[int, tuple[int, Schedule]] = {}
-        self._posted: deque[_Posted] = deque()  # what is under way
-        self._posed: StepRequest | Apply | None = None  # handed out last
+        self._placement = Placement((), False)
+        self._scripts = Scripts()
+        self._posted: deque[Posted] = deque()  # what is under way
+        self._answers: Answers  # of what was handed out last
         self.load_count = 0
         """How often stages were loaded: who loaded them can tell whether they are still there."""
-        self._skipped = False
-        self._forwarded: list[say.Losses] = []  # of a mini-batch, by replica of the last stage
-        self._squares: list[float] = []  # of the gradients, by worker, of the step at hand
         self._origin_s = 0.0  # of timelines: when the step, or the stream, began
         self._serial = 0
         self._longest_s: float | None = None
@@ -195,30 +117,25 @@ class Crew:
         stages, members and values do not fit together.
         """
         graphs = [[each] if isinstance(each, StageGraphs) else list(each) for each in stages]
-        places = [(each,) if isinstance(each, str) else tuple(each) for each in members]
-        if list(map(len, graphs)) != list(map(len, places)):
+        shares = shares or Shares(tuple((1.0,) * len(replicas) for replicas in graphs))
+        placement = Placement(members, shares.in_turn)
+        if list(map(len, graphs)) != list(map(len, placement.members)):
             raise HetpipeError(
                 f"{len(graphs)} stages need a member each, and one per replica, got "
-                f"{len(places)}: {list(members)}"
+                f"{len(members)}: {list(members)}"
             )
-        shares = shares or Shares(tuple((1.0,) * len(replicas) for replicas in graphs))
         assembly = Assembly(graphs, values, shares, sizes)
-        for member in {member for replicas in places for member in replicas}:
+        for member in placement.row_of:
             self._worker(member)
-        self._assembly, self._members = None, places
+        self._assembly, self._placement = None, placement
         self.load_count += 1
-        workers = dict.fromkeys(places)
-        if shares.in_turn:
-            workers = dict.fromkeys((member,) for replicas in places for member in replicas)
-        self._rows = {replicas: row for row, replicas in enumerate(workers)}
-        self._check_rows()
         with self._guarded():
             streaming = {member for member, info in self.infos.items() if streams(info)}
-            plugged = assembly.plug(self.cluster, places, self._index, streaming)
+            plugged = assembly.plug(self.cluster, placement.members, self._index, streaming)
             for member, (ends, fds) in plugged.items():
                 own = tuple(
                     say.StageLoad(graphs[n][r], r, assembly.values_of(graphs[n][r]))
-                    for n, r in self._places(member)
+                    for n, r in placement.places(member)
                 )
                 with fds:
                     message = say.Load(own, keep, state_init, ends, shares)
@@ -228,23 +145,7 @@ class Crew:
         self._scripts.clear()
         self._posted.clear()
 
-    def _check_rows(self) -> None:
-        everyone = [member for replicas in self._rows for member in replicas]
-        if len(set(everyone)) != len(everyone):
-            raise HetpipeError(
-                f"members {[list(replicas) for replicas in self._rows]}: one that has several "
-                "stages must have the same fellow replicas in all of them, and be there once"
-            )
-
-    def _places(self, member: str) -> list[Place]:
-        """The stages of a member, and which replica of them it is."""
-        return [
-            (n, replicas.index(member))
-            for n, replicas in enumerate(self._members)
-            if member in replicas
-        ]
-
-    def step(self, request: StepRequest | Apply, timeout_s: float | None = None) -> StepResult:
+    def step(self, request: Request, timeout_s: float | None = None) -> StepResult:
         """Run one mini-batch to its end.
 
         `timeout_s` limits how long nothing may move; default 20 times the longest step so far, at
@@ -254,14 +155,14 @@ class Crew:
         self.post(request)
         return self.collect(timeout_s)
 
-    def post(self, request: StepRequest | Apply, part: Part | None = None) -> None:
+    def post(self, request: Request, part: Part | None = None) -> None:
         """Hand out a mini-batch, without waiting for it.
 
         As a `part` of a stream it needs not be done when the workers go on; else it is drained.
         """
         assembly = self._loaded()
         microbatches, evaluates = 1, False
-        assembly.check_rows(request.schedule, len(self._rows))
+        assembly.check_rows(request.schedule, self._placement.rows)
         if isinstance(request, StepRequest):
             assembly.check(request.samples, request.feeds, request.loss_tangents)
             if request.grad_scale is None and not assembly.has_count:
@@ -277,12 +178,16 @@ class Crew:
             if part is None or part.begins == 0:
                 self._origin_s = now_s
             of_workers = worker_rows(request.schedule)
-            lanes = [of_workers[row] for row in self._row_of.values()]
-            self._posted.append(_Posted(now_s, [len(own) for own in lanes]))
-            self._posed, self._skipped = request, False
-            script, schedule = self._script(request.schedule)
-            for member, own in zip(self._row_of, lanes, strict=True):
-                batch = self._batch(assembly, member, request, place.begins)
+            lanes = {member: of_workers[row] for member, row in self._placement.row_of.items()}
+            counts = {member: len(own) for member, own in lanes.items()}
+            self._posted.append(Posted(now_s, counts))
+            tellers = 1 if assembly.shares.in_turn else len(self._placement.members[-1])
+            self._answers = Answers(request, tellers, len(lanes))
+            script, schedule = self._scripts.send(request.schedule, self._serial)
+            for member, own in lanes.items():
+                everywhere = self._placement.places(member)
+                active = [p for p in everywhere if assembly.shares.takes(p, place.begins)]
+                batch = batch_of(request, self._serial, active, assembly)
                 message = say.Step(
                     self._serial, script, schedule, own, place.closing, place.first,
                     place.microbatches, place.begins, batch,
@@ -297,7 +202,7 @@ class Crew:
             posted = self._posted.popleft()
             reports = self._control.gather(self._workers, patience_s, self._answer)
             self._longest_s = max(self._longest_s or 0.0, time.monotonic() - posted.begin_s)
-        return self._result(reports, posted)
+        return result_of(reports, posted, self._origin_s, self._answers.skipped)
 
     @property
     def under_way(self) -> int:
@@ -314,7 +219,7 @@ class Crew:
         merged: dict[str, Array] = {}
         with self._guarded():
             for stage, own in owners.items():
-                worker = self._index[self._members[stage][0]]
+                worker = self._index[self._placement.members[stage][0]]
                 self._fleet.send(worker, say.Read(stage, role, tuple(own)))
                 merged.update(self._control.gather([worker])[0])
         wanted = names if names is not None else [name for own in owners.values() for name in own]
@@ -329,7 +234,7 @@ class Crew:
         shares = assembly.by_stage(role, values)
         with self._guarded():
             for stage, share in shares.items():
-                for member in self._members[stage]:
+                for member in self._placement.members[stage]:
                     worker = self._index[member]
                     self._fleet.send(worker, say.Write(stage, role, share))
                     self._control.gather([worker])
@@ -376,114 +281,13 @@ class Crew:
             return FIRST_STEP_S
         return max(LEAST_PATIENCE_S, PATIENCE * self._longest_s)
 
-    def _script(self, schedule: Schedule) -> tuple[int, Schedule | None]:
-        """The schedule's number, and the schedule itself if the workers have not seen it."""
-        if (known := self._scripts.get(id(schedule))) is not None:
-            return known[0], None
-        if len(self._scripts) >= say.SCRIPTS:
-            self._scripts.pop(next(iter(self._scripts)))
-        self._scripts[id(schedule)] = (self._serial, schedule)  # kept alive: ids are reused
-        return self._serial, schedule
-
     @property
     def _workers(self) -> list[int]:
         """Those that have a stage, in the order of the rows."""
-        return [self._index[member] for member in self._row_of]
-
-    @property
-    def _row_of(self) -> dict[str, int]:
-        """The row of a schedule that a member does."""
-        return {member: row for replicas, row in self._rows.items() for member in replicas}
-
-    def _batch(
-        self, assembly: Assembly, member: str, request: StepRequest | Apply, number: int
-    ) -> say.Apply:
-        """Mini-batch `number` of the stream as a member sees it."""
-        if isinstance(request, Apply):
-            return say.Apply(
-                self._serial, request.number, request.lr, request.grad_scale, request.clip
-            )
-        own = [place for place in self._places(member) if assembly.shares.takes(place, number)]
-        none = (0,) * len(request.samples)
-        return say.Batch(
-            serial=self._serial,
-            number=request.number,
-            lr=request.lr,
-            grad_scale=None if request.guards else request.grad_scale,
-            clip=request.clip,
-            samples=request.samples,
-            feeds={n: assembly.feeds_of((n, r), request.feeds, request.samples) for n, r in own},
-            loss_tangents=request.loss_tangents,
-            seed=request.seed,
-            lag={n: request.lag.get(n, none) for n, _ in own},
-            ahead={n: request.ahead.get(n, none) for n, _ in own},
-        )
+        return [self._index[member] for member in self._placement.row_of]
 
     def _answer(self, news: say.News) -> None:
-        """Tell the workers what follows from all their losses, or from all their gradients."""
-        if isinstance(news, say.Losses):
-            self._forwarded.append(news)
-            shares = self._loaded().shares
-            if not shares.in_turn and len(self._forwarded) < len(self._members[-1]):
-                return  # each replica tells of its rows
-            value, clips = self._grad_scale(), False
-            self._forwarded.clear()
-        else:
-            self._squares.append(news.square)
-            if len(self._squares) < len(self._row_of):
-                return
-            assert self._posed is not None
-            assert self._posed.clip is not None
-            value, clips = self._posed.clip.factor(sum(self._squares)), True
-            self._squares.clear()
-        self._skipped = math.isnan(value)
-        for worker in self._workers:
-            self._fleet.send(worker, say.Scale(news.serial, clips, value))
-
-    def _grad_scale(self) -> float:
-        """What the gradients of the mini-batch are multiplied with; NaN to drop them."""
-        request = self._posed
-        assert isinstance(request, StepRequest)
-        if request.guards and not all(losses.finite for losses in self._forwarded):
-            return math.nan
-        if request.grad_scale is not None:
-            return request.grad_scale
-        total = sum(sum(losses.counts or ()) for losses in self._forwarded)
-        if total == 0:
-            raise HetpipeError("the counts of this mini-batch sum to 0: its loss has no mean")
-        return 1.0 / (total * request.loss_scale)
-
-    def _result(self, reports: Sequence[say.StepReport], posted: _Posted) -> StepResult:
-        begin_s = self._origin_s
-        firsts = accumulate(posted.lanes, initial=0)
-        spans = [
-            Span(first + lane, Action(stage, Op(op), number), start_s - begin_s, end_s - begin_s)
-            for first, report in zip(firsts, reports, strict=False)
-            for lane, stage, op, number, start_s, end_s in report.spans
-        ]
-        names = [
-            member if count == 1 else f"{member} lane {lane}"
-            for member, count in zip(self._row_of, posted.lanes, strict=True)
-            for lane in range(count)
-        ]
-        losses = _summed([r.losses for r in reports if r.losses is not None])
-        counts = _summed([r.counts for r in reports if r.counts is not None])
-        versions = {n: v for report in reports for n, v in report.versions.items()}
-        live = {n: v for report in reports for n, v in report.live_versions.items()}
-        held = {n: [r.memory[n] for r in reports if n in r.memory] for n in sorted(live)}
-        spans.sort(key=lambda span: (span.worker, span.start_s))
-        return StepResult(
-            losses or (),
-            counts,
-            Timeline(tuple(names), tuple(spans), "measured"),
-            tuple(versions[n] for n in sorted(versions)),
-            tuple(live[n] for n in sorted(live)),
-            tuple(max(in_flight for in_flight, _ in replicas) for replicas in held.values()),
-            tuple(max(nbytes for _, nbytes in replicas) for replicas in held.values()),
-            self._skipped,
-        )
-
-
-def _summed(parts: Sequence[Sequence[float]]) -> tuple[float, ...] | None:
-    """Per micro-batch, over the replicas; None if there are none."""
-    return tuple(map(sum, zip(*parts, strict=True))) if parts else None
+        """Tell the workers what follows from all their losses or gradients."""
+        if (scale := self._answers.to(news)) is not None:
+            for worker in self._workers:
+                self._fleet.send(worker, scale)

@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hetpipe.cluster.cluster import Cluster, Link, Member
-from hetpipe.crew.crew import Crew, StepRequest
+from hetpipe.crew.crew import Crew
+from hetpipe.crew.request import StepRequest
 from hetpipe.papers.overhead import empty_stage
 from hetpipe.papers.sleeping import SleepingBackend
 from hetpipe.pipeline.streaming import Streaming

@@ -10,7 +10,8 @@ from hetpipe.capture.captured import Captured
 from hetpipe.capture.program import CUT, STATE, TANGENT, Slot, StageGraphs
 from hetpipe.cluster.cluster import Cluster, Member
 from hetpipe.cost.table import CostTable, LayerBytes, TiedBytes
-from hetpipe.crew.crew import Crew, StepRequest, StepResult
+from hetpipe.crew.crew import Crew
+from hetpipe.crew.request import StepRequest, StepResult
 from hetpipe.pipeline.streaming import Streaming
 from hetpipe.plan.costs import StageCosts
 from hetpipe.schedule.action import Schedule

@@ -22,7 +22,8 @@ from hetpipe.capture.program import (
     StageGraphs,
 )  # fmt: skip
 from hetpipe.cluster.cluster import Cluster, Member, available_cores
-from hetpipe.crew.crew import Crew, StepRequest
+from hetpipe.crew.crew import Crew
+from hetpipe.crew.request import StepRequest
 from hetpipe.schedule.generators import generate
 from hetpipe.sdk.graph import canonical
 

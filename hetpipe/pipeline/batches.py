@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hetpipe.errors import HetpipeError
 
 if TYPE_CHECKING:
-    from hetpipe.crew.crew import StepResult
+    from hetpipe.crew.request import StepResult
 
 
 def rows_of(leaves: Mapping[str, Any]) -> int:

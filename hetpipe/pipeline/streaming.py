@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hetpipe.crew.crew import Apply, Crew, Part, StepRequest, StepResult
+from hetpipe.crew.crew import Crew
+from hetpipe.crew.request import Apply, Part, StepRequest, StepResult
 from hetpipe.schedule.closing import closing
 from hetpipe.schedule.stream import Stream
 from hetpipe.schedule.weights import WeightPolicy

@@ -11,7 +11,8 @@ import numpy as np
 
 from hetpipe.capture.program import BUFFER, GRAD, PARAM, STATE
 from hetpipe.checkpoint import Checkpoint
-from hetpipe.crew.crew import Apply, Crew, StepRequest, StepResult
+from hetpipe.crew.crew import Crew
+from hetpipe.crew.request import Apply, StepRequest, StepResult
 from hetpipe.errors import HetpipeError
 from hetpipe.pipeline.batches import mean_loss, rows_of, sizes_of, slices
 from hetpipe.pipeline.loading import Loading

@@ -27,7 +27,8 @@ from hetpipe.capture.program import (
     StageGraphs,
 )
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost, TiedBytes
-from hetpipe.crew.crew import Crew, StepRequest
+from hetpipe.crew.crew import Crew
+from hetpipe.crew.request import StepRequest
 from hetpipe.errors import CostError
 from hetpipe.profile import cache, contention
 from hetpipe.profile.profiler import RULES, Times

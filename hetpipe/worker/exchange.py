@@ -20,8 +20,9 @@ from hetpipe.wire.rows import Route, cut, join, kind_of, routes
 from hetpipe.wire.shares import Place, Shares
 from hetpipe.wire.transport import Tensor, to_device
 from hetpipe.wire.wire import ALL_REDUCE, ROWS, SUMS, TIED, TIED_GRAD, Array, Kind, Layout
+from hetpipe.worker.bind import Key
 from hetpipe.worker.divided import Within
-from hetpipe.worker.stage import Key, Stage
+from hetpipe.worker.stage import Stage
 
 Edge = tuple[Place, Place]
 """Source and target."""
@@ -275,7 +276,7 @@ class Exchange:
             # The next update overwrites them: they leave the device before the list goes on.
             return [stage.get(slot.key) for slot in layout]
         lo, hi = self._shares.rows(own, kind[1])
-        return stage.depart(message.number, hi - lo, layout)
+        return stage.frames.depart(message.number, hi - lo, layout)
 
     def _arrived(self, n: int, message: Message, layout: Layout, tensors: list[Any]) -> None:
         stage = self._stages[n]
@@ -286,4 +287,4 @@ class Exchange:
             for slot, array in zip(layout, tensors, strict=True):
                 stage.put(slot.key, array)
         else:
-            stage.arrive(message.number, layout, tensors)
+            stage.frames.arrive(message.number, layout, tensors)

@@ -35,9 +35,12 @@ from hetpipe.wire.messages import (
 from hetpipe.wire.transport import EdgeClosedError
 from hetpipe.worker.exchange import Exchange
 from hetpipe.worker.lanes import HandOver
-from hetpipe.worker.runner import Runner, Script
+from hetpipe.worker.minibatches import MiniBatches
+from hetpipe.worker.runner import Runner
+from hetpipe.worker.script import Script
 from hetpipe.worker.stage import Stage
 from hetpipe.worker.sums import Sums
+from hetpipe.worker.updates import Updates
 
 
 class Service:
@@ -151,10 +154,12 @@ class Service:
                 senders[edge] = Sender(outlet, self.fail)
         exchange = Exchange(self._stages, self._replicas, message.shares, senders, receivers)
         self._exchange = exchange
+        updates = Updates(
+            self._stages, self._replicas, message.shares, exchange, MiniBatches(),
+            self._grad_scale, self._clip_factor,
+        )  # fmt: skip
         speed = self._order.member.speed
-        self._runner = Runner(
-            self._stages, self._replicas, message.shares, exchange, speed, self.fail
-        )
+        self._runner = Runner(exchange, updates, self._answer, speed, self.fail)
         self._edges = [
             *senders.values(),
             *receivers.values(),
@@ -173,13 +178,7 @@ class Service:
                 Script.of(message.schedule, row, self._stages, message.closing)
                 for row in message.rows
             )
-        return runner.run(
-            self._scripts[message.script],
-            message,
-            self._answer,
-            self._grad_scale,
-            self._clip_factor,
-        )
+        return runner.run(self._scripts[message.script], message)
 
     def _meet(self, stage: int, terms: list[Array]) -> list[Array]:
         """Sums over the replicas of a stage, in the middle of a pass."""

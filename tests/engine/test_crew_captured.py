@@ -13,7 +13,8 @@ import hetpipe as hp
 from hetpipe.capture import Captured
 from hetpipe.capture.program import BUFFER, PARAM
 from hetpipe.cluster.cluster import Cluster, Member
-from hetpipe.crew.crew import Crew, StepRequest
+from hetpipe.crew.crew import Crew
+from hetpipe.crew.request import StepRequest
 from hetpipe.schedule.generators import generate
 from hetpipe.sdk.registry import get_backend
 

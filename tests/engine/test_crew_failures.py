@@ -18,7 +18,8 @@ from engine_backends import FaultyBackend
 from engine_stages import LR, WIDTH, make_stages, make_values
 
 from hetpipe.cluster.cluster import Cluster, Member
-from hetpipe.crew.crew import Crew, StepRequest
+from hetpipe.crew.crew import Crew
+from hetpipe.crew.request import StepRequest
 from hetpipe.errors import BackendError, HetpipeError, WorkerError
 from hetpipe.schedule.generators import generate
 from hetpipe.sdk import registry

@@ -15,17 +15,19 @@ from engine_stages import LR, WIDTH, make_stages, make_values
 from hetpipe.capture.program import CUT, Slot
 from hetpipe.cluster.cluster import Cluster, Link, Member
 from hetpipe.crew.control import Control
-from hetpipe.crew.crew import Crew, StepRequest
+from hetpipe.crew.crew import Crew
+from hetpipe.crew.request import StepRequest
 from hetpipe.crew.routing import wires
 from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.papers.overhead import measure_empty_action
 from hetpipe.schedule.action import Action, Message, Op
+from hetpipe.schedule.closing import closing
 from hetpipe.schedule.generators import generate
 from hetpipe.wire.channel import INLINE_NBYTES, Channel
 from hetpipe.wire.messages import Beat, Counts, Failure, Reply
 from hetpipe.wire.shares import Shares
 from hetpipe.wire.wire import arrays_in, packed_nbytes
-from hetpipe.worker.runner import Script, closing
+from hetpipe.worker.script import Script
 
 
 def pair() -> tuple[Channel, Channel]:

@@ -10,7 +10,8 @@ from engine_stages import LR, WIDTH, Reference, make_stages, make_values
 
 from hetpipe.capture.program import GRAD, PARAM, STATE
 from hetpipe.cluster.cluster import Cluster, Member
-from hetpipe.crew.crew import Crew, StepRequest, StepResult
+from hetpipe.crew.crew import Crew
+from hetpipe.crew.request import StepRequest, StepResult
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.generators import generate
 

@@ -23,7 +23,8 @@ import hetpipe as hp
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Member
 from hetpipe.cost.table import CostTable
-from hetpipe.crew.crew import Crew, StepRequest
+from hetpipe.crew.crew import Crew
+from hetpipe.crew.request import StepRequest
 from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.papers.overhead import empty_stage
 from hetpipe.papers.sleeping import SharedSpeed

@@ -103,15 +103,15 @@ def test_bytes_equal_a_walk_over_everything(
         versions = [weights.present, version]
         if isinstance(weights, Stashed):
             versions += [*weights._recent.values(), *weights._held.values()]
-        tables = [stage._store, *stage._frames.values(), *versions]
-        number = stage._graphs.stage
+        tables = [stage.store.entries, *stage.frames.all(), *versions]
+        number = stage.number
         nbytes = nbytes_of(buffer for table in tables for buffer in table)
         walked[number] = max(walked[number], nbytes)
 
     account, update = Stage._account, Stage.update
 
-    def accounting(stage: Any, which: int, microbatch: int, samples: int, version: Any) -> None:
-        account(stage, which, microbatch, samples, version)
+    def accounting(stage: Any, number: int, which: Any, version: Any) -> None:
+        account(stage, number, which, version)
         walk(stage, version)
 
     def updating(stage: Any, lr: float, grad_scale: float) -> None:

@@ -19,7 +19,8 @@ import hetpipe as hp
 from hetpipe.capture import Captured
 from hetpipe.capture.program import CUT, Slot
 from hetpipe.cluster import Cluster, Link, Member
-from hetpipe.crew.crew import Crew, StepRequest
+from hetpipe.crew.crew import Crew
+from hetpipe.crew.request import StepRequest
 from hetpipe.papers.overhead import empty_stage
 from hetpipe.schedule.generators import generate
 from hetpipe.sdk.backend import DONE, Buffer, DoneEvent

@@ -1,0 +1,106 @@
+"""Answers: what the controller tells workers in the middle of a mini-batch, and its result.
+
+Only the controller knows of all losses, and of all gradients: workers send it what they have of
+them, and wait with their updates for a number that holds for all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from hetpipe.crew.request import Request, StepRequest, StepResult
+from hetpipe.errors import HetpipeError
+from hetpipe.schedule.action import Action, Op
+from hetpipe.simulate.timeline import Span, Timeline
+from hetpipe.wire.messages import Losses, News, Scale, StepReport
+
+
+class Answers:
+    """Of the request handed out last. `tellers` of losses there are, and `workers` in all."""
+
+    def __init__(self, request: Request, tellers: int, workers: int) -> None:
+        self._request = request
+        self._tellers, self._workers = tellers, workers
+        self._losses: list[Losses] = []
+        self._squares: list[float] = []
+        self.skipped = False
+        """Whether the update is left out."""
+
+    def to(self, news: News) -> Scale | None:
+        """What all workers must be told now; None while others have not sent theirs."""
+        if isinstance(news, Losses):
+            self._losses.append(news)
+            if len(self._losses) < self._tellers:
+                return None
+            value = self._grad_scale()
+            self._losses.clear()
+        else:
+            self._squares.append(news.square)
+            if len(self._squares) < self._workers:
+                return None
+            assert self._request.clip is not None
+            value = self._request.clip.factor(sum(self._squares))
+            self._squares.clear()
+        self.skipped = math.isnan(value)
+        return Scale(news.serial, not isinstance(news, Losses), value)
+
+    def _grad_scale(self) -> float:
+        """What the gradients of the mini-batch are multiplied with; NaN to drop them."""
+        request = self._request
+        assert isinstance(request, StepRequest)
+        if request.guards and not all(losses.finite for losses in self._losses):
+            return math.nan
+        if request.grad_scale is not None:
+            return request.grad_scale
+        total = sum(sum(losses.counts or ()) for losses in self._losses)
+        if total == 0:
+            raise HetpipeError("the counts of this mini-batch sum to 0: its loss has no mean")
+        return 1.0 / (total * request.loss_scale)
+
+
+@dataclass(frozen=True)
+class Posted:
+    """What was handed out: when, and in how many lanes by each member."""
+
+    begin_s: float
+    lanes: Mapping[str, int]
+
+
+def result_of(
+    reports: Sequence[StepReport], posted: Posted, origin_s: float, skipped: bool
+) -> StepResult:
+    """What all workers' reports say together; times count from `origin_s`."""
+    firsts = accumulate(posted.lanes.values(), initial=0)
+    spans = [
+        Span(first + lane, Action(stage, Op(op), number), start_s - origin_s, end_s - origin_s)
+        for first, report in zip(firsts, reports, strict=False)
+        for lane, stage, op, number, start_s, end_s in report.spans
+    ]
+    spans.sort(key=lambda span: (span.worker, span.start_s))
+    names = [
+        member if count == 1 else f"{member} lane {lane}"
+        for member, count in posted.lanes.items()
+        for lane in range(count)
+    ]
+    losses = _summed([r.losses for r in reports if r.losses is not None])
+    versions = {n: v for report in reports for n, v in report.versions.items()}
+    live = {n: v for report in reports for n, v in report.live_versions.items()}
+    held = {n: [r.memory[n] for r in reports if n in r.memory] for n in sorted(live)}
+    return StepResult(
+        losses or (),
+        _summed([r.counts for r in reports if r.counts is not None]),
+        Timeline(tuple(names), tuple(spans), "measured"),
+        tuple(versions[n] for n in sorted(versions)),
+        tuple(live[n] for n in sorted(live)),
+        tuple(max(in_flight for in_flight, _ in replicas) for replicas in held.values()),
+        tuple(max(nbytes for _, nbytes in replicas) for replicas in held.values()),
+        skipped,
+    )
+
+
+def _summed(parts: Sequence[Sequence[float]]) -> tuple[float, ...] | None:
+    """Per micro-batch, over the replicas; None if there are none."""
+    return tuple(map(sum, zip(*parts, strict=True))) if parts else None

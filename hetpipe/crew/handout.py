@@ -1,0 +1,51 @@
+"""Hand-out: a request as one worker sees it, and schedules that workers know already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hetpipe.crew.assembly import Assembly
+from hetpipe.crew.request import Apply, Request
+from hetpipe.schedule.action import Schedule
+from hetpipe.wire import messages as say
+from hetpipe.wire.shares import Place
+
+
+def batch_of(request: Request, serial: int, own: Sequence[Place], assembly: Assembly) -> say.Apply:
+    """What a worker is sent of a request. `own` are the places that take part in it."""
+    if isinstance(request, Apply):
+        return say.Apply(serial, request.number, request.lr, request.grad_scale, request.clip)
+    none = (0,) * len(request.samples)
+    return say.Batch(
+        serial=serial,
+        number=request.number,
+        lr=request.lr,
+        grad_scale=None if request.guards else request.grad_scale,
+        clip=request.clip,
+        samples=request.samples,
+        feeds={n: assembly.feeds_of((n, r), request.feeds, request.samples) for n, r in own},
+        loss_tangents=request.loss_tangents,
+        seed=request.seed,
+        lag={n: request.lag.get(n, none) for n, _ in own},
+        ahead={n: request.ahead.get(n, none) for n, _ in own},
+    )
+
+
+class Scripts:
+    """Schedules that were sent; workers know one by a number, and forget the oldest as we do."""
+
+    def __init__(self) -> None:
+        self._sent: dict[int, tuple[int, Schedule]] = {}  # by identity, which is kept alive
+
+    def send(self, schedule: Schedule, serial: int) -> tuple[int, Schedule | None]:
+        """The schedule's number, and the schedule itself if the workers have not seen it."""
+        if (sent := self._sent.get(id(schedule))) is not None:
+            return sent[0], None
+        if len(self._sent) >= say.SCRIPTS:
+            self._sent.pop(next(iter(self._sent)))
+        self._sent[id(schedule)] = (serial, schedule)
+        return serial, schedule
+
+    def clear(self) -> None:
+        """Workers have other stages now."""
+        self._sent.clear()

@@ -1,0 +1,47 @@
+"""Placement: which members have which stages, and which rows of a schedule they do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hetpipe.errors import HetpipeError
+from hetpipe.wire.shares import Place
+
+
+class Placement:
+    """`members[n]` are those of stage n, one for each replica.
+
+    A schedule's rows are the members in the order of their first stage; the replicas of a stage do
+    one row together, unless they take turns. Raises `HetpipeError` for a member that would have two
+    rows.
+    """
+
+    def __init__(self, members: Sequence[str | Sequence[str]], in_turn: bool) -> None:
+        self.members = [(each,) if isinstance(each, str) else tuple(each) for each in members]
+        groups = dict.fromkeys(self.members)
+        if in_turn:
+            groups = dict.fromkeys((member,) for replicas in self.members for member in replicas)
+        self._groups = list(groups)
+        everyone = [member for replicas in self._groups for member in replicas]
+        if len(set(everyone)) != len(everyone):
+            raise HetpipeError(
+                f"members {[list(replicas) for replicas in self._groups]}: one that has several "
+                "stages must have the same fellow replicas in all of them, and be there once"
+            )
+        self.row_of = {
+            member: row for row, replicas in enumerate(self._groups) for member in replicas
+        }
+        """By member, in the order of the rows."""
+
+    @property
+    def rows(self) -> int:
+        """How many rows a schedule has for them."""
+        return len(self._groups)
+
+    def places(self, member: str) -> list[Place]:
+        """The stages of a member, and which replica of them it is."""
+        return [
+            (n, replicas.index(member))
+            for n, replicas in enumerate(self.members)
+            if member in replicas
+        ]

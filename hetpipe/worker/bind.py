@@ -1,0 +1,168 @@
+"""Binding: every slot of a stage's programs gets a place, found once; pure, without a device.
+
+A place is an entry of one of three tables: parameters (of the version that a pass uses), the store
+(what lasts), and the frame (what one micro-batch brings and leaves).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+from hetpipe.capture.program import (
+    BUFFER,
+    CONSTANT,
+    GRAD,
+    INPUT,
+    PARAM,
+    SCALAR,
+    STATE,
+    TANGENT,
+    PassPrograms,
+    Program,
+    Slot,
+    StageGraphs,
+)  # fmt: skip
+
+Key = tuple[str, str]
+"""Role and name of a slot."""
+
+
+class Table(IntEnum):
+    """Where a value lies."""
+
+    PARAMS = 0
+    STORE = 1
+    FRAME = 2
+
+
+TABLE_OF = {
+    PARAM: Table.PARAMS,
+    **dict.fromkeys((BUFFER, CONSTANT, GRAD, STATE, SCALAR), Table.STORE),
+}
+"""By role; all others lie in the frame."""
+
+
+class Place(NamedTuple):
+    """An entry of a table."""
+
+    table: Table
+    entry: int
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A program, and the places of its inputs and outputs."""
+
+    program: Program
+    sources: tuple[Place, ...]
+    targets: tuple[Place, ...]
+    donate: frozenset[int]
+    """Inputs that every run may overwrite."""
+    parameters: frozenset[int]
+    """Inputs that are parameters."""
+
+    @property
+    def feeds(self) -> tuple[tuple[str, int], ...]:
+        """Name of each leaf of the batch that it reads, and its index in the frame."""
+        pairs = zip(self.program.inputs, self.sources, strict=True)
+        return tuple((slot.name, place.entry) for slot, place in pairs if slot.role == INPUT)
+
+
+@dataclass(frozen=True)
+class PassBindings:
+    """The passes for one micro-batch size; all numbers are indices in the frame."""
+
+    forward: Binding
+    backwards: tuple[Binding, ...]
+    """The whole, or its two halves; none without a gradient."""
+    feeds: tuple[tuple[str, int], ...]
+    """Name of each leaf of the batch that a pass reads, and its index."""
+    kept: frozenset[int]
+    """Read by some backward."""
+    awaited: tuple[frozenset[int], ...]
+    """After each pass: read by a later backward."""
+    dead: tuple[tuple[int, ...], ...]
+    """After each pass: read by nobody any more."""
+
+
+class StageBinding:
+    """Slots and places of all programs of a stage."""
+
+    def __init__(self, graphs: StageGraphs) -> None:
+        self.slots: dict[Key, Slot] = {
+            slot.key: slot
+            for program in _programs(graphs)
+            for slot in (*program.inputs, *program.outputs)
+        }
+        self.sizes = dict.fromkeys(Table, 0)
+        """Entries of each table."""
+        self.places: dict[Key, Place] = {}
+        for key, slot in self.slots.items():
+            table = TABLE_OF.get(slot.role, Table.FRAME)
+            self.places[key] = Place(table, self.sizes[table])
+            self.sizes[table] += 1
+        self.passes = {samples: self._passes(p) for samples, p in graphs.passes.items()}
+        self.evaluation = {samples: self.bind(p) for samples, p in graphs.evaluation.items()}
+        self.update = None if graphs.update is None else self.bind(graphs.update, (GRAD, STATE))
+        self.predict = None if graphs.predict is None else self.bind(graphs.predict)
+        self.norm = None if graphs.norm is None else self.bind(graphs.norm)
+
+    def index_of(self, role: str) -> int | None:
+        """The index of the only slot of a role; None if there is none."""
+        return next((self.places[key].entry for key in self.places if key[0] == role), None)
+
+    def names(self, role: str) -> list[str]:
+        """Names of the slots of a role."""
+        return [slot.name for slot in self.slots.values() if slot.role == role]
+
+    def bind(self, program: Program, donated: Iterable[str] = ()) -> Binding:
+        """The places of a program's slots; inputs of `donated` roles may be overwritten."""
+        roles = frozenset(donated)
+        return Binding(
+            program,
+            tuple(self.places[slot.key] for slot in program.inputs),
+            tuple(self.places[slot.key] for slot in program.outputs),
+            frozenset(i for i, slot in enumerate(program.inputs) if slot.role in roles),
+            frozenset(i for i, slot in enumerate(program.inputs) if slot.role == PARAM),
+        )
+
+    def _passes(self, passes: PassPrograms) -> PassBindings:
+        whole = (passes.backward,) if passes.backward is not None else ()
+        forward = self.bind(passes.forward)
+        backwards = tuple(self.bind(program, (GRAD,)) for program in passes.halves or whole)
+        reads = [_in_frame(part.sources) for part in backwards]
+        kept = frozenset().union(*reads)
+        later = [frozenset().union(*reads[part + 1 :]) for part in range(len(reads))]
+        read, written = _in_frame(forward.sources), _in_frame(forward.targets)
+        sent_back = _in_frame(place for part in backwards for place in part.targets)
+        tangents = _in_frame(place for key, place in self.places.items() if key[0] == TANGENT)
+        unsent = sent_back & tangents  # they may still have to be sent
+        after_backward = (read | written | kept | sent_back) - unsent
+        feeds = dict(forward.feeds)
+        for part in (self.bind(program) for program in whole):
+            feeds.update(part.feeds)
+        return PassBindings(
+            forward,
+            backwards,
+            tuple(feeds.items()),
+            kept,
+            (kept, *later),
+            (tuple(read - kept - written), *(tuple(after_backward - needed) for needed in later)),
+        )
+
+
+def _programs(graphs: StageGraphs) -> list[Program]:
+    passes = [
+        program
+        for each in graphs.passes.values()
+        for program in (each.forward, each.backward, *(each.halves or ()))
+    ]
+    others = (graphs.update, graphs.predict, graphs.norm, *graphs.evaluation.values())
+    return [program for program in (*passes, *others) if program is not None]
+
+
+def _in_frame(places: Iterable[Place]) -> frozenset[int]:
+    return frozenset(place.entry for place in places if place.table is Table.FRAME)

@@ -1,0 +1,79 @@
+"""Mini-batches that a worker has begun and that some of its stages have not applied yet."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import NamedTuple
+
+from hetpipe.wire.messages import Apply, Batch, Step
+
+
+class Position(NamedTuple):
+    """Where a micro-batch is: number of its mini-batch, this, and the place in it."""
+
+    mini_batch: int
+    batch: Batch
+    place: int
+
+    @property
+    def samples(self) -> int:
+        """Of the whole micro-batch, over all replicas."""
+        return self.batch.samples[self.place]
+
+
+class MiniBatches:
+    """By number in the stream. Lanes read them at once; the walk's thread begins and drops them."""
+
+    def __init__(self) -> None:
+        self.microbatches = 1
+        """Of each."""
+        self._updates: dict[int, Apply] = {}
+        self._firsts: dict[int, list[int]] = {}  # the index of each micro-batch's first sample
+        self._forwarded: Counter[tuple[int, int]] = Counter()  # by stage and mini-batch
+        self._applied: Counter[int] = Counter()  # stages
+
+    def begin(self, step: Step) -> None:
+        """Take the mini-batch, or the update by itself, that comes with a part of a schedule."""
+        self.microbatches = step.microbatches
+        self._updates[step.begins] = step.batch
+        if isinstance(step.batch, Batch):
+            self._firsts[step.begins] = list(accumulate(step.batch.samples, initial=0))
+
+    def update(self, number: int) -> Apply:
+        """How a mini-batch is applied."""
+        return self._updates[number]
+
+    def at(self, microbatch: int) -> Position:
+        """The mini-batch of a micro-batch."""
+        number, place = divmod(microbatch, self.microbatches)
+        batch = self._updates[number]
+        assert isinstance(batch, Batch)
+        return Position(number, batch, place)
+
+    def first_sample(self, position: Position) -> int:
+        """The index in the mini-batch of a micro-batch's first sample."""
+        return self._firsts[position.mini_batch][position.place]
+
+    def forwarded(self, stage: int, position: Position) -> bool:
+        """A stage has done a forward; whether that was the last one of the mini-batch."""
+        key = stage, position.mini_batch
+        self._forwarded[key] += 1
+        is_last = self._forwarded[key] == len(position.batch.samples)
+        if is_last:
+            del self._forwarded[key]
+        return is_last
+
+    def applied(self, numbers: Iterable[int], stages: int) -> None:
+        """One stage has applied these; what all of so many have applied is forgotten."""
+        for number in numbers:
+            self._applied[number] += 1
+            if self._applied[number] == stages:
+                for table in (self._applied, self._updates, self._firsts):
+                    table.pop(number, None)
+
+    def clear(self) -> None:
+        """Forget all; nothing is under way any more."""
+        for table in (self._applied, self._updates, self._firsts):
+            table.clear()

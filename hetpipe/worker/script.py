@@ -1,0 +1,51 @@
+"""Script: a part of a schedule from the point of view of one worker, or of one of its lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, replace
+
+from hetpipe.schedule.action import PER_MINI_BATCH, TIED, Action, Message, Schedule
+from hetpipe.schedule.closing import Closing
+from hetpipe.schedule.lanes import HAND_OVERS
+
+Step = tuple[Action, Message | None]
+"""An action, and the message that it sends or receives."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """Numbers count from the mini-batch that the part begins with."""
+
+    steps: tuple[Step, ...]
+    arrivals: tuple[Message, ...]
+    """The messages that are sent to the worker meanwhile, in the order of every sender."""
+    closing: Closing
+
+    @classmethod
+    def of(cls, schedule: Schedule, row: int, stages: Container[int], closing: Closing) -> Script:
+        """A row of a schedule. `stages` are those of the worker."""
+        sends = (a for each in schedule for a in each if a.op.is_send and a.op not in HAND_OVERS)
+        messages = (action.message for action in sends)
+        arrivals = tuple(m for m in messages if m is not None and m.target in stages)
+        return cls(tuple((action, action.message) for action in schedule[row]), arrivals, closing)
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """What the worker does, in order."""
+        return tuple(action for action, _ in self.steps)
+
+    def numbered(self, first: int, microbatches: int) -> Iterable[Step]:
+        """The steps, where mini-batch 0 of the script is `first` of the stream."""
+        if not first:
+            return self.steps
+        return (_later(action, message, first, microbatches) for action, message in self.steps)
+
+
+def _later(action: Action, message: Message | None, first: int, microbatches: int) -> Step:
+    if action.op in PER_MINI_BATCH:
+        return replace(action, number=action.number + first), None
+    if message is not None and message.kind in TIED:
+        return action, message
+    number = action.number + first * microbatches
+    return replace(action, number=number), message and message._replace(number=number)

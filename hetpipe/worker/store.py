@@ -1,0 +1,109 @@
+"""Store: the values that a stage keeps on its device, by place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from hetpipe.capture.program import BUFFER, CONSTANT, GRAD, PARAM, SCALAR, STATE, Slot, StageGraphs
+from hetpipe.sdk.backend import Buffer, Device
+from hetpipe.wire.wire import Array, host_dtype
+from hetpipe.worker.bind import Key, Place, StageBinding, Table
+from hetpipe.worker.weights import Version, Weights
+
+Entries = list[Any]
+"""Buffers, or None where nothing is yet."""
+
+
+class Store:
+    """Parameters at load, and buffers, constants, gradients, optimizer state and scalars.
+
+    Gradients start at zero, state at `state_init(shape, dtype)`.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        binding: StageBinding,
+        graphs: StageGraphs,
+        values: Mapping[str, Array],
+        state_init: Callable[..., Array] = np.zeros,
+    ) -> None:
+        self.device = device
+        self.weights: Weights  # set by who chooses versions of the parameters
+        self._slots, self._places = binding.slots, binding.places
+        self._scalars: dict[str, float] = {}
+        makers: dict[str, Callable[[Slot], Array]] = {
+            PARAM: lambda slot: values[slot.name],
+            BUFFER: lambda slot: values[slot.name],
+            CONSTANT: lambda slot: graphs.constants[slot.name],
+            GRAD: lambda slot: np.zeros(slot.shape, host_dtype(slot.dtype)),
+            STATE: lambda slot: state_init(slot.shape, host_dtype(slot.dtype)),
+        }
+        tables: dict[Table, Entries] = {table: [None] * binding.sizes[table] for table in Table}
+        for key, place in self._places.items():
+            slot = self._slots[key]
+            if slot.role in makers:
+                tables[place.table][place.entry] = self.upload(makers[slot.role](slot))
+        self.parameters: Version = tables[Table.PARAMS]
+        """The first version."""
+        self.entries: Entries = tables[Table.STORE]
+        buffers = [place for key, place in self._places.items() if key[0] == BUFFER]
+        self._buffer_indices = [place.entry for place in buffers if place.table is Table.STORE]
+
+    def get(self, key: Key) -> Array:
+        """The present value of a parameter, buffer, gradient or state, on the host."""
+        table, index = self._table(key)
+        return self.download(self._slots[key], table[index])
+
+    def put(self, key: Key, value: Array) -> Buffer | None:
+        """Replace it. Returns its buffer if there was none before."""
+        table, index = self._table(key)
+        is_new = table[index] is None
+        table[index] = self.upload(value)
+        return table[index] if is_new else None
+
+    def put_scalars(self, scalars: Mapping[str, float]) -> list[Buffer]:
+        """Set those that the programs read and that have changed. Returns buffers that are new."""
+        new = []
+        for name, value in scalars.items():
+            slot = self._slots.get((SCALAR, name))
+            if slot is not None and self._scalars.get(name) != value:
+                new.append(self.put(slot.key, np.asarray(value, host_dtype(slot.dtype))))
+                self._scalars[name] = value
+        return [buffer for buffer in new if buffer is not None]
+
+    def zero_gradients(self) -> None:
+        """Gradients start anew."""
+        for key, slot in self._slots.items():
+            if slot.role == GRAD:
+                self.put(key, np.zeros(slot.shape, host_dtype(slot.dtype)))
+
+    def buffers(self) -> list[Buffer]:
+        """Batch norms' statistics and the like, as they are. Passes replace them, and leave these
+        untouched."""
+        return [self.entries[index] for index in self._buffer_indices]
+
+    def restore(self, buffers: list[Buffer]) -> None:
+        """Take them back."""
+        for index, buffer in zip(self._buffer_indices, buffers, strict=True):
+            self.entries[index] = buffer
+
+    def upload(self, value: Array) -> Buffer:
+        """Copy to the device, and wait until that is done."""
+        buffer, event = self.device.upload(np.asarray(value, order="C"))
+        event.wait()
+        return buffer
+
+    def download(self, slot: Slot, buffer: Buffer) -> Array:
+        """Copy to the host, and wait until that is done."""
+        array = np.empty(slot.shape, host_dtype(slot.dtype))
+        self.device.download(buffer, array).wait()
+        return array
+
+    def _table(self, key: Key) -> tuple[Entries, int]:
+        place: Place = self._places[key]
+        entries = self.weights.present if place.table is Table.PARAMS else self.entries
+        return entries, place.entry

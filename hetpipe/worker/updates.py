@@ -1,0 +1,77 @@
+"""Updates of a worker's stages: what their gradients are multiplied with, summed and clipped."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from hetpipe.schedule.action import Action
+from hetpipe.schedule.turns import round_of
+from hetpipe.wire.messages import Apply
+from hetpipe.wire.shares import Shares
+from hetpipe.worker.exchange import Exchange
+from hetpipe.worker.minibatches import MiniBatches
+from hetpipe.worker.stage import Stage
+
+
+@dataclass
+class Updates:
+    """`replicas` says which replica of its stages the worker is.
+
+    `scale` of a mini-batch's gradients (NaN where a loss is not finite), and `clip`, the factor
+    that clips them for the sum of their squares here, may have to be waited for.
+    """
+
+    stages: Mapping[int, Stage]
+    replicas: Mapping[int, int]
+    shares: Shares
+    exchange: Exchange
+    mini_batches: MiniBatches
+    scale: Callable[[Apply], float]
+    clip: Callable[[Apply, float], float]
+    _clipped: dict[int, float] = field(default_factory=dict)  # of the mini-batch at hand
+
+    def apply(self, action: Action) -> float:
+        """Apply a stage's gradients, or drop them; when that began, after all waits."""
+        self.exchange.take_back(action)
+        stage, update = self.stages[action.stage], self.mini_batches.update(action.number)
+        # Replicas in turn have scaled their gradients before they were summed.
+        scale = 1.0 if self.shares.per_update(action.stage) > 1 else self.scale(update)
+        factor = 1.0 if math.isnan(scale) else self._clip_factor(stage, update, scale)
+        start_s = time.monotonic()
+        if math.isnan(scale):
+            stage.undo()
+        elif math.isnan(factor):
+            stage.drop_gradients()
+        else:
+            stage.update(update.lr, scale * factor)
+        return start_s
+
+    def share_of_sum(self, action: Action) -> float:
+        """What a sum over replicas multiplies this one's gradients with: they give the mean of
+        mini-batches, or the sum over rows of one, which is scaled by the update."""
+        if not self.shares.in_turn:
+            return 1.0
+        place, together = (action.stage, self.replicas[action.stage]), self.round(action)
+        own = [number for number in together if self.shares.takes(place, number)]
+        scales = (self.scale(self.mini_batches.update(number)) for number in own)
+        return sum(scales) / len(together)
+
+    def round(self, action: Action) -> range:
+        """The mini-batches of an update: several where replicas take turns."""
+        together = self.shares.per_update(action.stage)
+        return round_of(action.number, together, action.number + 1)
+
+    def _clip_factor(self, stage: Stage, update: Apply, scale: float) -> float:
+        """What the scaled gradients are multiplied with; NaN to drop them."""
+        if update.clip is None:
+            return 1.0
+        if update.clip.each:
+            return update.clip.factor(stage.square(scale))
+        if update.serial not in self._clipped:  # the first update: no gradient changes any more
+            first = (self.stages[n] for n, replica in self.replicas.items() if replica == 0)
+            square = sum(each.square(scale) for each in first)  # others have the same
+            self._clipped = {update.serial: self.clip(update, square)}
+        return self._clipped[update.serial]
