@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +15,9 @@ from hetpipe.checkpoint import load as load_checkpoint
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import CheckpointError, HetpipeError
 from hetpipe.pipeline.batches import rows_of
+from hetpipe.pipeline.delivery import Delivery
 from hetpipe.pipeline.fit import check_cuts, check_dtypes, check_fit
+from hetpipe.pipeline.guard import OneThread
 from hetpipe.pipeline.options import PassOptions, records_of
 from hetpipe.pipeline.planning import Planning
 from hetpipe.pipeline.resume import write
@@ -89,9 +88,7 @@ class Pipeline:
         check_cuts(planned.cuts or (), [layer.name for layer in layers])
         self._names = list(model.state_dict())
         self._optimizer = optimizer
-        self._using = threading.RLock()  # held in every public call; never waited for
-        self._streaming_run: object | None = None  # the run whose results are still to come
-        self._results: deque[Result] = deque()  # of that run, collected before it asked
+        self._one_thread = OneThread()
         if resume is not None and planned.plan is None and not planned.asked:
             planned = replace(planned, plan=Plan.from_json(resume.manifest["plan"]))
         self._borrowed = crew is not None
@@ -106,6 +103,7 @@ class Pipeline:
             check_fit(self.plan, infos, optimizer, updates, self._captured.sync_batch_norm)
             subject = Subject(self._captured, self._crew, self.plan, optimizer, passes, updates)
             self._training = Training(subject, mini_batch, resume, progress)
+            self._delivery = Delivery(self._training, self._one_thread)
         except BaseException:
             self.close()
             raise
@@ -115,13 +113,13 @@ class Pipeline:
 
         Under an asynchronous schedule that is one mini-batch and a flush; `run` is how it is meant.
         """
-        with self._alone("step"):
+        with self._one_thread("step"):
             if not self._training.streams:
                 return self._training.step(x, y).loss
-            self._settle()
+            self._delivery.settle()
             self._training.admit(x, y)
             result = self._training.collect()
-            self._settle()
+            self._delivery.settle()
             return result.loss
 
     def run(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Result]:
@@ -134,67 +132,38 @@ class Pipeline:
         """
         if not self._training.streams:
             for x, y in batches:
-                with self._alone("run"):
+                with self._one_thread("run"):
                     result = self._training.step(x, y)
                 yield result
             return
-        own = object()
-        with self._alone("run"):
-            if self._streaming_run is not None:
-                raise HetpipeError(
-                    "another run of this pipeline has results to come: take them, or close() it, "
-                    "before the next run begins"
-                )
-            self._streaming_run = own
-        try:
-            yield from self._stream(batches)
-        finally:
-            self._streaming_run = None
-            self._results.clear()
-
-    def _stream(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Result]:
-        training = self._training
-        for x, y in batches:
-            with self._alone("run"):
-                if not training.fits(x, y):  # new stages: nothing may be under way
-                    self._gather()
-                training.admit(x, y)
-                if training.is_full and not self._results:
-                    self._results.append(training.collect())
-            if self._results:
-                yield self._results.popleft()
-        while self._results or training.under_way:
-            with self._alone("run"):
-                if not self._results:
-                    self._results.append(training.collect())
-            yield self._results.popleft()
+        yield from self._delivery.run(batches)
 
     def evaluate(self, x: Any, y: Any) -> float:
         """The mean loss of one mini-batch in eval mode, without gradients; flushes first.
 
         The first time, and for a mini-batch of another size, stages are compiled.
         """
-        with self._alone("evaluate"):
-            self._settle()
+        with self._one_thread("evaluate"):
+            self._delivery.settle()
             return self._training.evaluate(x, y)
 
     def flush(self) -> None:
         """Wait until everything handed in is applied, gradients that are being accumulated too."""
-        with self._alone("flush"):
-            self._settle()
+        with self._one_thread("flush"):
+            self._delivery.settle()
             self._training.apply()
 
     def gradients(self, x: Any, y: Any) -> tuple[float, dict[str, torch.Tensor]]:
         """Loss and gradients of one mini-batch by parameter name; the model stays as it is."""
-        with self._alone("gradients"):
+        with self._one_thread("gradients"):
             self.flush()
             loss, grads = self._training.gradients(x, y)
             return loss, as_tensors(grads)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The full model's parameters and buffers under their original names, on the CPU."""
-        with self._alone("state_dict"):
-            self._settle()
+        with self._one_thread("state_dict"):
+            self._delivery.settle()
             captured = self._captured
             values = {**captured.parameters, **captured.buffers}
             values.update(self._training.read(PARAM))
@@ -208,7 +177,7 @@ class Pipeline:
         Raises `CheckpointError`; what the folder held can then still be loaded. Weights that are
         not finite, or were trained with a loss that is not, are refused unless `force`.
         """
-        with self._alone("save"):
+        with self._one_thread("save"):
             self.flush()
             training = self._training
             if training.not_finite is not None and not force:
@@ -295,30 +264,6 @@ class Pipeline:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    @contextmanager
-    def _alone(self, call: str) -> Iterator[None]:
-        """One thread at a time. Raises `HetpipeError` while another one is in a call."""
-        if not self._using.acquire(blocking=False):
-            raise HetpipeError(
-                f"{call}() on thread {threading.current_thread().name!r} while another thread is "
-                "in a call of this pipeline: call it from one thread at a time"
-            )
-        try:
-            yield
-        finally:
-            self._using.release()
-
-    def _settle(self) -> None:
-        """Nothing is under way any more; results are kept for the run that waits for them."""
-        self._gather()
-        self._training.flush()
-
-    def _gather(self) -> None:
-        while self._training.under_way:
-            result = self._training.collect()
-            if self._streaming_run is not None:
-                self._results.append(result)
 
 
 def _check_captured(captured: Captured, passes: PassOptions) -> None:
