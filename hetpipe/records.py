@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from reprlib import Repr
@@ -142,11 +142,12 @@ class Source:
     title: str  # such as "the plan"
     error: type[HetpipeError]
     where: str | Callable[[Place], str] = ""  # the file; or, by place, file and line
+    cures: Mapping[str, str] = field(default_factory=dict)  # by place without its indices
 
-    def fault(self, place: Place, why: str) -> HetpipeError:
-        """The error for a place: `plan.json: stages.1.hi is 3, ...`."""
+    def fault(self, place: Place, why: str, key: str | int = "") -> HetpipeError:
+        """The error for a place, or a key there: `plan.json: stages.1.hi is 3, ...`."""
         subject = ".".join(map(_word, place)) if place else self.title
-        return self._error(place, f"{subject} {why}")
+        return self._error((*place, key) if key else place, f"{subject} {why}")
 
     def _error(self, place: Place, sentence: str) -> HetpipeError:
         where = self.where if isinstance(self.where, str) else self.where(place)
@@ -179,16 +180,20 @@ class Source:
 
     def _refusal(self, kind: type, detail: ErrorDetails) -> HetpipeError:
         place: Place = detail["loc"][1:]
+        if detail["type"] == "refused":
+            return self._error(place, f"{'.'.join(map(_word, place))}: {detail['msg']}")
+        cure = self.cures.get(".".join(part for part in place if isinstance(part, str)))
+        end = f"; {cure}" if cure else ""
         if detail["type"] == "missing" and isinstance(place[-1], str):
-            return self.fault(place[:-1], f"lacks the key {place[-1]!r}")
+            return self.fault(place[:-1], f"lacks the key {place[-1]!r}{end}", place[-1])
         if detail["type"] == "missing":
             return self.fault(place[:-1], f"is {short(detail['input'])}: entries are missing")
         if detail["type"] == "unexpected_keyword_argument":
             keys = ", ".join(_keys(kind, place[:-1]))
-            return self.fault(place[:-1], f"has an unknown key {short(place[-1])}; known: {keys}")
-        if detail["type"] == "refused":
-            return self._error(place, f"{'.'.join(map(_word, place))}: {detail['msg']}")
-        return self.fault(place, f"is {short(detail['input'])}, it should be {_allowed(detail)}")
+            why = f"has an unknown key {short(place[-1])}; known: {keys}"
+            return self.fault(place[:-1], why, place[-1])
+        allowed = f"it should be {_allowed(detail)}{end}"
+        return self.fault(place, f"is {short(detail['input'])}, {allowed}")
 
 
 def read_text(path: Path, error: type[HetpipeError]) -> str:
@@ -280,18 +285,18 @@ def _keys(kind: Any, place: Place) -> list[str]:
             kind = get_type_hints(kind)[str(part)]
         else:
             kind = get_args(kind)[1 if get_origin(kind) is dict else 0]
-    return [field.name for field in fields(kind)]
+    return [entry.name for entry in fields(kind)]
 
 
 def _left_out(kind: Any, data: Any, place: Place) -> Iterator[tuple[Place, str]]:
     """Where a record's keys are left out for their defaults; `data` fits the record else."""
     if is_dataclass(kind):
         hints = get_type_hints(kind)
-        for field in fields(kind):
-            if field.name not in data:
-                yield place, field.name
+        for name in hints:
+            if name not in data:
+                yield place, name
             else:
-                yield from _left_out(hints[field.name], data[field.name], (*place, field.name))
+                yield from _left_out(hints[name], data[name], (*place, name))
     elif get_origin(kind) is dict:
         for key, value in data.items():
             yield from _left_out(get_args(kind)[1], value, (*place, key))

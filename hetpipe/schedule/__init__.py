@@ -22,6 +22,7 @@ __getattr__, __dir__, __all__ = lazy(
         "one_f_one_b": "straight",
         "parse_schedule": "text",
         "print_schedule": "text",
+        "register_file": "fixed",
         "register_schedule": "generators",
         "register_text": "fixed",
         "schedule_names": "generators",
