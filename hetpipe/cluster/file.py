@@ -185,25 +185,26 @@ class _Lines:
         kind, *rest = place
         if not rest or not isinstance(rest[0], int):
             return self._find(str(kind), 1)
-        line = self._header(str(kind), rest[0])
-        return self._find(str(rest[1]), line) if len(rest) > 1 else line
+        header = self._header(str(kind), rest[0])
+        if header is None:  # tables are written in another way
+            return self._find(str(kind), 1)
+        return self._find(str(rest[1]), header, inside=True) if len(rest) > 1 else header
 
-    def _header(self, kind: str, index: int) -> int:
-        """Line of the index-th [[kind]]; 1 where tables are written in another way."""
+    def _header(self, kind: str, index: int) -> int | None:
+        """Line of the index-th [[kind]]."""
         header = re.compile(rf"\s*\[\[\s*{kind}\s*\]\]")
         numbers = [n for n, text in enumerate(self._lines, 1) if header.match(text)]
-        return numbers[index] if index < len(numbers) else 1
+        return numbers[index] if index < len(numbers) else None
 
-    def _find(self, key: str, start: int) -> int:
+    def _find(self, key: str, start: int, inside: bool = False) -> int:
         """First line from `start` on that sets `key` (or opens a table of it); else `start`.
 
-        In a table, which starts with its header, the search ends at the next header.
+        `inside` a table, whose header `start` is, the search ends at the next header.
         """
-        inside = start > 1 or _is_header(self._lines[0])
         setting = re.compile(rf"""\s*(\[+\s*)?["']?{re.escape(key)}["']?\s*(=|\.|\])""")
-        for number in range(start, len(self._lines) + 1):
+        for number in range(start + inside, len(self._lines) + 1):
             text = self._lines[number - 1]
-            if inside and number > start and _is_header(text):
+            if inside and _is_header(text):
                 break
             if setting.match(text):
                 return number

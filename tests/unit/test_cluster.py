@@ -250,6 +250,35 @@ def test_a_second_link_between_two_devices(write):
         Cluster.load(write(FILE + extra))
 
 
+def test_a_members_place_is_the_line_of_its_device(write):
+    path = write(FILE)
+    assert Cluster.load(path).places == {"slow": f"{path}:6", "soft:board:7": f"{path}:11"}
+    path = write(FILE.partition("\n\n")[2])  # a file that begins with a table
+    assert Cluster.load(path).places == {"slow": f"{path}:3", "soft:board:7": f"{path}:8"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "message"),
+    [
+        ("cores = [4]", "cores = [true]", 7, r"device\.0\.cores\.0 is True, it should be a whole"),
+        ("speed = 0.5", "speed = nan", 8, r"device\.0\.speed is nan, it should be a finite number"),
+        ("[4]", "[" * 5000 + "]" * 5000, 1, "nested too deeply"),
+        ("[4]", "[" + "9" * 5000 + "]", 1, "4300 digits"),
+        ("[4]", "[0x" + "f" * 5000 + "]", 7, r"device\.0\.cores\.0 is a number of 20000 bits"),
+        ('"slow"', '"\xff"', 5, "byte 0xff is not UTF-8"),
+        ("1 Gb/s", "1e999 Gb/s", 15, "bandwidth is inf B/s, must be above 0 and finite"),
+        ("1 ms", "1e99 s", 16, r"latency is 1e\+99 s, must be at most 1e\+09"),
+        ('id = "slow"', 'id = ""', 5, r"device\.0\.id is '', it should be text that is not empty"),
+    ],
+)  # fmt: skip
+def test_what_no_cluster_needs_is_refused_with_its_line(write, old, new, line, message):
+    path = write("")
+    path.write_bytes(FILE.replace(old, new, 1).encode("latin-1"))
+    with pytest.raises(ClusterError, match=message) as caught:
+        Cluster.load(path)
+    assert str(caught.value).startswith(f"{path}:{line}: ")
+
+
 def test_files_that_hold_nothing(write, tmp_path):
     with pytest.raises(ClusterError, match="toml:1: the cluster has no device"):
         Cluster.load(write(""))
