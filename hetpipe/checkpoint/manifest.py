@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from reprlib import repr
 from typing import Any
 
 from hetpipe import __version__
 from hetpipe.capture.program import BUFFER, PARAM, STATE
 from hetpipe.errors import CheckpointError
+from hetpipe.records import Count, Source, short
 
 VERSION = 1
 ROLES = (PARAM, BUFFER, STATE)
 CURE = "copy the checkpoint again from where it is whole, or load another"
-
-_KEYS = {"version": int, "hetpipe": str, "step": int, "values": dict, "files": dict}
-_FILE_KEYS = {"name": str, "nbytes": int, "sha256": str, "tensors": int}
 
 
 @dataclass(frozen=True)
@@ -27,9 +25,9 @@ class TensorFile:
     """A role's file in the checkpoint's folder; `tensors` is how many it holds."""
 
     name: str
-    nbytes: int
+    nbytes: Count
     sha256: str
-    tensors: int
+    tensors: Count
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,16 @@ class Manifest:
         )
 
 
+@dataclass(frozen=True)
+class _Content:
+    """The manifest in JSON, without version and checksum."""
+
+    hetpipe: str
+    step: Count
+    values: dict[str, Any]
+    files: dict[str, TensorFile]
+
+
 def file_name(role: str, step: int, sha256: str) -> str:
     """A name for one content only, so that no file is ever written over by another."""
     return f"{role}-{step:08}-{sha256[:16]}.safetensors"
@@ -68,7 +76,7 @@ def check_values(values: Mapping[str, Any]) -> None:
             same = False
         if not same:
             raise CheckpointError(
-                f"the manifest's {key!r} is {repr(value)}, which JSON would not give back; "
+                f"the manifest's {key!r} is {short(value)}, which JSON would not give back; "
                 "use None, bool, int, finite float, str, list, and dict with str keys"
             )
     step = values.get("step")
@@ -99,37 +107,24 @@ def read_manifest(path: Path) -> Manifest:
         raise altered
     if content.get("version") != VERSION:
         raise CheckpointError(
-            f"{path} has version {content.get('version')!r}, this hetpipe reads {VERSION}; "
-            f"load it with hetpipe {content.get('hetpipe')}"
+            f"{path} has version {short(content.get('version'))}, this hetpipe reads {VERSION}; "
+            f"load it with hetpipe {str(content.get('hetpipe'))[:20]}"
         )
     content.pop("sha256", None)
     if _render(content) != raw:
         raise altered
-    _check_keys(content, _KEYS, str(path))
-    files = {}
-    for role, entry in content["files"].items():
-        _check_keys(entry, _FILE_KEYS, f"{path}: the file of {role!r}")
-        file = TensorFile(**entry)
-        name = file_name(role, content["step"], file.sha256)
-        if role not in ROLES or file.name != name:
-            raise CheckpointError(f"{path}: the file of {role!r} is {file.name!r}, not {name!r}")
-        files[role] = file
-    return Manifest(content["step"], content["values"], files)
-
-
-def _check_keys(data: Any, kinds: Mapping[str, type], what: str) -> None:
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{what} is {repr(data)}, not an object")
-    for key in data:
-        if key not in kinds:
-            raise CheckpointError(f"{what} has an unknown key {key!r}; known: {', '.join(kinds)}")
-    for key, kind in kinds.items():
-        if key not in data:
-            raise CheckpointError(f"{what} lacks the key {key!r}")
-        if not isinstance(data[key], kind):
-            raise CheckpointError(
-                f"{what}: {key} is {repr(data[key])}, it should be of type {kind.__name__}"
-            )
+    source = Source("the manifest", CheckpointError, str(path))
+    record = source.versioned(_Content, content, VERSION)
+    for role, file in record.files.items():
+        if role not in ROLES:
+            raise source.fault(("files", role), f"is of no role; there are {', '.join(ROLES)}")
+        if not re.fullmatch("[0-9a-f]{64}", file.sha256):
+            why = f"is {short(file.sha256)}, it should be 64 hexadecimal digits"
+            raise source.fault(("files", role, "sha256"), why)
+        name = file_name(role, record.step, file.sha256)
+        if file.name != name:
+            raise source.fault(("files", role, "name"), f"is {short(file.name)}, not {name!r}")
+    return Manifest(record.step, record.values, record.files)
 
 
 def _render(content: Mapping[str, Any]) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,7 +119,9 @@ def _check_link(pair: frozenset[str], link: Link, ids: Sequence[str]) -> None:
     name = " - ".join(sorted(pair))
     if len(pair) != 2:
         raise ClusterError(f"link {name}: it joins two different devices")
-    if link.bandwidth_Bps is not None and not link.bandwidth_Bps > 0:
-        raise ClusterError(f"link {name}: bandwidth is {link.bandwidth_Bps} B/s, must be above 0")
-    if link.latency_s is not None and not link.latency_s >= 0:
-        raise ClusterError(f"link {name}: latency is {link.latency_s} s, it must not be negative")
+    if link.bandwidth_Bps is not None and not 0 < link.bandwidth_Bps < math.inf:
+        why = f"bandwidth is {link.bandwidth_Bps} B/s, must be above 0 and finite"
+        raise ClusterError(f"link {name}: {why}")
+    if link.latency_s is not None and not 0 <= link.latency_s < math.inf:
+        why = f"latency is {link.latency_s} s, must be 0 or more and finite"
+        raise ClusterError(f"link {name}: {why}")

@@ -2,30 +2,49 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Annotated
 
-from hetpipe.cluster.cluster import Cluster, Link, Member
+from hetpipe.cluster import cluster
+from hetpipe.cluster.cluster import TRANSPORTS, Cluster, Link, Member
 from hetpipe.errors import ClusterError
+from hetpipe.records import (
+    Count,
+    Entries,
+    Name,
+    Number,
+    OneOf,
+    Parsed,
+    Place,
+    Source,
+    read_text,
+    short,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-T = TypeVar("T")
-
-TOP_KEYS = ("transport", "device", "link")
-DEVICE_KEYS = ("id", "device", "cores", "speed")
-LINK_KEYS = ("between", "bandwidth", "latency")
-
 PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
             "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}  # fmt: skip
-NUMBER = r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*"
+NUMBER = r"([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*"
+MOST_S = 1e9
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+
+
+CURES = {
+    "device": "write each as a [[device]] table",
+    "device.device": 'write device = "backend:name:index"',
+    "device.cores": "write whole numbers: cores = [0, 1]",
+    "device.speed": "write a number above 0, at most 1",
+    "link": "write each as a [[link]] table",
+    "link.between": 'write between = ["one", "other"]',
+}
 
 
 def parse_bandwidth(text: str) -> float:
@@ -36,10 +55,13 @@ def parse_bandwidth(text: str) -> float:
     match = re.fullmatch(rf"{NUMBER}([kKMGT]?i?)(b|B)/s", text.strip())
     if match is None or match[2] not in PREFIXES:
         raise ClusterError(
-            f"bandwidth {text!r}: write a number and b/s (bits) or B/s (bytes), with "
+            f"bandwidth {short(text)}: write a number and b/s (bits) or B/s (bytes), with "
             f'{" ".join(prefix for prefix in PREFIXES if prefix)} before it: "1 Gb/s"'
         )
-    return float(match[1]) * PREFIXES[match[2]] / (8 if match[3] == "b" else 1)
+    bandwidth_Bps = float(match[1]) * PREFIXES[match[2]] / (8 if match[3] == "b" else 1)
+    if not 0 < bandwidth_Bps < math.inf:
+        raise ClusterError(f"bandwidth is {bandwidth_Bps} B/s, must be above 0 and finite")
+    return bandwidth_Bps
 
 
 def parse_time(text: str) -> float:
@@ -47,9 +69,12 @@ def parse_time(text: str) -> float:
     match = re.fullmatch(rf"{NUMBER}([a-z]+)", text.strip())
     if match is None or match[2] not in SECONDS:
         raise ClusterError(
-            f'latency {text!r}: write a number and one of {", ".join(SECONDS)}: "1 ms"'
+            f'latency {short(text)}: write a number and one of {", ".join(SECONDS)}: "1 ms"'
         )
-    return float(match[1]) * SECONDS[match[2]]
+    time_s = float(match[1]) * SECONDS[match[2]]
+    if time_s > MOST_S:
+        raise ClusterError(f"latency is {time_s} s, must be at most {MOST_S:g}")
+    return time_s
 
 
 def parse_link(text: str) -> Link:
@@ -60,145 +85,130 @@ def parse_link(text: str) -> Link:
     return Link(parse_time(latency), parse_bandwidth(bandwidth))
 
 
+@dataclass(frozen=True)
+class _Device:
+    """A [[device]] table."""
+
+    device: Name
+    id: Name = ""  # none: the device's
+    cores: tuple[Count, ...] = ()
+    speed: Annotated[float, Number(0.0, 1.0, above=True)] = 1.0
+
+
+@dataclass(frozen=True)
+class _Link:
+    """A [[link]] table."""
+
+    between: Annotated[tuple[Name, ...], Entries(2, 2)]
+    bandwidth: Annotated[float | None, Parsed(parse_bandwidth)] = None
+    latency: Annotated[float | None, Parsed(parse_time)] = None
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """The whole file."""
+
+    transport: Annotated[str, OneOf(TRANSPORTS)] = "auto"
+    device: tuple[_Device, ...] = ()
+    link: tuple[_Link, ...] = ()
+
+
 def load(path: Path) -> Cluster:
-    """Read and check a cluster file. Raises `ClusterError` as `file:line: what`."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ClusterError(f"{path}: {error.strerror}") from error
+    """Read and check a cluster file. Raises `ClusterError` as `file:line: place and fault`."""
+    text = read_text(path, ClusterError)
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         line = re.search(r"line (\d+)", str(error))
         raise ClusterError(f"{path}:{line[1] if line else 1}: {error}") from error
-    return _File(path, text).cluster(data)
+    except ValueError as error:  # a whole number that Python does not read
+        raise ClusterError(f"{path}:1: {error}") from error
+    except RecursionError as error:
+        raise ClusterError(f"{path}:1: values are nested too deeply; make it flat") from error
+    lines = _Lines(text)
+    source = Source("the cluster", ClusterError, lambda at: f"{path}:{lines.at(at)}", CURES)
+    tables = source.record(_Tables, data)
+    ids = [table.id or table.device for table in tables.device]
+    _check_devices(tables, ids, source)
+    links = _links(tables, ids, source)
+    members = tuple(
+        Member(id, table.device, table.cores, table.speed)
+        for id, table in zip(ids, tables.device, strict=True)
+    )
+    places = {id: f"{path}:{lines.at(('device', index, 'device'))}" for index, id in enumerate(ids)}
+    return Cluster(members, links, tables.transport, places)
 
 
-class _File:
-    """The text beside the parsed data: a table's line is found by counting its headers."""
+def _check_devices(tables: _Tables, ids: list[str], source: Source) -> None:
+    """Raises `ClusterError` for ids that are used twice and for cores that are not there."""
+    if not ids:
+        raise source.fault((), "has no device; give it one or more [[device]] tables")
+    for index, table in enumerate(tables.device):
+        if ids[index] in ids[:index]:
+            why = f"is {short(ids[index])}: two devices have the id, and ids are unique"
+            raise source.fault(("device", index, "id" if table.id else "device"), why)
+        absent = sorted(set(table.cores) - set(cluster.available_cores()))
+        if absent:
+            there = ", ".join(map(str, cluster.available_cores()))
+            why = f"has cores {short(absent)}, which are not among this machine's: {there}"
+            raise source.fault(("device", index, "cores"), why)
 
-    def __init__(self, path: Path, text: str) -> None:
-        self._path = path
-        self._lines = text.splitlines()
 
-    def cluster(self, data: Mapping[str, Any]) -> Cluster:
-        self._check_keys(data, TOP_KEYS, 1)
-        tables = {"device": data.get("device", []), "link": data.get("link", [])}
-        for kind, found in tables.items():
-            if not (isinstance(found, list) and all(isinstance(item, dict) for item in found)):
-                self._fail(self._find(kind, 1), f"write each {kind} as a [[{kind}]] table")
-        members: list[Member] = []
-        places: dict[str, str] = {}
-        for index, table in enumerate(tables["device"]):
-            line = self._header("device", index)
-            members.append(self._member(table, line, members))
-            places[members[-1].id] = f"{self._path}:{self._find('device', line + 1)}"
-        ids = [member.id for member in members]
-        links: dict[frozenset[str], Link] = {}
-        for index, table in enumerate(tables["link"]):
-            line = self._header("link", index)
-            pair = self._between(table, line, ids)
-            if pair in links:
-                self._fail(line, f"a second link between {' and '.join(sorted(pair))}")
-            links[pair] = self._link(table, line, pair, ids)
-        transport = self._value(data, "transport", str, "auto", 1)
-        return self._checked(
-            self._find("transport", 1), lambda: Cluster(tuple(members), links, transport, places)
-        )
-
-    def _member(self, table: Mapping[str, Any], line: int, before: list[Member]) -> Member:
-        self._check_keys(table, DEVICE_KEYS, line)
-        if "device" not in table:
-            self._fail(line, 'a [[device]] needs device = "backend:name:index"')
-        device = self._value(table, "device", str, "", line)
-        cores = self._value(table, "cores", list, [], line)
-        if not all(type(core) is int for core in cores):
-            self._fail(self._find("cores", line), f"cores are whole numbers, not {cores}")
-        member = Member(
-            self._value(table, "id", str, device, line),
-            device,
-            tuple(cores),
-            float(self._value(table, "speed", (int, float), 1.0, line)),
-        )
-        repeated = member.id in [other.id for other in before]
-        culprit = "speed" if not 0 < member.speed <= 1 else "id" if repeated else "cores"
-        self._checked(self._find(culprit, line), lambda: Cluster((*before, member)))
-        return member
-
-    def _between(self, table: Mapping[str, Any], line: int, ids: list[str]) -> frozenset[str]:
-        self._check_keys(table, LINK_KEYS, line)
-        pair = self._value(table, "between", list, [], line)
+def _links(tables: _Tables, ids: list[str], source: Source) -> dict[frozenset[str], Link]:
+    links: dict[frozenset[str], Link] = {}
+    for index, table in enumerate(tables.link):
+        for end, id in enumerate(table.between):
+            if id not in ids:
+                why = f"names no device: {short(id)}; there is {', '.join(ids)}"
+                raise source.fault(("link", index, "between", end), why)
+        pair = frozenset(table.between)
         if len(pair) != 2:
-            self._fail(self._find("between", line), 'a [[link]] needs between = ["one", "other"]')
-        for member_id in pair:
-            if member_id not in ids:
-                known = ", ".join(ids) or "no device"
-                self._fail(
-                    self._find("between", line), f"no device {member_id!r}; there is {known}"
-                )
-        return frozenset(pair)
+            why = f"is {short(table.between)}: a link joins two different devices"
+            raise source.fault(("link", index, "between"), why)
+        if pair in links:
+            why = f"is a second link between {' and '.join(sorted(pair))}"
+            raise source.fault(("link", index), why)
+        links[pair] = Link(table.latency, table.bandwidth)
+    return links
 
-    def _link(
-        self, table: Mapping[str, Any], line: int, pair: frozenset[str], ids: list[str]
-    ) -> Link:
-        bandwidth = self._value(table, "bandwidth", str, None, line)
-        latency = self._value(table, "latency", str, None, line)
-        bandwidth_Bps = latency_s = None
-        if bandwidth is not None:
-            at = self._find("bandwidth", line)
-            bandwidth_Bps = self._checked(at, lambda: parse_bandwidth(bandwidth))
-        if latency is not None:
-            at = self._find("latency", line)
-            latency_s = self._checked(at, lambda: parse_time(latency))
-        link = Link(latency_s, bandwidth_Bps)
-        members = tuple(Member(member_id, member_id) for member_id in ids)
-        self._checked(line, lambda: Cluster(members, {pair: link}))
-        return link
 
-    def _value(self, table: Mapping[str, Any], key: str, kind: Any, default: Any, line: int) -> Any:
-        value = table.get(key, default)
-        wrong = value is not default and (not isinstance(value, kind) or isinstance(value, bool))
-        if wrong:
-            expected = {str: "text in quotes", list: "a list"}.get(kind, "a number")
-            self._fail(self._find(key, line), f"{key} = {value!r}: write {expected}")
-        return value
+class _Lines:
+    """Lines of a TOML text: a table's is found by counting headers."""
 
-    def _check_keys(self, table: Iterable[str], allowed: tuple[str, ...], line: int) -> None:
-        for key in table:
-            if key not in allowed:
-                at = self._find(key, line)
-                self._fail(at, f"unknown key {key!r}; allowed here: {', '.join(allowed)}")
+    def __init__(self, text: str) -> None:
+        self._lines = text.split("\n")
 
-    def _checked(self, line: int, make: Callable[[], T]) -> T:
-        """What `make` returns; its `ClusterError` gets the file and the line."""
-        try:
-            return make()
-        except ClusterError as error:
-            self._fail(line, str(error))
+    def at(self, place: Place) -> int:
+        """The line that sets the value at a place, or opens its table; else 1."""
+        if not place:
+            return 1
+        kind, *rest = place
+        if not rest or not isinstance(rest[0], int):
+            return self._find(str(kind), 1)
+        header = self._header(str(kind), rest[0])
+        if header is None:  # tables are written in another way
+            return self._find(str(kind), 1)
+        return self._find(str(rest[1]), header, inside=True) if len(rest) > 1 else header
 
-    def _header(self, kind: str, index: int) -> int:
-        """Line of the index-th [[kind]]; 1 where tables are written in another way."""
+    def _header(self, kind: str, index: int) -> int | None:
+        """Line of the index-th [[kind]]."""
         header = re.compile(rf"\s*\[\[\s*{kind}\s*\]\]")
         numbers = [n for n, text in enumerate(self._lines, 1) if header.match(text)]
-        return numbers[index] if index < len(numbers) else 1
+        return numbers[index] if index < len(numbers) else None
 
-    def _find(self, key: str, start: int) -> int:
+    def _find(self, key: str, start: int, inside: bool = False) -> int:
         """First line from `start` on that sets `key` (or opens a table of it); else `start`.
 
-        In a table, which starts with its header, the search ends at the next header.
+        `inside` a table, whose header `start` is, the search ends at the next header.
         """
-        inside = start > 1 or (bool(self._lines) and _is_header(self._lines[0]))
         setting = re.compile(rf"""\s*(\[+\s*)?["']?{re.escape(key)}["']?\s*(=|\.|\])""")
-        for number in range(start, len(self._lines) + 1):
+        for number in range(start + inside, len(self._lines) + 1):
             text = self._lines[number - 1]
-            if inside and number > start and _is_header(text):
+            if inside and _is_header(text):
                 break
             if setting.match(text):
                 return number
         return start
-
-    def _fail(self, line: int, why: str) -> NoReturn:
-        raise ClusterError(f"{self._path}:{line}: {why}")
 
 
 def _is_header(line: str) -> bool:

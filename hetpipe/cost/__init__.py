@@ -11,5 +11,6 @@ __getattr__, __dir__, __all__ = lazy(
         "LayerCost": "table",
         "LinkCost": "table",
         "TiedBytes": "table",
+        "read_costs": "file",
     },
 )

@@ -5,20 +5,35 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from hetpipe.errors import CostError
+from hetpipe.records import (
+    Count,
+    Entries,
+    NullIsInfinite,
+    Number,
+    OneOf,
+    Positive,
+    Seconds,
+    Source,
+)
 
 VERSION = 1
+
+MaybeSeconds = Annotated[float, Number(most=1e9), NullIsInfinite()]
+Bandwidth = Annotated[float, Number(above=True), NullIsInfinite()]
+Execution = Annotated[str, OneOf(("sync", "async"))]
+Label = Annotated[str, OneOf(("measured", "emulated", "modelled"))]
 
 
 @dataclass(frozen=True)
 class LayerCost:
     """A layer on one device, one micro-batch. Infinite seconds: the device cannot run it."""
 
-    forward_s: float
-    backward_s: float
-    update_s: float  # optimizer, once per mini-batch
+    forward_s: MaybeSeconds
+    backward_s: MaybeSeconds
+    update_s: MaybeSeconds  # optimizer, once per mini-batch
     reason: str = ""  # why the device cannot run it
 
     @property
@@ -32,10 +47,10 @@ class LayerBytes:
     """What a layer needs, on any device, one micro-batch."""
 
     name: str
-    params_nbytes: int
-    state_nbytes: int  # optimizer state
-    saved_nbytes: int  # kept per micro-batch in flight
-    cut_nbytes: int  # what crosses if the model is cut behind this layer, one way
+    params_nbytes: Count
+    state_nbytes: Count  # optimizer state
+    saved_nbytes: Count  # kept per micro-batch in flight
+    cut_nbytes: Count  # what crosses if the model is cut behind this layer, one way
 
 
 @dataclass(frozen=True)
@@ -43,20 +58,20 @@ class DeviceCost:
     """One device's row of layers."""
 
     layers: tuple[LayerCost, ...]
-    overhead_s: float  # what any compute action costs beyond its layers (already inside each layer)
-    memory_nbytes: int
+    overhead_s: Seconds  # of any compute action beyond its layers (already inside each layer)
+    memory_nbytes: Count
     memory_domain: str
-    execution: str = "sync"  # sync | async: sends results whole, or while it makes them
-    label: str = "measured"  # measured | emulated | modelled
+    execution: Execution = "sync"  # sends results whole, or while it makes them
+    label: Label = "measured"
 
 
 @dataclass(frozen=True)
 class LinkCost:
     """Time to move n bytes = latency_s + n / bandwidth_Bps."""
 
-    latency_s: float
-    bandwidth_Bps: float
-    label: str = "measured"
+    latency_s: Seconds
+    bandwidth_Bps: Bandwidth
+    label: Label = "measured"
 
     def time_s(self, nbytes: int) -> float:
         """Seconds for `nbytes`."""
@@ -68,8 +83,8 @@ class TiedBytes:
     """A parameter that several layers share: where they are apart, it travels once per step."""
 
     name: str
-    nbytes: int
-    layers: tuple[int, ...]  # indices
+    nbytes: Count
+    layers: Annotated[tuple[Count, ...], Entries(2)]  # indices
 
 
 @dataclass(frozen=True)
@@ -118,52 +133,76 @@ class CostTable:
         return packed
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> CostTable:
-        """The inverse of `to_json`. Raises `CostError` for another version or shape."""
-        if data.get("version") != VERSION:
-            found = data.get("version")
-            raise CostError(f"cost table has version {found}, this hetpipe reads {VERSION}")
-        fields = {key: value for key, value in data.items() if key != "version"}
-        try:
-            fields["layers"] = tuple(LayerBytes(**layer) for layer in data["layers"])
-            fields["devices"] = {id: _device(entry) for id, entry in data["devices"].items()}
-            fields["links"] = {
-                (entry["source"], entry["target"]): LinkCost(
-                    entry["latency_s"], _unpacked(entry["bandwidth_Bps"]), entry["label"]
-                )
-                for entry in data["links"]
-            }
-            fields["tied"] = tuple(
-                TiedBytes(entry["name"], entry["nbytes"], tuple(entry["layers"]))
-                for entry in data["tied"]
-            )
-            return CostTable(**fields)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise CostError(f"not a cost table of version {VERSION}: {error!r}") from error
+    def from_json(data: Mapping[str, Any], where: str = "") -> CostTable:
+        """The inverse of `to_json`; `where` is the file.
+
+        Raises `CostError` for another version, and with the place of what does not belong there.
+        """
+        source = Source("the cost table", CostError, where)
+        table = source.versioned(_Table, data, VERSION)
+        _check_references(table, source)
+        return CostTable(
+            table.model,
+            table.samples,
+            table.layers,
+            table.devices,
+            {(e.source, e.target): LinkCost(e.latency_s, e.bandwidth_Bps, e.label)
+             for e in table.links},
+            table.step_overhead_s,
+            table.tied,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Link:
+    """An entry of `links` in JSON."""
+
+    source: str
+    target: str
+    latency_s: Seconds
+    bandwidth_Bps: Bandwidth
+    label: Label
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A cost table in JSON."""
+
+    model: str
+    samples: Positive
+    layers: Annotated[tuple[LayerBytes, ...], Entries(1)]
+    devices: Annotated[dict[str, DeviceCost], Entries(1)]
+    links: tuple[_Link, ...]
+    step_overhead_s: Seconds
+    tied: tuple[TiedBytes, ...]
+
+
+def _check_references(table: _Table, source: Source) -> None:
+    """Raises `CostError` where a part names what the table does not have."""
+    count = len(table.layers)
+    for id, device in table.devices.items():
+        if len(device.layers) != count:
+            why = f"has {len(device.layers)} entries, the model has {count} layers: give one each"
+            raise source.fault(("devices", id, "layers"), why)
+    pairs = [(link.source, link.target) for link in table.links]
+    for index, pair in enumerate(pairs):
+        absent = [id for id in pair if id not in table.devices]
+        if absent:
+            why = f"names {absent[0]!r}; the table has {', '.join(table.devices)}"
+            raise source.fault(("links", index), why)
+        if pair in pairs[:index]:
+            why = f"is a second one from {pair[0]} to {pair[1]}"
+            raise source.fault(("links", index), why)
+    for index, shared in enumerate(table.tied):
+        if max(shared.layers) >= count:
+            why = f"names layer {max(shared.layers)}, the last is {count - 1}"
+            raise source.fault(("tied", index, "layers"), why)
 
 
 def _stage_s(times_s: list[float], overhead_s: float) -> float:
     if not times_s:
         return 0.0
     return overhead_s + sum(max(time_s - overhead_s, 0.0) for time_s in times_s)
-
-
-def _device(entry: Mapping[str, Any]) -> DeviceCost:
-    layers = tuple(
-        LayerCost(
-            _unpacked(layer["forward_s"]),
-            _unpacked(layer["backward_s"]),
-            _unpacked(layer["update_s"]),
-            layer["reason"],
-        )
-        for layer in entry["layers"]
-    )
-    return DeviceCost(**{**entry, "layers": layers})
-
-
-def _unpacked(number: float | None) -> float:
-    """JSON has no infinity: `_pack` writes None."""
-    return math.inf if number is None else number
 
 
 def _pack(value: Any) -> Any:

@@ -14,6 +14,8 @@ __getattr__, __dir__, __all__ = lazy(
         "explore": "planner",
         "make_plan": "planner",
         "predict": "pricing",
+        "read_plan": "file",
         "speed_blind_plan": "baselines",
+        "write_plan": "file",
     },
 )

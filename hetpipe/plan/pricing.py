@@ -11,7 +11,9 @@ from itertools import pairwise
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import PlanError
 from hetpipe.plan.costs import StageCosts
-from hetpipe.plan.plan import Plan, StagePlan, Tied
+from hetpipe.plan.plan import Plan, StagePlan
+from hetpipe.plan.times import Tied, stage_times
+from hetpipe.plan.times import tied as tied_stages
 from hetpipe.schedule.action import Op
 from hetpipe.schedule.generators import generate
 from hetpipe.schedule.rule import Rule, rule_of
@@ -125,8 +127,8 @@ def predict(plan: Plan, table: CostTable, *, tied: Tied | None = None) -> Timeli
 
     `tied`: stages that share parameters, where the table does not know (their bytes are free).
     """
-    times = plan.stage_times(table)
-    pairs = plan.tied(table) if tied is None else tied
+    times = stage_times(plan, table)
+    pairs = tied_stages(plan, table) if tied is None else tied
     edges = {(a, b) for owner, others in pairs for o in others for a, b in ((owner, o), (o, owner))}
     times = replace(times, tied={**dict.fromkeys(edges, FREE), **times.tied})
     count = 1

@@ -23,6 +23,7 @@ __getattr__, __dir__, __all__ = lazy(
         "one_f_one_b": "straight",
         "parse_schedule": "text",
         "print_schedule": "text",
+        "register_file": "fixed",
         "register_schedule": "rule",
         "register_text": "fixed",
         "rule_of": "rule",

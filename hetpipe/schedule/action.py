@@ -8,6 +8,10 @@ from enum import Enum
 from typing import NamedTuple
 
 from hetpipe.errors import ScheduleError
+from hetpipe.records import short
+
+MOST_STAGE = 9_999
+MOST_NUMBER = 999_999_999  # micro-batches are counted through all mini-batches
 
 
 class Op(str, Enum):
@@ -107,16 +111,23 @@ class Action:
     @staticmethod
     def parse(text: str) -> Action:
         """The inverse of `str`. Raises `ScheduleError`."""
-        match = re.fullmatch(r"(\d+)([A-Z]{1,2})(\d*)", text)
+        match = re.fullmatch(r"([0-9]+)([A-Z]{1,2})([0-9]*)", text)
         ops = {op.value: op for op in Op}
         if match is None or match[2] not in ops:
             raise ScheduleError(
-                f"{text!r} is not an action; write stage, one of {' '.join(ops)}, number: 2F0"
+                f"{short(text)} is not an action; write stage, one of {' '.join(ops)}, number: 2F0"
             )
         op = ops[match[2]]
         if match[3] == "" and op not in PER_MINI_BATCH:
             raise ScheduleError(f"{text!r}: {op.value} takes a number")
+        _check_size(text, "stage", match[1], MOST_STAGE)
+        _check_size(text, "number", match[3], MOST_NUMBER)
         return Action(int(match[1]), op, int(match[3] or 0))
+
+
+def _check_size(text: str, part: str, digits: str, most: int) -> None:
+    if len(digits) > len(str(most)) or int(digits or 0) > most:
+        raise ScheduleError(f"{short(text)}: its {part} is {short(digits)}, above {most}")
 
 
 Schedule = tuple[tuple[Action, ...], ...]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from hetpipe.errors import ScheduleError
+from hetpipe.records import read_text
 from hetpipe.schedule.action import Op, Schedule
 from hetpipe.schedule.lanes import HAND_OVERS, row_workers
 from hetpipe.schedule.rule import register_schedule
@@ -25,8 +27,7 @@ def register_text(name: str, text: str) -> None:
     if _texts.get(name) == text:
         return
     schedule = parse_schedule(text)
-    stages = 1 + max((a.stage for row in schedule for a in row), default=-1)
-    count = 1 + max((a.number for row in schedule for a in row if a.op in PASSES), default=-1)
+    stages, count = _size(schedule)
     if any(a.op not in PASSES for row in schedule for a in row):
         validate(schedule, count)
     rows = tuple(tuple(a for a in row if a.op in PASSES) for row in schedule)
@@ -46,3 +47,37 @@ def register_text(name: str, text: str) -> None:
 
     register_schedule(name, chunked=workers != stages)(written)
     _texts[name] = text
+
+
+def register_file(path: Path) -> str:
+    """Likewise of a file, under its name without its ending, which is returned."""
+    text = read_text(path, ScheduleError)
+    try:
+        register_text(path.stem, text)
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}") from error
+    return path.stem
+
+
+def _size(schedule: Schedule) -> tuple[int, int]:
+    """Stages and micro-batches. Raises `ScheduleError` for more than the forwards are enough for:
+    each stage has one of each micro-batch."""
+    actions = [action for row in schedule for action in row]
+    passes = [action for action in actions if action.op in PASSES]
+    if not passes:
+        raise ScheduleError("line 1: no pass; write one or more, such as 0F0 and 0B0")
+    forwards = sum(action.op is Op.FORWARD for action in actions)
+    last = max(actions, key=lambda action: action.stage)
+    if last.stage >= max(forwards, 1):
+        raise ScheduleError(
+            f"{last} is of stage {last.stage}, but there are {forwards} forwards, one of each "
+            "stage and micro-batch: add them, or number stages from 0"
+        )
+    stages, late = 1 + last.stage, max(passes, key=lambda action: action.number)
+    if late.number >= max(forwards // stages, 1):
+        raise ScheduleError(
+            f"{late} is of micro-batch {late.number}, but {stages} stages have {forwards} "
+            f"forwards, enough for {forwards // stages} micro-batches: add them, or number "
+            "micro-batches from 0"
+        )
+    return stages, 1 + late.number

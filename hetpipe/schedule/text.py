@@ -33,7 +33,7 @@ def parse_schedule(text: str) -> Schedule:
         content = line.partition("#")[0].strip()
         if not content:
             continue
-        head = re.match(r"(worker \d+( lane \d+)?):", content)
+        head = re.match(r"(worker [0-9]+( lane [0-9]+)?):", content)
         if head:
             heads.append((number, len(rows), head[1]))
         try:
@@ -41,13 +41,15 @@ def parse_schedule(text: str) -> Schedule:
         except ScheduleError as error:
             raise ScheduleError(f"line {number}: {error}") from error
     if not rows:
-        raise ScheduleError("no rows; write one line of actions per worker, such as 0F0 0B0 0U")
+        raise ScheduleError(
+            "line 1: no rows; write one line of actions per worker, such as 0F0 0B0 0U"
+        )
     schedule = tuple(rows)
     names = row_names(schedule)
     for number, row, name in heads:
         if name != names[row]:
             raise ScheduleError(
-                f"line {number}: {name} where {names[row]} is next; "
+                f"line {number}: {name[:40]} where {names[row]} is next; "
                 "list the workers in order, from 0"
             )
     return schedule

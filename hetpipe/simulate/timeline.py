@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from hetpipe.errors import HetpipeError
+from hetpipe.errors import ScheduleError
+from hetpipe.records import Count, Number, Parsed, Source
 from hetpipe.schedule.action import Action
 
 VERSION = 1
@@ -88,14 +89,31 @@ class Timeline:
         }
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> Timeline:
-        """The inverse of `to_json`. Raises `HetpipeError` for another version or a missing key."""
-        if data.get("version") != VERSION:
-            found = data.get("version")
-            raise HetpipeError(f"timeline has version {found}, this hetpipe reads {VERSION}")
-        try:
-            spans = [Span(w, Action.parse(action), lo, hi) for w, action, lo, hi in data["spans"]]
-            workers, label = tuple(data["workers"]), data["label"]
-            return Timeline(workers, tuple(spans), label, data["overhead_s"])
-        except KeyError as error:
-            raise HetpipeError(f"timeline lacks the key {error}") from error
+    def from_json(data: Mapping[str, Any], where: str = "") -> Timeline:
+        """The inverse of `to_json`; `where` is the file.
+
+        Raises `ScheduleError` for another version, and with the place of what does not belong.
+        """
+        source = Source("the timeline", ScheduleError, where)
+        record = source.versioned(_Timeline, data, VERSION)
+        for index, (worker, _, start_s, end_s) in enumerate(record.spans):
+            if worker >= len(record.workers):
+                why = f"is {worker}, there are {len(record.workers)} workers"
+                raise source.fault(("spans", index, 0), why)
+            if end_s < start_s:
+                raise source.fault(("spans", index, 3), f"is {end_s}, before the start {start_s}")
+        spans = tuple(Span(*span) for span in record.spans)
+        return Timeline(record.workers, spans, record.label, record.overhead_s)
+
+
+Moment = Annotated[float, Number(-1e9, 1e9)]
+
+
+@dataclass(frozen=True)
+class _Timeline:
+    """A timeline in JSON."""
+
+    workers: tuple[str, ...]
+    label: str
+    overhead_s: Moment
+    spans: tuple[tuple[Count, Annotated[Action, Parsed(Action.parse)], Moment, Moment], ...]

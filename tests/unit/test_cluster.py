@@ -196,28 +196,43 @@ def test_a_cluster_file(write):
 @pytest.mark.parametrize(
     ("old", "new", "line", "message"),
     [
-        ("transport", "transprt", 2, "unknown key 'transprt'; allowed here: transport, device, l"),
-        ('"shared-memory"', '"wire"', 2, "no transport 'wire'; choose one of auto"),
-        ('"shared-memory"', "3", 2, "transport = 3: write text in quotes"),
-        ('device = "torchy:cpu:0"\n', "", 4, 'needs device = "backend:name:index"'),
-        ("speed = 0.5", "sped = 0.5", 8, "'sped'; allowed here: id, device, cores, speed"),
-        ("speed = 0.5", "speed = 0", 8, "speed is 0.0, it must be above 0"),
-        ("speed = 0.5", "speed = 2", 8, "speed is 2.0, it must be above 0, at most 1"),
-        ("speed = 0.5", 'speed = "half"', 8, "speed = 'half': write a number"),
-        ("cores = [4]", "cores = [40]", 7, r"cores \[40\] are not among this machine's: 4, 5"),
-        ("cores = [4]", "cores = [4.5]", 7, r"cores are whole numbers, not \[4.5\]"),
-        ("cores = [4]", "cores = 4", 7, "cores = 4: write a list"),
+        ("transport", "transprt", 2, "unknown key 'transprt'; known: transport, device, l"),
+        (
+            '"shared-memory"',
+            '"wire"',
+            2,
+            "transport is 'wire', it should be 'auto', 'local', 'shared-memory' or",
+        ),
+        ('"shared-memory"', "3", 2, "transport is 3, it should be 'auto'"),
+        (
+            'device = "torchy:cpu:0"\n',
+            "",
+            4,
+            '0 lacks the key .device.; write device = "backend:name:index"',
+        ),
+        ("speed = 0.5", "sped = 0.5", 8, "'sped'; known: device, id, cores, speed"),
+        ("speed = 0.5", "speed = 0", 8, "speed is 0, it should be above 0; write a number"),
+        ("speed = 0.5", "speed = 2", 8, "speed is 2, it should be at most 1; write a number"),
+        ("speed = 0.5", 'speed = "half"', 8, "speed is 'half', it should be a number"),
+        (
+            "cores = [4]",
+            "cores = [40]",
+            7,
+            r"cores \[40\], which are not among this machine's: 4, 5",
+        ),
+        ("cores = [4]", "cores = [4.5]", 7, r"cores\.0 is 4\.5, it should be a whole number"),
+        ("cores = [4]", "cores = 4", 7, "cores is 4, it should be a list"),
         ('"soft:board:7"\n\n', '"soft:board:7"\nid = "slow"\n\n', 12, "two devices have the id"),
-        ('"slow"]', '"fast"]', 14, "no device 'fast'; there is slow, soft:board:7"),
-        ('"slow"]', '"soft:board:7"]', 13, "joins two different devices"),
-        ('"soft:board:7", ', "", 14, r'needs between = \["one", "other"\]'),
+        ('"slow"]', '"fast"]', 14, "names no device: 'fast'; there is slow, soft:board:7"),
+        ('"slow"]', '"soft:board:7"]', 14, "joins two different devices"),
+        ('"soft:board:7", ', "", 14, r'between is .*; write between = \["one", "other"\]'),
         ("1 Gb/s", "1 Gbps", 15, "bandwidth '1 Gbps': write a number and b/s .bits. or B/s"),
-        ('"1 Gb/s"', "1e9", 15, "bandwidth = 1000000000.0: write text in quotes"),
-        ("1 Gb/s", "0 Gb/s", 13, "bandwidth is 0.0 B/s, must be above 0"),
+        ('"1 Gb/s"', "1e9", 15, "bandwidth is 1000000000.0, it should be text"),
+        ("1 Gb/s", "0 Gb/s", 15, "bandwidth is 0.0 B/s, must be above 0"),
         ("1 ms", "1 h", 16, "latency '1 h': write a number and one of s, ms, us, ns"),
-        ("latency", "delay", 16, "'delay'; allowed here: between, bandwidth, latency"),
+        ("latency", "delay", 16, "'delay'; known: between, bandwidth, latency"),
         ("[[link]]", "[[lnk]]", 13, "unknown key 'lnk'"),
-        ("[[link]]", "[link]", 13, r"write each link as a \[\[link\]\] table"),
+        ("[[link]]", "[link]", 13, r"it should be a list; write each as a \[\[link\]\] table"),
         ("speed = 0.5", "speed = ", 8, "Invalid value"),
     ],
 )
@@ -231,8 +246,37 @@ def test_errors_point_at_the_line(write, old, new, line, message):
 
 def test_a_second_link_between_two_devices(write):
     extra = '\n[[link]]\nbetween = ["slow", "soft:board:7"]\n'
-    with pytest.raises(ClusterError, match="toml:18: a second link between slow and soft:board:7"):
+    with pytest.raises(ClusterError, match=r"toml:18: link\.1 is a second link between slow"):
         Cluster.load(write(FILE + extra))
+
+
+def test_a_members_place_is_the_line_of_its_device(write):
+    path = write(FILE)
+    assert Cluster.load(path).places == {"slow": f"{path}:6", "soft:board:7": f"{path}:11"}
+    path = write(FILE.partition("\n\n")[2])  # a file that begins with a table
+    assert Cluster.load(path).places == {"slow": f"{path}:3", "soft:board:7": f"{path}:8"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "message"),
+    [
+        ("cores = [4]", "cores = [true]", 7, r"device\.0\.cores\.0 is True, it should be a whole"),
+        ("speed = 0.5", "speed = nan", 8, r"device\.0\.speed is nan, it should be a finite number"),
+        ("[4]", "[" * 5000 + "]" * 5000, 1, "nested too deeply"),
+        ("[4]", "[" + "9" * 5000 + "]", 1, "4300 digits"),
+        ("[4]", "[0x" + "f" * 5000 + "]", 7, r"device\.0\.cores\.0 is a number of 20000 bits"),
+        ('"slow"', '"\xff"', 5, "byte 0xff is not UTF-8"),
+        ("1 Gb/s", "1e999 Gb/s", 15, "bandwidth is inf B/s, must be above 0 and finite"),
+        ("1 ms", "1e99 s", 16, r"latency is 1e\+99 s, must be at most 1e\+09"),
+        ('id = "slow"', 'id = ""', 5, r"device\.0\.id is '', it should be text that is not empty"),
+    ],
+)  # fmt: skip
+def test_what_no_cluster_needs_is_refused_with_its_line(write, old, new, line, message):
+    path = write("")
+    path.write_bytes(FILE.replace(old, new, 1).encode("latin-1"))
+    with pytest.raises(ClusterError, match=message) as caught:
+        Cluster.load(path)
+    assert str(caught.value).startswith(f"{path}:{line}: ")
 
 
 def test_files_that_hold_nothing(write, tmp_path):

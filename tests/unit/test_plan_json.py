@@ -66,7 +66,7 @@ def test_a_missing_key_is_named(key):
 def test_a_missing_key_of_a_stage_is_named(key):
     data = document()
     del data["stages"][1][key]
-    with pytest.raises(PlanError, match=f"stage 1 of the plan lacks the key '{key}'"):
+    with pytest.raises(PlanError, match=rf"the plan: stages\.1 lacks the key '{key}'"):
         Plan.from_json(data)
 
 
@@ -75,7 +75,7 @@ def test_an_unknown_key_is_named_and_the_known_are_listed():
         Plan.from_json({**document(), "colour": 1})
     data = document()
     data["stages"][0]["colour"] = 1
-    with pytest.raises(PlanError, match="stage 0 of the plan has an unknown key 'colour'"):
+    with pytest.raises(PlanError, match=r"stages\.0 has an unknown key 'colour'; known: lo, hi"):
         Plan.from_json(data)
 
 
@@ -87,12 +87,12 @@ def test_an_unknown_key_is_named_and_the_known_are_listed():
     ],
 )  # fmt: skip
 def test_a_wrong_type_is_named(key, value):
-    with pytest.raises(PlanError, match=f"{key} is .*, it should be of type"):
+    with pytest.raises(PlanError, match=f"the plan: {key} is .*, it should be "):
         Plan.from_json({**document(), key: value})
 
 
 def test_a_stage_that_is_not_an_object():
-    with pytest.raises(PlanError, match="stage 0 of the plan is 7, not an object"):
+    with pytest.raises(PlanError, match=r"the plan: stages\.0 is 7, it should be an object"):
         Plan.from_json({**document(), "stages": [7]})
 
 

@@ -11,6 +11,7 @@ from hetpipe.errors import PlanError
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.pricing import predict
 from hetpipe.plan.replicated import replicated_plan, staged_plan
+from hetpipe.plan.times import stage_times
 
 
 def tables(speeds, sizes=(2, 4, 8, 16), **options):
@@ -107,5 +108,5 @@ def test_gradients_of_each_mini_batch_hide_behind_passes(replicas):
     assert stage.forward_s + stage.backward_s == pytest.approx(8 * 3 * 2)
     assert plan.step_s == pytest.approx((8 * 3 * 2) / replicas + 0.8)
     assert predict(plan, known[8]).workers == tuple(named)
-    links = plan.stage_times(known[8]).gradient_links
+    links = stage_times(plan, known[8]).gradient_links
     assert sum(links[0]) == pytest.approx(8.5 if replicas > 1 else 0.0)  # 8 MiB at 1 MiB/s

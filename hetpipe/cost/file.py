@@ -1,0 +1,14 @@
+"""Cost tables in files: what `hetpipe profile --json` writes, read again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hetpipe.cost.table import CostTable
+from hetpipe.errors import CostError
+from hetpipe.records import read_json
+
+
+def read_costs(path: Path) -> CostTable:
+    """The cost table in a JSON file. Raises `CostError` with the file and the place in it."""
+    return CostTable.from_json(read_json(path, CostError), str(path))

@@ -1,0 +1,136 @@
+"""What the passes and transfers of a plan cost: its stages priced by a cost table."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from itertools import pairwise, permutations
+
+from hetpipe.cost.table import CostTable, LinkCost
+from hetpipe.plan.plan import Plan, StagePlan
+from hetpipe.schedule.generators import generate
+from hetpipe.sdk.info import HOST_MEMORY
+from hetpipe.simulate.simulator import simulate
+from hetpipe.simulate.times import FREE, StageTimes, Transfer
+
+Tied = tuple[tuple[int, tuple[int, ...]], ...]
+"""Stages that share parameters: (owner, the others)."""
+
+
+def fill_limit(plan: Plan) -> float:
+    """The share of the step that workers can be busy at best, see `Plan.fill_limit`."""
+    if not plan.rule.flushes:
+        return 1.0
+    stages, workers = len(plan.stages), len(set(plan.devices))
+    rows = generate(plan.rule, stages, plan.microbatches, workers=workers)
+    times = StageTimes((1.0,) * stages, (2.0,) * stages)
+    shares = simulate(rows, times).busy_share()
+    return sum(shares) / len(shares)
+
+
+def tied(plan: Plan, table: CostTable) -> Tied:
+    """The stages that share parameters under these cuts; the owner is the lowest."""
+    groups: set[tuple[int, ...]] = set()
+    for shared in table.tied:
+        groups.add(tuple(sorted({bisect_right(plan.cuts, layer) for layer in shared.layers})))
+    return tuple((group[0], group[1:]) for group in sorted(groups) if len(group) > 1)
+
+
+def stage_times(plan: Plan, table: CostTable) -> StageTimes:
+    """What a simulation needs, priced by `table`."""
+    ahead_links, back_links = _cut_links(plan, table)
+    gradient_links = tuple(_gradient_link(table, stage) for stage in plan.stages)
+    forward_s, backward_s, update_s = _passes_s(plan, table)
+    if not plan.rule.averages:
+        for n, stage in enumerate(plan.stages):
+            update_s[n] += _copying_s(table, stage, gradient_links[n])
+    for cut, (here, there) in enumerate(pairwise(plan.devices)):
+        for n, device in ((cut, here), (cut + 1, there)):
+            if _copies(table, device, table.link(here, there)):
+                forward_s[n] += sum(ahead_links[cut]) / 2
+                backward_s[n] += sum(back_links[cut]) / 2
+    streams = [table.devices[device].execution == "async" for device in plan.devices]
+    return StageTimes(
+        tuple(forward_s),
+        tuple(backward_s),
+        tuple(update_s),
+        ahead_links,
+        back_links,
+        _tied_transfers(plan, table),
+        table.step_overhead_s,
+        chunks=tuple(math.inf if stream else 1.0 for stream in streams),
+        all_reduce_s=tuple(stage.all_reduce_s for stage in plan.stages),
+        gradient_links=gradient_links,
+    )
+
+
+def _passes_s(plan: Plan, table: CostTable) -> tuple[list[float], list[float], list[float]]:
+    """Seconds of each stage's forward, backward and update; of replicas, the slowest one's."""
+    forward_s, backward_s, update_s = [], [], []
+    for stage in plan.stages:
+        if len(stage.devices) > 1:  # at its own rows
+            times_s = stage.forward_s, stage.backward_s, stage.update_s
+        else:
+            span = (stage.devices[0], stage.lo, stage.hi)
+            times_s = table.forward_s(*span), table.backward_s(*span), table.update_s(*span)
+        forward_s.append(times_s[0])
+        backward_s.append(times_s[1])
+        update_s.append(times_s[2])
+    return forward_s, backward_s, update_s
+
+
+def _cut_links(plan: Plan, table: CostTable) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
+    """By cut, the transfer ahead and the one back."""
+    cuts = zip(pairwise(plan.devices), plan.cut_nbytes, _cut_shares(plan), strict=True)
+    moved = [(here, there, int(share * nbytes)) for (here, there), nbytes, share in cuts]
+    return (
+        tuple(_transfer(table, here, there, nbytes) for here, there, nbytes in moved),
+        tuple(_transfer(table, there, here, nbytes) for here, there, nbytes in moved),
+    )
+
+
+def _cut_shares(plan: Plan) -> list[float]:
+    """What each device moves of what crosses a cut, where replicas divide it (DAPPLE)."""
+    if not plan.rule.flushes:
+        return [1.0] * len(plan.cuts)
+    return [max(1 / m, 1 / n) for m, n in pairwise(plan.replicas)]
+
+
+def _tied_transfers(plan: Plan, table: CostTable) -> dict[tuple[int, int], Transfer]:
+    nbytes: dict[tuple[int, int], int] = {}
+    for shared in table.tied:
+        owner, *others = sorted({bisect_right(plan.cuts, layer) for layer in shared.layers})
+        for edge in [(owner, other) for other in others]:
+            nbytes[edge] = nbytes.get(edge, 0) + shared.nbytes
+    both = {**nbytes, **{(target, source): n for (source, target), n in nbytes.items()}}
+    return {
+        (source, target): _transfer(table, plan.devices[source], plan.devices[target], n)
+        for (source, target), n in both.items()
+    }
+
+
+def _copies(table: CostTable, device: str, link: LinkCost) -> bool:
+    """Whether the cores that compute also copy what crosses the link: half of it at each end."""
+    in_host = table.devices[device].memory_domain == HOST_MEMORY
+    return in_host and link.label == "measured"
+
+
+def _gradient_link(table: CostTable, stage: StagePlan) -> Transfer:
+    """What it takes to send all gradients of a stage to another replica: the slowest way."""
+    nbytes = sum(layer.params_nbytes for layer in table.layers[stage.lo : stage.hi])
+    ways = permutations(stage.devices, 2)
+    return max((_transfer(table, *way, nbytes) for way in ways), key=sum, default=FREE)
+
+
+def _copying_s(table: CostTable, stage: StagePlan, link: Transfer) -> float:
+    """What cores that compute copy for each update of a replica: of R it sends the gradients of
+    one, R-1 times, and receives those of R-1."""
+    count = len(stage.devices)
+    ways = permutations(stage.devices, 2)
+    copied = any(_copies(table, here, table.link(here, there)) for here, there in ways)
+    return sum(link) * (count - 1) / count if copied else 0.0
+
+
+def _transfer(table: CostTable, source: str, target: str, nbytes: int) -> Transfer:
+    link = table.link(source, target)
+    return Transfer(link.latency_s, nbytes / link.bandwidth_Bps)

@@ -1,0 +1,340 @@
+"""Records: files that people and programs write, checked by pydantic; an error names the place.
+
+A record is a frozen dataclass whose fields say what they allow, `Annotated[int, Whole(1)]`. Made in
+Python it is not checked; `Source.record` makes one of JSON or TOML. pydantic is imported with the
+first file, not before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from reprlib import Repr
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    TypeVar,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from hetpipe.errors import HetpipeError
+
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler, TypeAdapter
+    from pydantic_core import CoreSchema, ErrorDetails
+
+T = TypeVar("T")
+Place = tuple[int | str, ...]
+"""Keys and indices from the top of a file down to a value."""
+
+MOST_DIGITS = 40  # of a whole number in JSON
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Allows whole numbers from `least` to `most`; True is none, nor is 1.0."""
+
+    least: int = 0
+    most: int = 2**63 - 1
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        from pydantic_core.core_schema import int_schema
+
+        return int_schema(strict=True, ge=self.least, le=self.most)
+
+
+@dataclass(frozen=True)
+class Number:
+    """Allows finite numbers up to `most`, and from `least` or, if `above`, greater ones."""
+
+    least: float = 0.0
+    most: float = 1e300
+    above: bool = False
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        from pydantic_core.core_schema import float_schema
+
+        ge, gt = (None, self.least) if self.above else (self.least, None)
+        return float_schema(strict=True, allow_inf_nan=False, ge=ge, gt=gt, le=self.most)
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Allows these texts."""
+
+    choices: tuple[str, ...]
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        from pydantic_core.core_schema import literal_schema
+
+        return literal_schema(list(self.choices))
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Allows lists and texts of `least` or more entries."""
+
+    least: int = 1
+    most: int | None = None
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        most = {} if self.most is None else {"max_length": self.most}
+        return cast("CoreSchema", {**handler(kind), "min_length": self.least, **most})
+
+
+@dataclass(frozen=True)
+class NullIsInfinite:
+    """Takes null, which stands for infinity in JSON."""
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        from pydantic_core.core_schema import no_info_wrap_validator_function
+
+        def read(value: Any, inner: Callable[[Any], Any]) -> Any:
+            return float("inf") if value is None else inner(value)
+
+        return no_info_wrap_validator_function(read, handler(kind))
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """Takes a text, of which `parse` makes the value."""
+
+    parse: Callable[[str], Any]
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        from pydantic_core.core_schema import no_info_wrap_validator_function, str_schema
+
+        def read(value: Any, inner: Callable[[Any], Any]) -> Any:
+            return _with_place(lambda: self.parse(inner(value)))
+
+        return no_info_wrap_validator_function(read, str_schema(strict=True))
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Gives a place to the `HetpipeError` of a record's own checks."""
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        from pydantic_core.core_schema import no_info_wrap_validator_function
+
+        return no_info_wrap_validator_function(
+            lambda value, inner: _with_place(lambda: inner(value)), handler(kind)
+        )
+
+
+Count = Annotated[int, Whole()]
+Positive = Annotated[int, Whole(1)]
+Seconds = Annotated[float, Number(most=1e9)]
+Name = Annotated[str, Entries(1)]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A document: the plan, in a file or not. `error` is raised for all that is wrong with it."""
+
+    title: str  # such as "the plan"
+    error: type[HetpipeError]
+    where: str | Callable[[Place], str] = ""  # the file; or, by place, file and line
+    cures: Mapping[str, str] = field(default_factory=dict)  # by place without its indices
+
+    def fault(self, place: Place, why: str, key: str | int = "") -> HetpipeError:
+        """The error for a place, or a key there: `plan.json: stages.1.hi is 3, ...`."""
+        subject = ".".join(map(_word, place)) if place else self.title
+        return self._error((*place, key) if key else place, f"{subject} {why}")
+
+    def _error(self, place: Place, sentence: str) -> HetpipeError:
+        where = self.where if isinstance(self.where, str) else self.where(place)
+        prefix = where or ("" if sentence.startswith(self.title) else self.title)
+        return self.error(f"{prefix}: {sentence}" if prefix else sentence)
+
+    def record(self, kind: type[T], data: object) -> T:
+        """A record of plain data. Raises `error` for the first thing that is wrong."""
+        from pydantic import ValidationError
+
+        try:
+            return cast(T, _adapter(cast(Any, kind)).validate_python([data])[0])
+        except ValidationError as invalid:
+            raise self._refusal(kind, invalid.errors(include_url=False)[0]) from None
+        except HetpipeError as refused:  # the record's own checks
+            raise self._error((), str(refused)) from refused
+
+    def versioned(self, kind: type[T], data: object, version: int) -> T:
+        """Likewise, of an object written by hetpipe: no key is left out, and there is `version`."""
+        if not isinstance(data, Mapping):
+            raise self.fault((), f"is {short(data)}, it should be an object")
+        there = data.get("version")
+        if type(there) is not int or there != version:
+            raise self.fault((), f"has version {short(there)}, this hetpipe reads {version}")
+        plain = {key: data[key] for key in data if key != "version"}
+        record = self.record(kind, plain)
+        for place, key in _left_out(kind, plain, ()):
+            raise self.fault(place, f"lacks the key {key!r}")
+        return record
+
+    def _refusal(self, kind: type, detail: ErrorDetails) -> HetpipeError:
+        place: Place = detail["loc"][1:]
+        if detail["type"] == "refused":
+            return self._error(place, f"{'.'.join(map(_word, place))}: {detail['msg']}")
+        cure = self.cures.get(".".join(part for part in place if isinstance(part, str)))
+        end = f"; {cure}" if cure else ""
+        if detail["type"] == "missing" and isinstance(place[-1], str):
+            return self.fault(place[:-1], f"lacks the key {place[-1]!r}{end}", place[-1])
+        if detail["type"] == "missing":
+            return self.fault(place[:-1], f"is {short(detail['input'])}: entries are missing")
+        if detail["type"] == "unexpected_keyword_argument":
+            keys = ", ".join(_keys(kind, place[:-1]))
+            why = f"has an unknown key {short(place[-1])}; known: {keys}"
+            return self.fault(place[:-1], why, place[-1])
+        allowed = f"it should be {_allowed(detail)}{end}"
+        return self.fault(place, f"is {short(detail['input'])}, {allowed}")
+
+
+def read_text(path: Path, error: type[HetpipeError]) -> str:
+    """A file's text. Raises `error` if it cannot be read or is not UTF-8, with the line."""
+    try:
+        raw = path.read_bytes()
+    except OSError as failure:
+        raise error(f"{path}: cannot be read: {failure.strerror}") from failure
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as failure:
+        line = raw.count(b"\n", 0, failure.start) + 1
+        byte = raw[failure.start]
+        why = f"byte {byte:#04x} is not UTF-8; save the file as text in UTF-8"
+        raise error(f"{path}:{line}: {why}") from failure
+
+
+def read_json(path: Path, error: type[HetpipeError]) -> Any:
+    """A file's JSON. Raises `error`, with the line where it is known."""
+    text = read_text(path, error)
+    try:
+        return json.loads(
+            text, object_pairs_hook=_object, parse_int=_whole, parse_constant=_constant
+        )
+    except json.JSONDecodeError as failure:
+        why = f"column {failure.colno} is not JSON: {failure.msg}"
+        raise error(f"{path}:{failure.lineno}: {why}") from failure
+    except ValueError as failure:
+        raise error(f"{path}: {failure}") from failure
+    except RecursionError as failure:
+        raise error(
+            f"{path}: lists and objects are nested too deeply; make it flatter"
+        ) from failure
+
+
+def short(value: object) -> str:
+    """A value for a message, however large or deep it is."""
+    return _SHORT.repr(value)
+
+
+class _Short(Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        """Python refuses to print what has more than 4300 digits."""
+        return repr(x) if x.bit_length() < 128 else f"a number of {x.bit_length()} bits"
+
+
+_SHORT = _Short()
+_SHORT.maxstring = _SHORT.maxother = 80
+
+_ALLOWED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "dict_type": "an object",
+    "dataclass_type": "an object",
+    "greater_than": "above {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than_equal": "at most {le}",
+    "literal_error": "{expected}",
+    "string_too_short": "text that is not empty",
+    "too_short": "a list of {min_length} or more entries, not {actual_length}",
+    "too_long": "a list of at most {max_length} entries, not {actual_length}",
+}
+"""By pydantic's type of an error, what should be there."""
+
+
+def _allowed(detail: ErrorDetails) -> str:
+    if detail["type"] not in _ALLOWED:
+        return f"otherwise: {detail['msg']}"
+    limits = detail.get("ctx", {}).items()
+    plain = {key: f"{limit:g}" if isinstance(limit, float) else limit for key, limit in limits}
+    return _ALLOWED[detail["type"]].format(**plain)
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    """Dataclasses inside the list take its configuration over: none has unknown keys."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(list[kind], config={"extra": "forbid"})
+
+
+def _keys(kind: Any, place: Place) -> list[str]:
+    """The keys of the record at a place."""
+    for part in place:
+        if is_dataclass(kind):
+            kind = get_type_hints(kind)[str(part)]
+        else:
+            kind = get_args(kind)[1 if get_origin(kind) is dict else 0]
+    return [entry.name for entry in fields(kind)]
+
+
+def _left_out(kind: Any, data: Any, place: Place) -> Iterator[tuple[Place, str]]:
+    """Where a record's keys are left out for their defaults; `data` fits the record else."""
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        for name in hints:
+            if name not in data:
+                yield place, name
+            else:
+                yield from _left_out(hints[name], data[name], (*place, name))
+    elif get_origin(kind) is dict:
+        for key, value in data.items():
+            yield from _left_out(get_args(kind)[1], value, (*place, key))
+    elif get_origin(kind) is tuple:
+        for index, value in enumerate(data):
+            yield from _left_out(get_args(kind)[0], value, (*place, index))
+
+
+def _with_place(make: Callable[[], T]) -> T:
+    from pydantic_core import PydanticCustomError
+
+    try:
+        return make()
+    except HetpipeError as refused:
+        raise PydanticCustomError("refused", "{why}", {"why": str(refused)}) from refused
+
+
+def _word(part: int | str) -> str:
+    plain = isinstance(part, int) or (part.isprintable() and len(part) <= _SHORT.maxstring)
+    return str(part) if plain else short(part)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {short(twice)} is there twice in one object")
+    return content
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(
+            f"the number {digits[:10]}... has {len(digits)} digits, at most {MOST_DIGITS} are read"
+        )
+    return int(digits)
+
+
+def _constant(word: str) -> float:
+    raise ValueError(f"{word} is not JSON; write a finite number, or null where that is allowed")

@@ -1,0 +1,86 @@
+"""Files that an earlier hetpipe wrote are read as they were meant: tests/data."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hetpipe import checkpoint
+from hetpipe.cost import CostTable, read_costs
+from hetpipe.errors import CostError, PlanError
+from hetpipe.plan import Plan, predict, read_plan, write_plan
+from hetpipe.simulate.timeline import Timeline
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+def document(name):
+    return json.loads((DATA / name).read_text())
+
+
+def test_a_plan_of_version_2_without_costs():
+    plan, costs = read_plan(DATA / "plan.json")
+    assert (plan.cuts, plan.schedule, plan.mini_batch) == ((1,), "1f1b", 8)
+    assert json.loads(json.dumps(plan.to_json())) == document("plan.json")
+    assert costs is None
+
+
+def test_a_cost_table_as_profile_writes_it():
+    costs = read_costs(DATA / "costs.json")
+    assert list(costs.devices) == ["numpy:cpu:0#0", "numpy:cpu:0#1"]
+    assert costs.to_json() == document("costs.json")
+
+
+def test_a_timeline():
+    timeline = Timeline.from_json(document("timeline.json"))
+    assert len(timeline.workers) == 2
+    assert timeline.to_json() == document("timeline.json")
+
+
+def test_a_checkpoint_with_its_plan():
+    found = checkpoint.load(DATA / "checkpoint")
+    assert found.manifest["step"] == 3
+    assert Plan.from_json(found.manifest["plan"]).devices == ("numpy:cpu:0#0", "numpy:cpu:0#1")
+    assert {role: len(named) for role, named in found.tensors.items()} == {
+        "param": 4, "buffer": 0, "state": 8,
+    }  # fmt: skip
+    assert all(np.isfinite(array).all() for array in found.tensors["param"].values())
+
+
+def test_a_plan_keeps_its_costs(tmp_path):
+    plan, costs = read_plan(DATA / "plan.json")[0], read_costs(DATA / "costs.json")
+    write_plan(tmp_path / "p.json", plan, costs)
+    assert read_plan(tmp_path / "p.json") == (plan, costs)
+    assert predict(*read_plan(tmp_path / "p.json")).total_s == pytest.approx(plan.step_s)
+    write_plan(tmp_path / "p.json", plan, None)
+    assert read_plan(tmp_path / "p.json") == (plan, None)
+    assert [path.name for path in tmp_path.iterdir()] == ["p.json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        (lambda costs: costs["layers"][1].update(name="other"), PlanError, "costs.layers has 2"),
+        (lambda costs: costs["layers"][1].pop("name"), CostError, "costs: layers.1 lacks the key"),
+        (lambda costs: costs.update(version=9), CostError, "has version 9, this hetpipe reads 1"),
+    ],
+)
+def test_costs_that_do_not_fit_the_plan(tmp_path, change, error, match):
+    costs = document("costs.json")
+    change(costs)
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(document("plan.json") | {"costs": costs}))
+    with pytest.raises(error, match=match) as caught:
+        read_plan(path)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_costs_that_lack_a_device_of_the_plan(tmp_path):
+    costs = read_costs(DATA / "costs.json")
+    fewer = CostTable(
+        costs.model, costs.samples, costs.layers, {"numpy:cpu:0#0": costs.devices["numpy:cpu:0#0"]}
+    )
+    write_plan(tmp_path / "p.json", read_plan(DATA / "plan.json")[0], fewer)
+    with pytest.raises(PlanError, match="lacks 'numpy:cpu:0#1', which the plan names"):
+        read_plan(tmp_path / "p.json")
