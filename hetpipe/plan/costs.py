@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -33,6 +34,21 @@ class StageCosts:
         self._saved = _prefix([layer.saved_nbytes for layer in table.layers])
         self._cuts = np.array([0, *(layer.cut_nbytes for layer in table.layers[:-1]), 0], float)
         self._passes: dict[str, tuple[Array, Array, float]] = {}
+        # Partitions share most of their stages: the price of one stage is looked up again and again.
+        self.stage_passes_s = cache(self._stage_passes_s)
+        self.stage_compute_s = cache(self._stage_compute_s)
+        self.stage_memory_nbytes = cache(self._stage_memory_nbytes)
+
+    def _stage_passes_s(self, device: str, lo: int, hi: int) -> tuple[float, float, float]:
+        """Forward, backward and update of one stage."""
+        table, span = self.table, (device, lo, hi)
+        return table.forward_s(*span), table.backward_s(*span), table.update_s(*span)
+
+    def _stage_compute_s(self, device: str, lo: int, hi: int) -> float:
+        return float(self.compute_s(device, lo, hi))
+
+    def _stage_memory_nbytes(self, lo: int, hi: int, in_flight: int, versions: int) -> int:
+        return int(self.memory_nbytes(lo, hi, in_flight, versions))
 
     def memory_nbytes(self, lo: Array, hi: Array, in_flight: int, versions: int = 1) -> Array:
         """Weights x versions, gradients, optimizer state, saved x in-flight, buffers of the cuts.
@@ -51,6 +67,8 @@ class StageCosts:
 
     def _repeated(self, lo: Array, hi: Array) -> Array:
         """Bytes of the parameters that a layer has and an earlier one of the same stage too."""
+        if not self.table.tied:
+            return 0.0
         nbytes = np.zeros(np.broadcast_shapes(np.shape(lo), np.shape(hi)))
         for shared in self.table.tied:
             layers = sorted(shared.layers)

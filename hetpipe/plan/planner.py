@@ -26,7 +26,7 @@ from hetpipe.plan.pricing import (
     price,
     problem,
 )
-from hetpipe.schedule.generators import generate, max_in_flight
+from hetpipe.schedule.generators import max_in_flight
 
 __all__ = ["explore", "make_plan", "predict"]
 
@@ -62,11 +62,19 @@ def make_plan(
     if cuts is not None:
         return _as_given(question, question.stage_devices(devices), tuple(cuts))
     free = not fixed_order and len(devices) <= FREE_ORDER_DEVICES
-    orders = [
-        question.stage_devices(order) for order in (permutations(devices) if free else [devices])
-    ]
+    orders = list(permutations(devices)) if free else [tuple(devices)]
     objectives: tuple[Objective, ...] = ("sum", "max") if objective == "auto" else (objective,)
-    why = ""
+    return _best(question, orders, objectives)
+
+
+def _best(
+    question: Question,
+    device_orders: Sequence[tuple[str, ...]],
+    objectives: Sequence[Objective] = ("sum", "max"),
+) -> Plan:
+    """The quickest plan with one of these orders of devices. Raises `PlanError`."""
+    orders = [question.stage_devices(order) for order in device_orders]
+    devices, why = device_orders[0], ""
     for depths in _depths(question, len(orders[0])):
         candidates = [
             Partition(order, proposal, depth)
@@ -74,9 +82,9 @@ def make_plan(
             for depth in depths
             for proposal in _propose(question, order, depth, objectives)
         ]
-        able = [candidate for candidate in candidates if problem(question, candidate) is None]
-        if able:
-            return _improved(question, *_quickest(question, able, "balanced"))
+        quickest = _quickest(question, candidates, "balanced")
+        if quickest is not None:
+            return _improved(question, *quickest)
         why = _why_not(question, candidates, orders, depths[0])
     raise PlanError(f"no plan for {', '.join(devices)}: {why}")
 
@@ -100,6 +108,7 @@ def explore(
     plans: list[Plan] = []
     refused: list[str] = []
     for samples, table in sorted(tables.items()):
+        costs = StageCosts(table)
         microbatches = -(-mini_batch // samples)
         if -(-mini_batch // microbatches) != samples:
             refused.append(f"micro-batches of {samples} do not divide a mini-batch of {mini_batch}")
@@ -107,12 +116,10 @@ def explore(
         for subset in [tuple(devices)] if use_all else _subsets(devices):
             for schedule in schedules:
                 try:
-                    plans.append(
-                        make_plan(
-                            table, subset, mini_batch=mini_batch, microbatches=microbatches,
-                            schedule=schedule, weights=weights,
-                        )
-                    )  # fmt: skip
+                    question = Question(costs, schedule, mini_batch, microbatches, weights)
+                    _check(question, subset)
+                    free = len(subset) <= FREE_ORDER_DEVICES
+                    plans.append(_best(question, list(permutations(subset)) if free else [subset]))
                 except (PlanError, ScheduleError) as error:
                     refused.append(str(error))
     if not plans:
@@ -174,9 +181,9 @@ def _as_given(question: Question, devices: tuple[str, ...], cuts: tuple[int, ...
     why: str | None = None
     for depths in _depths(question, len(devices)):
         candidates = [Partition(devices, cuts, depth) for depth in depths]
-        able = [candidate for candidate in candidates if problem(question, candidate) is None]
-        if able:
-            return _quickest(question, able, "user")[1]
+        quickest = _quickest(question, candidates, "user")
+        if quickest is not None:
+            return quickest[1]
         why = problem(question, candidates[0])
     raise PlanError(f"no plan for {', '.join(devices)}, cut at {list(cuts)}: {why}")
 
@@ -198,7 +205,7 @@ def _depths(question: Question, stages: int) -> Iterator[list[tuple[int, ...]]]:
         return
     if not rule.any_depth:
         workers = stages // rule.stages_per_worker
-        rows = generate(rule, stages, microbatches, workers=workers)
+        rows = rule.rows(stages, microbatches, workers=workers)
         yield [tuple(max_in_flight(rows))]
         return
     yield both
@@ -234,21 +241,26 @@ def _propose(
 
 def _quickest(
     question: Question, candidates: Sequence[Partition], origin: str
-) -> tuple[Partition, Plan]:
-    """The candidate with the quickest simulated step.
+) -> tuple[Partition, Plan] | None:
+    """The candidate with the quickest step of those that can run; None if none can.
 
-    Candidates are simulated in the order of a lower bound, until it exceeds the best step found:
+    Candidates are priced in the order of a lower bound, until it exceeds the best step so far:
     the rest cannot be quicker.
     """
-    bounds = {candidate: lower_bound_s(question, candidate) for candidate in candidates}
+    bounds_s: dict[tuple[tuple[str, ...], tuple[int, ...]], float] = {}  # for all depths
+    for candidate in candidates:
+        key = candidate.devices, candidate.cuts
+        if key not in bounds_s:
+            bounds_s[key] = lower_bound_s(question, candidate)
     best: tuple[Partition, Plan] | None = None
-    for candidate in sorted(bounds, key=lambda candidate: bounds[candidate]):
-        if best is not None and bounds[candidate] > best[1].step_s:
+    for candidate in sorted(candidates, key=lambda c: bounds_s[c.devices, c.cuts]):
+        if best is not None and bounds_s[candidate.devices, candidate.cuts] > best[1].step_s:
             break
+        if problem(question, candidate) is not None:
+            continue
         plan = price(question, candidate, origin)
         if best is None or _rank(plan) < _rank(best[1]):
             best = (candidate, plan)
-    assert best is not None
     return best
 
 

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 from hetpipe.cost.table import CostTable
@@ -18,6 +19,7 @@ from hetpipe.schedule.action import Op
 from hetpipe.schedule.generators import generate
 from hetpipe.schedule.rule import Rule, rule_of
 from hetpipe.schedule.weights import WeightPolicy, policy_of
+from hetpipe.simulate.quick import order_of
 from hetpipe.simulate.simulator import simulate
 from hetpipe.simulate.timeline import Timeline
 from hetpipe.simulate.times import FREE
@@ -35,12 +37,12 @@ class Question:
     microbatches: int
     weights: str = "flush"
 
-    @property
+    @cached_property
     def rule(self) -> Rule:
         """The rule of the schedule."""
         return rule_of(self.schedule)
 
-    @property
+    @cached_property
     def policy(self) -> WeightPolicy:
         """The policy by which versions of the weights are kept."""
         return policy_of(self.weights)
@@ -51,7 +53,7 @@ class Question:
         if not self.rule.several_stages:
             return tuple(devices)
         stages = self.rule.stages_per_worker * len(devices)
-        rows = generate(self.rule, stages, self.microbatches, workers=len(devices))
+        rows = self.rule.rows(stages, self.microbatches, workers=len(devices))
         places = {action.stage: row for row, actions in enumerate(rows) for action in actions}
         return tuple(devices[places[stage]] for stage in range(stages))
 
@@ -81,14 +83,12 @@ def price(question: Question, partition: Partition, origin: str) -> Plan:
     placed = zip(partition.devices, partition.ends(layers), partition.in_flight, strict=True)
     for number, (device, (lo, hi), in_flight) in enumerate(placed):
         versions = question.versions(partition.in_flight, number)
+        forward_s, backward_s, update_s = costs.stage_passes_s(device, lo, hi)
+        nbytes = costs.stage_memory_nbytes(lo, hi, in_flight, versions)
+        capacity = table.devices[device].memory_nbytes
         stages.append(
             StagePlan(
-                lo, hi, (device,), in_flight,
-                table.forward_s(device, lo, hi),
-                table.backward_s(device, lo, hi),
-                table.update_s(device, lo, hi),
-                int(costs.memory_nbytes(lo, hi, in_flight, versions)),
-                table.devices[device].memory_nbytes,
+                lo, hi, (device,), in_flight, forward_s, backward_s, update_s, nbytes, capacity
             )
         )  # fmt: skip
     plan = Plan(
@@ -105,7 +105,22 @@ def price(question: Question, partition: Partition, origin: str) -> Plan:
         notes=tuple(_notes(table, partition.devices)),
         weights=question.weights,
     )
-    return replace(plan, step_s=step_s(plan, predict(plan, table)))
+    return replace(plan, step_s=_predicted_step_s(plan, table))
+
+
+def _predicted_step_s(plan: Plan, table: CostTable) -> float:
+    """Seconds per mini-batch, without a timeline where that is not needed."""
+    times = stage_times(plan, table, as_planned=True)
+    streams = max(times.chunks, default=1.0) > 1
+    if plan.rule.flushes and not streams and max(plan.replicas) == 1:
+        pairs = tuple((owner, o) for owner, others in tied_stages(plan, table) for o in others)
+        workers = len(set(plan.devices))
+        order = order_of(
+            plan.rule, len(plan.stages), plan.microbatches, plan.in_flight, workers, pairs
+        )
+        if order is not None:
+            return order.step_s(times) + times.step_overhead_s
+    return step_s(plan, predict(plan, table))
 
 
 def step_s(plan: Plan, timeline: Timeline) -> float:
@@ -161,7 +176,7 @@ def lower_bound_s(question: Question, partition: Partition) -> float:
     bound_s = way_s = 0.0
     for stage, (lo, hi) in enumerate(partition.ends(costs.count)):
         device = partition.devices[stage]
-        both_s = float(costs.compute_s(device, lo, hi))
+        both_s = costs.stage_compute_s(device, lo, hi)
         bound_s = max(bound_s, way_s + question.microbatches * both_s)
         if not question.rule.flushes:
             continue  # the way is gone once
@@ -183,20 +198,26 @@ def problem(question: Question, partition: Partition) -> str | None:
         device = partition.devices[stage]
         cost = costs.table.devices[device]
         domain = cost.memory_domain
-        what = f"stage {stage} (layers {lo}..{hi - 1} on {device})"
-        if math.isinf(costs.compute_s(device, lo, hi)):
+        if math.isinf(costs.stage_compute_s(device, lo, hi)):
             first = _refused(costs.table, device, lo, hi)[0]
-            return f"{what}: the device cannot run {first}"
+            return f"{_stage(stage, partition, costs)}: the device cannot run {first}"
         versions = question.versions(partition.in_flight, stage)
-        need = int(costs.memory_nbytes(lo, hi, partition.in_flight[stage], versions))
+        need = costs.stage_memory_nbytes(lo, hi, partition.in_flight[stage], versions)
         used[domain] += need
         capacity[domain] = max(capacity[domain], cost.memory_nbytes)
         if need > cost.memory_nbytes:
-            return f"{what} {_lack(need, cost.memory_nbytes)}"
+            return f"{_stage(stage, partition, costs)} {_lack(need, cost.memory_nbytes)}"
         if used[domain] > capacity[domain]:
-            lack = _lack(used[domain], capacity[domain])
-            return f"{what}, with the stages before it in memory {domain}, {lack}"
+            return (
+                f"{_stage(stage, partition, costs)}, with the stages before it in memory {domain}, "
+                f"{_lack(used[domain], capacity[domain])}"
+            )
     return None
+
+
+def _stage(number: int, partition: Partition, costs: StageCosts) -> str:
+    lo, hi = partition.ends(costs.count)[number]
+    return f"stage {number} (layers {lo}..{hi - 1} on {partition.devices[number]})"
 
 
 def _notes(table: CostTable, devices: Sequence[str]) -> Iterator[str]:

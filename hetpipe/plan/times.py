@@ -36,11 +36,11 @@ def tied(plan: Plan, table: CostTable) -> Tied:
     return tuple((group[0], group[1:]) for group in sorted(groups) if len(group) > 1)
 
 
-def stage_times(plan: Plan, table: CostTable) -> StageTimes:
-    """What a simulation needs, priced by `table`."""
+def stage_times(plan: Plan, table: CostTable, *, as_planned: bool = False) -> StageTimes:
+    """What a simulation needs, priced by `table`; passes and updates `as_planned` by the plan."""
     ahead_links, back_links = _cut_links(plan, table)
     gradient_links = tuple(_gradient_link(table, stage) for stage in plan.stages)
-    forward_s, backward_s, update_s = _passes_s(plan, table)
+    forward_s, backward_s, update_s = _passes_s(plan, table, as_planned)
     if not plan.rule.averages:
         for n, stage in enumerate(plan.stages):
             update_s[n] += _copying_s(table, stage, gradient_links[n])
@@ -64,11 +64,13 @@ def stage_times(plan: Plan, table: CostTable) -> StageTimes:
     )
 
 
-def _passes_s(plan: Plan, table: CostTable) -> tuple[list[float], list[float], list[float]]:
+def _passes_s(
+    plan: Plan, table: CostTable, as_planned: bool
+) -> tuple[list[float], list[float], list[float]]:
     """Seconds of each stage's forward, backward and update; of replicas, the slowest one's."""
     forward_s, backward_s, update_s = [], [], []
     for stage in plan.stages:
-        if len(stage.devices) > 1:  # at its own rows
+        if as_planned or len(stage.devices) > 1:  # of replicas at their own rows
             times_s = stage.forward_s, stage.backward_s, stage.update_s
         else:
             span = (stage.devices[0], stage.lo, stage.hi)

@@ -107,8 +107,7 @@ class _Question:
 
     def passes(self, microbatches: int, in_flight: Sequence[int] | None) -> Schedule:
         """The rule's order of passes."""
-        more = (self.workers,) if self.rule.several_stages else ()
-        return self.rule.passes(self.stages, microbatches, in_flight, *more)
+        return self.rule.rows(self.stages, microbatches, in_flight, self.workers)
 
 
 @lru_cache(KEPT)

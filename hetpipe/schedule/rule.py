@@ -58,6 +58,17 @@ class Rule:
         """Whether a worker may have several stages."""
         return self.stages_per_worker > 1
 
+    def rows(
+        self,
+        stages: int,
+        microbatches: int,
+        in_flight: Sequence[int] | None = None,
+        workers: int | None = None,
+    ) -> Schedule:
+        """Per worker (default: one per stage) its passes in order, and nothing else."""
+        more = (workers or stages,) if self.several_stages else ()
+        return self.passes(stages, microbatches, in_flight, *more)
+
     def mini_batches_per_update(self, replicas: Sequence[int]) -> tuple[int, ...]:
         """By stage: one, unless replicas in turn apply the mean of a round."""
         in_rounds = not self.flushes and self.averages

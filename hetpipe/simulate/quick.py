@@ -87,8 +87,7 @@ def order_of(
     """
     if not rule.flushes:
         return None
-    more = (workers,) if rule.several_stages else ()
-    rows = rule.passes(stages, microbatches, in_flight, *more)
+    rows = rule.rows(stages, microbatches, in_flight, workers)
     if len(rows) != workers or any(a.op not in _PASSES for row in rows for a in row):
         return None
     return _Ordering(rows, stages, pairs).order()
