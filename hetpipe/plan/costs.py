@@ -34,7 +34,7 @@ class StageCosts:
         self._saved = _prefix([layer.saved_nbytes for layer in table.layers])
         self._cuts = np.array([0, *(layer.cut_nbytes for layer in table.layers[:-1]), 0], float)
         self._passes: dict[str, tuple[Array, Array, float]] = {}
-        # Partitions share most of their stages: the price of one stage is looked up again and again.
+        # Partitions share most stages: the price of a stage is looked up again and again.
         self.stage_passes_s = cache(self._stage_passes_s)
         self.stage_compute_s = cache(self._stage_compute_s)
         self.stage_memory_nbytes = cache(self._stage_memory_nbytes)
