@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,12 @@ def test_every_lock_of_the_engine_is_on_the_page() -> None:
                 if str(path.relative_to(ROOT)) in line and line.startswith("|")
             ]  # fmt: skip
             assert any(lock in line for line in row), f"{lock} of {path} is missing"
+
+
+def test_the_picture_of_the_readme_shows_that_balance_pays() -> None:
+    names = runpy.run_path(str(ROOT / "docs" / "timeline.py"))
+    even, balanced = names["step"]("even", 6), names["step"]("balanced", 8)
+    assert balanced.step_s < 0.8 * even.step_s
+    assert min(balanced.busy_share()) > 0.8 > min(even.busy_share())
+    assert "docs/timeline.png" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert (ROOT / "docs" / "timeline.png").is_file()
