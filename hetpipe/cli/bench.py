@@ -174,8 +174,7 @@ def _sum_up(output: Output, outcomes: list[Outcome]) -> None:
 
 def _draw(output: Output, path: Path, outcomes: list[Outcome]) -> None:
     """The balanced pipelines' last steps, measured above predicted."""
-    from hetpipe.report import draw_timelines
+    from hetpipe.report import draw_workloads
 
-    timelines = [timeline for outcome in outcomes for timeline in outcome.timelines]
-    draw_timelines(path, timelines, "One mini-batch")
+    draw_workloads(path, [outcome.timelines for outcome in outcomes], "One mini-batch")
     output.text(f"timelines drawn in {path}")

@@ -8,7 +8,9 @@ __getattr__, __dir__, __all__ = lazy(
         "cost_table": "tables",
         "device_table": "tables",
         "draw_timelines": "picture",
+        "draw_workloads": "picture",
         "link_table": "tables",
         "write_json": "files",
+        "write_trace": "trace",
     },
 )

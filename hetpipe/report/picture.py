@@ -1,83 +1,131 @@
-"""Pictures of timelines: one row per worker, forwards, backwards and updates in their colours."""
+"""Pictures of timelines: a row per lane with its passes and waits, transfers and sums below them.
+
+`hetpipe.report.intervals` defines transfers and waits. A transfer is drawn on its receiver's row.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetpipe.errors import HetpipeError
 from hetpipe.report.files import write_beside
+from hetpipe.report.intervals import PASSES, Interval, Kind, intervals
 from hetpipe.schedule.action import Op
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from hetpipe.simulate.timeline import Timeline
 
-COLOURS = {Op.FORWARD: "#7fb3d5", Op.BACKWARD: "#f5b971", Op.UPDATE: "#8fbc8f"}
-TRANSFER = "#c9c9c9"
+COLOURS = {
+    Kind.FORWARD: "#7fb3d5",
+    Kind.BACKWARD: "#f5b971",
+    Kind.BACKWARD_INPUT: "#e58b6b",
+    Kind.BACKWARD_WEIGHT: "#f7df8e",
+    Kind.UPDATE: "#8fbc8f",
+    Kind.SUM: "#a48fd0",
+    Kind.TRANSFER: "#5f6b76",
+    Kind.WAIT: "#dedede",
+}
+BANDS = {Kind.TRANSFER: (0.27, 0.08), Kind.SUM: (0.37, 0.08), Kind.WAIT: (-0.25, 0.3)}
+"""Top and height of what is drawn of a kind, in rows from the middle of its row."""
+
+PASS_BAND = (-0.42, 0.64)
+NUMBERED = 0.011
+"""A pass this part of the axis wide has room for the number of its micro-batch."""
+
 FORMATS = (".png", ".svg", ".pdf")
 
 
 def draw_timelines(path: Path, timelines: Sequence[Timeline], title: str = "") -> None:
-    """Draw timelines one above the other on one time axis into a .png, .svg or .pdf file.
+    """Draw timelines of one workload, one above the other on one time axis.
 
     Each says in its own title whether it is measured, emulated or predicted. Raises `HetpipeError`
-    if matplotlib is missing or the file cannot be written.
+    for a file that is no .png, .svg or .pdf, if matplotlib is missing or if the file cannot be
+    written.
     """
+    draw_workloads(path, [timelines], title)
+
+
+def draw_workloads(path: Path, workloads: Sequence[Sequence[Timeline]], title: str = "") -> None:
+    """Like `draw_timelines` for several workloads, each with a time axis of its own."""
     if path.suffix not in FORMATS:
         raise HetpipeError(f"a picture is one of {', '.join(FORMATS)}, not {path.name!r}")
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        figure = figure_of(workloads, title)
     except ImportError as error:
         raise HetpipeError("pictures need matplotlib: pip install 'hetpipe[bench]'") from error
-    rows = [len(timeline.workers) for timeline in timelines]
-    figure = Figure(figsize=(12, 1.2 + sum(0.8 + 0.55 * count for count in rows)))
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(
-        len(timelines), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": rows}
-    )
-    for axes, timeline in zip(grid[:, 0], timelines, strict=True):
-        _draw(axes, timeline)
-    grid[-1, 0].set_xlabel("time since the step began, ms")
-    figure.suptitle(title, x=0.01, ha="left")
-    figure.legend(handles=_legend(), loc="upper right", ncols=4, frameon=False)
-    figure.tight_layout()
     kind = path.suffix.removeprefix(".")
     write_beside(path, lambda beside: figure.savefig(beside, format=kind, dpi=130))
 
 
-def _draw(axes: Axes, timeline: Timeline) -> None:
-    begin_s = min((span.start_s for span in timeline.spans), default=0.0)
-    for span in timeline.spans:
-        compute = span.action.op in COLOURS
-        left_ms, width_ms = (span.start_s - begin_s) * 1e3, (span.end_s - span.start_s) * 1e3
-        centre = span.worker if compute else span.worker + 0.43
-        axes.barh(
-            centre,
-            width_ms,
-            height=0.7 if compute else 0.1,
-            left=left_ms,
-            color=COLOURS.get(span.action.op, TRANSFER),
-            edgecolor="white",
-            linewidth=0.4,
+def figure_of(workloads: Sequence[Sequence[Timeline]], title: str = "") -> Figure:
+    """The figure that is written: a panel per timeline, those of a workload with one time axis."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = [len(timeline.workers) for timelines in workloads for timeline in timelines]
+    figure = Figure(figsize=(12, 1.2 + sum(0.8 + 0.6 * count for count in rows)))
+    FigureCanvasAgg(figure)
+    panels = iter(figure.add_gridspec(len(rows), 1, height_ratios=rows))
+    kinds: set[Kind] = set()
+    for timelines in workloads:
+        first: Axes | None = None
+        shown = [intervals(timeline) for timeline in timelines]
+        width_s = max((_width_s(each) for each in shown), default=0.0)
+        for timeline, each in zip(timelines, shown, strict=True):
+            axes = figure.add_subplot(next(panels), sharex=first)
+            first = first or axes
+            _draw(axes, timeline, each, width_s)
+            kinds |= {interval.kind for interval in each}
+        if first is not None:
+            axes.set_xlabel("time since the step began, ms")
+    figure.suptitle(title, x=0.01, ha="left")
+    figure.legend(handles=_legend(kinds), loc="upper right", ncols=len(Kind), frameon=False)
+    figure.tight_layout()
+    return figure
+
+
+def _draw(axes: Axes, timeline: Timeline, shown: Sequence[Interval], width_s: float) -> None:
+    begin_s = _begin_s(shown)
+    bars: dict[tuple[Kind, int], list[tuple[float, float]]] = defaultdict(list)
+    for kind, worker, action, start_s, end_s in shown:
+        bars[kind, worker].append(((start_s - begin_s) * 1e3, (end_s - start_s) * 1e3))
+        if kind in _NUMBERED and end_s - start_s >= NUMBERED * width_s:
+            centre_ms = ((start_s + end_s) / 2 - begin_s) * 1e3
+            middle = worker + PASS_BAND[0] + PASS_BAND[1] / 2
+            axes.text(centre_ms, middle, str(action.number), ha="center", va="center", fontsize=7)
+    for (kind, worker), spans in bars.items():
+        top, height = BANDS.get(kind, PASS_BAND)
+        edge = {"edgecolor": "white", "linewidth": 0.4} if kind in _COMPUTE else {"linewidth": 0}
+        axes.broken_barh(
+            spans, (worker + top, height), facecolor=COLOURS[kind], label=kind.value, **edge
         )
-        if compute and span.action.op is not Op.UPDATE:
-            axes.text(
-                left_ms + width_ms / 2, centre, str(span.action.number),
-                ha="center", va="center", fontsize=7, clip_on=True,
-            )  # fmt: skip
     axes.set_yticks(range(len(timeline.workers)), timeline.workers)
-    axes.set_ylim(len(timeline.workers) - 0.4, -0.5)
+    axes.set_ylim(len(timeline.workers) - 0.5, -0.5)
+    axes.set_xlim(0.0, width_s * 1e3 or 1.0)
     axes.set_title(f"{timeline.label}: {timeline.step_s * 1e3:.1f} ms", loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _legend() -> list[object]:
+_COMPUTE = frozenset(PASSES.values())
+_NUMBERED = _COMPUTE - {PASSES[Op.UPDATE]}
+
+
+def _begin_s(shown: Sequence[Interval]) -> float:
+    return min((each.start_s for each in shown), default=0.0)
+
+
+def _width_s(shown: Sequence[Interval]) -> float:
+    return max((each.end_s for each in shown), default=0.0) - _begin_s(shown)
+
+
+def _legend(kinds: set[Kind]) -> list[Artist]:
     from matplotlib.patches import Patch
 
-    names = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.UPDATE: "update"}
-    shown: list[object] = [Patch(color=COLOURS[op], label=name) for op, name in names.items()]
-    return [*shown, Patch(color=TRANSFER, label="transfer")]
+    return [Patch(color=COLOURS[kind], label=kind.value) for kind in Kind if kind in kinds]

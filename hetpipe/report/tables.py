@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from hetpipe.report.units import format_nbytes, format_s
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from hetpipe.cost.table import CostTable, DeviceCost
     from hetpipe.sdk.info import DeviceInfo
 
 
+class _PlainTable(Table):
+    """Shows text as it is: names of users may have brackets, or colons around an emoji's name."""
+
+    def add_row(self, *renderables: RenderableType | None, **options: Any) -> None:
+        plain = (Text(cell) if isinstance(cell, str) else cell for cell in renderables)
+        super().add_row(*plain, **options)
+
+
 def make_table(title: str, columns: Sequence[str], numbers: Collection[str] = ()) -> Table:
-    """An empty table; the columns named in `numbers` are flush right."""
-    table = Table(title=escape(title), title_justify="left", title_style="bold")
+    """An empty table; the columns named in `numbers` are flush right. Text in it is no markup."""
+    table = _PlainTable(title=Text(title, "bold"), title_justify="left")
     for column in columns:
-        table.add_column(column, justify="right" if column in numbers else "left")
+        table.add_column(Text(column), justify="right" if column in numbers else "left")
     return table
 
 
@@ -31,7 +41,7 @@ def device_table(infos: Iterable[DeviceInfo], joining: Collection[str]) -> Table
         table.add_row(
             info.id,
             info.kind,
-            escape(f"{info.name} ({info.driver})"),
+            f"{info.name} ({info.driver})",
             format_nbytes(info.memory_nbytes),
             info.memory_domain,
             "yes" if info.id in joining else "when named",
@@ -50,7 +60,7 @@ def cost_table(costs: CostTable) -> Table:
     )
     for index, layer in enumerate(costs.layers):
         table.add_row(
-            escape(layer.name),
+            layer.name,
             *(_passes(costs.devices[member], index) for member in members),
             format_nbytes(layer.params_nbytes),
             format_nbytes(layer.saved_nbytes),
@@ -84,8 +94,8 @@ def link_table(costs: CostTable) -> Table:
     return table
 
 
-def _passes(device: DeviceCost, index: int) -> str:
+def _passes(device: DeviceCost, index: int) -> Text | str:
     layer = device.layers[index]
     if layer.reason:
-        return f"[red]{escape(layer.reason)}[/red]"
+        return Text(layer.reason, "red")
     return f"{format_s(layer.forward_s)} + {format_s(layer.backward_s)}"

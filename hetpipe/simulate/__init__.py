@@ -1,4 +1,4 @@
-"""Simulation: a schedule on a virtual clock, and the timeline that comes out of it."""
+"""Simulation: a schedule on a virtual clock gives a timeline."""
 
 from hetpipe._lazy import lazy
 

@@ -1,15 +1,15 @@
 """Simulator: a schedule on a virtual clock.
 
-The rules are the engine's. A worker does its actions in order. A compute action holds it; a send is
-posted and costs it nothing; a receive holds it until the message has arrived. Each edge, that is,
-each direction between two workers, carries one message at a time, in the order of posting. What a
-stage sends in chunks is on the edge from the first chunk on, and leaves it with the last.
+The rules are the engine's:
 
-The lanes of a worker run at once. While several compute, each has an even share of its speed.
-
-A sum over replicas goes on beside the passes behind it, one at a time, and an update waits for it.
-Where replicas have a row each, it begins when all have come to it; gradients that
-one sends to the others are on the edge to each, of which no two are the same.
+- A worker does its actions in order. A compute action holds the worker. A send is posted and costs
+  the worker nothing. A receive holds the worker until the message has arrived.
+- An edge is one direction between two workers. It carries one message at a time, in the order of
+  posting. A message in chunks holds its edge from the first chunk until the last has left.
+- The lanes of a worker run at once. While several compute, each has an even share of its speed.
+- A worker does one sum over replicas at a time, beside the passes that follow. An update waits for
+  the sums. Where replicas have a row each, a sum begins when all of them have come to it.
+- A replica that sends a gradient to all the others uses an edge of its own to each of them.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ class _Clock:
 
 
 class _Device:
-    """What the lanes of one worker compute on: those that do share it evenly."""
+    """The device of one worker: the lanes that compute at the same time share it evenly."""
 
     def __init__(self, clock: _Clock) -> None:
         self._clock = clock
-        self._left_s: dict[_Lane, float] = {}  # what is left to compute, at full speed
-        self._since_s = 0.0  # when that was so
+        self._left_s: dict[_Lane, float] = {}  # seconds still to compute at full speed
+        self._since_s = 0.0  # the time at which `_left_s` was right
         self._changes = 0
 
     def begin(self, lane: _Lane, compute_s: float) -> None:
-        """Call the lane's `computed` when it has had so much of the device."""
+        """Call the lane's `computed` after so many seconds of the whole device."""
         self._elapse()
         self._left_s[lane] = compute_s
         self._await()
@@ -125,7 +125,7 @@ class _Lane:
             self._next += 1
 
     def summed(self) -> None:
-        """A sum over replicas is there."""
+        """A sum over replicas is done."""
         self._sums -= 1
         if self._waits_for_sums and not self._sums:
             self._waits_for_sums = False
@@ -140,13 +140,13 @@ class _Lane:
         self.resume()
 
     def made_since_s(self, message: Message) -> float:
-        """When the pass that makes the message began; now, if something came in between."""
+        """When the pass that makes the message began; now, if that was not the action before."""
         makers = [Action(message.source, op, message.number) for op in MAKERS.get(message.kind, ())]
         before = self._row[self._next - 1] if self._next else None
         return self._since_s if before in makers else self._run.clock.now_s
 
     def arrive(self) -> None:
-        """What it waited for is there."""
+        """The message for which it waits has arrived."""
         action = self.current
         assert action is not None
         self.waiting = None
@@ -171,7 +171,7 @@ class _Run:
                 self._targets[message].append(index)
         self._takers = Counter(action for _, action in cells if action.op is Op.ALL_REDUCE)
         self._gathering: dict[Action, list[_Lane]] = defaultdict(list)
-        self._summing_s: dict[int, float] = defaultdict(float)  # until when a worker sums
+        self._summing_s: dict[int, float] = defaultdict(float)  # when a worker's sums end
         self._edge_free_s: dict[tuple[int, int], float] = defaultdict(float)
         devices = [_Device(self.clock) for _ in set(self._workers)]
         self.lanes = [
@@ -199,7 +199,7 @@ class _Run:
             self.clock.at(end_s, RESUME, lane.summed)
 
     def post(self, lane: _Lane, action: Action, message: Message) -> None:
-        """Put a message on its edges, behind those already there; on one worker it is free."""
+        """Put a message on its edges, after those already there; within a worker it is free."""
         for target in self._targets[message]:
             self._post(lane, action, message, target)
 
@@ -209,7 +209,7 @@ class _Run:
         start_s = end_s = now_s = self.clock.now_s
         if edge[0] != edge[1]:
             chunks = self.times.chunks[message.source] if self.times.chunks else 1
-            early = 1 - 1 / chunks  # what of the pass lies behind its first chunk
+            early = 1 - 1 / chunks  # the share of the pass that follows its first chunk
             first_s = now_s - early * (now_s - lane.made_since_s(message)) if early else now_s
             start_s = max(first_s, self._edge_free_s[edge])
             left_s = max(start_s, now_s - early * transfer.occupancy_s) + transfer.occupancy_s
@@ -236,9 +236,9 @@ def simulate(
 ) -> Timeline:
     """The timeline of one mini-batch, a row per lane. `workers` names them; default `worker 0`, ...
 
-    Spans: compute while it holds the worker; a send from when the edge takes it until it arrives;
-    a receive from when the worker comes to it until the arrival. Raises `ScheduleError` where the
-    schedule deadlocks or speaks of stages that `times` lacks.
+    Spans: a compute action lasts while it holds the worker; a send, from the edge's taking the
+    message to the arrival; a receive, from the worker's coming to it to the arrival. Raises
+    `ScheduleError` if the schedule deadlocks, or if stages or names do not match `times`.
     """
     stages = 1 + max((action.stage for row in schedule for action in row), default=-1)
     count = len(set(row_workers(schedule)))

@@ -30,7 +30,7 @@ class Timeline:
     workers: tuple[str, ...]  # member id per worker; where one has several lanes, per lane
     spans: tuple[Span, ...]
     label: str
-    overhead_s: float = 0.0  # of the step, outside all spans: handing out the batch, gathering
+    overhead_s: float = 0.0  # before and after all spans: handing the batch out, gathering
 
     @property
     def step_s(self) -> float:
@@ -41,7 +41,7 @@ class Timeline:
 
     @property
     def total_s(self) -> float:
-        """What the step takes for who waits for it: `step_s` and the overhead."""
+        """Seconds of the step for its caller: `step_s` and the overhead."""
         return self.step_s + self.overhead_s
 
     def busy_s(self) -> tuple[float, ...]:
@@ -53,15 +53,16 @@ class Timeline:
         return tuple(busy_s)
 
     def busy_share(self) -> tuple[float, ...]:
-        """Per worker, compute over `step_s`; what is left is its bubble."""
+        """Per worker, compute over `step_s`; the rest is its bubble."""
         step_s = self.step_s
         return tuple(busy_s / step_s if step_s else 0.0 for busy_s in self.busy_s())
 
     def under_way_s(self) -> tuple[float, float]:
-        """Seconds that messages took from leaving to arrival, summed; how many of them were hidden.
+        """Two sums in seconds: messages' times from leaving to arrival, and their hidden parts.
 
-        Hidden is what passed while the receiving worker computed. (A predicted receive without
-        length finds a message that arrived before: when its send ended.)
+        A part is hidden if the receiving worker computes meanwhile. A message arrives when its
+        receive ends, or, if a predicted receive has no length, when its send ended: the message
+        was there before the worker asked for it.
         """
         sends = {s.action.message: s for s in self.spans if s.action.op.is_send}
         total_s = hidden_s = 0.0

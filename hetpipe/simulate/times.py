@@ -24,11 +24,11 @@ FREE = Transfer()
 class StageTimes:
     """Seconds per stage for one micro-batch, and per cut (stage n to n+1) for one transfer.
 
-    `input_s` and `weight_s` are the halves of a backward that a zero-bubble schedule tells apart.
-    `chunks` is BaPipe's execution model (section 3.2): 1 sends a pass's result when it is complete
-    (synchronous); a stage with more sends it in so many equal pieces while the pass runs
-    (asynchronous), with `math.inf` as a stream. `tied` is keyed by (source stage, target stage) and
-    holds for gradient and parameter alike; edges that it does not name are free.
+    `input_s` and `weight_s` are the two halves of a backward, which zero-bubble schedules have.
+    `chunks` is BaPipe's execution model (section 3.2): a stage with 1 sends the result of a pass
+    after the pass (synchronous); a stage with n sends n equal pieces during the pass
+    (asynchronous); `math.inf` is a stream. `tied` has a transfer by (source stage, target stage),
+    the same for gradients and parameters; other pairs of stages exchange them free of cost.
     """
 
     forward_s: tuple[float, ...]
@@ -64,7 +64,7 @@ class StageTimes:
             raise ScheduleError(f"chunks {list(self.chunks)}: each must be 1 or more")
 
     def compute_s(self, action: Action) -> float:
-        """How long an action that is no transfer holds its worker."""
+        """Seconds that a pass, sum or update takes on a whole device."""
         stage, op = action.stage, action.op
         if op is Op.FORWARD:
             return self.forward_s[stage]
@@ -79,7 +79,7 @@ class StageTimes:
         return self.update_s[stage] if self.update_s else 0.0
 
     def transfer(self, message: Message) -> Transfer:
-        """What a message costs its edge."""
+        """The cost of a message on its edge."""
         if message.kind == "F":
             return self.forward_links[message.source] if self.forward_links else FREE
         if message.kind == "B":

@@ -1,0 +1,164 @@
+"""A timeline as a reader looks at it: passes, sums, transfers and waits.
+
+A predicted receive begins when its worker asks for the message, a measured one when the message has
+come. So transfers and waits are derived, by the same rules for both:
+
+- A message is under way while its send lasts. After that it lies ready until the receiving lane has
+  no pass to do, and is under way again until the end of its receive.
+- A sum over replicas begins when the last of them begins it.
+- A lane waits before its first pass, and between two passes, except while a message that the later
+  one needs is under way, or for an update while the lane sums.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from operator import attrgetter
+from typing import NamedTuple
+
+from hetpipe.schedule.action import Action, Message, Op
+from hetpipe.simulate.timeline import Span, Timeline
+
+
+class Kind(str, Enum):
+    """How a lane spends an interval; the value is for people."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    BACKWARD_INPUT = "backward: inputs"
+    BACKWARD_WEIGHT = "backward: weights"
+    UPDATE = "update"
+    SUM = "sum over replicas"
+    TRANSFER = "transfer"
+    WAIT = "wait"
+
+
+PASSES = {
+    Op.FORWARD: Kind.FORWARD,
+    Op.BACKWARD: Kind.BACKWARD,
+    Op.BACKWARD_INPUT: Kind.BACKWARD_INPUT,
+    Op.BACKWARD_WEIGHT: Kind.BACKWARD_WEIGHT,
+    Op.UPDATE: Kind.UPDATE,
+}
+"""Actions that hold a lane. For short an update is called a pass here."""
+
+_RECEIVES = {
+    Op.FORWARD: Op.RECV_FORWARD,
+    Op.BACKWARD: Op.RECV_BACKWARD,
+    Op.BACKWARD_INPUT: Op.RECV_BACKWARD,
+}
+
+
+class Interval(NamedTuple):
+    """Seconds since the step began, on a row of the timeline.
+
+    `action` is the one that takes them; of a transfer the receive, of a wait the pass it delays.
+    """
+
+    kind: Kind
+    worker: int
+    action: Action
+    start_s: float
+    end_s: float
+
+
+def intervals(timeline: Timeline) -> list[Interval]:
+    """All intervals of a timeline, by kind. Transfers are on the rows of their receivers."""
+    passes = [
+        Interval(PASSES[span.action.op], span.worker, span.action, span.start_s, span.end_s)
+        for span in timeline.spans
+        if span.action.op in PASSES
+    ]
+    lanes = _by_worker(passes)
+    sums = [*_sums(timeline.spans)]
+    transfers = [*_transfers(timeline.spans, lanes)]
+    begin_s = min((span.start_s for span in timeline.spans), default=0.0)
+    return [*passes, *sums, *transfers, *_waits(lanes, [*sums, *transfers], begin_s)]
+
+
+def pairs(spans: Sequence[Span]) -> list[tuple[Span | None, Span]]:
+    """Each receive with the send of its message; None where that is not among the spans.
+
+    Of several sends it is the last that ends before the receive does.
+    """
+    sends: dict[Message | None, list[Span]] = defaultdict(list)
+    for span in sorted(spans, key=attrgetter("end_s")):
+        if span.action.op.is_send:
+            sends[span.action.message].append(span)
+    found: list[tuple[Span | None, Span]] = []
+    for span in (span for span in spans if span.action.op.is_receive):
+        candidates = sends.get(span.action.message, [])
+        last = bisect_right(candidates, span.end_s, key=attrgetter("end_s")) - 1
+        found.append((candidates[max(last, 0)] if candidates else None, span))
+    return found
+
+
+def _by_worker(passes: Iterable[Interval]) -> dict[int, list[Interval]]:
+    lanes: dict[int, list[Interval]] = defaultdict(list)
+    for each in sorted(passes, key=attrgetter("start_s")):
+        lanes[each.worker].append(each)
+    return lanes
+
+
+def _sums(spans: Iterable[Span]) -> Iterator[Interval]:
+    """A measured sum has spans of its messages within; its worker's first and last time count."""
+    ends: dict[Action, dict[int, tuple[float, float]]] = defaultdict(dict)
+    for span in (span for span in spans if span.action.op is Op.ALL_REDUCE):
+        lo, hi = ends[span.action].get(span.worker, (span.start_s, span.end_s))
+        ends[span.action][span.worker] = min(lo, span.start_s), max(hi, span.end_s)
+    for action, workers in ends.items():
+        begin_s = max(lo for lo, _ in workers.values())
+        for worker, (_, hi) in workers.items():
+            if begin_s < hi:
+                yield Interval(Kind.SUM, worker, action, begin_s, hi)
+
+
+def _transfers(spans: Sequence[Span], lanes: Mapping[int, list[Interval]]) -> Iterator[Interval]:
+    ends = {worker: sorted(each.end_s for each in lane) for worker, lane in lanes.items()}
+    for send, receive in pairs(spans):
+        parts = [(receive.start_s, receive.end_s)]
+        if send is not None:
+            own = ends.get(receive.worker, [])
+            before = bisect_right(own, receive.start_s)
+            free_s = own[before - 1] if before else send.end_s
+            again_s = max(send.end_s, free_s) if _has_length(receive) else receive.end_s
+            parts = [(send.start_s, send.end_s), (again_s, receive.end_s)]
+            if again_s == send.end_s:
+                parts = [(send.start_s, max(send.end_s, receive.end_s))]
+        for lo, hi in parts:
+            if lo < hi:
+                yield Interval(Kind.TRANSFER, receive.worker, receive.action, lo, hi)
+
+
+def _has_length(span: Span) -> bool:
+    """A predicted receive has none where the message has come before it is asked for."""
+    return span.end_s > span.start_s
+
+
+def _waits(
+    lanes: Mapping[int, list[Interval]], others: Iterable[Interval], begin_s: float
+) -> Iterator[Interval]:
+    needed: dict[tuple[int, Action | None], list[Interval]] = defaultdict(list)
+    for each in sorted(others, key=attrgetter("start_s")):
+        single = each.action.op in _RECEIVES.values()
+        needed[each.worker, each.action if single else None].append(each)
+    for worker, lane in lanes.items():
+        free_s = begin_s
+        for each in lane:
+            stage, op, number = each.action.stage, each.action.op, each.action.number
+            receive = Action(stage, _RECEIVES[op], number) if op in _RECEIVES else None
+            busy = [] if op is Op.BACKWARD_WEIGHT else needed.get((worker, receive), [])
+            for lo, hi in _without(free_s, each.start_s, busy):
+                yield Interval(Kind.WAIT, worker, each.action, lo, hi)
+            free_s = max(free_s, each.end_s)
+
+
+def _without(lo: float, hi: float, busy: Iterable[Interval]) -> Iterator[tuple[float, float]]:
+    """Which parts of lo..hi are not `busy`; these are in the order of their starts."""
+    for start_s, end_s in [*((each.start_s, each.end_s) for each in busy), (hi, hi)]:
+        if lo < min(start_s, hi):
+            yield lo, min(start_s, hi)
+        lo = max(lo, end_s)

@@ -1,0 +1,126 @@
+"""Timelines as a trace: Chrome's trace-event JSON, which Perfetto (ui.perfetto.dev) opens too.
+
+A timeline is a process. In it a thread per lane has the passes and waits. Sums and messages go on
+beside passes and beside each other, so they are on further threads. The format is described in
+"Trace Event Format", Google, 2016.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from hetpipe.report.files import write_beside
+from hetpipe.report.intervals import Interval, Kind, intervals, pairs
+from hetpipe.schedule.action import Op
+from hetpipe.simulate.timeline import Span, Timeline
+
+BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+CATEGORIES = dict.fromkeys(BACKWARDS, "backward") | {
+    Kind.FORWARD: "forward",
+    Kind.UPDATE: "update",
+    Kind.TRANSFER: "transfer",
+    Kind.SUM: "sum",
+    Kind.WAIT: "wait",
+}
+
+GAP_S = 1e-8
+"""Between events of a thread at least, so that an arrow's end belongs to one event alone."""
+
+Event = dict[str, Any]
+
+
+def write_trace(path: Path, timelines: Sequence[Timeline]) -> None:
+    """Write timelines as one trace; all of them begin at its time 0.
+
+    Every span is an event with its own times, except that a receive begins when its message is on
+    its way: until then there is a wait. Raises `HetpipeError` if the file cannot be written.
+    """
+    events = [
+        event
+        for process, timeline in enumerate(timelines, 1)
+        for event in _Process(process, timeline).events()
+    ]
+    text = json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, allow_nan=False)
+    write_beside(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+
+
+class _Process:
+    """One timeline. Events of a thread must not overlap, so each gets the first that is free."""
+
+    def __init__(self, number: int, timeline: Timeline) -> None:
+        self._number = number
+        self._timeline = timeline
+        self._begin_s = min((span.start_s for span in timeline.spans), default=0.0)
+        self._free_s: list[list[float]] = [[] for _ in timeline.workers]  # of the threads beside
+        self._threads: dict[tuple[int, int], int] = {}
+
+    def events(self) -> list[Event]:
+        """The timeline's events, names of the process and its threads first."""
+        shown = intervals(self._timeline)
+        passes = [self._pass(each) for each in shown if each.kind not in (Kind.SUM, Kind.TRANSFER)]
+        beside = [*self._beside()]
+        named = [self._name(0, "process_name", self._timeline.label)]
+        for (worker, track), thread in sorted(self._threads.items()):
+            member = self._timeline.workers[worker]
+            named.append(self._name(thread, "thread_name", member if not track else f"{member} +"))
+            named.append(self._meta(thread, "thread_sort_index", sort_index=thread))
+        return [*named, *passes, *beside]
+
+    def _pass(self, each: Interval) -> Event:
+        name = f"wait for {each.action}" if each.kind is Kind.WAIT else str(each.action)
+        thread = self._thread(each.worker, 0)
+        return self._complete(name, each.kind, thread, each.start_s, each.end_s)
+
+    def _beside(self) -> Iterator[Event]:
+        """Sums, and messages with an arrow from each send to its receive."""
+        spans = [s for s in self._timeline.spans if not s.action.op.is_compute]
+        send_of = {id(receive): send for send, receive in pairs(spans)}
+        threads: dict[int, int] = {}
+        for span in sorted(spans, key=attrgetter("start_s")):
+            start_s = _leaves_s(span, send_of.get(id(span)))
+            thread = threads[id(span)] = self._thread_beside(span.worker, start_s, span.end_s)
+            kind = Kind.SUM if span.action.op is Op.ALL_REDUCE else Kind.TRANSFER
+            yield self._complete(str(span.action), kind, thread, start_s, span.end_s)
+        for number, span in enumerate(spans):
+            if (send := send_of.get(id(span))) is not None:
+                yield self._arrow("s", number, threads[id(send)], send.start_s)
+                yield self._arrow("f", number, threads[id(span)], _leaves_s(span, send), bp="e")
+
+    def _complete(self, name: str, kind: Kind, thread: int, lo: float, hi: float) -> Event:
+        where = {"pid": self._number, "tid": thread, "ts": self._us(lo)}
+        return {
+            "ph": "X", "name": name, "cat": CATEGORIES[kind], **where,
+            "dur": round((hi - lo) * 1e6, 3),
+        }  # fmt: skip
+
+    def _arrow(self, phase: str, number: int, thread: int, time_s: float, **more: str) -> Event:
+        where = {"pid": self._number, "tid": thread, "ts": self._us(time_s)}
+        unique = f"{self._number}.{number}"
+        return {"ph": phase, "id": unique, "name": "message", "cat": "transfer", **where, **more}
+
+    def _name(self, thread: int, what: str, name: str) -> Event:
+        return self._meta(thread, what, name=name)
+
+    def _meta(self, thread: int, what: str, **args: Any) -> Event:
+        return {"ph": "M", "name": what, "pid": self._number, "tid": thread, "args": args}
+
+    def _us(self, time_s: float) -> float:
+        return round((time_s - self._begin_s) * 1e6, 3)
+
+    def _thread(self, worker: int, track: int) -> int:
+        return self._threads.setdefault((worker, track), 100 * worker + track + 1)
+
+    def _thread_beside(self, worker: int, lo: float, hi: float) -> int:
+        tracks = self._free_s[worker]
+        track = next((n for n, free_s in enumerate(tracks) if free_s + GAP_S <= lo), len(tracks))
+        tracks[track:] = [hi, *tracks[track + 1 :]]
+        return self._thread(worker, track + 1)
+
+
+def _leaves_s(span: Span, send: Span | None) -> float:
+    """When a span begins, of a receive what is left of it once the message is on its way."""
+    return span.start_s if send is None else min(max(span.start_s, send.start_s), span.end_s)
