@@ -1,0 +1,133 @@
+"""A loss that is not finite: under a flush nothing of its update is applied, and training goes on;
+without flushes the state is marked. No checkpoint is replaced by weights that are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from crews import crew_of
+from torch import nn
+
+import hetpipe as hp
+from hetpipe.crew.crew import Crew
+from hetpipe.errors import CheckpointError, HetpipeError
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Normed(nn.Module):
+    """A batch norm, whose statistics a bad batch would spoil too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(F.relu(self.norm(self.first(x))))
+
+
+def batch(seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(8, 6, generator=generator), torch.randint(0, 3, (8,), generator=generator)
+
+
+BAD = (torch.full((8, 6), torch.nan), torch.zeros(8, dtype=torch.int64))
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with crew_of(["numpy:cpu:0", "numpy:cpu:0"]) as started:
+        yield started
+
+
+def opened(crew: Crew, **options: Any) -> hp.Pipeline:
+    torch.manual_seed(0)
+    options = {"cuts": [1], "microbatches": 2, "optimizer": hp.optim.adam(lr=0.01), **options}
+    return hp.Pipeline(
+        Normed(), F.cross_entropy, batch(0), cluster=crew.cluster, crew=crew, **options
+    )
+
+
+def trained(crew: Crew, batches: list[Batch], **options: Any) -> tuple[list[float], Any]:
+    """Losses and the state at the end, where a refused mini-batch leaves no loss."""
+    losses = []
+    with opened(crew, **options) as pipe:
+        for x, y in batches:
+            if x is BAD[0]:
+                with pytest.raises(HetpipeError, match="Nothing of this update was applied"):
+                    pipe.step(x, y)
+            else:
+                losses.append(pipe.step(x, y))
+        return losses, pipe.state_dict()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "1f1b"},
+        {"schedule": "gpipe", "clip_norm": 0.5},
+        {"schedule": "zb-h1"},
+        {"schedule": "1f1b", "cuts": [], "replicas": [2], "microbatches": 1},
+    ],
+    ids=["1f1b", "clipped", "halves", "replicas"],
+)
+def test_training_goes_on_as_without_it(crew: Crew, options: dict[str, Any]) -> None:
+    good = [batch(seed) for seed in range(4)]
+    expected, without = trained(crew, good, **options)
+    losses, state = trained(crew, [*good[:2], BAD, *good[2:]], **options)
+    assert losses == expected
+    for name, value in without.items():
+        assert torch.equal(state[name], value), name
+
+
+def test_of_an_accumulation_all_is_dropped(crew: Crew) -> None:
+    """Gradients of the mini-batch before it are in the same accumulators: they go with it."""
+    good = [batch(seed) for seed in range(5)]
+    kept = [good[0], good[1], good[3], good[4]]
+    expected, without = trained(crew, kept, accumulate=2)
+    losses, state = trained(crew, [*good[:3], BAD, *good[3:]], accumulate=2)
+    assert [losses[0], losses[1], *losses[3:]] == expected
+    assert torch.equal(state["first.weight"], without["first.weight"])
+
+
+def test_without_a_flush_the_state_is_marked(crew: Crew, tmp_path: Path) -> None:
+    with opened(crew, schedule="pipedream", microbatches=1) as pipe:
+        list(pipe.run([batch(0), batch(1)]))
+        pipe.save(tmp_path)
+        with pytest.raises(HetpipeError, match="loss of mini-batch 2 is nan"):
+            pipe.step(*BAD)
+        with pytest.raises(CheckpointError, match=r"mini-batch 2 is nan.*force=True"):
+            pipe.save(tmp_path)
+        saved = pipe.state_dict()
+    assert not torch.isfinite(saved["first.weight"]).all()
+    with hp.Pipeline.load(
+        tmp_path, Normed(), F.cross_entropy, batch(0), cluster=crew.cluster, crew=crew,
+        optimizer=hp.optim.adam(lr=0.01),
+    ) as pipe:  # fmt: skip
+        assert pipe.steps == 2
+        assert all(torch.isfinite(value).all() for value in pipe.state_dict().values())
+
+
+def test_weights_that_are_not_finite_replace_no_checkpoint(crew: Crew, tmp_path: Path) -> None:
+    """The loss is finite and the update is not: only the next loss would tell."""
+
+    def steep(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return 1e4 * F.cross_entropy(output, y)
+
+    with hp.Pipeline(
+        Normed(), steep, batch(0), cluster=crew.cluster, crew=crew, cuts=[1], microbatches=2,
+        optimizer=hp.optim.sgd(lr=3e38),
+    ) as pipe:  # fmt: skip
+        pipe.save(tmp_path)
+        before = (tmp_path / "manifest.json").read_bytes()
+        pipe.step(*batch(0))
+        with pytest.raises(CheckpointError, match=r"param '\w+\.\w+' is not finite"):
+            pipe.save(tmp_path)
+        assert (tmp_path / "manifest.json").read_bytes() == before
+        pipe.save(tmp_path, force=True)
+        assert (tmp_path / "manifest.json").read_bytes() != before
