@@ -33,7 +33,6 @@ class Open:
 
     member: Member
     backend: str | None
-    path: tuple[str, ...]  # sys.path of the controller
     heartbeat_s: float
     start_timeout_s: float
     rank: int

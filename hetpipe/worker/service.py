@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -243,8 +242,3 @@ def _summary(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"
-
-
-def use_path(path: Sequence[str]) -> None:
-    """Find modules where the controller does."""
-    sys.path[:] = path
