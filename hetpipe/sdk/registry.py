@@ -133,13 +133,19 @@ def findings_of(name: str) -> list[Finding]:
 
     Raises `BackendError` if it cannot even say that.
     """
-    with blamed(name, "fails to describe itself"):
-        findings = [(level, text, cure) for level, text, cure in get_backend(name).describe()]
+    backend, findings, failure = get_backend(name), [], ""
     try:
         devices_of(name)
     except BackendError as error:
-        if all(text != str(error) for _, text, _ in findings):
-            findings.append(("broken", str(error), ""))
+        failure = str(error)
+    try:
+        with blamed(name, "fails to describe itself"):
+            findings = [(level, text, cure) for level, text, cure in backend.describe()]
+    except BackendError:
+        if not failure:
+            raise
+    if failure and all(text != failure for _, text, _ in findings):
+        findings.append(("broken", failure, ""))
     return findings
 
 
