@@ -1,4 +1,4 @@
-"""What a worker does: opens its device and obeys commands, one after another."""
+"""A worker opens its device and obeys the controller's commands, one after another."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ class Service:
         self._edges: list[Sender | Receiver | HandOver | Sums] = []
         self._scripts: dict[int, tuple[Script, ...]] = {}  # of each, the worker's lanes
         self._scales: dict[tuple[int, bool], float] = {}
+        # Held while scales are read or changed: never while a message is sent or a pass runs.
         self._scaled = threading.Condition()
-        self._failed = threading.Lock()
+        self._failed = threading.Lock()  # taken once, by the first failure, and never given back
         self._stopped = False
 
     @property
@@ -189,13 +190,13 @@ class Service:
     def _grad_scale(self, batch: Batch) -> float:
         if batch.grad_scale is not None:
             return batch.grad_scale
-        return self._told(batch.serial, clips=False)
+        return self._scale(batch.serial, clips=False)
 
     def _clip_factor(self, batch: Batch, square: float) -> float:
         self._answer(Norm(batch.serial, square))
-        return self._told(batch.serial, clips=True)
+        return self._scale(batch.serial, clips=True)
 
-    def _told(self, serial: int, clips: bool) -> float:
+    def _scale(self, serial: int, clips: bool) -> float:
         """A number that the controller sends for a mini-batch; waits for it."""
         with self._scaled:
             while (serial, clips) not in self._scales:
