@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from platformdirs import user_cache_path
-
+from hetpipe.caches import cache_folder, problem_of, warn_once
 from hetpipe.sdk.backend import Finding
 
 SYSTEM_VENDORS = Path("/etc/OpenCL/vendors")
@@ -56,7 +55,7 @@ def prepare() -> RuntimeReport:
     lib = Path(sys.prefix) / "lib"
     libraries = [lib / name for name in INTEL if (lib / name).exists()]
     findings = [*_preload(lib, libraries), *_register(libraries), *_target_arch(libraries)]
-    findings += _private_cache()
+    findings += [*_private_cache(), *_no_launcher_cache()]
     if not libraries and sys.platform == "linux" and platform.machine() == "x86_64":
         findings.append(("missing", " and ".join(INTEL.values()), EMULATORS))
     return RuntimeReport(tuple(findings))
@@ -114,7 +113,11 @@ def _private_cache() -> list[Finding]:
     A cache outlives its process and is warm for the next: a lock claims it meanwhile.
     """
     if _user_set("POCL_CACHE_DIR"):
-        return [("ok", f"POCL_CACHE_DIR={os.environ['POCL_CACHE_DIR']} is set", "")]
+        own = Path(os.environ["POCL_CACHE_DIR"])
+        problem = problem_of(own)
+        if not problem:
+            return [("ok", f"POCL_CACHE_DIR={own} is set", "")]
+        warn_once(own, problem, _cache() / "pocl", "POCL_CACHE_DIR")
     if sys.platform == "win32":
         return []
     import fcntl
@@ -133,6 +136,17 @@ def _private_cache() -> list[Finding]:
         return [("repaired", f"private kernel cache POCL_CACHE_DIR={folder}", "")]
     _set("POCL_CACHE_DIR", tempfile.mkdtemp(prefix="hetpipe-pocl-"))
     return [("repaired", f"temporary kernel cache {os.environ['POCL_CACHE_DIR']}", "")]
+
+
+def _no_launcher_cache() -> list[Finding]:
+    """pyopencl keeps the Python code of its launchers in a database below the user's cache folder.
+
+    A worker fails where that cannot be written; without it a launcher takes a millisecond to make.
+    """
+    if _user_set("PYOPENCL_NO_CACHE"):
+        return [("ok", f"PYOPENCL_NO_CACHE={os.environ['PYOPENCL_NO_CACHE']} is set", "")]
+    _set("PYOPENCL_NO_CACHE", "1")
+    return [("repaired", "PYOPENCL_NO_CACHE=1: nothing depends on pyopencl's own cache", "")]
 
 
 def _user_set(name: str) -> bool:
@@ -155,12 +169,7 @@ def _write(path: Path, text: str) -> None:
 
 @cache
 def _cache() -> Path:
-    folder = user_cache_path("hetpipe") / "opencl"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return Path(tempfile.mkdtemp(prefix="hetpipe-opencl-"))
-    return folder if os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix="hetpipe-"))
+    return cache_folder("opencl")
 
 
 def _cpu_flags() -> frozenset[str]:

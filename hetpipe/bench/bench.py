@@ -25,7 +25,8 @@ from hetpipe.plan.baselines import even_plan, link_blind_plan, speed_blind_plan
 from hetpipe.plan.planner import explore
 from hetpipe.plan.replicated import replicated_plan
 from hetpipe.profile import cache
-from hetpipe.profile.measure import measure_links, profile
+from hetpipe.profile.links import measure_links
+from hetpipe.profile.measure import profile
 from hetpipe.zoo.load import load_workload, optimizer_of
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from hetpipe import process
 from hetpipe.errors import HetpipeError
 
 LIMIT_S = 10.0  # to leave after its input has ended
@@ -32,11 +33,11 @@ class Child:
         threads = str(len(cores))
         settings = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, arguments), ",".join(map(str, cores))],
+            process.command(module, *arguments, ",".join(map(str, cores))),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **settings, **(environment or {})},
+            env=process.environment({**settings, **(environment or {})}),
         )
         assert self.process.stdin is not None
         assert self.process.stdout is not None

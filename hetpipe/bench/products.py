@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from typing import Any
 
+from hetpipe import process
 from hetpipe.cluster import available_cores
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk.info import DeviceInfo
@@ -33,8 +33,8 @@ def _measure(info: DeviceInfo) -> dict[str, Any] | None:
             os.sched_setaffinity(0, {core})
 
     done = subprocess.run(
-        [sys.executable, "-m", "hetpipe.bench.matmul", "--json", info.id],
-        env={**os.environ, **settings, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        process.command("hetpipe.bench.matmul", "--json", info.id),
+        env=process.environment({**settings, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}),
         preexec_fn=pin,
         capture_output=True,
         text=True,

@@ -58,10 +58,10 @@ def command(
 def examine(name: str) -> list[dict[str, str]]:
     """What a backend says about itself, or why it says nothing."""
     from hetpipe.errors import BackendError
-    from hetpipe.sdk import get_backend
+    from hetpipe.sdk.registry import findings_of
 
     try:
-        described = get_backend(name).describe()
+        described = findings_of(name)
     except BackendError as error:
         return [_finding(name, "broken", str(error), "")]
     return [_finding(name, level, what, cure) for level, what, cure in described]

@@ -10,14 +10,21 @@ import subprocess
 import sys
 from typing import Any
 
+from hetpipe import process
+
 LIMIT_S = 60.0  # the test itself takes ten seconds at most; torch and drivers load before it
 
 
 def run_selftest(device_id: str) -> dict[str, Any]:
     """The fields of `SelfTest` for one device, tested in another process."""
-    command = [sys.executable, "-m", "hetpipe.cli.selftest", device_id]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+        done = subprocess.run(
+            process.command("hetpipe.cli.selftest", device_id),
+            env=process.environment(),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
     except subprocess.TimeoutExpired:
         return {"ok": False, "message": f"did not end within {LIMIT_S:.0f} s"}
     lines = done.stdout.strip().splitlines()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from hetpipe.cluster.cluster import Cluster, Member, available_cores
-from hetpipe.errors import ClusterError
+from hetpipe.errors import BackendError, ClusterError
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.sdk.registry import discover_devices
 
@@ -26,26 +26,27 @@ def local(
     up to a colon, which take all they match; a device named twice becomes two members. Members
     that compute on the host's cores share them evenly. `emulate_speed` is keyed by member id.
 
-    Raises `ClusterError` for a name without a match, or if nothing is left.
+    Raises `ClusterError` for a name without a match, or if nothing is left, and `BackendError` with
+    the reason for a device that is named and whose backend does not work.
     """
-    found, failures = discover_devices(None if backends is None else list(backends))
-    chosen = _default(found, rank) if devices is None else _named(devices, found, failures)
+    infos, failures = discover_devices(None if backends is None else list(backends))
+    chosen = _default(infos, rank) if devices is None else _named(devices, infos, failures)
     if not chosen:
-        raise ClusterError(f"no usable device: {_overview(found, failures)}")
+        raise ClusterError(f"no usable device: {_overview(infos, failures)}")
     members = _share_cores(_members(chosen), chosen)
     for member_id in emulate_speed:
         if member_id not in (member.id for member in members):
-            known = ", ".join(member.id for member in members)
-            raise ClusterError(f"emulate_speed names {member_id!r}; the members are {known}")
+            ids = ", ".join(member.id for member in members)
+            raise ClusterError(f"emulate_speed names {member_id!r}; the members are {ids}")
     return Cluster(
         tuple(replace(member, speed=emulate_speed.get(member.id, 1.0)) for member in members)
     )
 
 
 def _default(
-    found: Sequence[DeviceInfo], rank: Callable[[DeviceInfo], float] | None
+    infos: Sequence[DeviceInfo], rank: Callable[[DeviceInfo], float] | None
 ) -> list[DeviceInfo]:
-    usable = [i for i in found if not (i.capabilities.emulated or i.capabilities.reference)]
+    usable = [i for i in infos if not (i.capabilities.emulated or i.capabilities.reference)]
     ranked = usable if rank is None else sorted(usable, key=rank)
     best: dict[tuple[str, str], DeviceInfo] = {}
     for info in ranked:
@@ -55,19 +56,22 @@ def _default(
 
 
 def _named(
-    names: Sequence[str], found: Sequence[DeviceInfo], failures: Mapping[str, str]
+    names: Sequence[str], infos: Sequence[DeviceInfo], failures: Mapping[str, str]
 ) -> list[DeviceInfo]:
     chosen: list[DeviceInfo] = []
     for name in names:
-        matches = [i for i in found if i.id == name or i.id.startswith(f"{name.rstrip(':')}:")]
+        matches = [i for i in infos if i.id == name or i.id.startswith(f"{name.rstrip(':')}:")]
         if not matches:
-            raise ClusterError(f"no device {name!r}: {_overview(found, failures)}")
+            backend = name.partition(":")[0]
+            if backend in failures:
+                raise BackendError(f"no device {name!r}: {failures[backend]}")
+            raise ClusterError(f"no device {name!r}: {_overview(infos, failures)}")
         chosen += matches
     return chosen
 
 
-def _overview(found: Sequence[DeviceInfo], failures: Mapping[str, str]) -> str:
-    lines = [f"found {', '.join(info.id for info in found) or 'none'}"]
+def _overview(infos: Sequence[DeviceInfo], failures: Mapping[str, str]) -> str:
+    lines = [f"found {', '.join(info.id for info in infos) or 'none'}"]
     lines += [f"backend {name} is unusable: {reason}" for name, reason in failures.items()]
     return "; ".join(lines)
 
@@ -75,11 +79,11 @@ def _overview(found: Sequence[DeviceInfo], failures: Mapping[str, str]) -> str:
 def _members(chosen: Sequence[DeviceInfo]) -> list[Member]:
     """Ids are the devices' own, with #0, #1, ... where one is named more than once."""
     total = Counter(info.id for info in chosen)
-    seen: Counter[str] = Counter()
+    used: Counter[str] = Counter()
     members = []
     for info in chosen:
-        suffix = f"#{seen[info.id]}" if total[info.id] > 1 else ""
-        seen[info.id] += 1
+        suffix = f"#{used[info.id]}" if total[info.id] > 1 else ""
+        used[info.id] += 1
         members.append(Member(info.id + suffix, info.id))
     return members
 

@@ -1,4 +1,4 @@
-"""Who gets what: a cluster's workers, and the stages, values, wires and feeds of each."""
+"""Gives each worker of a cluster its stages, values, wires and feeds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from hetpipe.wire.transport import Port
 from hetpipe.wire.wire import Wire, host_dtype
 
 PARTS = 16
-"""In how many a message travels between hosts where its sender makes it piece by piece."""
+"""Number of parts of a message between hosts, where its sender makes it piece by piece."""
 
 READABLE = (PARAM, BUFFER, STATE, GRAD)
 
@@ -64,7 +64,7 @@ class Descriptors:
 
 
 class Assembly:
-    """Stages that fit together, and what each needs of the rest.
+    """Stages that fit together, and the values, wires and feeds that each needs.
 
     `stages[n]` are the replicas of stage n, `sizes` those of whole micro-batches.
     """
@@ -135,14 +135,14 @@ class Assembly:
         self, place: Place, feeds: Sequence[Mapping[str, Array]], samples: Sequence[int]
     ) -> list[dict[str, Array]]:
         """Per micro-batch the leaves of the batch that a replica uses, and of them its rows."""
-        wanted = self._feeds[place[0]][place[1]]
-        found = []
+        slots = self._feeds[place[0]][place[1]]
+        own_feeds = []
         for feed, size in zip(feeds, samples, strict=True):
             lo, hi = self.shares.rows(place, size)
-            leaves = {slot.name: feed[slot.name] for slot in wanted[hi - lo]}
+            leaves = {slot.name: feed[slot.name] for slot in slots[hi - lo]}
             own = leaves if hi - lo == size else {n: leaf[lo:hi] for n, leaf in leaves.items()}
-            found.append({name: np.asarray(leaf, order="C") for name, leaf in own.items()})
-        return found
+            own_feeds.append({name: np.asarray(leaf, order="C") for name, leaf in own.items()})
+        return own_feeds
 
     @staticmethod
     def check_rows(schedule: Schedule, rows: int) -> None:
@@ -166,15 +166,15 @@ class Assembly:
                 f"{len(loss_tangents)} loss tangents"
             )
         for n, replicas in enumerate(self._feeds):
-            for replica, wanted in enumerate(replicas):
+            for replica, slots in enumerate(replicas):
                 for m, size in enumerate(samples):
                     lo, hi = self.shares.rows((n, replica), size)
-                    if hi - lo not in wanted:
+                    if hi - lo not in slots:
                         raise HetpipeError(
                             f"micro-batch {m} has {hi - lo} samples; stage {n} has programs for "
-                            f"{', '.join(map(str, wanted))}"
+                            f"{', '.join(map(str, slots))}"
                         )
-                    for slot in wanted[hi - lo]:
+                    for slot in slots[hi - lo]:
                         _check_feed(m, slot, feeds[m], lo, hi, size)
 
     def owners(self, role: str, names: Sequence[str] | None) -> dict[int, list[str]]:
@@ -182,18 +182,18 @@ class Assembly:
         owner = {}
         for n in reversed(range(len(self.stages))):
             owner.update(dict.fromkeys(self._names(n, role), n))
-        found: dict[int, list[str]] = {}
+        owned: dict[int, list[str]] = {}
         for name in owner if names is None else names:
             if name not in owner:
                 raise HetpipeError(f"no {role} {name!r}; there are {len(owner)}: {_some(owner)}")
-            found.setdefault(owner[name], []).append(name)
-        return dict(sorted(found.items()))
+            owned.setdefault(owner[name], []).append(name)
+        return dict(sorted(owned.items()))
 
     def by_stage(self, role: str, values: Mapping[str, Array]) -> dict[int, dict[str, Array]]:
         """Per stage the values to write there."""
         owners = self.owners(role, list(values))
         owned = {name: stage for stage, names in owners.items() for name in names}
-        found: dict[int, dict[str, Array]] = {}
+        shares: dict[int, dict[str, Array]] = {}
         for n in range(len(self.stages)):
             for name in self._names(n, role):
                 if name in values:
@@ -201,8 +201,8 @@ class Assembly:
                     value = _fitting(slot, values[name])
                     if role == GRAD and owned[name] != n:
                         value = np.zeros_like(value)
-                    found.setdefault(n, {})[name] = value
-        return found
+                    shares.setdefault(n, {})[name] = value
+        return shares
 
     def _names(self, stage: int, role: str) -> list[str]:
         if role not in READABLE:
@@ -238,7 +238,7 @@ def _plugs(
 
 
 def _sizes(stages: Sequence[Sequence[StageGraphs]]) -> set[int]:
-    """Those that stages without replicas have programs for."""
+    """The sizes of micro-batches for which stages without replicas have programs."""
     alone = [stage for replicas in stages if len(replicas) == 1 for stage in replicas]
     return {size for stage in alone for size in (*stage.passes, *stage.evaluation)}
 
@@ -251,14 +251,14 @@ def _slots_of(stage: StageGraphs) -> dict[tuple[str, str], Slot]:
 
 
 def _feeds_of(stage: StageGraphs) -> dict[int, list[Slot]]:
-    found: dict[int, dict[str, Slot]] = {}
+    by_size: dict[int, dict[str, Slot]] = {}
     programs = [(samples, p) for samples, p in stage.evaluation.items()]
     for samples, passes in stage.passes.items():
         programs += [(samples, p) for p in (passes.forward, passes.backward) if p is not None]
     for samples, program in programs:
         slots = {slot.name: slot for slot in program.inputs if slot.role == INPUT}
-        found.setdefault(samples, {}).update(slots)
-    return {samples: list(slots.values()) for samples, slots in found.items()}
+        by_size.setdefault(samples, {}).update(slots)
+    return {samples: list(slots.values()) for samples, slots in by_size.items()}
 
 
 def _check_feed(

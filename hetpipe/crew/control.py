@@ -1,4 +1,4 @@
-"""What the controller knows of its workers: answers, what they are at, and the first failure."""
+"""The controller's view of its workers: their replies, present actions, and the first failure."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ class RemoteTraceError(Exception):
 
 
 class Control:
-    """Collects what workers say, from any thread; `gather` waits for it.
+    """Collects the workers' messages, from any thread; `gather` waits for them.
 
     `labels` name the workers in messages to the user. After the first failure every call raises it.
+    `doing` tells each worker's present action; `on_failure` runs once, on the thread that failed.
     """
 
     def __init__(self, labels: Sequence[str]) -> None:
@@ -33,6 +34,8 @@ class Control:
         self._beats = ["start"] * len(self.labels)
         self._replies: list[list[Any]] = [[] for _ in self.labels]
         self._news: list[News] = []
+        # Held while replies, news, beats or the error are read or changed: never while a message is
+        # sent, nor while `on_news` or `on_failure` runs, which take locks of their own.
         self._changed = threading.Condition()
         self._error: tuple[str, str] | None = None
         self.doing: list[Callable[[], str]] = [
@@ -81,11 +84,11 @@ class Control:
         patience_s: float | None = None,
         on_news: Callable[[News], None] | None = None,
     ) -> list[Any]:
-        """One reply of each of these workers; news meanwhile are given to `on_news`, or kept.
+        """One reply of each of these workers. News that come first go to `on_news`, or are kept.
 
         Raises `WorkerError` when one fails, or when none moves for `patience_s`.
         """
-        moved_s, seen = time.monotonic(), self._positions(workers)
+        moved_s, positions = time.monotonic(), self._positions(workers)
         while True:
             with self._changed:
                 if not self._ready(workers, on_news is not None):
@@ -97,22 +100,22 @@ class Control:
                 replies = None
                 if all(self._replies[worker] for worker in workers):
                     replies = [self._replies[worker].pop(0) for worker in workers]
-            for found in news:  # also behind the last reply: they are of what comes next
+            for each in news:  # also after the last reply: they belong to the next mini-batch
                 assert on_news is not None
-                on_news(found)
+                on_news(each)
             if replies is not None:
                 return replies
-            positions = self._positions(workers)
-            if positions != seen:
-                moved_s, seen = time.monotonic(), positions
+            before, positions = positions, self._positions(workers)
+            if positions != before:
+                moved_s = time.monotonic()
             elif patience_s is not None and time.monotonic() - moved_s > patience_s:
                 self.fail(
-                    f"nothing has moved for {patience_s:.0f} s: {self.describe(workers)}; "
-                    "all workers are ended"
+                    f"nothing has moved for {patience_s:.0f} s, so all workers are ended: "
+                    f"{self.describe(workers)}"
                 )
 
     def describe(self, workers: Sequence[int]) -> str:
-        """Which worker is at what."""
+        """The present action of each of these workers, in words."""
         return ", ".join(
             f"{self.labels[worker]} {_words(self.doing[worker]())}" for worker in workers
         )

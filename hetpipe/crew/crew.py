@@ -209,17 +209,20 @@ class Crew:
         """How many mini-batches are handed out and not collected."""
         return len(self._posted)
 
-    def read(self, role: str, names: Sequence[str] | None = None) -> dict[str, Array]:
+    def read(
+        self, role: str, names: Sequence[str] | None = None, replica: int = 0
+    ) -> dict[str, Array]:
         """Present values of PARAM, BUFFER, STATE or GRAD slots, by name; default all.
 
-        What several stages have (tied weights) comes from its owner, the first of them.
+        What several stages have (tied weights) comes from its owner, the first of them. Of a stage
+        with replicas it is what that `replica` has.
         """
         assembly = self._loaded()
         owners = assembly.owners(role, names)
         merged: dict[str, Array] = {}
         with self._guarded():
             for stage, own in owners.items():
-                worker = self._index[self._placement.members[stage][0]]
+                worker = self._index[self._placement.members[stage][replica]]
                 self._fleet.send(worker, say.Read(stage, role, tuple(own)))
                 merged.update(self._control.gather([worker])[0])
         wanted = names if names is not None else [name for own in owners.values() for name in own]

@@ -6,18 +6,16 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
-import hetpipe
+from hetpipe import process
 from hetpipe.crew.control import Control
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.registry import open_device
@@ -50,6 +48,8 @@ class ThreadFleet(Fleet):
     def __init__(self, control: Control, orders: Sequence[Open]) -> None:
         self.control = control
         self._devices: dict[str, Device] = {}
+        # Held while a device opens, so that two workers do not open it twice: never while anything
+        # is sent or waited for.
         self._opening = threading.Lock()
         self._services = [
             Service(order, partial(control.arrived, i), self._open)
@@ -90,26 +90,28 @@ class ThreadFleet(Fleet):
 
 
 class ProcessFleet(Fleet):
-    """Workers as processes. One thread starts them, hears them, and buries them.
+    """Workers as processes. One thread of ours, the watcher, starts them, hears them, ends them.
 
-    A process dies with the *thread* that started it, so that thread lives as long as they do.
+    A process dies with the *thread* that started it, so that thread lives as long as they do. Lists
+    grow on the watcher alone, before the first reply arrives; `send` reads them after it. Other
+    threads change nothing but `_closing`, and ring the bell, which wakes the watcher.
     """
 
     def __init__(
         self,
         control: Control,
         orders: Sequence[Open],
-        environments: Sequence[dict[str, str]],
+        settings: Sequence[Mapping[str, str]],
         silence_s: float,
     ) -> None:
         self.control = control
         control.on_failure = self._wake
         self._owner = os.getpid()
         self._orders = orders
-        self._environments = environments
+        self._settings = settings
         self._silence_s = silence_s
         self._tick_s = min(1.0, orders[0].heartbeat_s)
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._children: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
         self._heard_s: dict[int, float] = {}
         self._closing = False
@@ -140,33 +142,29 @@ class ProcessFleet(Fleet):
         try:
             # The workers inherit this: Ctrl-C is the controller's from their first instruction on.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            for order, environment in zip(self._orders, self._environments, strict=True):
-                self._start(order, environment)
+            for order, settings in zip(self._orders, self._settings, strict=True):
+                self._start(order, settings)
             for channel, order in zip(self._channels, self._orders, strict=True):
                 with suppress(OSError):  # it died at once: its channel tells below
                     channel.send(order)
             self._listen()
         except Exception as error:
-            self.control.fail(f"the workers cannot be started: {error}")
+            self.control.fail(f"the workers cannot be started: {type(error).__name__}: {error}")
         finally:
             self._bury()
 
-    def _start(self, order: Open, environment: dict[str, str]) -> None:
+    def _start(self, order: Open, settings: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair()
         cores = ",".join(map(str, order.member.cores))
-        command = [sys.executable, "-m", "hetpipe.worker"]
-        home = str(Path(hetpipe.__file__).parents[1])
-        paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)}
         with theirs:
             fd = theirs.fileno()
-            process = subprocess.Popen(
-                [*command, str(fd), str(os.getpid()), cores],
-                env=environment,
+            child = subprocess.Popen(
+                process.command("hetpipe.worker", fd, os.getpid(), cores),
+                env=process.environment(settings),
                 pass_fds=[fd],
                 stdin=subprocess.DEVNULL,
             )
-        self._processes.append(process)
+        self._children.append(child)
         self._channels.append(Channel(ours))
 
     def _listen(self) -> None:
@@ -190,25 +188,27 @@ class ProcessFleet(Fleet):
             self._died(worker)
             return
         except Exception as error:
-            self.control.fail(f"{self._describe(worker)} sent what cannot be read: {error}")
+            self.control.fail(
+                f"{self._describe(worker)} has sent a message that cannot be read: "
+                f"{type(error).__name__}: {error}"
+            )
             return
         self._heard_s[worker] = time.monotonic()
         self.control.arrived(worker, message)
 
     def _died(self, worker: int) -> None:
-        process = self._processes[worker]
         try:
-            code = process.wait(LEAVE_S)
+            code = self._children[worker].wait(LEAVE_S)
         except subprocess.TimeoutExpired:
-            self.control.fail(f"{self._describe(worker)} closed its control channel")
+            self.control.fail(f"{self._describe(worker)} has closed its connection and still runs")
             return
         if code >= 0:
-            how = f"ended with status {code}"
+            end = f"ended with status {code}; its own messages are above"
         else:
-            how = f"was killed by {signal.Signals(-code).name}"
+            end = f"was killed by {_signal_name(-code)}"
             if -code == signal.SIGKILL:
-                how += " (the kernel does so too when memory runs out)"
-        self.control.fail(f"{self._describe(worker)} {how}")
+                end += " (the kernel sends it when memory runs out)"
+        self.control.fail(f"{self._describe(worker)} {end}")
 
     def _check_silence(self) -> None:
         now_s = time.monotonic()
@@ -216,11 +216,12 @@ class ProcessFleet(Fleet):
             if now_s - heard_s > self._silence_s:
                 self.control.fail(
                     f"{self._describe(worker)} has given no sign of life for "
-                    f"{now_s - heard_s:.0f} s (limit {self._silence_s:.0f} s): stopped, or stuck"
+                    f"{now_s - heard_s:.0f} s (limit {self._silence_s:.0f} s): it is stopped or "
+                    "stuck"
                 )
 
     def _describe(self, worker: int) -> str:
-        pid, doing = self._processes[worker].pid, self.control.doing[worker]()
+        pid, doing = self._children[worker].pid, self.control.doing[worker]()
         at = "" if doing == "idle" else f", last at {doing}"
         return f"{self.control.labels[worker]} (process {pid}{at})"
 
@@ -231,14 +232,21 @@ class ProcessFleet(Fleet):
                 with suppress(OSError):
                     channel.send(Stop())
             end_s = time.monotonic() + LEAVE_S
-            for process in self._processes:
+            for child in self._children:
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(max(end_s - time.monotonic(), 0.0))
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.wait()
+                    child.wait(max(end_s - time.monotonic(), 0.0))
+        for child in self._children:
+            child.kill()
+        for child in self._children:
+            child.wait()
         for channel in self._channels:
             channel.close()
         self._alarm.close()
         self._bell.close()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal has none
+        return f"signal {number}"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-import sys
+from dataclasses import dataclass
+from typing import Any
 
 from hetpipe.cluster.cluster import Cluster, Member
 from hetpipe.crew.control import Control
 from hetpipe.crew.fleet import Fleet, ProcessFleet, ThreadFleet
 from hetpipe.errors import BackendError, ClusterError, HetpipeError
+from hetpipe.process import shadow
 from hetpipe.sdk.info import DeviceInfo
-from hetpipe.sdk.registry import backend_reference, get_backend
+from hetpipe.sdk.registry import backend_reference, blamed, devices_of, get_backend
 from hetpipe.wire.messages import Open
 
 TRANSPORTS = ("auto", "local", "shared-memory", "distributed")
@@ -25,73 +27,61 @@ def transport_of(cluster: Cluster) -> str:
     return "shared-memory" if cluster.transport == "auto" else cluster.transport
 
 
+@dataclass(frozen=True)
+class _Worker:
+    """A member whose device is here, and how a process loads its backend (None: by a thread)."""
+
+    member: Member
+    info: DeviceInfo
+    backend: str | None
+
+
 def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout_s: float) -> Fleet:
-    """Start one worker per member; they open their devices and then reply."""
-    transport = transport_of(cluster)
-    members = cluster.members
+    """Start one worker per member; they open their devices and then reply.
+
+    Raises `ClusterError` for members without or with equal ids, `BackendError` for a device that is
+    not there, `HetpipeError` for a backend that no process can import.
+    """
+    transport, members = transport_of(cluster), cluster.members
     if not members or len({member.id for member in members}) != len(members):
         raise ClusterError(
             f"a crew needs members with different ids, got {[member.id for member in members]}"
         )
-    local = transport == "local"
-    found = [_find(member, local, cluster.places.get(member.id)) for member in members]
-    control = Control([f"worker {m.id!r} ({m.device})" for m in members])
-    store, address = None, None
-    if transport == "distributed":
-        from hetpipe.wire.gloo import host_store
-
-        store = host_store()
-        address = (store.host, store.port)
+    in_threads = transport == "local"
+    workers = [_worker(member, in_threads, cluster.places.get(member.id)) for member in members]
+    store = _host_store() if transport == "distributed" else None
+    address = None if store is None else (store.host, store.port)
     orders = [
-        Open(
-            member,
-            reference,
-            tuple(sys.path),
-            heartbeat_s,
-            start_timeout_s,
-            rank,
-            len(members),
-            address,
-        )
-        for rank, (member, (reference, _)) in enumerate(zip(members, found, strict=True))
+        Open(w.member, w.backend, heartbeat_s, start_timeout_s, rank, len(workers), address)
+        for rank, w in enumerate(workers)
     ]
-    if local:
+    control = Control([f"worker {m.id!r} ({m.device})" for m in members])
+    if in_threads:
         return ThreadFleet(control, orders)
-    environments = [
-        _environment(member, info) for member, (_, info) in zip(members, found, strict=True)
-    ]
-    fleet = ProcessFleet(control, orders, environments, silence_s)
+    fleet = ProcessFleet(control, orders, [_settings(w) for w in workers], silence_s)
     fleet.keep = store
     return fleet
 
 
-def _find(member: Member, local: bool, place: str | None) -> tuple[str | None, DeviceInfo]:
-    """How a process loads the member's backend, and its device.
+def _host_store() -> Any:
+    from hetpipe.wire.gloo import host_store
 
-    An error begins with `place`, the line of a cluster file that names the device.
-    """
+    return host_store()
+
+
+def _worker(member: Member, in_thread: bool, place: str | None) -> _Worker:
+    """An error begins with `place`, the line of a cluster file that names the device."""
     try:
-        return None if local else _reference(member), _info(member)
+        backend = None if in_thread else _reference(member)
+        return _Worker(member, _info(member), backend)
     except HetpipeError as error:
         if place is None:
             raise
         raise type(error)(f"{place}: {error}") from error
 
 
-def _reference(member: Member) -> str:
-    name = member.device.partition(":")[0]
-    reference = backend_reference(name)
-    if reference is None:
-        raise HetpipeError(
-            f"backend {name!r} is defined in a script or a function, where no other process can "
-            'import it; put its class into a module, or use transport="local"'
-        )
-    return reference
-
-
 def _info(member: Member) -> DeviceInfo:
-    backend = get_backend(member.device.partition(":")[0])
-    infos = {info.id: info for info in backend.discover()}
+    infos = {info.id: info for info in devices_of(_backend(member))}
     if member.device not in infos:
         raise BackendError(
             f"member {member.id!r} needs {member.device!r}; found: {', '.join(infos) or 'none'}"
@@ -99,8 +89,32 @@ def _info(member: Member) -> DeviceInfo:
     return infos[member.device]
 
 
-def _environment(member: Member, info: DeviceInfo) -> dict[str, str]:
-    cores = len(member.cores) or len(os.sched_getaffinity(0))
+def _reference(member: Member) -> str:
+    name = _backend(member)
+    reference = backend_reference(name)
+    if reference is None:
+        raise HetpipeError(
+            f"backend {name!r} is defined in a script or a function, where no other process can "
+            'import it; put its class into a module, or use transport="local"'
+        )
+    module = reference.partition(":")[0]
+    if (other := shadow(module)) is not None:
+        raise HetpipeError(
+            f"backend {name!r} is in a module {module!r} of yours, and a worker would import "
+            f"{other} under that name, because installed packages come first: rename yours"
+        )
+    return reference
+
+
+def _backend(member: Member) -> str:
+    return member.device.partition(":")[0]
+
+
+def _settings(worker: _Worker) -> dict[str, str]:
+    """Variables that must be set before the worker's process starts."""
+    cores = len(worker.member.cores) or len(os.sched_getaffinity(0))
     # Members share this host: gloo must not look the host's name up to find an interface.
     defaults = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
-    return defaults | get_backend(info.backend).worker_environment(info, cores)
+    name = worker.info.backend
+    with blamed(name, f"fails to give the settings of {worker.info.id}"):
+        return defaults | get_backend(name).worker_environment(worker.info, cores)

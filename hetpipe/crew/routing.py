@@ -31,9 +31,9 @@ Edge = tuple[Place, Place]
 def wires(
     stages: Sequence[Sequence[StageGraphs]], shares: Shares, sizes: Collection[int]
 ) -> list[Wire]:
-    """The wires for whole micro-batches of these sizes; kinds of messages without a tensor do not
-    appear.
+    """The wires for whole micro-batches of these sizes.
 
+    Kinds of messages that carry no tensor do not appear.
     `stages[n]` are the replicas of stage n. Raises `HetpipeError` for stages that do not fit.
     """
     layouts: dict[Edge, dict[Kind, Layout]] = {}
@@ -64,13 +64,13 @@ def wires(
 
 
 def gradients(stage: StageGraphs) -> Layout:
-    """What the replicas of a stage must sum."""
+    """The gradients that the replicas of a stage must sum."""
     update = stage.update
     return () if update is None else tuple(s for s in update.inputs if s.role == GRAD)
 
 
 class _Crossing:
-    """What crosses between two neighbouring stages."""
+    """The messages between two neighbouring stages."""
 
     def __init__(
         self,
@@ -109,33 +109,33 @@ class _Crossing:
                 if near.backward is not None and far.backward is not None:
                     back = self._stages[1], self._stages[0]
                     sent, read = far.backward.outputs, near.backward.inputs
-                    kind, found = self._message(
+                    kind, tangents = self._message(
                         BACKWARD, sent, read, TANGENT, back, (rows[1], rows[0])
                     )
-                    yield (there, here), kind, found
+                    yield (there, here), kind, tangents
             ends = left.evaluation.get(counts[0]), right.evaluation.get(counts[1])
             if ends[0] is not None and ends[1] is not None:
-                kind, found = self._message(
+                kind, cuts = self._message(
                     EVALUATION, ends[0].outputs, ends[1].inputs, CUT, self._stages, rows
                 )
-                yield (here, there), kind, found
+                yield (here, there), kind, cuts
 
     def _message(
         self,
         letter: str,
         sent: Sequence[Slot],
-        wanted: Sequence[Slot],
+        read: Sequence[Slot],
         role: str,
         ends: tuple[int, int],
         rows: tuple[tuple[int, int], tuple[int, int]],
     ) -> tuple[Kind, Layout]:
         kind = kind_of(letter, *rows)
         if kind[0] == letter:
-            return kind, _common(sent, wanted, role, ends)
-        names = {slot.name for slot in wanted if slot.role == role}
+            return kind, _common(sent, read, role, ends)
+        names = {slot.name for slot in read if slot.role == role}
         whole = tuple(slot for slot in sent if slot.role == role and slot.name in names)
         left, right = (
-            rows_of(tuple(_of(side, whole)), self.axes, kind[1]) for side in (sent, wanted)
+            rows_of(tuple(_of(side, whole)), self.axes, kind[1]) for side in (sent, read)
         )
         return kind, _common(left, right, role, ends)
 
@@ -151,9 +151,9 @@ class _Crossing:
                         yield slot.name, rows, slot.shape
 
 
-def _of(slots: Sequence[Slot], wanted: Sequence[Slot]) -> Iterator[Slot]:
-    """Those of some slots that have the key of others, once each."""
-    keys = {slot.key for slot in wanted}
+def _of(slots: Sequence[Slot], others: Sequence[Slot]) -> Iterator[Slot]:
+    """Slots with the key of one of `others`, once each."""
+    keys = {slot.key for slot in others}
     yield from {slot.key: slot for slot in slots if slot.key in keys}.values()
 
 
@@ -162,18 +162,18 @@ def _inputs(passes: PassPrograms) -> tuple[Slot, ...]:
     return (*passes.forward.inputs, *backward)
 
 
-def _common(
-    sent: Sequence[Slot], wanted: Sequence[Slot], role: str, ends: tuple[int, int]
-) -> Layout:
-    known = {slot.name: slot for slot in sent if slot.role == role}
+def _common(sent: Sequence[Slot], read: Sequence[Slot], role: str, ends: tuple[int, int]) -> Layout:
+    """Slots of that role that one stage sends and the other reads. Raises `HetpipeError`."""
+    by_name = {slot.name: slot for slot in sent if slot.role == role}
     layout: dict[str, Slot] = {}
-    for slot in wanted:
-        if slot.role != role or slot.name not in known:
+    for slot in read:
+        if slot.role != role or slot.name not in by_name:
             continue
-        if known[slot.name] != slot:
+        if by_name[slot.name] != slot:
             raise HetpipeError(
-                f"stage {ends[0]} sends {slot.name} as {_text(known[slot.name])}, "
-                f"stage {ends[1]} reads it as {_text(slot)}: they come from different captures"
+                f"stage {ends[0]} sends {slot.name} as {_text(by_name[slot.name])}, but stage "
+                f"{ends[1]} reads it as {_text(slot)}: they come from different captures; take "
+                "all stages from one"
             )
         host_dtype(slot.dtype)
         layout[slot.name] = slot
@@ -195,9 +195,9 @@ def _tied(stages: Sequence[StageGraphs]) -> list[tuple[int, int, str, Layout]]:
             continue  # frozen: never updated, so never exchanged
         for other in others:
             grads.setdefault((owner, other), []).append(slot)
-    found: list[tuple[int, int, str, Layout]] = []
+    messages: list[tuple[int, int, str, Layout]] = []
     for (owner, other), slots in grads.items():
         params = tuple(Slot(PARAM, slot.name, slot.shape, slot.dtype) for slot in slots)
-        found.append((other, owner, TIED_GRAD, tuple(slots)))
-        found.append((owner, other, TIED_PARAM, params))
-    return found
+        messages.append((other, owner, TIED_GRAD, tuple(slots)))
+        messages.append((owner, other, TIED_PARAM, params))
+    return messages

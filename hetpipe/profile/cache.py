@@ -14,18 +14,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from platformdirs import user_cache_dir
+from hetpipe.caches import CacheWarning, cache_folder
 
 ENVIRONMENT = "HETPIPE_CACHE"
 
 
-class CacheWarning(UserWarning):
-    """An entry of the cache is unusable and will be made again."""
-
-
 def folder() -> Path:
-    """Where entries lie; made on the first `store`."""
-    return Path(os.environ.get(ENVIRONMENT) or user_cache_dir("hetpipe")) / "costs"
+    """Where entries lie. Warns with `CacheWarning` if that is not where they belong."""
+    return cache_folder("costs", ENVIRONMENT)
 
 
 def key(parts: Mapping[str, Any]) -> str:
@@ -61,12 +57,11 @@ def load(entry: str) -> dict[str, Any] | None:
 def store(entry: str, content: Mapping[str, Any]) -> None:
     """Store a JSON-able dict; readers see the old entry or the new one, never a part.
 
-    Warns with `CacheWarning` if the folder cannot be written: the work goes on without a cache.
+    Warns with `CacheWarning` if that fails, as on a disk that is full: the work goes on without.
     """
     path = _path(entry)
     document = json.dumps({"checksum": _checksum(content), "content": content})
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{entry[:8]}-")
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -63,10 +63,10 @@ def _busy_s() -> dict[int, float]:
         return {}
     allowed = os.sched_getaffinity(0)
     ticks = os.sysconf("SC_CLK_TCK")
-    found = {}
+    busy_s = {}
     for line in lines:
         name, *fields = line.split()
         if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in allowed:
             user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[:8])
-            found[int(name[3:])] = (user + nice + system + irq + softirq + steal) / ticks
-    return found
+            busy_s[int(name[3:])] = (user + nice + system + irq + softirq + steal) / ticks
+    return busy_s

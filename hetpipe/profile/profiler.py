@@ -1,6 +1,6 @@
 """Measures what a stage costs on a device. Runs inside the device's own worker.
 
-The stages given are a whole network cut behind every layer, and they are run in order, forward and
+The stages given are a whole network cut after every layer, and they are run in order, forward and
 back again, as a pipeline runs them: so every layer finds the caches as it will find them later.
 """
 
@@ -70,7 +70,7 @@ def measure_layers(
 
 
 def _step(usual: Times, after_update: Times) -> Times:
-    """Usual passes, and an update with what it adds to the passes behind it.
+    """Usual passes, and an update with what it adds to the passes after it.
 
     They find weights that are new: out of the cache, and to be packed once more.
     """
@@ -120,9 +120,9 @@ class _StageRun:
             return
         program, executable = entry
         for slot in program.inputs:
-            known = self._room(slot, env)
-            if slot.key not in known:
-                known[slot.key] = self._device.upload(_example(slot, self._constants, rng))[0]
+            buffers = self._room(slot, env)
+            if slot.key not in buffers:
+                buffers[slot.key] = self._device.upload(_example(slot, self._constants, rng))[0]
         inputs = [self._room(slot, env)[slot.key] for slot in program.inputs]
         donate = frozenset(
             i for i, slot in enumerate(program.inputs) if index > 0 and _donated(slot, program)

@@ -1,14 +1,18 @@
 """Where backends are found: entry points of the group `hetpipe.backends`, and the user's own.
 
-Nothing is imported until asked for, and a backend that fails to load disables itself alone.
+Nothing is imported until asked for. A backend is other people's code: whatever it raises, and
+whatever it returns instead of a list of devices, disables that backend alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import entry_points
+from typing import Any, get_origin, get_type_hints
 
 from hetpipe.errors import BackendError
-from hetpipe.sdk.backend import Backend, Device
+from hetpipe.sdk.backend import Backend, Device, Finding
 from hetpipe.sdk.info import API_VERSION, DeviceInfo
 
 GROUP = "hetpipe.backends"
@@ -22,10 +26,10 @@ def register_backend(backend: type[Backend]) -> type[Backend]:
 
     Raises `BackendError` if another class already has the name.
     """
-    known = _registered.get(backend.name)
-    if known is not None and known is not backend:
+    first = _registered.get(backend.name)
+    if first is not None and first is not backend:
         raise BackendError(
-            f"backend {backend.name!r} is already {known.__module__}.{known.__qualname__}; "
+            f"backend {backend.name!r} is already {first.__module__}.{first.__qualname__}; "
             f"give {backend.__module__}.{backend.__qualname__} another name"
         )
     _registered[backend.name] = backend
@@ -43,7 +47,9 @@ def get_backend(name: str) -> Backend:
     Raises `BackendError` with the reason if it is unknown or cannot be loaded.
     """
     if name not in _instances:
-        _instances[name] = _load(name)()
+        loaded = _load(name)
+        with blamed(name, "fails when it is made"):
+            _instances[name] = loaded()
     return _instances[name]
 
 
@@ -55,19 +61,92 @@ def backend_reference(name: str) -> str | None:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
+@contextmanager
+def blamed(name: str, problem: str) -> Iterator[None]:
+    """Whatever backend `name` raises in here becomes a `BackendError` that says so.
+
+    Its own `BackendError` passes as it is, and so does what ends a program: Ctrl-C.
+    """
+    try:
+        yield
+    except BackendError:
+        raise
+    except (Exception, SystemExit) as error:
+        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise BackendError(f"backend {name!r} {problem}: {reason}") from error
+
+
 def _load(name: str) -> type[Backend]:
     if name in _registered:
         return _registered[name]
     points = [point for point in entry_points(group=GROUP) if point.name == name]
     if not points:
         raise BackendError(f"no backend {name!r}; known: {', '.join(backend_names()) or 'none'}")
-    try:
+    with blamed(name, f"cannot be loaded from {points[0].value}"):
         loaded = points[0].load()
-    except Exception as error:
-        raise BackendError(f"backend {name!r} cannot be loaded: {error}") from error
     if not (isinstance(loaded, type) and issubclass(loaded, Backend)):
         raise BackendError(f"backend {name!r}: {points[0].value} is not a Backend class")
     return loaded
+
+
+def devices_of(name: str) -> list[DeviceInfo]:
+    """The devices that a backend finds.
+
+    Raises `BackendError` with the reason if the backend cannot be loaded, fails, or returns
+    anything else.
+    """
+    backend = get_backend(name)
+    with blamed(name, "fails to find its devices"):
+        infos = backend.discover()
+    if not isinstance(infos, (list, tuple)):
+        raise BackendError(
+            f"backend {name!r}: discover returns {type(infos).__name__}, not a list of DeviceInfo"
+        )
+    for info in infos:
+        _check_info(name, info)
+    return list(infos)
+
+
+def _check_info(name: str, info: Any) -> None:
+    """Raises `BackendError` if a backend's description of a device is of no use to the others."""
+    if not isinstance(info, DeviceInfo):
+        raise BackendError(
+            f"backend {name!r}: discover returns a list with {type(info).__name__} {info!r} in it, "
+            "where a DeviceInfo belongs"
+        )
+    for field, hint in get_type_hints(DeviceInfo).items():
+        value, expected = getattr(info, field), get_origin(hint) or hint
+        if not isinstance(value, expected):
+            raise BackendError(
+                f"backend {name!r}: {field} of device {info.id!r} is {type(value).__name__} "
+                f"{value!r}, not {expected.__name__}"
+            )
+    if info.id.partition(":")[0] != name or info.backend != name:
+        raise BackendError(
+            f"backend {name!r}: device {info.id!r} says that its backend is {info.backend!r}; ids "
+            f"are {name}:name:index"
+        )
+
+
+def findings_of(name: str) -> list[Finding]:
+    """What a backend says of itself (`Backend.describe`), and why it has no devices if it fails.
+
+    Raises `BackendError` if it cannot even say that.
+    """
+    backend, findings, failure = get_backend(name), [], ""
+    try:
+        devices_of(name)
+    except BackendError as error:
+        failure = str(error)
+    try:
+        with blamed(name, "fails to describe itself"):
+            findings = [(level, text, cure) for level, text, cure in backend.describe()]
+    except BackendError:
+        if not failure:
+            raise
+    if failure and all(text != failure for _, text, _ in findings):
+        findings.append(("broken", failure, ""))
+    return findings
 
 
 def discover_devices(
@@ -78,7 +157,7 @@ def discover_devices(
     failures: dict[str, str] = {}
     for name in backend_names() if names is None else names:
         try:
-            devices += get_backend(name).discover()
+            devices += devices_of(name)
         except BackendError as error:
             failures[name] = str(error)
     return devices, failures
@@ -89,8 +168,8 @@ def open_device(device_id: str) -> Device:
 
     Raises `BackendError` if there is none, listing those that there are.
     """
-    backend = get_backend(device_id.partition(":")[0])
-    infos = {info.id: info for info in backend.discover()}
+    name = device_id.partition(":")[0]
+    infos = {info.id: info for info in devices_of(name)}
     if device_id not in infos:
         raise BackendError(f"no device {device_id!r}; found: {', '.join(infos) or 'none'}")
     info = infos[device_id]
@@ -99,4 +178,5 @@ def open_device(device_id: str) -> Device:
             f"{device_id} was written for version {info.api_version} of the backend contract, "
             f"this hetpipe has version {API_VERSION}"
         )
-    return backend.open(info)
+    with blamed(name, f"fails to open {device_id}"):
+        return get_backend(name).open(info)

@@ -34,7 +34,6 @@ class Open:
 
     member: Member
     backend: str | None
-    path: tuple[str, ...]  # sys.path of the controller
     heartbeat_s: float
     start_timeout_s: float
     rank: int

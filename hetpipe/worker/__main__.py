@@ -1,4 +1,4 @@
-"""The process of one worker: `python -m hetpipe.worker FD PARENT CORES`.
+"""The process of one worker: arguments FD PARENT CORES, started by `hetpipe.process.command`.
 
 Imports nothing heavy before cores and signals are set: thread pools read them once.
 """
@@ -49,12 +49,11 @@ def _serve(fd: int) -> None:
 
     from hetpipe.wire.channel import Channel
     from hetpipe.wire.messages import Beat, Failure, Open, Stop
-    from hetpipe.worker.service import Service, use_path
+    from hetpipe.worker.service import Service
 
     channel = Channel(socket.socket(fileno=fd))
     order = channel.receive()[0]
     assert isinstance(order, Open)
-    use_path(order.path)
 
     answers: SimpleQueue[object] = SimpleQueue()
 

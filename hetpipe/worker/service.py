@@ -1,9 +1,8 @@
-"""What a worker does: opens its device and obeys commands, one after another."""
+"""A worker opens its device and obeys the controller's commands, one after another."""
 
 from __future__ import annotations
 
 import importlib
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -64,8 +63,9 @@ class Service:
         self._edges: list[Sender | Receiver | HandOver | Sums] = []
         self._scripts: dict[int, tuple[Script, ...]] = {}  # of each, the worker's lanes
         self._scales: dict[tuple[int, bool], float] = {}
+        # Held while scales are read or changed: never while a message is sent or a pass runs.
         self._scaled = threading.Condition()
-        self._failed = threading.Lock()
+        self._failed = threading.Lock()  # taken once, by the first failure, and never given back
         self._stopped = False
 
     @property
@@ -188,13 +188,13 @@ class Service:
     def _grad_scale(self, batch: Apply) -> float:
         if batch.grad_scale is not None:
             return batch.grad_scale
-        return self._told(batch.serial, clips=False)
+        return self._scale(batch.serial, clips=False)
 
     def _clip_factor(self, batch: Apply, square: float) -> float:
         self._answer(Norm(batch.serial, square))
-        return self._told(batch.serial, clips=True)
+        return self._scale(batch.serial, clips=True)
 
-    def _told(self, serial: int, clips: bool) -> float:
+    def _scale(self, serial: int, clips: bool) -> float:
         """A number that the controller sends for a mini-batch; waits for it."""
         with self._scaled:
             while (serial, clips) not in self._scales:
@@ -241,8 +241,3 @@ def _summary(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"
-
-
-def use_path(path: Sequence[str]) -> None:
-    """Find modules where the controller does."""
-    sys.path[:] = path

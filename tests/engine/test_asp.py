@@ -20,7 +20,6 @@ from hetpipe.capture import Captured
 from hetpipe.capture.program import PARAM, STATE
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
-from hetpipe.wire.messages import Read
 
 SGD = (hp.optim.sgd(lr=0.03, momentum=0.9), Momentum(0.03))
 ADAM = (hp.optim.adam(lr=0.01), Adam(0.01))
@@ -64,19 +63,9 @@ def wanted(
     return delayed.train(1, optimizer, rule, rule, count, microbatches).last
 
 
-def of_replicas(crew: Crew, role: str) -> list[dict[str, np.ndarray[Any, Any]]]:
-    """What each replica has."""
-    found = []
-    for member in crew._members[0]:
-        names = crew._loaded().owners(role, None).get(0, ())
-        crew._fleet.send(crew._index[member], Read(0, role, tuple(names)))
-        found += crew._control.gather([crew._index[member]])
-    return found
-
-
-def assert_alike(crew: Crew) -> None:
+def assert_alike(crew: Crew, replicas: int) -> None:
     for role in (PARAM, STATE):
-        first, *others = of_replicas(crew, role)
+        first, *others = (crew.read(role, replica=replica) for replica in range(replicas))
         assert first or role == STATE
         for other in others:
             assert all(np.array_equal(value, other[name]) for name, value in first.items())
@@ -109,7 +98,7 @@ def test_all_replicas_are_the_same(crew: Crew, captured: Captured, replicas: int
         for count in (1, 2, 7):
             list(pipe.run(batch(b) for b in range(count)))
             pipe.flush()
-            assert_alike(crew)
+            assert_alike(crew, pipe.plan.replicas[0])
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
@@ -145,7 +134,7 @@ def test_resumed_and_evaluated(crew: Crew, captured: Captured, tmp_path: Any) ->
         assert pipe.evaluate(*batch(13)) == loss
         for name, value in pipe.state_dict().items():
             assert torch.equal(value, state[name])
-        assert_alike(crew)
+        assert_alike(crew, pipe.plan.replicas[0])
 
 
 def test_a_learning_rate_that_changes(crew: Crew, captured: Captured) -> None:
@@ -178,7 +167,7 @@ def test_clipped(crew: Crew, captured: Captured) -> None:
     with pipeline(crew, captured, 2, SGD[0], clip_norm=bound, clip_each=True) as pipe:
         list(pipe.run(batch(b) for b in range(MINI_BATCHES)))
         state = pipe.state_dict()
-        assert_alike(crew)
+        assert_alike(crew, pipe.plan.replicas[0])
     assert distance(state, right) < 1e-5
     assert distance(state, wanted(1, SGD[1])) > 1e-3
 
@@ -218,7 +207,7 @@ def test_sums_with_counts(crew: Crew) -> None:
     ) as pipe:  # fmt: skip
         list(pipe.run(batch(b) for b in range(12)))
         state = pipe.state_dict()
-        assert_alike(crew)
+        assert_alike(crew, pipe.plan.replicas[0])
     for found, right in zip(state.values(), versions[-1], strict=True):
         assert float((found - right).abs().max() / right.abs().max()) < 1e-5
 

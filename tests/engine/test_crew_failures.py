@@ -19,7 +19,7 @@ from engine_stages import LR, WIDTH, make_stages, make_values
 
 from hetpipe.cluster.cluster import Cluster, Member
 from hetpipe.crew.crew import Crew
-from hetpipe.crew.request import StepRequest
+from hetpipe.crew.request import StepRequest, StepResult
 from hetpipe.errors import BackendError, HetpipeError, WorkerError
 from hetpipe.schedule.generators import generate
 from hetpipe.sdk import registry
@@ -45,10 +45,10 @@ def start(kinds: list[str], transport: str, **options: Any) -> Crew:
     return crew
 
 
-def step(crew: Crew, stages: int, timeout_s: float | None = None) -> None:
+def step(crew: Crew, stages: int, timeout_s: float | None = None) -> StepResult:
     feed = {"x": np.ones((2, WIDTH)), "y": np.zeros((2, WIDTH))}
     schedule = generate("1f1b", stages, 4)
-    crew.step(StepRequest(schedule, (2,) * 4, [feed] * 4, (1.0,) * 4, LR, 1), timeout_s)
+    return crew.step(StepRequest(schedule, (2,) * 4, [feed] * 4, (1.0,) * 4, LR, 1), timeout_s)
 
 
 def pids(crew: Crew) -> list[int]:
@@ -290,5 +290,7 @@ def test_a_crew_started_in_a_thread_that_ends() -> None:
     thread = threading.Thread(target=lambda: crews.append(start(["good", "good"], "auto")))
     thread.start()
     thread.join()
-    with crews[0] as crew:
-        step(crew, 2)
+    assert not thread.is_alive()
+    with crews[0] as crew, start(["good", "good"], "auto") as other:
+        assert not any(map(gone, pids(crew)))
+        assert step(crew, 2).losses == step(other, 2).losses

@@ -105,13 +105,6 @@ def test_bytes_that_are_no_text_are_damage_too(folder):
         assert cache.load(entry) is None
 
 
-def test_a_folder_that_cannot_be_written_warns(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path / "file"))
-    with pytest.warns(CacheWarning, match="cannot write the cache entry"):
-        cache.store("k", {})
-
-
 def test_a_store_that_fails_leaves_the_old_entry(folder, monkeypatch):
     cache.store("k", {"old": 1})
 

@@ -1,0 +1,65 @@
+"""Starts modules of ours in processes of their own, which import what this process imports."""
+
+from __future__ import annotations
+
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+START = Path(__file__).with_name("start.py")
+
+
+def command(module: str, *arguments: object) -> list[str]:
+    """Like `python -m MODULE ARGUMENTS...`, but safe in any folder. Needs `environment`."""
+    return [sys.executable, str(START), module, *map(str, arguments)]
+
+
+def environment(settings: Mapping[str, str] = {}) -> dict[str, str]:
+    """This process's variables with `settings`, and the path on which `command` finds modules.
+
+    Variables of Python that add folders are set aside until the path is in order.
+    """
+    variables = {**os.environ, **settings, "HETPIPE_PATH": "\n".join(ordered(sys.path))}
+    if "PYTHONPATH" in variables:
+        variables["HETPIPE_PYTHONPATH"] = variables.pop("PYTHONPATH")
+    return variables
+
+
+def ordered(path: Sequence[str]) -> list[str]:
+    """Python's own folders and those of installed packages first, then the user's own.
+
+    A `queue.py` beside a script is then not taken for Python's by a process that the script starts.
+    """
+    entries = [entry for entry in path if isinstance(entry, str)]
+    return sorted(entries, key=lambda entry: not _is_library(entry))
+
+
+def shadow(module: str) -> str | None:
+    """The file that `command` would import for this process's `module`, if it is another file."""
+    top = module.partition(".")[0]
+    if top == "hetpipe":
+        return None  # `start.py` loads the one that it belongs to
+    spec = PathFinder.find_spec(top, ordered(sys.path))
+    if spec is None or spec.origin in (None, getattr(sys.modules.get(top), "__file__", None)):
+        return None
+    return spec.origin
+
+
+def _is_library(entry: str) -> bool:
+    """Whether a folder of the path, or a zip file, belongs to Python or its packages."""
+    if not entry:
+        return False  # the current folder
+    folder = Path(entry).absolute()
+    if any(part in ("site-packages", "dist-packages") for part in folder.parts):
+        return True
+    homes = [
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("platstdlib"),
+        *site.getsitepackages(),
+    ]
+    zipped = f"python{sys.version_info.major}{sys.version_info.minor}.zip"
+    return folder.name == zipped or any(folder.is_relative_to(home) for home in homes)

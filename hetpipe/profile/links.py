@@ -1,0 +1,107 @@
+"""Measures links: what a tensor takes between two members, and what a step costs around it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from hetpipe.capture.program import CUT, INPUT, LOSS, PassPrograms, Program, Slot, StageGraphs
+from hetpipe.cost.table import LinkCost
+from hetpipe.crew.crew import Crew
+from hetpipe.crew.request import StepRequest
+from hetpipe.schedule.action import Action, Op
+from hetpipe.sdk.graph import canonical
+
+NBYTES = (4 << 10, 256 << 10, 4 << 20)
+ROUNDS = 12
+WARM_UP = 2  # rounds that do not count
+
+Links = dict[tuple[str, str], LinkCost]
+"""By source and target."""
+
+
+def measure_links(crew: Crew) -> tuple[Links, float]:
+    """Latency and bandwidth of every ordered pair of members, and the cost of a step around them.
+
+    Tensors of several sizes cross alone, through the transport that training uses; a line through
+    the medians gives both figures.
+    """
+    links: Links = {}
+    overheads_s: list[float] = []
+    for source, target in permutations(crew.infos, 2):
+        times_s = []
+        for nbytes in NBYTES:
+            transfer_s, overhead_s = _transfer(crew, source, target, nbytes)
+            times_s.append(transfer_s)
+            overheads_s.append(overhead_s)
+        pair = crew.cluster.links.get(frozenset((source, target)))
+        links[source, target] = _fit(times_s, "measured" if pair is None else "emulated")
+    if not overheads_s:
+        only = next(iter(crew.infos))
+        overheads_s.append(_transfer(crew, only, None, NBYTES[0])[1])
+    return links, statistics.median(overheads_s)
+
+
+def _fit(times_s: list[float], label: str) -> LinkCost:
+    slope, latency_s = np.polyfit(
+        np.array(NBYTES, float), np.array(times_s), 1, w=1 / np.array(times_s)
+    )
+    return LinkCost(max(float(latency_s), 0.0), 1.0 / max(float(slope), 1e-13), label)
+
+
+def _transfer(crew: Crew, source: str, target: str | None, nbytes: int) -> tuple[float, float]:
+    """Median seconds for one tensor, and for the step beyond its own actions."""
+    count = nbytes // 4
+    members = [source] if target is None else [source, target]
+    stages = [probe_stage(index, len(members), count) for index in range(len(members))]
+    crew.load(stages, members, {})
+    request = _request(count, transfers=target is not None)
+    transfers_s, overheads_s = [], []
+    for _ in range(ROUNDS):
+        start_s = time.perf_counter()
+        result = crew.step(request)
+        overheads_s.append(time.perf_counter() - start_s - result.timeline.step_s)
+        spans = {str(span.action): span for span in result.timeline.spans}
+        if target is not None:
+            transfers_s.append(spans["1RF0"].end_s - spans["0SF0"].start_s)
+    warm_s = transfers_s[WARM_UP:] or [0.0]
+    return statistics.median(warm_s), statistics.median(overheads_s[WARM_UP:])
+
+
+def _request(count: int, transfers: bool) -> StepRequest:
+    """One micro-batch of `count` floats through the probe stages: one, or two with a transfer."""
+    schedule = [[Action(0, Op.FORWARD, 0)]]
+    if transfers:
+        schedule[0].append(Action(0, Op.SEND_FORWARD, 0))
+        schedule.append([Action(1, Op.RECV_FORWARD, 0), Action(1, Op.FORWARD, 0)])
+    return StepRequest(
+        schedule=tuple(tuple(actions) for actions in schedule),
+        samples=(1,),
+        feeds=({"x": np.zeros((1, count), np.float32)},),
+        loss_tangents=(1.0,),
+        lr=0.0,
+        number=1,
+        seed=0,
+        grad_scale=1.0,
+    )
+
+
+def probe_stage(index: int, stages: int, count: int) -> StageGraphs:
+    """A stage that passes a tensor of `count` floats on, or ends with its sum."""
+    last = index == stages - 1
+    role, name = (INPUT, "x") if index == 0 else (CUT, "t")
+    entering = Slot(role, name, (1, count), "float32")
+
+    def body(x: torch.Tensor) -> tuple[Any, ...]:
+        return (torch.sum(x, (0, 1)),) if last else (-x,)
+
+    graph = canonical(make_fx(body)(torch.zeros(1, count)))
+    leaving = Slot(LOSS, "loss", (), "float32") if last else Slot(CUT, "t", (1, count), "float32")
+    forward = Program(graph, (entering,), (leaving,))
+    return StageGraphs(stage=index, passes={1: PassPrograms(1, forward, None)})

@@ -1,0 +1,118 @@
+"""Workers, self-tests and the bench's processes import the real modules, wherever they start."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_stages import LR, WIDTH, make_stages, make_values
+
+from hetpipe import process
+from hetpipe.bench.child import Child
+from hetpipe.cli.selftest import run_selftest
+from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.crew.crew import Crew
+from hetpipe.crew.request import StepRequest
+from hetpipe.errors import HetpipeError
+from hetpipe.schedule.generators import generate
+from hetpipe.sdk import registry
+
+TRAP = "raise RuntimeError('the file in the working folder was imported: ' + __file__)\n"
+BACKEND = """
+from dataclasses import replace
+from hetpipe.backends.numpy import NumpyBackend
+
+class MineBackend(NumpyBackend):
+    name = "mine"
+
+    def discover(self):
+        return [replace(info, id="mine:cpu:0", backend="mine") for info in super().discover()]
+
+def variable(device, name):
+    import os
+    return os.environ.get(name)
+
+def path(device):
+    import sys
+    return sys.path
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, first on the path: files in it have the names of Python's and ours."""
+    for name in ("queue.py", "ctypes.py", "runpy.py", "hetpipe/__init__.py", "numpy/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(TRAP)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def mine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a user's module in the working folder, whose backend is registered."""
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    monkeypatch.setattr(registry, "_instances", dict(registry._instances))
+    (folder / "my_backend.py").write_text(BACKEND)
+    module = __import__("my_backend")
+    registry.register_backend(module.MineBackend)
+    yield "my_backend"
+    del sys.modules["my_backend"]
+
+
+def test_a_crew_trains_where_files_have_the_names_of_modules(folder: Path, mine: str) -> None:
+    members = (Member("m0", "mine:cpu:0"), Member("m1", "numpy:cpu:0"))
+    with Crew.start(Cluster(members, transport="shared-memory")) as crew:
+        crew.load(make_stages(2, [2]), ["m0", "m1"], make_values(2))
+        feed: dict[str, Any] = {"x": np.ones((2, WIDTH)), "y": np.zeros((2, WIDTH))}
+        schedule = generate("1f1b", 2, 2)
+        result = crew.step(StepRequest(schedule, (2,) * 2, [feed] * 2, (1.0,) * 2, LR, 1))
+        assert np.isfinite(result.losses).all()
+        assert crew.call(["m0"], f"{mine}:variable", "PYTHONPATH") == [str(folder)]
+        assert crew.call(["m0"], f"{mine}:variable", "HETPIPE_PATH") == [None]
+        (path,) = crew.call(["m0"], f"{mine}:path")
+        assert sorted(path) == sorted(sys.path)  # nothing is lost: only the order differs
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_selftest_runs_there() -> None:
+    result = run_selftest("numpy:cpu:0")
+    assert result["ok"], result["message"]
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_process_of_the_bench_runs_there() -> None:
+    child = Child("hetpipe.cli.selftest", ["numpy:cpu:0"], [min(os.sched_getaffinity(0))])
+    try:
+        assert '"ok": true' in child.answers.readline()
+    finally:
+        child.close()
+
+
+def test_the_users_folders_come_after_pythons_and_packages() -> None:
+    library = [entry for entry in sys.path if Path(entry).name in ("lib-dynload", "site-packages")]
+    assert len(library) >= 2
+    entries = ["", "/home/me/project", library[1], "src", library[0]]
+    right = [library[1], library[0], "", "/home/me/project", "src"]
+    assert process.ordered(entries) == right
+
+
+def test_a_users_module_with_the_name_of_a_library_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process has imported the user's; a worker would import Python's, and not say so."""
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    monkeypatch.setattr(registry, "_instances", dict(registry._instances))
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    (folder / "this.py").write_text(BACKEND)
+    registry.register_backend(__import__("this").MineBackend)
+    with pytest.raises(HetpipeError, match=r"module 'this' of yours.* import .*this\.py .*rename"):
+        Crew.start(Cluster((Member("m0", "mine:cpu:0"),)))
+    del sys.modules["this"]
