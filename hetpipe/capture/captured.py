@@ -18,6 +18,7 @@ from hetpipe.capture.flat import Flat, flatten
 from hetpipe.capture.joint import Decompositions
 from hetpipe.capture.labels import label, layer_graph
 from hetpipe.capture.layers import LayerGraph
+from hetpipe.capture.modes import Modes
 from hetpipe.capture.precision import Precision
 from hetpipe.capture.program import BUFFER, COUNT, StageGraphs
 from hetpipe.capture.recompute import check_modes
@@ -28,6 +29,9 @@ from hetpipe.optim.rule import Optimizer
 
 class Captured:
     """A model as graphs. The model itself is neither changed nor run.
+
+    Each module trains in the mode, train or eval, that it is in now; a later change of mode does
+    not count. Warns with `EvalModeWarning` if the whole model is in eval mode.
 
     `parameters` and `buffers` are copies at the time of capture, by the model's names, a tied
     tensor once; `aliases` maps its other names. `name` is that of
@@ -48,6 +52,8 @@ class Captured:
         self.name = type(model).__name__
         self._model = _on_cpu(model)
         self._loss_fn = loss_fn
+        self._modes = Modes.of(self._model, loss_fn)
+        self._modes.warn()
         self.precision = precision
         self.sync_batch_norm = sync_batch_norm
         self._example = Example(*example)
@@ -132,10 +138,11 @@ class Captured:
 
     def _flat(self, samples: int, training: bool = True) -> Flat:
         if (samples, training) not in self._flats:
-            program = export(
-                self._model, self._loss_fn, self._example, samples, training, self.precision,
-                self.sync_batch_norm,
-            )  # fmt: skip
+            with self._modes.restored(evaluation=not training):
+                program = export(
+                    self._model, self._loss_fn, self._example, samples, self.precision,
+                    self.sync_batch_norm,
+                )  # fmt: skip
             trainable = self.trainable if training else None
             flat = flatten(program, self._example.names, self.aliases, trainable, samples)
             first = next(iter(self._flats.values()), flat)

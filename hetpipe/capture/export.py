@@ -60,20 +60,17 @@ def export(
     loss_fn: Callable[..., Any],
     example: Example,
     samples: int,
-    training: bool = True,
     precision: Precision = Precision(),  # noqa: B008 - frozen
     sync_batch_norm: bool = False,
 ) -> ExportedProgram:
-    """Export `loss_fn(model(x), y)` in train or eval mode for a batch of `samples`, functionalised.
+    """Export `loss_fn(model(x), y)` for a batch of `samples`, every module in its present mode.
 
     Autocast works on what was exported without it, when operators are decomposed: modules keep
     their names so, and what the model itself casts stays cast.
     `sync_batch_norm`: by the statistics of all replicas' rows.
-    The model is left as it was. Raises `CaptureError` that names the user's line.
+    The result is functional. Raises `CaptureError` that names the user's line.
     """
     check_modules(model)
-    modes = [(module, module.training) for module in model.modules()]
-    model.train(training)
     try:
         with (
             warnings.catch_warnings(),
@@ -98,9 +95,6 @@ def export(
                 return functional
     except Exception as error:
         raise explain(error) from error
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 @contextmanager

@@ -23,19 +23,20 @@ _STDLIB = sysconfig.get_path("stdlib")
 
 
 def check_modules(model: nn.Module) -> None:
-    """Raise `CaptureError` for modules whose training export would silently change."""
+    """Raise `CaptureError` for modules whose training, in their modes, export would change."""
     for name, module in model.named_modules():
         where = f"{name or 'the model'} ({type(module).__name__})"
         if (
             isinstance(module, _BatchNorm)
             and module.momentum is None
             and module.running_mean is not None
+            and module.training
         ):
             raise CaptureError(
                 f"{where} has momentum=None, a cumulative average whose factor depends on data; "
                 "give it a number, for instance momentum=0.1"
             )
-        if isinstance(module, _InstanceNorm) and module.track_running_stats:
+        if isinstance(module, _InstanceNorm) and module.track_running_stats and module.training:
             raise CaptureError(
                 f"{where} has track_running_stats=True; export loses what training makes of "
                 "those statistics; use False"
