@@ -9,7 +9,7 @@ from hetpipe.optim.rule import Optimizer
 
 _OURS = ("adagrad", "adam", "adamw", "lamb", "lion", "rmsprop", "sgd")
 _SETTINGS = ("lr", "momentum", "betas", "alpha", "eps", "weight_decay", "nesterov")
-_OFF = {"momentum": 0, "nesterov": False}
+_OFF = {"momentum": 0, "nesterov": False, "weight_decay": 0}  # by default, in ours too
 
 
 def check_optimizer(value: object) -> Optimizer:
@@ -62,5 +62,6 @@ def _settings(value: object) -> str:
     if not isinstance(defaults, dict) or "lr" not in defaults:
         return "lr=1e-3"
     pairs = {key: defaults[key] for key in _SETTINGS if key in defaults}
-    pairs = {key: pair for key, pair in pairs.items() if _OFF.get(key) != pair}
+    decays = _class(value).__name__ == "AdamW"  # by default, so that 0 is a setting
+    pairs = {k: v for k, v in pairs.items() if _OFF.get(k) != v or (decays and k == "weight_decay")}
     return ", ".join(f"{key}={pair!r}" for key, pair in pairs.items())
