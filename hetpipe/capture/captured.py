@@ -15,6 +15,7 @@ from torch import nn
 from hetpipe.capture.example import Array, Example
 from hetpipe.capture.export import export
 from hetpipe.capture.flat import Flat, flatten
+from hetpipe.capture.indices import check_indices, index_bounds
 from hetpipe.capture.joint import Decompositions
 from hetpipe.capture.labels import label, layer_graph
 from hetpipe.capture.layers import LayerGraph
@@ -73,6 +74,7 @@ class Captured:
         self.updated_buffers = flat.updated_buffers
         self.has_count = any(key[0] == COUNT for key, _ in flat.outputs)
         self.fingerprint = _fingerprint(flat)
+        self._indices = index_bounds(flat)
 
     def layer_graph(self, samples: int) -> LayerGraph:
         """The layers for micro-batches of `samples`; exported anew for each size, then cached."""
@@ -132,9 +134,12 @@ class Captured:
     def leaves(self, x: Any, y: Any) -> dict[str, Array]:
         """The tensors of a batch by name ("x", "x.0", "x.mask", "y").
 
-        Raises `HetpipeError` if the batch is not built like the example batch.
+        Raises `HetpipeError` if the batch is not built like the example batch, or holds an index
+        out of range: a class, a token, a row.
         """
-        return self._example.leaves(x, y)
+        leaves = self._example.leaves(x, y)
+        check_indices(self._indices, leaves)
+        return leaves
 
     def _flat(self, samples: int, training: bool = True) -> Flat:
         if (samples, training) not in self._flats:

@@ -35,10 +35,20 @@ class _WithLoss(nn.Module):
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x, y = self._example.rebuild(list(leaves))
-        result = self.loss_fn(call(self.model, x), y)
+        result = run_loss(self.loss_fn, run_model(self.model, x), y)
         if isinstance(result, tuple) and len(result) == 2:
             return _scalar(result[0], "the loss's sum"), _scalar(result[1], "the loss's count")
         return (_scalar(result, "the loss"),)
+
+
+def run_model(model: nn.Module, x: Any) -> Any:
+    """`model(x)`: by this function's name in a traceback an error is known as the model's."""
+    return call(model, x)
+
+
+def run_loss(loss_fn: Callable[..., Any], out: Any, y: Any) -> Any:
+    """`loss_fn(out, y)`: by this function's name in a traceback an error is known as the loss's."""
+    return loss_fn(out, y)
 
 
 def _scalar(value: Any, what: str) -> torch.Tensor:

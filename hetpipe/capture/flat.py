@@ -21,6 +21,8 @@ from hetpipe.errors import CaptureError
 from hetpipe.sdk.replicas import drop_sums
 
 aten = torch.ops.aten
+PARAMETRIZATIONS = "parametrizations"
+"""The child of a module in which torch keeps the parametrizations of its tensors."""
 
 
 @dataclass
@@ -204,12 +206,18 @@ def _differentiable(flat: Flat, trainable: frozenset[str]) -> set[fx.Node]:
 
 
 def owner(node: fx.Node) -> tuple[str, str]:
-    """The innermost module of a node: (a key per call of it, its path in the model)."""
+    """The innermost module of a node: (a key per call of it, its path in the model).
+
+    A parametrization (`weight_norm` at `a.parametrizations.weight.0`) belongs to its module, `a`.
+    """
     stack = node.meta.get("nn_module_stack") or {}
-    for key, (path, _) in reversed(stack.items()):
-        if path == "model" or path.startswith("model."):
-            return key, path.removeprefix("model").removeprefix(".")
-    return "", ""
+    entries = [(key, path) for key, (path, _) in stack.items() if path.split(".")[0] == "model"]
+    if not entries:
+        return "", ""
+    key, path = entries[-1]
+    path = path.partition(f".{PARAMETRIZATIONS}.")[0]
+    key = next((k for k, p in reversed(entries) if p == path), key)
+    return key, path.removeprefix("model").removeprefix(".")
 
 
 def is_getitem(node: fx.Node) -> bool:

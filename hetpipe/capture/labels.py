@@ -6,7 +6,7 @@ from collections import Counter
 
 from torch import fx, nn
 
-from hetpipe.capture.flat import Flat, is_getitem, owner
+from hetpipe.capture.flat import PARAMETRIZATIONS, Flat, is_getitem, owner
 from hetpipe.capture.layers import Layer, LayerGraph
 from hetpipe.capture.program import BUFFER, PARAM
 from hetpipe.capture.slots import is_tensor, node_nbytes, reachable
@@ -20,10 +20,7 @@ def label(flat: Flat, model: nn.Module, updated_buffers: frozenset[str]) -> None
     if it is a leaf, else at one that reads such a parameter. All else joins the layer before.
     """
     modules = dict(model.named_modules())
-    matrices = {
-        name: {id(p) for p in module.parameters(recurse=False) if p.ndim >= 2}
-        for name, module in modules.items()
-    }
+    matrices = {name: _matrices(module) for name, module in modules.items()}
     by_name = dict(model.named_parameters())
     starts: list[str] = []
     current, index = "", -1
@@ -34,13 +31,25 @@ def label(flat: Flat, model: nn.Module, updated_buffers: frozenset[str]) -> None
         call, path = owner(node)
         if call != current and matrices.get(path):
             read = {id(by_name[name]) for name in _parameters(flat, [node])}
-            leaf = path and not any(modules[path].children())  # the loss's nodes have path ""
+            leaf = path and _is_leaf(modules[path])  # the loss's nodes have path ""
             if leaf or read & matrices[path]:
                 starts.append(path)
                 current, index = call, len(starts) - 1
         flat.layer[node] = max(index, 0)
     flat.layer_names = _numbered(starts or [type(model).__name__])
     _merge_shared_buffers(flat, updated_buffers)
+
+
+def _matrices(module: nn.Module) -> set[int]:
+    """The ids of its parameters of two or more dimensions, of parametrizations too."""
+    parametrized = module._modules.get(PARAMETRIZATIONS)
+    inside = () if parametrized is None else parametrized.parameters()
+    return {id(p) for p in (*module.parameters(recurse=False), *inside) if p.ndim >= 2}
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    """Whether it has no children but parametrizations."""
+    return not any(name != PARAMETRIZATIONS for name, _ in module.named_children())
 
 
 def _calls(flat: Flat) -> list[fx.Node]:

@@ -20,6 +20,8 @@ from hetpipe.errors import CaptureError
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
 _STDLIB = sysconfig.get_path("stdlib")
+_RUNS = {"run_model": "the model", "run_loss": "loss_fn"}
+"""Functions of `hetpipe.capture.export` that run what the user wrote."""
 
 
 def check_modules(model: nn.Module) -> None:
@@ -104,14 +106,30 @@ def _is_plumbing(cls: type) -> bool:
 
 
 def explain(error: Exception) -> CaptureError:
-    """The error of a failed export as one sentence that names the user's line."""
+    """The error of a failed export as one sentence: whose it is, and the user's line."""
     frame = _user_frame(error)
     where = f" at {frame.filename}:{frame.lineno} ({frame.line})" if frame else ""
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    text = first.removesuffix(".") if first else type(error).__name__
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    text = text.removesuffix(".")
     if isinstance(error, CaptureError):
         return CaptureError(f"{text}{where}")
-    return CaptureError(f"the model cannot be exported{where}: {text}{_advice(error)}")
+    kind = type(error).__name__
+    whose = _raised_by(error)
+    if whose and not type(error).__module__.startswith("torch."):
+        said = f": {text}" if text else ""
+        return CaptureError(
+            f"{whose} raised {kind} while it was captured{where}{said}{_advice(error)}"
+        )
+    return CaptureError(f"the model cannot be exported{where}: {text or kind}{_advice(error)}")
+
+
+def _raised_by(error: BaseException) -> str | None:
+    """Whether the error passed through the user's model or loss; None if it is export's own."""
+    for link in _chain(error):
+        for frame in reversed(traceback.extract_tb(link.__traceback__)):
+            if frame.filename.startswith(_HERE) and frame.name in _RUNS:
+                return _RUNS[frame.name]
+    return None
 
 
 def where(node: fx.Node) -> str:
@@ -123,16 +141,21 @@ def where(node: fx.Node) -> str:
 
 def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
     """The deepest frame that is neither torch's nor ours, in the error or what caused it."""
+    for link in _chain(error):
+        frames = [f for f in traceback.extract_tb(link.__traceback__) if _is_users(f.filename)]
+        if frames:
+            return frames[-1]
+    return None
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The error, and what caused it."""
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in chain:
         chain.append(cause)
         cause = cause.__cause__ or cause.__context__
-    for link in chain:
-        frames = [f for f in traceback.extract_tb(link.__traceback__) if _is_users(f.filename)]
-        if frames:
-            return frames[-1]
-    return None
+    return chain
 
 
 def _is_users(filename: str) -> bool:
