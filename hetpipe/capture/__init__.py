@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from hetpipe.capture.captured import Captured
+    from hetpipe.capture.captured import Captured as Captured  # exported lazily below
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
