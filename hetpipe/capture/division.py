@@ -77,11 +77,10 @@ def divide(program: Program) -> Division:
     read = {*outputs, *(name for exchange in exchanges for name in exchange.terms)}
     parts: list[Part] = []
     for sources, results in reversed(_boundaries(program, level, sums)):
-        names = tuple(node.name for node in sources)
         inner = canonical(extract(graph.graph, sources, results)) if results else None
-        made = tuple(node.name for node in results)
-        parts.insert(0, Part(inner, names, made, frozenset(names) - read))
-        read.update(names)
+        taken, left = (tuple(node.name for node in nodes) for nodes in (sources, results))
+        parts.insert(0, Part(inner, taken, left, frozenset(taken) - read))
+        read.update(taken)
     inputs = tuple(node.name for node in graph_inputs(graph))
     return Division(inputs, outputs, tuple(parts), exchanges)
 

@@ -75,9 +75,9 @@ def export(
 ) -> ExportedProgram:
     """Export `loss_fn(model(x), y)` for a batch of `samples`, every module in its present mode.
 
-    Autocast works on what was exported without it, when operators are decomposed: modules keep
-    their names so, and what the model itself casts stays cast.
-    `sync_batch_norm`: by the statistics of all replicas' rows.
+    Export runs without autocast, which would hide the modules' names; autocast is on later, while
+    operators are decomposed, and the model's own casts stay. With `sync_batch_norm` batch norms
+    use the statistics of all replicas' rows.
     The result is functional. Raises `CaptureError` that names the user's line.
     """
     check_modules(model)
@@ -109,7 +109,7 @@ def export(
 
 @contextmanager
 def _layer_by_layer() -> Iterator[None]:
-    """Without the single operator that torch has for an encoder layer in eval mode."""
+    """Inside, an encoder layer in eval mode is not torch's single operator for it."""
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -119,7 +119,7 @@ def _layer_by_layer() -> Iterator[None]:
 
 
 def _inline_regions(module: fx.GraphModule) -> None:
-    """Inline no_grad regions, detaching what leaves them: decomposition would drop the region."""
+    """Inline no_grad regions and detach their results: decomposition would drop the regions."""
     graph = module.graph
     for node in list(graph.nodes):
         if node.target is _AUTOCAST:  # decomposition turns autocast into casts; keep the region
@@ -144,7 +144,7 @@ def _inline_regions(module: fx.GraphModule) -> None:
 
 
 def _drop_assertions(module: fx.GraphModule) -> None:
-    """Export asserts the dtypes that it met, which autocast changes."""
+    """Drop export's assertions of dtypes: autocast changes them."""
     for inner in module.modules():
         if isinstance(inner, fx.GraphModule):
             drop_assertions(inner.graph)

@@ -57,10 +57,11 @@ def flatten(
     trainable: frozenset[str] | None,
     samples: int,
 ) -> Flat:
-    """Name inputs and outputs, make randomness explicit, find what is free or has a gradient.
+    """Name inputs and outputs, make randomness explicit, find the free and differentiable nodes.
 
-    `leaves` names the batch's tensors in order; `aliases` maps names of tied tensors; without
-    `trainable` parameters the graph is for forwards alone.
+    `leaves` names the batch's tensors in order; `aliases` maps the other names of tied tensors.
+    With `trainable=None` the graph is for forwards alone.
+    Raises `CaptureError` for a graph that no device can run, or that trains nothing.
     """
     graph = program.graph_module.graph
     flat = Flat(samples, graph, {}, [], {})
@@ -163,7 +164,7 @@ def _name_outputs(flat: Flat, program: ExportedProgram, aliases: dict[str, str])
 
 
 def _of_samples(flat: Flat) -> set[fx.Node]:
-    """What depends on the samples; all else is the same on all replicas."""
+    """The nodes that depend on the samples; the others are alike on all replicas."""
     found = {node for node, (role, _) in flat.inputs.items() if role in (INPUT, RNG)}
     for node in flat.graph.nodes:
         if any(source in found for source in node.all_input_nodes):

@@ -14,10 +14,11 @@ from hetpipe.sdk.graph import operator_name
 
 
 def label(flat: Flat, model: nn.Module, updated_buffers: frozenset[str]) -> None:
-    """Fill `flat.layer` and `flat.layer_names`; `updated_buffers` are those that training changes.
+    """Fill `flat.layer` and `flat.layer_names`; training changes the `updated_buffers`.
 
-    A layer starts at a module that owns a parameter of two or more dimensions: at any of its nodes
-    if it is a leaf, else at one that reads such a parameter. All else joins the layer before.
+    A layer starts at a module that owns a parameter of two or more dimensions: if the module is a
+    leaf at its first node, else at the first node that reads such a parameter. All other nodes
+    join the layer before them.
     """
     modules = dict(model.named_modules())
     matrices = {name: _matrices(module) for name, module in modules.items()}
@@ -73,7 +74,7 @@ def _numbered(paths: list[str]) -> tuple[str, ...]:
 
 
 def _merge_shared_buffers(flat: Flat, updated: frozenset[str]) -> None:
-    """One layer for all that touches an updated buffer: no stage may read another's old value."""
+    """Join the layers that touch one updated buffer, so that all its readers are in one stage."""
     last = len(flat.layer_names) - 1
     joined = [False] * (last + 1)  # layer i is joined with the one before
     for node, (role, name) in flat.inputs.items():
@@ -122,7 +123,7 @@ def _layer(flat: Flat, index: int, nodes: list[fx.Node]) -> Layer:
 
 
 def _cut_nbytes(flat: Flat, count: int) -> tuple[int, ...]:
-    """A prefix sum: every tensor adds its bytes at its layer, takes them away at its last use."""
+    """Bytes that cross after each layer but the last: of tensors that a later layer reads."""
     change = [0] * (count + 1)
     for node, made in flat.layer.items():
         if is_tensor(node):

@@ -1,4 +1,4 @@
-"""What capture refuses, because torch.export loses it silently or cannot express it."""
+"""Refusals: parts of a model that torch.export would lose silently or cannot express."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def check_modules(model: nn.Module) -> None:
 
 @contextmanager
 def refusing_lost_gradients() -> Iterator[None]:
-    """Inside, what export would drop from the backward raises `CaptureError` instead."""
+    """Inside, code whose gradient export would drop raises `CaptureError` when it runs."""
     function: Any = torch.autograd.Function
     tensor: Any = torch.Tensor
     apply, register_hook = function.__dict__["apply"], tensor.register_hook
     # A model may hold the bound method from before: `double = Double.apply`. It calls `forward`.
-    known = [cls for cls in _subclasses(function) if "forward" in cls.__dict__]
-    forwards = [(cls, cls.__dict__["forward"]) for cls in known if not _is_plumbing(cls)]
+    functions = [cls for cls in _subclasses(function) if "forward" in cls.__dict__]
+    forwards = [(cls, cls.__dict__["forward"]) for cls in functions if not _is_plumbing(cls)]
 
     def refusing(cls: type) -> Callable[..., Any]:
         def refuse_forward(*args: Any, **kwargs: Any) -> Any:
@@ -97,7 +97,7 @@ def refusing_lost_gradients() -> Iterator[None]:
 
 def _subclasses(cls: type) -> list[Any]:
     children: list[type] = cls.__subclasses__()
-    return [found for child in children for found in (child, *_subclasses(child))]
+    return [cls for child in children for cls in (child, *_subclasses(child))]
 
 
 def _is_plumbing(cls: type) -> bool:
@@ -133,7 +133,7 @@ def _raised_by(error: BaseException) -> str | None:
 
 
 def where(node: fx.Node) -> str:
-    """ " at file:line" of the user's call behind a node, as far as torch recorded it."""
+    """ " at file:line" of the user's call that a node comes from, if torch recorded it."""
     frames = re.findall(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or "")
     users = [f" at {name}:{line}" for name, line in frames if _is_users(name)]
     return users[-1] if users else ""
