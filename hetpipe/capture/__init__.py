@@ -1,11 +1,29 @@
-"""Capture: a model and an example batch become layers, and layers become stage graphs."""
+"""Capture: a model and an example batch become layers, and layers become stage graphs.
+
+The package can be called, `hp.capture(model, loss_fn, (x, y))`: `import hetpipe.capture` anywhere
+binds that very name to the package, so a function of the name would come and go with imports.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from hetpipe._lazy import lazy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from hetpipe.capture.captured import Captured as Captured  # exported lazily below
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
         "Captured": "captured",
+        "EvalModeWarning": "modes",
         "Layer": "layers",
         "LayerGraph": "layers",
         "PassPrograms": "program",
@@ -15,3 +33,16 @@ __getattr__, __dir__, __all__ = lazy(
         "capture": "captured",
     },
 )
+
+
+class _Callable(ModuleType):
+    def __call__(
+        self, model: nn.Module, loss_fn: Callable[..., Any], example: tuple[Any, Any]
+    ) -> Captured:
+        """Capture `loss_fn(model(x), y)` from an example batch (x, y); see `Captured`."""
+        from hetpipe.capture.captured import capture
+
+        return capture(model, loss_fn, example)
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -15,9 +15,11 @@ from torch import nn
 from hetpipe.capture.example import Array, Example
 from hetpipe.capture.export import export
 from hetpipe.capture.flat import Flat, flatten
+from hetpipe.capture.indices import check_indices, index_bounds
 from hetpipe.capture.joint import Decompositions
 from hetpipe.capture.labels import label, layer_graph
 from hetpipe.capture.layers import LayerGraph
+from hetpipe.capture.modes import Modes
 from hetpipe.capture.precision import Precision
 from hetpipe.capture.program import BUFFER, COUNT, StageGraphs
 from hetpipe.capture.recompute import check_modes
@@ -29,11 +31,14 @@ from hetpipe.optim.rule import Optimizer
 class Captured:
     """A model as graphs. The model itself is neither changed nor run.
 
-    `parameters` and `buffers` are copies at the time of capture, by the model's names, a tied
-    tensor once; `aliases` maps its other names. `name` is that of
-    the model's class. `has_count`: loss_fn returns (sum, count).
-    `precision` is what passes compute in, and what crosses a cut. With `sync_batch_norm` batch
-    norms have the statistics of all rows of a micro-batch where replicas divide them.
+    Each module trains in the mode, train or eval, that it is in now; a later change of mode does
+    not count. Warns with `EvalModeWarning` if the whole model is in eval mode.
+
+    `parameters` and `buffers` are copies made at capture, by the model's names. A tied tensor is
+    there once; `aliases` maps its other names to that one. `name` is the name of the model's
+    class. `has_count` says that loss_fn returns (sum, count).
+    `precision` gives the dtypes of the passes and of the cuts. With `sync_batch_norm` the batch
+    norms of replicas use the statistics of the whole micro-batch, not of their own rows.
     Raises `CaptureError`, which names the line or module and what to change.
     """
 
@@ -48,6 +53,8 @@ class Captured:
         self.name = type(model).__name__
         self._model = _on_cpu(model)
         self._loss_fn = loss_fn
+        self._modes = Modes.of(self._model, loss_fn)
+        self._modes.warn()
         self.precision = precision
         self.sync_batch_norm = sync_batch_norm
         self._example = Example(*example)
@@ -67,9 +74,10 @@ class Captured:
         self.updated_buffers = flat.updated_buffers
         self.has_count = any(key[0] == COUNT for key, _ in flat.outputs)
         self.fingerprint = _fingerprint(flat)
+        self._indices = index_bounds(flat)
 
     def layer_graph(self, samples: int) -> LayerGraph:
-        """The layers for micro-batches of `samples`; exported anew for each size, then cached."""
+        """The layers for micro-batches of `samples`; each size is exported once, then cached."""
         if samples not in self._layers:
             self._layers[samples] = layer_graph(self._flat(samples))
         return self._layers[samples]
@@ -85,9 +93,10 @@ class Captured:
     ) -> list[StageGraphs]:
         """The programs of the stages that begin at layer 0 and at each of `cuts`.
 
-        One entry of `decompositions` per stage: its backend's table. `samples`: the micro-batch
-        sizes to make passes for. Without an optimizer the stages have no update. `recompute`: a
-        mode per stage, see `hetpipe.capture.recompute`; `halves`: every backward in two as well.
+        `decompositions` has one table per stage, that of its backend. `samples` lists the sizes of
+        micro-batches; each gets its own passes. Without an optimizer the stages have no update.
+        `recompute` has one mode per stage, see `hetpipe.capture.recompute`. With `halves` every
+        backward is there in two halves as well.
         """
         self._check(cuts, decompositions)
         modes = check_modes(recompute, len(decompositions))
@@ -100,10 +109,10 @@ class Captured:
         decompositions: Sequence[Decompositions],
         samples: Sequence[int],
     ) -> list[StageGraphs]:
-        """The same stages in eval mode: a forward per micro-batch size, which saves nothing.
+        """The same stages after `model.eval()`: a forward per micro-batch size that saves nothing.
 
-        Exported anew for each size, then cached. What crosses has names of its own, layers have
-        those of training. Raises `CaptureError` if the model has other layers in eval mode.
+        Each size is exported once, then cached. Layers have their names of training; CUT slots have
+        other names. Raises `CaptureError` if the model has other layers in eval mode.
         """
         self._check(cuts, decompositions)
         flats = [self._flat(size, training=False) for size in dict.fromkeys(samples)]
@@ -126,16 +135,20 @@ class Captured:
     def leaves(self, x: Any, y: Any) -> dict[str, Array]:
         """The tensors of a batch by name ("x", "x.0", "x.mask", "y").
 
-        Raises `HetpipeError` if the batch is not built like the example batch.
+        Raises `HetpipeError` if the batch is not built like the example batch, or holds an index
+        out of range: a class, a token, a row.
         """
-        return self._example.leaves(x, y)
+        leaves = self._example.leaves(x, y)
+        check_indices(self._indices, leaves)
+        return leaves
 
     def _flat(self, samples: int, training: bool = True) -> Flat:
         if (samples, training) not in self._flats:
-            program = export(
-                self._model, self._loss_fn, self._example, samples, training, self.precision,
-                self.sync_batch_norm,
-            )  # fmt: skip
+            with self._modes.restored(evaluation=not training):
+                program = export(
+                    self._model, self._loss_fn, self._example, samples, self.precision,
+                    self.sync_batch_norm,
+                )  # fmt: skip
             trainable = self.trainable if training else None
             flat = flatten(program, self._example.names, self.aliases, trainable, samples)
             first = next(iter(self._flats.values()), flat)

@@ -1,4 +1,7 @@
-"""What is decomposed before the cut: operators whose derivative is missing or one device's own."""
+"""Operators that are decomposed before the cut: torch has no derivative for them that fits all.
+
+Some have none at all, others have one that is a single device's own.
+"""
 
 from __future__ import annotations
 
@@ -81,17 +84,17 @@ def batch_norm_without_memory(
     momentum: float,
     eps: float,
 ) -> tuple[torch.Tensor, ...]:
-    """The same without running statistics: `_native_batch_norm_legit.no_stats`."""
+    """`batch_norm` without running statistics: `_native_batch_norm_legit.no_stats`."""
     return _normalize(x, weight, bias, eps)[:3]
 
 
 def _normalize(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, ...]:
-    """Normalised x; of each channel mean, 1 / standard deviation and variance; rows of them all.
+    """(y, mean, rstd, variance, count): x normalised, three statistics per channel, and the rows.
 
-    First the mean, then squares of what differs from it: no digits cancel. All but the normalised
-    x are without a gradient.
+    y has the shape of x, the statistics have shape (channels,), count has shape (1,). The variance
+    is summed from squares of (x - mean), so no digits cancel. Only y has a gradient.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     channels, rows = x.shape[1], [0, *range(2, x.ndim)]
@@ -165,7 +168,7 @@ def lstm(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`torch.nn.LSTM`: one operator of ours per layer and direction.
 
-    `projected` computes one whose hidden state is projected (`proj_size`).
+    An LSTM with a `proj_size` is left to `projected`.
     """
     h0, c0 = hx
     if h0.shape[2] != c0.shape[2]:
@@ -192,7 +195,7 @@ def lstm(
 
 
 def _unmixed(recurrent: Callable[..., Any]) -> Callable[..., Any]:
-    """A recurrent network in its parameters' dtype, whatever autocast has made of its input."""
+    """A recurrent network that computes in its parameters' dtype, also under autocast."""
 
     def called(x: Any, hx: Any, params: Any, *how: Any) -> Any:
         dtype = params[0].dtype

@@ -16,8 +16,8 @@ Array = np.ndarray[Any, Any]
 class Example:
     """One batch (x, y) whose tensors are batch-first; its structure holds for every later batch.
 
-    A leaf is named by its place: "x", "x.0", "x.mask", "y". Anything that is not a tensor is part
-    of the structure.
+    A leaf is a tensor, named by its place: "x", "x.0", "x.mask", "y". All other values belong to
+    the structure.
     """
 
     def __init__(self, x: Any, y: Any) -> None:
@@ -57,8 +57,8 @@ class Example:
     def leaves(self, x: Any, y: Any) -> dict[str, Array]:
         """The tensors of a batch as row-major arrays, by name.
 
-        Raises `HetpipeError` if structure, shape behind the first dimension or dtype differ from
-        the example's, or if the leaves disagree on the number of samples.
+        Raises `HetpipeError` if the structure, a dtype or a shape (but for its first dimension)
+        differs from the example's, or if the leaves disagree on the number of samples.
         """
         found = _named(x, y)
         expected = _named(self._x, self._y)

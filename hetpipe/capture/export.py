@@ -35,10 +35,20 @@ class _WithLoss(nn.Module):
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x, y = self._example.rebuild(list(leaves))
-        result = self.loss_fn(call(self.model, x), y)
+        result = run_loss(self.loss_fn, run_model(self.model, x), y)
         if isinstance(result, tuple) and len(result) == 2:
             return _scalar(result[0], "the loss's sum"), _scalar(result[1], "the loss's count")
         return (_scalar(result, "the loss"),)
+
+
+def run_model(model: nn.Module, x: Any) -> Any:
+    """`model(x)`: by this function's name in a traceback an error is known as the model's."""
+    return call(model, x)
+
+
+def run_loss(loss_fn: Callable[..., Any], out: Any, y: Any) -> Any:
+    """`loss_fn(out, y)`: by this function's name in a traceback an error is known as the loss's."""
+    return loss_fn(out, y)
 
 
 def _scalar(value: Any, what: str) -> torch.Tensor:
@@ -60,20 +70,17 @@ def export(
     loss_fn: Callable[..., Any],
     example: Example,
     samples: int,
-    training: bool = True,
     precision: Precision = Precision(),  # noqa: B008 - frozen
     sync_batch_norm: bool = False,
 ) -> ExportedProgram:
-    """Export `loss_fn(model(x), y)` in train or eval mode for a batch of `samples`, functionalised.
+    """Export `loss_fn(model(x), y)` for a batch of `samples`, every module in its present mode.
 
-    Autocast works on what was exported without it, when operators are decomposed: modules keep
-    their names so, and what the model itself casts stays cast.
-    `sync_batch_norm`: by the statistics of all replicas' rows.
-    The model is left as it was. Raises `CaptureError` that names the user's line.
+    Export runs without autocast, which would hide the modules' names; autocast is on later, while
+    operators are decomposed, and the model's own casts stay. With `sync_batch_norm` batch norms
+    use the statistics of all replicas' rows.
+    The result is functional. Raises `CaptureError` that names the user's line.
     """
     check_modules(model)
-    modes = [(module, module.training) for module in model.modules()]
-    model.train(training)
     try:
         with (
             warnings.catch_warnings(),
@@ -98,14 +105,11 @@ def export(
                 return functional
     except Exception as error:
         raise explain(error) from error
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 @contextmanager
 def _layer_by_layer() -> Iterator[None]:
-    """Without the single operator that torch has for an encoder layer in eval mode."""
+    """Inside, an encoder layer in eval mode is not torch's single operator for it."""
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -115,7 +119,7 @@ def _layer_by_layer() -> Iterator[None]:
 
 
 def _inline_regions(module: fx.GraphModule) -> None:
-    """Inline no_grad regions, detaching what leaves them: decomposition would drop the region."""
+    """Inline no_grad regions and detach their results: decomposition would drop the regions."""
     graph = module.graph
     for node in list(graph.nodes):
         if node.target is _AUTOCAST:  # decomposition turns autocast into casts; keep the region
@@ -140,7 +144,7 @@ def _inline_regions(module: fx.GraphModule) -> None:
 
 
 def _drop_assertions(module: fx.GraphModule) -> None:
-    """Export asserts the dtypes that it met, which autocast changes."""
+    """Drop export's assertions of dtypes: autocast changes them."""
     for inner in module.modules():
         if isinstance(inner, fx.GraphModule):
             drop_assertions(inner.graph)

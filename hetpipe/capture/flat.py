@@ -21,6 +21,8 @@ from hetpipe.errors import CaptureError
 from hetpipe.sdk.replicas import drop_sums
 
 aten = torch.ops.aten
+PARAMETRIZATIONS = "parametrizations"
+"""The child of a module in which torch keeps the parametrizations of its tensors."""
 
 
 @dataclass
@@ -55,10 +57,11 @@ def flatten(
     trainable: frozenset[str] | None,
     samples: int,
 ) -> Flat:
-    """Name inputs and outputs, make randomness explicit, find what is free or has a gradient.
+    """Name inputs and outputs, make randomness explicit, find the free and differentiable nodes.
 
-    `leaves` names the batch's tensors in order; `aliases` maps names of tied tensors; without
-    `trainable` parameters the graph is for forwards alone.
+    `leaves` names the batch's tensors in order; `aliases` maps the other names of tied tensors.
+    With `trainable=None` the graph is for forwards alone.
+    Raises `CaptureError` for a graph that no device can run, or that trains nothing.
     """
     graph = program.graph_module.graph
     flat = Flat(samples, graph, {}, [], {})
@@ -161,7 +164,7 @@ def _name_outputs(flat: Flat, program: ExportedProgram, aliases: dict[str, str])
 
 
 def _of_samples(flat: Flat) -> set[fx.Node]:
-    """What depends on the samples; all else is the same on all replicas."""
+    """The nodes that depend on the samples; the others are alike on all replicas."""
     found = {node for node, (role, _) in flat.inputs.items() if role in (INPUT, RNG)}
     for node in flat.graph.nodes:
         if any(source in found for source in node.all_input_nodes):
@@ -204,12 +207,18 @@ def _differentiable(flat: Flat, trainable: frozenset[str]) -> set[fx.Node]:
 
 
 def owner(node: fx.Node) -> tuple[str, str]:
-    """The innermost module of a node: (a key per call of it, its path in the model)."""
+    """The innermost module of a node: (a key per call of it, its path in the model).
+
+    A parametrization (`weight_norm` at `a.parametrizations.weight.0`) belongs to its module, `a`.
+    """
     stack = node.meta.get("nn_module_stack") or {}
-    for key, (path, _) in reversed(stack.items()):
-        if path == "model" or path.startswith("model."):
-            return key, path.removeprefix("model").removeprefix(".")
-    return "", ""
+    entries = [(key, path) for key, (path, _) in stack.items() if path.split(".")[0] == "model"]
+    if not entries:
+        return "", ""
+    key, path = entries[-1]
+    path = path.partition(f".{PARAMETRIZATIONS}.")[0]
+    key = next((k for k, p in reversed(entries) if p == path), key)
+    return key, path.removeprefix("model").removeprefix(".")
 
 
 def is_getitem(node: fx.Node) -> bool:

@@ -1,6 +1,6 @@
 """A backward in two programs: the previous stage waits for the first half, nobody for the second.
 
-Qi et al., "Zero bubble pipeline parallelism" (ICLR 2024), whose B and W they are.
+They are B and W of Qi et al., "Zero bubble pipeline parallelism" (ICLR 2024).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Pairs = Sequence[tuple[Key, fx.Node]]
 def halve(graph: fx.Graph, arguments: Pairs, results: Pairs) -> tuple[Program, Program]:
     """The input half and the weight half of a backward; see `PassPrograms.halves`.
 
-    What no outgoing TANGENT needs is in the weight half. An operator that yields both kinds of
-    gradient stays whole in the input half, except convolutions, which have one call for each.
+    The input half computes the outgoing TANGENTs, the weight half everything else. An operator
+    that yields both kinds of gradient stays in the input half; a convolution becomes two calls.
     """
     tangents = [(key, node) for key, node in results if key[0] == TANGENT]
     sums = [(key, node) for key, node in results if key[0] == GRAD]
@@ -43,7 +43,7 @@ def halve(graph: fx.Graph, arguments: Pairs, results: Pairs) -> tuple[Program, P
 
 
 def _needed(tangents: list[fx.Node], given: set[fx.Node]) -> set[fx.Node]:
-    """The calls behind the tangents; convolutions among them lose their weights' gradients."""
+    """The calls that compute the tangents; convolutions among them are divided into two."""
     for node in in_graph_order(reachable(tangents, given) - given):
         if node.target is aten.convolution_backward.default:
             _divide(node)
@@ -52,7 +52,7 @@ def _needed(tangents: list[fx.Node], given: set[fx.Node]) -> set[fx.Node]:
 
 
 def _divide(node: fx.Node) -> None:
-    """One call for the input's gradient; another, if wanted, for those of weight and bias."""
+    """Divide a convolution's backward: one call for the input, one for weight and bias if read."""
     args: Any = node.args
     *given, wanted = args
     values = node.meta["val"]
@@ -73,7 +73,10 @@ def _divide(node: fx.Node) -> None:
 def _read(
     graph: fx.Graph, arguments: Pairs, sums: list[fx.Node], first: set[fx.Node]
 ) -> list[fx.Node]:
-    """What the weight half reads of the first; what parameters alone make it makes again."""
+    """The nodes of `first` that the weight half reads, but for those of parameters alone.
+
+    These it computes again.
+    """
     given = {node for _, node in arguments}
     varying = {node for (role, _), node in arguments if role in (INPUT, CUT, SAVED, TANGENT)}
     for node in graph.nodes:

@@ -35,7 +35,7 @@ class Joint:
 
 
 def trace_joint(piece: Piece, wanted: frozenset[str], decompositions: Decompositions) -> Joint:
-    """Trace a piece on row-major inputs; `wanted` names the CUT outputs whose tangent will come."""
+    """Trace a piece on row-major inputs; `wanted` names the CUT outputs that get a tangent."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         nodes = placeholders(piece.module.graph)
@@ -95,7 +95,7 @@ class _Step:
 
 
 class _Labels:
-    """Gives the nodes that a trace has added since the last switch the current layer."""
+    """Labels the nodes of a trace: all added between two switches belong to the first's layer."""
 
     def __init__(self) -> None:
         mode = get_proxy_mode()
@@ -105,7 +105,7 @@ class _Labels:
         self._layer: str | None = None
 
     def flush(self) -> None:
-        """Label what is new."""
+        """Label the nodes added since the last flush."""
         newest = next(iter(reversed(self._graph.nodes)))
         while self._last is not newest:
             self._last = self._last.next
@@ -113,13 +113,13 @@ class _Labels:
                 self._last.meta["layer"] = self._layer
 
     def switch(self, layer: str | None) -> None:
-        """What is added from now on belongs to `layer`."""
+        """Nodes added from now on belong to `layer`."""
         self.flush()
         self._layer = layer
 
 
 class _Labelled(fx.Interpreter):
-    """Runs a graph under a trace; its nodes' layers go to what is traced, backward included."""
+    """Runs a graph under a trace and labels the traced nodes, of the backward too."""
 
     def __init__(self, module: fx.GraphModule, labels: _Labels) -> None:
         super().__init__(module)
@@ -141,7 +141,7 @@ class _Labelled(fx.Interpreter):
         self._hooks.clear()
 
     def _watch(self, result: Any, layer: str | None) -> None:
-        """Hook the autograd nodes that the call made: when one runs, its layer is the current."""
+        """Hook the call's autograd nodes: whenever one runs, the trace switches to `layer`."""
         items = result if isinstance(result, (tuple, list)) else (result,)
         stack: list[Any] = [r.grad_fn for r in items if isinstance(r, torch.Tensor)]
         while stack:
@@ -193,7 +193,7 @@ def _joint(piece: Piece, module: fx.GraphModule, step: _Step, tangent_of: list[i
 
 
 def _check_layouts(graph: fx.Graph) -> None:
-    """`as_strided` means something else once its input is row-major."""
+    """Refuse `as_strided` of a tensor that is not row-major: here all tensors are made so."""
     for node in graph.nodes:
         if node.target is aten.as_strided.default:
             source = node.all_input_nodes[0]

@@ -6,7 +6,7 @@ from collections import Counter
 
 from torch import fx, nn
 
-from hetpipe.capture.flat import Flat, is_getitem, owner
+from hetpipe.capture.flat import PARAMETRIZATIONS, Flat, is_getitem, owner
 from hetpipe.capture.layers import Layer, LayerGraph
 from hetpipe.capture.program import BUFFER, PARAM
 from hetpipe.capture.slots import is_tensor, node_nbytes, reachable
@@ -14,16 +14,14 @@ from hetpipe.sdk.graph import operator_name
 
 
 def label(flat: Flat, model: nn.Module, updated_buffers: frozenset[str]) -> None:
-    """Fill `flat.layer` and `flat.layer_names`; `updated_buffers` are those that training changes.
+    """Fill `flat.layer` and `flat.layer_names`; training changes the `updated_buffers`.
 
-    A layer starts at a module that owns a parameter of two or more dimensions: at any of its nodes
-    if it is a leaf, else at one that reads such a parameter. All else joins the layer before.
+    A layer starts at a module that owns a parameter of two or more dimensions: if the module is a
+    leaf at its first node, else at the first node that reads such a parameter. All other nodes
+    join the layer before them.
     """
     modules = dict(model.named_modules())
-    matrices = {
-        name: {id(p) for p in module.parameters(recurse=False) if p.ndim >= 2}
-        for name, module in modules.items()
-    }
+    matrices = {name: _matrices(module) for name, module in modules.items()}
     by_name = dict(model.named_parameters())
     starts: list[str] = []
     current, index = "", -1
@@ -34,13 +32,25 @@ def label(flat: Flat, model: nn.Module, updated_buffers: frozenset[str]) -> None
         call, path = owner(node)
         if call != current and matrices.get(path):
             read = {id(by_name[name]) for name in _parameters(flat, [node])}
-            leaf = path and not any(modules[path].children())  # the loss's nodes have path ""
+            leaf = path and _is_leaf(modules[path])  # the loss's nodes have path ""
             if leaf or read & matrices[path]:
                 starts.append(path)
                 current, index = call, len(starts) - 1
         flat.layer[node] = max(index, 0)
     flat.layer_names = _numbered(starts or [type(model).__name__])
     _merge_shared_buffers(flat, updated_buffers)
+
+
+def _matrices(module: nn.Module) -> set[int]:
+    """The ids of its parameters of two or more dimensions, of parametrizations too."""
+    parametrized = module._modules.get(PARAMETRIZATIONS)
+    inside = () if parametrized is None else parametrized.parameters()
+    return {id(p) for p in (*module.parameters(recurse=False), *inside) if p.ndim >= 2}
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    """Whether it has no children but parametrizations."""
+    return not any(name != PARAMETRIZATIONS for name, _ in module.named_children())
 
 
 def _calls(flat: Flat) -> list[fx.Node]:
@@ -64,7 +74,7 @@ def _numbered(paths: list[str]) -> tuple[str, ...]:
 
 
 def _merge_shared_buffers(flat: Flat, updated: frozenset[str]) -> None:
-    """One layer for all that touches an updated buffer: no stage may read another's old value."""
+    """Join the layers that touch one updated buffer, so that all its readers are in one stage."""
     last = len(flat.layer_names) - 1
     joined = [False] * (last + 1)  # layer i is joined with the one before
     for node, (role, name) in flat.inputs.items():
@@ -113,7 +123,7 @@ def _layer(flat: Flat, index: int, nodes: list[fx.Node]) -> Layer:
 
 
 def _cut_nbytes(flat: Flat, count: int) -> tuple[int, ...]:
-    """A prefix sum: every tensor adds its bytes at its layer, takes them away at its last use."""
+    """Bytes that cross after each layer but the last: of tensors that a later layer reads."""
     change = [0] * (count + 1)
     for node, made in flat.layer.items():
         if is_tensor(node):

@@ -1,4 +1,4 @@
-"""What the planner sees of a model: layers, and the bytes that cross between them. No torch."""
+"""A model as the planner sees it: layers, and the bytes that cross between them. No torch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Layer:
 class LayerGraph:
     """The layers of a model for micro-batches of `samples`.
 
-    `cut_nbytes[i]` is what crosses forwards if the model is cut behind layer i: every tensor made
-    up to there that is read later, so skips and relays are included.
+    `cut_nbytes[i]`: bytes that cross forwards if the model is cut after layer i, of all tensors
+    computed in the layers 0..i and read later; a skip counts at every cut that it crosses.
     """
 
     samples: int

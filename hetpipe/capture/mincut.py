@@ -1,9 +1,9 @@
 """The cheapest tensors to keep for a backward: a minimum cut in the forward's graph.
 
-Every tensor is an edge whose capacity is its bytes. The source feeds the stage's inputs and what is
-too costly to repeat, the sink drinks what the backward reads. The edges of a minimum cut are kept,
-and what lies behind them is computed again: the method of torch's own
-`min_cut_rematerialization_partition`.
+Every tensor is an edge whose capacity is its bytes. Edges lead from the source to stage inputs and
+costly operators, and to the sink from the tensors that the backward reads. The backward is given
+the tensors of a minimum cut and computes from them all that lies between cut and sink: the method
+of torch's own `min_cut_rematerialization_partition`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def minimum_cut(
 ) -> list[fx.Node]:
     """The nodes of the fewest bytes from which all of `wanted` can be computed again.
 
-    `dependent` are the nodes computed from the sample-dependent `inputs`, these included; all else
-    costs nothing to have. Of several minimum cuts it is the one nearest to `wanted`.
+    `dependent` are the sample-dependent `inputs` and all nodes computed from them; other nodes
+    cost nothing. Of several minimum cuts the one nearest to `wanted` is taken.
     """
     import networkx as nx  # type: ignore[import-untyped]
 
@@ -68,7 +68,7 @@ def minimum_cut(
 
 
 def _capacity(node: fx.Node) -> dict[str, int]:
-    """Bytes; an edge without a capacity is never cut: tuples, and views no smaller than a base."""
+    """The tensor's bytes. Tuples, and views as large as their base, get none and are never cut."""
     if not is_tensor(node):
         return {}
     base = base_of(node)

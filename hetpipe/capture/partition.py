@@ -1,7 +1,8 @@
 """Divide a joint graph into a forward and a backward program that may see other weights.
 
-What depends on parameters, constants, unchanging buffers or the random counter alone is never
-saved: the backward computes it again from its own arguments, so it takes any weight version.
+A tensor that depends on no sample (but on parameters, constants, unchanging buffers or the random
+counter) is never saved. The backward computes it again from its own arguments, and so works with
+the weight version that it is given.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def _after(joint: Joint, starts: set[fx.Node]) -> set[fx.Node]:
 
 
 def _saved(joint: Joint, recompute: str) -> list[fx.Node]:
-    """What the forward keeps, of what depends on the samples."""
+    """The sample-dependent tensors that the forward keeps for the backward."""
     samples = {node for node, key in joint.inputs.items() if _is_sample(joint, key)}
     dependent = _after(joint, samples)
     tangents = {node for node, key in joint.inputs.items() if key[0] == TANGENT}
@@ -88,7 +89,7 @@ def _saved(joint: Joint, recompute: str) -> list[fx.Node]:
 
 
 def _wanted(joint: Joint, backward: set[fx.Node], dependent: set[fx.Node]) -> list[fx.Node]:
-    """Sample-dependent forward tensors that the backward reads, through what it recomputes."""
+    """Sample-dependent forward tensors that the backward reads, itself or in what it recomputes."""
     stack: list[fx.Node] = [node for _, node in joint.gradients]
     seen: set[fx.Node] = set()
     wanted: list[fx.Node] = []
@@ -122,7 +123,10 @@ def _origins(samples: set[fx.Node], wanted: list[fx.Node]) -> list[fx.Node]:
 def _accumulate(
     joint: Joint,
 ) -> tuple[list[tuple[Key, fx.Node]], list[tuple[Key, fx.Node]]]:
-    """Add each parameter's gradient to its accumulator where it is made; TANGENTs, then GRADs."""
+    """Add each parameter's gradient to its accumulator at once: (accumulators, results).
+
+    Results are the TANGENTs, then the GRADs.
+    """
     tangents: list[tuple[Key, fx.Node]] = []
     sums: list[tuple[Key, fx.Node]] = []
     accumulators: list[tuple[Key, fx.Node]] = []

@@ -1,7 +1,7 @@
-"""Half precision: what passes compute in, and what floating tensors are where they cross a cut.
+"""Half precision: the dtype that passes compute in, and the dtype in which tensors cross a cut.
 
-Both are casts in the captured graphs: devices are given explicit operators, and bytes follow from
-the slots. Parameters, gradients and optimizer state stay as the model has them.
+Both become casts in the captured graphs, and bytes follow from the slots. Parameters, gradients and
+optimizer state keep the model's dtypes.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ CUT_DTYPES = ("float16",)
 
 @dataclass(frozen=True)
 class Precision:
-    """`compute`: the dtype of `torch.autocast`, by its rules for processors; `cut`: what floating
-    tensors and their gradients cross a cut in. None is as the model has it.
+    """The dtypes of passes and cuts; None is the model's own.
 
-    Raises `CaptureError` for a dtype that cannot be either.
+    `compute`: the dtype of `torch.autocast`, by its rules for CPUs. `cut`: the dtype in which
+    floating tensors and their gradients cross a cut.
+    Raises `CaptureError` for a dtype that has no such use.
     """
 
     compute: str | None = None
@@ -47,13 +48,13 @@ class Precision:
             raise CaptureError(f"cut_dtype={self.cut!r} is not known; use 'float16' or None")
 
     def autocast(self) -> AbstractContextManager[object]:
-        """What operators are decomposed under."""
+        """The context in which operators are decomposed."""
         if self.compute is None:
             return nullcontext()
         return torch.autocast("cpu", dtype=getattr(torch, self.compute), cache_enabled=False)
 
     def crossing(self, dtype: torch.dtype) -> torch.dtype:
-        """What a tensor crosses a cut in; bfloat16, which no host tensor has, as float32."""
+        """The dtype in which a tensor crosses a cut; bfloat16, unknown to numpy, as float32."""
         if not dtype.is_floating_point:
             return dtype
         if self.cut is not None:
@@ -71,8 +72,8 @@ def cast_at_cuts(
 ) -> None:
     """Cast a piece's CUT inputs from what they cross in, and its CUT outputs to it.
 
-    Autograd then casts their gradients the other way. A tensor that is only passed on is summed
-    with what this piece adds to its gradient in its own dtype, not in that of the crossing.
+    Autograd then casts their gradients the other way. A tensor that is passed on has a gradient
+    from later pieces and one from this piece: they are added in the tensor's own dtype.
     """
     nodes = [node for node in graph.nodes if node.op == "placeholder"]
     for key, node in zip(inputs, nodes, strict=True):

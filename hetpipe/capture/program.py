@@ -1,8 +1,8 @@
-"""What capture hands to the engine: graphs whose every input and output has a role and a name.
+"""Programs, which capture hands to the workers: every input and output has a role and a name.
 
-The engine never looks inside a graph: it keeps an environment of buffers by slot, fills a program's
-inputs from it and files the outputs. So tied weights, skips, saved tensors and optimizer state are
-all just slots.
+A worker never looks inside a graph. It keeps its buffers by slot, takes a program's inputs from
+there and puts the outputs back. Tied weights, skips, saved tensors and optimizer state are slots
+like all others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONSTANT = "constant"  # a tensor that never changes, value in StageGraphs.const
 INPUT = "input"  # a leaf of the batch, by name ("x.0", "y", "x.mask"): batch first
 CUT = "cut"  # a tensor that crosses between neighbouring stages, by its node name
 LOSS = "loss"  # 0-d, the micro-batch's loss: its mean over samples, or its sum (see COUNT)
-COUNT = "count"  # 0-d, what the loss's sum is over; only if loss_fn returns (sum, count)
+COUNT = "count"  # 0-d, number of terms in the loss's sum; only if loss_fn returns (sum, count)
 SAVED = "saved"  # kept by the forward for this micro-batch's backward
 TANGENT = "tangent"  # gradient of the CUT tensor (or "loss") of that name
 GRAD = "grad"  # gradient accumulator of the parameter of that name
@@ -79,25 +79,25 @@ class Program:
 
 @dataclass(frozen=True)
 class PassPrograms:
-    """A stage's two passes for one micro-batch size.
+    """The forward and backward of a stage for one micro-batch size.
 
     forward: PARAM, BUFFER, CONSTANT, INPUT, CUT, RNG -> CUT, LOSS, COUNT, BUFFER, SAVED
     backward: PARAM, BUFFER, CONSTANT, RNG, INPUT, CUT, SAVED, TANGENT, GRAD -> TANGENT, GRAD
 
-    A backward whose saved tensor is a stage input names it as INPUT or CUT: the engine keeps it.
-    The backward reads parameters of the version that it is given; no SAVED tensor depends on
-    parameters, constants or RNG alone. None where the stage needs no gradient.
+    A stage input that the backward reads is an INPUT or CUT of the backward, not SAVED: the worker
+    keeps it. No SAVED tensor depends on parameters, constants or RNG alone, so a backward works
+    with the version of the parameters that it is given. It is None where nothing has a gradient.
 
-    halves: the backward in two, where they were asked for and there is a backward:
+    halves: the backward as two programs, if asked for and there is a backward:
     input half: the backward's inputs without GRAD -> TANGENT, SAVED
     weight half: PARAM, BUFFER, CONSTANT, RNG, INPUT, CUT, SAVED, TANGENT, GRAD -> GRAD
 
-    Together they are the backward: what the input half computes and the weight half reads is SAVED
-    by names that the forward does not use. The weight half's other inputs, TANGENT among them, must
-    be kept for it, and its parameters be of the input half's version; an incoming TANGENT that the
-    input half replaces by an outgoing one of its name reaches the weight half as SAVED. A half may
-    be empty, without inputs and outputs: the input half of a stage whose inputs need no gradient,
-    all of whose backward can wait, and the weight half of a stage that trains nothing.
+    Together they are the backward. Tensors go from the input half to the weight half as SAVED, by
+    names that the forward does not use. The weight half's other inputs, TANGENT among them, must be
+    kept for it, and it needs the input half's version of the parameters. Where an outgoing TANGENT
+    has the name of an incoming one, the incoming one reaches the weight half as SAVED. A half may
+    be empty, without inputs and outputs: the input half if no input of the stage needs a gradient,
+    the weight half if the stage trains nothing.
     """
 
     samples: int
@@ -107,7 +107,7 @@ class PassPrograms:
 
     @property
     def saved_nbytes(self) -> int:
-        """What one micro-batch in flight keeps: saved tensors and inputs that backward reads."""
+        """Bytes that one micro-batch in flight keeps: saved tensors, and inputs of the backward."""
         if self.backward is None:
             return 0
         kept = (SAVED, INPUT, CUT)
@@ -115,7 +115,7 @@ class PassPrograms:
 
     @property
     def deferred_nbytes(self) -> int:
-        """What one micro-batch keeps between the halves of its backward."""
+        """Bytes that one micro-batch keeps between the halves of its backward."""
         if self.halves is None:
             return 0
         kept = (SAVED, INPUT, CUT, TANGENT)

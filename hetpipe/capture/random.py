@@ -149,7 +149,7 @@ def _bernoulli(site: _Site, value: torch.Tensor) -> fx.Node:
 
 
 def _pair(site: _Site) -> tuple[float, float]:
-    """The two settings behind the tensor; 0 and 1 where the graph leaves them out."""
+    """The two settings after the tensor; 0 and 1 where the graph leaves them out."""
     given = dict(enumerate(site.args))
     return given.get(1, 0.0), given.get(2, 1.0)
 

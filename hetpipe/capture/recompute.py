@@ -8,17 +8,17 @@ from hetpipe.errors import CaptureError
 
 NONE, INPUTS, MIN_CUT = "none", "inputs", "min-cut"
 MODES = (NONE, INPUTS, MIN_CUT)
-"""`none`: the forward keeps what autograd reads, and the backward repeats nothing.
+"""`none`: the forward keeps every tensor that autograd reads, and the backward repeats nothing.
 
-`inputs`: it keeps what enters the stage, and the backward runs the whole forward again (Chen et
-al., "Training deep nets with sublinear memory cost", 2016; GPipe keeps stage inputs too).
+`inputs`: the forward keeps the stage's inputs, and the backward runs the whole forward again (Chen
+et al., "Training deep nets with sublinear memory cost", 2016; GPipe keeps stage inputs too).
 
-`min-cut`: it keeps the tensors of the fewest bytes, stage inputs counted too, from which the rest
-can be computed again without repeating a product, convolution, attention or recurrent layer; ties
-go to the tensors that leave least to repeat.
+`min-cut`: the forward keeps as few bytes as possible, stage inputs counted too, such that the
+backward repeats no product, convolution, attention or recurrent layer; of equal choices the one
+that leaves least to repeat.
 
 In all modes masks are drawn again alike, sums over replicas are kept, running statistics change in
-the forward only, and what the backward repeats uses the parameters that it is given.
+the forward only, and a repeated forward uses the parameters that the backward is given.
 """
 
 

@@ -1,4 +1,4 @@
-"""What capture refuses, because torch.export loses it silently or cannot express it."""
+"""Refusals: parts of a model that torch.export would lose silently or cannot express."""
 
 from __future__ import annotations
 
@@ -20,22 +20,25 @@ from hetpipe.errors import CaptureError
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
 _STDLIB = sysconfig.get_path("stdlib")
+_RUNS = {"run_model": "the model", "run_loss": "loss_fn"}
+"""Functions of `hetpipe.capture.export` that run what the user wrote."""
 
 
 def check_modules(model: nn.Module) -> None:
-    """Raise `CaptureError` for modules whose training export would silently change."""
+    """Raise `CaptureError` for modules whose training, in their modes, export would change."""
     for name, module in model.named_modules():
         where = f"{name or 'the model'} ({type(module).__name__})"
         if (
             isinstance(module, _BatchNorm)
             and module.momentum is None
             and module.running_mean is not None
+            and module.training
         ):
             raise CaptureError(
                 f"{where} has momentum=None, a cumulative average whose factor depends on data; "
                 "give it a number, for instance momentum=0.1"
             )
-        if isinstance(module, _InstanceNorm) and module.track_running_stats:
+        if isinstance(module, _InstanceNorm) and module.track_running_stats and module.training:
             raise CaptureError(
                 f"{where} has track_running_stats=True; export loses what training makes of "
                 "those statistics; use False"
@@ -54,13 +57,13 @@ def check_modules(model: nn.Module) -> None:
 
 @contextmanager
 def refusing_lost_gradients() -> Iterator[None]:
-    """Inside, what export would drop from the backward raises `CaptureError` instead."""
+    """Inside, code whose gradient export would drop raises `CaptureError` when it runs."""
     function: Any = torch.autograd.Function
     tensor: Any = torch.Tensor
     apply, register_hook = function.__dict__["apply"], tensor.register_hook
     # A model may hold the bound method from before: `double = Double.apply`. It calls `forward`.
-    known = [cls for cls in _subclasses(function) if "forward" in cls.__dict__]
-    forwards = [(cls, cls.__dict__["forward"]) for cls in known if not _is_plumbing(cls)]
+    functions = [cls for cls in _subclasses(function) if "forward" in cls.__dict__]
+    forwards = [(cls, cls.__dict__["forward"]) for cls in functions if not _is_plumbing(cls)]
 
     def refusing(cls: type) -> Callable[..., Any]:
         def refuse_forward(*args: Any, **kwargs: Any) -> Any:
@@ -94,7 +97,7 @@ def refusing_lost_gradients() -> Iterator[None]:
 
 def _subclasses(cls: type) -> list[Any]:
     children: list[type] = cls.__subclasses__()
-    return [found for child in children for found in (child, *_subclasses(child))]
+    return [cls for child in children for cls in (child, *_subclasses(child))]
 
 
 def _is_plumbing(cls: type) -> bool:
@@ -103,18 +106,34 @@ def _is_plumbing(cls: type) -> bool:
 
 
 def explain(error: Exception) -> CaptureError:
-    """The error of a failed export as one sentence that names the user's line."""
+    """The error of a failed export as one sentence: whose it is, and the user's line."""
     frame = _user_frame(error)
     where = f" at {frame.filename}:{frame.lineno} ({frame.line})" if frame else ""
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    text = first.removesuffix(".") if first else type(error).__name__
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    text = text.removesuffix(".")
     if isinstance(error, CaptureError):
         return CaptureError(f"{text}{where}")
-    return CaptureError(f"the model cannot be exported{where}: {text}{_advice(error)}")
+    kind = type(error).__name__
+    whose = _raised_by(error)
+    if whose and not type(error).__module__.startswith("torch."):
+        said = f": {text}" if text else ""
+        return CaptureError(
+            f"{whose} raised {kind} while it was captured{where}{said}{_advice(error)}"
+        )
+    return CaptureError(f"the model cannot be exported{where}: {text or kind}{_advice(error)}")
+
+
+def _raised_by(error: BaseException) -> str | None:
+    """Whether the error passed through the user's model or loss; None if it is export's own."""
+    for link in _chain(error):
+        for frame in reversed(traceback.extract_tb(link.__traceback__)):
+            if frame.filename.startswith(_HERE) and frame.name in _RUNS:
+                return _RUNS[frame.name]
+    return None
 
 
 def where(node: fx.Node) -> str:
-    """ " at file:line" of the user's call behind a node, as far as torch recorded it."""
+    """ " at file:line" of the user's call that a node comes from, if torch recorded it."""
     frames = re.findall(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or "")
     users = [f" at {name}:{line}" for name, line in frames if _is_users(name)]
     return users[-1] if users else ""
@@ -122,16 +141,21 @@ def where(node: fx.Node) -> str:
 
 def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
     """The deepest frame that is neither torch's nor ours, in the error or what caused it."""
+    for link in _chain(error):
+        frames = [f for f in traceback.extract_tb(link.__traceback__) if _is_users(f.filename)]
+        if frames:
+            return frames[-1]
+    return None
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The error, and what caused it."""
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in chain:
         chain.append(cause)
         cause = cause.__cause__ or cause.__context__
-    for link in chain:
-        frames = [f for f in traceback.extract_tb(link.__traceback__) if _is_users(f.filename)]
-        if frames:
-            return frames[-1]
-    return None
+    return chain
 
 
 def _is_users(filename: str) -> bool:

@@ -1,4 +1,4 @@
-"""Programs are cut out of larger graphs here: extraction, simplification, slots."""
+"""Programs cut out of larger graphs: extraction, simplification, slots."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def placeholders(graph: fx.Graph) -> list[fx.Node]:
 
 
 def results(graph: fx.Graph) -> list[Any]:
-    """What the graph returns, in order: nodes, or constants."""
+    """The graph's results in order: nodes, or constants."""
     returned: Any = graph.output_node().args[0]
     return list(returned)
 
@@ -84,14 +84,14 @@ def node_nbytes(node: fx.Node) -> int:
 
 
 def constant_name(name: str, value: torch.Tensor) -> str:
-    """`name` with a digest of the value: it may differ between batch sizes and modes."""
+    """`name` with a digest of the value, which may differ between batch sizes and modes."""
     digest = hashlib.sha256(f"{value.dtype}{list(value.shape)}".encode())
     digest.update(value.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
     return f"{name}.{digest.hexdigest()[:12]}"
 
 
 def drop_assertions(graph: fx.Graph) -> None:
-    """Drop what only checks."""
+    """Drop the nodes that only check."""
     for node in list(graph.nodes):
         if node.target in _ASSERTIONS:
             graph.erase_node(node)
@@ -104,7 +104,7 @@ def drop_dead(graph: fx.Graph) -> None:
 
 
 def simplify(graph: fx.Graph) -> None:
-    """Drop what is dead or the identity on values; only below autograd, where detach is one."""
+    """Drop dead code and identities; only after autograd, when a detach is an identity too."""
     for node in list(graph.nodes):
         source: Any = node.args[node.target is aten.copy.default] if node.args else None
         if node.target in _IDENTITIES or (
@@ -169,7 +169,7 @@ def extract(source: fx.Graph, inputs: Sequence[fx.Node], outputs: Sequence[fx.No
 def ordered(
     pairs: Iterable[tuple[Key, fx.Node]], order: tuple[str, ...]
 ) -> list[tuple[Key, fx.Node]]:
-    """The pairs by role, those of one role as they were."""
+    """The pairs sorted by role; pairs of one role keep their order."""
     return sorted(pairs, key=lambda pair: order.index(pair[0][0]))
 
 
@@ -178,7 +178,7 @@ def make_program(
     inputs: Sequence[tuple[Key, fx.Node]],
     outputs: Sequence[tuple[Key, fx.Node]],
 ) -> Program:
-    """The program that computes `outputs` from those `inputs` that they need."""
+    """The program that computes `outputs`; `inputs` that it does not need are left out."""
     needed = reachable([node for _, node in outputs], [node for _, node in inputs])
     used = [(key, node) for key, node in inputs if node in needed]
     graph = extract(source, [node for _, node in used], [node for _, node in outputs])

@@ -1,4 +1,4 @@
-"""Cut a flat graph into pieces, one per stage, that only neighbours exchange tensors between."""
+"""Cut a flat graph into pieces, one per stage; tensors go between neighbours only."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _piece(
 
 
 def _label_free(graph: fx.Graph) -> None:
-    """Nodes that every stage computes for itself belong to the layer that uses them first."""
+    """Label the nodes that every stage computes for itself with the layer that uses them first."""
     for node in reversed(graph.nodes):
         if node.op == "call_function" and "layer" not in node.meta:
             labels = [user.meta["layer"] for user in node.users if "layer" in user.meta]

@@ -14,7 +14,7 @@ def _updates(node: fx.Node) -> bool:
 
 
 def drop_unread(graph: fx.Graph) -> None:
-    """The backward in training names the running statistics but does not read them."""
+    """Drop the running statistics from backwards in training, which name but do not read them."""
     for node in graph.nodes:
         if node.target is aten.native_batch_norm_backward.default and node.args[7] is True:
             args = list(node.args)
@@ -23,13 +23,13 @@ def drop_unread(graph: fx.Graph) -> None:
 
 
 def sources(node: fx.Node) -> list[fx.Node]:
-    """What a node's results are computed from; new running statistics are none of them."""
+    """The nodes that a node's results are computed from, leaving out new running statistics."""
     unread = node.args[3:5] if _updates(node) else ()
     return [source for source in node.all_input_nodes if source not in unread]
 
 
 def drop_updates(graph: fx.Graph) -> None:
-    """Norms that only normalise, for graphs that repeat a forward."""
+    """Make norms only normalise, for graphs that repeat a forward."""
     for node in graph.nodes:
         if _updates(node):
             node.target = aten._native_batch_norm_legit.no_stats

@@ -1,4 +1,4 @@
-"""What is done to all parameters of a stage, or their gradients, at once: each one program."""
+"""Programs that work on all parameters of a stage, or all their gradients, at once."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def trace_update(
 ) -> Program | None:
     """PARAM, GRAD, STATE, SCALAR -> PARAM, STATE, GRAD (zeros); None if there is no gradient.
 
-    `updated` are the parameters (shapes) that the stage owns; of `only_zeroed`, tied to an earlier
-    stage, only the gradient is zeroed. The gradient is multiplied by `grad_scale` before the rule.
+    `updated` are the parameters that the stage owns, as tensors of their shapes. Those in
+    `only_zeroed` are tied to an earlier stage: their gradient is zeroed, no more. The rule is
+    given gradients multiplied by `grad_scale`.
     """
     if not updated and not only_zeroed:
         return None
@@ -76,9 +77,9 @@ def trace_predict(
 def trace_norm(
     gradients: Mapping[str, torch.Tensor], decompositions: Decompositions
 ) -> Program | None:
-    """GRAD, SCALAR -> NORM: the sum of squares of all gradients times `grad_scale`; None of none.
+    """GRAD, SCALAR -> NORM: the sum of squares of all gradients times `grad_scale`.
 
-    Added up over stages, its root is the norm for clipping by global norm.
+    The root of the sum over stages is the norm for clipping by global norm. None without gradients.
     """
     if not gradients:
         return None

@@ -1,4 +1,4 @@
-"""Views: the elements of another tensor, or some of them, in another shape or a wider dtype."""
+"""Views: elements of another tensor, all or some, in another shape or a wider dtype."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _VIEWS = frozenset(
 
 
 def base_of(node: fx.Node, inputs: Container[fx.Node] = ()) -> fx.Node:
-    """The tensor that a chain of views starts from, `inputs` at the latest."""
+    """The tensor that a chain of views starts from; one of `inputs` ends the chain."""
     base = node
     while base not in inputs and (base.target in _VIEWS or widens(base)):
         source = base.all_input_nodes[0]
@@ -51,9 +51,9 @@ def saves_nothing(view: fx.Node, base: fx.Node) -> bool:
 
 
 def keep_bases(nodes: Iterable[fx.Node], inputs: Container[fx.Node]) -> list[fx.Node]:
-    """What to keep for `nodes`: bases rather than their views, unless the views are smaller.
+    """The nodes to keep for `nodes`: bases rather than their views, unless the views are smaller.
 
-    `inputs` are bases that exist anyway. In the order of the graph.
+    `inputs` exist in any case, so their views are never kept. In the order of the graph.
     """
     kept: dict[fx.Node, None] = {}
     shrunk: dict[fx.Node, list[fx.Node]] = {}

@@ -9,6 +9,7 @@ __getattr__, __dir__, __all__ = lazy(
         "adagrad": "squares",
         "adam": "rules",
         "adamw": "rules",
+        "check_optimizer": "check",
         "lamb": "published",
         "lion": "published",
         "multi_step": "rule",

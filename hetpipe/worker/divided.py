@@ -1,8 +1,6 @@
-"""Passes in which the replicas of a stage meet: divided where the graph has sums over replicas.
+"""Passes in which the replicas of a stage meet: an executable per part, exchanges between them.
 
-Sums that do not wait for one another are one exchange. Between two exchanges runs an executable of
-its own; what a later one reads is handed to it, except for views, and what depends on no sample,
-which it computes again.
+`hetpipe.capture.division` says where a program is divided.
 """
 
 from __future__ import annotations
@@ -12,16 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch import fx
 
-from hetpipe.capture.program import CUT, GRAD, INPUT, SAVED, TANGENT, Program, Slot, StageGraphs
-from hetpipe.capture.slots import extract
-from hetpipe.capture.views import base_of, in_graph_order
+from hetpipe.capture.division import Division, Exchange, Part, divide, has_sums, layouts
+from hetpipe.capture.program import Program, StageGraphs
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Action
 from hetpipe.sdk.backend import DONE, Buffer, Chunk, Device, Event, Executable
-from hetpipe.sdk.graph import canonical, dtype_name, graph_inputs, graph_outputs, of_one_replica
-from hetpipe.sdk.replicas import is_sum
+from hetpipe.sdk.graph import of_one_replica
 from hetpipe.wire.wire import EVALUATION, SUMS, Kind, Layout, host_dtype
 
 Array = np.ndarray[Any, Any]
@@ -39,43 +34,35 @@ class Within(Action):
 
 def exchanges(replicas: Sequence[StageGraphs]) -> dict[Kind, Layout]:
     """What the replicas of a stage exchange inside passes. Raises `HetpipeError` if they differ."""
-    found: dict[str, list[Layout]] = {}
+    by_letter: dict[str, list[Layout]] = {}
     for letter, program in (pair for stage in replicas for pair in _passes(stage)):
-        layouts = [
-            tuple(_slot(index, node) for index, node in enumerate(nodes))
-            for nodes in _levels(program.graph.graph)[1]
-        ]
-        if found.setdefault(letter, layouts) != layouts:
+        own = layouts(program)
+        if by_letter.setdefault(letter, own) != own:
             raise HetpipeError(
-                f"the replicas of stage {replicas[0].stage} would sum {_text(found[letter])} and "
-                f"{_text(layouts)} in the same pass: do not let the model's structure depend on "
+                f"the replicas of stage {replicas[0].stage} would sum {_text(by_letter[letter])} "
+                f"and {_text(own)} in the same pass: do not let the model's structure depend on "
                 "the number of rows, or set sync_batch_norm=False"
             )
     return {
         (letter, place): layout
-        for letter, layouts in found.items()
-        for place, layout in enumerate(layouts)
+        for letter, own in by_letter.items()
+        for place, layout in enumerate(own)
     }
 
 
 def compile_program(device: Device, program: Program, meet: Meet | None) -> Executable:
     """A program as one executable; without `meet` there is one replica, which has all rows."""
-    if meet is None or not any(map(is_sum, program.graph.graph.nodes)):
+    if meet is None or not has_sums(program):
         return device.compile(of_one_replica(program.graph))
-    return _Divided(device, program, meet)
+    return _Divided(device, divide(program), meet)
 
 
-class _Part:
-    """What runs between two exchanges. Tensors are known by the names of their nodes."""
+class _Compiled:
+    """A part on a device."""
 
-    def __init__(
-        self, device: Device, graph: fx.Graph, sources: list[fx.Node], made: list[fx.Node]
-    ) -> None:
-        self.executable = device.compile(canonical(extract(graph, sources, made))) if made else None
-        self.sources = [node.name for node in sources]
-        self.made = [node.name for node in made]
-        self.last: frozenset[str] = frozenset()
-        """Those of the sources that nobody reads later."""
+    def __init__(self, device: Device, part: Part) -> None:
+        self.part = part
+        self.executable = None if part.graph is None else device.compile(part.graph)
 
     def run(
         self, env: dict[str, Buffer], lent: frozenset[str], after: Sequence[Event], queue: int
@@ -83,35 +70,25 @@ class _Part:
         """Compute from `env` into it; of what is `lent`, the last reader may overwrite it."""
         if self.executable is None:
             return None
-        given = lent & self.last
-        donate = frozenset(i for i, name in enumerate(self.sources) if name in given)
-        inputs = [env[name] for name in self.sources]
+        part = self.part
+        free = lent & part.last
+        donate = frozenset(index for index, name in enumerate(part.sources) if name in free)
+        inputs = [env[name] for name in part.sources]
         outputs, event, _ = self.executable.run(inputs, donate, after, queue)
-        env.update(zip(self.made, outputs, strict=True))
-        for name in self.last:
+        env.update(zip(part.results, outputs, strict=True))
+        for name in part.last:
             del env[name]
         return event
 
 
 class _Divided(Executable):
-    """Parts and the exchanges between them, one behind each but the last."""
+    """The parts of a program, and the exchanges between them."""
 
-    def __init__(self, device: Device, program: Program, meet: Meet) -> None:
-        graph = program.graph
+    def __init__(self, device: Device, division: Division, meet: Meet) -> None:
         self._device = device
+        self._division = division
         self._meet = meet
-        self._inputs = [node.name for node in graph_inputs(graph)]
-        self._outputs = [node.name for node in graph_outputs(graph)]
-        level, self._sums = _levels(graph.graph)
-        self._terms = [[node.all_input_nodes[0].name for node in nodes] for nodes in self._sums]
-        self._parts = [
-            _Part(device, graph.graph, sources, made)
-            for sources, made in _division(program, level, self._sums)
-        ]
-        read = {*self._outputs, *(name for terms in self._terms for name in terms)}
-        for part in reversed(self._parts):
-            part.last = frozenset(part.sources) - read
-            read.update(part.sources)
+        self._parts = [_Compiled(device, part) for part in division.parts]
 
     def run(
         self,
@@ -120,83 +97,33 @@ class _Divided(Executable):
         after: Sequence[Event] = (),
         queue: int = 0,
     ) -> tuple[list[Buffer], Event, Sequence[Chunk]]:
-        env = dict(zip(self._inputs, inputs, strict=True))
-        lent = frozenset(self._inputs[index] for index in donate)
-        for part, sums, terms in zip(self._parts, self._sums, self._terms, strict=False):
+        names = self._division.inputs
+        env = dict(zip(names, inputs, strict=True))
+        lent = frozenset(names[index] for index in donate)
+        for part, exchange in zip(self._parts, self._division.exchanges, strict=False):
             event = part.run(env, lent, after, queue)
             after = (*after, event) if event is not None else after
-            after = self._exchange(env, sums, terms, after)
+            after = self._exchange(env, exchange, after)
         event = self._parts[-1].run(env, lent, after, queue)
         for each in () if event is not None else after:
             each.wait()
-        return [env[name] for name in self._outputs], event or DONE, ()
+        return [env[name] for name in self._division.outputs], event or DONE, ()
 
     def _exchange(
-        self, env: dict[str, Buffer], sums: list[fx.Node], names: list[str], after: Sequence[Event]
+        self, env: dict[str, Buffer], exchange: Exchange, after: Sequence[Event]
     ) -> list[Event]:
         terms, events = [], []
-        for name in names:
+        for name in exchange.terms:
             buffer = env[name]
             terms.append(np.empty(buffer.shape, host_dtype(buffer.dtype)))
             events.append(self._device.download(buffer, terms[-1], after))
         for event in events:
             event.wait()
         events = []
-        for node, total in zip(sums, self._meet(terms), strict=True):
-            env[node.name], event = self._device.upload(total)
+        for name, total in zip(exchange.sums, self._meet(terms), strict=True):
+            env[name], event = self._device.upload(total)
             events.append(event)
         return events
-
-
-def _division(
-    program: Program, level: dict[fx.Node, int], sums: list[list[fx.Node]]
-) -> list[tuple[list[fx.Node], list[fx.Node]]]:
-    """Of each part what it is given, and what others read of it or is returned."""
-    varying = _varying(program)
-    made: list[set[fx.Node]] = [set() for _ in range(len(sums) + 1)]
-    read = [*graph_outputs(program.graph), *(n.all_input_nodes[0] for each in sums for n in each)]
-    for node in read:
-        if node.op == "call_function" and not is_sum(node):
-            made[level[node]].add(node)
-    sources: list[set[fx.Node]] = [set() for _ in made]
-    for number in reversed(range(len(made))):
-        stack, seen = [*made[number]], set[fx.Node]()
-        while stack:
-            node = stack.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if node.op == "placeholder" or is_sum(node):
-                sources[number].add(node)
-            elif level[node] < number and node in varying and base_of(node) is node:
-                sources[number].add(node)
-                made[level[node]].add(node)
-            else:
-                stack += node.all_input_nodes
-    return [(in_graph_order(s), in_graph_order(m)) for s, m in zip(sources, made, strict=True)]
-
-
-def _levels(graph: fx.Graph) -> tuple[dict[fx.Node, int], list[list[fx.Node]]]:
-    """Of each node how many exchanges come before it; and the sums of each exchange."""
-    level: dict[fx.Node, int] = {}
-    sums: list[list[fx.Node]] = []
-    for node in graph.nodes:
-        level[node] = max((level[n] + is_sum(n) for n in node.all_input_nodes), default=0)
-        if is_sum(node):
-            sums += [[] for _ in range(level[node] + 1 - len(sums))]
-            sums[level[node]].append(node)
-    return level, sums
-
-
-def _varying(program: Program) -> set[fx.Node]:
-    """What differs from one micro-batch to the next."""
-    roles = (INPUT, CUT, SAVED, TANGENT, GRAD)
-    pairs = zip(graph_inputs(program.graph), program.inputs, strict=True)
-    found = {node for node, slot in pairs if slot.role in roles}
-    for node in program.graph.graph.nodes:
-        if is_sum(node) or any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 def _passes(stage: StageGraphs) -> Iterator[tuple[str, Program]]:
@@ -207,11 +134,6 @@ def _passes(stage: StageGraphs) -> Iterator[tuple[str, Program]]:
         halves = whole if passes.halves is None else zip("IW", passes.halves, strict=True)
         yield from ((SUMS[letter], program) for letter, program in halves)
     yield from ((SUMS[EVALUATION], program) for program in stage.evaluation.values())
-
-
-def _slot(index: int, node: fx.Node) -> Slot:
-    value = node.meta["val"]
-    return Slot("sum", str(index), tuple(value.shape), dtype_name(value.dtype))
 
 
 def _text(layouts: Sequence[Layout]) -> str:

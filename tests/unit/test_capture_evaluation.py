@@ -124,7 +124,7 @@ def test_the_model_stays_in_its_mode(training: bool) -> None:
 
 
 def test_training_is_captured_first_whatever_is_asked_first() -> None:
-    got = Captured(_trained().eval(), F.cross_entropy, _batch())
+    got = Captured(_trained(), F.cross_entropy, _batch())
     evaluation = got.evaluation_graphs([1], [{}, {}], [4])
     training = got.stage_graphs([1], [{}, {}], [4], None)
     assert evaluation[0].passes[4].backward is None

@@ -1,0 +1,141 @@
+"""A program divided where its graph has sums over replicas: into parts, and exchanges between them.
+
+Sums that do not wait for one another are one exchange. A part is given what earlier parts computed,
+except for views, and for what depends on no sample, which it computes again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from hetpipe.capture.program import CUT, GRAD, INPUT, SAVED, TANGENT, Program, Slot
+from hetpipe.capture.slots import extract
+from hetpipe.capture.views import base_of, in_graph_order
+from hetpipe.sdk.graph import canonical, dtype_name, graph_inputs, graph_outputs
+from hetpipe.sdk.replicas import is_sum
+
+_VARYING = (INPUT, CUT, SAVED, TANGENT, GRAD)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A graph that runs between two exchanges. Tensors go by the names of their nodes."""
+
+    graph: fx.GraphModule | None
+    """None if there is nothing to compute."""
+    sources: tuple[str, ...]
+    results: tuple[str, ...]
+    last: frozenset[str]
+    """The sources that nothing reads later, neither a part nor an exchange nor the caller."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Terms that the replicas add up at one moment, and the names of their sums."""
+
+    terms: tuple[str, ...]
+    sums: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Division:
+    """The parts of a program and the exchanges between them, one after each part but the last."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    parts: tuple[Part, ...]
+    exchanges: tuple[Exchange, ...]
+
+
+def has_sums(program: Program) -> bool:
+    """Whether the replicas of a stage meet inside the program."""
+    return any(map(is_sum, program.graph.graph.nodes))
+
+
+def layouts(program: Program) -> list[tuple[Slot, ...]]:
+    """The terms of each exchange inside the program, in their order."""
+    return [
+        tuple(_slot(index, node) for index, node in enumerate(sums))
+        for sums in _levels(program.graph.graph)[1]
+    ]
+
+
+def divide(program: Program) -> Division:
+    """Divide a program at its sums over replicas."""
+    graph = program.graph
+    level, sums = _levels(graph.graph)
+    exchanges = tuple(
+        Exchange(
+            tuple(node.all_input_nodes[0].name for node in nodes),
+            tuple(node.name for node in nodes),
+        )
+        for nodes in sums
+    )
+    outputs = tuple(node.name for node in graph_outputs(graph))
+    read = {*outputs, *(name for exchange in exchanges for name in exchange.terms)}
+    parts: list[Part] = []
+    for sources, results in reversed(_boundaries(program, level, sums)):
+        inner = canonical(extract(graph.graph, sources, results)) if results else None
+        taken, left = (tuple(node.name for node in nodes) for nodes in (sources, results))
+        parts.insert(0, Part(inner, taken, left, frozenset(taken) - read))
+        read.update(taken)
+    inputs = tuple(node.name for node in graph_inputs(graph))
+    return Division(inputs, outputs, tuple(parts), exchanges)
+
+
+def _boundaries(
+    program: Program, level: dict[fx.Node, int], sums: list[list[fx.Node]]
+) -> list[tuple[list[fx.Node], list[fx.Node]]]:
+    """Of each part its sources; and its results, which others read or the program returns."""
+    varying = _varying(program)
+    results: list[set[fx.Node]] = [set() for _ in range(len(sums) + 1)]
+    read = [*graph_outputs(program.graph), *(n.all_input_nodes[0] for each in sums for n in each)]
+    for node in read:
+        if node.op == "call_function" and not is_sum(node):
+            results[level[node]].add(node)
+    sources: list[set[fx.Node]] = [set() for _ in results]
+    for number in reversed(range(len(results))):
+        stack, seen = [*results[number]], set[fx.Node]()
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node.op == "placeholder" or is_sum(node):
+                sources[number].add(node)
+            elif level[node] < number and node in varying and base_of(node) is node:
+                sources[number].add(node)
+                results[level[node]].add(node)
+            else:
+                stack += node.all_input_nodes
+    pairs = zip(sources, results, strict=True)
+    return [(in_graph_order(taken), in_graph_order(left)) for taken, left in pairs]
+
+
+def _levels(graph: fx.Graph) -> tuple[dict[fx.Node, int], list[list[fx.Node]]]:
+    """Of each node how many exchanges come before it; and the sums of each exchange."""
+    level: dict[fx.Node, int] = {}
+    sums: list[list[fx.Node]] = []
+    for node in graph.nodes:
+        level[node] = max((level[n] + is_sum(n) for n in node.all_input_nodes), default=0)
+        if is_sum(node):
+            sums += [[] for _ in range(level[node] + 1 - len(sums))]
+            sums[level[node]].append(node)
+    return level, sums
+
+
+def _varying(program: Program) -> set[fx.Node]:
+    """The nodes whose value differs from one micro-batch to the next."""
+    pairs = zip(graph_inputs(program.graph), program.inputs, strict=True)
+    varying = {node for node, slot in pairs if slot.role in _VARYING}
+    for node in program.graph.graph.nodes:
+        if is_sum(node) or any(source in varying for source in node.all_input_nodes):
+            varying.add(node)
+    return varying
+
+
+def _slot(index: int, node: fx.Node) -> Slot:
+    value = node.meta["val"]
+    return Slot("sum", str(index), tuple(value.shape), dtype_name(value.dtype))

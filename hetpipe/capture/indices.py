@@ -1,0 +1,218 @@
+"""Integers of a batch that are used as indices: their bounds, and the refusal of those outside.
+
+A leaf is followed through operators that only move its elements, to operators that take an index.
+Devices disagree about an index out of range, so it is found on the host, before anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from hetpipe.capture.example import Array
+from hetpipe.capture.flat import Flat, is_getitem, owner
+from hetpipe.capture.program import INPUT
+from hetpipe.errors import HetpipeError
+
+aten = torch.ops.aten
+_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+_MOVES = frozenset(
+    {
+        aten.alias, aten.chunk, aten.clone, aten.contiguous, aten.detach, aten.expand,
+        aten.flatten, aten.flip, aten.movedim, aten.narrow, aten.permute, aten.repeat,
+        aten.reshape, aten.roll, aten.select, aten.slice, aten.split, aten.split_with_sizes,
+        aten.squeeze, aten.t, aten.transpose, aten.unbind, aten.unflatten, aten.unsqueeze,
+        aten._unsafe_view, aten.view,
+    }
+)  # fmt: skip
+_CASTS = frozenset({aten._to_copy, aten.to})
+_PADS = frozenset({aten.pad, aten.constant_pad_nd})
+_PADDING = -1  # in place of a leaf's element
+
+_LOOKUPS = frozenset({aten.embedding, aten.embedding_bag})
+_ALONG = frozenset(
+    {aten.gather, aten.index_select, aten.index_add, aten.index_copy}
+    | {aten.scatter, aten.scatter_add, aten.scatter_reduce}
+)
+_WRAPPING = frozenset({aten.index, aten.index_put})
+_LOSSES = frozenset(
+    {aten.cross_entropy_loss, aten.nll_loss_nd, aten.nll_loss, aten.nll_loss2d}
+    | {aten.nll_loss_forward, aten.nll_loss2d_forward}
+)
+
+
+@dataclass(frozen=True)
+class IndexBound:
+    """Elements of a leaf that must lie in [low, high), or be `ignored`."""
+
+    leaf: str
+    low: int
+    high: int
+    ignored: int | None
+    columns: tuple[int, ...] | None
+    """The elements of a sample, flattened, that are used; None is all of them."""
+    use: str
+    """For messages: "embedding of wte has 256 rows"."""
+
+    def check(self, array: Array) -> None:
+        """Raise `HetpipeError` for the first element out of bounds; `array` is batch-first."""
+        values = array.reshape(array.shape[0], -1)
+        columns = range(values.shape[1]) if self.columns is None else self.columns
+        if self.columns is not None:
+            values = values[:, self.columns]
+        if values.size == 0 or (values.min() >= self.low and values.max() < self.high):
+            return
+        outside = (values < self.low) | (values >= self.high)
+        if self.ignored is not None:
+            outside &= values != self.ignored
+        if not outside.any():
+            return
+        row, column = (int(index) for index in np.argwhere(outside)[0])
+        place = (row, *map(int, np.unravel_index(columns[column], array.shape[1:])))
+        unless = "" if self.ignored is None else f", or {self.ignored} to leave it out"
+        raise HetpipeError(
+            f"{self.leaf}[{', '.join(map(str, place))}] is {values[row, column]}, but {self.use}: "
+            f"give {self.low}..{self.high - 1}{unless}"
+        )
+
+
+def check_indices(bounds: tuple[IndexBound, ...], leaves: Mapping[str, Array]) -> None:
+    """Raise `HetpipeError` for a batch with an index out of its bounds."""
+    for bound in bounds:
+        bound.check(leaves[bound.leaf])
+
+
+def index_bounds(flat: Flat) -> tuple[IndexBound, ...]:
+    """The bounds of all leaves of a batch that reach an index unchanged, each once."""
+    follow = _Follow(flat)
+    bounds: dict[IndexBound, None] = {}
+    for node in flat.graph.nodes:
+        if node.op != "call_function" or is_getitem(node):
+            continue
+        for index, low, high, ignored, noun in _uses(node):
+            reached = follow.to(index)
+            if reached is not None:
+                leaf, columns = reached
+                path = owner(node)[1]
+                use = f"{_name(node)}{' of ' + path if path else ''} has {high} {noun}"
+                bounds[IndexBound(leaf, low, high, ignored, columns, use)] = None
+    return tuple(bounds)
+
+
+Use = tuple[Any, int, int, int | None, str]
+"""The index; its bounds; the value that is ignored; what there are so many of."""
+
+
+def _uses(node: fx.Node) -> Iterator[Use]:
+    """The indices that an operator takes."""
+    packet = _packet(node)
+    arguments = _arguments(node) if packet is not None else {}
+    if packet in _LOOKUPS:
+        yield arguments["indices"], 0, _shape(arguments["weight"])[0], None, "rows"
+    elif packet in _ALONG:
+        shape, dim = _shape(arguments["self"]) or (1,), arguments["dim"]
+        yield arguments["index"], 0, shape[dim], None, f"entries in dimension {dim}"
+    elif packet in _WRAPPING:
+        pairs = zip(arguments["indices"], _shape(arguments["self"]), strict=False)
+        for dim, (index, size) in enumerate(pairs):
+            if isinstance(index, fx.Node) and index.meta["val"].dtype is not torch.uint8:  # a mask
+                yield index, -size, size, None, f"entries in dimension {dim}"
+    elif packet is aten.one_hot and arguments["num_classes"] > 0:
+        yield arguments["self"], 0, arguments["num_classes"], None, "classes"
+    elif packet in _LOSSES:
+        shape = _shape(arguments["self"])
+        ignored = int(arguments["ignore_index"])
+        yield arguments["target"], 0, shape[min(1, len(shape) - 1)], ignored, "classes"
+
+
+class _Follow:
+    """Finds the elements of a leaf that reach a node, by moving their numbers the same way."""
+
+    def __init__(self, flat: Flat) -> None:
+        self._flat = flat
+        self._moved: dict[fx.Node, Any] = {}
+
+    def to(self, node: Any) -> tuple[str, tuple[int, ...] | None] | None:
+        """The leaf, and the elements of each of its samples; None if something else comes there."""
+        source = self._source(node)
+        if source is None:
+            return None
+        numbers = self._move(node).reshape(-1)
+        used = torch.zeros(source.meta["val"].numel(), dtype=torch.bool)
+        used[numbers[numbers != _PADDING]] = True
+        rows = used.view(source.meta["val"].shape[0], -1)
+        if not bool((rows == rows[0]).all()):  # it depends on the number of samples
+            return None
+        if not bool(rows[0].any()):
+            return None
+        whole = bool(rows[0].all())
+        columns = None if whole else tuple(rows[0].nonzero().view(-1).tolist())
+        return self._flat.inputs[source][1], columns
+
+    def _source(self, node: Any) -> fx.Node | None:
+        """The integer leaf whose elements the node holds."""
+        while isinstance(node, fx.Node) and node.op == "call_function" and _moves(node):
+            node = node.args[0]
+        if not isinstance(node, fx.Node) or self._flat.inputs.get(node, ("", ""))[0] != INPUT:
+            return None
+        return node if node.meta["val"].dtype in _INTEGERS else None
+
+    def _move(self, node: fx.Node) -> Any:
+        if node not in self._moved:
+            self._moved[node] = self._compute(node)
+        return self._moved[node]
+
+    def _compute(self, node: fx.Node) -> Any:
+        if node.op == "placeholder":
+            shape = node.meta["val"].shape
+            return torch.arange(shape.numel()).reshape(shape)
+        target: Callable[..., Any] = node.target  # type: ignore[assignment]
+        source, *how = node.args
+        moved = self._move(source)  # type: ignore[arg-type]
+        packet = _packet(node)
+        if packet in _CASTS:
+            return moved
+        if packet in _PADS:
+            return torch.nn.functional.pad(moved, how[0], value=_PADDING)  # type: ignore[arg-type]
+        if packet in (aten.view, aten._unsafe_view):
+            return moved.reshape(how[0])
+        return target(moved, *how, **node.kwargs)
+
+
+def _moves(node: fx.Node) -> bool:
+    """Whether the node holds elements of its first argument alone, or padding."""
+    packet, value = _packet(node), node.meta.get("val")
+    if packet in _CASTS:
+        return value is not None and value.dtype in _INTEGERS
+    if packet is aten.pad and node.args[2:3] not in ((), ("constant",)):
+        return False
+    return is_getitem(node) or packet in _MOVES or packet in _PADS
+
+
+def _packet(node: fx.Node) -> Any:
+    return getattr(node.target, "overloadpacket", None)
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a call by name, defaults included."""
+    schema: Any = node.target._schema  # type: ignore[union-attr]
+    values = {argument.name: argument.default_value for argument in schema.arguments}
+    names = [argument.name for argument in schema.arguments]
+    return {**values, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape)
+
+
+def _name(node: fx.Node) -> str:
+    """The name under which a user calls the operator."""
+    name = str(_packet(node)).removeprefix("aten.")
+    return {"cross_entropy_loss": "cross_entropy", "index": "indexing"}.get(
+        name, name.removesuffix("_nd").removesuffix("_forward")
+    )

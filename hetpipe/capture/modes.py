@@ -1,0 +1,67 @@
+"""Which modules train and which evaluate: as the user left them when the model was captured."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+
+class EvalModeWarning(UserWarning):
+    """The whole model was in eval mode when it was captured for training."""
+
+
+@dataclass(frozen=True)
+class Modes:
+    """The mode of every module of a model, and of a loss that is a module, at one moment."""
+
+    model: nn.Module
+    training: tuple[tuple[nn.Module, bool], ...]
+
+    @classmethod
+    def of(cls, model: nn.Module, loss_fn: Callable[..., Any]) -> Modes:
+        """The modes that the modules are in now."""
+        modules = [*model.modules(), *(loss_fn.modules() if isinstance(loss_fn, nn.Module) else ())]
+        return cls(model, tuple((module, module.training) for module in modules))
+
+    @property
+    def all_eval(self) -> bool:
+        """Whether no module of the model trains."""
+        own = set(self.model.modules())
+        return not any(training for module, training in self.training if module in own)
+
+    def warn(self) -> None:
+        """Warn if no module of the model trains, which is seldom meant."""
+        if self.all_eval:
+            warnings.warn(
+                f"{type(self.model).__name__} is in eval mode as a whole, and is trained in it: "
+                "dropout is off and batch norms keep their running statistics; call model.train() "
+                "before the model is captured, and eval() on the parts alone that are frozen",
+                EvalModeWarning,
+                stacklevel=3,  # the caller of Captured
+            )
+
+    @contextmanager
+    def restored(self, evaluation: bool = False) -> Iterator[None]:
+        """Inside, every module has its mode of that moment, or with `evaluation` is evaluated.
+
+        After it every module is in the mode that it was in before.
+        """
+        modules = {*self.model.modules(), *(module for module, _ in self.training)}
+        present = [(module, module.training) for module in modules]
+        try:
+            _set(self.training)
+            if evaluation:
+                self.model.eval()
+            yield
+        finally:
+            _set(present)
+
+
+def _set(modes: Iterable[tuple[nn.Module, bool]]) -> None:
+    for module, training in modes:  # not by train(), which models override
+        module.training = training

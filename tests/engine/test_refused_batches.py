@@ -1,0 +1,57 @@
+"""A batch that is refused leaves a pipeline as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from crews import UNLIKE, crew_of
+from models import MLP, batches
+from plans import unpriced
+
+import hetpipe as hp
+from hetpipe.capture import Captured
+from hetpipe.crew.crew import Crew
+from hetpipe.errors import HetpipeError
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with crew_of(UNLIKE) as started:
+        yield started
+
+
+def _trained(crew: Crew, schedule: str, refused: bool) -> dict[str, torch.Tensor]:
+    """Four mini-batches; between the second and the third perhaps one with class 9 of 5."""
+    torch.manual_seed(0)
+    model, data = MLP(), batches(4)
+    captured = Captured(model, F.cross_entropy, data[0])
+    weights = "stash" if schedule == "pipedream" else "flush"
+    plan, costs = unpriced(captured, ("m0", "m1"), schedule, 12, 2, weights=weights)
+    pipe = hp.Pipeline(
+        model, F.cross_entropy, data[0], cluster=crew.cluster, crew=crew, plan=plan, costs=costs,
+        captured=captured, optimizer=hp.optim.adam(lr=0.01),
+    )  # fmt: skip
+    steps = [result.index for result in pipe.run(data[:2])]
+    if refused:
+        x, y = data[2]
+        wrong = y.clone()
+        wrong[7] = 9
+        with pytest.raises(HetpipeError, match=r"y\[7\] is 9, but cross_entropy has 5 classes"):
+            list(pipe.run([(x, wrong)]))
+        if schedule == "1f1b":  # under the other an evaluation flushes
+            with pytest.raises(HetpipeError, match=r"y\[7\] is 9"):
+                pipe.evaluate(x, wrong)
+    steps += [result.index for result in pipe.run(data[2:])]
+    assert steps == [0, 1, 2, 3]
+    return pipe.state_dict()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_training_goes_on(crew: Crew, schedule: str) -> None:
+    """numpy took -1 for the last class, and another device's error ended the run."""
+    expected = _trained(crew, schedule, refused=False)
+    for name, value in _trained(crew, schedule, refused=True).items():
+        assert torch.equal(value, expected[name]), name
