@@ -119,7 +119,7 @@ def _unscaled(node: fx.Node) -> str | None:
     return "scale_grad_by_freq=True has no kernel" if scaled else None
 
 
-@lowers("aten.embedding_dense_backward.default", supports=_unscaled)
+@lowers("aten.embedding_dense_backward.default", supports=_unscaled, kept=True)
 def embedding_backward(builder: Builder, node: fx.Node) -> None:
     """Sums the gradients of each row in the order of the samples: the same on every run."""
     arguments: Any = node.args
