@@ -14,6 +14,7 @@ from torch import fx
 import hetpipe.sdk.graph as graphs
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Backend, BlockingDevice, Buffer
+from hetpipe.sdk.indices import index_bounds
 from hetpipe.sdk.info import Capabilities, DeviceInfo
 
 from .convolution import Array
@@ -79,19 +80,23 @@ class NumpyDevice(BlockingDevice):
             return "the reference convolves in two dimensions only"
         if ("convolution" in name or "pool" in name) and True in node.args[5:8]:
             return "the reference has neither transposed convolution nor ceil_mode"
+        if (reason := graphs.why_not_fill(node) or graphs.why_not_strided(node)) is not None:
+            return reason
         lacking = {_dtype(used) for used in (node, *node.all_input_nodes)} - {*DTYPES, ""}
         return f"numpy has no {', '.join(lacking)}" if lacking else None
 
     def _compile(self, graph: fx.GraphModule) -> Any:
         graphs.require_support(self, graph)
-        calls = [(node, _dtype(node)) for node in graphs.graph_calls(graph)]
+        calls = [(node, _dtype(node), index_bounds(node)) for node in graphs.graph_calls(graph)]
         return graphs.graph_inputs(graph), calls, graphs.graph_outputs(graph)
 
     def _run(self, program: Any, inputs: list[Buffer], donate: frozenset[int]) -> list[Buffer]:
         placeholders, calls, outputs = program
         buffers = dict(zip(placeholders, map(_own, inputs), strict=True))
         values: dict[fx.Node, Any] = {node: buffer.array for node, buffer in buffers.items()}
-        for node, dtype in calls:
+        for node, dtype, bounds in calls:
+            for bound in bounds:  # numpy counts negative indices from the end, in silence
+                bound.check(self.info.id, values[bound.index])
             name = graphs.operator_name(node)
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             try:

@@ -25,9 +25,12 @@ elu gelu hardtanh leaky_relu max_pool2d_with_indices_backward slice_scatter"""
 
 
 def _reduction(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda x, dims=None, keepdim=False, **_: fn(
-        x, axis=(tuple(dims) or None) if isinstance(dims, list) else dims, keepdims=keepdim
-    )
+    def reduced(x: Array, dims: Any = None, keepdim: bool = False, **_: Any) -> Any:
+        axes = (tuple(dims) or None) if isinstance(dims, list) else dims
+        # A 0-d tensor has a dimension 0 for torch, and none for numpy.
+        return fn(x, axis=axes if x.ndim else None, keepdims=keepdim)
+
+    return reduced
 
 
 def _var_mean(x: Array, dims: Any = None, correction: Any = None, keepdim: bool = False) -> Any:
@@ -44,6 +47,32 @@ def _along(index: Array, dim: int) -> tuple[Array, ...]:
     indices: list[Array] = list(np.indices(index.shape, sparse=True))
     indices[dim] = index
     return tuple(indices)
+
+
+def _gather(x: Array, dim: int, index: Array, **_: Any) -> Array:
+    picked = np.atleast_1d(x)[_along(np.atleast_1d(index), dim)]
+    return picked.reshape(index.shape)
+
+
+def _index_select(x: Array, dim: int, index: Array) -> Array:
+    return np.take(x, index, dim) if x.ndim else x
+
+
+def _scatter(
+    x: Array, dim: int, index: Array, value: Array | float, accumulate: bool = False
+) -> Array:
+    index = np.atleast_1d(index)
+    if np.ndim(value):
+        value = np.asarray(value)[tuple(map(slice, index.shape))]
+    return _put(np.atleast_1d(x), _along(index, dim), value, accumulate).reshape(x.shape)
+
+
+def _as_strided(
+    x: Array, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Array:
+    flat = x.reshape(-1)[storage_offset or 0 :]
+    steps = [step * flat.itemsize for step in stride]
+    return np.lib.stride_tricks.as_strided(flat, size, steps, writeable=False)
 
 
 def _put(x: Array, indices: Sequence[Any], value: Any, accumulate: bool = False) -> Array:
@@ -81,7 +110,7 @@ TABLE: dict[str, Callable[..., Any]] = {
     "view.default": np.reshape,
     "permute.default t.default": np.transpose,
     "expand.default": lambda x, n, **_: np.broadcast_arrays(x, np.empty([abs(i) for i in n]))[0],
-    "squeeze.dims": lambda x, dims: x.squeeze(tuple(d for d in dims if x.shape[d] == 1)),
+    "squeeze.dims": lambda x, dims: x.squeeze(tuple(d for d in dims if x.ndim and x.shape[d] == 1)),
     "unsqueeze.default": np.expand_dims,
     "select.int": lambda x, dim, index: np.take(x, index, dim),
     "slice.Tensor": lambda x, dim=0, start=None, end=None, step=1: x[
@@ -91,15 +120,15 @@ TABLE: dict[str, Callable[..., Any]] = {
     "cat.default": np.concatenate,
     "repeat.default": np.tile,
     "copy.default": lambda x, source: np.broadcast_to(source, x.shape),
+    "fill.Scalar fill.Tensor": lambda x, value: np.full(x.shape, np.reshape(value, ())),
+    "as_strided.default": _as_strided,
     "index.Tensor": lambda x, indices: x[_places(indices)],
     "index_put.default": _put,
-    "index_select.default": lambda x, dim, index: np.take(x, index, dim),
+    "index_select.default": _index_select,
     "embedding.default": lambda weight, index, *_: weight[index],
-    "gather.default": lambda x, dim, index, **_: x[_along(index, dim)],
-    "scatter.value": lambda x, dim, index, value: _put(x, _along(index, dim), value),
-    "scatter_add.default": lambda x, dim, index, value: _put(
-        x, _along(index, dim), value[tuple(map(slice, index.shape))], accumulate=True
-    ),
+    "gather.default": _gather,
+    "scatter.value": _scatter,
+    "scatter_add.default": functools.partial(_scatter, accumulate=True),
     "full.default": lambda size, value, **_: np.full(size, value),
     "full_like.default": lambda x, value, **_: np.full(x.shape, value),
     "zeros_like.default": lambda x, **_: np.zeros(x.shape),

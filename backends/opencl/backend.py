@@ -17,22 +17,6 @@ from .runtimes import EMULATORS, POCL, prepare
 if TYPE_CHECKING:
     from .device import OpenCLDevice
 
-KEPT = (
-    "aten.convolution", "aten.convolution_backward",
-    "aten._native_batch_norm_legit_functional", "aten._native_batch_norm_legit",
-    "aten._native_batch_norm_legit_no_training", "aten.native_batch_norm_backward",
-    "aten.max_pool2d_with_indices", "aten.max_pool2d_with_indices_backward",
-    "aten.avg_pool2d", "aten.avg_pool2d_backward",
-    "aten._log_softmax", "aten._log_softmax_backward_data",
-    "aten._softmax", "aten._softmax_backward_data",
-    "aten.nll_loss_forward", "aten.nll_loss_backward",
-    "aten.native_layer_norm", "aten.native_layer_norm_backward",
-    "aten.addmm", "aten.mm", "aten.bmm", "aten.embedding_dense_backward",
-    "hetpipe.attention", "hetpipe.attention_backward",
-    "hetpipe.lstm", "hetpipe.lstm_backward",
-)  # fmt: skip
-"""Operators that have kernels of their own, and so are not decomposed."""
-
 
 class OpenCLBackend(Backend):
     """Every device that any OpenCL runtime of this machine offers."""
@@ -79,9 +63,11 @@ class OpenCLBackend(Backend):
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         from hetpipe.sdk.graph import core_decompositions
 
+        from . import ops  # noqa: F401 - registers the lowerings
         from .decompositions import decompositions
+        from .ops.registry import kept_operators
 
-        return {**core_decompositions(keep=KEPT), **decompositions()}
+        return {**core_decompositions(keep=kept_operators()), **decompositions()}
 
     def worker_environment(self, info: DeviceInfo, cores: int) -> dict[str, str]:
         name = info.id.split(":")[1]

@@ -13,6 +13,7 @@ from .driver import driver, errors
 
 if TYPE_CHECKING:
     from .device import OpenCLDevice
+    from .outside import Outcome
 
 
 class CommandEvent(Event):
@@ -62,6 +63,24 @@ class CommandEvent(Event):
         with errors(self.device.info.id, self.doing):
             profile = self.command.profile
             return profile.start * 1e-9, profile.end * 1e-9
+
+
+class PassEvent(CommandEvent):
+    """The end of a pass, which fails if it met an index out of range."""
+
+    def __init__(
+        self, device: OpenCLDevice, command: Any, doing: str, outcomes: Sequence[Outcome]
+    ) -> None:
+        super().__init__(device, command, doing)
+        self._outcomes = outcomes
+
+    def done(self) -> bool:
+        ended = super().done()
+        if ended:
+            for outcome in self._outcomes:
+                outcome.check(self.device.info.id)
+            self._outcomes = ()  # their memory is free
+        return ended
 
 
 class LaterEvent(Event):

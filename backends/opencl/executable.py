@@ -11,14 +11,16 @@ import numpy as np
 
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import DONE, Buffer, Chunk, Event, Executable
+from hetpipe.sdk.inputs import check_inputs
 
 from .arena import lives, nbytes, place
 from .blocks import Block, blocks_of, told
 from .driver import driver, errors
-from .events import CommandEvent
+from .events import CommandEvent, PassEvent
 from .expr import Value
 from .lowering import Lowered
 from .memory import Memory, OpenCLBuffer, room_nbytes
+from .outside import Outcome
 
 if TYPE_CHECKING:
     from .device import OpenCLDevice
@@ -42,11 +44,14 @@ class OpenCLExecutable(Executable):
     def __init__(self, device: OpenCLDevice, lowered: Lowered) -> None:
         self._device = device
         self._lowered = lowered
+        self._forms = tuple((value.shape, value.dtype) for value in lowered.inputs)
         device.programs.prepare(launch.kernel for launch in lowered.launches)
         slots = {value.id: index for index, value in enumerate(lowered.inputs)}
         for index, output in enumerate(lowered.outputs):
             if output.value is not None:
                 slots[output.value.id] = len(lowered.inputs) + index
+        for index, check in enumerate(lowered.checks, len(lowered.inputs) + len(lowered.outputs)):
+            slots[check.value.id] = index
         # Setting an argument retains nothing: what arguments point to is kept here.
         self._kept = _kept(device, lowered, set(slots))
         self._placed: list[tuple[Any, int, int]] = []  # (kernel, argument, id) of an intermediate
@@ -103,16 +108,19 @@ class OpenCLExecutable(Executable):
             outputs = self._outputs(given, donate, queue)
             for slot, buffer in enumerate(given):
                 self._bind(slot, buffer.memory.cl)
-            for slot, buffer in enumerate(outputs, len(given)):
-                self._bind(slot, buffer.memory.cl)
+            checked = [device.memory.take(nbytes(c.value), queue) for c in self._lowered.checks]
+            memories = [*(buffer.memory for buffer in outputs), *checked]
+            for slot, memory in enumerate(memories, len(given)):
+                self._bind(slot, memory.cl)
             weights = [given[slot] for slot in self._steady]
             same = self._are_same(weights)
             self._weights = []  # until the launches that read them are enqueued
             command, blocks = self._enqueue(self._changing if same else self._steps, waits)
             self._weights = [(weakref.ref(buffer), buffer.writes) for buffer in weights]
+            command, outcomes = self._read_checks(checked, command)
         event: Event = DONE
         if command is not None:
-            event = CommandEvent(device, command, RUNNING)
+            event = PassEvent(device, command, RUNNING, outcomes)
         chunks = [
             (
                 self._place_of[t.output],
@@ -157,6 +165,20 @@ class OpenCLExecutable(Executable):
             self._queue.last = self._last = command
         return command, made
 
+    def _read_checks(self, memories: Sequence[Memory], command: Any) -> tuple[Any, list[Outcome]]:
+        """The last command now, and the results of checks that the host has when it has ended."""
+        outcomes = []
+        for check, memory in zip(self._lowered.checks, memories, strict=True):
+            host = memory.host
+            if host is None:
+                host = np.empty(nbytes(check.value), np.uint8)
+                command = driver().enqueue_copy(self._queue.cl, host, memory.cl, is_blocking=False)
+            outcomes.append(Outcome(check.bound, memory, host))
+        if outcomes and outcomes[0].memory.host is None:
+            self._queue.cl.flush()
+            self._queue.last = self._last = command
+        return command, outcomes
+
     def _move(self, queue: PassQueue) -> None:
         """Run in another queue from now on, with intermediates in its arena."""
         if self._last is not None:
@@ -180,20 +202,13 @@ class OpenCLExecutable(Executable):
             self._bound[slot] = memory
 
     def _check(self, inputs: Sequence[Buffer]) -> list[OpenCLBuffer]:
-        expected = self._lowered.inputs
-        if len(inputs) != len(expected):
-            raise BackendError(f"the graph takes {len(expected)} inputs, got {len(inputs)}")
-        given = []
-        for index, (buffer, value) in enumerate(zip(inputs, expected, strict=True)):
+        check_inputs(self._device.info.id, inputs, self._forms)
+        mine = []
+        for index, buffer in enumerate(inputs):
             if not isinstance(buffer, OpenCLBuffer) or buffer.device is not self._device:
                 raise BackendError(f"input {index} is not on {self._device.info.id}: upload it")
-            if buffer.shape != value.shape or buffer.dtype != value.dtype:
-                raise BackendError(
-                    f"input {index} is {buffer.dtype}{list(buffer.shape)}, the graph was compiled "
-                    f"for {value.dtype}{list(value.shape)}"
-                )
-            given.append(buffer)
-        return given
+            mine.append(buffer)
+        return mine
 
     def _outputs(
         self, given: list[OpenCLBuffer], donate: frozenset[int], queue: int

@@ -15,6 +15,7 @@ from .arena import inherits, lives, nbytes
 from .builder import Builder, Launch
 from .expr import Value
 from .ops.registry import LOWERINGS
+from .outside import Check, checks
 from .target import Target
 
 
@@ -39,6 +40,8 @@ class Lowered:
     results: tuple[int, ...]
     """Which of `outputs` each result of the graph is."""
     launches: tuple[Launch, ...]
+    checks: tuple[Check, ...] = ()
+    """Indices to look at when a run has ended."""
 
 
 def lower(graph: fx.GraphModule, target: Target) -> Lowered:
@@ -47,7 +50,8 @@ def lower(graph: fx.GraphModule, target: Target) -> Lowered:
     builder = Builder(target, frozenset(nodes))
     placeholders = graph_inputs(graph)
     inputs = [builder.input(node) for node in placeholders]
-    for node in _order(graph):
+    calls = _order(graph)
+    for node in calls:
         lowering = LOWERINGS.get(operator_name(node))
         if lowering is None:
             raise UnsupportedOperatorError(
@@ -67,9 +71,16 @@ def lower(graph: fx.GraphModule, target: Target) -> Lowered:
             value = builder.store_copy(builder.expr(node))
         taken.add(value.id)
         outputs.append(Output(value))
-    launches = builder.finish(output.value for output in outputs if output.value is not None)
-    results = tuple(distinct.index(node) for node in nodes)
-    return Lowered(tuple(inputs), _with_heirs(outputs, inputs, launches), results, launches)
+    checked = checks(builder, calls)
+    results = [output.value for output in outputs if output.value is not None]
+    launches = builder.finish([*results, *(check.value for check in checked)])
+    return Lowered(
+        tuple(inputs),
+        _with_heirs(outputs, inputs, launches),
+        tuple(distinct.index(node) for node in nodes),
+        launches,
+        checked,
+    )
 
 
 def _order(graph: fx.GraphModule) -> list[fx.Node]:

@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Buffer, Device
-from hetpipe.sdk.graph import operator_name, require_support
+from hetpipe.sdk.graph import operator_name, require_support, why_not_fill
 from hetpipe.sdk.info import DeviceInfo
 
 from .program import Program
@@ -89,6 +89,8 @@ class TorchDevice(Device):
         target = node.target
         if not isinstance(target, OpOverload):
             return None if operator_name(node) == "getitem" else "it is no torch operator"
+        if (reason := why_not_fill(node)) is not None:
+            return reason
         key = self.torch_device.type.upper()
         name = f"{target._schema.name}.{target._schema.overload_name}".rstrip(".")
         if torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, key):

@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 
 from hetpipe.errors import BackendError
 from hetpipe.sdk.graph import dtype_name, operator_name
+from hetpipe.sdk.indices import index_bounds
 
 from .memory import sink_shape_only, write_in_place
 from .recurrent import by_library
@@ -63,12 +64,17 @@ class Program:
         self.call = _generate(copy, made, device, self._file)
 
     def explain(self, error: Exception) -> BackendError:
-        """A torch error as one that names device, operator and layer."""
+        """A torch error as one that names device, operator and layer, and an index out of range."""
         where, trace = "", error.__traceback__
         while trace is not None:
             line = trace.tb_lineno - _HEAD_LINES - 1
             if trace.tb_frame.f_code.co_filename == self._file and 0 <= line < len(self._calls):
-                node = self._calls[line]
+                node, tensors = self._calls[line], trace.tb_frame.f_locals
+                try:
+                    for bound in index_bounds(node):
+                        bound.check(self._name, tensors[bound.index.name].cpu().numpy())
+                except BackendError as outside:
+                    return outside
                 where = f"{operator_name(node)} of layer {node.meta.get('layer', '?')}: "
             trace = trace.tb_next
         return BackendError(f"{self._name}: {where}{error}")

@@ -16,6 +16,8 @@ def simplify(graph: fx.Graph) -> None:
         if node.target in (aten.view.default, aten._unsafe_view.default):
             # Strides here may differ from those of tracing: where a view is none, copy.
             node.target = aten.reshape.default
+        elif node.target is aten.fill.Tensor:
+            _fill_with_scalar(graph, node)
         elif node.target is aten.t.default:
             _cancel_transposes(node)
         elif node.target is aten.sub.Tensor:
@@ -23,6 +25,17 @@ def simplify(graph: fx.Graph) -> None:
         elif node.target is aten.add.Tensor:
             _fuse_product_into_sum(node)
     graph.eliminate_dead_code()
+
+
+def _fill_with_scalar(graph: fx.Graph, node: fx.Node) -> None:
+    """torch fills with a 0-d tensor alone, graphs with any of one element."""
+    value = node.args[1]
+    assert isinstance(value, fx.Node)
+    if value.meta["val"].dim() > 0:
+        with graph.inserting_before(node):
+            scalar = graph.call_function(aten.reshape.default, (value, []))
+        scalar.meta = {**value.meta, "val": value.meta["val"].reshape(())}
+        node.args = (node.args[0], scalar)
 
 
 def _cancel_transposes(node: fx.Node) -> None:

@@ -15,6 +15,7 @@ from torch import fx
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Buffer, Chunk, Event, Executable
 from hetpipe.sdk.info import DeviceInfo
+from hetpipe.sdk.inputs import Form, check_inputs, input_forms
 
 from .device import Array, CompiledGraph, TorchBuffer, TorchDevice, copy_array, host_array
 
@@ -172,7 +173,7 @@ class StreamDevice(TorchDevice):
         self._origin = self.compute.mark()
 
     def compile(self, graph: fx.GraphModule) -> Executable:
-        return _StreamExecutable(self, self.prepare(graph))
+        return _StreamExecutable(self, self.prepare(graph), input_forms(graph))
 
     def event(self, lane: Lane, start: Any) -> StreamEvent:
         """The event of everything on the lane since the native event `start`."""
@@ -227,9 +228,10 @@ class StreamDevice(TorchDevice):
 
 
 class _StreamExecutable(Executable):
-    def __init__(self, device: StreamDevice, program: CompiledGraph) -> None:
+    def __init__(self, device: StreamDevice, program: CompiledGraph, forms: Sequence[Form]) -> None:
         self._device = device
         self._program = program
+        self._forms = forms
 
     def run(
         self,
@@ -239,6 +241,7 @@ class _StreamExecutable(Executable):
         queue: int = 0,
     ) -> tuple[list[Buffer], Event, Sequence[Chunk]]:
         device, lane = self._device, self._device.compute
+        check_inputs(device.info.id, inputs, self._forms)
         lane.order(after)
         start = lane.mark()
         with device.module.stream(lane.stream):

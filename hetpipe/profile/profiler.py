@@ -147,7 +147,7 @@ def _donated(slot: Slot, program: Program) -> bool:
 
 def _example(slot: Slot, constants: Mapping[str, Any], rng: np.random.Generator) -> Any:
     if slot.role == CONSTANT:
-        return np.ascontiguousarray(constants[slot.name])
+        return np.asarray(constants[slot.name], order="C")  # a 0-d one stays 0-d
     if slot.dtype in ("float32", "float64", "float16"):
         if slot.role in ("state", "grad", "scalar"):
             return np.zeros(slot.shape, slot.dtype)

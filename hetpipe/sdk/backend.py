@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hetpipe.sdk.info import DeviceInfo
+from hetpipe.sdk.inputs import Form, check_inputs, input_forms
 
 if TYPE_CHECKING:
     import torch
@@ -215,7 +216,7 @@ class BlockingDevice(Device):
         from hetpipe.sdk.graph import require_support
 
         require_support(self, graph)
-        return _BlockingExecutable(self, self._compile(graph))
+        return _BlockingExecutable(self, self._compile(graph), input_forms(graph))
 
     def upload(
         self,
@@ -237,9 +238,10 @@ class BlockingDevice(Device):
 
 
 class _BlockingExecutable(Executable):
-    def __init__(self, device: BlockingDevice, program: Any) -> None:
+    def __init__(self, device: BlockingDevice, program: Any, forms: Sequence[Form]) -> None:
         self._device = device
         self._program = program
+        self._forms = forms
 
     def run(
         self,
@@ -248,6 +250,7 @@ class _BlockingExecutable(Executable):
         after: Sequence[Event] = (),
         queue: int = 0,
     ) -> tuple[list[Buffer], Event, Sequence[Chunk]]:
+        check_inputs(self._device.info.id, inputs, self._forms)
         for event in after:
             event.wait()
         return self._device._run(self._program, list(inputs), donate), DONE, ()

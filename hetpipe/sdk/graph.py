@@ -91,6 +91,33 @@ def require_support(device: Device, graph: fx.GraphModule) -> None:
             )
 
 
+def why_not_fill(node: fx.Node) -> str | None:
+    """Why no device runs a node: a fill with a tensor of several elements. Or None."""
+    if node.target is not torch.ops.aten.fill.Tensor:
+        return None
+    count = node.args[1].meta["val"].numel()  # type: ignore[union-attr] # a tensor
+    return None if count == 1 else f"a fill takes one element, but its tensor has {count}"
+
+
+def why_not_strided(node: fx.Node) -> str | None:
+    """Why a node is no `as_strided` of the row-major tensor: it reads past that. Or None."""
+    if node.target is not torch.ops.aten.as_strided.default:
+        return None
+    size, offset = node.meta["val"].shape, strided_offset(node)
+    strides: Any = node.args[2]
+    last = offset + sum((n - 1) * step for n, step in zip(size, strides, strict=True))
+    count = node.args[0].meta["val"].numel()  # type: ignore[union-attr] # a tensor
+    if size.numel() == 0 or last < count:
+        return None
+    return f"as_strided reaches element {last} of a tensor that has {count}"
+
+
+def strided_offset(node: fx.Node) -> int:
+    """The first element that an `as_strided` reads."""
+    offset: Any = node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")
+    return int(offset or 0)
+
+
 _Ref = tuple[str, Any]
 
 

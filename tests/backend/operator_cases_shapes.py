@@ -209,3 +209,9 @@ case(
 )
 case("mm_large", lambda a, b: a @ b, r(100, 130), r(130, 70), terms=130, large=True)
 case("reshape_whole", lambda a: aten.reshape(a.t(), [12]) + 1, r(3, 4))
+case("fill", lambda a, b: (aten.fill(a, 2.5), aten.fill(a, b) + a), r(3, 4), r())
+case(
+    "as_strided",
+    lambda a: (aten.as_strided(a, [12], [1]) + 1, aten.as_strided(a, [2, 3], [1, 4], 1)),
+    r(3, 4),
+)

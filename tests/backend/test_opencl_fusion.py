@@ -20,6 +20,7 @@ from opencl_devices import (
     upload,
 )
 
+from hetpipe.errors import BackendError
 from hetpipe.sdk.operators import keep_mask
 from hetpipe.sdk.registry import get_backend
 
@@ -194,6 +195,8 @@ def test_an_index_out_of_range_is_seen(device_id: str) -> None:
     executable = compiled(device, torch.ops.aten.embedding, table, torch.tensor([1, 2, 3, 0]))
     buffers, events = upload(device, table, torch.tensor([1, 9, 3, -5]))
     (output,), event, _ = executable.run(buffers, after=events)
-    rows = fetch(device, output, [event])
+    with pytest.raises(BackendError, match="index -5 is out of range for size 4"):
+        event.wait()
+    rows = fetch(device, output)
     np.testing.assert_array_equal(rows[[0, 2]], table[[1, 3]].numpy())
     assert np.isnan(rows[[1, 3]]).all()

@@ -10,6 +10,8 @@ import torch
 from found_devices import opened, run, trace
 from opencl_products import INTERPRETERS, OPENCL, check_close, on_device
 
+from hetpipe.errors import BackendError
+
 aten = torch.ops.aten
 SOFTMAX = [
     ((32, 10), 1), ((3, 50), -1), ((2, 3, 5, 7), 1), ((4, 100), 0), ((7,), 0), ((2, 3, 33), 1)
@@ -81,14 +83,12 @@ def test_nll(device_id: str, shape: tuple[int, ...], reduction: int, weighted: b
 
 
 @pytest.mark.parametrize("device_id", OPENCL)
-def test_a_class_that_does_not_exist_makes_the_loss_nan(device_id: str) -> None:
-    """torch raises on a CPU; a device cannot, and must not read beyond the scores."""
+def test_a_class_that_does_not_exist_is_refused(device_id: str) -> None:
     x, fine, wrong = random(3, 5), torch.tensor([1, 4, 2]), torch.tensor([1, 5, 2])
-
     graph = trace(lambda x, t: aten.nll_loss_forward(x, t, None, 1, -100), (x, fine), {})
-    for target, finite in ((fine, True), (wrong, False)):
-        found = run(opened(device_id), graph, [x.numpy(), target.numpy()])
-        assert bool(np.isfinite(found[0])) == finite
+    assert np.isfinite(run(opened(device_id), graph, [x.numpy(), fine.numpy()])[0])
+    with pytest.raises(BackendError, match="index 5 is out of range for size 5"):
+        run(opened(device_id), graph, [x.numpy(), wrong.numpy()])
 
 
 @pytest.mark.parametrize("device_id", INTERPRETERS)

@@ -96,7 +96,7 @@ def _as_heads(builder: Builder, value: Value, shape: tuple[int, ...]) -> Expr:
     return builder.view(loaded, lambda layout: layouts.permute(layout, (0, 2, 1, 3)))
 
 
-@lowers("hetpipe.attention.default", supports=why_not_all_float32)
+@lowers("hetpipe.attention.default", supports=why_not_all_float32, kept=True)
 def attention(builder: Builder, node: fx.Node) -> None:
     """(out, logsumexp)."""
     query_node, key_node, value_node, causal, scale = arguments(node)
@@ -115,7 +115,7 @@ def attention(builder: Builder, node: fx.Node) -> None:
     builder.define_results(node, results)
 
 
-@lowers("hetpipe.attention_backward.default", supports=why_not_all_float32)
+@lowers("hetpipe.attention_backward.default", supports=why_not_all_float32, kept=True)
 def attention_backward(builder: Builder, node: fx.Node) -> None:
     """(grad_query, grad_key, grad_value)."""
     *tensors, causal, scale = arguments(node)

@@ -214,7 +214,7 @@ def _gradient_copy(builder: Builder, g: Geometry, dy: Value, border: bool = True
     return channels_last(builder, dy, g.out_size, axes)
 
 
-@lowers("aten.convolution.default", supports=why_not)
+@lowers("aten.convolution.default", supports=why_not, kept=True)
 def convolution(builder: Builder, node: fx.Node) -> None:
     """y; a transposed convolution is the input gradient of the one it transposes."""
     x_node, weight_node, bias_node, *_ = arguments(node)
@@ -228,7 +228,7 @@ def convolution(builder: Builder, node: fx.Node) -> None:
     builder.result(node, builder.reshape(y, node.meta["val"].shape))
 
 
-@lowers("aten.convolution_backward.default", supports=why_not)
+@lowers("aten.convolution_backward.default", supports=why_not, kept=True)
 def convolution_backward(builder: Builder, node: fx.Node) -> None:
     """(dx, dw, db), each only if `output_mask` asks for it."""
     dy_node, x_node, weight_node = arguments(node)[:3]

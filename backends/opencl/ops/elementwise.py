@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from hetpipe.sdk.graph import dtype_name, operator_name
+from hetpipe.sdk.graph import dtype_name, operator_name, why_not_fill
 
+from .. import layouts
 from ..builder import Builder, node_dtype, node_shape
 from ..expr import Expr
 from ._common import FLOATS, argument, cast, choose, operands, truth
@@ -294,7 +295,13 @@ def copy(builder: Builder, node: fx.Node) -> None:
     builder.define(node, expr)
 
 
-@lowers("aten.copy.default", "aten.fill.Scalar", "aten.fill.Tensor")
+@lowers("aten.copy.default", "aten.fill.Scalar")
 def overwrite(builder: Builder, node: fx.Node) -> None:
     (expr,) = operands(builder, node, node.args[1:2])
     builder.define(node, expr)
+
+
+@lowers("aten.fill.Tensor", supports=why_not_fill)
+def fill(builder: Builder, node: fx.Node) -> None:
+    value = builder.view(builder.expr(node.args[1]), lambda layout: layouts.reshape(layout, ()))
+    builder.define(node, builder.expand(cast(builder, value, node_dtype(node)), node_shape(node)))

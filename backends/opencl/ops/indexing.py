@@ -51,6 +51,9 @@ def embedding(builder: Builder, node: fx.Node) -> None:
 def index_select(builder: Builder, node: fx.Node) -> None:
     source: Any = node.args[0]
     table, shape = node_shape(source), node_shape(node)
+    if not table:  # its one element is dimension 0
+        builder.define(node, builder.expr(source))
+        return
     dim: Any = node.args[1]
     dim %= len(table)
     index = _index(builder, node.args[2], shape, dim)
@@ -62,11 +65,12 @@ def index_select(builder: Builder, node: fx.Node) -> None:
 @lowers("aten.gather.default")
 def gather(builder: Builder, node: fx.Node) -> None:
     source: Any = node.args[0]
-    table = node_shape(source)
+    table = node_shape(source) or (1,)  # a 0-d tensor or index has one row
     dim: Any = node.args[1]
-    dim %= max(1, len(table))
+    dim %= len(table)
     strides = list(_strides(table))
     step, strides[dim] = strides[dim], 0
+    strides = strides[: len(node_shape(node))]
     index = builder.expr(node.args[2])
     _read(builder, node, builder.value(source), strides, [(index, step, table[dim])])
 
@@ -115,7 +119,7 @@ def _unscaled(node: fx.Node) -> str | None:
     return "scale_grad_by_freq=True has no kernel" if scaled else None
 
 
-@lowers("aten.embedding_dense_backward.default", supports=_unscaled)
+@lowers("aten.embedding_dense_backward.default", supports=_unscaled, kept=True)
 def embedding_backward(builder: Builder, node: fx.Node) -> None:
     """Sums the gradients of each row in the order of the samples: the same on every run."""
     arguments: Any = node.args

@@ -44,7 +44,7 @@ def _over_classes(
         )  # fmt: skip
 
 
-@lowers("aten._softmax.default", "aten._log_softmax.default", supports=why_not_float32)
+@lowers("aten._softmax.default", "aten._log_softmax.default", supports=why_not_float32, kept=True)
 def softmax(builder: Builder, node: fx.Node) -> None:
     """Softmax over one dimension, or its logarithm."""
     x_node, dim, _ = arguments(node)
@@ -58,6 +58,7 @@ def softmax(builder: Builder, node: fx.Node) -> None:
     "aten._softmax_backward_data.default",
     "aten._log_softmax_backward_data.default",
     supports=why_not_float32,
+    kept=True,
 )
 def softmax_backward(builder: Builder, node: fx.Node) -> None:
     """dx from dy and the forward's own result."""
@@ -77,7 +78,10 @@ def _samples(shape: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 @lowers(
-    "aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default", supports=why_not_float32
+    "aten.nll_loss_forward.default",
+    "aten.nll_loss2d_forward.default",
+    supports=why_not_float32,
+    kept=True,
 )
 def nll_loss(builder: Builder, node: fx.Node) -> None:
     """(loss, total weight)."""
@@ -96,7 +100,10 @@ def nll_loss(builder: Builder, node: fx.Node) -> None:
 
 
 @lowers(
-    "aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default", supports=why_not_float32
+    "aten.nll_loss_backward.default",
+    "aten.nll_loss2d_backward.default",
+    supports=why_not_float32,
+    kept=True,
 )
 def nll_loss_backward(builder: Builder, node: fx.Node) -> None:
     """The gradient of the scores."""

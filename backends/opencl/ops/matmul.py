@@ -177,13 +177,14 @@ def _lower(
     builder.result(node, builder.reshape(lower_product(builder, product), shape))
 
 
-@lowers("aten.mm.default", "aten.bmm.default", supports=why_not_all_float32)
+@lowers("aten.mm.default", "aten.bmm.default", supports=why_not_all_float32, kept=True)
 def matmul(builder: Builder, node: fx.Node) -> None:
     """`mm(A, B)` and `bmm(A, B)`."""
     _lower(builder, node, arguments(node)[0], arguments(node)[1], None, beta=0.0, alpha=1.0)
 
 
-@lowers("aten.addmm.default", "aten.baddbmm.default", supports=why_not_all_float32)
+@lowers("aten.addmm.default", supports=why_not_all_float32, kept=True)
+@lowers("aten.baddbmm.default", supports=why_not_all_float32)
 def biased_matmul(builder: Builder, node: fx.Node) -> None:
     """`beta * bias + alpha * A @ B`, the bias broadcast."""
     bias, left, right = arguments(node)[:3]

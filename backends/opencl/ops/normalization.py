@@ -57,7 +57,7 @@ def _infer(
     return y
 
 
-@lowers("aten._native_batch_norm_legit_functional.default", supports=why_not_float32)
+@lowers("aten._native_batch_norm_legit_functional.default", supports=why_not_float32, kept=True)
 def batch_norm_functional(builder: Builder, node: fx.Node) -> None:
     """(y, mean, rstd, new running mean, new running variance)."""
     x_node, weight, bias, mean, var, training, momentum, eps = arguments(node)
@@ -70,7 +70,7 @@ def batch_norm_functional(builder: Builder, node: fx.Node) -> None:
     builder.result(node, (y, *_no_statistics(builder), old_mean, old_var))
 
 
-@lowers("aten._native_batch_norm_legit_no_training.default", supports=why_not_float32)
+@lowers("aten._native_batch_norm_legit_no_training.default", supports=why_not_float32, kept=True)
 def batch_norm_inference(builder: Builder, node: fx.Node) -> None:
     """(y, nothing, nothing) from running statistics."""
     x_node, weight, bias, mean, var, _, eps = arguments(node)
@@ -79,7 +79,7 @@ def batch_norm_inference(builder: Builder, node: fx.Node) -> None:
     builder.result(node, (y, *_no_statistics(builder)))
 
 
-@lowers("aten._native_batch_norm_legit.no_stats", supports=why_not_float32)
+@lowers("aten._native_batch_norm_legit.no_stats", supports=why_not_float32, kept=True)
 def batch_norm_no_stats(builder: Builder, node: fx.Node) -> None:
     """(y, mean, rstd) of the batch, without running statistics."""
     x_node, weight, bias, _, momentum, eps = arguments(node)
@@ -92,7 +92,7 @@ def _no_statistics(builder: Builder) -> tuple[Value, Value]:
     return builder.new((0,), "float32"), builder.new((0,), "float32")
 
 
-@lowers("aten.native_batch_norm_backward.default", supports=why_not_float32)
+@lowers("aten.native_batch_norm_backward.default", supports=why_not_float32, kept=True)
 def batch_norm_backward(builder: Builder, node: fx.Node) -> None:
     """(dx, dweight, dbias), each only if `output_mask` asks for it."""
     dy_node, x_node, weight, running_mean, running_var, mean, rstd, train, eps, mask = arguments(
@@ -115,7 +115,7 @@ def batch_norm_backward(builder: Builder, node: fx.Node) -> None:
     builder.result(node, tuple(out))
 
 
-@lowers("aten.native_layer_norm.default", supports=why_not_float32)
+@lowers("aten.native_layer_norm.default", supports=why_not_float32, kept=True)
 def layer_norm(builder: Builder, node: fx.Node) -> None:
     """(y, mean, rstd)."""
     x_node, normalized, weight, bias, eps = arguments(node)
@@ -131,7 +131,7 @@ def layer_norm(builder: Builder, node: fx.Node) -> None:
     builder.result(node, (y, mean, rstd))
 
 
-@lowers("aten.native_layer_norm_backward.default", supports=why_not_float32)
+@lowers("aten.native_layer_norm_backward.default", supports=why_not_float32, kept=True)
 def layer_norm_backward(builder: Builder, node: fx.Node) -> None:
     """(dx, dweight, dbias), each only if `output_mask` asks for it."""
     dy_node, x_node, normalized, mean_node, rstd_node, weight, _, mask = arguments(node)

@@ -36,7 +36,7 @@ def _argument(args: Sequence[Any], index: int, default: Any) -> Any:
     return args[index] if len(args) > index else default
 
 
-@lowers("aten.max_pool2d_with_indices.default", supports=why_not_float32)
+@lowers("aten.max_pool2d_with_indices.default", supports=why_not_float32, kept=True)
 def max_pool(builder: Builder, node: fx.Node) -> None:
     """(y, indices); indices count pixels of a plane."""
     args = arguments(node)
@@ -54,7 +54,7 @@ def max_pool(builder: Builder, node: fx.Node) -> None:
     builder.result(node, (y, index))
 
 
-@lowers("aten.max_pool2d_with_indices_backward.default", supports=why_not_float32)
+@lowers("aten.max_pool2d_with_indices_backward.default", supports=why_not_float32, kept=True)
 def max_pool_backward(builder: Builder, node: fx.Node) -> None:
     """dx: each dy added where the forward found its maximum."""
     dy, index = builder.value(arguments(node)[0]), builder.value(arguments(node)[7])
@@ -96,13 +96,13 @@ def _mean_backward(builder: Builder, node: fx.Node, windows: tuple[int, ...]) ->
     builder.result(node, dx)
 
 
-@lowers("aten.avg_pool2d.default", supports=why_not_float32)
+@lowers("aten.avg_pool2d.default", supports=why_not_float32, kept=True)
 def mean_pool(builder: Builder, node: fx.Node) -> None:
     """y: averages of windows."""
     _mean(builder, node, _windows(arguments(node), 1))
 
 
-@lowers("aten.avg_pool2d_backward.default", supports=why_not_float32)
+@lowers("aten.avg_pool2d_backward.default", supports=why_not_float32, kept=True)
 def mean_pool_backward(builder: Builder, node: fx.Node) -> None:
     """dx: each dy shared over its window."""
     _mean_backward(builder, node, _windows(arguments(node), 2))

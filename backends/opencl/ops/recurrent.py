@@ -35,7 +35,7 @@ def _launch(
     )  # fmt: skip
 
 
-@lowers("hetpipe.lstm.default", supports=why_not_float32)
+@lowers("hetpipe.lstm.default", supports=why_not_float32, kept=True)
 def lstm(builder: Builder, node: fx.Node) -> None:
     """(y, c, gates)."""
     gates_x, h0, c0 = (builder.value(arg) for arg in arguments(node)[:3])
@@ -50,7 +50,7 @@ def lstm(builder: Builder, node: fx.Node) -> None:
     builder.result(node, results)
 
 
-@lowers("hetpipe.lstm_backward.default", supports=why_not_float32)
+@lowers("hetpipe.lstm_backward.default", supports=why_not_float32, kept=True)
 def lstm_backward(builder: Builder, node: fx.Node) -> None:
     """(grad_gates_x, grad_h0, grad_c0)."""
     grad_y_node, grad_last_c, *others, weight_node = arguments(node)

@@ -27,15 +27,20 @@ class Lowering:
 
     lower: Lower
     supports: Supports | None = None
+    kept: bool = False
+    """Whether graphs keep the operator: it has a kernel of its own."""
 
 
 LOWERINGS: dict[str, Lowering] = {}
 
 
-def lowers(*operators: str, supports: Supports | None = None) -> Callable[[Lower], Lower]:
+def lowers(
+    *operators: str, supports: Supports | None = None, kept: bool = False
+) -> Callable[[Lower], Lower]:
     """Register a lowering for operators such as `aten.mm.default`, or `getitem`.
 
-    `supports` tells why a node cannot be lowered, or returns None if it can.
+    `supports` tells why a node cannot be lowered, or returns None if it can. Operators that are
+    `kept` have a kernel of their own, and are not decomposed.
     Raises `ValueError` if an operator has a lowering already.
     """
 
@@ -44,7 +49,12 @@ def lowers(*operators: str, supports: Supports | None = None) -> Callable[[Lower
             if operator in LOWERINGS:
                 known = LOWERINGS[operator].lower
                 raise ValueError(f"{operator} is lowered by {known.__module__} already")
-            LOWERINGS[operator] = Lowering(lower, supports)
+            LOWERINGS[operator] = Lowering(lower, supports, kept)
         return lower
 
     return register
+
+
+def kept_operators() -> frozenset[str]:
+    """The operators that are not decomposed."""
+    return frozenset(name for name, lowering in LOWERINGS.items() if lowering.kept)

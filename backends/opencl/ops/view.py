@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import fx
 
-from hetpipe.sdk.graph import operator_name
+from hetpipe.sdk.graph import operator_name, strided_offset, why_not_strided
 
 from .. import layouts
 from ..builder import Builder, node_dtype, node_shape
-from ..expr import Const, Expr, Layout, View
+from ..expr import Const, Expr, Layout, Load, View
 from ._common import argument, cast
 from .registry import lowers
 
@@ -81,6 +81,15 @@ def _selected(node: fx.Node, first: int) -> tuple[tuple[int, ...], int, int]:
     index: Any = node.args[first + 1]
     shape = node_shape(tensor)
     return shape, _dim(node.args[first], len(shape)), int(index)
+
+
+@lowers("aten.as_strided.default", supports=why_not_strided)
+def as_strided(builder: Builder, node: fx.Node) -> None:
+    """Graphs hold one only where its operand was row-major when it was traced."""
+    source = builder.value(node.all_input_nodes[0])
+    strides: Any = node.args[2]
+    layout = Layout(node_shape(node), tuple(strides), strided_offset(node))
+    builder.define(node, builder.pool.make(Load, layout.shape, source.dtype, source, layout))
 
 
 @lowers("aten.diagonal.default")

@@ -1,0 +1,73 @@
+"""Indices out of range: a pass computes the least of them, and its end reads that.
+
+Kernels themselves read and write nothing outside a tensor: what an index outside would have given
+is NaN (0 for integers) or left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import fx
+
+from hetpipe.sdk.indices import Bound, index_bounds
+
+from .builder import Builder
+from .expr import Const, Expr, Value, loads
+from .memory import Bytes, Memory
+from .reduce import MINIMUM, reduce
+
+NONE = int(np.iinfo(np.int64).max)
+"""Stands for no index outside."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """`value`, int64 of one element, is the least index outside `bound`, or NONE."""
+
+    bound: Bound
+    value: Value
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a check in one run; the host has its 8 bytes when the run has ended."""
+
+    bound: Bound
+    memory: Memory
+    host: Bytes
+
+    def check(self, device_id: str) -> None:
+        """Raise `BackendError` if an index was outside."""
+        least = int(self.host[:8].view(np.int64)[0])
+        if least != NONE:
+            raise self.bound.error(device_id, least)
+
+
+def checks(builder: Builder, calls: Iterable[fx.Node]) -> tuple[Check, ...]:
+    """Lower the checks of all calls that take indices; calls with the same bound share one."""
+    distinct: dict[tuple[Any, ...], Check] = {}
+    for bound in (bound for node in calls for bound in index_bounds(node)):
+        index = builder.expr(bound.index)
+        key = (index, bound.low, bound.size, bound.ignored)
+        # Indices that read no tensor are the graph's own constants: torch took them when it traced.
+        if key not in distinct and index.numel and loads(index):
+            distinct[key] = Check(bound, _least_outside(builder, index, bound))
+    return tuple(distinct.values())
+
+
+def _least_outside(builder: Builder, index: Expr, bound: Bound) -> Value:
+    if index.dtype != "int64":
+        index = builder.apply("convert_{T}({0})", "int64", index, weight=0)
+    ignored = bound.low if bound.ignored is None else bound.ignored
+    numbers = (
+        builder.pool.make(Const, index.shape, "int64", number)
+        for number in (NONE, bound.low, bound.size, ignored)
+    )
+    inside = "(({0} >= {2}) & ({0} < {3})) | ({0} == {4})"
+    code = f"select({{0}}, {{1}}, convert_{{M}}({inside}))"
+    outside = builder.apply(code, "int64", index, *numbers, weight=4)
+    return reduce(builder, outside, range(len(index.shape)), MINIMUM)

@@ -1,0 +1,38 @@
+"""A run is given the tensors that its graph was compiled for: one check for all backends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hetpipe.errors import BackendError
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from hetpipe.sdk.backend import Buffer
+
+Form = tuple[tuple[int, ...], str]
+"""(shape, dtype) of a tensor."""
+
+
+def input_forms(graph: fx.GraphModule) -> tuple[Form, ...]:
+    """The form of every placeholder, in order."""
+    from hetpipe.sdk.graph import dtype_name, graph_inputs
+
+    values = [node.meta["val"] for node in graph_inputs(graph)]
+    return tuple((tuple(map(int, val.shape)), dtype_name(val.dtype)) for val in values)
+
+
+def check_inputs(device_id: str, inputs: Sequence[Buffer], forms: Sequence[Form]) -> None:
+    """Raise `BackendError`, with both forms, unless `inputs` have those that were compiled for."""
+    if len(inputs) != len(forms):
+        raise BackendError(
+            f"{device_id}: the graph takes {len(forms)} inputs, but the run was given {len(inputs)}"
+        )
+    for number, (buffer, (shape, dtype)) in enumerate(zip(inputs, forms, strict=True)):
+        if buffer.shape != shape or buffer.dtype != dtype:
+            raise BackendError(
+                f"{device_id}: input {number} is {buffer.dtype}{list(buffer.shape)}, but the graph "
+                f"was compiled for {dtype}{list(shape)}: compile it for the other sizes too"
+            )

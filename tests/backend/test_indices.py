@@ -1,0 +1,103 @@
+"""Indices out of range are refused by every backend as torch refuses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from found_devices import infos, opened, trace
+
+from hetpipe.errors import BackendError
+from hetpipe.sdk.backend import Device, Executable
+from hetpipe.sdk.graph import graph_calls
+from hetpipe.sdk.registry import get_backend
+
+aten = torch.ops.aten
+DEVICES = [info.id for info in infos()]
+X = torch.arange(20.0).reshape(4, 5)
+SCORES = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
+
+
+def nll_and_gradient(x: torch.Tensor, target: torch.Tensor) -> Any:
+    x = x.detach().requires_grad_()
+    with torch.enable_grad():
+        loss = F.cross_entropy(x, target)
+        return loss.detach(), *torch.autograd.grad(loss, [x])
+
+
+def results(
+    executable: Executable, device: Device, x: torch.Tensor, index: list[int]
+) -> list[np.ndarray[Any, Any]]:
+    """What a run gives, once it has ended."""
+    buffers = [device.upload(array)[0] for array in (x.numpy(), np.array(index))]
+    outputs, event, _ = executable.run(buffers)
+    event.wait(60)
+    arrays = [np.empty(buffer.shape, buffer.dtype) for buffer in outputs]
+    for buffer, array in zip(outputs, arrays, strict=True):
+        device.download(buffer, array).wait(60)
+    return arrays
+
+
+# (what is indexed, a legal index, what is done with them, its size, whether negatives are legal)
+CASES: dict[str, tuple[torch.Tensor, list[int], Callable[..., Any], int, bool]] = {
+    "embedding": (X, [0, 3], lambda x, i: F.embedding(i, x), 4, False),
+    "embedding_2d": (X, [0, 3], lambda x, i: F.embedding(i.expand(3, 2), x) * 2, 4, False),
+    "embedding_int32": (X, [0, 3], lambda x, i: F.embedding(i.int(), x), 4, False),
+    "index_select": (X, [0, 4], lambda x, i: x.index_select(1, i), 5, False),
+    "gather": (X, [0, 4], lambda x, i: x.gather(1, i.expand(3, 2)), 5, False),
+    "scatter": (X, [0, 4], lambda x, i: aten.scatter.value(x, 1, i.expand(3, 2), 2.0), 5, False),
+    "scatter_add": (X, [0, 4], lambda x, i: x.scatter_add(1, i.expand(3, 2), x), 5, False),
+    "cross_entropy": (SCORES, [1, 0, -100, 4], nll_and_gradient, 5, False),
+    "computed": (X, [0, 3], lambda x, i: F.embedding(2 * i - i, x), 4, False),
+    "index": (X, [0, -4], lambda x, i: x[i], 4, True),
+    "index_second": (X, [0, -5], lambda x, i: x[:, i] * 2, 5, True),
+    "index_pair": (X, [0, -4], lambda x, i: x[i, i], 4, True),
+    "index_put": (X, [0, -4], lambda x, i: aten.index_put(x, [i], x[:2], True), 4, True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("device_id", DEVICES)
+def test_legal_indices_are_taken_and_others_refused(device_id: str, case: str) -> None:
+    x, legal, fn, size, negatives = CASES[case]
+    device = opened(device_id)
+    graph = trace(fn, [x, torch.tensor(legal)], get_backend(device.info.backend).decompositions())
+    if any(device.supports(node) is not None for node in graph_calls(graph)):
+        pytest.skip("the device refuses the operator when planning")
+    executable = device.compile(graph)
+    expected = fn(x, torch.tensor(legal))
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    for array, tensor in zip(results(executable, device, x, legal), expected, strict=True):
+        np.testing.assert_allclose(array, tensor.numpy(), rtol=1e-5, atol=1e-6)
+    for bad in (size, -size - 1 if negatives else -1):
+        message = (
+            rf"{device_id}: aten\.\S+ of layer \?: index {bad} is out of range for size {size}"
+        )
+        with pytest.raises(BackendError, match=message):
+            results(executable, device, x, [*legal[:-1], bad])
+
+
+@pytest.mark.parametrize("device_id", DEVICES)
+def test_a_refused_run_leaves_the_executable_usable(device_id: str) -> None:
+    device = opened(device_id)
+    table = get_backend(device.info.backend).decompositions()
+    graph = trace(lambda x, i: F.embedding(i, x), [X, torch.ones(2).long()], table)
+    executable = device.compile(graph)
+    with pytest.raises(BackendError, match="index 9 is out of range for size 4"):
+        results(executable, device, X, [1, 9])
+    (rows,) = results(executable, device, X, [1, 3])
+    np.testing.assert_array_equal(rows, X.numpy()[[1, 3]])
+
+
+@pytest.mark.parametrize("device_id", [i for i in DEVICES if i.startswith("opencl")])
+def test_a_graph_without_indices_from_outside_has_no_check(device_id: str) -> None:
+    """A table that is looked up by a constant costs nothing more."""
+    device = opened(device_id)
+    table = get_backend("opencl").decompositions()
+    graph = trace(lambda x: F.embedding(torch.arange(3), x), [X], table)
+    executable: Any = device.compile(graph)
+    assert executable._lowered.checks == ()

@@ -1,0 +1,26 @@
+"""Operators that have an OpenCL kernel of their own are not decomposed, and say so once."""
+
+from __future__ import annotations
+
+import pytest
+from hetpipe.backends.opencl import ops  # noqa: F401 - registers the lowerings
+from hetpipe.backends.opencl.ops.registry import LOWERINGS, Lowering, kept_operators
+
+from hetpipe.sdk.registry import get_backend
+
+
+def test_kept_operators_are_not_decomposed() -> None:
+    decomposed = {str(operator) for operator in get_backend("opencl").decompositions()}
+    assert "hetpipe.lstm.default" in kept_operators()
+    assert "aten.native_layer_norm_backward.default" in kept_operators()
+    assert not kept_operators() & decomposed
+    assert "aten._adaptive_avg_pool2d.default" not in kept_operators()
+
+
+def test_a_registration_is_all_that_keeps_an_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "aten.hardswish.default"
+    table = {str(operator) for operator in get_backend("opencl").decompositions()}
+    assert name in table
+    monkeypatch.setitem(LOWERINGS, name, Lowering(lambda builder, node: None, kept=True))
+    table = {str(operator) for operator in get_backend("opencl").decompositions()}
+    assert name not in table

@@ -1,0 +1,35 @@
+"""A profile gives constants to a device in their own shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hetpipe.capture import capture
+from hetpipe.profile.profiler import measure_layers
+from hetpipe.sdk.registry import get_backend, open_device
+
+
+class Masked(nn.Module):
+    """Fills a column with a number that the model holds as a 0-d tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x).clone()
+        y[:, 1:2].fill_(torch.tensor(0.5))
+        return y
+
+
+@pytest.mark.parametrize("backend", ["pytorch", "numpy"])
+def test_a_0d_constant_stays_0d(backend: str) -> None:
+    """It came as a vector of one element, which torch's fill refuses."""
+    model = capture(Masked(), F.mse_loss, (torch.randn(2, 3), torch.randn(2, 4)))
+    table = get_backend(backend).decompositions()
+    stages = model.stage_graphs([], [table], [2], None)
+    (times,) = measure_layers(open_device(f"{backend}:cpu:0"), stages, 2)
+    assert not isinstance(times, str), times
