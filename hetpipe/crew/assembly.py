@@ -28,7 +28,7 @@ from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Schedule
 from hetpipe.schedule.lanes import row_workers
 from hetpipe.wire.messages import Array, EdgeEnd
-from hetpipe.wire.shares import Place, Shares
+from hetpipe.wire.shares import Replica, Shares
 from hetpipe.wire.transport import Port
 from hetpipe.wire.wire import Wire, host_dtype
 
@@ -132,13 +132,13 @@ class Assembly:
         return {name: np.asarray(self._values[name], order="C") for name in names}
 
     def feeds_of(
-        self, place: Place, feeds: Sequence[Mapping[str, Array]], samples: Sequence[int]
+        self, replica: Replica, feeds: Sequence[Mapping[str, Array]], samples: Sequence[int]
     ) -> list[dict[str, Array]]:
         """Per micro-batch the leaves of the batch that a replica uses, and of them its rows."""
-        slots = self._feeds[place[0]][place[1]]
+        slots = self._feeds[replica.stage][replica.number]
         own_feeds = []
         for feed, size in zip(feeds, samples, strict=True):
-            lo, hi = self.shares.rows(place, size)
+            lo, hi = self.shares.rows(replica, size)
             leaves = {slot.name: feed[slot.name] for slot in slots[hi - lo]}
             own = leaves if hi - lo == size else {n: leaf[lo:hi] for n, leaf in leaves.items()}
             own_feeds.append({name: np.asarray(leaf, order="C") for name, leaf in own.items()})
@@ -168,7 +168,7 @@ class Assembly:
         for n, replicas in enumerate(self._feeds):
             for replica, slots in enumerate(replicas):
                 for m, size in enumerate(samples):
-                    lo, hi = self.shares.rows((n, replica), size)
+                    lo, hi = self.shares.rows(Replica(n, replica), size)
                     if hi - lo not in slots:
                         raise HetpipeError(
                             f"micro-batch {m} has {hi - lo} samples; stage {n} has programs for "

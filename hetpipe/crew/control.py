@@ -14,6 +14,23 @@ from hetpipe.wire.messages import Beat, Failure, Losses, News, Norm, Reply
 TICK_S = 1.0
 
 
+class Patience:
+    """How long nothing may move before workers are taken to be stuck; `saw` tells of each step."""
+
+    FIRST_STEP_S = 600.0
+    LEAST_S = 60.0
+    STEPS = 20  # times the longest so far
+
+    def __init__(self) -> None:
+        self.limit_s = self.FIRST_STEP_S
+        self._longest_s = 0.0
+
+    def saw(self, step_s: float) -> None:
+        """A step took so long."""
+        self._longest_s = max(self._longest_s, step_s)
+        self.limit_s = max(self.LEAST_S, self.STEPS * self._longest_s)
+
+
 class RemoteTraceError(Exception):
     """Carries a worker's traceback as the cause of a `WorkerError`."""
 

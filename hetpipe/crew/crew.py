@@ -16,6 +16,7 @@ from hetpipe.capture.program import StageGraphs
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.crew.answers import Answers, Posted, result_of
 from hetpipe.crew.assembly import Assembly
+from hetpipe.crew.control import Patience
 from hetpipe.crew.fleet import Fleet
 from hetpipe.crew.handout import Scripts, batch_of
 from hetpipe.crew.launcher import launch
@@ -29,10 +30,6 @@ from hetpipe.wire import messages as say
 from hetpipe.wire.messages import Array
 from hetpipe.wire.pieces import streams
 from hetpipe.wire.shares import Shares
-
-FIRST_STEP_S = 600.0
-LEAST_PATIENCE_S = 60.0
-PATIENCE = 20  # times the longest step so far
 
 
 class Crew:
@@ -56,7 +53,7 @@ class Crew:
         """How often stages were loaded: who loaded them can tell whether they are still there."""
         self._origin_s = 0.0  # of timelines: when the step, or the stream, began
         self._serial = 0
-        self._longest_s: float | None = None
+        self._patience = Patience()
         with self._guarded():
             everyone = list(self._index.values())
             opened = self._control.gather(everyone, start_timeout_s)
@@ -135,13 +132,13 @@ class Crew:
             for member, (ends, fds) in plugged.items():
                 own = tuple(
                     say.StageLoad(graphs[n][r], r, assembly.values_of(graphs[n][r]))
-                    for n, r in placement.places(member)
+                    for n, r in placement.replicas_of(member)
                 )
                 with fds:
                     message = say.Load(own, keep, state_init, ends, shares)
                     self._fleet.send(self._index[member], message, fds.numbers)
             self._control.gather(self._workers)
-        self._assembly, self._longest_s = assembly, None
+        self._assembly, self._patience = assembly, Patience()
         self._scripts.clear()
         self._posted.clear()
 
@@ -166,9 +163,7 @@ class Crew:
         if isinstance(request, StepRequest):
             assembly.check(request.samples, request.feeds, request.loss_tangents)
             if request.grad_scale is None and not assembly.has_count:
-                raise HetpipeError(
-                    "grad_scale is None, but the loss has no count to derive it from"
-                )
+                raise HetpipeError("grad_scale is None, and the loss has no count to make it from")
             microbatches, evaluates = len(request.samples), request.evaluates
         self._serial += 1
         # A schedule of its own may leave out micro-batches; it has one mini-batch all the same.
@@ -177,16 +172,15 @@ class Crew:
             now_s = time.monotonic()
             if part is None or part.begins == 0:
                 self._origin_s = now_s
-            of_workers = worker_rows(request.schedule)
-            lanes = {member: of_workers[row] for member, row in self._placement.row_of.items()}
-            counts = {member: len(own) for member, own in lanes.items()}
-            self._posted.append(Posted(now_s, counts))
+            rows = worker_rows(request.schedule)
+            lanes = {member: rows[row] for member, row in self._placement.row_of.items()}
+            self._posted.append(Posted(now_s, {member: len(own) for member, own in lanes.items()}))
             tellers = 1 if assembly.shares.in_turn else len(self._placement.members[-1])
             self._answers = Answers(request, tellers, len(lanes))
             script, schedule = self._scripts.send(request.schedule, self._serial)
             for member, own in lanes.items():
-                everywhere = self._placement.places(member)
-                active = [p for p in everywhere if assembly.shares.takes(p, place.begins)]
+                everywhere = self._placement.replicas_of(member)
+                active = [r for r in everywhere if assembly.shares.takes(r, place.begins)]
                 batch = batch_of(request, self._serial, active, assembly)
                 message = say.Step(
                     self._serial, script, schedule, own, place.closing, place.first,
@@ -197,11 +191,11 @@ class Crew:
 
     def collect(self, timeout_s: float | None = None) -> StepResult:
         """Wait for the oldest mini-batch that was handed out."""
-        patience_s = timeout_s if timeout_s is not None else self._patience_s()
+        patience_s = timeout_s if timeout_s is not None else self._patience.limit_s
         with self._guarded():
             posted = self._posted.popleft()
             reports = self._control.gather(self._workers, patience_s, self._answer)
-            self._longest_s = max(self._longest_s or 0.0, time.monotonic() - posted.begin_s)
+            self._patience.saw(time.monotonic() - posted.begin_s)
         return result_of(reports, posted, self._origin_s, self._answers.skipped)
 
     @property
@@ -278,11 +272,6 @@ class Crew:
         if member not in self._index:
             raise HetpipeError(f"no member {member!r}; the crew has {', '.join(self._index)}")
         return self._index[member]
-
-    def _patience_s(self) -> float:
-        if self._longest_s is None:
-            return FIRST_STEP_S
-        return max(LEAST_PATIENCE_S, PATIENCE * self._longest_s)
 
     @property
     def _workers(self) -> list[int]:

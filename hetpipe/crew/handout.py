@@ -8,11 +8,13 @@ from hetpipe.crew.assembly import Assembly
 from hetpipe.crew.request import Apply, Request
 from hetpipe.schedule.action import Schedule
 from hetpipe.wire import messages as say
-from hetpipe.wire.shares import Place
+from hetpipe.wire.shares import Replica
 
 
-def batch_of(request: Request, serial: int, own: Sequence[Place], assembly: Assembly) -> say.Apply:
-    """What a worker is sent of a request. `own` are the places that take part in it."""
+def batch_of(
+    request: Request, serial: int, own: Sequence[Replica], assembly: Assembly
+) -> say.Apply:
+    """What a worker is sent of a request. `own` are its replicas that take part."""
     if isinstance(request, Apply):
         return say.Apply(serial, request.number, request.lr, request.grad_scale, request.clip)
     none = (0,) * len(request.samples)
@@ -23,7 +25,7 @@ def batch_of(request: Request, serial: int, own: Sequence[Place], assembly: Asse
         grad_scale=None if request.guards else request.grad_scale,
         clip=request.clip,
         samples=request.samples,
-        feeds={n: assembly.feeds_of((n, r), request.feeds, request.samples) for n, r in own},
+        feeds={r.stage: assembly.feeds_of(r, request.feeds, request.samples) for r in own},
         loss_tangents=request.loss_tangents,
         seed=request.seed,
         lag={n: request.lag.get(n, none) for n, _ in own},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hetpipe.errors import HetpipeError
-from hetpipe.wire.shares import Place
+from hetpipe.wire.shares import Replica
 
 
 class Placement:
@@ -38,10 +38,10 @@ class Placement:
         """How many rows a schedule has for them."""
         return len(self._groups)
 
-    def places(self, member: str) -> list[Place]:
+    def replicas_of(self, member: str) -> list[Replica]:
         """The stages of a member, and which replica of them it is."""
         return [
-            (n, replicas.index(member))
+            Replica(n, replicas.index(member))
             for n, replicas in enumerate(self.members)
             if member in replicas
         ]

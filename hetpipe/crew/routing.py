@@ -8,23 +8,11 @@ from itertools import pairwise, permutations, product
 from hetpipe.capture.program import CUT, GRAD, PARAM, TANGENT, PassPrograms, Slot, StageGraphs
 from hetpipe.errors import HetpipeError
 from hetpipe.wire.rows import find_axes, kind_of, rows_of
-from hetpipe.wire.shares import Place, Shares, overlap
-from hetpipe.wire.wire import (
-    ALL_REDUCE,
-    BACKWARD,
-    EVALUATION,
-    FORWARD,
-    TIED_GRAD,
-    TIED_PARAM,
-    Axes,
-    Kind,
-    Layout,
-    Wire,
-    host_dtype,
-)
+from hetpipe.wire.shares import Replica, Shares, overlap
+from hetpipe.wire.wire import GRADIENTS, Axes, Content, Kind, Layout, Wire, host_dtype
 from hetpipe.worker.divided import exchanges
 
-Edge = tuple[Place, Place]
+Edge = tuple[Replica, Replica]
 """Source and target."""
 
 
@@ -44,22 +32,22 @@ def wires(
             layouts.setdefault(edge, {})[kind] = layout
 
     for n, replicas in enumerate(stages):
-        for source, target in permutations(shares.places(n), 2):
-            add((source, target), (ALL_REDUCE, 0), gradients(replicas[0]))
+        for source, target in permutations(shares.replicas(n), 2):
+            add((source, target), GRADIENTS, gradients(replicas[0]))
         sums = exchanges(replicas) if len(replicas) > 1 else {}
-        for source, target in permutations(shares.places(n), 2):
+        for source, target in permutations(shares.replicas(n), 2):
             for kind, layout in sums.items():
                 add((source, target), kind, layout)
     for n, (lefts, rights) in enumerate(pairwise(stages)):
         crossing = _Crossing(n, lefts, rights, shares, sizes)
-        for here, there in product(shares.places(n), shares.places(n + 1)):
+        for here, there in product(shares.replicas(n), shares.replicas(n + 1)):
             if shares.meet(here, there):
                 axes[here, there] = axes[there, here] = crossing.axes
                 for edge, kind, layout in crossing.between(here, there):
                     add(edge, kind, layout)
-    for one, other, letter, layout in _tied([replicas[0] for replicas in stages]):
-        for target in shares.places(other):
-            add(((one, 0), target), (letter, 0), layout)
+    for one, other, content, layout in _tied([replicas[0] for replicas in stages]):
+        for target in shares.replicas(other):
+            add((Replica(one, 0), target), Kind(content, 0), layout)
     return [Wire(*edge, kinds, axes.get(edge, {})) for edge, kinds in layouts.items()]
 
 
@@ -86,13 +74,13 @@ class _Crossing:
         self.axes: Axes = {}
         if any(
             shares.rows(here, size) != shares.rows(there, size)
-            for here, there in product(*map(shares.places, self._stages))
+            for here, there in product(*map(shares.replicas, self._stages))
             for size in sizes
             if overlap(shares.rows(here, size), shares.rows(there, size)) != (0, 0)
         ):
             self.axes = find_axes(self._shapes())
 
-    def between(self, here: Place, there: Place) -> Iterator[tuple[Edge, Kind, Layout]]:
+    def between(self, here: Replica, there: Replica) -> Iterator[tuple[Edge, Kind, Layout]]:
         """The kinds of messages that two replicas exchange."""
         left, right = (self._sides[n][replica] for n, replica in (here, there))
         for size in self._sizes:
@@ -103,39 +91,39 @@ class _Crossing:
             near, far = left.passes.get(counts[0]), right.passes.get(counts[1])
             if near is not None and far is not None:
                 kind, cuts = self._message(
-                    FORWARD, near.forward.outputs, _inputs(far), CUT, self._stages, rows
+                    Content.FORWARD, near.forward.outputs, _inputs(far), CUT, self._stages, rows
                 )
                 yield (here, there), kind, cuts
                 if near.backward is not None and far.backward is not None:
                     back = self._stages[1], self._stages[0]
                     sent, read = far.backward.outputs, near.backward.inputs
                     kind, tangents = self._message(
-                        BACKWARD, sent, read, TANGENT, back, (rows[1], rows[0])
+                        Content.BACKWARD, sent, read, TANGENT, back, (rows[1], rows[0])
                     )
                     yield (there, here), kind, tangents
             ends = left.evaluation.get(counts[0]), right.evaluation.get(counts[1])
             if ends[0] is not None and ends[1] is not None:
                 kind, cuts = self._message(
-                    EVALUATION, ends[0].outputs, ends[1].inputs, CUT, self._stages, rows
+                    Content.EVALUATION, ends[0].outputs, ends[1].inputs, CUT, self._stages, rows
                 )
                 yield (here, there), kind, cuts
 
     def _message(
         self,
-        letter: str,
+        content: Content,
         sent: Sequence[Slot],
         read: Sequence[Slot],
         role: str,
         ends: tuple[int, int],
         rows: tuple[tuple[int, int], tuple[int, int]],
     ) -> tuple[Kind, Layout]:
-        kind = kind_of(letter, *rows)
-        if kind[0] == letter:
+        kind = kind_of(content, *rows)
+        if kind.content is content:
             return kind, _common(sent, read, role, ends)
         names = {slot.name for slot in read if slot.role == role}
         whole = tuple(slot for slot in sent if slot.role == role and slot.name in names)
         left, right = (
-            rows_of(tuple(_of(side, whole)), self.axes, kind[1]) for side in (sent, read)
+            rows_of(tuple(_of(side, whole)), self.axes, kind.number) for side in (sent, read)
         )
         return kind, _common(left, right, role, ends)
 
@@ -184,7 +172,7 @@ def _text(slot: Slot) -> str:
     return f"{slot.dtype}{list(slot.shape)}"
 
 
-def _tied(stages: Sequence[StageGraphs]) -> list[tuple[int, int, str, Layout]]:
+def _tied(stages: Sequence[StageGraphs]) -> list[tuple[int, int, Content, Layout]]:
     grads: dict[tuple[int, int], list[Slot]] = {}
     for name, owner, others in dict.fromkeys(entry for stage in stages for entry in stage.tied):
         update = stages[owner].update
@@ -195,9 +183,9 @@ def _tied(stages: Sequence[StageGraphs]) -> list[tuple[int, int, str, Layout]]:
             continue  # frozen: never updated, so never exchanged
         for other in others:
             grads.setdefault((owner, other), []).append(slot)
-    messages: list[tuple[int, int, str, Layout]] = []
+    messages: list[tuple[int, int, Content, Layout]] = []
     for (owner, other), slots in grads.items():
         params = tuple(Slot(PARAM, slot.name, slot.shape, slot.dtype) for slot in slots)
-        messages.append((other, owner, TIED_GRAD, tuple(slots)))
-        messages.append((owner, other, TIED_PARAM, params))
+        messages.append((other, owner, Content.TIED_GRAD, tuple(slots)))
+        messages.append((owner, other, Content.TIED_PARAM, params))
     return messages

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hetpipe.capture.program import StageGraphs
 from hetpipe.sdk.registry import get_backend
-from hetpipe.wire.shares import Place, Shares
+from hetpipe.wire.shares import Replica, Shares
 
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
@@ -49,7 +49,7 @@ class Loading:
 
     def _own(self, stage: StageGraphs, replica: int, sizes: set[int]) -> StageGraphs:
         """The stage with the passes for its replica's rows alone."""
-        rows = {self._count((stage.stage, replica), size) for size in sizes}
+        rows = {self._count(Replica(stage.stage, replica), size) for size in sizes}
         return replace(stage, passes={n: p for n, p in stage.passes.items() if n in rows})
 
     def _traced(
@@ -81,10 +81,10 @@ class Loading:
     def _rows(self, sizes: set[int]) -> list[int]:
         """What replicas get of micro-batches of these sizes, the largest first."""
         stages = range(len(self.plan.stages))
-        places = [place for n in stages for place in self.shares.places(n)]
-        counts = {self._count(place, size) for place in places for size in sizes}
+        replicas = [replica for n in stages for replica in self.shares.replicas(n)]
+        counts = {self._count(replica, size) for replica in replicas for size in sizes}
         return sorted(counts, reverse=True)
 
-    def _count(self, place: Place, samples: int) -> int:
-        lo, hi = self.shares.rows(place, samples)
+    def _count(self, replica: Replica, samples: int) -> int:
+        lo, hi = self.shares.rows(replica, samples)
         return hi - lo

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hetpipe.errors import HetpipeError
-from hetpipe.wire.shares import Place, Rows, Shares, overlap
-from hetpipe.wire.wire import ROWS, Axes, Kind, Layout, host_dtype
+from hetpipe.wire.shares import Replica, Rows, Shares, overlap
+from hetpipe.wire.wire import Axes, Content, Kind, Layout, host_dtype
 
 Array = np.ndarray[Any, Any]
 
@@ -22,27 +22,27 @@ Array = np.ndarray[Any, Any]
 class Route(NamedTuple):
     """What a replica exchanges with one of a neighbouring stage."""
 
-    peer: Place
+    peer: Replica
     rows: Rows  # of the micro-batch
     kind: Kind
 
 
-def routes(shares: Shares, own: Place, stage: int, letter: str, samples: int) -> list[Route]:
+def routes(shares: Shares, own: Replica, stage: int, content: Content, samples: int) -> list[Route]:
     """With whom a replica exchanges what of a micro-batch, in the order of the replicas."""
     mine = shares.rows(own, samples)
     found = []
-    for peer in shares.places(stage):
+    for peer in shares.replicas(stage):
         theirs = shares.rows(peer, samples)
         lo, hi = overlap(mine, theirs)
         if lo < hi:
-            found.append(Route(peer, (lo, hi), kind_of(letter, mine, theirs)))
+            found.append(Route(peer, (lo, hi), kind_of(content, mine, theirs)))
     return found
 
 
-def kind_of(letter: str, one: Rows, other: Rows) -> Kind:
+def kind_of(content: Content, one: Rows, other: Rows) -> Kind:
     """The kind of a message between replicas that do these rows."""
     lo, hi = overlap(one, other)
-    return (letter if one == other else ROWS[letter], hi - lo)
+    return Kind(content if one == other else content.some_rows, hi - lo)
 
 
 def find_axes(shapes: Iterable[tuple[str, int, tuple[int, ...]]]) -> dict[str, int]:

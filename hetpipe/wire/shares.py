@@ -6,11 +6,17 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 from math import gcd
+from typing import NamedTuple
 
 from hetpipe.errors import HetpipeError
 
-Place = tuple[int, int]
-"""A stage, and which of its replicas."""
+
+class Replica(NamedTuple):
+    """One of a stage's replicas."""
+
+    stage: int
+    number: int
+
 
 Rows = tuple[int, int]
 """From, to (excluded)."""
@@ -52,31 +58,30 @@ class Shares:
     in_turn: bool = False
     averages: bool = True
 
-    def places(self, stage: int) -> list[Place]:
+    def replicas(self, stage: int) -> list[Replica]:
         """The replicas of a stage."""
-        return [(stage, replica) for replica in range(len(self.weights[stage]))]
+        return [Replica(stage, number) for number in range(len(self.weights[stage]))]
 
-    def rows(self, place: Place, samples: int) -> Rows:
+    def rows(self, replica: Replica, samples: int) -> Rows:
         """Which rows of a micro-batch a replica does, where it takes the mini-batch."""
-        stage, replica = place
-        weights = self.weights[stage]
+        weights = self.weights[replica.stage]
         if self.in_turn or len(weights) == 1:
             return 0, samples
-        return _ends(samples, weights)[replica]
+        return _ends(samples, weights)[replica.number]
 
-    def takes(self, place: Place, mini_batch: int) -> bool:
+    def takes(self, replica: Replica, mini_batch: int) -> bool:
         """Whether a replica does anything of a mini-batch."""
-        stage, replica = place
-        return not self.in_turn or mini_batch % len(self.weights[stage]) == replica
+        count = len(self.weights[replica.stage])
+        return not self.in_turn or mini_batch % count == replica.number
 
     def per_update(self, stage: int) -> int:
         """How many mini-batches an update of a stage applies."""
         return len(self.weights[stage]) if self.in_turn and self.averages else 1
 
-    def meet(self, one: Place, other: Place) -> bool:
+    def meet(self, one: Replica, other: Replica) -> bool:
         """Whether two replicas of neighbouring stages ever do the same mini-batch."""
-        common = gcd(len(self.weights[one[0]]), len(self.weights[other[0]]))
-        return not self.in_turn or one[1] % common == other[1] % common
+        common = gcd(len(self.weights[one.stage]), len(self.weights[other.stage]))
+        return not self.in_turn or one.number % common == other.number % common
 
 
 def overlap(one: Rows, other: Rows) -> Rows:

@@ -17,7 +17,6 @@ from hetpipe.sdk.backend import Buffer, Device
 from hetpipe.sdk.info import HOST_MEMORY
 from hetpipe.wire.pieces import Piece, streams
 from hetpipe.wire.wire import (
-    ON_HOST,
     Array,
     Kind,
     Layout,
@@ -157,7 +156,7 @@ class Inlet(ABC):
         arrays, deliver_s = self._take(kind)
         sleep_until(deliver_s)
         start_s = time.monotonic()
-        if kind[0] in ON_HOST:
+        if kind.content.stays_on_host:
             tensors: list[Any] = [array.copy() for array in arrays]
         else:
             tensors = to_device(self.device, arrays)

@@ -4,32 +4,80 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hetpipe.capture.program import Slot
 from hetpipe.errors import HetpipeError
 from hetpipe.wire.channel import ALIGN, aligned
-from hetpipe.wire.shares import Place
+from hetpipe.wire.shares import Replica
 
 Array = np.ndarray[Any, Any]
 Layout = tuple[Slot, ...]
-Kind = tuple[str, int]
-"""A message's letter (see `Message.kind`) and its micro-batch's samples, 0 for tied weights."""
 
-FORWARD, BACKWARD, TIED_GRAD, TIED_PARAM = "FBGP"
-EVALUATION = "E"  # forward, in evaluation
-ALL_REDUCE = "A"
-TIED = frozenset({TIED_GRAD, TIED_PARAM})
-ROWS = {FORWARD: "f", BACKWARD: "b", EVALUATION: "e"}
-"""Some rows of what a whole message has, see `hetpipe.wire.rows`."""
-SUMS = {"F": "sF", "B": "sB", "I": "sI", "W": "sW", EVALUATION: "sE"}
-"""By the letter of a pass: an exchange within it, see `hetpipe.worker.divided`. The number of
-such a kind is its place in the pass."""
-ON_HOST = TIED | {ALL_REDUCE, *ROWS.values(), *SUMS.values()}
-"""Kinds whose tensors are summed, joined or replaced on the host."""
+
+class Content(str, Enum):
+    """What a message carries. The first six are messages of a schedule, by its letters."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    ALL_REDUCE = "A"
+    TIED_GRAD = "G"
+    TIED_PARAM = "P"
+    EVALUATION = "E"  # a forward, in evaluation
+    FORWARD_ROWS = "f"  # some rows of a whole message, see `hetpipe.wire.rows`
+    BACKWARD_ROWS = "b"
+    EVALUATION_ROWS = "e"
+    SUM_IN_FORWARD = "sF"  # an exchange within a pass, see `hetpipe.worker.divided`
+    SUM_IN_BACKWARD = "sB"
+    SUM_IN_BACKWARD_INPUT = "sI"
+    SUM_IN_BACKWARD_WEIGHT = "sW"
+    SUM_IN_EVALUATION = "sE"
+
+    @property
+    def some_rows(self) -> Content:
+        """Some rows of such a message."""
+        return Content(self.value.lower())
+
+    @property
+    def has_some_rows(self) -> bool:
+        """Whether it carries some rows of a whole message."""
+        return self.value.islower()
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether it carries tied gradients or parameters."""
+        return self in (Content.TIED_GRAD, Content.TIED_PARAM)
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether it is an exchange within a pass."""
+        return self.value[0] == "s"
+
+    @property
+    def stays_on_host(self) -> bool:
+        """Whether its tensors are summed, joined or replaced on the host."""
+        return self.is_tied or self.has_some_rows or self.is_sum or self is Content.ALL_REDUCE
+
+    @staticmethod
+    def sum_in(letter: str) -> Content:
+        """An exchange within a pass of that letter."""
+        return Content(f"s{letter}")
+
+
+class Kind(NamedTuple):
+    """Messages of one kind have one layout. `number` is the samples of their micro-batch, or rows;
+    0 for tied weights; of exchanges within a pass, which of them it is."""
+
+    content: Content
+    number: int
+
+
+GRADIENTS = Kind(Content.ALL_REDUCE, 0)
+"""All gradients of a stage."""
 
 Axes = Mapping[str, int]
 """By tensor, the dimension of its rows."""
@@ -37,13 +85,13 @@ Axes = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Wire:
-    """What travels from one place to another: the layout of each kind of message.
+    """What travels from one replica to another: the layout of each kind of message.
 
     `axes` of the tensors of which rows travel, here or elsewhere between the same stages.
     """
 
-    source: Place
-    target: Place
+    source: Replica
+    target: Replica
     layouts: dict[Kind, Layout]
     axes: Axes = field(default_factory=dict)
 

@@ -17,7 +17,7 @@ from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Action
 from hetpipe.sdk.backend import DONE, Buffer, Chunk, Device, Event, Executable
 from hetpipe.sdk.graph import of_one_replica
-from hetpipe.wire.wire import EVALUATION, SUMS, Kind, Layout, host_dtype
+from hetpipe.wire.wire import Content, Kind, Layout, host_dtype
 
 Array = np.ndarray[Any, Any]
 
@@ -34,18 +34,18 @@ class Within(Action):
 
 def exchanges(replicas: Sequence[StageGraphs]) -> dict[Kind, Layout]:
     """What the replicas of a stage exchange inside passes. Raises `HetpipeError` if they differ."""
-    by_letter: dict[str, list[Layout]] = {}
-    for letter, program in (pair for stage in replicas for pair in _passes(stage)):
+    by_pass: dict[Content, list[Layout]] = {}
+    for content, program in (pair for stage in replicas for pair in _passes(stage)):
         own = layouts(program)
-        if by_letter.setdefault(letter, own) != own:
+        if by_pass.setdefault(content, own) != own:
             raise HetpipeError(
-                f"the replicas of stage {replicas[0].stage} would sum {_text(by_letter[letter])} "
+                f"the replicas of stage {replicas[0].stage} would sum {_text(by_pass[content])} "
                 f"and {_text(own)} in the same pass: do not let the model's structure depend on "
                 "the number of rows, or set sync_batch_norm=False"
             )
     return {
-        (letter, place): layout
-        for letter, own in by_letter.items()
+        Kind(content, place): layout
+        for content, own in by_pass.items()
         for place, layout in enumerate(own)
     }
 
@@ -126,14 +126,14 @@ class _Divided(Executable):
         return events
 
 
-def _passes(stage: StageGraphs) -> Iterator[tuple[str, Program]]:
+def _passes(stage: StageGraphs) -> Iterator[tuple[Content, Program]]:
     """The programs by the kind of the exchanges within."""
     for passes in stage.passes.values():
-        yield SUMS["F"], passes.forward
+        yield Content.SUM_IN_FORWARD, passes.forward
         whole = () if passes.backward is None else (("B", passes.backward),)
         halves = whole if passes.halves is None else zip("IW", passes.halves, strict=True)
-        yield from ((SUMS[letter], program) for letter, program in halves)
-    yield from ((SUMS[EVALUATION], program) for program in stage.evaluation.values())
+        yield from ((Content.sum_in(letter), program) for letter, program in halves)
+    yield from ((Content.SUM_IN_EVALUATION, program) for program in stage.evaluation.values())
 
 
 def _text(layouts: Sequence[Layout]) -> str:

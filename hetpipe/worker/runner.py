@@ -15,8 +15,9 @@ from hetpipe.schedule.lanes import HAND_OVERS
 from hetpipe.wire.edges import OnError, Span
 from hetpipe.wire.messages import Losses, Step, StepReport
 from hetpipe.wire.pieces import Leaving
-from hetpipe.wire.shares import Shares
-from hetpipe.wire.wire import ALL_REDUCE, EVALUATION, TIED_GRAD, TIED_PARAM, Kind
+from hetpipe.wire.shares import Replica, Shares
+from hetpipe.wire.wire import GRADIENTS as ALL_GRADIENTS
+from hetpipe.wire.wire import Content, Kind
 from hetpipe.worker.emulation import stretch
 from hetpipe.worker.exchange import Exchange, Expected
 from hetpipe.worker.lanes import HandOver, walk
@@ -30,8 +31,8 @@ from hetpipe.worker.updates import Updates
 _RECEIVES = {
     "F": Op.RECV_FORWARD,
     "B": Op.RECV_BACKWARD,
-    TIED_GRAD: Op.RECV_TIED_GRAD,
-    TIED_PARAM: Op.RECV_TIED_PARAM,
+    "G": Op.RECV_TIED_GRAD,
+    "P": Op.RECV_TIED_PARAM,
 }
 
 
@@ -113,7 +114,7 @@ class Runner:
         """A forward, or a backward or half of one."""
         n, position = action.stage, self._mini_batches.at(action.number)
         batch, place = position.batch, position.place
-        lo, hi = self._shares.rows((n, self._replicas[n]), position.samples)
+        lo, hi = self._shares.rows(self._own(n), position.samples)
         stage = self._stages[n]
         part = 1.0 if stage.has_count else (hi - lo) / position.samples
         if action.op is Op.FORWARD:
@@ -178,12 +179,16 @@ class Runner:
         mini_batch = message.number // self._mini_batches.microbatches
         return self._exchange.leaving(send, message, self._kind(message), mini_batch)
 
+    def _own(self, stage: int) -> Replica:
+        """Which replica of a stage the worker is."""
+        return Replica(stage, self._replicas[stage])
+
     def _kind(self, message: Message) -> Kind:
         """What a message of the schedule is on the wire, as a whole."""
         if message.kind in TIED:
-            return (message.kind, 0)
+            return Kind(Content(message.kind), 0)
         samples = self._mini_batches.at(message.number).samples
-        return (EVALUATION if self._evaluates else message.kind, samples)
+        return Kind(Content.EVALUATION if self._evaluates else Content(message.kind), samples)
 
     def _expect(self, lanes: Sequence[Script], first: int) -> None:
         """Tell the receivers what will come."""
@@ -191,20 +196,20 @@ class Runner:
         expected: list[Expected] = []
         for action, _ in chain(*(lane.numbered(first, microbatches) for lane in lanes)):
             if action.op is Op.ALL_REDUCE:
-                expected.append((action, None, (ALL_REDUCE, 0), action.number))
+                expected.append((action, None, ALL_GRADIENTS, action.number))
             elif action.op.is_compute and action.op is not Op.UPDATE:
-                letter = EVALUATION if self._evaluates else action.op.value
+                letter = "E" if self._evaluates else action.op.value
                 expected += self._exchange.within(action, letter)
         for message in lanes[0].arrivals:  # all know what is sent to the worker
-            if message.kind == ALL_REDUCE:
+            if message.kind == Content.ALL_REDUCE:
                 receive = Action(message.target, Op.RECV_GRAD, message.number + first)
-                expected.append((receive, message.source, (ALL_REDUCE, 0), receive.number))
+                expected.append((receive, message.source, ALL_GRADIENTS, receive.number))
                 continue
             number = message.number + first * microbatches * (message.kind not in TIED)
             peer = message.source if message.kind in TIED else number
             receive = Action(message.target, _RECEIVES[message.kind], peer)
             mini_batch = number // microbatches
-            if self._shares.takes((message.target, self._replicas[message.target]), mini_batch):
+            if self._shares.takes(self._own(message.target), mini_batch):
                 kind = self._kind(message._replace(number=number))
                 expected.append((receive, message.source, kind, mini_batch))
         self._exchange.expect(expected)

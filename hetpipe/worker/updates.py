@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from hetpipe.schedule.action import Action
 from hetpipe.schedule.turns import round_of
 from hetpipe.wire.messages import Apply
-from hetpipe.wire.shares import Shares
+from hetpipe.wire.shares import Replica, Shares
 from hetpipe.worker.exchange import Exchange
 from hetpipe.worker.minibatches import MiniBatches
 from hetpipe.worker.stage import Stage
@@ -54,8 +54,8 @@ class Updates:
         mini-batches, or the sum over rows of one, which is scaled by the update."""
         if not self.shares.in_turn:
             return 1.0
-        place, together = (action.stage, self.replicas[action.stage]), self.round(action)
-        own = [number for number in together if self.shares.takes(place, number)]
+        replica, together = Replica(action.stage, self.replicas[action.stage]), self.round(action)
+        own = [number for number in together if self.shares.takes(replica, number)]
         scales = (self.scale(self.mini_batches.update(number)) for number in own)
         return sum(scales) / len(together)
 

@@ -24,7 +24,7 @@ from hetpipe.schedule.action import Action, Message, Op
 from hetpipe.schedule.closing import closing
 from hetpipe.schedule.generators import generate
 from hetpipe.wire.channel import INLINE_NBYTES, Channel
-from hetpipe.wire.messages import Beat, Counts, Failure, Reply
+from hetpipe.wire.messages import Beat, Failure, Losses, Reply
 from hetpipe.wire.shares import Shares
 from hetpipe.wire.wire import arrays_in, packed_nbytes
 from hetpipe.worker.script import Script
@@ -146,10 +146,10 @@ def test_control_loses_no_news() -> None:
     control, found = Control(["worker 'a'"]), list[Any]()
     for number in range(3):
         control.arrived(0, Reply(number))
-    control.arrived(0, Counts(7, (1.0,)))
+    control.arrived(0, Losses(7, True, (1.0,)))
     assert control.gather([0]) == [0]
     assert control.gather([0], on_news=found.append) == [1]
-    assert found == [Counts(7, (1.0,))]
+    assert found == [Losses(7, True, (1.0,))]
     assert control.gather([0], on_news=found.append) == [2]
     assert len(found) == 1
 

@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from crews import crew_of
+from plans import unpriced
 from torch import nn
 
 import hetpipe as hp
+from hetpipe.capture import Captured
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import CheckpointError, HetpipeError
 
@@ -47,6 +49,14 @@ def crew() -> Iterator[Crew]:
 
 def opened(crew: Crew, **options: Any) -> hp.Pipeline:
     torch.manual_seed(0)
+    if "members" in options:  # replicas with equal shares, whatever their speed
+        captured = Captured(Normed(), F.cross_entropy, batch(0))
+        plan, costs = unpriced(captured, options.pop("members"), "1f1b", 8, 1)
+        torch.manual_seed(0)
+        return hp.Pipeline(
+            Normed(), F.cross_entropy, batch(0), cluster=crew.cluster, crew=crew, plan=plan,
+            costs=costs, captured=captured, optimizer=hp.optim.adam(lr=0.01), **options,
+        )  # fmt: skip
     options = {"cuts": [1], "microbatches": 2, "optimizer": hp.optim.adam(lr=0.01), **options}
     return hp.Pipeline(
         Normed(), F.cross_entropy, batch(0), cluster=crew.cluster, crew=crew, **options
@@ -72,7 +82,7 @@ def trained(crew: Crew, batches: list[Batch], **options: Any) -> tuple[list[floa
         {"schedule": "1f1b"},
         {"schedule": "gpipe", "clip_norm": 0.5},
         {"schedule": "zb-h1"},
-        {"schedule": "1f1b", "cuts": [], "replicas": [2], "microbatches": 1},
+        {"members": [("m0", "m1")]},
     ],
     ids=["1f1b", "clipped", "halves", "replicas"],
 )

@@ -1,0 +1,86 @@
+"""Routes: with which other replicas a worker's own exchange a message, and as what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hetpipe.schedule.action import Action, Message
+from hetpipe.wire.edges import Receiver, Sender
+from hetpipe.wire.rows import Route, kind_of, routes
+from hetpipe.wire.shares import Replica, Shares
+from hetpipe.wire.wire import Kind, Layout
+
+Edge = tuple[Replica, Replica]
+"""Source and target."""
+
+
+class Routes:
+    """The edges of a worker. `numbers` says which replica of its stages it is."""
+
+    def __init__(
+        self,
+        numbers: Mapping[int, int],
+        shares: Shares,
+        senders: Mapping[Edge, Sender],
+        receivers: Mapping[Edge, Receiver],
+    ) -> None:
+        self._numbers = numbers
+        self._shares = shares
+        self._senders, self._receivers = senders, receivers
+        self._known: dict[tuple[Replica, int, Kind, bool], list[Route]] = {}
+
+    def own(self, stage: int) -> Replica:
+        """Which replica of a stage this is."""
+        return Replica(stage, self._numbers[stage])
+
+    def fellows(self, stage: int) -> list[Replica]:
+        """The other replicas of a stage."""
+        own = self.own(stage)
+        return [replica for replica in self._shares.replicas(stage) if replica != own]
+
+    def among(self, stage: int, kind: Kind) -> Layout:
+        """What the replicas of a stage send each other as messages of a kind."""
+        fellows = self.fellows(stage)
+        sender = self._senders.get((self.own(stage), fellows[0])) if fellows else None
+        return (sender.layout(kind) or ()) if sender is not None else ()
+
+    def of(self, action: Action, message: Message, kind: Kind, mini_batch: int) -> list[Route]:
+        """With whom to exchange a message of a whole micro-batch."""
+        sends = action.op.is_send
+        key = self.own(action.stage), message.target if sends else message.source, kind, sends
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._find(*key)
+        return [route for route in known if self._shares.takes(route.peer, mini_batch)]
+
+    def meet(self, source: Replica, target: Replica, mini_batch: int) -> bool:
+        """Whether both take it; or the one takes and the other replica of a stage applies it."""
+        applies = source.stage == target.stage or self._shares.takes(target, mini_batch)
+        return self._shares.takes(source, mini_batch) and applies
+
+    def kind_between(self, kind: Kind, source: Replica, target: Replica) -> Kind:
+        """What a message of a whole micro-batch is between two replicas."""
+        if kind.content.stays_on_host:
+            return kind
+        rows = (self._shares.rows(end, kind.number) for end in (source, target))
+        return kind_of(kind.content, *rows)
+
+    def layout(self, own: Replica, route: Route, sends: bool) -> Layout | None:
+        """The tensors that go over a route; None if no such message does."""
+        edge: Sender | Receiver | None
+        if sends:
+            edge = self._senders.get((own, route.peer))
+        else:
+            edge = self._receivers.get((route.peer, own))
+        return None if edge is None else edge.layout(route.kind)
+
+    def _find(self, own: Replica, peer: int, kind: Kind, sends: bool) -> list[Route]:
+        if not kind.content.is_tied:
+            candidates = routes(self._shares, own, peer, kind.content, kind.number)
+        elif sends and own.number > 0:
+            candidates = []  # the first replica has what they all have
+        else:
+            replicas = self._shares.replicas(peer)
+            peers = replicas if sends else replicas[:1]
+            candidates = [Route(replica, (0, 0), kind) for replica in peers]
+        return [route for route in candidates if self.layout(own, route, sends) is not None]
