@@ -10,6 +10,7 @@ from hetpipe.errors import PlanError
 from hetpipe.plan.planner import explore, make_plan
 from hetpipe.plan.pricing import check_able
 from hetpipe.plan.replicated import replicated_plan, staged_plan
+from hetpipe.plan.unused import with_notes
 from hetpipe.profile.measure import Progress, profile
 from hetpipe.schedule.generators import averages, is_asynchronous
 
@@ -74,9 +75,10 @@ class Planning:
         schedules = SYNCHRONOUS if schedule == "auto" else (schedule,)
         members = list(self.crew.infos)
         if cuts is None:
-            best = explore(
+            plans = explore(
                 tables, members, mini_batch=self.mini_batch, schedules=schedules, weights=weights
-            )[0]
+            )
+            best = with_notes(plans, members)
             return best, tables[self._samples(best.microbatches)]
         table = tables[self._samples(counts[0])]
         made = make_plan(
