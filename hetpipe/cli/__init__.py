@@ -19,11 +19,15 @@ def main() -> None:
     """
     end_on_interrupt()
     try:
+        import logging
+
         from hetpipe.cli.app import app
         from hetpipe.cli.output import complain, warn
         from hetpipe.errors import HetpipeError
 
         warnings.showwarning = lambda message, *_: warn(str(message))
+        # Its tracebacks of a model's wrong shapes; the error that follows names the user's line.
+        logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: False)
         try:
             app(prog_name="hetpipe")
         except HetpipeError as error:

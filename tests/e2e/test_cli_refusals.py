@@ -143,3 +143,25 @@ def test_the_version_and_all_commands_are_reachable(tmp_path: Path) -> None:
     shown = command(tmp_path, "papers", "--help").stdout
     for name in ("clockwork", "learning", "memory", "overhead"):
         assert name in shown
+
+
+def test_a_model_s_wrong_shape_is_said_by_its_line_alone(tmp_path: Path) -> None:
+    """Torch once logged a traceback of its own before it."""
+    (tmp_path / "own.py").write_text(
+        "import torch, hetpipe as hp\n"
+        "class Net(torch.nn.Linear):\n"
+        "    def forward(self, x): return super().forward(x[:, :1])\n"
+        "def batches(n, seed):\n"
+        "    while True: yield torch.zeros(n, 2), torch.zeros(n, 1)\n"
+        "def make(): return hp.Workload(Net(2, 1), torch.nn.functional.mse_loss, batches)\n"
+    )
+    done = command(tmp_path, "plan", "own:make", "--devices", "numpy:cpu:0")
+    assert done.returncode == 1
+    assert "own.py:3 (" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_file_of_the_working_directory_is_no_part_of_the_library(tmp_path: Path) -> None:
+    (tmp_path / "textwrap.py").write_text("raise RuntimeError('not this one')\n")
+    done = command(tmp_path, "--version")
+    assert done.returncode == 0, done.stderr
