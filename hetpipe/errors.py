@@ -39,3 +39,7 @@ class WorkerError(HetpipeError):
 
 class CheckpointError(HetpipeError):
     """A checkpoint is missing, damaged or of another version, or cannot be saved."""
+
+
+class UserCodeError(HetpipeError):
+    """Code that the user gave has raised; the message ends with its traceback, without our part."""

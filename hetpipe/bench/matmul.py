@@ -1,7 +1,7 @@
 """How near a device's matrix product comes to its own ceiling, and to torch's.
 
 Run it in a process pinned to one core, with the runtime held to one thread, for figures that mean
-one core (`POCL_MAX_PTHREAD_COUNT=1`, `CL_CONFIG_CPU_TBB_NUM_WORKERS=1`):
+one core (`POCL_MAX_PTHREAD_COUNT=1`, `CL_CONFIG_CPU_TBB_NUM_WORKERS=1`), as `hetpipe matmul` does:
 
     taskset -c 0 python -m hetpipe.bench.matmul opencl:pocl:0
 """
@@ -26,6 +26,8 @@ from hetpipe.sdk.registry import open_device
 
 Array = npt.NDArray[np.float32]
 
+VERSION = 1
+"""Of the JSON."""
 ROUNDS = 7
 ROUND_S = 0.1
 """About how long each contender runs in a round."""
@@ -199,6 +201,6 @@ if __name__ == "__main__":
     for argument in [each for each in sys.argv[1:] if each != "--json"]:
         measured = measure(argument)
         if "--json" in sys.argv:
-            print(json.dumps(measured and asdict(measured)))
+            print(json.dumps(measured and {"version": VERSION, **asdict(measured)}))
         else:
             print(table(measured) if measured else f"{argument} cannot tell its ceiling")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ from hetpipe.zoo.workload import Workload
 if TYPE_CHECKING:
     from hetpipe.cluster import Cluster
     from hetpipe.plan.plan import Plan
-    from hetpipe.profile.measure import Progress
 
 SEED = 0
 
@@ -25,29 +24,20 @@ def open_pipeline(
     cluster: Cluster,
     *,
     mini_batch: int | None = None,
-    microbatches: int | None = None,
-    schedule: str = "auto",
-    weights: str = "auto",
-    cuts: Sequence[int] | None = None,
-    replicas: Sequence[int] | None = None,
-    sync_batch_norm: bool = False,
-    plan: Plan | None = None,
     seed: int = SEED,
-    progress: Progress | None = None,
     resume: Path | None = None,
+    **options: Any,
 ) -> Iterator[Pipeline]:
     """A pipeline that trains the workload; closed at the end.
 
     The example batch is the first that `workload.batches(mini_batch, seed)` yields. `resume` is the
-    folder of a checkpoint to go on from. Raises `HetpipeError`.
+    folder of a checkpoint to go on from, `options` are further keywords of `Pipeline`. Raises
+    `HetpipeError`.
     """
-    rows = mini_batch or (plan.mini_batch if plan is not None else workload.mini_batch)
-    options: dict[str, Any] = {
-        "cluster": cluster, "optimizer": optimizer_of(workload), "schedule": schedule,
-        "weights": weights, "seed": seed, "progress": progress, "sync_batch_norm": sync_batch_norm,
-    }  # fmt: skip
-    options |= {"plan": plan, "microbatches": microbatches, "cuts": cuts, "replicas": replicas}
-    example = next(workload.batches(rows, seed))
+    plan: Plan | None = options.get("plan")
+    samples = mini_batch or (plan.mini_batch if plan is not None else workload.mini_batch)
+    example = next(workload.batches(samples, seed))
+    options |= {"cluster": cluster, "optimizer": optimizer_of(workload), "seed": seed}
     if resume is None:
         pipe = Pipeline(workload.model, workload.loss_fn, example, **options)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from typing import Any
 
 from hetpipe import process
@@ -16,12 +17,27 @@ from hetpipe.sdk.registry import discover_devices, get_backend
 LIMIT_S = 300.0
 
 
-def products() -> list[dict[str, Any]]:
-    """The fields of `MatmulFigures` for every processor that can tell its own ceiling."""
-    found, _ = discover_devices()
-    infos = [i for i in found if i.kind == "cpu" and not i.capabilities.reference]
-    figures = [_measure(info) for info in infos if not info.capabilities.emulated]
+def products(devices: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """The fields of `MatmulFigures` for every processor that can tell its own ceiling.
+
+    `devices`: for these alone. Raises `HetpipeError` for one that is not here, or cannot tell.
+    """
+    infos, _ = discover_devices()
+    if devices:
+        return [_asked(device, infos) for device in devices]
+    processors = [i for i in infos if i.kind == "cpu" and not i.capabilities.reference]
+    figures = [_measure(info) for info in processors if not info.capabilities.emulated]
     return [each for each in figures if each is not None]
+
+
+def _asked(device: str, infos: Sequence[DeviceInfo]) -> dict[str, Any]:
+    info = next((info for info in infos if info.id == device), None)
+    if info is None:
+        raise HetpipeError(f"no device {device!r}; found: {', '.join(i.id for i in infos)}")
+    figures = _measure(info)
+    if figures is None:
+        raise HetpipeError(f"{device} cannot tell its ceiling; name a processor of a backend")
+    return figures
 
 
 def _measure(info: DeviceInfo) -> dict[str, Any] | None:

@@ -2,24 +2,57 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import warnings
+from itertools import count
+from types import FrameType
+
+INTERRUPTED = 130  # exit status
 
 
 def main() -> None:
-    """Run a command. A `HetpipeError` becomes one red line and exit 1; Ctrl-C exits 130.
+    """Run a command. A `HetpipeError` becomes a red message and exit 1; Ctrl-C exits 130.
 
     A warning is one line, too.
     """
-    from hetpipe.cli.app import app
-    from hetpipe.cli.output import complain, warn
-    from hetpipe.errors import HetpipeError
-
-    warnings.showwarning = lambda message, *_: warn(str(message))
+    end_on_interrupt()
     try:
-        app(prog_name="hetpipe")
-    except HetpipeError as error:
-        complain(str(error))
-        sys.exit(1)
+        import logging
+
+        from hetpipe.cli.app import app
+        from hetpipe.cli.output import complain, warn
+        from hetpipe.errors import HetpipeError
+
+        warnings.showwarning = lambda message, *_: warn(str(message))
+        # Its tracebacks of a model's wrong shapes; the error that follows names the user's line.
+        logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: False)
+        try:
+            app(prog_name="hetpipe")
+        except HetpipeError as error:
+            complain(str(error))
+            sys.exit(1)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
+
+
+def end_on_interrupt() -> None:
+    """The first Ctrl-C ends the command, which closes its workers within seconds.
+
+    One more says so, a third leaves at once: the workers die with this process.
+    """
+    presses = count(1)
+
+    def pressed(number: int, frame: FrameType | None) -> None:
+        press = next(presses)
+        if press == 1:
+            raise KeyboardInterrupt
+        if press == 2:
+            os.write(2, b"closing; Ctrl-C once more leaves at once\n")
+            return
+        if os.isatty(2):
+            os.write(2, b"\x1b[?25h\n")  # the cursor, which a progress bar hides
+        os._exit(INTERRUPTED)
+
+    signal.signal(signal.SIGINT, pressed)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
-from hetpipe.cli import bench, devices, doctor, plan, profile, train
+from hetpipe.cli import bench, devices, doctor, matmul, papers, plan, profile, train
 
 app = typer.Typer(
     help="Train one PyTorch model across every accelerator in the room, whoever made it.",
@@ -13,5 +15,29 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for module in (doctor, devices, profile, plan, train, bench):
+for module in (doctor, devices, profile, plan, train, bench, matmul):
     app.command(name=module.__name__.rpartition(".")[2])(module.command)
+app.add_typer(papers.app, name="papers")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from hetpipe import __version__
+
+        typer.echo(f"hetpipe {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def start(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and leave."
+        ),
+    ] = False,
+) -> None:
+    """Check what concerns every command."""
+    from hetpipe.pipeline.launch_check import refuse_ranks
+
+    refuse_ranks()

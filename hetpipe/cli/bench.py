@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hetpipe.cli.check import check_picture, check_synchronous
 from hetpipe.cli.options import (
     BackendsOption,
     ClusterOption,
@@ -20,11 +21,12 @@ from hetpipe.cli.options import (
     SpeedOption,
     make_cluster,
 )
-from hetpipe.cli.output import Output, progress_bar
+from hetpipe.cli.output import Output
+from hetpipe.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from hetpipe.bench.bench import Outcome, Setting
-    from hetpipe.cluster import Cluster
+    from hetpipe.cluster import Cluster, Link
 
 WORKLOADS = ("digits", "gpt", "lstm")
 
@@ -84,10 +86,16 @@ def command(
     Without a cluster, devices or speeds: each workload on the devices of this machine, and on two
     workers of one of them; and the first workload with one of two workers at half speed (emulated).
     """
-    from hetpipe.bench.bench import run
-    from hetpipe.bench.machine import describe, machine, versions
+    from hetpipe.cluster.file import parse_link
+    from hetpipe.zoo.load import check_name
 
     output = Output(json)
+    models = workload or WORKLOADS
+    for model in models:
+        check_name(model)
+    check_synchronous(schedule)
+    check_picture(picture)
+    slow = parse_link(link) if link else None
     here = make_cluster(cluster, devices, backends, emulate_speed)
     if cluster or devices or backends or emulate_speed:
         rehearse = ""
@@ -97,7 +105,11 @@ def command(
         "mini_batch": mini_batch, "microbatches": microbatches, "schedule": schedule,
         "rounds": rounds, "steps": steps, "seed": seed,
     }  # fmt: skip
-    settings = _settings(here, workload or WORKLOADS, twice or None, link, rehearse, common)
+    from hetpipe.bench.bench import run
+    from hetpipe.bench.machine import describe, machine, versions
+
+    settings = _settings(here, models, twice or None, slow, rehearse, common)
+    _check_models(models, microbatches, mini_batch)
     output.text(describe())
     products = _matmul(output) if matmul else []
     outcomes: list[Outcome] = []
@@ -123,18 +135,18 @@ def _settings(
     here: Cluster,
     models: Sequence[str],
     twice: str | None,
-    link: str,
+    link: Link | None,
     rehearse: str,
     common: dict[str, Any],
 ) -> list[Setting]:
     """Each model on the cluster; the first also on two workers, one at half speed."""
     from hetpipe.bench.bench import Setting
-    from hetpipe.cluster.file import parse_link
 
-    slow = parse_link(link) if link else None
+    if twice is not None:
+        here.member(twice)
     where = f"on {', '.join(here.ids)}"
     settings = [
-        Setting(f"{model} {where}", model, here, twice=twice, link=slow, **common)
+        Setting(f"{model} {where}", model, here, twice=twice, link=link, **common)
         for model in models
     ]
     if rehearse:
@@ -142,6 +154,16 @@ def _settings(
         name = f"{models[0]} on two workers, one at half speed"
         settings.append(Setting(name, models[0], uneven, **common))
     return settings
+
+
+def _check_models(models: Sequence[str], count: int | None, mini_batch: int | None) -> None:
+    """Load each once: the last may be wrong, and the first takes minutes to measure."""
+    from hetpipe.pipeline.fit import check_count
+    from hetpipe.zoo import load_workload
+
+    for model in models:
+        workload = load_workload(model)
+        check_count(count, mini_batch or workload.mini_batch)
 
 
 def _matmul(output: Output) -> list[dict[str, Any]]:

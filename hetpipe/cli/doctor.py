@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hetpipe.cli.options import BackendsOption, JsonOption, split_names
-from hetpipe.cli.output import Output, progress_bar
+from hetpipe.cli.output import Output
+from hetpipe.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from hetpipe.sdk.info import DeviceInfo

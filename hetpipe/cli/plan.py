@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hetpipe.cli.check import check_devices, read_options
 from hetpipe.cli.options import (
     BackendsOption,
     ClusterOption,
@@ -21,9 +22,16 @@ from hetpipe.cli.options import (
     SpeedOption,
     WeightsOption,
     make_cluster,
-    split_numbers,
+    split_names,
 )
-from hetpipe.cli.output import Output, progress_bar
+from hetpipe.cli.output import Output
+from hetpipe.cli.progress import progress_bar
+from hetpipe.errors import PlanError
+
+if TYPE_CHECKING:
+    from hetpipe.cost.table import CostTable
+    from hetpipe.pipeline.options import PlanOptions
+    from hetpipe.plan.plan import Plan
 
 
 def command(
@@ -38,30 +46,81 @@ def command(
     weights: WeightsOption = "auto",
     cuts: CutsOption = None,
     replicas: ReplicasOption = None,
+    costs: Annotated[
+        Path | None,
+        typer.Option(
+            "--costs",
+            metavar="FILE",
+            help="Plan by what `profile --json` wrote, without a device or a measurement.",
+        ),
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Keep the plan for `train`.")
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Keep plan and costs for `train`."),
     ] = None,
     json: JsonOption = None,
 ) -> None:
     """Plan a model on the cluster: which layers go where, and what it should cost."""
-    from hetpipe.bench.open import open_pipeline
-    from hetpipe.report import write_json
-    from hetpipe.zoo import load_workload
+    from hetpipe.plan.file import write_plan
+    from hetpipe.zoo.load import check_name
 
     output = Output(json)
-    workload = load_workload(model)
-    members = make_cluster(cluster, devices, backends, emulate_speed)
+    asked = read_options(schedule, weights, cuts, replicas, microbatches, mini_batch)
+    check_name(model)
+    if costs is None:
+        chosen = _measured(model, (cluster, devices, backends, emulate_speed), mini_batch, asked)
+    else:
+        given = {"--cluster": cluster, "--backends": backends, "--emulate-speed": emulate_speed}
+        for option in (option for option, value in given.items() if value):
+            raise PlanError(f"--costs {costs} say what devices there are: leave out {option}")
+        chosen = _priced(model, costs, devices, mini_batch, asked)
+    made, table = chosen
+    output.text(str(made))
+    if out is not None:
+        write_plan(out, made, table)
+        output.text(f"written to {out}")
+    output.finish(made.to_json())
+
+
+def _measured(
+    model: str,
+    where: tuple[Path | None, str | None, str | None, list[str] | None],
+    mini_batch: int | None,
+    asked: PlanOptions,
+) -> tuple[Plan, CostTable]:
+    """The plan that a pipeline on these devices would have; they are profiled for it."""
+    members = make_cluster(*where)
+    check_devices(asked, len(members.members))
+    from hetpipe.bench.open import open_pipeline
+    from hetpipe.zoo import load_workload
+
+    options = asked.keywords
     with (
         progress_bar() as progress,
         open_pipeline(
-            workload, members, mini_batch=mini_batch, microbatches=microbatches, schedule=schedule,
-            weights=weights, cuts=split_numbers(cuts, "--cuts"),
-            replicas=split_numbers(replicas, "--replicas"), progress=progress,
+            load_workload(model), members, mini_batch=mini_batch, progress=progress, **options
         ) as pipe,
-    ):  # fmt: skip
-        plan = pipe.plan
-    output.text(str(plan))
-    if out is not None:
-        write_json(out, plan.to_json())
-        output.text(f"written to {out}")
-    output.finish(plan.to_json())
+    ):
+        return pipe.plan, pipe.costs
+
+
+def _priced(
+    model: str, path: Path, devices: str | None, mini_batch: int | None, asked: PlanOptions
+) -> tuple[Plan, CostTable]:
+    """The plan by a table of costs alone."""
+    from hetpipe.cli.priced import check_layers, plan_by
+    from hetpipe.cost import read_costs
+
+    table = read_costs(path)
+    from hetpipe.pipeline.fit import check_policy
+    from hetpipe.zoo.load import load_workload, optimizer_of
+
+    workload = load_workload(model)
+    samples = mini_batch or workload.mini_batch
+    with progress_bar() as progress:
+        progress("capturing", 0, 1)
+        check_layers(table, workload, samples)
+        progress("planning", 0, 1)
+        made = plan_by(table, split_names(devices), samples, asked)
+    check_policy(made, optimizer_of(workload))
+    return made, table

@@ -13,7 +13,8 @@ from hetpipe.cli.options import (
     SpeedOption,
     make_cluster,
 )
-from hetpipe.cli.output import Output, progress_bar
+from hetpipe.cli.output import Output
+from hetpipe.cli.progress import progress_bar
 
 
 def command(
@@ -27,15 +28,17 @@ def command(
     json: JsonOption = None,
 ) -> None:
     """Measure every layer of a model on every device of the cluster, and every link."""
+    from hetpipe.zoo.load import check_name, load_workload, optimizer_of
+
+    output = Output(json)
+    check_name(model)
+    members = make_cluster(cluster, devices, backends, emulate_speed)
     from hetpipe.capture import Captured
     from hetpipe.crew.crew import Crew
     from hetpipe.profile.measure import profile
     from hetpipe.report import cost_table, link_table
-    from hetpipe.zoo.load import load_workload, optimizer_of
 
-    output = Output(json)
     workload = load_workload(model)
-    members = make_cluster(cluster, devices, backends, emulate_speed)
     rows = mini_batch or workload.mini_batch
     samples = -(-rows // (microbatches or 1))
     example = next(workload.batches(rows, 0))

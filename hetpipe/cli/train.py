@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hetpipe.cli.check import check_devices, check_picture, check_plan_alone, read_options
 from hetpipe.cli.options import (
     BackendsOption,
     ClusterOption,
@@ -23,14 +25,14 @@ from hetpipe.cli.options import (
     SpeedOption,
     WeightsOption,
     make_cluster,
-    split_numbers,
 )
-from hetpipe.cli.output import Output, progress_bar
-from hetpipe.errors import HetpipeError, PlanError
+from hetpipe.cli.output import Output
+from hetpipe.cli.progress import progress_bar
+from hetpipe.errors import HetpipeError
 
 if TYPE_CHECKING:
     from hetpipe.bench.training import Comparison, Step
-    from hetpipe.cli.output import Progress
+    from hetpipe.cli.progress import Progress
     from hetpipe.pipeline.pipeline import Pipeline
     from hetpipe.plan.plan import Plan
     from hetpipe.zoo.workload import Workload
@@ -56,6 +58,10 @@ def command(
     picture: Annotated[
         Path | None,
         typer.Option("--picture", metavar="FILE", help="Timeline of the last step, .png or .svg."),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="The same for Perfetto or Chrome, JSON."),
     ] = None,
     cluster: ClusterOption = None,
     devices: DevicesOption = None,
@@ -83,22 +89,30 @@ def command(
     json: JsonOption = None,
 ) -> None:
     """Train a model as a pipeline on the cluster."""
-    from hetpipe.bench.open import open_pipeline
-    from hetpipe.bench.training import compare
-    from hetpipe.report import draw_timelines
-    from hetpipe.zoo import load_workload
+    from hetpipe.plan.file import read_plan
+    from hetpipe.zoo.load import check_name
 
     output = Output(json)
-    workload = load_workload(model)
+    asked = read_options(schedule, weights, cuts, replicas, microbatches, mini_batch)
+    known, costs = (None, None) if plan is None else read_plan(plan)
+    if plan is not None and known is not None:
+        check_plan_alone(plan, known, asked)
+    check_name(model)
+    check_picture(picture)
     members = make_cluster(cluster, devices, backends, emulate_speed)
-    known = _load_plan(plan)
+    check_devices(asked, len(members.members))
+
+    from hetpipe.bench.open import open_pipeline
+    from hetpipe.bench.training import compare
+    from hetpipe.zoo import load_workload
+
+    workload = load_workload(model)
+    options = {**asked.keywords, "sync_batch_norm": sync_batch_norm, "plan": known, "costs": costs}
     with (
         progress_bar() as progress,
         open_pipeline(
-            workload, members, mini_batch=mini_batch, microbatches=microbatches, schedule=schedule,
-            weights=weights, cuts=split_numbers(cuts, "--cuts"),
-            replicas=split_numbers(replicas, "--replicas"), sync_batch_norm=sync_batch_norm,
-            plan=known, seed=seed, progress=progress, resume=resume,
+            workload, members, mini_batch=mini_batch, seed=seed, progress=progress, resume=resume,
+            **options,
         ) as pipe,
     ):  # fmt: skip
         output.text(str(pipe.plan))
@@ -108,26 +122,33 @@ def command(
         )
         found = compare(workload, pipe.plan, taken, seed)
         workload.model.load_state_dict(pipe.state_dict(), strict=False)
-        if save is not None:
-            pipe.save(save)
-            output.text(f"checkpoint of step {pipe.steps} in {save}")
-        if picture is not None:
-            draw_timelines(picture, [pipe.timeline, pipe.predicted], model)
-            output.text(f"timelines of a step drawn in {picture}")
-    _conclude(output, workload, pipe.plan, taken, found, seed)
+        _keep(output, pipe, save, picture, trace, model)
+        peaks = pipe.peak_nbytes
+    _conclude(output, workload, pipe.plan, taken, found, seed, peaks)
 
 
-def _load_plan(path: Path | None) -> Plan | None:
-    import json
+def _keep(
+    output: Output,
+    pipe: Pipeline,
+    save: Path | None,
+    picture: Path | None,
+    trace: Path | None,
+    title: str,
+) -> None:
+    """Write the files that were asked for."""
+    from hetpipe.report import draw_timelines
 
-    from hetpipe.plan.plan import Plan
+    if save is not None:
+        pipe.save(save)
+        output.text(f"checkpoint of step {pipe.steps} in {save}")
+    if picture is not None:
+        draw_timelines(picture, [pipe.timeline, pipe.predicted], title)
+        output.text(f"timelines of a step drawn in {picture}")
+    if trace is not None:
+        from hetpipe.report import write_trace
 
-    if path is None:
-        return None
-    try:
-        return Plan.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise PlanError(f"cannot read the plan {path}: {error}") from error
+        write_trace(trace, [pipe.timeline, pipe.predicted])
+        output.text(f"timelines of a step in {trace}, for ui.perfetto.dev or chrome://tracing")
 
 
 def _count(workload: Workload, rows: int, steps: int, epochs: int | None) -> int:
@@ -135,6 +156,11 @@ def _count(workload: Workload, rows: int, steps: int, epochs: int | None) -> int
         return steps
     if workload.train_samples is None:
         raise HetpipeError(f"{workload.name} does not say how long an epoch is: give --steps")
+    if workload.train_samples < rows:
+        raise HetpipeError(
+            f"an epoch of {workload.name} has {workload.train_samples} samples, a mini-batch has "
+            f"{rows}: give --steps, or a smaller --mini-batch"
+        )
     return epochs * (workload.train_samples // rows)
 
 
@@ -179,13 +205,19 @@ def _conclude(
     taken: list[Step],
     found: Comparison | None,
     seed: int,
+    peaks: Sequence[int],
 ) -> None:
-    """Rate, validation, equality; then JSON. Raises `HetpipeError` if losses are not torch's."""
+    """Rate, memory, validation, equality; then JSON.
+
+    Raises `HetpipeError` if losses are not torch's.
+    """
     step_s = median(step.time_s for step in taken[len(taken) // 2 :])
     output.text(
         f"{plan.mini_batch / step_s:.1f} samples/s ({plan.label}; median step "
         f"{step_s * 1e3:.1f} ms, predicted {plan.step_s * 1e3:.1f} ms)"
     )
+    for line in memory_lines(plan, peaks):
+        output.text(line)
     figures = workload.validate(workload.model) if workload.validate else {}
     for name, value in figures.items():
         output.text(f"validation {name} {value:.4f}")
@@ -202,8 +234,20 @@ def _conclude(
             "step_s": step_s,
             "samples_per_s": plan.mini_batch / step_s,
             "label": plan.label,
+            "peak_nbytes": list(peaks),
             "validation": figures,
         }
     )
     if found is not None and not found.equal:
         raise HetpipeError(str(found))
+
+
+def memory_lines(plan: Plan, peaks: Sequence[int]) -> list[str]:
+    """Measured memory of each stage's devices, beside what the plan foresaw. `peaks` in bytes."""
+    from hetpipe.report.units import format_nbytes
+
+    return [
+        f"memory of stage {number} on {', '.join(stage.devices)}: {format_nbytes(peak)} at most, "
+        f"measured ({format_nbytes(stage.memory_nbytes)} planned)"
+        for number, (stage, peak) in enumerate(zip(plan.stages, peaks, strict=True))
+    ]

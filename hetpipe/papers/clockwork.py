@@ -248,7 +248,7 @@ def main() -> None:
             f"{1e3 * case.measured_s:.1f}", f"{1e3 * case.simulated_s:.1f}",
             f"{1e3 * case.profiled_s:.1f}", formula, f"{100 * case.busy:.0f} %",
         )  # fmt: skip
-    Console().print(table)
+    Console(emoji=False).print(table)
     for name, others in (
         ("simulator", [(case.measured_s, case.simulated_s) for case in cases]),
         ("simulator with measured costs", [(case.measured_s, case.profiled_s) for case in cases]),

@@ -39,6 +39,8 @@ from hetpipe.errors import HetpipeError
 from hetpipe.report.files import write_json
 from hetpipe.report.tables import make_table
 
+VERSION = 1
+"""Of the JSON."""
 STAGES = 4
 SEEDS = 3
 FIGURES = {"accuracy": ("accuracy, %", 100.0), "perplexity": ("perplexity", 1.0)}
@@ -167,7 +169,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, and print the table."""
-    parser = argparse.ArgumentParser("hetpipe.papers.learning", description=__doc__)
+    parser = argparse.ArgumentParser("hetpipe papers learning", description=__doc__)
     parser.add_argument("--steps", type=int, help="mini-batches per training")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--json", type=Path, help="write everything that was measured")
@@ -182,10 +184,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cluster = Cluster.local(devices=DEVICES) if options.devices else on_torch()
         with one_thread(), Crew.start(cluster) as crew:
             rows = measure(tasks, options.seeds, crew)
-            Console().print(learning_table(rows, crew))
+            Console(emoji=False).print(learning_table(rows, crew))
         if options.json is not None:
             written = [row.to_json() for row in rows]
-            write_json(options.json, {"machine": describe(), "window": WINDOW, "rows": written})
+            head = {"version": VERSION, "machine": describe(), "window": WINDOW}
+            write_json(options.json, {**head, "rows": written})
     except HetpipeError as error:
         parser.exit(1, f"{error}\n")
 

@@ -190,7 +190,7 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 
 def main() -> None:
     """Print the tables."""
-    console = Console()
+    console = Console(emoji=False)
     console.print(describe())
     with crew_of(STAGES) as crew:
         for table in (dapple_table(crew), *pipedream_tables(crew)):

@@ -95,13 +95,12 @@ def _match(shapes: list[tuple[int, ...]], inputs: list[Slot], wanted: Slot) -> i
     return keys.index(wanted.key) if wanted.key in keys else shapes.index(wanted.shape)
 
 
-def main() -> None:
+def main(device: str = "pytorch:cpu:0") -> None:
     """Print the cost for every transport."""
-    device = sys.argv[1] if len(sys.argv) > 1 else "pytorch:cpu:0"
     for transport in TRANSPORTS:
         cost_s = measure_empty_action(transport, device=device)
         print(f"{device:16} {transport:14} {cost_s * 1e6:7.1f} us per action and worker, measured")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:2])

@@ -39,6 +39,15 @@ def check_cuts(cuts: Sequence[int], layers: Sequence[str]) -> None:
     )
 
 
+def check_count(microbatches: int, mini_batch: int) -> None:
+    """Raises `PlanError` for more micro-batches than samples."""
+    if microbatches > mini_batch:
+        raise PlanError(
+            f"a mini-batch of {mini_batch} cannot be {microbatches} micro-batches: choose 1 to "
+            f"{mini_batch}"
+        )
+
+
 def check_fit(
     plan: Plan,
     infos: Mapping[str, DeviceInfo],

@@ -88,8 +88,22 @@ class PlanOptions:
     @property
     def asked(self) -> list[str]:
         """The names of what is asked that a plan would decide."""
+        return [name for name, value in self.keywords.items() if value not in (None, "auto")]
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """What a plan decides, as keywords of `Pipeline`."""
         decided = ("cuts", "replicas", "microbatches", "schedule", "weights")
-        return [name for name in decided if getattr(self, name) not in (None, "auto")]
+        return {name: getattr(self, name) for name in decided}
+
+    def _check_one_stage(self) -> None:
+        """A schedule whose replicas average nothing has one stage."""
+        rule = rule_of(self.schedule)
+        if not rule.averages and self.cuts:
+            raise PlanError(
+                f"{rule.name} has 1 stage, the whole model on every replica, not cuts "
+                f"{list(self.cuts)}: leave out cuts, or use pipedream"
+            )
 
     def _check_names(self) -> None:
         """Schedule and weights are known, and go together."""
@@ -99,6 +113,7 @@ class PlanOptions:
                 raise HetpipeError(f"{name}={value!r}: give a name, as text")
         if self.schedule != "auto":
             policy_for(rule_of(self.schedule), self.weights)
+            self._check_one_stage()
         elif self.weights != "auto" and not policy_of(self.weights).flushes:
             raise PlanError(
                 f"weights={self.weights!r} goes with an asynchronous schedule: give one as well, "

@@ -14,16 +14,19 @@ from hetpipe.checkpoint import Checkpoint
 from hetpipe.checkpoint import load as load_checkpoint
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import CheckpointError, HetpipeError
+from hetpipe.optim import check_optimizer
 from hetpipe.pipeline.batches import rows_of
 from hetpipe.pipeline.delivery import Delivery
-from hetpipe.pipeline.fit import check_cuts, check_dtypes, check_fit
+from hetpipe.pipeline.fit import check_count, check_cuts, check_dtypes, check_fit
 from hetpipe.pipeline.guard import OneThread
+from hetpipe.pipeline.launch_check import refuse_ranks
 from hetpipe.pipeline.options import PassOptions, records_of
 from hetpipe.pipeline.planning import Planning
 from hetpipe.pipeline.resume import write
 from hetpipe.pipeline.training import Result, Subject, Training, as_tensors
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planner import predict
+from hetpipe.profile.measure import profile
 
 if TYPE_CHECKING:
     import torch
@@ -76,6 +79,8 @@ class Pipeline:
         resume: Checkpoint | None = None,
         **options: Unpack[Options],
     ) -> None:
+        refuse_ranks()
+        optimizer = check_optimizer(optimizer)
         planned, passes, updates = records_of(options)
         progress = progress or (lambda text, done, total: None)
         progress("capturing", 0, 1)
@@ -84,8 +89,10 @@ class Pipeline:
         )
         _check_captured(self._captured, passes)
         mini_batch = rows_of(self._captured.leaves(*example))
-        layers = self._captured.layer_graph(mini_batch).layers
-        check_cuts(planned.cuts or (), [layer.name for layer in layers])
+        if planned.microbatches is not None:
+            check_count(planned.microbatches, mini_batch)
+        layers = [layer.name for layer in self._captured.layer_graph(mini_batch).layers]
+        check_cuts(planned.cuts or (), layers)
         self._names = list(model.state_dict())
         self._optimizer = optimizer
         self._one_thread = OneThread()
@@ -98,7 +105,10 @@ class Pipeline:
             used = infos if planned.plan is None else planned.plan.all_devices
             precision = self._captured.precision
             check_dtypes(precision, [infos[member] for member in used if member in infos])
-            planning = Planning(self._captured, self._crew, optimizer, mini_batch, progress)
+            planning = Planning(
+                layers, list(infos), mini_batch,
+                lambda sizes: profile(self._captured, self._crew, optimizer, sizes, progress),
+            )  # fmt: skip
             self.plan, self.costs = planning.choose(planned)
             check_fit(self.plan, infos, optimizer, updates, self._captured.sync_batch_norm)
             subject = Subject(self._captured, self._crew, self.plan, optimizer, passes, updates)

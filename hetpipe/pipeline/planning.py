@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hetpipe.cost.table import CostTable
 from hetpipe.errors import PlanError
+from hetpipe.plan.plan import Plan
 from hetpipe.plan.planner import explore, make_plan
 from hetpipe.plan.pricing import check_able
 from hetpipe.plan.replicated import replicated_plan, staged_plan
-from hetpipe.profile.measure import Progress, profile
+from hetpipe.plan.unused import with_notes
 from hetpipe.schedule.rule import GPIPE, ONE_F_ONE_B, Rule, rule_of
 from hetpipe.schedule.weights import FLUSH, WeightPolicy, policy_for
 
 if TYPE_CHECKING:
-    from hetpipe.capture.captured import Captured
-    from hetpipe.cost.table import CostTable
-    from hetpipe.crew.crew import Crew
-    from hetpipe.optim.rule import Optimizer
     from hetpipe.pipeline.options import PlanOptions
-    from hetpipe.plan.plan import Plan
 
 EXPLORED_MICROBATCHES = (4, 8, 16, 32)
 EXPLORED = (ONE_F_ONE_B.name, GPIPE.name)
@@ -29,15 +26,18 @@ STAGED_MICROBATCHES = 8
 """Of plans whose stages were given with their replicas."""
 
 
+Tables = Callable[[Sequence[int]], dict[int, CostTable]]
+"""Micro-batch sizes, the largest first -> the costs for each."""
+
+
 @dataclass(frozen=True)
 class Planning:
-    """Plans for one model on one crew."""
+    """Plans for a model with these `layers` on these `members`; costs are asked for late."""
 
-    captured: Captured
-    crew: Crew
-    optimizer: Optimizer
+    layers: Sequence[str]
+    members: Sequence[str]
     mini_batch: int
-    progress: Progress
+    tables: Tables
 
     def choose(self, asked: PlanOptions) -> tuple[Plan, CostTable]:
         """The quickest predicted plan of those that were asked for, and the costs that it was made
@@ -52,8 +52,7 @@ class Planning:
         if rule.replicates:
             return self._replicated(asked, rule)
         if not rule.averages:
-            self._check_one_stage(asked, rule)
-            return self._staged(asked, rule, policy, asked.replicas or [len(self.crew.infos)])
+            return self._staged(asked, rule, policy, asked.replicas or [len(self.members)])
         if asked.replicas is not None:
             return self._staged(asked, rule, policy, asked.replicas)
         return self._explored(asked, rule, policy)
@@ -67,12 +66,13 @@ class Planning:
             counts = [1]  # updates as soon as they can be
         tables = self._profiled(counts)
         schedules = EXPLORED if asked.schedule == "auto" else (rule.name,)
-        members = list(self.crew.infos)
+        members = list(self.members)
         if asked.cuts is None:
-            best = explore(
+            plans = explore(
                 tables, members, mini_batch=self.mini_batch, schedules=schedules,
                 weights=policy.name,
-            )[0]  # fmt: skip
+            )  # fmt: skip
+            best = with_notes(plans, members)
             return best, tables[self._samples(best.microbatches)]
         table = tables[self._samples(counts[0])]
         plan = make_plan(
@@ -81,30 +81,21 @@ class Planning:
         )  # fmt: skip
         return plan, table
 
-    def _check_one_stage(self, asked: PlanOptions, rule: Rule) -> None:
-        if asked.cuts or (asked.replicas is not None and len(asked.replicas) != 1):
-            raise PlanError(
-                f"{rule.name} has 1 stage, the whole model on every replica, not cuts "
-                f"{list(asked.cuts or ())} and replicas {list(asked.replicas or ())}: leave out "
-                "cuts, and replicas or give one number, as [2]; or use pipedream"
-            )
-
     def _check(self, plan: Plan, costs: CostTable | None) -> CostTable:
         """The costs for a given plan, profiled if they are not given.
 
         Raises `PlanError` where the plan is of another model or cluster, or a device cannot run its
         layers.
         """
-        layers = len(self.captured.layer_graph(self.mini_batch).layers)
-        if plan.stages[-1].hi != layers:
+        if plan.stages[-1].hi != len(self.layers):
             raise PlanError(
-                f"the plan is for {plan.stages[-1].hi} layers, the model has {layers}: "
+                f"the plan is for {plan.stages[-1].hi} layers, the model has {len(self.layers)}: "
                 "make a new plan for this model"
             )
-        for device in (device for stage in plan.stages for device in stage.devices):
-            if device not in self.crew.infos:
+        for member in plan.all_devices:
+            if member not in self.members:
                 raise PlanError(
-                    f"the plan uses {device}, the cluster has {', '.join(self.crew.infos)}"
+                    f"the plan uses {member}, the cluster has {', '.join(self.members)}"
                 )
         if costs is None:
             (costs,) = self._profiled([plan.microbatches]).values()
@@ -113,7 +104,7 @@ class Planning:
 
     def _replicated(self, asked: PlanOptions, rule: Rule) -> tuple[Plan, CostTable]:
         """The model, in stages between the cuts, on every member."""
-        members, cuts = list(self.crew.infos), asked.cuts or ()
+        members, cuts = list(self.members), asked.cuts or ()
         everyone = [len(members)] * (len(cuts) + 1)
         if asked.replicas is not None and list(asked.replicas) != everyone:
             raise PlanError(
@@ -131,7 +122,7 @@ class Planning:
         self, asked: PlanOptions, rule: Rule, policy: WeightPolicy, replicas: Sequence[int]
     ) -> tuple[Plan, CostTable]:
         """The stages that were asked for, on the members in their order."""
-        members = list(self.crew.infos)
+        members = list(self.members)
         if sum(replicas) > len(members):
             raise PlanError(
                 f"replicas {list(replicas)} need {sum(replicas)} devices, the cluster has "
@@ -154,4 +145,4 @@ class Planning:
     def _profiled(self, counts: Sequence[int]) -> dict[int, CostTable]:
         """Tables for these numbers of micro-batches, by samples of one."""
         sizes = sorted({self._samples(count) for count in counts}, reverse=True)
-        return profile(self.captured, self.crew, self.optimizer, sizes, self.progress)
+        return self.tables(sizes)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hetpipe.errors import HetpipeError
 from hetpipe.zoo.workload import Workload
@@ -23,32 +25,50 @@ ZOO = {
 def load_workload(name: str) -> Workload:
     """The workload of that name, or what the factory `package.module:factory` returns.
 
-    Modules are looked for in the working directory too. Raises `HetpipeError` if there is none.
+    Modules are looked for in the working directory too, after all others: a `queue.py` there is not
+    the standard library's. It stays on the path, for what the module imports later.
+    Raises `HetpipeError` if there is none or it is wrong, `UserCodeError` if its code raises.
     """
-    target = ZOO.get(name, name)
-    module_name, _, attribute = target.partition(":")
-    if not attribute:
+    check_name(name)
+    if name in ZOO:
+        workload: Workload = _factory(name, ZOO[name])()
+        return workload
+    from hetpipe.zoo.checked import checked, theirs
+
+    with theirs(f"model {name!r}: its module"):
+        factory = _factory(name, name)
+    call = f"{name}()"
+    with theirs(call):
+        made = factory()
+    return checked(call, made)
+
+
+def check_name(name: str) -> None:
+    """Raises `HetpipeError` for what is neither in the zoo nor a module and a factory."""
+    module_name, _, attribute = name.partition(":")
+    if name not in ZOO and not (module_name and attribute):
         raise HetpipeError(
             f"no model {name!r}; write one of {', '.join(ZOO)}, or package.module:factory"
         )
+
+
+def _factory(name: str, target: str) -> Callable[[], Any]:
+    module_name, _, attribute = target.partition(":")
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())
     try:
-        sys.path.insert(0, "")
-        factory = getattr(import_module(module_name), attribute, None)
+        module = import_module(module_name)
     except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # a module that theirs imports
         raise HetpipeError(
             f"model {name!r}: no module {error.name!r}; start hetpipe where it can be imported"
         ) from error
-    finally:
-        sys.path.remove("")
+    factory: Any = getattr(module, attribute, None)
     if not callable(factory):
-        raise HetpipeError(f"model {name!r}: {module_name} has no function {attribute!r}")
-    made = factory()
-    if not isinstance(made, Workload):
-        raise HetpipeError(
-            f"model {name!r}: {attribute}() returned {type(made).__name__}; "
-            "return hetpipe.Workload(model, loss_fn, batches)"
-        )
-    return made
+        file = getattr(module, "__file__", None) or "built into Python"
+        raise HetpipeError(f"model {name!r}: {module_name} ({file}) has no function {attribute!r}")
+    return factory  # type: ignore[no-any-return]
 
 
 def optimizer_of(workload: Workload) -> Optimizer:

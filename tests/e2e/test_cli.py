@@ -68,6 +68,7 @@ def test_devices_lists_what_is_here(home: Path) -> None:
 
 def test_doctor_tests_each_device_and_says_so(home: Path) -> None:
     found = result(home, "doctor", "--backends", "numpy,pytorch")
+    assert found["version"] == 1
     assert {entry["backend"] for entry in found["findings"]} == {"numpy", "pytorch"}
     for device in found["devices"]:
         assert device["selftest"]["ok"], device
@@ -90,14 +91,39 @@ def test_profile_prices_every_layer_and_link(home: Path) -> None:
     assert len(costs["links"]) == 2
 
 
+def test_a_plan_by_costs_alone_has_their_micro_batches(home: Path) -> None:
+    done = run(
+        home, "profile", "mlp", "--devices", TWO, "--microbatches", 4, "--json", "costs.json"
+    )
+    assert "Forward + backward per layer" in done.stdout
+    plan = result(home, "plan", "mlp", "--costs", "costs.json", "--cuts", "3")
+    assert plan["microbatches"] == 4
+    assert [stage["devices"] for stage in plan["stages"]] == [
+        ["pytorch:cpu:0#0"], ["pytorch:cpu:0#1"]
+    ]  # fmt: skip
+    done = run(home, "plan", "mlp", "--costs", "costs.json", "--microbatches", 8, code=1)
+    assert "for micro-batches of 32 samples, and 8 micro-batches of a mini-" in done.stderr
+    assert "batch of 128 have 16" in done.stderr
+
+
 def test_a_plan_is_kept_and_trained(home: Path) -> None:
     options = ("--devices", TWO, "--microbatches", 4, "--schedule", "gpipe")
     plan = result(home, "plan", "mlp", *options, "--out", "plan.json")
-    assert json.loads((home / "plan.json").read_text()) == plan
-    report = result(
+    kept = json.loads((home / "plan.json").read_text())
+    assert kept.pop("costs")["samples"] == 32
+    assert kept == plan
+    done = run(
         home, "train", "mlp", "--devices", TWO, "--plan", "plan.json", "--steps", 60,
-        "--check-steps", 20, "--picture", "step.svg",
+        "--check-steps", 20, "--picture", "step.svg", "--trace", "step.json", "--json", "-",
     )  # fmt: skip
+    report = json.loads(done.stdout)
+    assert "compiling" in done.stderr
+    assert "profil" not in done.stderr, "the file has the costs"
+    assert "\nmemory of stage 0 on pytorch:cpu:0#" in done.stderr
+    assert len(report["peak_nbytes"]) == len(plan["stages"])
+    assert min(report["peak_nbytes"]) > 0
+    assert json.loads((home / "step.json").read_text())["traceEvents"]
+    assert report["version"] == 1
     assert report["plan"] == plan
     assert len(report["losses"]) == 60
     assert report["losses"][:20] == pytest.approx(report["torch_losses"], rel=1e-4)
@@ -162,7 +188,8 @@ def test_warnings_are_one_line(home: Path) -> None:
     """Of a cache that is no folder."""
     (home / "cache").write_text("a file, where the folder would be")
     done = run(home, "plan", "mlp", "--devices", "numpy:cpu:0", "--microbatches", 2)
-    lines = done.stderr.splitlines()
+    phases = ("capturing", "profiling", "profiled", "compiling stages")
+    lines = [line for line in done.stderr.splitlines() if not line.startswith(phases)]
     assert lines
     assert all(line.startswith("warning: ") for line in lines)
     assert "is damaged and will be made again" in lines[0]
@@ -176,6 +203,7 @@ def test_bench_figures_agree_with_each_other(home: Path) -> None:
     )  # fmt: skip
     assert "no row of torch.distributed.pipelining: mlp does not say" in done.stdout
     report = json.loads((home / "out" / "bench.json").read_text())
+    assert report.pop("version") == 1
     assert {"machine", "versions", "seed", "matmul", "workloads"} == report.keys()
     (found,) = report["workloads"]
     assert [device["label"] for device in found["devices"]] == ["measured", "emulated"]
@@ -225,8 +253,10 @@ def test_bench_refuses_a_twin_of_nobody_before_it_measures(home: Path) -> None:
     assert "no device 'nope'; the cluster has pytorch:cpu:0#0" in done.stderr
 
 
-def test_interrupt_leaves_quietly_and_no_process(home: Path) -> None:
-    """Ctrl-C reaches the whole foreground group: command and workers alike."""
+@pytest.mark.parametrize("presses", [1, 2])
+def test_interrupt_leaves_quietly_and_no_process(home: Path, presses: int) -> None:
+    """Ctrl-C reaches the whole foreground group: command and workers alike. One more says that the
+    command is closing already."""
     process = subprocess.Popen(
         command("train", "mlp", "--devices", TWO, "--microbatches", 4, "--steps", 1_000_000),
         cwd=home, env=environment(home), start_new_session=True, text=True,
@@ -236,9 +266,12 @@ def test_interrupt_leaves_quietly_and_no_process(home: Path) -> None:
     while "fill limit" not in process.stdout.readline():  # the plan: training begins
         assert process.poll() is None
     time.sleep(1.0)
-    os.killpg(process.pid, signal.SIGINT)
+    for _ in range(presses):
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.05)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "Traceback" not in errors
+    assert errors.count("closing; Ctrl-C once more leaves at once") == presses - 1
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)

@@ -1,0 +1,82 @@
+"""Options that are wrong by themselves are refused before anything is loaded or measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hetpipe.cli.options import split_numbers
+from hetpipe.errors import HetpipeError, PlanError
+
+if TYPE_CHECKING:
+    from hetpipe.pipeline.options import PlanOptions
+    from hetpipe.plan.plan import Plan
+
+
+def read_options(
+    schedule: str,
+    weights: str,
+    cuts: str | None,
+    replicas: str | None,
+    microbatches: int | None,
+    mini_batch: int | None,
+) -> PlanOptions:
+    """The options of a plan, checked as far as text can be. Raises `HetpipeError`."""
+    from hetpipe.pipeline.fit import check_count
+    from hetpipe.pipeline.options import PlanOptions
+
+    asked = PlanOptions(
+        cuts=split_numbers(cuts, "--cuts"),
+        replicas=split_numbers(replicas, "--replicas"),
+        microbatches=microbatches,
+        schedule=schedule,
+        weights=weights,
+    )
+    if microbatches and mini_batch:
+        check_count(microbatches, mini_batch)
+    return asked
+
+
+def check_plan_alone(path: Path, plan: Plan, asked: PlanOptions) -> None:
+    """Raises `HetpipeError` for a plan that cannot be run, or beside which more is asked."""
+    if asked.asked:
+        options = ", ".join(f"--{name}" for name in asked.asked)
+        raise HetpipeError(
+            f"--plan {path} and {options} are both given, and a plan says all of them: leave out "
+            "one or the other"
+        )
+    plan.policy.check_rule(plan.rule)
+
+
+def check_devices(asked: PlanOptions, count: int) -> None:
+    """Raises `PlanError` where a cluster of so many devices has too few for the stages."""
+    from hetpipe.schedule.rule import rule_of
+
+    if asked.schedule != "auto" and rule_of(asked.schedule).several_stages:
+        return
+    stages = len(asked.cuts or ()) + 1
+    need = sum(asked.replicas) if asked.replicas else stages
+    if need > count:
+        raise PlanError(
+            f"{stages} stages need {need} devices, the cluster has {count}: give fewer cuts "
+            "or replicas, or name more devices"
+        )
+
+
+def check_synchronous(schedule: str) -> None:
+    """Raises `HetpipeError` for a schedule that does not flush, or is unknown."""
+    from hetpipe.schedule.rule import rule_of
+
+    if schedule != "auto" and not rule_of(schedule).flushes:
+        raise HetpipeError(
+            f"schedule {schedule} is asynchronous, and all rows of a benchmark train the same: "
+            "choose a synchronous one, such as 1f1b"
+        )
+
+
+def check_picture(path: Path | None) -> None:
+    """Raises `HetpipeError` for a picture that cannot be drawn."""
+    from hetpipe.report.picture import FORMATS
+
+    if path is not None and path.suffix not in FORMATS:
+        raise HetpipeError(f"a picture is one of {', '.join(FORMATS)}, not {path.name!r}")

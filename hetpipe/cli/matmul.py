@@ -1,0 +1,32 @@
+"""`hetpipe matmul`: matrix products of the processors here, against torch's."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from hetpipe.cli.options import JsonOption
+from hetpipe.cli.output import Output
+from hetpipe.cli.progress import progress_bar
+
+
+def command(
+    devices: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[DEVICE]...", help="Device ids. [default: all processors]"),
+    ] = None,
+    json: JsonOption = None,
+) -> None:
+    """Measure matrix products on one core of each processor, against its ceiling and torch."""
+    from hetpipe.bench.machine import describe, machine
+    from hetpipe.bench.products import products
+    from hetpipe.bench.show import product_table
+
+    output = Output(json)
+    output.text(describe())
+    with progress_bar() as progress:
+        progress("matrix products", 0, 1)
+        figures = products(devices)
+    output.console.print(product_table(figures))
+    output.finish({"machine": machine(), "matmul": figures})

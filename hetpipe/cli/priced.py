@@ -1,0 +1,71 @@
+"""Plans from a table of costs alone: no worker is started, no device need be here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hetpipe.cli.check import check_devices
+from hetpipe.errors import PlanError
+
+if TYPE_CHECKING:
+    from hetpipe.cost.table import CostTable
+    from hetpipe.pipeline.options import PlanOptions
+    from hetpipe.plan.plan import Plan
+    from hetpipe.zoo.workload import Workload
+
+
+def plan_by(
+    costs: CostTable, devices: list[str] | None, mini_batch: int, asked: PlanOptions
+) -> Plan:
+    """The quickest predicted plan that was asked for. `devices` of the table, by default all.
+
+    The table's micro-batches are the plan's. Raises `PlanError`.
+    """
+    from hetpipe.pipeline.planning import Planning
+
+    members = devices or list(costs.devices)
+    for member in members:
+        if member not in costs.devices:
+            raise PlanError(f"no costs for {member}; the table has {', '.join(costs.devices)}")
+    check_devices(asked, len(members))
+    asked = replace(asked, microbatches=microbatches_of(costs, mini_batch, asked.microbatches))
+    layers = [layer.name for layer in costs.layers]
+    planning = Planning(layers, members, mini_batch, lambda sizes: {costs.samples: costs})
+    return planning.choose(asked)[0]
+
+
+def microbatches_of(costs: CostTable, mini_batch: int, asked: int | None) -> int:
+    """How many micro-batches of the table's size a mini-batch has. Raises `PlanError`."""
+    count = -(-mini_batch // costs.samples)
+    samples = -(-mini_batch // (asked or count))
+    if samples != costs.samples:
+        raise PlanError(
+            f"the costs are for micro-batches of {costs.samples} samples, and {asked or count} "
+            f"micro-batches of a mini-batch of {mini_batch} have {samples}: profile at "
+            f"--microbatches {asked or count}, or choose another number"
+        )
+    return count if asked is None else asked
+
+
+def check_layers(costs: CostTable, workload: Workload, mini_batch: int) -> None:
+    """Raises `PlanError` where the table is not of this model."""
+    from hetpipe.capture import Captured
+
+    example = next(workload.batches(mini_batch, 0))
+    captured = Captured(workload.model, workload.loss_fn, example)
+    layers = [layer.name for layer in captured.layer_graph(mini_batch).layers]
+    names = [layer.name for layer in costs.layers]
+    if layers != names:
+        raise PlanError(
+            f"the costs are of {costs.model} with {len(names)} layers, {workload.name} has "
+            f"{len(layers)} layers" + _difference(names, layers) + ": profile this model"
+        )
+
+
+def _difference(names: list[str], layers: list[str]) -> str:
+    pairs = zip(names, layers, strict=False)
+    for number, (name, layer) in enumerate(pairs):
+        if name != layer:
+            return f", and layer {number} is {name} there, {layer} here"
+    return ""

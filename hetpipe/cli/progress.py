@@ -1,0 +1,83 @@
+"""Progress on standard error: a bar on a terminal, now and then a line elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    Progress = Callable[[str, int, int], None]
+
+EVERY_S = 10.0
+"""Between two lines about the same phase."""
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """A callable (text, done, total) that shows how far a command is."""
+    from hetpipe.cli.output import error_console
+
+    console = error_console()
+    if not console.is_terminal:
+        with Lines(_write).beating() as lines:
+            yield lines.show
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda text, done, total: bar.update(
+            task, description=text, completed=done, total=total
+        )
+
+
+def _write(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+class Lines:
+    """Progress as lines of text: one when a phase begins, one every `every_s` while it goes on."""
+
+    def __init__(self, write: Callable[[str], None], every_s: float = EVERY_S) -> None:
+        self._write = write
+        self._every_s = every_s
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._text = ""
+        self._count = (0, 0)
+        self._begin_s = 0.0
+
+    def show(self, text: str, done: int, total: int) -> None:
+        """Note where a command is; a line if this is another phase."""
+        with self._lock:  # the beat reads both and writes lines of its own
+            self._count = (done, total)
+            if text != self._text:
+                self._text, self._begin_s = text, time.monotonic()
+                self._write(text)
+
+    @contextmanager
+    def beating(self) -> Iterator[Lines]:
+        """Write a line now and then, by a thread of its own: a phase may take minutes."""
+        thread = threading.Thread(target=self._beat, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._ended.set()
+            thread.join()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(self._every_s):
+            with self._lock:  # of `show`
+                if self._text:
+                    self._write(f"{self._text}{self._far()}")
+
+    def _far(self) -> str:
+        done, total = self._count
+        steps = f"{done} of {total}, " if total > 1 else ""
+        return f": {steps}{time.monotonic() - self._begin_s:.0f} s"

@@ -1,0 +1,163 @@
+"""A user's workload, made safe to call: what it raises, or returns wrongly, is said as theirs."""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hetpipe
+from hetpipe.errors import HetpipeError, UserCodeError
+from hetpipe.zoo.workload import Workload
+
+if TYPE_CHECKING:
+    import torch
+
+    from hetpipe.zoo.workload import Batch
+
+HOME = str(Path(hetpipe.__file__).parent)
+OURS = (HOME, str(importlib.__file__), "<frozen ")
+
+
+@contextmanager
+def theirs(where: str) -> Iterator[None]:
+    """Run a user's code. Raises `UserCodeError` with their traceback for what it raises.
+
+    A `HetpipeError` passes as it is.
+    """
+    try:
+        yield
+    except HetpipeError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserCodeError(f"{where} failed\n{their_traceback(error)}") from error
+
+
+def their_traceback(error: BaseException) -> str:
+    """The traceback without the frames of hetpipe and of Python's import."""
+    summary = traceback.TracebackException.from_exception(error)
+    _cut(summary)
+    whole = bool(summary.stack or summary.__cause__ or summary.__context__)
+    return "".join(summary.format() if whole else summary.format_exception_only()).rstrip()
+
+
+def _cut(summary: traceback.TracebackException) -> None:
+    frames = [frame for frame in summary.stack if not frame.filename.startswith(OURS)]
+    summary.stack = traceback.StackSummary.from_list(frames)
+    for other in (summary.__cause__, summary.__context__):
+        if other is not None:
+            _cut(other)
+
+
+def checked(where: str, workload: Any) -> Workload:
+    """The workload that a factory has returned, its fields checked, its functions guarded.
+
+    `where` begins each message. Raises `HetpipeError`.
+    """
+    if not isinstance(workload, Workload):
+        raise HetpipeError(
+            f"{where} returned {_named(workload)}; return hetpipe.Workload(model, loss_fn, batches)"
+        )
+    for field, right, cure in _rules(workload):
+        if not right:
+            value = _named(getattr(workload, field))
+            raise HetpipeError(f"{where}: Workload.{field} is {value}; give {cure}")
+    batches, validate = workload.batches, workload.validate
+    return replace(
+        workload,
+        batches=guarded_batches(where, batches),
+        validate=None if validate is None else _guarded_validate(where, validate),
+    )
+
+
+def _rules(workload: Workload) -> Iterator[tuple[str, bool, str]]:
+    """(field, whether it is right, what it should be) of each."""
+    from torch import nn
+
+    from hetpipe.optim.rule import Optimizer
+
+    yield "model", isinstance(workload.model, nn.Module), "a torch.nn.Module, made, not its class"
+    yield "loss_fn", callable(workload.loss_fn), "a function of the model's output and y"
+    yield "batches", callable(workload.batches), "a function (mini_batch, seed) that yields (x, y)"
+    yield "name", isinstance(workload.name, str), "a text"
+    yield "mini_batch", _is_count(workload.mini_batch), "a whole number, 1 or more"
+    optimizer = workload.optimizer
+    known = optimizer is None or isinstance(optimizer, Optimizer)
+    yield "optimizer", known, "one of hetpipe.optim, or None; torch's own cannot be cut into stages"
+    validate, samples = workload.validate, workload.train_samples
+    yield "validate", validate is None or callable(validate), "a function of the model, or None"
+    yield "train_samples", samples is None or _is_count(samples), "a whole number, or None"
+    texts = isinstance(workload.blocks, (tuple, list)) and all(
+        isinstance(name, str) for name in workload.blocks
+    )
+    yield "blocks", texts, "a tuple of names of modules"
+
+
+def guarded_batches(
+    where: str, batches: Callable[[int, int], Iterator[Batch]]
+) -> Callable[[int, int], Iterator[Batch]]:
+    """The same mini-batches.
+
+    Raises `UserCodeError` where the user's code raises, `HetpipeError` where it ends, or yields
+    anything but a pair.
+    """
+
+    def guarded(mini_batch: int, seed: int) -> Iterator[Batch]:
+        call = f"{where}: batches({mini_batch}, {seed})"
+        with theirs(call):
+            stream = batches(mini_batch, seed)
+        if not hasattr(stream, "__iter__"):
+            raise HetpipeError(f"{call} returned {_named(stream)}; yield pairs (x, y)")
+        with theirs(call):
+            rest = iter(stream)
+        for number in count():
+            with theirs(f"{call}, at mini-batch {number},"):
+                try:
+                    batch = next(rest)
+                except StopIteration:
+                    raise HetpipeError(
+                        f"{call} ended after {number} mini-batches: it is to go on for ever, so "
+                        "begin the data again (while True)"
+                    ) from None
+            if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
+                raise HetpipeError(
+                    f"{call} yielded {_named(batch)} as mini-batch {number}; yield pairs (x, y)"
+                )
+            yield batch[0], batch[1]
+
+    return guarded
+
+
+def _guarded_validate(
+    where: str, validate: Callable[[torch.nn.Module], dict[str, float]]
+) -> Callable[[torch.nn.Module], dict[str, float]]:
+    def guarded(model: torch.nn.Module) -> dict[str, float]:
+        with theirs(f"{where}: validate(model)"):
+            figures: Any = validate(model)
+            if isinstance(figures, Mapping):
+                return {str(name): float(figure) for name, figure in figures.items()}
+        raise HetpipeError(
+            f"{where}: validate(model) returned {_named(figures)}; return figures by name, as in "
+            '{"accuracy": 0.97}'
+        )
+
+    return guarded
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _named(value: Any) -> str:
+    """A value in a message: short ones themselves, others by their type."""
+    if value is None or isinstance(value, (int, float, str)):
+        return repr(value)
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    size = f" of {len(value)}" if isinstance(value, (tuple, list, dict)) else ""
+    return f"a {type(value).__name__}{size}"

@@ -1,0 +1,167 @@
+"""What options say wrongly is refused at once: without torch, and before anything is measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost
+
+REFUSED = [
+    (("train", "mlp", "--schedule", "dapple"), "no schedule 'dapple'; known: auto, 1f1b"),
+    (("plan", "mlp", "--weights", "twice"), "no weight policy 'twice'; known: auto, flush"),
+    (("plan", "mlp", "--weights", "stash"), "synchronous and weights 'stash' do not fit it"),
+    (("plan", "mlp", "--schedule", "pipedream", "--weights", "flush"), "choose stash or vert"),
+    (("plan", "mlp", "--schedule", "asp", "--weights", "2bw"), "nothing to choose from"),
+    (("plan", "mlp", "--schedule", "asp", "--cuts", "2"), "asp has 1 stage"),
+    (("train", "mlp", "--cuts", "4,2"), "--cuts 4,2: write the first layer of each stage"),
+    (("train", "mlp", "--cuts", "0"), "--cuts 0: write the first layer of each stage"),
+    (("train", "mlp", "--replicas", "2,0", "--cuts", "2"), "each stage needs one device"),
+    (("train", "mlp", "--replicas", "1,1,1", "--cuts", "2"), "of 3 stages, and 1 cuts make 2"),
+    (("plan", "mlp", "--mini-batch", "4", "--microbatches", "8"), "--mini-batch 4 cannot be"),
+    (("train", "mlp", "--cluster", "bad.toml"), "bad.toml:1: "),
+    (("train", "mlp", "--cluster", "one.toml", "--cuts", "2"), "2 stages need 2 devices, the clu"),
+    (("train", "mlp", "--plan", "absent.json"), "cannot read the plan absent.json"),
+    (("train", "mlp", "--plan", "list.json"), "cannot read the plan list.json"),
+    (("train", "mlp", "--plan", "old.json", "--cuts", "1"), "old.json and --cuts are both given"),
+    (("train", "mlp", "--plan", "old.json"), "no schedule 'dapple'"),
+    (("plan", "mlp", "--costs", "absent.json"), "cannot read the costs absent.json"),
+    (("plan", "mlp", "--costs", "x", "--backends", "numpy"), "leave out --backends"),
+    (("train", "mlp", "--picture", "step.gif"), "a picture is one of .png"),
+    (("train", "nope"), "no model 'nope'"),
+    (("bench", "--schedule", "pipedream"), "schedule pipedream is asynchronous"),
+    (("bench", "--workload", "mlp", "--workload", "nope"), "no model 'nope'"),
+    (("bench", "--link", "1 ms"), "write bandwidth and latency"),
+    (("train", "mlp", "--microbatches", "0"), "'--microbatches': "),
+]
+
+PROGRAM = """
+import json, sys
+from typer.testing import CliRunner
+from hetpipe.cli.app import app
+
+answers = []
+for arguments in json.load(sys.stdin):
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code != 0, arguments
+    text = result.output if isinstance(result.exception, SystemExit) else str(result.exception)
+    answers.append([arguments, text, "torch" in sys.modules])
+print(json.dumps(answers))
+"""
+
+PLAN = {
+    "version": 2, "model": "Sequential", "layers": ["0"], "schedule": "dapple", "mini_batch": 8,
+    "microbatches": 2, "step_s": 1.0, "cut_nbytes": [], "label": "measured", "origin": "user",
+    "notes": [], "weights": "flush",
+    "stages": [
+        {
+            "lo": 0, "hi": 1, "devices": ["a"], "in_flight": 1, "forward_s": 1.0,
+            "backward_s": 1.0, "update_s": 0.0, "memory_nbytes": 1, "capacity_nbytes": 2,
+            "shares": [1.0], "all_reduce_s": 0.0,
+        }
+    ],
+}  # fmt: skip
+
+
+def command(
+    home: Path, *arguments: object, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    settings = {"HETPIPE_CACHE": str(home / "cache"), "COLUMNS": "160", **(environment or {})}
+    return subprocess.run(
+        [sys.executable, "-m", "hetpipe.cli", *map(str, arguments)], cwd=home, text=True,
+        env={**os.environ, **settings}, capture_output=True, timeout=240,
+    )  # fmt: skip
+
+
+def test_wrong_options_are_refused_without_torch(tmp_path: Path) -> None:
+    """A schedule of an unknown name once took 57 s of profiling first."""
+    (tmp_path / "bad.toml").write_text("colour = 1\n")
+    (tmp_path / "one.toml").write_text('[[device]]\ndevice = "numpy:cpu:0"\n')
+    (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "old.json").write_text(json.dumps(PLAN))
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], input=json.dumps([each for each, _ in REFUSED]),
+        cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "COLUMNS": "160"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for (arguments, message, torch), (_, expected) in zip(
+        json.loads(done.stdout), REFUSED, strict=True
+    ):
+        assert expected in message, arguments
+        assert not torch, arguments
+
+
+def test_cuts_beyond_the_model_are_refused_with_its_layers(tmp_path: Path) -> None:
+    """They were once after 33 s of profiling, and without the layers."""
+    two = "numpy:cpu:0,numpy:cpu:0"
+    done = command(tmp_path, "plan", "mlp", "--devices", two, "--cuts", 20)
+    assert done.returncode == 1
+    assert "cuts [20]: the model has 6 layers" in done.stderr
+    assert "    3  6\n" in done.stderr, "layer 3 is the model's 6"
+    assert "profiling" not in done.stderr
+
+
+def test_more_micro_batches_than_samples_are_refused_before_profiling(tmp_path: Path) -> None:
+    done = command(tmp_path, "plan", "mlp", "--devices", "numpy:cpu:0", "--microbatches", 200)
+    assert done.returncode == 1
+    assert "a mini-batch of 128 cannot be 200 micro-batches: choose 1 to 128" in done.stderr
+    assert "profiling" not in done.stderr
+
+
+def test_costs_of_another_model_are_refused(tmp_path: Path) -> None:
+    layer, cost = LayerBytes("only", 1, 1, 1, 1), LayerCost(1.0, 1.0, 0.0)
+    device = DeviceCost((cost,), 0.0, 1 << 30, "host")
+    (tmp_path / "costs.json").write_text(
+        json.dumps(CostTable("Other", 16, (layer,), {"a": device}).to_json())
+    )
+    done = command(tmp_path, "plan", "mlp", "--costs", "costs.json")
+    assert done.returncode == 1
+    assert "the costs are of Other with 1 layers, mlp has 6 layers, and layer 0" in done.stderr
+
+
+def test_a_rank_of_torchrun_is_refused(tmp_path: Path) -> None:
+    """Each rank once trained the whole model by itself."""
+    ranks = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
+    done = command(tmp_path, "train", "mlp", environment=ranks)
+    assert done.returncode == 1
+    assert done.stderr.startswith("this is process 1 of 2")
+    assert "run it once, without torchrun" in done.stderr
+
+
+def test_one_rank_alone_is_no_matter(tmp_path: Path) -> None:
+    one = {"WORLD_SIZE": "1", "RANK": "0"}
+    done = command(tmp_path, "train", "nope", environment=one)
+    assert "no model 'nope'" in done.stderr
+
+
+def test_the_version_and_all_commands_are_reachable(tmp_path: Path) -> None:
+    assert command(tmp_path, "--version").stdout == "hetpipe 0.1.0\n"
+    assert "matmul" in command(tmp_path, "--help").stdout
+    shown = command(tmp_path, "papers", "--help").stdout
+    for name in ("clockwork", "learning", "memory", "overhead"):
+        assert name in shown
+
+
+def test_a_model_s_wrong_shape_is_said_by_its_line_alone(tmp_path: Path) -> None:
+    """Torch once logged a traceback of its own before it."""
+    (tmp_path / "own.py").write_text(
+        "import torch, hetpipe as hp\n"
+        "class Net(torch.nn.Linear):\n"
+        "    def forward(self, x): return super().forward(x[:, :1])\n"
+        "def batches(n, seed):\n"
+        "    while True: yield torch.zeros(n, 2), torch.zeros(n, 1)\n"
+        "def make(): return hp.Workload(Net(2, 1), torch.nn.functional.mse_loss, batches)\n"
+    )
+    done = command(tmp_path, "plan", "own:make", "--devices", "numpy:cpu:0")
+    assert done.returncode == 1
+    assert "own.py:3 (" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_file_of_the_working_directory_is_no_part_of_the_library(tmp_path: Path) -> None:
+    (tmp_path / "textwrap.py").write_text("raise RuntimeError('not this one')\n")
+    done = command(tmp_path, "--version")
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,110 @@
+"""What commands print: log files, JSON, names with colons, notes and memory of plans."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from dataclasses import replace
+
+import pytest
+
+from hetpipe.cli.output import Output, complain
+from hetpipe.cli.priced import microbatches_of
+from hetpipe.cli.progress import Lines
+from hetpipe.cli.train import memory_lines
+from hetpipe.cost.table import CostTable
+from hetpipe.errors import HetpipeError, PlanError
+from hetpipe.pipeline.launch_check import refuse_ranks
+from hetpipe.plan.plan import Plan, StagePlan
+from hetpipe.plan.unused import with_notes
+
+
+def plan(step_s: float, *devices: str) -> Plan:
+    stages = tuple(
+        StagePlan(n, n + 1, (device,), 1, 1.0, 1.0, 0.0, 2**20, 2**30)
+        for n, device in enumerate(devices)
+    )
+    layers = tuple(f"layer {n}" for n in range(len(devices)))
+    cuts = (4,) * (len(devices) - 1)
+    return Plan("m", layers, stages, "1f1b", 8, 2, step_s, cuts, "measured", "balanced")
+
+
+def test_a_line_per_phase_and_one_now_and_then() -> None:
+    """Nothing once moved in a log file for minutes."""
+    lines: list[str] = []
+    twice = threading.Event()
+
+    def write(line: str) -> None:
+        lines.append(line)
+        if len(lines) > 4:
+            twice.set()
+
+    with Lines(write, every_s=0.01).beating() as progress:
+        progress.show("profiling", 0, 1)
+        progress.show("training", 1, 9)
+        for done in (2, 3):
+            progress.show("training", done, 9)
+        twice.wait()
+    assert [line for line in lines if ":" not in line] == ["profiling", "training"]
+    assert "training: 3 of 9, 0 s" in lines
+
+
+def test_a_name_between_colons_is_no_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    complain("package:factory:0 is wrong")
+    output = Output(None)
+    output.text("package:factory:1")
+    output.console.print("package:factory:2")
+    printed = capsys.readouterr()
+    assert printed.err == "package:factory:0 is wrong\n"
+    assert printed.out == "package:factory:1\npackage:factory:2\n"
+
+
+def test_json_has_a_version_its_own_or_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.StringIO()
+    monkeypatch.setattr("sys.stdout", written)
+    Output("-").finish({"a": 1})
+    assert json.loads(written.getvalue()) == {"version": 1, "a": 1}
+    written.truncate(0)
+    written.seek(0)
+    Output("-").finish({"version": 2})
+    assert json.loads(written.getvalue()) == {"version": 2}
+
+
+def test_a_device_that_is_left_out_is_noted() -> None:
+    """Two devices named, one used: nothing once said why."""
+    plans = [plan(0.010, "a"), plan(0.012, "a", "b"), plan(0.030, "b")]
+    (note,) = with_notes(plans, ["a", "b"]).notes
+    assert note == (
+        "b is left out: a step without it is predicted to take 10.00 ms, with it 12.00 ms at best, "
+        "on a, b"
+    )
+    assert with_notes(plans[1:], ["a", "b"]).notes == ()
+    (note,) = with_notes(plans[:1], ["a", "b"]).notes
+    assert note == "b is left out: no plan with it is possible"
+
+
+def test_memory_is_shown_beside_the_plan_s() -> None:
+    assert memory_lines(plan(1.0, "a", "b"), [3 * 2**19, 2**20]) == [
+        "memory of stage 0 on a: 1.5 MiB at most, measured (1 MiB planned)",
+        "memory of stage 1 on b: 1 MiB at most, measured (1 MiB planned)",
+    ]
+
+
+def test_costs_decide_the_micro_batches() -> None:
+    costs = CostTable("m", 16, (), {})
+    assert microbatches_of(costs, 128, None) == 8
+    assert microbatches_of(costs, 128, 8) == 8
+    with pytest.raises(PlanError, match=r"of 16 samples, and 4 micro-batches of a .* have 32"):
+        microbatches_of(costs, 128, 4)
+    with pytest.raises(PlanError, match=r"of 48 samples, and 3 micro-batches of a .* have 43"):
+        microbatches_of(replace(costs, samples=48), 128, None)
+
+
+def test_several_ranks_are_refused() -> None:
+    refuse_ranks({})
+    refuse_ranks({"WORLD_SIZE": "4"})
+    refuse_ranks({"WORLD_SIZE": "1", "RANK": "0"})
+    for rank in ("RANK", "LOCAL_RANK"):
+        with pytest.raises(HetpipeError, match="process 2 of 4"):
+            refuse_ranks({"WORLD_SIZE": "4", rank: "2"})
