@@ -163,7 +163,8 @@ def _check_models(models: Sequence[str], count: int | None, mini_batch: int | No
 
     for model in models:
         workload = load_workload(model)
-        check_count(count, mini_batch or workload.mini_batch)
+        if count is not None:
+            check_count(count, mini_batch or workload.mini_batch)
 
 
 def _matmul(output: Output) -> list[dict[str, Any]]:

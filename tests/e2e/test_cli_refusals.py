@@ -11,17 +11,20 @@ from pathlib import Path
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost
 
 REFUSED = [
-    (("train", "mlp", "--schedule", "dapple"), "no schedule 'dapple'; known: auto, 1f1b"),
-    (("plan", "mlp", "--weights", "twice"), "no weight policy 'twice'; known: auto, flush"),
-    (("plan", "mlp", "--weights", "stash"), "synchronous and weights 'stash' do not fit it"),
-    (("plan", "mlp", "--schedule", "pipedream", "--weights", "flush"), "choose stash or vert"),
+    (("train", "mlp", "--schedule", "dapple"), "no schedule 'dapple'; known: 1f1b"),
+    (("plan", "mlp", "--weights", "twice"), "no weight policy 'twice'; known: flush"),
+    (("plan", "mlp", "--weights", "stash"), "goes with an asynchronous schedule"),
+    (("plan", "mlp", "--schedule", "pipedream", "--weights", "flush"), "choose 'stash' or 'vert"),
     (("plan", "mlp", "--schedule", "asp", "--weights", "2bw"), "nothing to choose from"),
     (("plan", "mlp", "--schedule", "asp", "--cuts", "2"), "asp has 1 stage"),
-    (("train", "mlp", "--cuts", "4,2"), "--cuts 4,2: write the first layer of each stage"),
-    (("train", "mlp", "--cuts", "0"), "--cuts 0: write the first layer of each stage"),
-    (("train", "mlp", "--replicas", "2,0", "--cuts", "2"), "each stage needs one device"),
-    (("train", "mlp", "--replicas", "1,1,1", "--cuts", "2"), "of 3 stages, and 1 cuts make 2"),
-    (("plan", "mlp", "--mini-batch", "4", "--microbatches", "8"), "--mini-batch 4 cannot be"),
+    (("train", "mlp", "--cuts", "4,2"), "cuts [4, 2]: give layer indices in ascending"),
+    (("train", "mlp", "--cuts", "0"), "cuts=0: give a whole number of 1 or more"),
+    (
+        ("train", "mlp", "--replicas", "2,0", "--cuts", "2"),
+        "replicas=0: give a whole number",
+    ),
+    (("train", "mlp", "--replicas", "1,1,1", "--cuts", "2"), "of 3 stages, and cuts [2] make 2"),
+    (("plan", "mlp", "--mini-batch", "4", "--microbatches", "8"), "a mini-batch of 4 cannot be 8"),
     (("train", "mlp", "--cluster", "bad.toml"), "bad.toml:1: "),
     (("train", "mlp", "--cluster", "one.toml", "--cuts", "2"), "2 stages need 2 devices, the clu"),
     (("train", "mlp", "--plan", "absent.json"), "cannot read the plan absent.json"),
@@ -99,7 +102,7 @@ def test_cuts_beyond_the_model_are_refused_with_its_layers(tmp_path: Path) -> No
     two = "numpy:cpu:0,numpy:cpu:0"
     done = command(tmp_path, "plan", "mlp", "--devices", two, "--cuts", 20)
     assert done.returncode == 1
-    assert "cuts [20]: the model has 6 layers" in done.stderr
+    assert "cuts [20]: a cut is the number of the first layer" in done.stderr
     assert "    3  6\n" in done.stderr, "layer 3 is the model's 6"
     assert "profiling" not in done.stderr
 
