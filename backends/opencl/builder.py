@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 
@@ -13,6 +13,7 @@ from hetpipe.sdk.graph import dtype_name
 from . import epilogue
 from .codegen import Kernel, Launch, Store, Tile, generate, kernel_source
 from .expr import Apply, Const, Expr, Layout, Load, Pool, Shape, Value, View, loads, walk, work
+from .signature import Argument, bind
 from .target import Target
 
 __all__ = ["Builder", "Kernel", "Launch", "Value", "kernel_source"]
@@ -74,18 +75,22 @@ class Builder:
         kernel: Kernel,
         global_size: Sequence[int],
         local_size: Sequence[int] | None,
-        args: Sequence[Value | int | float],
+        args: Mapping[str, Argument],
         steady: bool = False,
     ) -> None:
         """Run `kernel`. An int argument is an int32 there, a float a float32.
 
+        `args` are by the names that the source declares; see `signature.bind`.
         `steady`: it reads no tensor but some that are `steady`, and writes tensors that no other
         launch writes.
         """
         local = None if local_size is None else tuple(local_size)
-        launch = Launch(kernel, tuple(global_size), local, tuple(args), steady=steady)
+        self.add(Launch(kernel, tuple(global_size), local, bind(kernel, args), steady=steady))
+
+    def add(self, launch: Launch) -> None:
+        """Run a launch behind all that it waits for."""
         self._flush(launch.touches)
-        if math.prod(global_size) > 0:
+        if math.prod(launch.global_size) > 0:
             self._steps.append(launch)
 
     def product(self, out: Value, launches: Sequence[Launch]) -> None:

@@ -17,6 +17,7 @@ from .cnames import pointed
 from .codegen import LANES, MOST_TENSORS, Kernel, Launch, Store, Tile, indent, kernel_source
 from .expr import Coord, Layout, Load, Pool, Shape, loads, walk
 from .nest import Nest
+from .signature import parameters
 from .target import Target
 
 
@@ -57,8 +58,9 @@ def launches(group: Sequence[Store], wanted: Sequence[Store], target: Target) ->
     if list(wanted) == [group[0]]:
         return list(tile.launches)
     *before, last = tile.launches
-    left, right, out, rows, cols, depth, k0, *rest = last.args
     product = group[0].out
+    names = (parameter.name for parameter in parameters(last.kernel))
+    args = dict(zip(names, last.args, strict=True))
     shape = group[1].expr.shape
     nest = _nest(shape, product.shape[-1], group[1:])
     assert nest is not None, "stores join only if they have one"
@@ -73,14 +75,16 @@ def launches(group: Sequence[Store], wanted: Sequence[Store], target: Target) ->
     lines = _lines(pointers, body.row_lines(body.coordinates("row")), by_vector, by_element)
     kernel = _kernel(signature, lines, target)
     # Sums of earlier blocks of the depth are in memory; without any, none is read.
-    carried = out if k0 else left
-    args = (left, right, carried, rows, cols, depth, k0, *rest, *body.named.values())
+    carries = args["k0"] != 0
+    if not carries:
+        args["c"] = args["left"]
     read = [load for store in group[1:] for load in loads(store.expr)]
-    inplace = {load.value.id for load in read} | ({product.id} if k0 else set())
+    inplace = {load.value.id for load in read} | ({product.id} if carries else set())
     inplace -= {load.value.id for load in read if not load.plain}
     inplace -= tile.launches[-1].touches - {product.id}
     size, local = last.global_size, last.local_size
-    return [*before, Launch(kernel, size, local, args, frozenset(inplace), step=last.step)]
+    bound = (*args.values(), *body.named.values())
+    return [*before, Launch(kernel, size, local, bound, frozenset(inplace), step=last.step)]
 
 
 def _nest(shape: Shape, cols: int, stores: Sequence[Store]) -> Nest | None:

@@ -138,7 +138,8 @@ def _by_rows(
         *(_fold(how, dtype) if wide else []),
         "result[item] = sum1;",
     ]
-    return _launch(builder, body, lines, shape, segments, outputs * segments, dtype, how, True)
+    parts = _Parts(shape, segments, segment_last=True)
+    return _launch(builder, body, lines, parts, outputs * segments, dtype, how)
 
 
 def _accumulate(body: Body, expr: Expr, how: Reduction, width: int, to: str = "") -> list[str]:
@@ -195,7 +196,8 @@ def _by_columns(
     else:
         lines += indent(narrow, "const int i = begin; {", "}")
     items = blocks * outer * segments
-    return _launch(builder, body, lines, shape, segments, items, expr.dtype, how, False)
+    parts = _Parts(shape, segments, segment_last=False)
+    return _launch(builder, body, lines, parts, items, expr.dtype, how)
 
 
 def _column_loop(
@@ -225,21 +227,38 @@ def _column_loop(
     return lines
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """A result of `shape` in segments, which are its last or first dimension if several."""
+
+    shape: tuple[int, ...]
+    segments: int
+    segment_last: bool
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape of all segments."""
+        if self.segments == 1:
+            return self.shape
+        count = (self.segments,)
+        return self.shape + count if self.segment_last else count + self.shape
+
+
 def _launch(
-    builder: Builder, body: Body, lines: list[str], shape: tuple[int, ...], segments: int,
-    items: int, dtype: str, how: Reduction, segment_last: bool,
+    builder: Builder, body: Body, lines: list[str], parts: _Parts, items: int, dtype: str,
+    how: Reduction,
 ) -> Value:  # fmt: skip
     """Launch the kernel; reduce the segments too, if there are several."""
-    partial = (*shape, segments) if segment_last else (segments, *shape)
-    out = builder.new(shape if segments == 1 else partial, dtype)
+    out = builder.new(parts.whole, dtype)
     parameters = [f"__global {pointed(v.dtype)} *{name}" for name, v in body.named.items()]
     parameters.append(f"__global {C_TYPES[dtype]} *result")
     local = min(64, builder.device.max_work_group_size) if builder.device.kind == "gpu" else 1
     size = (-(-items // local) * local,)
-    code = finish(lines, parameters, size, (local,), (*body.named.values(), out))
+    args = {**body.named, "result": out}
+    code = finish(lines, parameters, size, (local,), tuple(args.values()))
     kernel = Kernel(code.text, code.name, generated=True)
-    builder.launch(kernel, code.global_size, code.local_size, code.args)
-    if segments == 1:
+    builder.launch(kernel, code.global_size, code.local_size, args)
+    if parts.segments == 1:
         return out
-    dim = len(shape) if segment_last else 0
+    dim = len(parts.shape) if parts.segment_last else 0
     return reduce(builder, builder.pool.load(out), [dim], how)

@@ -72,7 +72,8 @@ class Program:
                 node, tensors = self._calls[line], trace.tb_frame.f_locals
                 try:
                     for bound in index_bounds(node):
-                        bound.check(self._name, tensors[bound.index.name].cpu().numpy())
+                        if (index := tensors[bound.index.name]).is_cpu:  # others cannot be read now
+                            bound.check(self._name, index.numpy())
                 except BackendError as outside:
                     return outside
                 where = f"{operator_name(node)} of layer {node.meta.get('layer', '?')}: "

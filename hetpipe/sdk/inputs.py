@@ -27,9 +27,7 @@ def input_forms(graph: fx.GraphModule) -> tuple[Form, ...]:
 def check_inputs(device_id: str, inputs: Sequence[Buffer], forms: Sequence[Form]) -> None:
     """Raise `BackendError`, with both forms, unless `inputs` have those that were compiled for."""
     if len(inputs) != len(forms):
-        raise BackendError(
-            f"{device_id}: the graph takes {len(forms)} inputs, but the run was given {len(inputs)}"
-        )
+        raise BackendError(f"{device_id}: the graph takes {len(forms)} inputs, got {len(inputs)}")
     for number, (buffer, (shape, dtype)) in enumerate(zip(inputs, forms, strict=True)):
         if buffer.shape != shape or buffer.dtype != dtype:
             raise BackendError(

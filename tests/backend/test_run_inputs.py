@@ -26,7 +26,7 @@ DEVICES = [info.id for info in infos()]
         ([np.zeros((1, 3), np.float32), np.zeros((2, 3), np.float32)],
          "input 0 is float32[1, 3], but the graph was compiled for float32[2, 3]"),
         ([np.zeros((2, 3), np.float32)],
-         "the graph takes 2 inputs, but the run was given 1"),
+         "the graph takes 2 inputs, got 1"),
     ],
 )  # fmt: skip
 def test_other_shapes_and_dtypes_are_refused(

@@ -36,6 +36,7 @@ def arguments(node: fx.Node) -> tuple[Any, ...]:
     return tuple(node.args)
 
 
-def optional(builder: Builder, node: Any, stand_in: Value) -> tuple[Value, int]:
-    """Kernel arguments (tensor, whether it is there); an absent tensor is never read."""
-    return (stand_in, 0) if node is None else (builder.value(node), 1)
+def optional(builder: Builder, name: str, node: Any, stand_in: Value) -> dict[str, Value | int]:
+    """Kernel arguments `name` and `has_name`; an absent tensor is never read."""
+    there = node is not None
+    return {name: builder.value(node) if there else stand_in, f"has_{name}": int(there)}

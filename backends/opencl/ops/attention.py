@@ -60,27 +60,47 @@ def _heads(builder: Builder, node: fx.Node) -> Heads:
     return Heads(value, offset, outer, inner, rows, cols, (outer_stride, inner_stride, row, col))
 
 
-def _row_major(x: Heads) -> tuple[Value | int, ...]:
+def _matrix(name: str, value: Value, offset: int, **strides: int) -> dict[str, Value | int]:
+    """The arguments that the kernels' MATRIX declares."""
+    numbers = {f"{name}_{which}": stride for which, stride in strides.items()}
+    return {name: value, f"{name}_offset": offset, **numbers}
+
+
+def _row_major(name: str, x: Heads) -> dict[str, Value | int]:
     """Kernel arguments of `x`: the tensor, its offset, and the strides of `Heads`."""
-    return x.value, x.offset, *x.strides
+    outer, inner, row, col = x.strides
+    return _matrix(name, x.value, x.offset, outer=outer, inner=inner, row=row, col=col)
 
 
-def _depth_major(builder: Builder, kernels: Kernels, x: Heads) -> tuple[Value | int, ...]:
+def _depth_major(builder: Builder, kernels: Kernels, name: str, x: Heads) -> dict[str, Value | int]:
     """Kernel arguments of `x` as panels of COLS columns, depth along the rows; a copy if need be.
 
     The tensor, its offset, and the strides of outer, inner, row and panel.
     """
     outer, inner, row, col = x.strides
     if col == 1 and x.cols % COLS == 0:
-        return x.value, x.offset, outer, inner, row, COLS
+        return _matrix(name, x.value, x.offset, outer=outer, inner=inner, step=row, panel=COLS)
     panels = math.ceil(x.cols / COLS)
     out = builder.new((x.count, panels, x.rows, COLS), "float32")
     builder.launch(
         kernels("attention_right"), (panels, x.count), (1, 1),
-        (x.value, x.offset, x.inner, *x.strides, x.rows, x.cols, out),
+        {
+            "x": x.value, "offset": x.offset, "inner": x.inner, "outer_stride": outer,
+            "inner_stride": inner, "stride_row": row, "stride_col": col, "rows": x.rows,
+            "cols": x.cols, "right": out,
+        },
     )  # fmt: skip
     matrix = panels * x.rows * COLS
-    return out, 0, x.inner * matrix, matrix, COLS, x.rows * COLS
+    return _matrix(
+        name, out, 0, outer=x.inner * matrix, inner=matrix, step=COLS, panel=x.rows * COLS
+    )
+
+
+def _sizes(query: Heads, key: Heads, value: Heads) -> dict[str, int]:
+    return {
+        "depth": query.cols, "width": value.cols, "inner": query.inner, "queries": query.rows,
+        "keys": key.rows,
+    }  # fmt: skip
 
 
 def _rows_first(builder: Builder, x: Heads, cols: int) -> Value:
@@ -104,11 +124,14 @@ def attention(builder: Builder, node: fx.Node) -> None:
     kernels = _kernels(builder, max(query.cols, value.cols))
     out = _rows_first(builder, query, value.cols)
     logsumexp = builder.new(node_shape(query_node)[:-1], "float32")
-    matrices = (*_row_major(query), *_row_major(key), *_depth_major(builder, kernels, value))
+    matrices = _row_major("query", query) | _row_major("key", key)
+    matrices |= _depth_major(builder, kernels, "value", value)
     builder.launch(
         kernels("attention"), (math.ceil(query.rows / BLOCK), query.count), (1, 1),
-        (*matrices, query.cols, value.cols, query.inner, query.rows, key.rows,
-         int(causal), float(scale), out, logsumexp),
+        {
+            **matrices, **_sizes(query, key, value), "causal": int(causal), "scale": float(scale),
+            "out": out, "lse": logsumexp,
+        },
     )  # fmt: skip
     shape = (*node_shape(query_node)[:-1], value.cols)
     results = (_as_heads(builder, out, shape), builder.pool.load(logsumexp))
@@ -123,12 +146,19 @@ def attention_backward(builder: Builder, node: fx.Node) -> None:
     logsumexp = builder.value(tensors[5])
     made = [_rows_first(builder, x, x.cols) for x in (query, key, value)]
     kernels = _kernels(builder, max(query.cols, value.cols))
-    matrices = [a for x in (query, key, value, grad, out) for a in _row_major(x)]
-    matrices += [a for x in (query, key, grad) for a in _depth_major(builder, kernels, x)]
+    rows = {"query": query, "key": key, "value": value, "grad": grad, "out": out}
+    matrices: dict[str, Value | int] = {}
+    for name, x in rows.items():
+        matrices |= _row_major(name, x)
+    for name in ("query", "key", "grad"):
+        matrices |= _depth_major(builder, kernels, f"{name}_right", rows[name])
     builder.launch(
         kernels("attention_backward"), (query.count,), (1,),
-        (*matrices, logsumexp, query.cols, value.cols, query.inner, query.rows, key.rows,
-         int(causal), float(scale), builder.new(logsumexp.shape, "float32"), *made),
+        {
+            **matrices, "lse": logsumexp, **_sizes(query, key, value), "causal": int(causal),
+            "scale": float(scale), "shift": builder.new(logsumexp.shape, "float32"),
+            "grad_query": made[0], "grad_key": made[1], "grad_value": made[2],
+        },
     )  # fmt: skip
     results = zip(made, tensors[1:4], strict=True)
     builder.define_results(node, tuple(_as_heads(builder, m, node_shape(n)) for m, n in results))

@@ -75,7 +75,10 @@ def channels_last(
     builder.launch(
         _kernel(builder, "layout", "pad_channels_last"),
         (math.ceil(channels / LANES), math.ceil(rows / band), images), ONE,
-        (value, copy, channels, *size, rows, cols, top, left, band),
+        {
+            "x": value, "padded": copy, "channels": channels, "height": size[0], "width": size[1],
+            "rows": rows, "cols": cols, "top": top, "left": left, "band": band,
+        },
     )  # fmt: skip
     return ChannelsLast(copy, rows, cols, channels, top, left)
 
@@ -128,16 +131,28 @@ def _convolve(
     builder.launch(
         _kernel(builder, "convolution", "convolve", *options),
         (row_tiles * col_tiles, math.ceil(g.images / tile[0]), g.groups * blocks), ONE,
-        (copy.value, packed, bias or copy.value, int(bias is not None), y,
-         g.images, h.outputs, w.outputs, depth, lanes, blocks, h.taps, w.taps,
-         copy.offset(h.start, w.start), copy.image, h.x_step * copy.row,
-         w.x_step * copy.channels, h.tap_step * copy.row, w.tap_step * copy.channels,
-         h.start, h.x_step, h.tap_step, height,
-         g.kernel[0] * g.kernel[1], (h.first * g.kernel[1] + w.first) * tap,
-         h.step * g.kernel[1] * tap, w.step * tap,
-         h.y_start * out_w + w.y_start, channels * out_h * out_w, out_h * out_w,
-         h.y_step * out_w, w.y_step),
+        {
+            "packed": packed, "bias": bias or copy.value, "has_bias": int(bias is not None), "y": y,
+            "images": g.images, "rows": h.outputs, "cols": w.outputs, "depth": depth,
+            "channels": lanes, "blocks": blocks, "taps_h": h.taps, "taps_w": w.taps,
+            **_padded(copy, h, w), "height": height,
+            "kernel_size": g.kernel[0] * g.kernel[1],
+            "w_offset": (h.first * g.kernel[1] + w.first) * tap,
+            "w_row": h.step * g.kernel[1] * tap, "w_col": w.step * tap,
+            "y_offset": h.y_start * out_w + w.y_start, "y_image": channels * out_h * out_w,
+            "y_channel": out_h * out_w, "y_row": h.y_step * out_w, "y_col": w.y_step,
+        },
     )  # fmt: skip
+
+
+def _padded(copy: ChannelsLast, h: Axis, w: Axis) -> dict[str, Value | int]:
+    """The arguments by which both kernels walk a copy of the image."""
+    return {
+        "padded": copy.value, "x_offset": copy.offset(h.start, w.start), "x_image": copy.image,
+        "x_row": h.x_step * copy.row, "x_col": w.x_step * copy.channels,
+        "tap_row": h.tap_step * copy.row, "tap_col": w.tap_step * copy.channels,
+        "first_row": h.start, "row_step": h.x_step, "tap_step": h.tap_step,
+    }  # fmt: skip
 
 
 def pack_weights(builder: Builder, g: Geometry, weight: Value, flipped: bool) -> Value:
@@ -152,8 +167,12 @@ def pack_weights(builder: Builder, g: Geometry, weight: Value, flipped: bool) ->
     builder.launch(
         _kernel(builder, "layout", "pack_weights"),
         (g.groups * blocks, math.ceil(depth / LANES)), (1, 1),
-        (weight, packed, math.prod(weight.shape), math.prod(weight.shape) // g.groups, lane_stride,
-         depth_stride, lanes, blocks, depth, taps),
+        {
+            "w": weight, "packed": packed, "size": math.prod(weight.shape),
+            "group_stride": math.prod(weight.shape) // g.groups, "lane_stride": lane_stride,
+            "depth_stride": depth_stride, "lanes": lanes, "blocks": blocks, "depth": depth,
+            "taps": taps,
+        },
         steady=builder.steady(weight),
     )  # fmt: skip
     return packed
@@ -173,10 +192,13 @@ def weight_gradient(
         _kernel(builder, "weight_gradient", "weight_gradient", *options),
         (math.ceil(depth / tile), g.kernel[0] * g.kernel[1] // taps,
          g.groups * math.ceil(lanes / COLS)), ONE,
-        (x.value, dy.value, dw, g.images, *g.out_size, depth, lanes, g.groups, *g.kernel,
-         x.offset(h.start, w.start), x.image, h.x_step * x.row, w.x_step * x.channels,
-         h.tap_step * x.row, w.tap_step * x.channels, h.start, h.x_step, h.tap_step, g.size[0],
-         dy.offset(0, 0), dy.image, dy.row),
+        {
+            "dy_last": dy.value, "dw": dw, "images": g.images, "rows": g.out_size[0],
+            "cols": g.out_size[1], "depth": depth, "lanes": lanes, "groups": g.groups,
+            "kernel_h": g.kernel[0], "kernel_w": g.kernel[1], **_padded(x, h, w),
+            "height": g.size[0], "dy_offset": dy.offset(0, 0), "dy_image": dy.image,
+            "dy_row": dy.row,
+        },
     )  # fmt: skip
     return dw
 
@@ -187,7 +209,7 @@ def bias_gradient(builder: Builder, dy: Value) -> Value:
     db = builder.new((channels,), "float32")
     builder.launch(
         _kernel(builder, "bias_gradient", "bias_gradient"), (channels,), (1,),
-        (dy, db, images, channels, height * width),
+        {"dy": dy, "db": db, "images": images, "channels": channels, "pixels": height * width},
     )  # fmt: skip
     return db
 

@@ -10,6 +10,7 @@ from torch import fx
 from .. import layouts
 from ..builder import Builder, Kernel, node_dtype, node_shape
 from ..expr import Const, Coord, Layout
+from ..signature import Argument
 from ._common import FLOATS, cast
 from .registry import lowers
 
@@ -97,7 +98,10 @@ def _draw(
     blocks = -(-elements // 4)
     items = samples * -(-blocks // chunk)
     signed = (site & 0xFFFFFFFF) - ((site & 0x80000000) << 1)
-    args = (builder.value(rng), out, signed, elements, samples, keep)
+    args: dict[str, Argument] = {
+        "rng": builder.value(rng), "out": out, "site": signed, "elements": elements,
+        "samples": samples, "keep": keep,
+    }  # fmt: skip
     builder.launch(kernel, (items,), (1,) if lanes > 1 else None, args)
     order = [*range(1, batch_dim + 1), 0, *range(batch_dim + 1, len(shape))]
     drawn = builder.view(builder.pool.load(out), lambda layout: layouts.permute(layout, order))

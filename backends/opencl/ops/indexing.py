@@ -130,17 +130,20 @@ def embedding_backward(builder: Builder, node: fx.Node) -> None:
     out = builder.store_copy(zero)
     count = math.prod(node_shape(indices))
     skip = padding if isinstance(padding, int) else -1
-    args = (builder.value(gradient), index, out, count, width, rows, skip)
-    _accumulate(builder, node_dtype(node), width, args)
+    args = {
+        "rows": builder.value(gradient), "index": index, "out": out, "count": count,
+        "width": width, "table": rows, "skip": skip,
+    }  # fmt: skip
+    _accumulate(builder, node_dtype(node), args)
     builder.result(node, out)
 
 
-def _accumulate(builder: Builder, dtype: str, width: int, args: tuple[Any, ...]) -> None:
+def _accumulate(builder: Builder, dtype: str, args: dict[str, Any]) -> None:
     lanes = 1 if builder.device.kind == "gpu" else 16
     kernel = Kernel(
         builder.source("scatter.cl"), "add_rows", (f"-DTYPE={C_TYPES[dtype]}", f"-DLANES={lanes}")
     )
-    builder.launch(kernel, (-(-width // lanes),), None, args)
+    builder.launch(kernel, (-(-args["width"] // lanes),), None, args)
 
 
 def _accumulates(node: fx.Node) -> str | None:
@@ -155,24 +158,27 @@ def _accumulates(node: fx.Node) -> str | None:
 @lowers("aten.index_put.default", "aten._unsafe_index_put.default", supports=_accumulates)
 def index_put(builder: Builder, node: fx.Node) -> None:
     """The gradient of `index`: adds rows, those of equal index in the order of the samples."""
-    args: Any = node.args[1]
+    indices: Any = node.args[1]
     shape, dtype = node_shape(node), node_dtype(node)
-    spread = _broadcast_shape([node_shape(arg) for arg in args])
+    spread = _broadcast_shape([node_shape(index) for index in indices])
     strides, row = _strides(shape), None
-    for d, arg in enumerate(args):
-        at = cast(builder, builder.expr(arg, spread), "int64")
-        scale = builder.pool.make(Const, spread, "int64", strides[d] // strides[len(args) - 1])
+    for d, index in enumerate(indices):
+        at = cast(builder, builder.expr(index, spread), "int64")
+        scale = builder.pool.make(Const, spread, "int64", strides[d] // strides[len(indices) - 1])
         size = builder.pool.make(Const, spread, "int64", shape[d])
         code = "({0} + select(({T})(0), {2}, convert_{M}({0} < ({T})(0)))) * {1}"
         term = builder.apply(code, "int64", at, scale, size, weight=3)
         row = term if row is None else builder.apply("{0} + {1}", "int64", row, term)
     assert row is not None
-    width = strides[len(args) - 1]
-    values = builder.expr(node.args[2], spread + shape[len(args) :])
+    width = strides[len(indices) - 1]
+    values = builder.expr(node.args[2], spread + shape[len(indices) :])
     out = builder.store_copy(builder.expr(node.args[0]))
-    count, rows = math.prod(spread), math.prod(shape[: len(args)])
-    put = (builder.store(cast(builder, values, dtype)), builder.store(row), out)
-    _accumulate(builder, dtype, width, (*put, count, width, rows, -1))
+    count, rows = math.prod(spread), math.prod(shape[: len(indices)])
+    args = {
+        "rows": builder.store(cast(builder, values, dtype)), "index": builder.store(row),
+        "out": out, "count": count, "width": width, "table": rows, "skip": -1,
+    }  # fmt: skip
+    _accumulate(builder, dtype, args)
     builder.result(node, out)
 
 

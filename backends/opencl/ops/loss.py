@@ -7,6 +7,7 @@ import math
 from torch import fx
 
 from ..builder import Builder, Kernel, Value
+from ..signature import Argument
 from ._float32 import arguments, optional, why_not_float32
 from .registry import lowers
 
@@ -28,20 +29,16 @@ def _split(shape: tuple[int, ...], dim: int) -> tuple[int, int, int]:
 
 
 def _over_classes(
-    builder: Builder, name: str, tensors: tuple[Value, ...], dim: int, logarithm: bool
+    builder: Builder, name: str, tensors: dict[str, Value], dim: int, logarithm: bool
 ) -> None:
     """Launch the kernel for rows, or for columns if the classes are not neighbours in memory."""
-    outer, classes, inner = _split(tensors[0].shape, dim)
+    outer, classes, inner = _split(tensors["y"].shape, dim)
+    args: dict[str, Argument] = {**tensors, "classes": classes, "logarithm": int(logarithm)}
     if inner == 1:
-        builder.launch(
-            _kernel(builder, f"{name}_rows"), (outer,), (1,), (*tensors, classes, int(logarithm))
-        )
+        builder.launch(_kernel(builder, f"{name}_rows"), (outer,), (1,), args)
     else:
         size = (math.ceil(inner / LANES), outer)
-        builder.launch(
-            _kernel(builder, f"{name}_columns"), size, (1, 1),
-            (*tensors, classes, inner, int(logarithm)),
-        )  # fmt: skip
+        builder.launch(_kernel(builder, f"{name}_columns"), size, (1, 1), {**args, "inner": inner})
 
 
 @lowers("aten._softmax.default", "aten._log_softmax.default", supports=why_not_float32, kept=True)
@@ -50,7 +47,7 @@ def softmax(builder: Builder, node: fx.Node) -> None:
     x_node, dim, _ = arguments(node)
     x = builder.value(x_node)
     y = builder.new(x.shape, "float32")
-    _over_classes(builder, "softmax", (x, y), dim, "log" in str(node.target))
+    _over_classes(builder, "softmax", {"x": x, "y": y}, dim, "log" in str(node.target))
     builder.result(node, y)
 
 
@@ -68,7 +65,9 @@ def softmax_backward(builder: Builder, node: fx.Node) -> None:
         arguments(node)[2],
     )
     dx = builder.new(y.shape, "float32")
-    _over_classes(builder, "softmax_backward", (dy, y, dx), dim, "log" in str(node.target))
+    _over_classes(
+        builder, "softmax_backward", {"dy": dy, "y": y, "dx": dx}, dim, "log" in str(node.target)
+    )
     builder.result(node, dx)
 
 
@@ -93,8 +92,11 @@ def nll_loss(builder: Builder, node: fx.Node) -> None:
         reduction = SUM  # torch then tells the weight of the one sample
     builder.launch(
         _kernel(builder, "nll_forward"), (1,), (1,),
-        (x, builder.value(target), *optional(builder, weight, x), loss, total, outer, classes,
-         inner, reduction, ignore),
+        {
+            "x": x, "target": builder.value(target), **optional(builder, "weight", weight, x),
+            "loss": loss, "total_weight": total, "outer": outer, "classes": classes,
+            "inner": inner, "reduction": reduction, "ignore": ignore,
+        },
     )  # fmt: skip
     builder.result(node, (loss, total))
 
@@ -113,7 +115,11 @@ def nll_loss_backward(builder: Builder, node: fx.Node) -> None:
     outer, classes, inner = _samples(shape)
     builder.launch(
         _kernel(builder, "nll_backward"), (outer,), (1,),
-        (builder.value(dloss), builder.value(target), *optional(builder, weight, dx),
-         builder.value(total), dx, classes, inner, reduction, ignore),
+        {
+            "dloss": builder.value(dloss), "target": builder.value(target),
+            **optional(builder, "weight", weight, dx), "total_weight": builder.value(total),
+            "dx": dx, "classes": classes, "inner": inner, "reduction": reduction,
+            "ignore": ignore,
+        },
     )  # fmt: skip
     builder.result(node, dx)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
 
 from ..builder import Builder, Kernel, Launch, Value
+from ..signature import Argument, bind
 from ._float32 import arguments, why_not_all_float32
 from .registry import lowers
 
@@ -55,11 +56,15 @@ class Product:
     beta: float = 0.0
 
     @property
-    def scaling(self) -> tuple[Value | int | float, ...]:
+    def scaling(self) -> dict[str, Argument]:
         """Kernel arguments alpha, beta, bias and its strides; without a bias, any tensor."""
         bias = self.bias or replace(self.left, offset=0, batch=0, row=0, col=0)
         beta = float(self.beta) if self.bias else 0.0
-        return (float(self.alpha), beta, bias.value, bias.offset, bias.batch, bias.row, bias.col)
+        return {
+            "alpha": float(self.alpha), "beta": beta, "bias": bias.value,
+            "bias_offset": bias.offset, "bias_batch": bias.batch, "bias_row": bias.row,
+            "bias_col": bias.col,
+        }  # fmt: skip
 
 
 def lower_product(builder: Builder, product: Product) -> Value:
@@ -81,19 +86,25 @@ def _packed(builder: Builder, p: Product) -> Value:
     left = builder.new((p.batch, row_panels, p.depth, ROWS), "float32")
     right = builder.new((p.batch, col_panels, p.depth, COLS), "float32")
     out = builder.new((p.batch, p.rows, p.cols), "float32")
-    a, one = p.left, (1, 1, 1)
+    a = p.left
     packs = [
         _pack_right(builder, p.right, p.cols, right),
-        Launch(
-            _kernel(builder, "pack_left"), (row_panels, _chunks(p.depth), p.batch), one,
-            (a.value, a.offset, a.batch, a.row, a.col, p.rows, p.depth, left),
+        _launch(
+            builder, "pack_left", (row_panels, _chunks(p.depth), p.batch),
+            {
+                "a": a.value, "offset": a.offset, "batch_stride": a.batch, "stride_row": a.row,
+                "stride_k": a.col, "rows": p.rows, "depth": p.depth, "left": left,
+            },
             steady=builder.steady(a.value),
         ),
     ]  # fmt: skip
     tiles = [
-        Launch(
-            _kernel(builder, "matmul"), (row_panels, col_panels, p.batch), one,
-            (left, right, out, p.rows, p.cols, p.depth, k0, k1, *p.scaling),
+        _launch(
+            builder, "matmul", (row_panels, col_panels, p.batch),
+            {
+                "left": left, "right": right, "c": out, "rows": p.rows, "cols": p.cols,
+                "depth": p.depth, "k0": k0, "k1": k1, **p.scaling,
+            },
             step=ROWS * p.cols if p.batch == 1 and k1 == p.depth else 0,
         )
         for k0, k1 in depth_blocks(p.depth)
@@ -105,18 +116,28 @@ def _packed(builder: Builder, p: Product) -> Value:
 def pack_columns(builder: Builder, b: Operand, depth: int, cols: int, batch: int = 1) -> Value:
     """B, depth x cols, in panels of COLS columns: [batch][panels][depth][COLS], zero-padded."""
     packed = builder.new((batch, math.ceil(cols / COLS), depth, COLS), "float32")
-    pack = _pack_right(builder, b, cols, packed)
-    builder.launch(pack.kernel, pack.global_size, pack.local_size, pack.args, pack.steady)
+    builder.add(_pack_right(builder, b, cols, packed))
     return packed
 
 
 def _pack_right(builder: Builder, b: Operand, cols: int, packed: Value) -> Launch:
     batch, panels, depth, _ = packed.shape
-    return Launch(
-        _kernel(builder, "pack_right"), (panels, _chunks(depth), batch), (1, 1, 1),
-        (b.value, b.offset, b.batch, b.col, b.row, cols, depth, packed),
+    return _launch(
+        builder, "pack_right", (panels, _chunks(depth), batch),
+        {
+            "b": b.value, "offset": b.offset, "batch_stride": b.batch, "stride_col": b.col,
+            "stride_k": b.row, "cols": cols, "depth": depth, "right": packed,
+        },
         steady=builder.steady(b.value),
     )  # fmt: skip
+
+
+def _launch(
+    builder: Builder, name: str, size: tuple[int, ...], args: Mapping[str, Argument],
+    steady: bool = False, step: int = 0,
+) -> Launch:  # fmt: skip
+    kernel = _kernel(builder, name)
+    return Launch(kernel, size, (1, 1, 1), bind(kernel, args), steady=steady, step=step)
 
 
 def _chunks(depth: int) -> int:
@@ -134,8 +155,12 @@ def _thin(builder: Builder, p: Product) -> Value:
     a, b = p.left, p.right
     builder.launch(
         _kernel(builder, "matmul_thin"), (math.ceil(p.cols / 16), p.rows, p.batch), (1, 1, 1),
-        (a.value, a.offset, a.batch, a.row, a.col, b.value, b.offset, b.batch, b.row, b.col,
-         out, p.rows * p.cols, c_row, c_col, p.cols, p.depth, *p.scaling),
+        {
+            "a": a.value, "a_offset": a.offset, "a_batch": a.batch, "a_row": a.row, "a_k": a.col,
+            "b": b.value, "b_offset": b.offset, "b_batch": b.batch, "b_k": b.row, "b_col": b.col,
+            "c": out, "c_batch": p.rows * p.cols, "c_row": c_row, "c_col": c_col, "cols": p.cols,
+            "depth": p.depth, **p.scaling,
+        },
     )  # fmt: skip
     return out
 

@@ -12,6 +12,7 @@ from ._float32 import arguments, optional, why_not_float32
 from .registry import lowers
 
 LANES = 16
+GRADIENTS = ("dx", "dweight", "dbias")
 
 
 def _kernel(builder: Builder, name: str) -> Kernel:
@@ -37,9 +38,14 @@ def _train(
         new = [builder.new((channels,), "float32") for _ in running]
     builder.launch(
         _kernel(builder, "batch_norm_train"), (channels,), (1,),
-        (x, *optional(builder, weight, x), *optional(builder, bias, x), old[0] or x, old[1] or x,
-         int(running is not None), y, mean, rstd, new[0] or y, new[1] or y, images, channels,
-         pixels, float(momentum), float(eps)),
+        {
+            "x": x, **optional(builder, "weight", weight, x), **optional(builder, "bias", bias, x),
+            "running_mean": old[0] or x, "running_var": old[1] or x,
+            "has_running": int(running is not None), "y": y, "save_mean": mean,
+            "save_rstd": rstd, "new_mean": new[0] or y, "new_var": new[1] or y, "images": images,
+            "channels": channels, "pixels": pixels, "momentum": float(momentum),
+            "eps": float(eps),
+        },
     )  # fmt: skip
     return y, mean, rstd, new[0], new[1]
 
@@ -51,8 +57,11 @@ def _infer(
     y = builder.new(x.shape, "float32")
     builder.launch(
         _kernel(builder, "batch_norm_infer"), (channels, images), (1, 1),
-        (x, *optional(builder, weight, x), *optional(builder, bias, x), mean, var, y, channels,
-         pixels, float(eps)),
+        {
+            "x": x, **optional(builder, "weight", weight, x), **optional(builder, "bias", bias, x),
+            "mean": mean, "var": var, "y": y, "channels": channels, "pixels": pixels,
+            "eps": float(eps),
+        },
     )  # fmt: skip
     return y
 
@@ -108,9 +117,14 @@ def batch_norm_backward(builder: Builder, node: fx.Node) -> None:
     if some is not None:
         builder.launch(
             _kernel(builder, "batch_norm_backward"), (channels,), (1,),
-            (dy, x, *optional(builder, weight, x), builder.value(center), builder.value(spread),
-             int(train), float(eps), *(each or some for each in out),
-             *(int(want) for want in mask), images, channels, pixels),
+            {
+                "dy": dy, "x": x, **optional(builder, "weight", weight, x),
+                "center": builder.value(center), "spread": builder.value(spread),
+                "train": int(train), "eps": float(eps),
+                **{name: each or some for name, each in zip(GRADIENTS, out, strict=True)},
+                **{f"want_{name}": int(w) for name, w in zip(GRADIENTS, mask, strict=True)},
+                "images": images, "channels": channels, "pixels": pixels,
+            },
         )  # fmt: skip
     builder.result(node, tuple(out))
 
@@ -125,8 +139,10 @@ def layer_norm(builder: Builder, node: fx.Node) -> None:
     y, mean, rstd = (builder.new(val.shape, "float32") for val in node.meta["val"])
     builder.launch(
         _kernel(builder, "layer_norm"), (rows,), (1,),
-        (x, *optional(builder, weight, x), *optional(builder, bias, x), y, mean, rstd, length,
-         float(eps)),
+        {
+            "x": x, **optional(builder, "weight", weight, x), **optional(builder, "bias", bias, x),
+            "y": y, "save_mean": mean, "save_rstd": rstd, "length": length, "eps": float(eps),
+        },
     )  # fmt: skip
     builder.result(node, (y, mean, rstd))
 
@@ -145,13 +161,19 @@ def layer_norm_backward(builder: Builder, node: fx.Node) -> None:
     if dx is not None:
         builder.launch(
             _kernel(builder, "layer_norm_dx"), (rows,), (1,),
-            (dy, x, mean, rstd, *optional(builder, weight, x), dx, length),
+            {
+                "dy": dy, "x": x, "mean": mean, "rstd": rstd,
+                **optional(builder, "weight", weight, x), "dx": dx, "length": length,
+            },
         )  # fmt: skip
     params = dweight or dbias
     if params is not None:
         builder.launch(
             _kernel(builder, "layer_norm_dparams"), (math.ceil(length / LANES),), (1,),
-            (dy, x, mean, rstd, dweight or params, dbias or params, int(mask[1]), int(mask[2]),
-             rows, length),
+            {
+                "dy": dy, "x": x, "mean": mean, "rstd": rstd, "dweight": dweight or params,
+                "dbias": dbias or params, "want_dweight": int(mask[1]),
+                "want_dbias": int(mask[2]), "rows": rows, "length": length,
+            },
         )  # fmt: skip
     builder.result(node, (dx, dweight, dbias))

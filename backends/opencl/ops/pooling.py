@@ -12,7 +12,10 @@ from ..builder import Builder, Kernel, Value
 from ._float32 import arguments, why_not_float32
 from .registry import lowers
 
-ADAPTIVE = (0, 0, 0, 0, 0, 0, 0, 0)
+WINDOW = (
+    "kernel_h", "kernel_w", "stride_h", "stride_w", "pad_h", "pad_w", "include_pad", "divisor",
+)  # fmt: skip
+ADAPTIVE = dict.fromkeys(WINDOW, 0)
 """Window arguments of the kernels that mean: bins that cover the image; see `window`."""
 
 
@@ -49,7 +52,12 @@ def max_pool(builder: Builder, node: fx.Node) -> None:
     y, index = builder.new(shape, "float32"), builder.new(shape, "int64")
     builder.launch(
         _kernel(builder, "max_pool"), (_planes(shape),), (1,),
-        (x, y, index, *x.shape[-2:], *shape[-2:], *kernel, *stride, *padding, *dilation),
+        {
+            "x": x, "y": y, "index": index, **_sizes(x.shape, shape),
+            "kernel_h": kernel[0], "kernel_w": kernel[1], "stride_h": stride[0],
+            "stride_w": stride[1], "pad_h": padding[0], "pad_w": padding[1],
+            "dilation_h": dilation[0], "dilation_w": dilation[1],
+        },
     )  # fmt: skip
     builder.result(node, (y, index))
 
@@ -62,36 +70,43 @@ def max_pool_backward(builder: Builder, node: fx.Node) -> None:
     pixels, out_pixels = math.prod(dx.shape[-2:]), math.prod(dy.shape[-2:])
     builder.launch(
         _kernel(builder, "max_pool_backward"), (_planes(dx.shape),), (1,),
-        (dy, index, dx, pixels, out_pixels),
+        {"dy": dy, "index": index, "dx": dx, "pixels": pixels, "out_pixels": out_pixels},
     )  # fmt: skip
     builder.result(node, dx)
 
 
-def _windows(args: Sequence[Any], first: int) -> tuple[int, ...]:
+def _sizes(image: Sequence[int], out: Sequence[int]) -> dict[str, int]:
+    """Rows and columns of an image, and of what is pooled from it."""
+    names = ("height", "width", "out_h", "out_w")
+    return dict(zip(names, (*image[-2:], *out[-2:]), strict=True))
+
+
+def _windows(args: Sequence[Any], first: int) -> dict[str, int]:
     """Kernel, stride, padding, count_include_pad and divisor of an average pooling."""
     kernel = _pair(args[first], (1, 1))
     stride = _pair(_argument(args, first + 1, []), kernel)
     padding = _pair(_argument(args, first + 2, 0), (0, 0))
     include, divisor = _argument(args, first + 4, True), _argument(args, first + 5, None)
-    return (*kernel, *stride, *padding, int(include), divisor or 0)
+    numbers = (*kernel, *stride, *padding, int(include), divisor or 0)
+    return dict(zip(WINDOW, numbers, strict=True))
 
 
-def _mean(builder: Builder, node: fx.Node, windows: tuple[int, ...]) -> None:
+def _mean(builder: Builder, node: fx.Node, windows: dict[str, int]) -> None:
     x, shape = builder.value(arguments(node)[0]), tuple(node.meta["val"].shape)
     y = builder.new(shape, "float32")
     builder.launch(
         _kernel(builder, "mean_pool"), (_planes(shape),), (1,),
-        (x, y, *x.shape[-2:], *shape[-2:], *windows),
+        {"x": x, "y": y, **_sizes(x.shape, shape), **windows},
     )  # fmt: skip
     builder.result(node, y)
 
 
-def _mean_backward(builder: Builder, node: fx.Node, windows: tuple[int, ...]) -> None:
+def _mean_backward(builder: Builder, node: fx.Node, windows: dict[str, int]) -> None:
     dy: Value = builder.value(arguments(node)[0])
     dx = builder.new(node.meta["val"].shape, "float32")
     builder.launch(
         _kernel(builder, "mean_pool_backward"), (_planes(dx.shape),), (1,),
-        (dy, dx, *dx.shape[-2:], *dy.shape[-2:], *windows),
+        {"dy": dy, "dx": dx, **_sizes(dx.shape, dy.shape), **windows},
     )  # fmt: skip
     builder.result(node, dx)
 

@@ -19,9 +19,9 @@ FEWEST_ROWS = 4
 
 def _launch(
     builder: Builder, name: str, weight: Operand, depth: int, hidden: int, batch: int,
-    before: tuple[Value | int, ...], after: tuple[Value | int, ...],
+    args: dict[str, Value | int],
 ) -> None:  # fmt: skip
-    """`name` over the rows of a batch; packed weight and scratch stand amid its arguments."""
+    """`name` over the rows of a batch, with a packed weight and scratch besides `args`."""
     items = min(builder.device.compute_units, math.ceil(batch / FEWEST_ROWS))
     groups = math.ceil(batch / items / LARGEST_ROWS)
     rows = math.ceil(batch / items / groups)
@@ -31,7 +31,10 @@ def _launch(
     source = builder.source("cpu/common.cl") + builder.source("cpu/lstm.cl")
     builder.launch(
         Kernel(source, name, (f"-DROWS={rows}",)), (items,), (1,),
-        (*before, packed, panel, *after, batch, hidden, groups),
+        {
+            **args, "weight": packed, "panel": panel, "batch": batch, "hidden": hidden,
+            "groups": groups,
+        },
     )  # fmt: skip
 
 
@@ -45,7 +48,7 @@ def lstm(builder: Builder, node: fx.Node) -> None:
     y, c, gates = results = tuple(builder.new(val.shape, "float32") for val in node.meta["val"])
     _launch(
         builder, "lstm", Operand(weight, offset, 0, col, row), hidden, hidden, batch,
-        (gates_x, h0, c0), (y, c, gates, steps),
+        {"gates_x": gates_x, "h0": h0, "c0": c0, "y": y, "c": c, "gates": gates, "steps": steps},
     )  # fmt: skip
     builder.result(node, results)
 
@@ -61,6 +64,10 @@ def lstm_backward(builder: Builder, node: fx.Node) -> None:
     results = tuple(builder.new(val.shape, "float32") for val in node.meta["val"])
     _launch(
         builder, "lstm_backward", Operand(weight, offset, 0, row, col), 4 * hidden, hidden, batch,
-        (grad_y, *optional(builder, grad_last_c, grad_y), gates, c, c0), (*results, steps),
+        {
+            "grad_y": grad_y, **optional(builder, "grad_last_c", grad_last_c, grad_y),
+            "gates": gates, "c": c, "c0": c0, "grad_gates": results[0], "grad_h0": results[1],
+            "grad_c0": results[2], "steps": steps,
+        },
     )  # fmt: skip
     builder.result(node, results)

@@ -1,0 +1,140 @@
+"""Arguments of kernels by name, checked against the parameters that the source declares.
+
+The source is read, not the built program: `clGetKernelArgInfo` is optional, and says nothing before
+a kernel is built.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+from hetpipe.errors import BackendError
+
+from .cnames import pointed
+from .expr import Value
+
+if TYPE_CHECKING:
+    from .codegen import Kernel
+
+Argument = Value | int | float
+QUALIFIERS = re.compile(r"\b(__global|const|restrict|volatile)\b")
+DEFINE = re.compile(r"#define (\w+)(?:\(([^)]*)\))?[ \t]*(.*)")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a kernel: a number of type `ctype`, or a pointer to elements of that type."""
+
+    name: str
+    ctype: str
+    points: bool
+
+    def __str__(self) -> str:
+        return f"{self.ctype} {'*' if self.points else ''}{self.name}"
+
+    def takes(self, argument: Argument) -> bool:
+        """Whether an argument is of this type."""
+        if isinstance(argument, Value):
+            return self.points and pointed(argument.dtype) == self.ctype
+        number = "float" if isinstance(argument, float) else "int"
+        return not self.points and self.ctype == number
+
+
+def bind(kernel: Kernel, arguments: Mapping[str, Argument]) -> tuple[Argument, ...]:
+    """The arguments in the order of the declaration.
+
+    Raises `BackendError` with kernel, argument and both sides if one is missing, is not declared or
+    has another type.
+    """
+    declared = {parameter.name: parameter for parameter in parameters(kernel)}
+    for name in [*declared, *arguments]:
+        parameter, argument = declared.get(name), arguments.get(name)
+        if parameter is None or argument is None or not parameter.takes(argument):
+            raise BackendError(
+                f"kernel {kernel.name}, argument {name!r}: the source declares "
+                f"{parameter or 'none of that name'}, the launch gives {_described(argument)}"
+            )
+    return tuple(arguments[name] for name in declared)
+
+
+def _described(argument: Argument | None) -> str:
+    if argument is None:
+        return "none of that name"
+    if isinstance(argument, Value):
+        return f"a tensor of {argument.dtype}"
+    return f"the {type(argument).__name__} {argument}"
+
+
+@cache
+def parameters(kernel: Kernel) -> tuple[Parameter, ...]:
+    """The parameters in order. Raises `BackendError` if the source has no such kernel."""
+    source = re.sub(r"//[^\n]*", "", kernel.source).replace("\\\n", " ")
+    macros: dict[str, tuple[list[str] | None, str]] = {}
+    for option in kernel.options:
+        name, _, body = option.removeprefix("-D").partition("=")
+        macros[name] = (None, body or "1")
+    text = "\n".join(_lines(source, macros))
+    head = re.search(rf"__kernel\s+void\s+{kernel.name}\s*\(", text)
+    if head is None:
+        raise BackendError(f"the source of kernel {kernel.name} does not declare it")
+    return tuple(map(_parameter, _split(_expand(_inside(text, head.end()), macros))))
+
+
+def _lines(source: str, macros: dict[str, tuple[list[str] | None, str]]) -> Iterator[str]:
+    """Lines that the preprocessor keeps, whose macros it enters; an `#if` counts as true."""
+    kept = [True]
+    for line in source.split("\n"):
+        word, _, rest = line.strip().partition(" ")
+        if word in ("#if", "#ifdef", "#ifndef"):
+            kept.append(word == "#if" or (rest.strip() in macros) == (word == "#ifdef"))
+        elif word == "#else":
+            kept[-1] = not kept[-1]
+        elif word == "#endif":
+            kept.pop()
+        elif all(kept):
+            if (define := DEFINE.match(line.strip())) is not None:
+                name, names, body = define.groups()
+                formal = None if names is None else [each.strip() for each in names.split(",")]
+                macros[name] = (formal, body.strip())
+            else:
+                yield line
+
+
+def _inside(text: str, begin: int) -> str:
+    """The text up to the parenthesis that closes the one before `begin`."""
+    depth = 1
+    for end in range(begin, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[begin:end]
+    return text[begin:]
+
+
+def _expand(text: str, macros: Mapping[str, tuple[list[str] | None, str]]) -> str:
+    for name, (formal, body) in macros.items():
+        if formal is None:
+            text = _replaced(text, {name: body})
+            continue
+        while (call := re.search(rf"\b{name}\s*\(", text)) is not None:
+            given = _inside(text, call.end())
+            actual = dict(zip(formal, _split(given), strict=True))
+            filled = _replaced(body, actual).replace("##", "")
+            text = text[: call.start()] + filled + text[call.end() + len(given) + 1 :]
+    return text
+
+
+def _replaced(text: str, names: Mapping[str, str]) -> str:
+    return re.sub(r"\w+", lambda word: names.get(word[0], word[0]), text)
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
+
+
+def _parameter(text: str) -> Parameter:
+    *ctype, name = QUALIFIERS.sub(" ", text).replace("*", " ").split()
+    return Parameter(name, " ".join(ctype), "*" in text)
