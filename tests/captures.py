@@ -23,16 +23,16 @@ class Shared(Captured):
         super().__init__(*args)
         self._kept: dict[Any, Any] = {}
 
-    def stage_graphs(self, *args: Any) -> Any:
-        return self._keep(super().stage_graphs, args)
+    def stage_graphs(self, *args: Any, **options: Any) -> Any:
+        return self._keep(super().stage_graphs, args, options)
 
-    def evaluation_graphs(self, *args: Any) -> Any:
-        return self._keep(super().evaluation_graphs, args)
+    def evaluation_graphs(self, *args: Any, **options: Any) -> Any:
+        return self._keep(super().evaluation_graphs, args, options)
 
-    def _keep(self, trace: Callable[..., Any], args: Any) -> Any:
-        key = trace.__name__, _hashable(args)
+    def _keep(self, trace: Callable[..., Any], args: Any, options: dict[str, Any]) -> Any:
+        key = trace.__name__, _hashable(args), _hashable(tuple(options.items()))
         if key not in self._kept:
-            self._kept[key] = trace(*args)
+            self._kept[key] = trace(*args, **options)
         return list(self._kept[key])
 
 
