@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+from contextlib import suppress
 from pathlib import Path
-
-import torch._export.utils
 
 # `python -m pytest` puts the project's folder on the path, where `kernels` and `backends` would
 # pass for packages of other projects (transformers looks for one called `kernels`).
@@ -16,7 +15,9 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != RO
 
 # Hundreds of models are captured, of many thousand graphs. A capture asks torch for the same list
 # of operators some fifty times, and whenever garbage is collected all those graphs are walked.
-torch._export.utils._materialize_cpp_cia_ops = functools.cache(
-    torch._export.utils._materialize_cpp_cia_ops
-)
+# The list is torch's own affair: a torch that has none is asked as often as it likes.
+with suppress(ImportError, AttributeError):
+    import torch._export.utils as _export
+
+    _export._materialize_cpp_cia_ops = functools.cache(_export._materialize_cpp_cia_ops)
 gc.set_threshold(50_000, 20, 100)

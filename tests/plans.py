@@ -22,15 +22,16 @@ def unpriced(
     in_flight: Sequence[int] | None = None,
     weights: str = "flush",
     shares: Sequence[tuple[float, ...]] | None = None,
+    cuts: Sequence[int] | None = None,
 ) -> tuple[Plan, CostTable]:
-    """Equal layer counts, nothing measured: these tests are about results.
+    """Equal layer counts, or these `cuts`; nothing is measured: these tests are about results.
 
     `members` are those of the stages, of a stage with replicas several; one may have several
     stages. `shares` of the replicas are equal if they are not given.
     """
-    samples = mini_batch // microbatches
-    names = tuple(layer.name for layer in captured.layer_graph(samples).layers)
-    cuts = [len(names) * n // len(members) for n in range(len(members) + 1)]
+    names = tuple(layer.name for layer in captured.layer_graph(mini_batch).layers)
+    ends = [len(names) * n // len(members) for n in range(len(members) + 1)]
+    ends = ends if cuts is None else [0, *cuts, len(names)]
     count = 2 * len(members) if is_asynchronous(schedule) else 1
     places = [(member,) if isinstance(member, str) else tuple(member) for member in members]
     workers = len(set(places))
@@ -40,7 +41,7 @@ def unpriced(
     stages = tuple(
         StagePlan(lo, hi, replicas, depth, 0.0, 0.0, 0.0, 0, 0, weights_of)
         for replicas, depth, (lo, hi), weights_of in zip(
-            places, depths, pairwise(cuts), shares or [()] * len(places), strict=True
+            places, depths, pairwise(ends), shares or [()] * len(places), strict=True
         )
     )
     nbytes = (0,) * (len(members) - 1)
@@ -48,4 +49,4 @@ def unpriced(
         "case", names, stages, schedule, mini_batch, microbatches, 0.0, nbytes, "measured", "even",
         weights=weights,
     )  # fmt: skip
-    return plan, CostTable("case", samples, (), {})
+    return plan, CostTable("case", mini_batch // microbatches, (), {})

@@ -1,4 +1,4 @@
-"""Crews of devices that are always there."""
+"""Started crews that tests share: to start the processes of one takes as long as many tests."""
 
 from __future__ import annotations
 
@@ -6,11 +6,49 @@ from collections.abc import Sequence
 
 from hetpipe.cluster import Cluster, Member
 from hetpipe.crew.crew import Crew
+from hetpipe.errors import WorkerError
 
-UNLIKE = ("numpy:cpu:0", "pytorch:cpu:0")
+ALIKE = ("numpy:cpu:0",) * 4
+UNLIKE = ("numpy:cpu:0", "pytorch:cpu:0") * 3
+TRANSPORTS = ("local", "shared-memory", "distributed")
 
 
-def crew_of(devices: Sequence[str], transport: str = "local") -> Crew:
-    """A started crew whose members are m0, m1, ... on these devices."""
-    members = tuple(Member(f"m{n}", device) for n, device in enumerate(devices))
-    return Crew.start(Cluster(members, transport=transport))
+class Crews:
+    """Crews by devices and transport. One serves many pipelines, one after another."""
+
+    def __init__(self, most: int = 4) -> None:
+        self._most = most
+        self._crews: dict[tuple[tuple[str, ...], str], Crew] = {}
+
+    def __call__(self, devices: Sequence[str], transport: str = "local") -> Crew:
+        """A crew whose members are m0, m1, ... on these devices.
+
+        It runs already, unless a test has broken it or others were asked for since: only so many
+        are kept.
+        """
+        key = tuple(devices), transport
+        crew = self._crews.pop(key, None)
+        if crew is not None and not serves(crew):
+            crew.close()
+            crew = None
+        while crew is None and len(self._crews) >= self._most:
+            self._crews.pop(next(iter(self._crews))).close()
+        if crew is None:
+            members = tuple(Member(f"m{n}", device) for n, device in enumerate(devices))
+            crew = Crew.start(Cluster(members, transport=transport))
+        self._crews[key] = crew
+        return crew
+
+    def close(self) -> None:
+        """End all crews."""
+        while self._crews:
+            self._crews.popitem()[1].close()
+
+
+def serves(crew: Crew) -> bool:
+    """Whether all workers answer, and nothing is under way."""
+    try:
+        crew.call(list(crew.infos), "builtins:id")
+    except WorkerError:
+        return False
+    return not crew.under_way

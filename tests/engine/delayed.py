@@ -6,12 +6,12 @@ backward of the same mini-batch may use different weights. W[t] are the weights 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from captures import shared
 from torch import nn
 
 import hetpipe as hp
@@ -48,9 +48,13 @@ def batch(index: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.tanh(x[:, : WIDTHS[-1]] * 2)
 
 
-@functools.cache
+def task(seed: int = 0) -> tuple[nn.Module, Any, Any]:
+    """Model, loss and example."""
+    return network(seed), loss_fn, batch(0)
+
+
 def capture() -> Captured:
-    return Captured(network(), loss_fn, batch(0))
+    return shared(*task())
 
 
 class Momentum:

@@ -3,50 +3,29 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from models import CASES, MLP
-from plans import unpriced
+from pipelines import pipeline
 
 import hetpipe as hp
-from hetpipe.capture import Captured
-from hetpipe.cluster import Cluster, Member
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
 
 LR = 0.1
-MEMBERS = ("m0", "m1")
-
-
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    members = tuple(Member(name, "numpy:cpu:0") for name in MEMBERS)
-    with Crew.start(Cluster(members, transport="local")) as started:
-        yield started
+STAGES = ("m0", "m1")
+REPLICAS = (STAGES,)  # of one stage
+SGD = hp.optim.sgd(lr=LR, momentum=0.9)
 
 
 def batches(case: str, rows: Sequence[int]) -> list[Any]:
     generator = torch.Generator().manual_seed(1)
     found = [CASES[case].batch(generator) for _ in rows]
     return [(x[:count], y[:count]) for (x, y), count in zip(found, rows, strict=True)]
-
-
-def pipeline(
-    crew: Crew, model: Any, loss_fn: Any, example: Any, members: Any = MEMBERS,
-    schedule: str = "1f1b", **options: Any,
-) -> hp.Pipeline:  # fmt: skip
-    captured = Captured(model, loss_fn, example)
-    weights = "stash" if schedule == "pipedream" else "flush"
-    plan, costs = unpriced(captured, members, schedule, 12, 2, weights=weights)
-    options = {"optimizer": hp.optim.sgd(lr=LR, momentum=0.9), **options}
-    return hp.Pipeline(
-        model, loss_fn, example, cluster=crew.cluster, crew=crew, plan=plan, costs=costs,
-        captured=captured, **options,
-    )  # fmt: skip
 
 
 def accumulated(model: Any, loss_fn: Any, data: Any, every: int) -> None:
@@ -72,13 +51,13 @@ def counted(out: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 @pytest.mark.parametrize(
     ("case", "rows", "loss_fn", "members", "schedule"),
     [
-        ("mlp", [12] * 6, None, MEMBERS, "1f1b"),
-        ("mlp", [12] * 7, None, MEMBERS, "1f1b"),  # the last one alone, applied by the flush
-        ("mlp", [12, 12, 12, 12, 9, 12], None, MEMBERS, "1f1b"),  # compiled for between two
-        ("mlp", [12] * 6, counted, MEMBERS, "1f1b"),
-        ("tied_autoencoder", [12, 12, 12, 12, 8, 12], None, MEMBERS, "1f1b"),
-        ("mlp", [12] * 6, None, (MEMBERS,), "1f1b"),
-        ("mlp", [12, 12, 12, 12, 9], None, MEMBERS, "fbp"),
+        ("mlp", [12] * 6, None, STAGES, "1f1b"),
+        ("mlp", [12] * 7, None, STAGES, "1f1b"),  # the last one alone, applied by the flush
+        ("mlp", [12, 12, 12, 12, 9, 12], None, STAGES, "1f1b"),  # compiled for between two
+        ("mlp", [12] * 6, counted, STAGES, "1f1b"),
+        ("tied_autoencoder", [12, 12, 12, 12, 8, 12], None, STAGES, "1f1b"),
+        ("mlp", [12] * 6, None, REPLICAS, "1f1b"),
+        ("mlp", [12, 12, 12, 12, 9], None, STAGES, "fbp"),
     ],
     ids=["even", "rest", "sizes", "counted", "tied", "replicas", "fbp"],
 )
@@ -90,7 +69,9 @@ def test_equals_plain_torch(
     loss_fn = loss_fn or CASES[case].loss_fn
     eager = copy.deepcopy(model)
     accumulated(eager, loss_fn, data, 3)
-    with pipeline(crew, model, loss_fn, data[0], members, schedule, accumulate=3) as pipe:
+    with pipeline(
+        crew, model, loss_fn, data[0], members, schedule, 2, accumulate=3, optimizer=SGD
+    ) as pipe:
         for x, y in data:
             pipe.step(x, y)
         pipe.flush()
@@ -102,7 +83,8 @@ def test_equals_plain_torch(
 def test_to_look_changes_nothing_and_to_save_applies(crew: Crew, tmp_path: Any) -> None:
     torch.manual_seed(0)
     model, data = MLP(), batches("mlp", [12] * 4)
-    with pipeline(crew, model, F.cross_entropy, data[0], accumulate=3) as pipe:
+    task = model, F.cross_entropy, data[0], STAGES, "1f1b", 2
+    with pipeline(crew, *task, accumulate=3, optimizer=SGD) as pipe:
         pipe.step(*data[0])
         loss = pipe.evaluate(*data[3])
         assert loss == pytest.approx(F.cross_entropy(model(data[3][0]), data[3][1]).item())
@@ -112,11 +94,7 @@ def test_to_look_changes_nothing_and_to_save_applies(crew: Crew, tmp_path: Any) 
         pipe.save(tmp_path)
         wanted = pipe.state_dict()
     assert not torch.equal(wanted["layers.0.weight"], model.state_dict()["layers.0.weight"])
-    plan, costs = pipe.plan, pipe.costs
-    with hp.Pipeline.load(
-        tmp_path, MLP(), F.cross_entropy, data[0], cluster=crew.cluster, crew=crew, plan=plan,
-        costs=costs, optimizer=hp.optim.sgd(lr=LR, momentum=0.9),
-    ) as pipe:  # fmt: skip
+    with pipeline(crew, MLP(), *task[1:], checkpoint=tmp_path, optimizer=SGD) as pipe:
         assert pipe.steps == 2
         for name, value in pipe.state_dict().items():
             assert torch.equal(value, wanted[name])
@@ -132,7 +110,10 @@ def test_with_a_loss_scale_that_skips(crew: Crew) -> None:
     for options in ({}, {"loss_scale": hp.LossScale(start=2.0**127)}):
         torch.manual_seed(0)
         data = batches("mlp", [12] * 8)
-        with pipeline(crew, MLP(), eightfold, data[0], accumulate=2, **options) as pipe:
+        with pipeline(
+            crew, MLP(), eightfold, data[0], STAGES, "1f1b", 2, accumulate=2, optimizer=SGD,
+            **options,
+        ) as pipe:  # fmt: skip
             for x, y in data if options else data[4:]:
                 pipe.step(x, y)
             found.append(pipe.state_dict())
@@ -150,8 +131,9 @@ def test_the_learning_rate_goes_by_updates(crew: Crew) -> None:
 
     data = batches("mlp", [12] * 6)
     with pipeline(
-        crew, MLP(), F.cross_entropy, data[0], accumulate=3, optimizer=hp.optim.sgd(lr=lr)
-    ) as pipe:
+        crew, MLP(), F.cross_entropy, data[0], STAGES, "1f1b", 2, accumulate=3,
+        optimizer=hp.optim.sgd(lr=lr),
+    ) as pipe:  # fmt: skip
         for x, y in data:
             pipe.step(x, y)
     assert max(seen) == 2
@@ -159,11 +141,19 @@ def test_the_learning_rate_goes_by_updates(crew: Crew) -> None:
 
 def test_what_does_not_fit_is_refused(crew: Crew) -> None:
     data = batches("mlp", [12, 9])
+
+    def make(accumulate: int, members: Any, schedule: str = "1f1b") -> hp.Pipeline:
+        torch.manual_seed(0)
+        return pipeline(
+            crew, MLP(), F.cross_entropy, data[0], members, schedule, 2, accumulate=accumulate,
+            optimizer=SGD,
+        )  # fmt: skip
+
     with pytest.raises(HetpipeError, match="accumulate=0: give 1 or more"):
-        pipeline(crew, MLP(), F.cross_entropy, data[0], accumulate=0)
+        make(0, STAGES)
     with pytest.raises(HetpipeError, match="accumulate=2: pipedream updates behind each"):
-        pipeline(crew, MLP(), F.cross_entropy, data[0], schedule="pipedream", accumulate=2)
-    with pipeline(crew, MLP(), F.cross_entropy, data[0], (MEMBERS,), accumulate=2) as pipe:
+        make(2, STAGES, "pipedream")
+    with make(2, REPLICAS) as pipe:
         pipe.step(*data[0])
         with pytest.raises(HetpipeError, match="1 of 2 that are accumulated on replicas"):
             pipe.step(*data[1])

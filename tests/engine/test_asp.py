@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -10,44 +9,42 @@ import delayed
 import numpy as np
 import pytest
 import torch
-from crews import UNLIKE, crew_of
-from delayed import MINI_BATCHES, Adam, Choice, Momentum, batch, distance, loss_fn, network, trained
-from plans import unpriced
+from crews import ALIKE, UNLIKE, Crews
+from delayed import (
+    ADAM,
+    MINI_BATCHES,
+    SGD,
+    Choice,
+    Momentum,
+    batch,
+    capture,
+    distance,
+    loss_fn,
+    network,
+    task,
+    trained,
+)
+from pipelines import pipeline
 from torch import nn
 
 import hetpipe as hp
-from hetpipe.capture import Captured
 from hetpipe.capture.program import PARAM, STATE
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
 
-SGD = (hp.optim.sgd(lr=0.03, momentum=0.9), Momentum(0.03))
-ADAM = (hp.optim.adam(lr=0.01), Adam(0.01))
 MEMBERS = 3
+DEVICES = ("numpy:cpu:0",) * MEMBERS
 
 
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with crew_of(["numpy:cpu:0"] * MEMBERS) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def captured() -> Captured:
-    return Captured(network(), loss_fn, batch(0))
-
-
-def pipeline(
-    crew: Crew, captured: Captured, replicas: int, optimizer: Any, microbatches: int = 1,
-    **options: Any,
-) -> hp.Pipeline:  # fmt: skip
-    plan, costs = unpriced(
-        captured, [tuple(crew.infos)[:replicas]], "asp", delayed.SAMPLES, microbatches,
-        in_flight=[1], weights=options.pop("weights", "stash"),
-    )  # fmt: skip
-    return hp.Pipeline(
-        network(), loss_fn, batch(0), cluster=crew.cluster, crew=crew, optimizer=optimizer,
-        plan=plan, costs=costs, captured=captured, **options,
+def parallel(
+    crew: Crew, replicas: int, optimizer: Any, microbatches: int = 1, **options: Any
+) -> hp.Pipeline:
+    """The whole model on the first so many members."""
+    of_model = options.pop("task", None) or task()
+    members = [tuple(crew.infos)[:replicas]]
+    return pipeline(
+        crew, *of_model, members, "asp", microbatches, in_flight=[1], optimizer=optimizer,
+        **options,
     )  # fmt: skip
 
 
@@ -75,26 +72,24 @@ def assert_alike(crew: Crew, replicas: int) -> None:
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("pair", [SGD, ADAM], ids=["sgd", "adam"])
 def test_equals_the_sequential_reference(
-    crew: Crew, captured: Captured, replicas: int, microbatches: int, pair: Any
+    crew: Crew, replicas: int, microbatches: int, pair: Any
 ) -> None:
-    pipe = pipeline(crew, captured, replicas, pair[0], microbatches)
+    pipe = parallel(crew, replicas, pair[0], microbatches)
     right = wanted(replicas - 1, pair[1], microbatches=microbatches)
     assert distance(trained(pipe), right) < 1e-5
 
 
 @pytest.mark.parametrize("pair", [SGD, ADAM], ids=["sgd", "adam"])
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_a_wrong_delay_is_told_apart(
-    crew: Crew, captured: Captured, replicas: int, pair: Any
-) -> None:
-    state = trained(pipeline(crew, captured, replicas, pair[0]))
+def test_a_wrong_delay_is_told_apart(crew: Crew, replicas: int, pair: Any) -> None:
+    state = trained(parallel(crew, replicas, pair[0]))
     for wrong in (replicas - 2, replicas):
         assert distance(state, wanted(wrong, pair[1])) > 1e-3
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_all_replicas_are_the_same(crew: Crew, captured: Captured, replicas: int) -> None:
-    with pipeline(crew, captured, replicas, ADAM[0]) as pipe:
+def test_all_replicas_are_the_same(crew: Crew, replicas: int) -> None:
+    with parallel(crew, replicas, ADAM[0]) as pipe:
         for count in (1, 2, 7):
             list(pipe.run(batch(b) for b in range(count)))
             pipe.flush()
@@ -102,7 +97,7 @@ def test_all_replicas_are_the_same(crew: Crew, captured: Captured, replicas: int
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_flushed_in_the_middle(crew: Crew, captured: Captured, replicas: int) -> None:
+def test_flushed_in_the_middle(crew: Crew, replicas: int) -> None:
     """Behind a flush it begins again with gradients of the present weights."""
     counts = (4, 1, 8)
     ends = [sum(counts[:n]) for n in range(len(counts) + 1)]
@@ -111,7 +106,7 @@ def test_flushed_in_the_middle(crew: Crew, captured: Captured, replicas: int) ->
         begin = max(end for end in ends if end <= b)
         return max(begin, b - replicas + 1), 0
 
-    with pipeline(crew, captured, replicas, ADAM[0]) as pipe:
+    with parallel(crew, replicas, ADAM[0]) as pipe:
         for lo, hi in pairwise(ends):
             list(pipe.run(batch(b) for b in range(lo, hi)))
             pipe.flush()
@@ -119,17 +114,13 @@ def test_flushed_in_the_middle(crew: Crew, captured: Captured, replicas: int) ->
     assert distance(state, delayed.train(1, ADAM[1], rule, rule, ends[-1]).last) < 1e-5
 
 
-def test_resumed_and_evaluated(crew: Crew, captured: Captured, tmp_path: Any) -> None:
-    with pipeline(crew, captured, 3, ADAM[0]) as pipe:
+def test_resumed_and_evaluated(crew: Crew, tmp_path: Any) -> None:
+    with parallel(crew, 3, ADAM[0]) as pipe:
         list(pipe.run(batch(b) for b in range(5)))
         pipe.save(tmp_path)
         list(pipe.run(batch(b) for b in range(5, 12)))
         state, loss = pipe.state_dict(), pipe.evaluate(*batch(13))
-        plan, costs = pipe.plan, pipe.costs
-    with hp.Pipeline.load(
-        tmp_path, network(), loss_fn, batch(0), cluster=crew.cluster, crew=crew, plan=plan,
-        costs=costs, captured=captured, optimizer=ADAM[0],
-    ) as pipe:  # fmt: skip
+    with parallel(crew, 3, ADAM[0], checkpoint=tmp_path) as pipe:
         list(pipe.run(batch(b) for b in range(5, 12)))
         assert pipe.evaluate(*batch(13)) == loss
         for name, value in pipe.state_dict().items():
@@ -137,7 +128,7 @@ def test_resumed_and_evaluated(crew: Crew, captured: Captured, tmp_path: Any) ->
         assert_alike(crew, pipe.plan.replicas[0])
 
 
-def test_a_learning_rate_that_changes(crew: Crew, captured: Captured) -> None:
+def test_a_learning_rate_that_changes(crew: Crew) -> None:
     """That of the update, also where its mini-batch is another replica's."""
 
     class Falling(Momentum):
@@ -145,11 +136,11 @@ def test_a_learning_rate_that_changes(crew: Crew, captured: Captured) -> None:
             self.lr = 0.05 / step
             return super().update(w, state, grad, step)
 
-    state = trained(pipeline(crew, captured, 2, hp.optim.sgd(lambda t: 0.05 / t, momentum=0.9)))
+    state = trained(parallel(crew, 2, hp.optim.sgd(lambda t: 0.05 / t, momentum=0.9)))
     assert distance(state, wanted(1, Falling(0.05))) < 1e-5
 
 
-def test_clipped(crew: Crew, captured: Captured) -> None:
+def test_clipped(crew: Crew) -> None:
     """Every mini-batch's gradient by its own norm, the same on all replicas."""
     bound = 0.1
     passes = delayed._pass
@@ -164,7 +155,7 @@ def test_clipped(crew: Crew, captured: Captured) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(delayed, "_pass", clipped)
         right = wanted(1, SGD[1])
-    with pipeline(crew, captured, 2, SGD[0], clip_norm=bound, clip_each=True) as pipe:
+    with parallel(crew, 2, SGD[0], clip_norm=bound, clip_each=True) as pipe:
         list(pipe.run(batch(b) for b in range(MINI_BATCHES)))
         state = pipe.state_dict()
         assert_alike(crew, pipe.plan.replicas[0])
@@ -197,14 +188,8 @@ def test_sums_with_counts(crew: Crew) -> None:
         pairs = zip(versions[-1], grads, strict=True)
         versions.append([w - rate * g for w, g in pairs])
 
-    captured = Captured(network(), summed, batch(0))
-    plan, costs = unpriced(
-        captured, [("m0", "m1")], "asp", delayed.SAMPLES, 1, in_flight=[1], weights="stash"
-    )
-    with hp.Pipeline(
-        network(), summed, batch(0), cluster=crew.cluster, crew=crew, captured=captured, plan=plan,
-        costs=costs, optimizer=hp.optim.sgd(lr=rate),
-    ) as pipe:  # fmt: skip
+    of_sums = network(), summed, batch(0)
+    with parallel(crew, 2, hp.optim.sgd(lr=rate), task=of_sums) as pipe:
         list(pipe.run(batch(b) for b in range(12)))
         state = pipe.state_dict()
         assert_alike(crew, pipe.plan.replicas[0])
@@ -213,16 +198,14 @@ def test_sums_with_counts(crew: Crew) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shared-memory", "distributed"])
-def test_every_transport_gives_the_same(crew: Crew, captured: Captured, transport: str) -> None:
-    state = trained(pipeline(crew, captured, 3, SGD[0]), 10)
-    with crew_of(["numpy:cpu:0"] * MEMBERS, transport) as other:
-        found = trained(pipeline(other, captured, 3, SGD[0]), 10)
+def test_every_transport_gives_the_same(crew: Crew, crews: Crews, transport: str) -> None:
+    state = trained(parallel(crew, 3, SGD[0]), 10)
+    found = trained(parallel(crews(ALIKE, transport), 3, SGD[0]), 10)
     assert all(torch.equal(found[name], value) for name, value in state.items())
 
 
-def test_devices_of_different_kinds(captured: Captured) -> None:
-    with crew_of(UNLIKE) as mixed:
-        state = trained(pipeline(mixed, captured, 2, ADAM[0]))
+def test_devices_of_different_kinds(crews: Crews) -> None:
+    state = trained(parallel(crews(UNLIKE), 2, ADAM[0]))
     assert distance(state, wanted(1, ADAM[1])) < 1e-5
 
 
@@ -237,14 +220,7 @@ def test_statistics_are_of_the_first_replicas_mini_batches(crew: Crew) -> None:
     model = make()
     for b in range(0, 9, 2):
         model(batch(b)[0])
-    captured = Captured(make(), loss_fn, batch(0))
-    plan, costs = unpriced(
-        captured, [("m0", "m1")], "asp", delayed.SAMPLES, 1, in_flight=[1], weights="stash"
-    )
-    with hp.Pipeline(
-        make(), loss_fn, batch(0), cluster=crew.cluster, crew=crew, captured=captured, plan=plan,
-        costs=costs, optimizer=SGD[0],
-    ) as pipe:  # fmt: skip
+    with parallel(crew, 2, SGD[0], task=(make(), loss_fn, batch(0))) as pipe:
         list(pipe.run(batch(b) for b in range(9)))
         state = pipe.state_dict()
     for name, value in model.named_buffers():
@@ -252,11 +228,9 @@ def test_statistics_are_of_the_first_replicas_mini_batches(crew: Crew) -> None:
 
 
 @pytest.mark.parametrize("replicas", [None, [2]])
-def test_a_pipeline_puts_a_replica_on_every_device(
-    crew: Crew, captured: Captured, replicas: list[int] | None
-) -> None:
+def test_a_pipeline_puts_a_replica_on_every_device(crew: Crew, replicas: list[int] | None) -> None:
     with hp.Pipeline(
-        network(), loss_fn, batch(0), cluster=crew.cluster, crew=crew, captured=captured,
+        *task(), cluster=crew.cluster, crew=crew, captured=capture(),
         optimizer=SGD[0], schedule="asp", replicas=replicas,
     ) as pipe:  # fmt: skip
         count = MEMBERS if replicas is None else replicas[0]
@@ -269,10 +243,10 @@ def test_a_pipeline_puts_a_replica_on_every_device(
         assert {span.action.op.value for span in pipe.timeline.spans} == {"F", "B", "SA", "RA", "U"}
 
 
-def test_what_it_cannot_do_is_refused(crew: Crew, captured: Captured) -> None:
+def test_what_it_cannot_do_is_refused(crew: Crew) -> None:
     def make(**options: Any) -> None:
         hp.Pipeline(
-            network(), loss_fn, batch(0), cluster=crew.cluster, crew=crew, captured=captured,
+            *task(), cluster=crew.cluster, crew=crew, captured=capture(),
             optimizer=SGD[0], schedule="asp", **options,
         )  # fmt: skip
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import delayed
 import pytest
 import torch
-from crews import crew_of
+from crews import ALIKE, TRANSPORTS, Crews
 from delayed import (
     ADAM,
     ADAMW,
@@ -16,19 +15,15 @@ from delayed import (
     SGD,
     Choice,
     batch,
-    capture,
     distance,
-    loss_fn,
-    network,
+    task,
     trained,
 )
-from plans import unpriced
+from pipelines import pipeline
 
 import hetpipe as hp
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
-
-TRANSPORTS = ["local", "shared-memory", "distributed"]
 
 
 def noam(stages: int) -> list[int]:
@@ -39,23 +34,13 @@ def hiding(stages: int) -> list[int]:
     return [2 * (stages - n) - 1 for n in range(stages)]
 
 
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with crew_of(["numpy:cpu:0"] * 4) as started:
-        yield started
-
-
-def pipeline(
+def straight(
     crew: Crew, stages: int, weights: str, optimizer: Any, depths: Any = None, microbatches: int = 1
 ) -> hp.Pipeline:
-    model, captured = network(), capture()
-    plan, costs = unpriced(
-        captured, [f"m{n}" for n in range(stages)], "pipedream", delayed.SAMPLES, microbatches,
-        in_flight=depths, weights=weights,
-    )  # fmt: skip
-    return hp.Pipeline(
-        model, loss_fn, batch(0), cluster=crew.cluster, crew=crew, optimizer=optimizer, plan=plan,
-        costs=costs, captured=captured,
+    """A stage on each of the first members."""
+    return pipeline(
+        crew, *task(), "0123"[:stages], "pipedream", microbatches, in_flight=depths,
+        weights=weights, optimizer=optimizer,
     )  # fmt: skip
 
 
@@ -101,7 +86,7 @@ def test_equals_the_sequential_reference(
     optimizer, plain = pair
     depths = depth(stages)
     wanted = delayed.train(stages, plain, *delays(policy, stages, depths), MINI_BATCHES)
-    state = trained(pipeline(crew, stages, policy, optimizer, depths))
+    state = trained(straight(crew, stages, policy, optimizer, depths))
     assert distance(state, wanted.last) < 1e-5
 
 
@@ -111,7 +96,7 @@ def test_two_buffered_weights(crew: Crew, stages: int, pair: Any) -> None:
     optimizer, plain = pair
     rule = delays("2bw", stages, noam(stages))
     wanted = delayed.train(stages, plain, *rule, MINI_BATCHES, microbatches=4)
-    state = trained(pipeline(crew, stages, "2bw", optimizer, noam(stages), 4))
+    state = trained(straight(crew, stages, "2bw", optimizer, noam(stages), 4))
     assert distance(state, wanted.last) < 1e-5
 
 
@@ -125,15 +110,14 @@ def test_a_wrong_delay_is_told_apart(crew: Crew, policy: str) -> None:
         return max(0, t - 1), ahead
 
     wrong = delayed.train(3, SGD[1], late, backward, MINI_BATCHES)
-    state = trained(pipeline(crew, 3, policy, SGD[0], noam(3)))
+    state = trained(straight(crew, 3, policy, SGD[0], noam(3)))
     assert distance(state, wrong.last) > 1e-3
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_every_transport_gives_the_same(crew: Crew, transport: str) -> None:
-    wanted = trained(pipeline(crew, 3, "pipeoptim", SGD[0], hiding(3)))
-    with crew_of(["numpy:cpu:0"] * 3, transport) as other:
-        state = trained(pipeline(other, 3, "pipeoptim", SGD[0], hiding(3)))
+def test_every_transport_gives_the_same(crew: Crew, crews: Crews, transport: str) -> None:
+    wanted = trained(straight(crew, 3, "pipeoptim", SGD[0], hiding(3)))
+    state = trained(straight(crews(ALIKE, transport), 3, "pipeoptim", SGD[0], hiding(3)))
     for name, value in wanted.items():
         assert torch.equal(state[name], value)
 
@@ -150,28 +134,28 @@ def test_every_transport_gives_the_same(crew: Crew, transport: str) -> None:
 )
 def test_live_versions(crew: Crew, policy: str, most: list[int], microbatches: int) -> None:
     """As the papers say, at NOAM; predicting policies hold one and at most a predicted copy."""
-    with pipeline(crew, 4, policy, SGD[0], noam(4), microbatches) as pipe:
+    with straight(crew, 4, policy, SGD[0], noam(4), microbatches) as pipe:
         results = list(pipe.run(batch(b) for b in range(12)))
     seen = [max(column) for column in zip(*(r.live_versions for r in results), strict=True)]
     assert seen == most
 
 
 def test_versions_of_the_results(crew: Crew) -> None:
-    with pipeline(crew, 3, "stash", SGD[0], noam(3)) as pipe:
+    with straight(crew, 3, "stash", SGD[0], noam(3)) as pipe:
         first = [result.versions for result in pipe.run(batch(b) for b in range(5))]
         assert first == [(0, 0, 0), (0, 0, 1), (0, 1, 2), (1, 2, 3), (2, 3, 4)]
         more = [result.versions for result in pipe.run(batch(b) for b in range(5, 7))]
         assert more == [(3, 4, 5), (4, 5, 6)]  # one run goes on where the last ended
         pipe.flush()
         assert [result.versions for result in pipe.run([batch(7)])] == [(7, 7, 7)]
-    with pipeline(crew, 3, "vertical-sync", SGD[0], noam(3)) as pipe:
+    with straight(crew, 3, "vertical-sync", SGD[0], noam(3)) as pipe:
         synced = [result.versions for result in pipe.run(batch(b) for b in range(5))]
         assert synced == [(0, 0, 0), (0, 0, 0), (0, 0, 0), (1, 1, 1), (2, 2, 2)]
 
 
 def test_step_flushes_and_so_equals_plain_training(crew: Crew) -> None:
     wanted = delayed.train(3, SGD[1], lambda n, b: (b, 0), lambda n, b: (b, 0), 10)
-    with pipeline(crew, 3, "stash", SGD[0]) as pipe:
+    with straight(crew, 3, "stash", SGD[0]) as pipe:
         for b in range(10):
             pipe.step(*batch(b))
         state = pipe.state_dict()
@@ -206,4 +190,4 @@ def test_prediction_is_nearer_to_what_the_backward_uses() -> None:
 )
 def test_what_does_not_fit_is_refused(crew: Crew, options: Any, message: str) -> None:
     with pytest.raises(HetpipeError, match=message):
-        pipeline(crew, 3, **{"optimizer": SGD[0], **options})
+        straight(crew, 3, **{"optimizer": SGD[0], **options})

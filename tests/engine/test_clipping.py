@@ -3,45 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from models import CASES, MLP, batches
-from plans import unpriced
+from pipelines import pipeline
 from reference import cut, leaf, sizes
 
 import hetpipe as hp
-from hetpipe.capture import Captured
-from hetpipe.cluster import Cluster, Member
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
 
 LR = 0.1
-
-
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    members = tuple(Member(f"m{n}", "numpy:cpu:0") for n in range(3))
-    with Crew.start(Cluster(members, transport="local")) as started:
-        yield started
-
-
-def pipeline(
-    crew: Crew, model: Any, loss_fn: Any, example: Any, schedule: str, members: str, **options: Any
-) -> hp.Pipeline:
-    captured = Captured(model, loss_fn, example)
-    weights = "stash" if schedule == "pipedream" else "flush"
-    rows = leaf(example[0]).shape[0]
-    count = 1 if schedule == "pipedream" else 4
-    names = [f"m{n}" for n in members]
-    plan, costs = unpriced(captured, names, schedule, rows, count, weights=weights)
-    return hp.Pipeline(
-        model, loss_fn, example, cluster=crew.cluster, crew=crew, plan=plan, costs=costs,
-        captured=captured, optimizer=hp.optim.sgd(lr=LR), **options,
-    )  # fmt: skip
+SGD = hp.optim.sgd(lr=LR)
 
 
 def clipped(model: Any, loss_fn: Any, data: Any, groups: Any, norm: float, count: int) -> list[Any]:
@@ -75,7 +51,9 @@ def test_the_norm_over_all_stages(
     eager = copy.deepcopy(model)
     norms = clipped(eager, loss_fn, data, [list(eager.parameters())], norm, 4)
     assert max(norms)[0] > 2 * norm  # it matters
-    with pipeline(crew, model, loss_fn, data[0], schedule, members, clip_norm=norm) as pipe:
+    with pipeline(
+        crew, model, loss_fn, data[0], members, schedule, 4, clip_norm=norm, optimizer=SGD
+    ) as pipe:
         for x, y in data:
             pipe.step(x, y)
         state = pipe.state_dict()
@@ -87,8 +65,10 @@ def test_each_stage_by_itself(crew: Crew) -> None:
     torch.manual_seed(0)
     model, data = MLP(), batches(4)
     eager = copy.deepcopy(model)
-    options = {"clip_norm": 0.05, "clip_each": True}
-    with pipeline(crew, model, F.cross_entropy, data[0], "pipedream", "01", **options) as pipe:
+    with pipeline(
+        crew, model, F.cross_entropy, data[0], "01", "pipedream", clip_norm=0.05, clip_each=True,
+        optimizer=SGD,
+    ) as pipe:  # fmt: skip
         lo = pipe.plan.stages[1].lo
         names = pipe.plan.layers[lo:]
         for x, y in data:
@@ -105,8 +85,8 @@ def test_each_stage_by_itself(crew: Crew) -> None:
 
 
 def test_what_cannot_be_clipped_is_refused(crew: Crew) -> None:
-    data = batches(1)[0]
+    task = MLP(), F.cross_entropy, batches(1)[0], "01"
     with pytest.raises(HetpipeError, match="clip each stage's with clip_each=True"):
-        pipeline(crew, MLP(), F.cross_entropy, data, "pipedream", "01", clip_norm=1.0)
+        pipeline(crew, *task, "pipedream", clip_norm=1.0, optimizer=SGD)
     with pytest.raises(HetpipeError, match="clip_norm=0"):
-        pipeline(crew, MLP(), F.cross_entropy, data, "1f1b", "01", clip_norm=0)
+        pipeline(crew, *task, "1f1b", 4, clip_norm=0, optimizer=SGD)

@@ -7,19 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from captures import shared
+from crews import UNLIKE, Crews
 from torch import nn
 
 import hetpipe as hp
 from hetpipe.capture import Captured
 from hetpipe.capture.program import BUFFER, PARAM
-from hetpipe.cluster.cluster import Cluster, Member
-from hetpipe.crew.crew import Crew
 from hetpipe.crew.request import StepRequest
 from hetpipe.schedule.generators import generate
 from hetpipe.sdk.registry import get_backend
 
 SIZES = (3, 3, 2)
 LR = 0.05
+SGD = hp.optim.sgd(lr=LR, momentum=0.9)
 
 
 class Net(nn.Module):
@@ -63,34 +64,34 @@ def make() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("transport", "schedule", "devices"),
+    ("transport", "schedule", "members"),
     [
-        ("local", "gpipe", ("pytorch", "pytorch", "pytorch")),
-        ("shared-memory", "1f1b", ("pytorch", "numpy", "pytorch")),
-        ("distributed", "1f1b", ("numpy", "pytorch", "pytorch")),
+        ("local", "gpipe", ("m1", "m3", "m5")),  # pytorch
+        ("shared-memory", "1f1b", ("m1", "m0", "m3")),  # pytorch, numpy, pytorch
+        ("distributed", "1f1b", ("m0", "m1", "m3")),  # numpy, pytorch, pytorch
     ],
 )
-def test_equals_eager(transport: str, schedule: str, devices: tuple[str, ...]) -> None:
-    captured = Captured(make(), nn.functional.cross_entropy, data())
+def test_equals_eager(
+    crews: Crews, transport: str, schedule: str, members: tuple[str, ...]
+) -> None:
+    crew = crews(UNLIKE, transport)
+    captured = shared(make(), nn.functional.cross_entropy, data())
     count = len(captured.layer_graph(3).layers)
     cuts = [count // 3, 2 * count // 3]
-    tables = [get_backend(name).decompositions() for name in devices]
-    optimizer = hp.optim.sgd(lr=LR, momentum=0.9)
-    stages = captured.stage_graphs(cuts, tables, sorted(set(SIZES)), optimizer)
+    tables = [get_backend(crew.infos[name].backend).decompositions() for name in members]
+    stages = captured.stage_graphs(cuts, tables, sorted(set(SIZES)), SGD)
     tied = [
         (owner, others) for _, owner, others in dict.fromkeys(t for s in stages for t in s.tied)
     ]
     assert tied, "the cuts must part the tied layers"
-    members = tuple(Member(f"m{n}", f"{name}:cpu:0") for n, name in enumerate(devices))
     losses, wanted = eager(3)
-    with Crew.start(Cluster(members, transport=transport)) as crew:
-        crew.load(stages, [m.id for m in members], {**captured.parameters, **captured.buffers})
-        actions = generate(schedule, 3, len(SIZES), tied=tied)
-        for number, loss in enumerate(losses, 1):
-            result = crew.step(request(captured, actions, number))
-            pairs = zip(result.losses, SIZES, strict=True)
-            assert sum(a * n for a, n in pairs) / sum(SIZES) == pytest.approx(loss, abs=1e-5)
-        found: dict[str, Any] = {**crew.read(PARAM), **crew.read(BUFFER)}
+    crew.load(stages, members, {**captured.parameters, **captured.buffers})
+    actions = generate(schedule, 3, len(SIZES), tied=tied)
+    for number, loss in enumerate(losses, 1):
+        result = crew.step(request(captured, actions, number))
+        pairs = zip(result.losses, SIZES, strict=True)
+        assert sum(a * n for a, n in pairs) / sum(SIZES) == pytest.approx(loss, abs=1e-5)
+    found: dict[str, Any] = {**crew.read(PARAM), **crew.read(BUFFER)}
     for name, value in found.items():
         np.testing.assert_allclose(value, wanted[name].numpy(), rtol=1e-4, atol=1e-5, err_msg=name)
     assert "first.weight" in found

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from crews import ALIKE, TRANSPORTS, Crews
 from engine_stages import LR, WIDTH, make_stages, make_values
 
 from hetpipe.capture.program import CUT, Slot
@@ -169,25 +170,23 @@ def test_control_waits_while_something_moves() -> None:
     thread.join()
 
 
-@pytest.mark.parametrize("transport", ["local", "shared-memory", "distributed"])
-def test_messages_out_of_order_and_far_ahead(transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_messages_out_of_order_and_far_ahead(crews: Crews, transport: str) -> None:
     """The receiver asks first for the message that was sent last, behind all it may keep."""
     count = 12
     sends = " ".join(f"0F{m} 0SF{m}" for m in range(count))
     takes = " ".join(f"1RF{m} 1F{m}" for m in reversed(range(count)))
     x = np.random.default_rng(0).normal(size=(count, 2, WIDTH))
     feeds = [{"x": x[m], "y": np.zeros((2, WIDTH))} for m in range(count)]
-    members = tuple(Member(f"m{n}", "numpy:cpu:0") for n in range(2))
-    with Crew.start(Cluster(members, transport=transport)) as crew:
-        values = make_values(2)
-        crew.load(make_stages(2, [2]), ["m0", "m1"], values)
-        request = StepRequest(parse(sends, takes), (2,) * count, feeds, (1.0,) * count, LR, 1)
-        losses = crew.step(request).losses
+    crew, values = crews(ALIKE, transport), make_values(2)
+    crew.load(make_stages(2, [2]), ["m0", "m1"], values)
+    request = StepRequest(parse(sends, takes), (2,) * count, feeds, (1.0,) * count, LR, 1)
+    losses = crew.step(request).losses
     wanted = ((x @ values["w0"] @ values["w1"]) ** 2).sum(axis=(1, 2))
     np.testing.assert_allclose(losses, wanted, rtol=1e-12)
 
 
-@pytest.mark.parametrize("transport", ["local", "shared-memory", "distributed"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_emulated_links_and_speeds_only_ever_slow_down(transport: str) -> None:
     """A message occupies its link and comes no sooner than that and the latency; compute stretches,
     transfers do not."""
@@ -209,21 +208,19 @@ def test_emulated_links_and_speeds_only_ever_slow_down(transport: str) -> None:
         assert at[f"0SF{m + 1}"].start_s >= at[f"0SF{m}"].end_s
 
 
-def test_a_big_feed_arrives() -> None:
+def test_a_big_feed_arrives(crews: Crews) -> None:
     rows = 4096  # 128 KiB a leaf: through shared memory
     x = np.random.default_rng(0).normal(size=(rows, WIDTH))
-    members = (Member("m0", "numpy:cpu:0"), Member("m1", "numpy:cpu:0"))
-    with Crew.start(Cluster(members)) as crew:
-        values = make_values(2)
-        crew.load(make_stages(2, [rows]), ["m0", "m1"], values)
-        request = StepRequest(generate("gpipe", 2, 1), (rows,), [{"x": x, "y": x}], (1.0,), LR, 1)
-        for _ in range(2):
-            (loss,) = crew.step(request).losses
-            crew.write("param", values)
-        error = x @ values["w0"] @ values["w1"] - x
-        assert loss == pytest.approx((error**2).sum(), rel=1e-10)
+    crew, values = crews(ALIKE, "shared-memory"), make_values(2)
+    crew.load(make_stages(2, [rows]), ["m0", "m1"], values)
+    request = StepRequest(generate("gpipe", 2, 1), (rows,), [{"x": x, "y": x}], (1.0,), LR, 1)
+    for _ in range(2):
+        (loss,) = crew.step(request).losses
+        crew.write("param", values)
+    error = x @ values["w0"] @ values["w1"] - x
+    assert loss == pytest.approx((error**2).sum(), rel=1e-10)
 
 
-@pytest.mark.parametrize("transport", ["local", "shared-memory", "distributed"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_the_empty_action_can_be_measured(transport: str) -> None:
     assert measure_empty_action(transport, microbatches=4) > 0.0

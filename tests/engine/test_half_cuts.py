@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from captures import shared
+from crews import Crews
 from models import batches
-from plans import unpriced
+from pipelines import pipeline
 from reference import distance, train
 from torch import nn
 
 import hetpipe as hp
-from hetpipe.capture import Captured
 from hetpipe.capture.precision import Precision
-from hetpipe.cluster import Cluster, Member
 from hetpipe.crew.crew import Crew
 from hetpipe.crew.routing import wires
 from hetpipe.errors import CaptureError, HetpipeError
@@ -27,6 +27,7 @@ from hetpipe.sdk.graph import graph_outputs
 from hetpipe.wire.shares import Shares
 from hetpipe.wire.wire import Wire, tensor_nbytes
 
+DEVICES = ("numpy:cpu:0", "numpy:cpu:0", "pytorch:cpu:0")
 HALF = Precision(cut="float16")
 WIDTHS = (20, 32, 24, 16, 5)
 MICROBATCHES = 4
@@ -78,28 +79,18 @@ class Skip(nn.Module):
         return self.third(second) + torch.where(mask, later, 2 * later)[:, :5]
 
 
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    members = (
-        *(Member(f"m{n}", "numpy:cpu:0") for n in range(2)), Member("m2", "pytorch:cpu:0"),
-    )  # fmt: skip
-    with Crew.start(Cluster(members, transport="local")) as started:
-        yield started
+SGD = hp.optim.sgd(lr=0.1, momentum=0.9)
 
 
-def pipeline(
-    crew: Crew, model: nn.Module, schedule: str, members: str, *, count: int = MICROBATCHES,
+def halved(
+    crew: Crew, model: nn.Module, schedule: str, members: str, microbatches: int = MICROBATCHES,
     precision: Precision = HALF, **options: Any,
 ) -> hp.Pipeline:  # fmt: skip
-    captured = Captured(model, F.cross_entropy, batches(1)[0], precision)
-    names = [f"m{n}" for n in members]
-    weights = "stash" if schedule == "pipedream" else "flush"
-    plan, costs = unpriced(captured, names, schedule, 12, count, weights=weights)
-    options = {"optimizer": hp.optim.sgd(lr=0.1, momentum=0.9), **options}
-    return hp.Pipeline(
-        model, F.cross_entropy, batches(1)[0], cluster=crew.cluster, crew=crew, plan=plan,
-        costs=costs, captured=captured, **options,
-    )  # fmt: skip
+    """A pipeline with float16 at its cuts."""
+    task = model, F.cross_entropy, batches(1)[0]
+    return pipeline(
+        crew, *task, members, schedule, microbatches, precision=precision, optimizer=SGD, **options
+    )
 
 
 class Trained(NamedTuple):
@@ -138,7 +129,7 @@ def test_equals_torch_that_rounds_at_the_cuts(
     of one number among hundreds, all of which differ from plain torch's by up to 2^-11."""
     torch.manual_seed(0)
     model = Chain()
-    with pipeline(crew, model, schedule, members, recompute=recompute) as pipe:
+    with halved(crew, model, schedule, members, recompute=recompute) as pipe:
         cuts = pipe.plan.cuts
         _, gradients = pipe.gradients(*batches(1)[0])
         losses = [pipe.step(x, y) for x, y in batches(3)]
@@ -154,19 +145,15 @@ def test_equals_torch_that_rounds_at_the_cuts(
 
 
 @pytest.mark.parametrize("runtime", ["pocl", "intel-cpu"])
-def test_devices_that_only_cast_float16(runtime: str) -> None:
+def test_devices_that_only_cast_float16(crews: Crews, runtime: str) -> None:
     """In the middle of a pipeline: both passes take float16 and give float16."""
     device = f"opencl:{runtime}:0"
     if device not in [info.id for info in hp.discover_devices()[0]]:
         pytest.skip(f"no {device}")
     torch.manual_seed(0)
     model = Chain()
-    names = ("numpy:cpu:0", device, "pytorch:cpu:0")
-    members = tuple(Member(f"m{n}", name) for n, name in enumerate(names))
-    with (
-        Crew.start(Cluster(members, transport="local")) as crew,
-        pipeline(crew, model, "1f1b", "012") as pipe,
-    ):
+    crew = crews(("numpy:cpu:0", device, "pytorch:cpu:0"))
+    with halved(crew, model, "1f1b", "012") as pipe:
         assert "float16" not in crew.infos["m1"].dtypes
         cuts = pipe.plan.cuts
         losses = [pipe.step(x, y) for x, y in batches(3)]
@@ -182,7 +169,7 @@ def test_a_tensor_that_skips_a_stage_is_rounded_once(crew: Crew) -> None:
     """Its gradients are summed in float32 where it passes; its mask stays what it is."""
     torch.manual_seed(0)
     model = Skip()
-    with pipeline(crew, model, "1f1b", "012") as pipe:
+    with halved(crew, model, "1f1b", "012") as pipe:
         losses = [pipe.step(x, y) for x, y in batches(3)]
         state = pipe.state_dict()
         graphs = stages(model, pipe.plan.cuts, HALF)
@@ -208,8 +195,7 @@ def test_the_same_with_asynchronous_updates_and_in_evaluation(crew: Crew) -> Non
     model = Chain()
     found = []
     for precision in (HALF, Precision()):
-        options = {"count": 1, "precision": precision}
-        with pipeline(crew, model, "pipedream", "012", **options) as pipe:
+        with halved(crew, model, "pipedream", "012", 1, precision) as pipe:
             losses = [result.loss for result in pipe.run(batches(6))]
             found.append((*losses, pipe.evaluate(*batches(1)[0])))
             cuts, state = pipe.plan.cuts, pipe.state_dict()
@@ -228,7 +214,7 @@ def wires_of(graphs: Sequence[Any]) -> list[Wire]:
 
 
 def stages(model: nn.Module, cuts: Sequence[int], precision: Precision) -> list[Any]:
-    captured = Captured(model, F.cross_entropy, batches(1)[0], precision)
+    captured = shared(model, F.cross_entropy, batches(1)[0], precision)
     return captured.stage_graphs(cuts, [{}] * (len(cuts) + 1), [3], None)
 
 
@@ -236,10 +222,11 @@ def test_half_the_bytes_are_planned_and_sent() -> None:
     """Forwards and backwards; the saved input of a stage takes half as well."""
     sent, planned, saved = [], [], []
     for precision in (HALF, Precision()):
-        graphs = stages(Chain(), [1, 3], precision)
+        model = Chain()
+        graphs = stages(model, [1, 3], precision)
         layouts = [w.layouts for w in wires_of(graphs)]
         sent.append([tensor_nbytes(layout) for kinds in layouts for layout in kinds.values()])
-        captured = Captured(Chain(), F.cross_entropy, batches(1)[0], precision)
+        captured = shared(model, F.cross_entropy, batches(1)[0], precision)
         planned.append(captured.layer_graph(3).cut_nbytes)
         saved.append(graphs[1].passes[3].saved_nbytes)
     assert sent[0] == [32 * 3 * 2, 32 * 3 * 2, 16 * 3 * 2, 16 * 3 * 2]
@@ -261,23 +248,21 @@ def test_a_pipeline_plans_with_half_the_bytes(
         assert pipe.step(*batches(1)[0]) > 0
 
 
+def faint(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output, y) * 1e-7
+
+
 def test_without_a_loss_scale_small_gradients_are_lost(crew: Crew) -> None:
     """A loss of 1e-7 has gradients below what float16 holds: the first stage then gets none."""
     torch.manual_seed(0)
     model, (x, y) = Chain(), batches(1)[0]
-
-    def faint(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(output, y) * 1e-7
-
     eager = copy.deepcopy(model)
     faint(eager(x), y).backward()
-    captured = Captured(model, faint, (x, y), HALF)
-    plan, costs = unpriced(captured, ["m0", "m2"], "1f1b", 12, MICROBATCHES)
     largest = []
     for scale in (None, 2.0**20):
-        with hp.Pipeline(
-            model, faint, (x, y), cluster=crew.cluster, crew=crew, plan=plan, costs=costs,
-            captured=captured, optimizer=hp.optim.sgd(lr=0.1), loss_scale=scale,
+        with pipeline(
+            crew, model, faint, (x, y), "02", "1f1b", MICROBATCHES, precision=HALF, optimizer=SGD,
+            loss_scale=scale,
         ) as pipe:  # fmt: skip
             _, gradients = pipe.gradients(x, y)
         largest.append(float(gradients["layers.0.weight"].abs().max()))
@@ -294,7 +279,7 @@ def test_what_cannot_cross_is_refused(crew: Crew) -> None:
         Precision(cut="bfloat16")
     with pytest.raises(CaptureError, match="cut_dtype='int8' is not known"):
         Precision(cut="int8")
-    captured = Captured(Chain(), F.cross_entropy, batches(1)[0])
+    captured = shared(Chain(), F.cross_entropy, batches(1)[0])
     with pytest.raises(HetpipeError, match=r"captured has .*cut=None"):
         hp.Pipeline(
             Chain(), F.cross_entropy, batches(1)[0], cluster=crew.cluster, crew=crew,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from captures import shared
+from crews import UNLIKE, Crews
 from engine_backends import FaultyBackend
 from models import MLP
+from pipelines import pipeline
 from plans import unpriced
 from reference import train
 from slept import SleptBackend
@@ -40,14 +43,13 @@ register_backend(FaultyBackend)
 STAGES, MICROBATCHES = 3, 8
 
 
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    members = tuple(Member(f"m{n}", f"slept:2,4:{n}") for n in range(STAGES))
-    with Crew.start(Cluster(members, transport="local")) as started:
-        weights = {f"w{n}": np.zeros((), np.float32) for n in range(STAGES)}
-        stages = [empty_stage(n, STAGES) for n in range(STAGES)]
-        started.load(stages, [member.id for member in members], weights)
-        yield started
+@pytest.fixture
+def sleepers(crews: Crews) -> Crew:
+    """With stages that compute nothing, and take their time."""
+    crew = crews([f"slept:2,4:{n}" for n in range(STAGES)])
+    weights = {f"w{n}": np.zeros((), np.float32) for n in range(STAGES)}
+    crew.load([empty_stage(n, STAGES) for n in range(STAGES)], list(crew.infos), weights)
+    return crew
 
 
 def request(microbatches: int, in_flight: list[int] | None = None) -> StepRequest:
@@ -59,17 +61,19 @@ def request(microbatches: int, in_flight: list[int] | None = None) -> StepReques
 
 @pytest.mark.parametrize("in_flight", [None, [3, 2, 1]])
 @pytest.mark.parametrize("microbatches", [2, 8])
-def test_microbatches_in_flight(crew: Crew, microbatches: int, in_flight: list[int] | None) -> None:
+def test_microbatches_in_flight(
+    sleepers: Crew, microbatches: int, in_flight: list[int] | None
+) -> None:
     """Table 1 of BaPipe: min(2(N-n), M) at stage n from 0, or the bound that is given."""
     bounds = in_flight or [2 * (STAGES - n) for n in range(STAGES)]
     asked = request(microbatches, in_flight)
-    found = np.max([crew.step(asked).most_in_flight for _ in range(4)], axis=0)
+    found = np.max([sleepers.step(asked).most_in_flight for _ in range(4)], axis=0)
     assert list(found) == [min(bound, microbatches) for bound in bounds]
     assert list(found) == max_in_flight(asked.schedule)
 
 
-def test_a_timeline_has_a_row_per_lane_and_passes_overlap(crew: Crew) -> None:
-    timeline = crew.step(request(MICROBATCHES)).timeline
+def test_a_timeline_has_a_row_per_lane_and_passes_overlap(sleepers: Crew) -> None:
+    timeline = sleepers.step(request(MICROBATCHES)).timeline
     assert timeline.workers[:3] == ("m0 lane 0", "m0 lane 1", "m1 lane 0")
     ops = [{s.action.op.value for s in timeline.spans if s.worker == n} for n in range(4)]
     assert ops == [{"F", "SF"}, {"RB", "B", "U"}, {"RF", "F", "SF"}, {"RB", "B", "SB", "U"}]
@@ -107,7 +111,8 @@ def test_what_begins_late_has_its_share_from_then() -> None:
 
 def planned() -> tuple[Captured, hp.Plan, CostTable]:
     data = (torch.zeros(8, 20), torch.zeros(8, dtype=torch.int64))
-    captured = Captured(MLP(), F.cross_entropy, data)
+    torch.manual_seed(0)
+    captured = shared(MLP(), F.cross_entropy, data)
     return captured, *unpriced(captured, ["m0", "m1"], "fbp", 8, 4)
 
 
@@ -157,19 +162,16 @@ def summed(found: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 @pytest.mark.parametrize("loss_fn", [F.cross_entropy, summed], ids=["mean", "sum and count"])
-def test_torch_trains_batch_norm_in_two_lanes(loss_fn: Callable[..., Any]) -> None:
+def test_torch_trains_batch_norm_in_two_lanes(crews: Crews, loss_fn: Callable[..., Any]) -> None:
     torch.manual_seed(0)
     model = Normalized()
     data = [(torch.randn(64, 20), torch.randint(0, 5, (64,))) for _ in range(3)]
     eager = copy.deepcopy(model)
     optimizer = torch.optim.SGD(eager.parameters(), lr=0.1)
     expected, _ = train(eager, F.cross_entropy, data, MICROBATCHES, optimizer)
-    captured = Captured(model, loss_fn, data[0])
-    plan, costs = unpriced(captured, ["m0", "m1"], "fbp", 64, MICROBATCHES)
-    members = tuple(Member(f"m{n}", "pytorch:cpu:0") for n in range(2))
-    with hp.Pipeline(
-        model, loss_fn, data[0], cluster=Cluster(members, transport="local"),
-        captured=captured, plan=plan, costs=costs, optimizer=hp.optim.sgd(lr=0.1), clip_norm=1e9,
+    with pipeline(
+        crews(UNLIKE), model, loss_fn, data[0], ("m1", "m3"), "fbp", MICROBATCHES,
+        optimizer=hp.optim.sgd(lr=0.1), clip_norm=1e9,
     ) as pipe:  # fmt: skip
         losses = [pipe.step(x, y) for x, y in data]
         state = pipe.state_dict()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,7 +18,6 @@ from hetpipe.crew.crew import Crew
 from hetpipe.papers.footprint import (
     Footprint,
     Subject,
-    crew_of,
     flushed,
     predicted_nbytes,
     streamed,
@@ -32,12 +31,6 @@ from hetpipe.worker.weights import Stashed
 DEVICE = "numpy:cpu:0"
 STAGES, SAMPLES = 4, 3
 LENGTH, VOCABULARY = 32, 64  # of the encoder
-
-
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with crew_of(STAGES, DEVICE) as started:
-        yield started
 
 
 def vectors(samples: int) -> tuple[torch.Tensor, torch.Tensor]:

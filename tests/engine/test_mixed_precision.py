@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,24 +12,25 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import batches
-from plans import unpriced
+from pipelines import pipeline
 from reference import distance
 from torch import nn
 
 import hetpipe as hp
-from hetpipe.capture import Captured
 from hetpipe.capture.precision import Precision
 from hetpipe.capture.program import STATE
-from hetpipe.cluster import Cluster, Member
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import CaptureError, HetpipeError
 from hetpipe.pipeline.fit import check_dtypes
 from hetpipe.pipeline.lossscale import Scaling
 
+DEVICES = ("pytorch:cpu:0", "pytorch:cpu:0", "numpy:cpu:0")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 COUNT = 4
 LR = 1e-4
 """Steps of a weight that bfloat16 could not add to one of 0.1."""
+ADAMW = hp.optim.adamw(lr=LR)
+SGD = hp.optim.sgd(lr=0.1)
 
 
 class Net(nn.Module):
@@ -56,27 +57,17 @@ def summed(output: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return (F.cross_entropy(output, y, reduction="none") * counted).sum(), counted.sum()
 
 
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    members = (*(Member(f"m{n}", "pytorch:cpu:0") for n in range(2)), Member("m2", "numpy:cpu:0"))
-    with Crew.start(Cluster(members, transport="local")) as started:
-        yield started
-
-
-def pipeline(
+def mixed(
     crew: Crew, precision: str | None, schedule: str = "1f1b", members: str = "01",
-    loss_fn: Callable[..., Any] = F.cross_entropy, cut_dtype: str | None = None,
-    make: Callable[..., hp.Pipeline] = hp.Pipeline, **options: Any,
+    loss_fn: Callable[..., Any] = F.cross_entropy, cut_dtype: str | None = None, **options: Any,
 ) -> hp.Pipeline:  # fmt: skip
-    captured = Captured(net(), loss_fn, batches(1)[0], Precision(precision, cut_dtype))
-    weights = "stash" if schedule == "pipedream" else "flush"
+    """`net` with passes in that precision."""
     count = 1 if schedule == "pipedream" else COUNT
-    names = [f"m{n}" for n in members]
-    plan, costs = unpriced(captured, names, schedule, 12, count, weights=weights)
-    options = {"optimizer": hp.optim.adamw(lr=LR), "plan": plan, "costs": costs, **options}
-    return make(
-        net(), loss_fn, batches(1)[0], cluster=crew.cluster, crew=crew, captured=captured, **options
-    )
+    options = {"optimizer": ADAMW, **options}
+    return pipeline(
+        crew, net(), loss_fn, batches(1)[0], members, schedule, count,
+        precision=Precision(precision, cut_dtype), **options,
+    )  # fmt: skip
 
 
 class Eager:
@@ -121,7 +112,7 @@ def test_equals_autocast(
     """The same roundings, so what differs are sums in float32 whose order differs, and a rounding
     that they turn now and then: little against what autocast changes."""
     data = batches(3)
-    with pipeline(crew, precision, schedule, cut_dtype=cut_dtype, recompute=recompute) as pipe:
+    with mixed(crew, precision, schedule, cut_dtype=cut_dtype, recompute=recompute) as pipe:
         _, gradients = pipe.gradients(*data[0])
         losses = [pipe.step(x, y) for x, y in data]
         state, evaluated = pipe.state_dict(), pipe.evaluate(*data[0])
@@ -148,7 +139,7 @@ def test_a_scale_that_adapts_is_that_of_torch(crew: Crew) -> None:
     rule = hp.LossScale(start=2.0**22, interval=2)
     eager = Eager(torch.float16, init_scale=rule.start, growth_interval=rule.interval)
     scales, wanted = [], []
-    with pipeline(crew, "float16", loss_scale=rule) as pipe:
+    with mixed(crew, "float16", loss_scale=rule) as pipe:
         for x, y in batches(14):
             before = pipe.state_dict()
             assert pipe.step(x, y) == pytest.approx(eager.step(x, y), rel=1e-3)
@@ -180,9 +171,9 @@ def test_a_power_of_two_changes_nothing_in_float32(
 ) -> None:
     found = []
     for scale in (None, *scales):
-        rule = hp.optim.sgd(lr=0.1)  # what Adam does hardly depends on a wrong scale
-        options = {"loss_scale": scale, "clip_norm": clip_norm, "optimizer": rule}
-        with pipeline(crew, None, schedule, loss_fn=loss_fn, **options) as pipe:
+        # What Adam does hardly depends on a wrong scale.
+        options = {"loss_scale": scale, "clip_norm": clip_norm, "optimizer": SGD}
+        with mixed(crew, None, schedule, loss_fn=loss_fn, **options) as pipe:
             losses = [result.loss for result in pipe.run(batches(3))]
             assert pipe.loss_scale == (2.0**11 if scale is ADAPTING else scale or 1.0)
             found.append((losses, pipe.state_dict()))
@@ -193,11 +184,11 @@ def test_a_power_of_two_changes_nothing_in_float32(
 
 def test_asynchronous_updates_need_a_fixed_scale(crew: Crew) -> None:
     with pytest.raises(HetpipeError, match=r"no moment at which all stages.*loss_scale=1024\.0"):
-        pipeline(crew, "float16", "pipedream")
+        mixed(crew, "float16", "pipedream")
     found = []
     for precision, scale in (("float16", 1024.0), ("bfloat16", None), (None, None)):
-        options = {"loss_scale": scale, "optimizer": hp.optim.sgd(lr=0.1)}
-        with pipeline(crew, precision, "pipedream", **options) as pipe:
+        options = {"loss_scale": scale, "optimizer": SGD}
+        with mixed(crew, precision, "pipedream", **options) as pipe:
             list(pipe.run(batches(6)))
             found.append(change(pipe.state_dict()))
     for half in found[:2]:
@@ -207,7 +198,7 @@ def test_asynchronous_updates_need_a_fixed_scale(crew: Crew) -> None:
 def test_a_checkpoint_has_the_scale(crew: Crew, tmp_path: Path) -> None:
     data = batches(8)
     rule = hp.LossScale(start=2.0**20, interval=2)
-    with pipeline(crew, "float16", loss_scale=rule) as pipe:
+    with mixed(crew, "float16", loss_scale=rule) as pipe:
         for x, y in data[:5]:
             pipe.step(x, y)
         pipe.save(tmp_path)
@@ -215,11 +206,7 @@ def test_a_checkpoint_has_the_scale(crew: Crew, tmp_path: Path) -> None:
         kept = pipe.loss_scale, pipe.skipped, pipe.steps
         losses = [pipe.step(x, y) for x, y in data[5:]]
         state = pipe.state_dict()
-
-    def load(*args: Any, **options: Any) -> hp.Pipeline:
-        return hp.Pipeline.load(tmp_path, *args, **options)
-
-    with pipeline(crew, "float16", loss_scale=rule, make=load) as pipe:
+    with mixed(crew, "float16", loss_scale=rule, checkpoint=tmp_path) as pipe:
         assert (pipe.loss_scale, pipe.skipped, pipe.steps) == kept
         assert [pipe.step(x, y) for x, y in data[5:]] == losses
         assert all(torch.equal(value, state[n]) for n, value in pipe.state_dict().items())
@@ -256,7 +243,7 @@ def test_gradients_that_no_scale_makes_finite() -> None:
 
 def test_devices_without_the_dtype_are_refused_by_name(crew: Crew) -> None:
     with pytest.raises(HetpipeError, match=r"precision='bfloat16': numpy:cpu:0 computes in "):
-        pipeline(crew, "bfloat16", members="02")
+        mixed(crew, "bfloat16", members="02")
     info = replace(crew.infos["m0"], id="some:device:0", dtypes=("float32",))
     with pytest.raises(HetpipeError, match=r"cut_dtype='float16': some:device:0 has float32;"):
         check_dtypes(Precision(cut="float16"), [info])
@@ -270,8 +257,8 @@ def test_what_cannot_be_is_refused(crew: Crew) -> None:
     with pytest.raises(CaptureError, match="precision='int8' is not known"):
         Precision("int8")
     with pytest.raises(HetpipeError, match="loss_scale=0"):
-        pipeline(crew, "float16", loss_scale=0.0)
+        mixed(crew, "float16", loss_scale=0.0)
     with pytest.raises(HetpipeError, match="start must be at least 1"):
         hp.LossScale(start=0.5)
     with pytest.raises(HetpipeError, match="clip_each=True looks at each stage's gradients alone"):
-        pipeline(crew, "float16", clip_norm=1.0, clip_each=True)
+        mixed(crew, "float16", clip_norm=1.0, clip_each=True)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from models import batches
-from plans import unpriced
+from pipelines import pipeline
 from torch import nn
 
 import hetpipe as hp
-from hetpipe.capture import Captured
-from hetpipe.cluster import Cluster, Member
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
 
@@ -29,13 +25,6 @@ class Root(nn.Module):
         return self.last(self.middle(self.first(x)).sqrt())
 
 
-@pytest.fixture
-def crew() -> Iterator[Crew]:
-    members = tuple(Member(f"m{n}", "numpy:cpu:0") for n in range(3))
-    with Crew.start(Cluster(members, transport="local")) as started:
-        yield started
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_training_ends(crew: Crew, schedule: str) -> None:
     with pytest.raises(HetpipeError, match=r"loss of mini-batch 0 is nan \(first in micro"):
@@ -50,11 +39,8 @@ def test_the_stage_and_tensor_are_named(crew: Crew) -> None:
 def train(crew: Crew, schedule: str, check_finite: bool) -> None:
     torch.manual_seed(0)
     model, data = Root(), batches(2)
-    captured = Captured(model, nn.functional.cross_entropy, data[0])
-    weights = "stash" if schedule == "pipedream" else "flush"
-    plan, costs = unpriced(captured, ["m0", "m1", "m2"], schedule, 12, 2, weights=weights)
-    with hp.Pipeline(
-        model, nn.functional.cross_entropy, data[0], cluster=crew.cluster, crew=crew, plan=plan,
-        costs=costs, captured=captured, optimizer=hp.optim.sgd(lr=0.1), check_finite=check_finite,
+    with pipeline(
+        crew, model, nn.functional.cross_entropy, data[0], "012", schedule, 2,
+        optimizer=hp.optim.sgd(lr=0.1), check_finite=check_finite,
     ) as pipe:  # fmt: skip
         list(pipe.run(data))

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from crews import Crews
 from models import MLP
-from plans import unpriced
+from pipelines import pipeline
 from reference import train
 from slept import SleptBackend
 from streamed import StreamedBackend
 
 import hetpipe as hp
-from hetpipe.capture import Captured
 from hetpipe.capture.program import CUT, Slot
 from hetpipe.cluster import Cluster, Link, Member
 from hetpipe.crew.crew import Crew
@@ -32,6 +32,7 @@ from hetpipe.wire.wire import Wire, packed_nbytes
 register_backend(StreamedBackend)
 register_backend(SleptBackend)
 MICROBATCHES, SAMPLES = 4, 4096
+SGD = hp.optim.sgd(lr=0.1)
 MIXED = ("numpy:cpu:0", "streamed:cpu:0", "streamed:backwards:1")
 
 
@@ -39,7 +40,9 @@ MIXED = ("numpy:cpu:0", "streamed:cpu:0", "streamed:backwards:1")
     ("transport", "schedule"),
     [("local", "zb-h1"), ("shared-memory", "1f1b-as"), ("distributed", "fbp")],
 )
-def test_mixed_devices_equal_unpartitioned_training(transport: str, schedule: str) -> None:
+def test_mixed_devices_equal_unpartitioned_training(
+    crews: Crews, transport: str, schedule: str
+) -> None:
     """A stage that sends whole, one in pieces, and one whose pieces come last first, with gaps."""
     torch.manual_seed(0)
     model = MLP()
@@ -47,13 +50,9 @@ def test_mixed_devices_equal_unpartitioned_training(transport: str, schedule: st
     eager = copy.deepcopy(model)
     optimizer = torch.optim.SGD(eager.parameters(), lr=0.1)
     expected, _ = train(eager, F.cross_entropy, data, MICROBATCHES, optimizer)
-    members = tuple(Member(f"m{n}", device) for n, device in enumerate(MIXED))
-    captured = Captured(model, F.cross_entropy, data[0])
-    names = [member.id for member in members]
-    plan, costs = unpriced(captured, names, schedule, SAMPLES, MICROBATCHES)
-    with hp.Pipeline(
-        model, F.cross_entropy, data[0], cluster=Cluster(members, transport=transport),
-        captured=captured, plan=plan, costs=costs, optimizer=hp.optim.sgd(lr=0.1),
+    with pipeline(
+        crews(MIXED, transport), model, F.cross_entropy, data[0], "012", schedule, MICROBATCHES,
+        optimizer=SGD,
     ) as pipe:  # fmt: skip
         losses = [pipe.step(x, y) for x, y in data]
         state = pipe.state_dict()

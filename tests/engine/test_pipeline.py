@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from crews import Crews
 from models import CASES, MLP
 from reference import train
 from torch import nn
 
 import hetpipe as hp
-from hetpipe.cluster import Cluster, Member
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import CaptureError, HetpipeError, PlanError
+
+DEVICES = ("pytorch:cpu:0", "numpy:cpu:0")
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path))
-
-
-@pytest.fixture
-def crew() -> Iterator[Crew]:
-    members = (Member("a", "pytorch:cpu:0"), Member("b", "numpy:cpu:0"))
-    with Crew.start(Cluster(members=members, transport="local")) as started:
-        yield started
 
 
 def mlp(seed: int = 0) -> nn.Module:
@@ -43,7 +37,11 @@ def batch(rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.randint(0, 5, (rows,), generator=generator)
 
 
-def pipeline(crew: Crew, model: nn.Module, loss_fn=F.cross_entropy, example=None, **options):
+def planned(
+    crew: Crew, model: nn.Module, loss_fn: Any = F.cross_entropy, example: Any = None,
+    **options: Any,
+) -> hp.Pipeline:  # fmt: skip
+    """A pipeline as a user makes it: it captures and profiles the model, and plans."""
     options = {"optimizer": hp.optim.sgd(lr=0.1, momentum=0.9), "microbatches": 4, **options}
     return hp.Pipeline(
         model, loss_fn, example or batch(12), cluster=crew.cluster, crew=crew, **options
@@ -58,7 +56,7 @@ def test_state_dict_equals_eager_after_training(crew: Crew) -> None:
     batches = [case.batch(generator) for _ in range(4)]
     eager = copy.deepcopy(model)
     train(eager, case.loss_fn, batches, 4, torch.optim.AdamW(eager.parameters(), lr=1e-2))
-    with pipeline(
+    with planned(
         crew, model, case.loss_fn, batches[0], optimizer=hp.optim.adamw(lr=1e-2), cuts=[2]
     ) as pipe:
         for x, y in batches:
@@ -77,7 +75,7 @@ def test_smaller_mini_batches_run_with_fewer_micro_batches(crew: Crew) -> None:
     expected, _ = train(
         eager, F.cross_entropy, batches, 4, torch.optim.SGD(eager.parameters(), 0.1, 0.9)
     )
-    with pipeline(crew, model, cuts=[2]) as pipe:
+    with planned(crew, model, cuts=[2]) as pipe:
         losses = [result.loss for result in pipe.run(batches)]
     assert losses == pytest.approx(expected, rel=1e-5)
 
@@ -100,13 +98,13 @@ def test_sum_and_count_loss_weighs_what_it_counts(crew: Crew) -> None:
         (total / count).backward()
         optimizer.step()
         expected.append(float((total / count).detach()))
-    with pipeline(crew, model, summed, cuts=[2]) as pipe:
+    with planned(crew, model, summed, cuts=[2]) as pipe:
         losses = [pipe.step(*batch(12, seed)) for seed in range(3)]
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
 def test_planner_chooses_and_predicts(crew: Crew) -> None:
-    with pipeline(crew, mlp(), microbatches=None) as pipe:
+    with planned(crew, mlp(), microbatches=None) as pipe:
         assert pipe.plan.microbatches in (4, 6, 12)
         assert pipe.plan.step_s > 0
         assert pipe.predicted.total_s == pytest.approx(pipe.plan.step_s)
@@ -128,31 +126,29 @@ class WithErfinv(nn.Module):
 
 
 @pytest.mark.parametrize("given", ["cuts", "plan"])
-def test_an_operator_that_a_device_lacks_is_named_with_who_has_it(crew: Crew, given: str) -> None:
+def test_an_operator_that_a_device_lacks_is_named_with_who_has_it(
+    crew: Crew, crews: Crews, given: str
+) -> None:
     """With the layer; and the planner, left to itself, gives the layer to the other device."""
-    with pipeline(crew, WithErfinv()) as pipe:
-        assert pipe.plan.devices == ("a",)
+    with planned(crew, WithErfinv()) as pipe:
+        assert pipe.plan.devices == ("m0",)
         whole = pipe.plan
-    options = {"cuts": [1]}
-    if given == "plan":
-        stages = tuple(replace(stage, devices=("b",)) for stage in whole.stages)
-        options = {"plan": replace(whole, stages=stages), "microbatches": None}
-    members = tuple(reversed(crew.cluster.members))
-    message = r"numpy:cpu:0 cannot run aten.erfinv.default of layer first: .* \(a can\)"
-    other = Crew.start(replace(crew.cluster, members=members))
-    with other, pytest.raises(PlanError, match=message):
-        pipeline(other, WithErfinv(), **options)
+    options = {"cuts": [1]} if given == "cuts" else {"plan": whole, "microbatches": None}
+    other = crews(DEVICES[::-1])  # whose m0 is numpy
+    message = r"numpy:cpu:0 cannot run aten.erfinv.default of layer first: .* \(m1 can\)"
+    with pytest.raises(PlanError, match=message):
+        planned(other, WithErfinv(), **options)
 
 
 def test_plan_of_another_model_is_refused(crew: Crew) -> None:
-    with pipeline(crew, mlp(), cuts=[2]) as pipe:
+    with planned(crew, mlp(), cuts=[2]) as pipe:
         plan, costs = pipe.plan, pipe.costs
     torch.manual_seed(0)
     other = nn.Sequential(nn.Linear(20, 9), nn.Linear(9, 5))
     with pytest.raises(PlanError, match="plan is for 4 layers, the model has 2"):
-        pipeline(crew, other, plan=plan, costs=costs, microbatches=None)
+        planned(crew, other, plan=plan, costs=costs, microbatches=None)
     with pytest.raises(HetpipeError, match="plan and cuts, microbatches are both given"):
-        pipeline(crew, mlp(), plan=plan, costs=costs, cuts=[1])
+        planned(crew, mlp(), plan=plan, costs=costs, cuts=[1])
 
 
 def test_data_parallel_in_stages_trains_as_torch(crew: Crew) -> None:
@@ -161,23 +157,23 @@ def test_data_parallel_in_stages_trains_as_torch(crew: Crew) -> None:
     optimizer = torch.optim.SGD(eager.parameters(), lr=0.1, momentum=0.9)
     wanted, _ = train(eager, F.cross_entropy, data, 2, optimizer)
     options = {"schedule": "data-parallel", "microbatches": 2, "cuts": [2]}
-    with pipeline(crew, model, **options) as pipe:
-        assert [stage.devices for stage in pipe.plan.stages] == [("a", "b"), ("a", "b")]
+    with planned(crew, model, **options) as pipe:
+        assert [stage.devices for stage in pipe.plan.stages] == [("m0", "m1")] * 2
         assert [pipe.step(x, y) for x, y in data] == pytest.approx(wanted, rel=1e-5)
         assert pipe.predicted.step_s > 0
     with pytest.raises(PlanError, match=r"each of 2 devices, not replicas \[1, 2\]"):
-        pipeline(crew, model, **options, replicas=[1, 2])
+        planned(crew, model, **options, replicas=[1, 2])
     with pytest.raises(HetpipeError, match="data-parallel is synchronous and weights='stash' does"):
-        pipeline(crew, model, **options, weights="stash")
+        planned(crew, model, **options, weights="stash")
 
 
 def test_more_stages_than_layers(crew: Crew) -> None:
     with pytest.raises(PlanError, match="the model has one layer, model: it cannot be cut"):
-        pipeline(crew, nn.Linear(20, 5), cuts=[1])
+        planned(crew, nn.Linear(20, 5), cuts=[1])
 
 
 def test_batch_of_other_structure(crew: Crew) -> None:
-    with pipeline(crew, mlp(), cuts=[2]) as pipe, pytest.raises(HetpipeError, match="20"):
+    with planned(crew, mlp(), cuts=[2]) as pipe, pytest.raises(HetpipeError, match="20"):
         pipe.step(torch.zeros(12, 21), torch.zeros(12, dtype=torch.int64))
 
 
@@ -193,4 +189,4 @@ def test_model_that_cannot_be_exported_names_the_line(crew: Crew) -> None:
             return self.linear(x)
 
     with pytest.raises(CaptureError, match=r"test_pipeline\.py:\d+"):
-        pipeline(crew, Branching())
+        planned(crew, Branching())

@@ -3,55 +3,36 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from crews import UNLIKE, crew_of
+from crews import UNLIKE, Crews
 from models import CASES, MLP, Normalized, batches
+from pipelines import pipeline
 from reference import train
 
 import hetpipe as hp
-from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Link, Member
-from hetpipe.cost.table import CostTable
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
-from hetpipe.plan.plan import Plan, StagePlan
 from hetpipe.wire.shares import divide
 
-TRANSPORTS = ["local", "shared-memory", "distributed"]
+DEVICES = UNLIKE
+ADAMW = hp.optim.adamw(lr=1e-2)
 
 
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with crew_of((*UNLIKE, "numpy:cpu:0")) as started:
-        yield started
-
-
-def pipeline(
-    crew: Crew, model: Any, loss_fn: Any, example: Any, rows: int, microbatches: int,
+def divided(
+    crew: Crew, model: Any, loss_fn: Any, example: Any, microbatches: int,
     shares: tuple[float, ...], cuts: tuple[int, ...] = (), **options: Any,
 ) -> hp.Pipeline:  # fmt: skip
-    captured = Captured(model, loss_fn, example)
-    names = tuple(layer.name for layer in captured.layer_graph(rows // microbatches).layers)
-    devices = tuple(f"m{n}" for n in range(len(shares)))
-    stages = tuple(
-        StagePlan(lo, hi, devices, microbatches, 0.0, 0.0, 0.0, 0, 0, shares)
-        for lo, hi in pairwise((0, *cuts, len(names)))
-    )
-    schedule = "data-parallel" if cuts else "gpipe"
-    plan = Plan(
-        "case", names, stages, schedule, rows, microbatches, 0.0, (0,) * len(cuts), "measured",
-        "user",
-    )  # fmt: skip
-    return hp.Pipeline(
-        model, loss_fn, example, cluster=crew.cluster, crew=crew, plan=plan,
-        costs=CostTable("case", rows // microbatches, (), {}), captured=captured,
-        optimizer=hp.optim.adamw(lr=1e-2), **options,
+    """All stages on every one of the first members, who divide micro-batches by `shares`."""
+    stages = len(cuts) + 1
+    return pipeline(
+        crew, model, loss_fn, example, [tuple(crew.infos)[: len(shares)]] * stages,
+        "data-parallel" if cuts else "gpipe", microbatches, shares=[shares] * stages, cuts=cuts,
+        in_flight=[microbatches] * stages, optimizer=ADAMW, **options,
     )  # fmt: skip
 
 
@@ -74,8 +55,7 @@ def test_equals_unpartitioned_training(
     losses, _ = train(
         eager, loss_fn, data, microbatches, torch.optim.AdamW(eager.parameters(), lr=1e-2)
     )
-    rows = len(data[0][0])
-    with pipeline(crew, model, loss_fn, data[0], rows, microbatches, shares, cuts) as pipe:
+    with divided(crew, model, loss_fn, data[0], microbatches, shares, cuts) as pipe:
         found_losses = [pipe.step(x, y) for x, y in data]
         state = pipe.state_dict()
         assert pipe.timeline.workers == tuple(f"m{n}" for n in range(len(shares)))
@@ -106,7 +86,7 @@ def test_sums_and_counts_and_clipping(crew: Crew, cuts: tuple[int, ...]) -> None
         torch.nn.utils.clip_grad_norm_(eager.parameters(), 0.2)
         optimizer.step()
         losses.append((total / count).item())
-    with pipeline(crew, model, counted, data[0], 12, 2, (2, 1), cuts, clip_norm=0.2) as pipe:
+    with divided(crew, model, counted, data[0], 2, (2, 1), cuts, clip_norm=0.2) as pipe:
         assert [pipe.step(x, y) for x, y in data] == pytest.approx(losses, rel=1e-5)
         state = pipe.state_dict()
     for name, value in eager.state_dict().items():
@@ -120,7 +100,7 @@ def test_a_sum_goes_on_while_the_stages_in_front_of_it_compute() -> None:
     data = batches(2)
     with (
         Crew.start(Cluster(members, slow)) as crew,
-        pipeline(crew, MLP(), F.cross_entropy, data[0], 12, 2, (1, 1), (2,)) as pipe,
+        divided(crew, MLP(), F.cross_entropy, data[0], 2, (1, 1), (2,)) as pipe,
     ):
         for x, y in data:
             pipe.step(x, y)
@@ -131,19 +111,18 @@ def test_a_sum_goes_on_while_the_stages_in_front_of_it_compute() -> None:
         assert pass_.end_s < behind.end_s <= at[worker, "0U"].start_s
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS[1:])
-def test_every_transport_gives_the_same(crew: Crew, transport: str) -> None:
+@pytest.mark.parametrize("transport", ["shared-memory", "distributed"])
+def test_every_transport_gives_the_same(crew: Crew, crews: Crews, transport: str) -> None:
     def trained(crew: Crew) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         data = batches(3)
-        with pipeline(crew, MLP(), F.cross_entropy, data[0], 12, 2, (2, 1, 1), (1, 3)) as pipe:
+        with divided(crew, MLP(), F.cross_entropy, data[0], 2, (2, 1, 1), (1, 3)) as pipe:
             for x, y in data:
                 pipe.step(x, y)
             return pipe.state_dict()
 
     wanted = trained(crew)
-    with crew_of((*UNLIKE, "numpy:cpu:0"), transport) as other:
-        found = trained(other)
+    found = trained(crews(DEVICES, transport))
     for name, value in wanted.items():
         assert torch.equal(found[name], value)
 
@@ -153,7 +132,7 @@ def test_batch_norm_is_local_and_dropout_is_not(crew: Crew) -> None:
     torch.manual_seed(0)
     model, data = Normalized(), batches(2)
     norm = model.first[1]
-    with pipeline(crew, model, F.cross_entropy, data[0], 12, 1, (1, 1)) as pipe:
+    with divided(crew, model, F.cross_entropy, data[0], 1, (1, 1)) as pipe:
         pipe.step(*data[0])
         mean = pipe.state_dict()["first.1.running_mean"]
     first = model.first[0](data[0][0][:6]).mean(0) * norm.momentum
@@ -161,7 +140,7 @@ def test_batch_norm_is_local_and_dropout_is_not(crew: Crew) -> None:
     plain = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(20, 5))
     found = []
     for shares in [(1,), (1, 1), (2, 1)]:
-        with pipeline(crew, plain, F.cross_entropy, data[0], 12, 1, shares) as pipe:
+        with divided(crew, plain, F.cross_entropy, data[0], 1, shares) as pipe:
             found.append(pipe.step(*data[1]))
     assert found[1:] == pytest.approx([found[0]] * 2, rel=1e-5)
 
@@ -172,9 +151,7 @@ def test_sums_of_accumulated_gradients_and_of_gradients_alone(crew: Crew) -> Non
     model, data = MLP(), batches(4)
     eager = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(eager.parameters(), lr=1e-2)
-    with pipeline(
-        crew, model, F.cross_entropy, data[0], 12, 2, (2, 1), (1, 3), accumulate=2
-    ) as pipe:
+    with divided(crew, model, F.cross_entropy, data[0], 2, (2, 1), (1, 3), accumulate=2) as pipe:
         _, gradients = pipe.gradients(*data[0])
         F.cross_entropy(eager(data[0][0]), data[0][1]).backward()
         for name, parameter in eager.named_parameters():
@@ -193,17 +170,13 @@ def test_sums_of_accumulated_gradients_and_of_gradients_alone(crew: Crew) -> Non
 def test_a_resumed_and_evaluated_replica(crew: Crew, tmp_path: Any) -> None:
     torch.manual_seed(0)
     model, data = MLP(), batches(3)
-    with pipeline(crew, model, F.cross_entropy, data[0], 12, 2, (2, 1)) as pipe:
+    with divided(crew, model, F.cross_entropy, data[0], 2, (2, 1)) as pipe:
         pipe.step(*data[0])
         pipe.save(tmp_path)
         wanted = pipe.evaluate(*data[1])
         model.load_state_dict(pipe.state_dict())
-        plan, costs = pipe.plan, pipe.costs
     assert wanted == pytest.approx(F.cross_entropy(model(data[1][0]), data[1][1]).item(), rel=1e-5)
-    with hp.Pipeline.load(
-        tmp_path, MLP(), F.cross_entropy, data[0], cluster=crew.cluster, crew=crew, plan=plan,
-        costs=costs, optimizer=hp.optim.adamw(lr=1e-2),
-    ) as pipe:  # fmt: skip
+    with divided(crew, MLP(), F.cross_entropy, data[0], 2, (2, 1), checkpoint=tmp_path) as pipe:
         assert pipe.evaluate(*data[1]) == wanted
 
 
@@ -226,4 +199,4 @@ def test_what_cannot_be_split_is_refused(crew: Crew) -> None:
     ):
         divide(4, (9, 1))
     with pytest.raises(HetpipeError, match="cannot split a micro-batch of 1 samples"):
-        pipeline(crew, MLP(), F.cross_entropy, batches(1)[0], 12, 12, (1, 1))
+        divided(crew, MLP(), F.cross_entropy, batches(1)[0], 12, (1, 1))

@@ -3,43 +3,35 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from crews import UNLIKE, crew_of
+from crews import UNLIKE, Crews
 from models import CASES
-from plans import unpriced
+from pipelines import pipeline, replicated
 from reference import train
 from torch import nn
 
 import hetpipe as hp
-from hetpipe.capture import Captured
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
 
 Shares = tuple[float, ...]
+DEVICES = UNLIKE
+ADAMW = hp.optim.adamw(lr=1e-2)
 
 
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with crew_of(UNLIKE * 3) as started:
-        yield started
-
-
-def pipeline(
-    crew: Crew, model: Any, loss_fn: Any, example: Any, rows: int, microbatches: int,
-    shares: Sequence[Shares], schedule: str = "1f1b", **options: Any,
+def divided(
+    crew: Crew, model: Any, loss_fn: Any, example: Any, shares: Sequence[Shares],
+    microbatches: int = 2, schedule: str = "1f1b", **options: Any,
 ) -> hp.Pipeline:  # fmt: skip
-    captured = Captured(model, loss_fn, example)
-    names = iter(crew.infos)
-    members = [tuple(next(names) for _ in replicas) for replicas in shares]
-    plan, costs = unpriced(captured, members, schedule, rows, microbatches, shares=shares)
-    return hp.Pipeline(
-        model, loss_fn, example, cluster=crew.cluster, crew=crew, plan=plan, costs=costs,
-        captured=captured, optimizer=hp.optim.adamw(lr=1e-2), **options,
+    """A stage for each of `shares`, on as many members of its own."""
+    return pipeline(
+        crew, model, loss_fn, example, replicated(crew, [len(each) for each in shares]), schedule,
+        microbatches, shares=shares, optimizer=ADAMW, **options,
     )  # fmt: skip
 
 
@@ -56,8 +48,7 @@ def compare(
     eager = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(eager.parameters(), lr=1e-2)
     losses, _ = train(eager, loss_fn, batches, microbatches, optimizer)
-    rows = len(batches[0][0])
-    with pipeline(crew, model, loss_fn, batches[0], rows, microbatches, shares, **options) as pipe:
+    with divided(crew, model, loss_fn, batches[0], shares, microbatches, **options) as pipe:
         assert [pipe.step(x, y) for x, y in batches] == pytest.approx(losses, rel=1e-5)
         state = pipe.state_dict()
     for name, value in eager.state_dict().items():
@@ -97,16 +88,15 @@ def test_tied_weights_in_lanes(crew: Crew) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shared-memory", "distributed"])
-def test_every_transport(transport: str) -> None:
-    with crew_of(UNLIKE * 3, transport) as crew:
-        compare(crew, "two_branch", ((1,), (2, 1), (1, 1)))
+def test_every_transport(crews: Crews, transport: str) -> None:
+    compare(crews(DEVICES, transport), "two_branch", ((1,), (2, 1), (1, 1)))
 
 
 def test_sizes_that_differ_and_evaluation(crew: Crew) -> None:
     torch.manual_seed(0)
     model, batches = CASES["mlp"].model(), data("mlp", 2)
     shares = ((1, 1), (2, 1))
-    with pipeline(crew, model, F.cross_entropy, batches[0], 12, 2, shares) as pipe:
+    with divided(crew, model, F.cross_entropy, batches[0], shares) as pipe:
         for x, y in [batches[0], (batches[1][0][:9], batches[1][1][:9])]:
             model.load_state_dict(pipe.state_dict())
             wanted = pytest.approx(F.cross_entropy(model(x), y).item(), rel=1e-5)
@@ -129,6 +119,6 @@ class Merged(nn.Module):
 def test_a_tensor_without_a_row_for_each_sample_is_refused(crew: Crew) -> None:
     x = torch.randn(12, 20)
     with pytest.raises(HetpipeError, match=r"no dimension of it has one row for each sample"):
-        pipeline(crew, Merged(), F.mse_loss, (x, x), 12, 2, ((1, 1), (1,)))
-    with pipeline(crew, Merged(), F.mse_loss, (x, x), 12, 2, ((1, 1), (1, 1))) as pipe:
+        divided(crew, Merged(), F.mse_loss, (x, x), ((1, 1), (1,)))
+    with divided(crew, Merged(), F.mse_loss, (x, x), ((1, 1), (1, 1))) as pipe:
         assert pipe.step(x, x) > 0

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import delayed
 import pytest
 import torch
-from crews import crew_of
-from delayed import ADAM, SGD, batch, capture, loss_fn, network
-from plans import unpriced
+from delayed import ADAM, SGD, batch, loss_fn, task
+from pipelines import pipeline
 
 import hetpipe as hp
 from hetpipe.crew.crew import Crew
@@ -21,33 +18,18 @@ from hetpipe.errors import CheckpointError
 STEPS = 12
 
 
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with crew_of(["numpy:cpu:0"] * 4) as started:
-        yield started
-
-
-def options(crew: Crew, stages: int, weights: str, optimizer: Any) -> dict[str, Any]:
+def straight(crew: Crew, stages: int, weights: str, **options: Any) -> hp.Pipeline:
+    """A stage on each of the first members; trained by Adam unless told otherwise."""
     schedule = "1f1b" if weights == "flush" else "pipedream"
-    plan, costs = unpriced(
-        capture(), [f"m{n}" for n in range(stages)], schedule, delayed.SAMPLES, 1, weights=weights
-    )
-    return {
-        "cluster": crew.cluster, "crew": crew, "optimizer": optimizer, "plan": plan,
-        "costs": costs, "captured": capture(),
-    }  # fmt: skip
+    options = {"optimizer": ADAM[0], "weights": weights, **options}
+    return pipeline(crew, *task(), "0123"[:stages], schedule, **options)
 
 
-def pipeline(crew: Crew, stages: int, weights: str, optimizer: Any = ADAM[0]) -> hp.Pipeline:
-    return hp.Pipeline(network(), loss_fn, batch(0), **options(crew, stages, weights, optimizer))
-
-
-def resumed(
-    crew: Crew, folder: Path, stages: int, weights: str, optimizer: Any = ADAM[0]
-) -> hp.Pipeline:
-    return hp.Pipeline.load(
-        folder, network(1), loss_fn, batch(0), **options(crew, stages, weights, optimizer)
-    )
+def resumed(crew: Crew, folder: Path, stages: int, weights: str, **options: Any) -> hp.Pipeline:
+    """The same, from a checkpoint; the model that it is given has other values."""
+    schedule = "1f1b" if weights == "flush" else "pipedream"
+    options = {"optimizer": ADAM[0], "weights": weights, "checkpoint": folder, **options}
+    return pipeline(crew, *task(1), "0123"[:stages], schedule, **options)
 
 
 def run(pipe: hp.Pipeline, lo: int, hi: int) -> None:
@@ -58,7 +40,7 @@ def run(pipe: hp.Pipeline, lo: int, hi: int) -> None:
 def test_the_same_plan_goes_on_bit_for_bit(crew: Crew, tmp_path: Path, weights: str) -> None:
     """As a run that only flushed at that step."""
     stop = random.Random(weights).randrange(1, STEPS)
-    with pipeline(crew, 3, weights) as pipe:
+    with straight(crew, 3, weights) as pipe:
         run(pipe, 0, stop)
         pipe.save(tmp_path)
         run(pipe, stop, STEPS)
@@ -74,7 +56,7 @@ def test_the_same_plan_goes_on_bit_for_bit(crew: Crew, tmp_path: Path, weights: 
 def test_another_number_of_stages_goes_on_where_it_was(
     crew: Crew, tmp_path: Path, stages: int
 ) -> None:
-    with pipeline(crew, 3, "flush") as pipe:
+    with straight(crew, 3, "flush") as pipe:
         run(pipe, 0, 5)
         pipe.save(tmp_path)
         run(pipe, 5, STEPS)
@@ -87,22 +69,20 @@ def test_another_number_of_stages_goes_on_where_it_was(
 
 
 def test_without_a_plan_it_has_the_checkpoints(crew: Crew, tmp_path: Path) -> None:
-    with pipeline(crew, 3, "stash") as pipe:
+    with straight(crew, 3, "stash") as pipe:
         pipe.save(tmp_path)
         plan = pipe.plan
-    given = options(crew, 2, "flush", ADAM[0])
-    del given["plan"]
-    with hp.Pipeline.load(tmp_path, network(), loss_fn, batch(0), **given) as pipe:
+    with resumed(crew, tmp_path, 2, "flush", plan=None) as pipe:
         assert pipe.plan == plan
 
 
 def test_what_does_not_fit_is_refused(crew: Crew, tmp_path: Path) -> None:
-    with pipeline(crew, 2, "flush") as pipe:
+    with straight(crew, 2, "flush") as pipe:
         pipe.save(tmp_path)
     with pytest.raises(
         CheckpointError, match=r"optimizer is adam \(state: mean, square\), but sgd"
     ):
-        resumed(crew, tmp_path, 2, "flush", SGD[0])
+        resumed(crew, tmp_path, 2, "flush", optimizer=SGD[0])
     damaged = next(tmp_path.glob("param-*"))
     damaged.write_bytes(damaged.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=damaged.name):
@@ -110,7 +90,7 @@ def test_what_does_not_fit_is_refused(crew: Crew, tmp_path: Path) -> None:
 
 
 def test_another_model_is_refused(crew: Crew, tmp_path: Path) -> None:
-    with pipeline(crew, 2, "flush") as pipe:
+    with straight(crew, 2, "flush") as pipe:
         pipe.save(tmp_path)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 3)).double()

@@ -2,60 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import delayed
 import pytest
 import torch
-from crews import crew_of
+from crews import ALIKE, Crews
 from delayed import (
+    ADAM,
     MINI_BATCHES,
-    Adam,
+    SGD,
     Choice,
-    Momentum,
     batch,
+    capture,
     distance,
-    loss_fn,
-    network,
+    task,
     trained,
 )
-from plans import unpriced
+from pipelines import pipeline, replicated
 
 import hetpipe as hp
-from hetpipe.capture import Captured
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.turns import noam
 
-SGD = (hp.optim.sgd(lr=0.03, momentum=0.9), Momentum(0.03))
-ADAM = (hp.optim.adam(lr=0.01), Adam(0.01))
 
-
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with crew_of(["numpy:cpu:0"] * 4) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def captured() -> Captured:
-    return Captured(network(), loss_fn, batch(0))
-
-
-def pipeline(
-    crew: Crew, captured: Captured, replicas: Sequence[int], policy: str, optimizer: Any,
+def in_turn(
+    crew: Crew, replicas: Sequence[int], policy: str, optimizer: Any,
     depths: Sequence[int] | None = None, microbatches: int = 1, **options: Any,
 ) -> hp.Pipeline:  # fmt: skip
-    names = iter(crew.infos)
-    members = [tuple(next(names) for _ in range(count)) for count in replicas]
-    plan, costs = unpriced(
-        captured, members, "pipedream", delayed.SAMPLES, microbatches,
-        in_flight=depths or noam(replicas), weights=policy,
-    )  # fmt: skip
-    return hp.Pipeline(
-        network(), loss_fn, batch(0), cluster=crew.cluster, crew=crew, optimizer=optimizer,
-        plan=plan, costs=costs, captured=captured, **options,
+    """So many replicas of each stage."""
+    return pipeline(
+        crew, *task(), replicated(crew, replicas), "pipedream", microbatches, weights=policy,
+        in_flight=depths or noam(replicas), optimizer=optimizer, **options,
     )  # fmt: skip
 
 
@@ -84,70 +64,65 @@ def delays(policy: str, replicas: Sequence[int], depths: Sequence[int]) -> tuple
 @pytest.mark.parametrize("policy", ["stash", "vertical-sync", "pipeoptim"])
 @pytest.mark.parametrize("pair", [SGD, ADAM], ids=["sgd", "adam"])
 def test_equals_the_sequential_reference(
-    crew: Crew, captured: Captured, replicas: tuple[int, ...], deeper: int, policy: str, pair: Any
+    crew: Crew, replicas: tuple[int, ...], deeper: int, policy: str, pair: Any
 ) -> None:
     depths = [depth + deeper for depth in noam(replicas)]
     rules = delays(policy, replicas, depths)
     wanted = delayed.train(len(replicas), pair[1], *rules, MINI_BATCHES, replicas=replicas)
-    pipe = pipeline(crew, captured, replicas, policy, pair[0], depths)
+    pipe = in_turn(crew, replicas, policy, pair[0], depths)
     assert distance(trained(pipe, MINI_BATCHES), wanted.last) < 1e-5
 
 
-def test_a_wrong_delay_is_told_apart(crew: Crew, captured: Captured) -> None:
+def test_a_wrong_delay_is_told_apart(crew: Crew) -> None:
     forward, _ = delays("stash", (2, 1), noam((2, 1)))
 
     def late(n: int, b: int) -> tuple[int, float]:
         return max(0, forward(n, b)[0] - 1), 0
 
     wrong = delayed.train(2, SGD[1], late, late, MINI_BATCHES, replicas=(2, 1))
-    state = trained(pipeline(crew, captured, (2, 1), "stash", SGD[0]), MINI_BATCHES)
+    state = trained(in_turn(crew, (2, 1), "stash", SGD[0]), MINI_BATCHES)
     assert distance(state, wrong.last) > 1e-3
 
 
-def test_a_round_that_is_not_full(crew: Crew, captured: Captured) -> None:
+def test_a_round_that_is_not_full(crew: Crew) -> None:
     """At a flush, what is left of a round is averaged over what there is."""
     rules = delays("stash", (2, 1), noam((2, 1)))
     for count in (1, 2, 5):
         wanted = delayed.train(2, ADAM[1], *rules, count, replicas=(2, 1))
-        state = trained(pipeline(crew, captured, (2, 1), "stash", ADAM[0]), count)
+        state = trained(in_turn(crew, (2, 1), "stash", ADAM[0]), count)
         assert distance(state, wanted.last) < 1e-5
 
 
 @pytest.mark.parametrize("transport", ["shared-memory", "distributed"])
-def test_every_transport_gives_the_same(crew: Crew, captured: Captured, transport: str) -> None:
-    wanted = trained(pipeline(crew, captured, (2, 1), "stash", SGD[0]), 10)
-    with crew_of(["numpy:cpu:0"] * 4, transport) as other:
-        state = trained(pipeline(other, captured, (2, 1), "stash", SGD[0]), 10)
+def test_every_transport_gives_the_same(crew: Crew, crews: Crews, transport: str) -> None:
+    wanted = trained(in_turn(crew, (2, 1), "stash", SGD[0]), 10)
+    state = trained(in_turn(crews(ALIKE, transport), (2, 1), "stash", SGD[0]), 10)
     for name, value in wanted.items():
         assert torch.equal(state[name], value)
 
 
-def test_resumed_and_evaluated(crew: Crew, captured: Captured, tmp_path: Any) -> None:
+def test_resumed_and_evaluated(crew: Crew, tmp_path: Any) -> None:
     """Also in the middle of a round, of which a flush makes an update of its own."""
-    with pipeline(crew, captured, (2, 1), "stash", ADAM[0]) as pipe:
+    with in_turn(crew, (2, 1), "stash", ADAM[0]) as pipe:
         list(pipe.run(batch(b) for b in range(3)))
         pipe.save(tmp_path)
         list(pipe.run(batch(b) for b in range(3, 8)))
         wanted, loss = pipe.state_dict(), pipe.evaluate(*batch(9))
-        plan, costs = pipe.plan, pipe.costs
-    with hp.Pipeline.load(
-        tmp_path, network(), loss_fn, batch(0), cluster=crew.cluster, crew=crew, plan=plan,
-        costs=costs, captured=captured, optimizer=ADAM[0],
-    ) as pipe:  # fmt: skip
+    with in_turn(crew, (2, 1), "stash", ADAM[0], checkpoint=tmp_path) as pipe:
         list(pipe.run(batch(b) for b in range(3, 8)))
         assert pipe.evaluate(*batch(9)) == loss
         for name, value in pipe.state_dict().items():
             assert torch.equal(value, wanted[name])
 
 
-def test_clipped_by_stage(crew: Crew, captured: Captured) -> None:
+def test_clipped_by_stage(crew: Crew) -> None:
     """A bound that nothing reaches changes nothing; one that all reach changes much."""
     found = [
-        trained(pipeline(crew, captured, (2, 1), "stash", SGD[0], **options), 12)
+        trained(in_turn(crew, (2, 1), "stash", SGD[0], **options), 12)
         for options in ({}, {"clip_norm": 1e6, "clip_each": True})
     ]
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
-    with pipeline(crew, captured, (2, 1), "stash", SGD[0], clip_norm=1e-3, clip_each=True) as pipe:
+    with in_turn(crew, (2, 1), "stash", SGD[0], clip_norm=1e-3, clip_each=True) as pipe:
         before = pipe.state_dict()
         list(pipe.run([batch(0), batch(1)]))
         moved = [(value - before[name]).norm() for name, value in pipe.state_dict().items()]
@@ -157,22 +132,20 @@ def test_clipped_by_stage(crew: Crew, captured: Captured) -> None:
         assert float(torch.stack(own).norm()) <= bound * 1.001
 
 
-def test_several_micro_batches_are_refused(crew: Crew, captured: Captured) -> None:
+def test_several_micro_batches_are_refused(crew: Crew) -> None:
     with pytest.raises(HetpipeError, match="they can do so with 1 micro-batch each"):
-        pipeline(crew, captured, (2, 1), "stash", SGD[0], microbatches=2)
+        in_turn(crew, (2, 1), "stash", SGD[0], microbatches=2)
 
 
-def test_spectrain_is_refused(crew: Crew, captured: Captured) -> None:
+def test_spectrain_is_refused(crew: Crew) -> None:
     with pytest.raises(HetpipeError, match=r"not for \[2, 1\] replicas"):
-        pipeline(crew, captured, (2, 1), "spectrain", SGD[0])
+        in_turn(crew, (2, 1), "spectrain", SGD[0])
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "1f1b"])
-def test_a_pipeline_with_the_replicas_that_were_asked_for(
-    crew: Crew, captured: Captured, schedule: str
-) -> None:
+def test_a_pipeline_with_the_replicas_that_were_asked_for(crew: Crew, schedule: str) -> None:
     with hp.Pipeline(
-        network(), loss_fn, batch(0), cluster=crew.cluster, crew=crew, captured=captured,
+        *task(), cluster=crew.cluster, crew=crew, captured=capture(),
         optimizer=SGD[0], schedule=schedule, cuts=[2], replicas=[2, 1],
         microbatches=None if schedule == "pipedream" else 1,
     ) as pipe:  # fmt: skip
@@ -183,10 +156,10 @@ def test_a_pipeline_with_the_replicas_that_were_asked_for(
     assert losses[-1] < losses[0]
 
 
-def test_replicas_that_do_not_fit_are_refused(crew: Crew, captured: Captured) -> None:
+def test_replicas_that_do_not_fit_are_refused(crew: Crew) -> None:
     def make(cuts: Sequence[int], replicas: Sequence[int]) -> None:
         hp.Pipeline(
-            network(), loss_fn, batch(0), cluster=crew.cluster, crew=crew, captured=captured,
+            *task(), cluster=crew.cluster, crew=crew, captured=capture(),
             optimizer=SGD[0], cuts=cuts, replicas=replicas,
         )  # fmt: skip
 

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from models import MLP, Normalized, batches
-from plans import unpriced
+from pipelines import pipeline
 from reference import train
 
 import hetpipe as hp
-from hetpipe.capture import Captured
-from hetpipe.cluster import Cluster, Member
 from hetpipe.crew.crew import Crew
 
 MICROBATCHES = 4
-
-
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    members = tuple(Member(f"m{n}", "numpy:cpu:0") for n in range(3))
-    with Crew.start(Cluster(members, transport="local")) as started:
-        yield started
+ADAMW = hp.optim.adamw(lr=1e-2)
+SGD = hp.optim.sgd(lr=0.1, momentum=0.9)
 
 
 @pytest.mark.parametrize(
@@ -58,13 +50,7 @@ def test_recompute_of_one_stage_alone(crew: Crew) -> None:
 def test_evaluation_is_that_of_eval_mode(crew: Crew, schedule: str) -> None:
     torch.manual_seed(0)
     model, data = Normalized(), batches(3)
-    weights = "stash" if schedule == "pipedream" else "flush"
-    captured = Captured(model, F.cross_entropy, data[0])
-    plan, costs = unpriced(captured, ["m0", "m1"], schedule, 12, 2, weights=weights)
-    with hp.Pipeline(
-        model, F.cross_entropy, data[0], cluster=crew.cluster, crew=crew, plan=plan, costs=costs,
-        captured=captured, optimizer=hp.optim.sgd(lr=0.1, momentum=0.9),
-    ) as pipe:  # fmt: skip
+    with pipeline(crew, model, F.cross_entropy, data[0], "01", schedule, 2, optimizer=SGD) as pipe:
         for rows in (12, 12, 7):
             list(pipe.run(data))
             model.load_state_dict(pipe.state_dict())
@@ -86,11 +72,9 @@ def compare(crew: Crew, schedule: str, members: str, **options: Any) -> None:
     eager = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(eager.parameters(), lr=1e-2)
     losses, _ = train(eager, F.cross_entropy, data, MICROBATCHES, optimizer)
-    captured = Captured(model, F.cross_entropy, data[0])
-    plan, costs = unpriced(captured, [f"m{n}" for n in members], schedule, 12, MICROBATCHES)
-    with hp.Pipeline(
-        model, F.cross_entropy, data[0], cluster=crew.cluster, crew=crew, plan=plan, costs=costs,
-        captured=captured, optimizer=hp.optim.adamw(lr=1e-2), **options,
+    with pipeline(
+        crew, model, F.cross_entropy, data[0], members, schedule, MICROBATCHES, optimizer=ADAMW,
+        **options,
     ) as pipe:  # fmt: skip
         found = [pipe.step(x, y) for x, y in data]
         state = pipe.state_dict()

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from crews import UNLIKE, crew_of
+from captures import shared
+from crews import ALIKE, UNLIKE, Crews
 from models import CASES
-from plans import unpriced
+from pipelines import pipeline, replicated
 from reference import train
 from torch import nn
 
 import hetpipe as hp
-from hetpipe.capture import Captured
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
 
 Shares = Sequence[tuple[float, ...]]
+DEVICES = UNLIKE
+SGD = hp.optim.sgd(lr=0.1, momentum=0.9)
 
 
 class Normalized(nn.Module):
@@ -39,12 +41,6 @@ class Normalized(nn.Module):
         return self.last(torch.tanh(self.plain(self.second(x)) + x))
 
 
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with crew_of(UNLIKE * 2) as started:
-        yield started
-
-
 def batches(count: int, rows: int = 16) -> list[Any]:
     generator = torch.Generator().manual_seed(1)
     return [
@@ -53,21 +49,14 @@ def batches(count: int, rows: int = 16) -> list[Any]:
     ]
 
 
-def pipeline(
+def synced(
     crew: Crew, model: nn.Module, example: Any, shares: Shares, microbatches: int = 2,
-    schedule: str = "1f1b", sync: bool = True, weights: str = "flush", **options: Any,
+    schedule: str = "1f1b", sync: bool = True, **options: Any,
 ) -> hp.Pipeline:  # fmt: skip
-    captured = Captured(model, F.cross_entropy, example, sync_batch_norm=sync)
-    names = iter(crew.infos)
-    members = [tuple(next(names) for _ in replicas) for replicas in shares]
-    rows = len(example[0])
-    plan, costs = unpriced(
-        captured, members, schedule, rows, microbatches, weights=weights, shares=shares
-    )
-    return hp.Pipeline(
-        model, F.cross_entropy, example, cluster=crew.cluster, crew=crew, plan=plan, costs=costs,
-        captured=captured, optimizer=hp.optim.sgd(lr=0.1, momentum=0.9), sync_batch_norm=sync,
-        **options,
+    """A stage for each of `shares`, on as many members of its own."""
+    return pipeline(
+        crew, model, F.cross_entropy, example, replicated(crew, [len(each) for each in shares]),
+        schedule, microbatches, shares=shares, optimizer=SGD, sync_batch_norm=sync, **options,
     )  # fmt: skip
 
 
@@ -80,7 +69,7 @@ def distance(
     eager = copy.deepcopy(model)
     optimizer = torch.optim.SGD(eager.parameters(), lr=0.1, momentum=0.9)
     wanted, _ = train(eager, F.cross_entropy, data, microbatches, optimizer)
-    with pipeline(crew, model, data[0], shares, microbatches, **options) as pipe:
+    with synced(crew, model, data[0], shares, microbatches, **options) as pipe:
         found = [pipe.step(x, y) for x, y in data]
         state = pipe.state_dict()
     pairs = [(torch.tensor(found), torch.tensor(wanted))]
@@ -88,7 +77,7 @@ def distance(
     return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in pairs)
 
 
-ALIKE = 1e-5
+CLOSE = 1e-5
 HALVES = slice(0, 8), slice(8, 16)
 """The micro-batches of a mini-batch."""
 
@@ -100,12 +89,12 @@ HALVES = slice(0, 8), slice(8, 16)
 )
 def test_equals_training_without_replicas(crew: Crew, shares: Shares) -> None:
     torch.manual_seed(0)
-    assert distance(crew, Normalized(), batches(3), shares) < ALIKE
+    assert distance(crew, Normalized(), batches(3), shares) < CLOSE
 
 
 def test_local_statistics_do_not(crew: Crew) -> None:
     torch.manual_seed(0)
-    assert distance(crew, Normalized(), batches(3), ((2, 1),), sync=False) > 100 * ALIKE
+    assert distance(crew, Normalized(), batches(3), ((2, 1),), sync=False) > 100 * CLOSE
 
 
 @pytest.mark.parametrize(
@@ -115,32 +104,31 @@ def test_local_statistics_do_not(crew: Crew) -> None:
 )
 def test_with_recompute_and_halves(crew: Crew, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    assert distance(crew, Normalized(), batches(3), ((2, 1), (1, 1)), **options) < ALIKE
+    assert distance(crew, Normalized(), batches(3), ((2, 1), (1, 1)), **options) < CLOSE
 
 
-def test_a_network_of_convolutions_over_shared_memory() -> None:
+def test_a_network_of_convolutions_over_shared_memory(crews: Crews) -> None:
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     case = CASES["residual_cnn"]
     model, data = case.model(), [case.batch(generator) for _ in range(2)]
-    with crew_of(UNLIKE * 2, "shared-memory") as crew:
-        assert distance(crew, model, data, ((2, 1), (1, 1))) < ALIKE
+    crew = crews(DEVICES, "shared-memory")
+    assert distance(crew, model, data, ((2, 1), (1, 1))) < CLOSE
 
 
-def test_between_hosts() -> None:
+def test_between_hosts(crews: Crews) -> None:
     torch.manual_seed(0)
-    with crew_of(["numpy:cpu:0"] * 3, "distributed") as crew:
-        assert distance(crew, Normalized(), batches(2), ((2, 1), (1,))) < ALIKE
+    crew = crews(ALIKE, "distributed")
+    assert distance(crew, Normalized(), batches(2), ((2, 1), (1,))) < CLOSE
 
 
-def test_opencl_beside_others() -> None:
+def test_opencl_beside_others(crews: Crews) -> None:
     found, _ = hp.discover_devices(["opencl"])
     if not found:
         pytest.skip("no OpenCL device: install the extra `opencl`")
     torch.manual_seed(0)
-    devices = (found[0].id, "numpy:cpu:0", "pytorch:cpu:0")
-    with crew_of(devices) as crew:
-        assert distance(crew, Normalized(), batches(2), ((2, 1), (1,))) < ALIKE
+    crew = crews((found[0].id, "numpy:cpu:0", "pytorch:cpu:0"))
+    assert distance(crew, Normalized(), batches(2), ((2, 1), (1,))) < CLOSE
 
 
 def test_a_frozen_stage_has_statistics_too(crew: Crew) -> None:
@@ -149,7 +137,7 @@ def test_a_frozen_stage_has_statistics_too(crew: Crew) -> None:
     model = Normalized()
     for parameter in (*model.first.parameters(), *model.norm.parameters()):
         parameter.requires_grad_(False)
-    assert distance(crew, model, batches(2), ((2, 1), (1,))) < ALIKE
+    assert distance(crew, model, batches(2), ((2, 1), (1,))) < CLOSE
 
 
 def test_other_sizes_evaluation_and_a_checkpoint(crew: Crew, tmp_path: Any) -> None:
@@ -157,7 +145,7 @@ def test_other_sizes_evaluation_and_a_checkpoint(crew: Crew, tmp_path: Any) -> N
     torch.manual_seed(0)
     model, eager, shares = Normalized(), Normalized(), ((2, 1),)
     first, (x, y) = batches(2)
-    with pipeline(crew, model, first, shares) as pipe:
+    with synced(crew, model, first, shares) as pipe:
         pipe.step(*first)
         assert pipe.step(x[:11], y[:11]) > 0
         eager.load_state_dict(pipe.state_dict())
@@ -165,28 +153,25 @@ def test_other_sizes_evaluation_and_a_checkpoint(crew: Crew, tmp_path: Any) -> N
         halves = [F.cross_entropy(eager(x[half]), y[half]).item() for half in HALVES]
         assert pipe.evaluate(x, y) == pytest.approx(sum(halves) / 2, rel=1e-5)
         pipe.save(tmp_path)
-        wanted, plan, costs = pipe.step(x, y), pipe.plan, pipe.costs
-    with hp.Pipeline.load(
-        tmp_path, Normalized(), F.cross_entropy, first, cluster=crew.cluster, crew=crew,
-        plan=plan, costs=costs, optimizer=hp.optim.sgd(lr=0.1, momentum=0.9), sync_batch_norm=True,
-    ) as pipe:  # fmt: skip
+        wanted = pipe.step(x, y)
+    with synced(crew, Normalized(), first, shares, checkpoint=tmp_path) as pipe:
         assert pipe.step(x, y) == wanted
 
 
 def test_refusals(crew: Crew) -> None:
     example = batches(1)[0]
     with pytest.raises(HetpipeError, match=r"replicas of stage 0 take mini-batches in turn.*1f1b"):
-        pipeline(crew, Normalized(), example, ((1, 1), (1,)), 1, "pipedream", weights="stash")
+        synced(crew, Normalized(), example, ((1, 1), (1,)), 1, "pipedream")
     with pytest.raises(HetpipeError, match=r"fbp runs two passes of stage 1 at once.*1f1b"):
-        pipeline(crew, Normalized(), example, ((1,), (1, 1)), schedule="fbp")
-    captured = Captured(Normalized(), F.cross_entropy, example)
+        synced(crew, Normalized(), example, ((1,), (1, 1)), schedule="fbp")
+    captured = shared(Normalized(), F.cross_entropy, example)
     with pytest.raises(HetpipeError, match="captured has sync_batch_norm=False"):
         hp.Pipeline(
             Normalized(), F.cross_entropy, example, cluster=crew.cluster, crew=crew,
             captured=captured, optimizer=hp.optim.sgd(lr=0.1), sync_batch_norm=True,
         )  # fmt: skip
     with pytest.raises(HetpipeError, match=r"needs? 2 samples or more.*fewer replicas"):
-        pipeline(crew, Normalized(), example, ((1, 1, 1),), microbatches=4)
+        synced(crew, Normalized(), example, ((1, 1, 1),), microbatches=4)
 
 
 class Sized(nn.Module):
@@ -203,4 +188,4 @@ class Sized(nn.Module):
 
 def test_replicas_that_would_wait_for_each_other_for_ever_are_refused(crew: Crew) -> None:
     with pytest.raises(HetpipeError, match=r"replicas of stage 0 would sum float32\[21\] then"):
-        pipeline(crew, Sized(), batches(1)[0], ((2, 1),), microbatches=2)
+        synced(crew, Sized(), batches(1)[0], ((2, 1),), microbatches=2)

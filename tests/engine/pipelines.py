@@ -1,0 +1,61 @@
+"""The one way in which tests make a pipeline: on a crew that runs, from a shared capture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from captures import shared
+from plans import unpriced
+from reference import leaf
+from torch import nn
+
+import hetpipe as hp
+from hetpipe.capture.precision import Precision
+from hetpipe.crew.crew import Crew
+
+
+def pipeline(
+    crew: Crew,
+    model: nn.Module,
+    loss_fn: Any,
+    example: Any,
+    members: str | Sequence[str | Sequence[str]],
+    schedule: str = "1f1b",
+    microbatches: int = 1,
+    *,
+    shares: Sequence[tuple[float, ...]] | None = None,
+    cuts: Sequence[int] | None = None,
+    in_flight: Sequence[int] | None = None,
+    weights: str | None = None,
+    precision: Precision = Precision(),  # noqa: B008 - frozen
+    checkpoint: Path | None = None,
+    **options: Any,
+) -> hp.Pipeline:
+    """A pipeline whose stages are on `members` ("0101": m0, m1, m0, m1), without prices.
+
+    The plan is that of `plans.unpriced`; `weights` are flushed, under `pipedream` and `asp`
+    stashed. `options` are the pipeline's own. It goes on from a `checkpoint` if one is given.
+    """
+    sync = options.get("sync_batch_norm", False)
+    captured = shared(model, loss_fn, example, precision, sync)
+    names = [f"m{n}" for n in members] if isinstance(members, str) else members
+    plan, costs = unpriced(
+        captured, names, schedule, len(leaf(example[0])), microbatches,
+        shares=shares, cuts=cuts, in_flight=in_flight,
+        weights=weights or ("stash" if schedule in ("pipedream", "asp") else "flush"),
+    )  # fmt: skip
+    options = {
+        "cluster": crew.cluster, "crew": crew, "plan": plan, "costs": costs, "captured": captured,
+        **options,
+    }  # fmt: skip
+    if checkpoint is not None:
+        return hp.Pipeline.load(checkpoint, model, loss_fn, example, **options)
+    return hp.Pipeline(model, loss_fn, example, **options)
+
+
+def replicated(crew: Crew, counts: Sequence[int]) -> list[tuple[str, ...]]:
+    """The crew's members in their order, so many of them for each stage."""
+    names = iter(crew.infos)
+    return [tuple(next(names) for _ in range(count)) for count in counts]

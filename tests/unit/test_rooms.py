@@ -1,0 +1,223 @@
+"""Imports go downwards, files in a room form no circle, and nothing grows without end.
+
+Imports that only type checkers see count too: who reads a file must read what it imports.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import networkx
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+FLOORS = ("cli", "papers", "bench", "pipeline", "profile", "crew", "worker", "wire")
+"""From top to bottom; each may import all below it, and everything in GROUND.
+
+Commands show what papers and benchmarks measure, of pipelines as users make them. A pipeline
+profiles, plans and then drives a crew; a profile asks a crew's workers; the crew's controller
+starts workers and shares their vocabulary; workers talk over wires, which know of neither.
+"""
+GROUND = {
+    "capture": {"optim", "sdk"},  # graphs in the operators of a backend, and of its updates
+    "checkpoint": {"capture"},  # the roles of what it stores
+    "cluster": {"sdk"},  # devices are there or not
+    "cost": set(),
+    "optim": set(),
+    "plan": {"cost", "schedule", "sdk", "simulate"},  # neither torch nor a driver
+    "report": {"cost", "schedule", "sdk", "simulate"},
+    "schedule": set(),
+    "sdk": set(),
+    "simulate": {"schedule"},
+    "zoo": {"optim"},
+}
+"""Rooms that stand side by side, with those of them that each may import."""
+
+WITHOUT_CIRCLES = ("pipeline", "profile", "crew", "worker", "wire", "schedule")
+FILE_LINES, CLASS_LINES, PARAMETERS = 350, 250, 8  # at most; self is no parameter
+
+EXEMPT = {
+    "hetpipe/pipeline/pipeline.py:Pipeline.__init__": "the public constructor",
+    "hetpipe/cli/*.py:command": "an option of a command is a parameter of its function",
+    "hetpipe/capture/decompositions.py:lstm": "aten.lstm's own parameters",
+    "hetpipe/sdk/recurrent.py:layer_backward": "an operator's, as its schema has them",
+    "backends/pytorch/recurrent.py:lstm_layer_backward": "the same operator's",
+}
+"""Functions that may have more parameters, and why."""
+
+PENDING: dict[str, set[str]] = {
+    "imports": {"hetpipe/wire/messages.py imports worker"},
+    "circles": set(),
+    "files": {
+        "hetpipe/bench/bench.py",
+        "hetpipe/crew/crew.py",
+        "hetpipe/pipeline/pipeline.py",
+        "hetpipe/schedule/validate.py",
+        "hetpipe/worker/runner.py",
+        "hetpipe/worker/stage.py",
+    },
+    "classes": {
+        "hetpipe/crew/crew.py:Crew",
+        "hetpipe/pipeline/pipeline.py:Pipeline",
+        "hetpipe/worker/exchange.py:Exchange",
+        "hetpipe/worker/runner.py:Runner",
+        "hetpipe/worker/stage.py:Stage",
+    },
+    "functions": {
+        "hetpipe/bench/open.py:open_pipeline",
+        "hetpipe/plan/planner.py:make_plan",
+        "backends/opencl/reduce.py:_launch",
+    },
+}
+"""What is still to be mended. It may only shrink: an entry that breaks no rule any more fails."""
+
+
+def sources(root: Path, *folders: str) -> Iterator[tuple[str, ast.Module]]:
+    """Every file's path from the root, and what it says."""
+    for folder in folders:
+        for path in sorted((root / folder).rglob("*.py")):
+            yield path.relative_to(root).as_posix(), ast.parse(path.read_text())
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """The modules of hetpipe that a file imports, wherever it does so."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("hetpipe."))
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "import absolutely, so that a reader sees the room"
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                if name.startswith("hetpipe.") and not alias.name.startswith("__"):
+                    yield name
+
+
+def allowed(room: str) -> set[str]:
+    """The rooms that a room's files may import."""
+    if room in GROUND:
+        return {room} | GROUND[room]
+    return {*FLOORS[FLOORS.index(room) :], *GROUND}
+
+
+def upward_imports(root: Path) -> Iterator[str]:
+    """Files directly in hetpipe/ serve all rooms, so they import none; `__init__` is the index."""
+    common = {path.stem for path in (root / "hetpipe").glob("*.py")}
+    for path, tree in sources(root, "hetpipe"):
+        _, *rooms, _ = path.split("/")
+        if path != "hetpipe/__init__.py":
+            below = allowed(rooms[0]) if rooms else set()
+            reached = {name.split(".")[1] for name in imported(tree)}
+            yield from (f"{path} imports {room}" for room in sorted(reached - below - common))
+
+
+def circles(root: Path) -> Iterator[str]:
+    """Files of one room that import each other, directly or not."""
+    graph: networkx.DiGraph[str] = networkx.DiGraph()
+    for room in WITHOUT_CIRCLES:
+        for path, tree in sources(root, f"hetpipe/{room}"):
+            for name in imported(tree):
+                file = "/".join(name.split(".")[:3]) + ".py"
+                if name.split(".")[1] == room and (root / file).exists():
+                    graph.add_edge(path, file)
+    for files in networkx.strongly_connected_components(graph):
+        if len(files) > 1:
+            yield ", ".join(sorted(files))
+
+
+def long_files(root: Path) -> Iterator[str]:
+    for path, _ in sources(root, "hetpipe", "backends"):
+        if len((root / path).read_text().splitlines()) > FILE_LINES:
+            yield path
+
+
+def long_classes(root: Path) -> Iterator[str]:
+    for path, tree in sources(root, "hetpipe", "backends"):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and lines(node) > CLASS_LINES:
+                yield f"{path}:{node.name}"
+
+
+def lines(node: ast.stmt) -> int:
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1
+
+
+def wide_functions(root: Path) -> Iterator[str]:
+    for path, tree in sources(root, "hetpipe", "backends"):
+        for name, function in functions(tree):
+            arguments = function.args
+            every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+            every += [arg for arg in (arguments.vararg, arguments.kwarg) if arg is not None]
+            if len([arg for arg in every if arg.arg not in ("self", "cls")]) > PARAMETERS:
+                yield f"{path}:{name}"
+
+
+def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Functions and methods by name, `Class.method`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef):
+            yield prefix + node.name, node
+        within = f"{prefix}{node.name}." if isinstance(node, ast.ClassDef) else prefix
+        yield from functions(node, within)
+
+
+def exempt(function: str) -> bool:
+    return any(fnmatch(function, pattern) for pattern in EXEMPT)
+
+
+RULES: dict[str, Callable[[Path], Iterator[str]]] = {
+    "imports": upward_imports,
+    "circles": circles,
+    "files": long_files,
+    "classes": long_classes,
+    "functions": lambda root: (name for name in wide_functions(root) if not exempt(name)),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_rooms_keep_their_rules(rule: str) -> None:
+    broken = set(RULES[rule](ROOT))
+    assert not broken - PENDING[rule], "breaks the rule: mend it"
+    assert not PENDING[rule] - broken, "breaks it no more: take it out of PENDING"
+
+
+def test_every_room_has_its_place() -> None:
+    rooms = {path.parent.name for path in (ROOT / "hetpipe").glob("*/__init__.py")}
+    assert rooms == {*FLOORS, *GROUND}
+
+
+@pytest.mark.parametrize("pattern", EXEMPT)
+def test_an_exemption_is_needed(pattern: str) -> None:
+    assert any(fnmatch(name, pattern) for name in wide_functions(ROOT))
+
+
+def test_what_breaks_a_rule_is_found(tmp_path: Path) -> None:
+    files = {
+        "hetpipe/wire/low.py": "if TYPE_CHECKING:\n    from hetpipe.crew.high import Crew\n",
+        "hetpipe/crew/high.py": "from hetpipe.wire.low import x\nfrom hetpipe.crew import near\n",
+        "hetpipe/crew/near.py": "def late():\n    import hetpipe.crew.high\n",
+        "hetpipe/plan/side.py": "from hetpipe import capture\n",
+        "hetpipe/errors.py": "from hetpipe.sdk import info\n",
+        "hetpipe/cost/long.py": "class Long:\n" + "    x = 1\n" * 350,
+        "backends/wide.py": "class A:\n    def f(self, a, b, c, d, e, f, *g, h, i=0): ...\n",
+        "backends/fits.py": "class A:\n    def f(self, a, b, c, d, e, f, *g, h): ...\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert {rule: set(find(tmp_path)) for rule, find in RULES.items()} == {
+        "imports": {
+            "hetpipe/wire/low.py imports crew",
+            "hetpipe/plan/side.py imports capture",
+            "hetpipe/errors.py imports sdk",
+        },
+        "circles": {"hetpipe/crew/high.py, hetpipe/crew/near.py"},
+        "files": {"hetpipe/cost/long.py"},
+        "classes": {"hetpipe/cost/long.py:Long"},
+        "functions": {"backends/wide.py:A.f"},
+    }
