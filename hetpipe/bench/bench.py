@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hetpipe.bench.outcome import Linked, Outcome, Setting
 from hetpipe.bench.peer import refusal
 from hetpipe.bench.rows import Pace, PeerRow, PipelineRow, PlainRow, Row, Task
 from hetpipe.capture import Captured
@@ -39,171 +40,6 @@ COUNTS = (8, 16)  # micro-batches that pipelines explore
 FEWER = (2, 4)  # and that rows in which each device has the whole model may have as well
 PLAIN_COUNTS = (1, 2, 4)  # for plain torch, which gains nothing by more
 PEER_COUNTS = (8, 16, 32)
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One table of the benchmark.
-
-    `microbatches` None: explored for every row. `steps` None: as many as a second has, at most 4.
-    `twice`: a row more, two workers like this member. `link`: two rows more, with such a link
-    emulated between all devices, where there are several.
-    """
-
-    name: str
-    model: str
-    cluster: Cluster
-    mini_batch: int | None = None
-    microbatches: int | None = None
-    schedule: str = "auto"
-    rounds: int = 4
-    steps: int | None = None
-    seed: int = 0
-    twice: str | None = None
-    link: Link | None = None
-
-
-@dataclass(frozen=True)
-class Linked:
-    """Rows over an emulated link: planned for it, and planned as if it took no time."""
-
-    aware: PipelineRow
-    blind: PipelineRow
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The rows of one setting, and timelines of the last steps of balanced pipelines.
-
-    `parallel`: the whole model on each device. Where there is no `peer`, or no `parallel`,
-    `without_...` is the reason. Rows with the same plan are one row.
-    """
-
-    setting: Setting
-    task: Task
-    plain: tuple[PlainRow, ...]
-    peer: PeerRow | None
-    without_peer: str
-    alone: tuple[PipelineRow, ...]
-    even: PipelineRow
-    blind: PipelineRow
-    balanced: PipelineRow
-    parallel: PipelineRow | None
-    without_parallel: str
-    twice: PipelineRow | None
-    twice_parallel: PipelineRow | None
-    linked: Linked | None
-    timelines: tuple[Timeline, ...]
-
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        """All rows in the order of the table."""
-        peer = () if self.peer is None else (self.peer,)
-        linked = () if self.linked is None else (self.linked.blind, self.linked.aware)
-        pipelines = (*self.alone, self.even, self.blind, *self.together, *self.twins, *linked)
-        return tuple(dict.fromkeys((*self.plain, *peer, *pipelines)))
-
-    @property
-    def together(self) -> tuple[PipelineRow, ...]:
-        """All devices, in every way."""
-        return tuple(row for row in (self.balanced, self.parallel) if row is not None)
-
-    @property
-    def twins(self) -> tuple[PipelineRow, ...]:
-        """Two workers of one device, in every way."""
-        return tuple(row for row in (self.twice, self.twice_parallel) if row is not None)
-
-    @property
-    def ideal(self) -> float:
-        """Sum of the devices' own rates, samples per second."""
-        return sum(row.rate for row in self.alone)
-
-    @property
-    def efficiency(self) -> float:
-        """The balanced pipeline's rate over the ideal."""
-        return self.balanced.rate / self.ideal
-
-    @property
-    def over_peer(self) -> float | None:
-        """The balanced pipeline's rate over the peer's."""
-        return None if self.peer is None else self.balanced.rate / self.peer.rate
-
-    @property
-    def twice_efficiency(self) -> float | None:
-        """The rate of two workers on one device over twice its own."""
-        if self.twice is None:
-            return None
-        alone = next(r for r in self.alone if r.plan.devices[0] == self.setting.twice)
-        return self.twice.rate / (2 * alone.rate)
-
-    def over_all_cores(self, row: Row) -> float:
-        """A row's rate over plain torch's with all cores."""
-        return row.rate / max(self.plain, key=lambda row: row.threads).rate
-
-    def over_plain(self) -> dict[str, float]:
-        """The engine on one device over plain torch with as many threads, by member.
-
-        For members with cores of their own at their true speed.
-        """
-        plain = {row.threads: row.rate for row in self.plain}
-        ratios = {}
-        for row in self.alone:
-            member = self.task.cluster.member(row.plan.devices[0])
-            if member.speed == 1.0 and len(member.cores) in plain:
-                ratios[member.id] = row.rate / plain[len(member.cores)]
-        return ratios
-
-    def to_json(self) -> dict[str, Any]:
-        """The figures, and every row with its spread."""
-        plan = self.balanced.plan
-        return {
-            "name": self.setting.name,
-            "model": self.setting.model,
-            "mini_batch": self.task.mini_batch,
-            "rounds": self.setting.rounds,
-            "steps": self.task.pace.timed,
-            "label": plan.label,
-            "plain_samples_per_s": {str(row.threads): row.rate for row in self.plain},
-            "peer_samples_per_s": None if self.peer is None else self.peer.rate,
-            "over_peer": self.over_peer,
-            "devices": [
-                {"id": row.plan.devices[0], "samples_per_s": row.rate, "label": row.label}
-                for row in self.alone
-            ],
-            "over_plain": self.over_plain(),
-            "over_all_cores": self.over_all_cores(self.balanced),
-            "twice": None
-            if self.twice is None
-            else {
-                "device": self.setting.twice,
-                "samples_per_s": self.twice.rate,
-                "fill_limit": self.twice.plan.fill_limit,
-                "efficiency": self.twice_efficiency,
-                "over_all_cores": self.over_all_cores(self.twice),
-            },
-            "parallel_samples_per_s": None if self.parallel is None else self.parallel.rate,
-            "twice_parallel_samples_per_s": None
-            if self.twice_parallel is None
-            else self.twice_parallel.rate,
-            "ideal_samples_per_s": self.ideal,
-            "even_samples_per_s": self.even.rate,
-            "speed_blind_samples_per_s": self.blind.rate,
-            "balanced_samples_per_s": self.balanced.rate,
-            "linked": None
-            if self.linked is None
-            else {
-                "aware_samples_per_s": self.linked.aware.rate,
-                "blind_samples_per_s": self.linked.blind.rate,
-            },
-            "microbatches": plan.microbatches,
-            "fill_limit": plan.fill_limit,
-            "efficiency": self.efficiency,
-            "predicted_step_s": plan.step_s,
-            "measured_step_s": self.task.mini_batch / self.balanced.rate,
-            "max_loss_rel_diff": self.balanced.difference,
-            "plan": plan.to_json(),
-            "rows": [row.to_json() for row in self.rows],
-        }
 
 
 def run(setting: Setting, progress: Progress) -> Outcome:

@@ -36,11 +36,11 @@ class PeerTorch:
     """A pipeline of as many stages as cores, one thread each, until `close`."""
 
     def __init__(self, model: str, rows: int, seed: int, cores: Sequence[int]) -> None:
-        from hetpipe.wire.gloo import host_store
+        from hetpipe.wire.gloo import host
 
-        self._store = host_store()
+        self._store, (_, port) = host()
         self.loss = float("nan")
-        common = (model, rows, seed, self._store.port)
+        common = (model, rows, seed, port)
         self._children = [
             Child(__name__, (*common, rank, len(cores)), (core,), LOOPBACK)
             for rank, core in enumerate(cores)

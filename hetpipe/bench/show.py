@@ -12,7 +12,7 @@ from hetpipe.report.tables import make_table
 from hetpipe.report.units import format_rate, format_s
 
 if TYPE_CHECKING:
-    from hetpipe.bench.bench import Outcome
+    from hetpipe.bench.outcome import Outcome
     from hetpipe.bench.rows import Row
 
 SAME = 0.03  # relative; less is noise

@@ -25,7 +25,7 @@ from hetpipe.cli.output import Output
 from hetpipe.cli.progress import progress_bar
 
 if TYPE_CHECKING:
-    from hetpipe.bench.bench import Outcome, Setting
+    from hetpipe.bench.outcome import Outcome, Setting
     from hetpipe.cluster import Cluster, Link
 
 WORKLOADS = ("digits", "gpt", "lstm")
@@ -140,7 +140,7 @@ def _settings(
     common: dict[str, Any],
 ) -> list[Setting]:
     """Each model on the cluster; the first also on two workers, one at half speed."""
-    from hetpipe.bench.bench import Setting
+    from hetpipe.bench.outcome import Setting
 
     if twice is not None:
         here.member(twice)

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hetpipe.cluster.transports import transport_of
 from hetpipe.errors import ClusterError
 from hetpipe.sdk.info import DeviceInfo
-
-TRANSPORTS = ("auto", "local", "shared-memory", "distributed")
 
 
 @dataclass(frozen=True)
@@ -41,13 +40,11 @@ class Cluster:
 
     members: tuple[Member, ...]
     links: dict[frozenset[str], Link] = field(default_factory=dict)
-    transport: str = "auto"  # auto | local | shared-memory | distributed
+    transport: str = "auto"  # see `hetpipe.cluster.transports`
     places: Mapping[str, str] = field(default_factory=dict, compare=False)  # file:line by member id
 
     def __post_init__(self) -> None:
-        if self.transport not in TRANSPORTS:
-            known = ", ".join(TRANSPORTS)
-            raise ClusterError(f"no transport {self.transport!r}; choose one of {known}")
+        transport_of(self.transport)
         if not self.members:
             raise ClusterError("the cluster has no device; give it one or more")
         for index, member in enumerate(self.members):

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Annotated
 
 from hetpipe.cluster import cluster
-from hetpipe.cluster.cluster import TRANSPORTS, Cluster, Link, Member
+from hetpipe.cluster.cluster import Cluster, Link, Member
+from hetpipe.cluster.transports import TRANSPORTS
 from hetpipe.errors import ClusterError
 from hetpipe.records import (
     Count,

@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from types import TracebackType
 from typing import Any
 
@@ -22,15 +23,14 @@ from hetpipe.capture.program import (
     StageGraphs,
 )  # fmt: skip
 from hetpipe.cluster.cluster import Cluster, Link
-from hetpipe.crew.launcher import transport_of
+from hetpipe.cluster.transports import transport_of
 from hetpipe.crew.routing import wires
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Schedule
 from hetpipe.schedule.lanes import row_workers
 from hetpipe.wire.messages import Array, EdgeEnd
 from hetpipe.wire.shares import Replica, Shares
-from hetpipe.wire.transport import Port
-from hetpipe.wire.wire import Wire, host_dtype
+from hetpipe.wire.wire import host_dtype
 
 PARTS = 16
 """Number of parts of a message between hosts, where its sender makes it piece by piece."""
@@ -111,6 +111,7 @@ class Assembly:
         plugged: dict[str, tuple[list[EdgeEnd], Descriptors]] = {
             member: ([], Descriptors()) for replicas in members for member in replicas
         }
+        transport = import_module(transport_of(cluster.transport).module)
         for tag, wire in enumerate(self._wires):
             source, target = (members[n][r] for n, r in (wire.source, wire.target))
             if source == target:
@@ -119,7 +120,7 @@ class Assembly:
             link = cluster.links.get(frozenset((source, target)))
             ranks = workers[source], workers[target]
             parts = PARTS if source in streaming else 1
-            plugs = _plugs(transport_of(cluster), wire, ranks, tag, parts)
+            plugs = transport.plugs(wire, ranks, tag, parts)
             for member, (port, fds) in zip((source, target), plugs, strict=True):
                 ends, own = plugged[member]
                 ends.append(EdgeEnd(wire, port, link or Link(), own.add(fds)))
@@ -217,24 +218,6 @@ class Assembly:
                 if slot.name not in self._values:
                     raise HetpipeError(f"stage {n} needs {slot.role} {slot.name!r}: no value given")
                 _fitting(slot, self._values[slot.name])
-
-
-def _plugs(
-    transport: str, wire: Wire, ranks: tuple[int, int], tag: int, parts: int
-) -> Sequence[tuple[Port, Sequence[int]]]:
-    """The sending and the receiving end of a wire, each with its descriptors."""
-    if transport == "local":
-        from hetpipe.wire.handover import HandoverPort
-
-        port = HandoverPort()
-        return (port, ()), (port, ())
-    if transport == "distributed":
-        from hetpipe.wire.gloo import GlooPort
-
-        return (GlooPort(ranks[1], tag, parts), ()), (GlooPort(ranks[0], tag, parts), ())
-    from hetpipe.wire.sharedmemory import plugs
-
-    return plugs(wire)
 
 
 def _sizes(stages: Sequence[Sequence[StageGraphs]]) -> set[int]:

@@ -51,8 +51,7 @@ class Crew:
         self._answers: Answers  # of what was handed out last
         self.load_count = 0
         """How often stages were loaded: who loaded them can tell whether they are still there."""
-        self._origin_s = 0.0  # of timelines: when the step, or the stream, began
-        self._serial = 0
+        self._serial, self._origin_s = 0, 0.0  # origin of timelines: when step or stream began
         self._patience = Patience()
         with self._guarded():
             everyone = list(self._index.values())

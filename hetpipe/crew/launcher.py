@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
 
 from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.cluster.transports import transport_of
 from hetpipe.crew.control import Control
 from hetpipe.crew.fleet import Fleet, ProcessFleet, ThreadFleet
 from hetpipe.errors import BackendError, ClusterError, HetpipeError
 from hetpipe.process import shadow
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.sdk.registry import backend_reference, blamed, devices_of, get_backend
-from hetpipe.wire.messages import Open
-
-TRANSPORTS = ("auto", "local", "shared-memory", "distributed")
-
-
-def transport_of(cluster: Cluster) -> str:
-    """How messages travel: `auto` is shared memory, as all members are on this host."""
-    if cluster.transport not in TRANSPORTS:
-        raise ClusterError(
-            f"no transport {cluster.transport!r}; choose from {', '.join(TRANSPORTS)}"
-        )
-    return "shared-memory" if cluster.transport == "auto" else cluster.transport
+from hetpipe.wire.messages import Meeting, Open
 
 
 @dataclass(frozen=True)
@@ -42,31 +32,27 @@ def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout
     Raises `ClusterError` for members without or with equal ids, `BackendError` for a device that is
     not there, `HetpipeError` for a backend that no process can import.
     """
-    transport, members = transport_of(cluster), cluster.members
+    transport, members = transport_of(cluster.transport), cluster.members
     if not members or len({member.id for member in members}) != len(members):
         raise ClusterError(
             f"a crew needs members with different ids, got {[member.id for member in members]}"
         )
-    in_threads = transport == "local"
-    workers = [_worker(member, in_threads, cluster.places.get(member.id)) for member in members]
-    store = _host_store() if transport == "distributed" else None
-    address = None if store is None else (store.host, store.port)
+    threads, places = transport.in_threads, cluster.places
+    workers = [_worker(member, threads, places.get(member.id)) for member in members]
+    host, meeting = None, None
+    if transport.meets:
+        host, address = import_module(transport.module).host()
+        meeting = Meeting(transport.module, address)
     orders = [
-        Open(w.member, w.backend, heartbeat_s, start_timeout_s, rank, len(workers), address)
+        Open(w.member, w.backend, heartbeat_s, start_timeout_s, rank, len(workers), meeting)
         for rank, w in enumerate(workers)
     ]
     control = Control([f"worker {m.id!r} ({m.device})" for m in members])
-    if in_threads:
+    if transport.in_threads:
         return ThreadFleet(control, orders)
     fleet = ProcessFleet(control, orders, [_settings(w) for w in workers], silence_s)
-    fleet.keep = store
+    fleet.keep = host
     return fleet
-
-
-def _host_store() -> Any:
-    from hetpipe.wire.gloo import host_store
-
-    return host_store()
 
 
 def _worker(member: Member, in_thread: bool, place: str | None) -> _Worker:

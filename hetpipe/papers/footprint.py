@@ -16,8 +16,8 @@ from hetpipe.pipeline.streaming import Streaming
 from hetpipe.plan.costs import StageCosts
 from hetpipe.schedule.action import Schedule
 from hetpipe.schedule.generators import generate
+from hetpipe.schedule.requirements import HALVES
 from hetpipe.schedule.stream import Stream
-from hetpipe.schedule.validate import HALVES
 from hetpipe.schedule.weights import STASH, policy_of
 from hetpipe.sdk.registry import get_backend
 from hetpipe.wire.messages import Keep

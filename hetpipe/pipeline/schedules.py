@@ -10,10 +10,10 @@ from hetpipe.schedule.action import Action, Op, Schedule
 from hetpipe.schedule.complete import Tied
 from hetpipe.schedule.generators import generate
 from hetpipe.schedule.lanes import row_workers
+from hetpipe.schedule.requirements import HALVES
 from hetpipe.schedule.rule import ONE_F_ONE_B
 from hetpipe.schedule.stream import Stream
 from hetpipe.schedule.turns import places
-from hetpipe.schedule.validate import HALVES
 
 ALL = frozenset(Op)
 FORWARDS = frozenset({Op.RECV_FORWARD, Op.FORWARD, Op.SEND_FORWARD})

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, permutations
-from typing import Literal
 
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import PlanError, ScheduleError
@@ -32,6 +31,7 @@ __all__ = ["explore", "make_plan", "predict"]
 
 FREE_ORDER_DEVICES = 4  # up to so many devices all orders and all subsets are tried
 FEW = 100  # up to so many partitions of an order all are candidates
+OBJECTIVES: tuple[Objective, ...] = ("sum", "max")  # how partitioners count transfers
 GAIN = 1e-9  # relative; less is no gain but rounding
 
 
@@ -42,7 +42,6 @@ def make_plan(
     mini_batch: int,
     microbatches: int,
     schedule: str = "1f1b",
-    objective: Objective | Literal["auto"] = "auto",
     cuts: Sequence[int] | None = None,
     fixed_order: bool = False,
     weights: str = "flush",
@@ -50,8 +49,7 @@ def make_plan(
     """The plan with the quickest predicted step that puts one stage on each of `devices`.
 
     Every order of up to 4 devices is tried, unless `fixed_order` or `cuts` (layer indices) are
-    given; of more, the given one. `objective` is how the partitioners count transfers, where
-    not all partitions are candidates. Under 1F1B the in-flight depth is chosen too: the one that
+    given; of more, the given one. Under 1F1B the in-flight depth is chosen too: the one that
     hides transfers where it pays, a smaller one where memory asks for it. `weights` says how many
     versions of the weights are kept (of an asynchronous schedule, see `hetpipe.worker.weights`).
 
@@ -63,15 +61,10 @@ def make_plan(
         return _as_given(question, question.stage_devices(devices), tuple(cuts))
     free = not fixed_order and len(devices) <= FREE_ORDER_DEVICES
     orders = list(permutations(devices)) if free else [tuple(devices)]
-    objectives: tuple[Objective, ...] = ("sum", "max") if objective == "auto" else (objective,)
-    return _best(question, orders, objectives)
+    return _best(question, orders)
 
 
-def _best(
-    question: Question,
-    device_orders: Sequence[tuple[str, ...]],
-    objectives: Sequence[Objective] = ("sum", "max"),
-) -> Plan:
+def _best(question: Question, device_orders: Sequence[tuple[str, ...]]) -> Plan:
     """The quickest plan with one of these orders of devices. Raises `PlanError`."""
     orders = [question.stage_devices(order) for order in device_orders]
     devices, why = device_orders[0], ""
@@ -80,7 +73,7 @@ def _best(
             Partition(order, proposal, depth)
             for order in orders
             for depth in depths
-            for proposal in _propose(question, order, depth, objectives)
+            for proposal in _propose(question, order, depth, OBJECTIVES)
         ]
         quickest = _quickest(question, candidates, "balanced")
         if quickest is not None:

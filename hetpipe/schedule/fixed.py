@@ -9,9 +9,10 @@ from hetpipe.errors import ScheduleError
 from hetpipe.records import read_text
 from hetpipe.schedule.action import Op, Schedule
 from hetpipe.schedule.lanes import HAND_OVERS, row_workers
+from hetpipe.schedule.requirements import HALVES
 from hetpipe.schedule.rule import register_schedule
 from hetpipe.schedule.text import parse_schedule
-from hetpipe.schedule.validate import HALVES, validate
+from hetpipe.schedule.validate import validate
 
 PASSES = (Op.FORWARD, Op.BACKWARD, *HALVES, *HAND_OVERS)
 

@@ -7,33 +7,20 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import GRADIENTS, Action, Message, Op, Schedule
 from hetpipe.schedule.grid import format_grid
 from hetpipe.schedule.lanes import laned_stages, row_names
+from hetpipe.schedule.requirements import (
+    BACKWARDS,
+    HALVES,
+    Shape,
+    applied_by,
+    needed_by,
+    required_of,
+)
 from hetpipe.schedule.turns import places, round_of
-
-HALVES = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
-BACKWARDS = (Op.BACKWARD, *HALVES)
-
-
-class Shape(NamedTuple):
-    """What is asked of a stage depends on these."""
-
-    stages: int
-    halved: set[int]  # stages with backwards in halves
-    laned: set[int]  # stages with forwards and backwards on two lanes
-    microbatches: int
-    places: Sequence[tuple[int, int]]  # stage and replica of each row, where replicas take turns
-    replicas: Sequence[int]  # of each stage
-    per_update: Sequence[int]  # mini-batches, of each stage
-    one_by_one: bool  # replicas send each other the gradients of each mini-batch
-
-    def owner(self, stage: int, mini_batch: int) -> int:
-        """Which replica takes a mini-batch."""
-        return mini_batch % self.replicas[stage]
 
 
 def validate(
@@ -111,7 +98,7 @@ def _check_complete(schedule: Schedule, shape: Shape, mini_batches: int) -> None
         required = {
             action
             for stage, own, updates in wanted
-            for action in _required(stage, shape, own, updates)
+            for action in required_of(stage, shape, own, updates)
         }
         seen: set[Action] = set()
         for worker, index, action in _cells(schedule):
@@ -131,26 +118,6 @@ def _check_complete(schedule: Schedule, shape: Shape, mini_batches: int) -> None
             raise _fail(schedule, f"{action} is missing", worker, len(schedule[worker]))
 
 
-def _required(
-    stage: int, shape: Shape, mini_batches: Sequence[int], updates: Sequence[int]
-) -> Iterator[Action]:
-    count = shape.microbatches
-    microbatches = [b * count + place for b in mini_batches for place in range(count)]
-    ops = [Op.FORWARD, *(HALVES if stage in shape.halved else (Op.BACKWARD,))]
-    if stage in shape.laned:
-        ops += [Op.SEND_KEPT, Op.RECV_KEPT]
-    if stage > 0:
-        ops += [Op.RECV_FORWARD, Op.SEND_BACKWARD]
-    if stage < shape.stages - 1:
-        ops += [Op.SEND_FORWARD, Op.RECV_BACKWARD]
-    yield from (Action(stage, op, number) for op in ops for number in microbatches)
-    for number in updates:
-        yield Action(stage, Op.UPDATE, number)
-        if shape.one_by_one:
-            op = Op.SEND_GRAD if number in mini_batches else Op.RECV_GRAD
-            yield Action(stage, op, number)
-
-
 def _check_order(schedule: Schedule, shape: Shape, in_flight: Sequence[int] | None) -> None:
     """Inside a stage: inputs before passes before outputs, updates behind what they apply and in
     order, and the memory bound kept."""
@@ -166,7 +133,7 @@ def _check_order(schedule: Schedule, shape: Shape, in_flight: Sequence[int] | No
                     why = f"{action} comes before the update of mini-batch {updated[n]}"
                     raise _fail(schedule, f"{why}: they are in order", row_number, index)
                 late = updated[n] != first or not done.issuperset(
-                    _applied(action, shape, row_number)
+                    applied_by(action, shape, row_number)
                 )
                 updated[n] = action.number + 1
             else:
@@ -177,7 +144,7 @@ def _check_order(schedule: Schedule, shape: Shape, in_flight: Sequence[int] | No
             if late:
                 why = f"the update of stage {n} must come last, but for tied parameters"
                 raise _fail(schedule, why, row_number, index)
-            needs = [a for a in _needs(action, shape, row) if a not in done]
+            needs = [a for a in needed_by(action, shape, row) if a not in done]
             if needs:
                 why = f"{action} comes before {needs[0]}, which it needs"
                 raise _fail(schedule, why, row_number, index)
@@ -188,50 +155,6 @@ def _check_order(schedule: Schedule, shape: Shape, in_flight: Sequence[int] | No
             if in_flight is not None and waiting[n] > in_flight[n]:
                 why = f"stage {n} has {waiting[n]} forwards in flight, its bound is {in_flight[n]}"
                 raise _fail(schedule, why, row_number, index)
-
-
-def _applied(action: Action, shape: Shape, row: int) -> Iterator[Action]:
-    """The backwards on its row that an update applies."""
-    n, count = action.stage, shape.per_update[action.stage]
-    last = Op.BACKWARD_WEIGHT if n in shape.halved else Op.BACKWARD
-    for mini_batch in round_of(action.number, count, action.number + 1):
-        if not shape.places or shape.places[row][1] == shape.owner(n, mini_batch):
-            first = mini_batch * shape.microbatches
-            yield from (Action(n, last, first + i) for i in range(shape.microbatches))
-
-
-def _needs(action: Action, shape: Shape, row: Sequence[Action]) -> Iterator[Action]:
-    """What the same stage must have done before, on the same row."""
-    n, op, number = action.stage, action.op, action.number
-    halved = n in shape.halved
-    if op is Op.FORWARD and n > 0:
-        yield Action(n, Op.RECV_FORWARD, number)
-    elif op in (Op.SEND_FORWARD, Op.SEND_KEPT):
-        yield Action(n, Op.FORWARD, number)
-    elif op in (Op.BACKWARD, Op.BACKWARD_INPUT):
-        yield Action(n, Op.RECV_KEPT if n in shape.laned else Op.FORWARD, number)
-        if n < shape.stages - 1:
-            yield Action(n, Op.RECV_BACKWARD, number)
-    elif op is Op.BACKWARD_WEIGHT:
-        yield Action(n, Op.BACKWARD_INPUT, number)
-    elif op is Op.SEND_BACKWARD:
-        yield Action(n, Op.BACKWARD_INPUT if halved else Op.BACKWARD, number)
-    elif op is Op.SEND_VACANT:
-        yield Action(n, Op.BACKWARD_WEIGHT if halved else Op.BACKWARD, number)
-    elif op in (Op.ALL_REDUCE, Op.SEND_GRAD, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD):
-        weights = (Op.BACKWARD, Op.BACKWARD_WEIGHT)  # all of them: one order of sums
-        most = number if op in (Op.ALL_REDUCE, Op.SEND_GRAD) else 0
-        for a in row:
-            if a.stage == n and a.op in weights and a.number // shape.microbatches <= most:
-                yield a
-    elif op is Op.UPDATE:
-        summing = (Op.ALL_REDUCE, *GRADIENTS, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD)
-        for a in row:
-            later = a.op in (Op.ALL_REDUCE, *GRADIENTS) and a.number > number
-            if a.stage == n and a.op in summing and not later:
-                yield a
-    elif op in (Op.SEND_TIED_PARAM, Op.RECV_TIED_PARAM):
-        yield Action(n, Op.UPDATE)
 
 
 def _check_gradients(schedule: Schedule, shape: Shape) -> None:

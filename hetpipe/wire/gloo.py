@@ -29,11 +29,22 @@ LEAST_PART_NBYTES = 16 * 1024
 """What gloo moves in about the time that a message costs by itself."""
 
 
-def host_store() -> Any:
-    """The store where processes meet, in this process, on a free port of the loopback."""
+def plugs(
+    wire: Wire, ranks: tuple[int, int], tag: int, pieces: int
+) -> tuple[tuple[GlooPort, list[int]], tuple[GlooPort, list[int]]]:
+    """The sending and the receiving end of a wire between two ranks."""
+    return (GlooPort(ranks[1], tag, pieces), []), (GlooPort(ranks[0], tag, pieces), [])
+
+
+def host() -> tuple[Any, tuple[str, int]]:
+    """The store where processes meet, in this process, and its address on the loopback.
+
+    It must live as long as they do.
+    """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return store, (store.host, store.port)
 
 
 def join(rank: int, world: int, address: tuple[str, int], limit_s: float) -> None:

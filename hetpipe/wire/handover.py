@@ -21,6 +21,14 @@ from hetpipe.wire.wire import Kind, Wire
 SLOTS = 4
 
 
+def plugs(
+    wire: Wire, ranks: tuple[int, int], tag: int, pieces: int
+) -> tuple[tuple[HandoverPort, list[int]], tuple[HandoverPort, list[int]]]:
+    """The sending and the receiving end of a wire, which are one."""
+    port = HandoverPort()
+    return (port, []), (port, [])
+
+
 class HandoverPort(Port):
     """Both ends of a wire inside one process: a queue of messages, and one of room for more."""
 

@@ -29,6 +29,14 @@ SCRIPTS = 16
 
 
 @dataclass(frozen=True)
+class Meeting:
+    """Where processes meet before they can talk: a transport's module, and host and port."""
+
+    module: str
+    address: tuple[str, int]
+
+
+@dataclass(frozen=True)
 class Open:
     """First message: who you are. `backend` is `module:Class`, None to ask the registry."""
 
@@ -38,7 +46,7 @@ class Open:
     start_timeout_s: float
     rank: int
     world: int
-    store: tuple[str, int] | None = None  # where processes meet for torch.distributed
+    meeting: Meeting | None = None
 
 
 @dataclass(frozen=True)

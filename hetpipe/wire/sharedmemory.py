@@ -38,7 +38,9 @@ class RingPort(Port):
         return _RingInlet(_Ring(self, wire, fds), wire, device)
 
 
-def plugs(wire: Wire) -> tuple[tuple[RingPort, list[int]], tuple[RingPort, list[int]]]:
+def plugs(
+    wire: Wire, ranks: tuple[int, int], tag: int, pieces: int
+) -> tuple[tuple[RingPort, list[int]], tuple[RingPort, list[int]]]:
     """The sending and the receiving end of a new ring, each with its descriptors."""
     slot_nbytes = wire.packed_nbytes
     port = RingPort(8 if slot_nbytes <= SMALL_NBYTES else 3, slot_nbytes)

@@ -122,10 +122,9 @@ class Service:
             module, _, name = order.backend.partition(":")
             register_backend(getattr(importlib.import_module(module), name))
         self._device = self._opener(order.member.device)
-        if order.store is not None:
-            from hetpipe.wire.gloo import join
-
-            join(order.rank, order.world, order.store, order.start_timeout_s)
+        if (meeting := order.meeting) is not None:
+            transport = importlib.import_module(meeting.module)
+            transport.join(order.rank, order.world, meeting.address, order.start_timeout_s)
         return self._device
 
     def _load(self, message: Load, fds: Sequence[int]) -> None:

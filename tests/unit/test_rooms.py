@@ -50,29 +50,8 @@ EXEMPT = {
 """Functions that may have more parameters, and why."""
 
 PENDING: dict[str, set[str]] = {
-    "imports": {"hetpipe/wire/messages.py imports worker"},
-    "circles": set(),
-    "files": {
-        "hetpipe/bench/bench.py",
-        "hetpipe/crew/crew.py",
-        "hetpipe/pipeline/pipeline.py",
-        "hetpipe/schedule/validate.py",
-        "hetpipe/worker/runner.py",
-        "hetpipe/worker/stage.py",
-    },
-    "classes": {
-        "hetpipe/crew/crew.py:Crew",
-        "hetpipe/pipeline/pipeline.py:Pipeline",
-        "hetpipe/worker/exchange.py:Exchange",
-        "hetpipe/worker/runner.py:Runner",
-        "hetpipe/worker/stage.py:Stage",
-    },
-    "functions": {
-        "hetpipe/bench/open.py:open_pipeline",
-        "hetpipe/plan/planner.py:make_plan",
-        "backends/opencl/reduce.py:_launch",
-    },
-}
+    "imports": set(), "circles": set(), "files": set(), "classes": set(), "functions": set(),
+}  # fmt: skip
 """What is still to be mended. It may only shrink: an entry that breaks no rule any more fails."""
 
 

@@ -1,0 +1,42 @@
+"""Transports by name: how messages travel between the members of a cluster.
+
+A new transport is a module and a row here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hetpipe.errors import ClusterError
+
+
+@dataclass(frozen=True)
+class Transport:
+    """`module` has `plugs(wire, ranks, tag, pieces)`, which makes both ends of a wire.
+
+    Where processes have to meet before they can talk, it has `host()` and `join(...)` as well, see
+    `hetpipe.wire.gloo`.
+    """
+
+    name: str
+    module: str
+    in_threads: bool = False
+    """Whether workers are threads of the controller's process."""
+    meets: bool = False
+    """Whether processes meet beforehand."""
+
+
+_TRANSPORTS = {
+    "auto": Transport("shared-memory", "hetpipe.wire.sharedmemory"),  # all are on this host
+    "local": Transport("local", "hetpipe.wire.handover", in_threads=True),
+    "shared-memory": Transport("shared-memory", "hetpipe.wire.sharedmemory"),
+    "distributed": Transport("distributed", "hetpipe.wire.gloo", meets=True),
+}
+TRANSPORTS = tuple(_TRANSPORTS)
+
+
+def transport_of(name: str) -> Transport:
+    """The transport of that name. Raises `ClusterError` for an unknown one."""
+    if name not in _TRANSPORTS:
+        raise ClusterError(f"no transport {name!r}; choose one of {', '.join(TRANSPORTS)}")
+    return _TRANSPORTS[name]
