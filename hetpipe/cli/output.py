@@ -29,7 +29,7 @@ class Output:
 
     def finish(self, data: Mapping[str, Any]) -> None:
         """Write the command's result as JSON where that was asked for. Raises `HetpipeError`."""
-        from hetpipe.report.files import dump_json, write_json
+        from hetpipe.files import dump_json, write_json
 
         data = {"version": VERSION, **data}
         if self._target == "-":

@@ -36,7 +36,7 @@ from hetpipe.bench.trial import WINDOW, Method, Subject, Task, Trial
 from hetpipe.cluster import Cluster, Member
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
-from hetpipe.report.files import write_json
+from hetpipe.files import write_json
 from hetpipe.report.tables import make_table
 
 VERSION = 1

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import PlanError
+from hetpipe.files import write_json
 from hetpipe.plan.plan import Plan
 from hetpipe.records import Source, read_json
-from hetpipe.report.files import write_json
 
 
 def write_plan(path: Path, plan: Plan, costs: CostTable | None) -> None:

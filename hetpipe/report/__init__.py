@@ -10,7 +10,6 @@ __getattr__, __dir__, __all__ = lazy(
         "draw_timelines": "picture",
         "draw_workloads": "picture",
         "link_table": "tables",
-        "write_json": "files",
         "write_trace": "trace",
     },
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetpipe.errors import HetpipeError
-from hetpipe.report.files import write_beside
+from hetpipe.files import write_beside
 from hetpipe.report.intervals import PASSES, Interval, Kind, intervals
 from hetpipe.schedule.action import Op
 

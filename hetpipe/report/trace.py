@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from hetpipe.report.files import write_beside
+from hetpipe.files import write_beside
 from hetpipe.report.intervals import Interval, Kind, intervals, pairs
 from hetpipe.schedule.action import Op
 from hetpipe.simulate.timeline import Span, Timeline
