@@ -8,11 +8,11 @@ al., "Mixed precision training" (ICLR 2018), section 3.2; the rule for the scale
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
 from hetpipe.errors import HetpipeError
+from hetpipe.records import Count, Number
 from hetpipe.wire.messages import Clip
 
 
@@ -33,6 +33,15 @@ class LossScale:
                 f"{self}: start must be at least 1, growth above 1, backoff between 0 and 1, "
                 "interval above 0"
             )
+
+
+@dataclass(frozen=True)
+class ScaleState:
+    """A scale in a checkpoint: `good` updates since it changed, `skipped` ones in all."""
+
+    scale: Annotated[float, Number(above=True)]
+    good: Count
+    skipped: Count
 
 
 class Scaling:
@@ -66,15 +75,15 @@ class Scaling:
         if self._good == self.rule.interval:
             self.scale, self._good = self.scale * self.rule.growth, 0
 
-    def state(self) -> dict[str, Any]:
-        """For a checkpoint; JSON values."""
-        return {"scale": self.scale, "good": self._good, "skipped": self.skipped}
+    def state(self) -> ScaleState:
+        """For a checkpoint."""
+        return ScaleState(self.scale, self._good, self.skipped)
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: ScaleState) -> None:
         """Go on from a checkpoint; a fixed scale stays as it is."""
-        self.skipped = int(state["skipped"])
+        self.skipped = state.skipped
         if self.rule is not None:
-            self.scale, self._good = float(state["scale"]), int(state["good"])
+            self.scale, self._good = state.scale, state.good
 
 
 def choose_scaling(

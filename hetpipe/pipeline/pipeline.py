@@ -22,9 +22,8 @@ from hetpipe.pipeline.guard import OneThread
 from hetpipe.pipeline.launch_check import refuse_ranks
 from hetpipe.pipeline.options import PassOptions, records_of
 from hetpipe.pipeline.planning import Planning
-from hetpipe.pipeline.resume import write
+from hetpipe.pipeline.resume import progress_of, write
 from hetpipe.pipeline.training import Result, Subject, Training, as_tensors
-from hetpipe.plan.plan import Plan
 from hetpipe.plan.planner import predict
 from hetpipe.profile.measure import profile
 
@@ -97,7 +96,7 @@ class Pipeline:
         self._optimizer = optimizer
         self._one_thread = OneThread()
         if resume is not None and planned.plan is None and not planned.asked:
-            planned = replace(planned, plan=Plan.from_json(resume.manifest["plan"]))
+            planned = replace(planned, plan=progress_of(resume).plan)
         self._borrowed = crew is not None
         self._crew = crew or Crew.start(cluster)
         try:

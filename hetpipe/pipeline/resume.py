@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import numpy as np
 
 from hetpipe.capture.program import BUFFER, PARAM, STATE, Program, StageGraphs
 from hetpipe.checkpoint import Checkpoint, save
-from hetpipe.errors import CheckpointError
-from hetpipe.pipeline.lossscale import Scaling
+from hetpipe.errors import CheckpointError, PlanError
+from hetpipe.pipeline.lossscale import ScaleState, Scaling
 from hetpipe.plan.plan import Plan
+from hetpipe.records import Count, Entries, Source
 from hetpipe.wire.wire import host_dtype
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ def write(
         "updates": list(training.updates),
         "plan": json.loads(json.dumps(plan.to_json())),  # lists for tuples
         "optimizer": _described(optimizer),
-        "loss_scale": training.scaling.state(),
+        "loss_scale": asdict(training.scaling.state()),
     }
     save(directory, values, manifest)
 
@@ -60,15 +62,49 @@ def _check_finite(directory: Path, values: Mapping[str, Mapping[str, Any]]) -> N
                 )
 
 
-def updates_of(plan: Plan, checkpoint: Checkpoint | None) -> list[int]:
-    """By stage, the updates so far; under a plan whose stages update at other times, those of the
-    stage that has made the most."""
-    if checkpoint is None:
-        return [0] * len(plan.stages)
-    updates = [int(count) for count in checkpoint.manifest["updates"]]
-    told = Plan.from_json(checkpoint.manifest["plan"])
-    same = told.replicas == plan.replicas and told.schedule == plan.schedule
-    return updates if same else [max(updates)] * len(plan.stages)
+@dataclass(frozen=True)
+class _OptimizerRecord:
+    name: str
+    state: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Record:
+    """The manifest's values. An early checkpoint lacks the loss scale."""
+
+    step: Count
+    updates: Annotated[tuple[Count, ...], Entries(1)]
+    plan: dict[str, Any]
+    optimizer: _OptimizerRecord
+    loss_scale: ScaleState | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a training had come when it was saved."""
+
+    steps: int
+    updates: tuple[int, ...]
+    """By stage."""
+    plan: Plan
+    loss_scale: ScaleState | None
+
+    def updates_under(self, plan: Plan) -> list[int]:
+        """By stage of `plan`; where its stages update at other times, the most of any stage."""
+        same = self.plan.replicas == plan.replicas and self.plan.schedule == plan.schedule
+        if same and len(self.updates) == len(plan.stages):
+            return list(self.updates)
+        return [max(self.updates)] * len(plan.stages)
+
+
+def progress_of(checkpoint: Checkpoint) -> Progress:
+    """The progress in a checkpoint. Raises `CheckpointError` for one that no pipeline wrote."""
+    record = Source("the checkpoint", CheckpointError).record(_Record, checkpoint.manifest)
+    try:
+        plan = Plan.from_json(record.plan)
+    except PlanError as error:
+        raise CheckpointError(f"the checkpoint: {error}") from error
+    return Progress(record.step, record.updates, plan, record.loss_scale)
 
 
 Kept = Mapping[str, Mapping[str, Any]]

@@ -17,7 +17,7 @@ from hetpipe.errors import HetpipeError
 from hetpipe.pipeline.batches import mean_loss, rows_of, sizes_of, slices
 from hetpipe.pipeline.loading import Loading
 from hetpipe.pipeline.lossscale import Scaling, choose_scaling, watching
-from hetpipe.pipeline.resume import ROLES, check, updates_of
+from hetpipe.pipeline.resume import ROLES, check, progress_of
 from hetpipe.pipeline.schedules import ALL, FORWARDS, SUMMING, UPDATING, Schedules
 from hetpipe.pipeline.streaming import Streaming
 from hetpipe.wire.messages import Keep
@@ -71,13 +71,14 @@ class Training:
         plan, updates = subject.plan, subject.updates
         self._subject, self._crew, self._plan = subject, subject.crew, plan
         self._progress = progress
-        self.steps = 0 if resume is None else int(resume.manifest["step"])
-        self.updates = updates_of(plan, resume)
+        before = None if resume is None else progress_of(resume)
+        self.steps = 0 if before is None else before.steps
+        self.updates = [0] * len(plan.stages) if before is None else before.updates_under(plan)
         self.scaling: Scaling = choose_scaling(
             updates.loss_scale, subject.captured.precision.compute, not plan.rule.flushes
         )
-        if resume is not None and "loss_scale" in resume.manifest:
-            self.scaling.restore(resume.manifest["loss_scale"])
+        if before is not None and before.loss_scale is not None:
+            self.scaling.restore(before.loss_scale)
         self._clip = watching(updates.clip, self.scaling)
         self.recent: deque[StepResult] = deque(maxlen=RECENT)
         self.not_finite: str | None = None

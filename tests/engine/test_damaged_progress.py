@@ -1,0 +1,60 @@
+"""A manifest whose checksum is right and whose values no pipeline wrote is refused by its place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hetpipe.checkpoint import Checkpoint
+from hetpipe.errors import CheckpointError
+from hetpipe.pipeline.resume import progress_of
+
+PLAN = {
+    "version": 2, "model": "M", "layers": ["a"], "schedule": "1f1b", "mini_batch": 4,
+    "microbatches": 1, "step_s": 1.0, "cut_nbytes": [], "label": "measured", "origin": "user",
+    "notes": [], "weights": "flush",
+    "stages": [
+        {
+            "lo": 0, "hi": 1, "devices": ["d"], "in_flight": 1, "forward_s": 0.1,
+            "backward_s": 0.1, "update_s": 0.1, "memory_nbytes": 1, "capacity_nbytes": 1,
+            "shares": [1.0], "all_reduce_s": 0.0,
+        }
+    ],
+}  # fmt: skip
+VALUES = {
+    "step": 3, "updates": [3], "plan": PLAN, "optimizer": {"name": "sgd", "state": []},
+    "loss_scale": {"scale": 1.0, "good": 0, "skipped": 0},
+}  # fmt: skip
+
+
+def test_what_a_pipeline_wrote_is_read() -> None:
+    progress = progress_of(Checkpoint(dict(VALUES), {}))
+    assert (progress.steps, progress.updates, progress.plan.model) == (3, (3,), "M")
+    early = {key: value for key, value in VALUES.items() if key != "loss_scale"}
+    assert progress_of(Checkpoint(early, {})).loss_scale is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"updates": []}, "updates"),
+        ({"updates": ["3"]}, r"updates\.0 is '3'"),
+        ({"updates": None}, "updates"),
+        ({"step": -1}, "step is -1"),
+        ({"loss_scale": {"scale": 0.0, "good": 0, "skipped": 0}}, r"loss_scale\.scale is 0\.0"),
+        ({"loss_scale": {"scale": 1.0, "good": 0}}, "skipped"),
+        ({"optimizer": "sgd"}, "optimizer"),
+        ({"plan": {**PLAN, "stages": 3}}, "stages is 3"),
+        ({"plan": {**PLAN, "version": 9}}, "version 9"),
+    ],
+)
+def test_other_values_are_refused_by_their_place(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        progress_of(Checkpoint({**VALUES, **change}, {}))
+
+
+def test_a_missing_value_is_named() -> None:
+    values = {key: value for key, value in VALUES.items() if key != "updates"}
+    with pytest.raises(CheckpointError, match="lacks the key 'updates'"):
+        progress_of(Checkpoint(values, {}))
