@@ -97,6 +97,11 @@ class Pipeline:
         self._one_thread = OneThread()
         if resume is not None and planned.plan is None and not planned.asked:
             planned = replace(planned, plan=progress_of(resume).plan)
+        if planned.costs is not None and planned.plan is None:
+            raise HetpipeError(
+                "costs are those that a plan was made with, and no plan is given: give plan as "
+                "well, or leave costs out"
+            )
         self._borrowed = crew is not None
         self._crew = crew or Crew.start(cluster)
         try:
