@@ -10,6 +10,7 @@ from hetpipe.errors import WorkerError
 
 ALIKE = ("numpy:cpu:0",) * 4
 UNLIKE = ("numpy:cpu:0", "pytorch:cpu:0") * 3
+MIXED = ("pytorch:cpu:0", "numpy:cpu:0", "pytorch:cpu:0")
 TRANSPORTS = ("local", "shared-memory", "distributed")
 
 

@@ -19,7 +19,7 @@ from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
 from hetpipe.wire.shares import divide
 
-DEVICES = UNLIKE
+DEVICES = UNLIKE[:3]
 ADAMW = hp.optim.adamw(lr=1e-2)
 
 

@@ -21,7 +21,7 @@ from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
 
 Shares = Sequence[tuple[float, ...]]
-DEVICES = UNLIKE
+DEVICES = UNLIKE[:4]
 SGD = hp.optim.sgd(lr=0.1, momentum=0.9)
 
 
