@@ -1,4 +1,4 @@
-"""The reference backend: numpy on the host, made to be read and to be right."""
+"""The reference backend: numpy on the host, simple to read and correct before it is fast."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class NumpyBackend(Backend):
             memory_nbytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             memory_domain="host",
             dtypes=DTYPES,
-            # Functions of arrays that share nothing: threads may be in several passes.
+            # The functions keep no state, so several threads may run passes at once.
             capabilities=Capabilities(queues=2, reference=True),
         )
         return [info]
@@ -67,7 +67,7 @@ class NumpyBuffer(Buffer):
 
 
 class NumpyDevice(BlockingDevice):
-    """Interprets a graph node by node, each with a function of the table `OPERATORS`."""
+    """Interprets a graph node by node, calling the function that `OPERATORS` has for it."""
 
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info
@@ -100,7 +100,7 @@ class NumpyDevice(BlockingDevice):
             name = graphs.operator_name(node)
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             try:
-                with np.errstate(all="ignore"):  # infinities and NaN are results as any other
+                with np.errstate(all="ignore"):  # infinities and NaN are ordinary results
                     result = OPERATORS[name](*args, **kwargs)
                     values[node] = np.asarray(result, dtype) if dtype else result
             except Exception as error:

@@ -12,7 +12,7 @@ Array = np.ndarray[Any, Any]
 
 
 def windows(x: Array, kernel: Sequence[int], how: Sequence[Any], value: float = 0.0) -> Any:
-    """x [..., height, width] padded, and a view [..., rows, columns, *kernel] of that."""
+    """x [..., height, width] padded, and its windows, a view [..., rows, columns, *kernel]."""
     stride, padding, dilation = how
     widths = [(0, 0)] * (x.ndim - 2) + [(p, p) for p in padding]
     padded = np.pad(x, widths, constant_values=value)
@@ -32,20 +32,20 @@ def convolution(x: Array, w: Array, bias: Array | None, *geometry: Any) -> Any:
 
 
 def convolution_backward(dy: Array, x: Array, w: Array, sizes: Any, *geometry: Any) -> Any:
-    """aten.convolution_backward: gradients of x, w and bias, None where not wanted."""
-    *how, _, _, groups, wanted = geometry
+    """aten.convolution_backward: gradients of x, w and bias, None where the mask is False."""
+    *how, _, _, groups, mask = geometry
     (top, left), (height, width) = how[1], x.shape[2:]
     dy_, x_ = (a.reshape(len(a), groups, -1, *a.shape[2:]) for a in (dy, x))
     w_ = w.reshape(groups, -1, *w.shape[1:])
     parts = np.einsum("ngoij,gochw->ngcijhw", dy_, w_, optimize=True)
     dx, view = windows(np.zeros_like(x_), w.shape[2:], how)
-    for place in np.ndindex(*w.shape[2:]):  # windows overlap, their elements of one place do not
+    for place in np.ndindex(*w.shape[2:]):  # windows overlap, but not at one place of the kernel
         view[(..., *place)] += parts[(..., *place)]
     dx = dx[..., top : top + height, left : left + width].reshape(x.shape)
     _, view = windows(x_, w.shape[2:], how)
     dw = np.einsum("ngoij,ngcijhw->gochw", dy_, view, optimize=True).reshape(w.shape)
     gradients = (dx, dw, dy.sum((0, 2, 3)))
-    return [g if want else None for g, want in zip(gradients, wanted, strict=True)]
+    return [g if want else None for g, want in zip(gradients, mask, strict=True)]
 
 
 def max_pool2d(x: Array, kernel: Sequence[int], *rest: Any) -> Any:
@@ -53,7 +53,7 @@ def max_pool2d(x: Array, kernel: Sequence[int], *rest: Any) -> Any:
     stride, padding, dilation = (*rest, *((), (0, 0), (1, 1))[len(rest) :])[:3]
     plane = np.arange(math.prod(x.shape[-2:])).reshape(x.shape[-2:])
     how = (stride or kernel, padding, dilation)
-    found = (windows(x, kernel, how, -math.inf)[1], windows(plane, kernel, how)[1])
-    values, places = (view.reshape(*view.shape[:-2], -1) for view in found)
+    views = (windows(x, kernel, how, -math.inf)[1], windows(plane, kernel, how)[1])
+    values, places = (view.reshape(*view.shape[:-2], -1) for view in views)
     rows_and_columns = np.indices(places.shape[:2], sparse=True)
     return values.max(-1), places[(*rows_and_columns, values.argmax(-1))]

@@ -1,7 +1,7 @@
 """The table: operator name -> numpy function with the operator's own arguments.
 
 The device casts every result to the dtype that the graph promises, so functions leave dtypes to
-numpy's promotion, and ignore the arguments that speak of layout, memory or dtype (`**_`).
+numpy's promotion, and ignore arguments about layout, memory or dtype (`**_`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .convolution import Array, convolution, convolution_backward, max_pool2d
 from .random import keep_mask, uniform
 from .recurrent import lstm, lstm_backward
 
-# What torch can write as others of the table, though it counts most of these as core.
+# Operators that torch decomposes into others of the table, though it counts most as core.
 COMPOSED = """_native_batch_norm_legit _native_batch_norm_legit_functional native_batch_norm
 _native_batch_norm_legit_no_training native_layer_norm _log_softmax _softmax
 elu gelu hardtanh leaky_relu max_pool2d_with_indices_backward slice_scatter"""
@@ -27,7 +27,7 @@ elu gelu hardtanh leaky_relu max_pool2d_with_indices_backward slice_scatter"""
 def _reduction(fn: Callable[..., Any]) -> Callable[..., Any]:
     def reduced(x: Array, dims: Any = None, keepdim: bool = False, **_: Any) -> Any:
         axes = (tuple(dims) or None) if isinstance(dims, list) else dims
-        # A 0-d tensor has a dimension 0 for torch, and none for numpy.
+        # torch accepts dimension 0 of a 0-d tensor, numpy does not.
         return fn(x, axis=axes if x.ndim else None, keepdims=keepdim)
 
     return reduced

@@ -22,7 +22,7 @@ def philox(counter: Any, key: tuple[int, int]) -> Array:
         k1 = np.uint64((key[1] + i * 0xBB67AE85) & MASK)
         a, b = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
         c0, c1, c2, c3 = (b >> half) ^ c1 ^ k0, b & low, (a >> half) ^ c3 ^ k1, a & low
-    return np.stack([c0, c1, c2, c3], axis=-1)  # the rounds have broadcast them
+    return np.stack([c0, c1, c2, c3], axis=-1)  # the rounds have broadcast all four
 
 
 def uniform(rng: Array, site: int, size: Sequence[int], batch_dim: int, samples: int) -> Array:

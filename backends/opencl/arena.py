@@ -1,4 +1,4 @@
-"""Where intermediates live: one stretch of memory per graph, shared by those not alive at once."""
+"""Memory of intermediates: one arena per graph; tensors with disjoint lives share its parts."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from hetpipe.sdk.backend import Backend, Device, Finding
 from hetpipe.sdk.info import HOST_MEMORY, Capabilities, DeviceInfo, Execution
 
 from .driver import driver, errors, platforms
-from .names import RUNTIMES, Known, known, slug
+from .names import RUNTIMES, Runtime, runtime_of, slug
 from .runtimes import EMULATORS, POCL, prepare
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class OpenCLBackend(Backend):
     name = "opencl"
 
     def __init__(self) -> None:
-        self._found: dict[str, tuple[Any, Known | None]] = {}
+        self._found: dict[str, tuple[Any, Runtime | None]] = {}
 
     def discover(self) -> list[DeviceInfo]:
         infos: list[DeviceInfo] = []
@@ -37,7 +37,7 @@ class OpenCLBackend(Backend):
                 failures.append(str(error))
                 continue
             for device in devices:
-                entry = known(platform.name, _is_cpu(device))
+                entry = runtime_of(platform.name, _is_cpu(device))
                 name = entry.slug if entry else slug(device.vendor)
                 info = _describe(device, f"opencl:{name}:{counts[name]}", entry)
                 counts[name] += 1
@@ -77,7 +77,7 @@ class OpenCLBackend(Backend):
         return {}
 
     def describe(self) -> list[Finding]:
-        """What is found, was repaired, is missing or broken: (level, what, cure) each."""
+        """Findings about runtimes and devices: a (level, text, cure) for each."""
         findings = list(prepare().findings)
         try:
             infos = self.discover()
@@ -107,7 +107,7 @@ def _is_cpu(device: Any) -> bool:
     return bool(device.type & driver().device_type.CPU)
 
 
-def _describe(device: Any, device_id: str, entry: Known | None) -> DeviceInfo:
+def _describe(device: Any, device_id: str, entry: Runtime | None) -> DeviceInfo:
     types = driver().device_type
     by_type = (
         (types.CPU, "cpu"), (types.GPU, "gpu"), (types.ACCELERATOR, "fpga")

@@ -1,4 +1,4 @@
-"""A launch in blocks, so that the first rows of what it makes can leave while it goes on."""
+"""Launches in blocks, so that the first rows of an output can be sent while a launch still runs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from .lowering import Output
 
 COUNT = 16
-"""Blocks of a launch, where its range has as many steps."""
+"""Blocks of a launch, if its range has at least this many steps."""
 
 Block = tuple[tuple[int, ...] | None, tuple[int, ...]]
 """Offset (None: none) and size of a part of a launch's range."""
 
 
-class Told(NamedTuple):
-    """Elements lo..hi of an output are there when a block of a launch has ended."""
+class Part(NamedTuple):
+    """Elements lo..hi of an output are complete when this block of a launch has ended."""
 
     output: int
     lo: int
@@ -30,7 +30,7 @@ class Told(NamedTuple):
 
 
 def blocks_of(launch: Launch) -> list[Block]:
-    """The launch in parts of its first dimension; empty where it has too few steps."""
+    """The launch in parts of its first dimension; empty if it has too few steps."""
     steps, rest = launch.global_size[0], launch.global_size[1:]
     if not launch.step or launch.steady or steps < COUNT:
         return []
@@ -39,17 +39,17 @@ def blocks_of(launch: Launch) -> list[Block]:
     return [((lo, *zeros), (hi - lo, *rest)) for lo, hi in pairwise(bounds)]
 
 
-def told(outputs: Sequence[Output], launches: Sequence[Launch]) -> list[Told]:
-    """What blocks of launches tell of outputs, in order.
+def finished_parts(outputs: Sequence[Output], launches: Sequence[Launch]) -> list[Part]:
+    """The parts of outputs that blocks of launches complete, in order.
 
-    The launch that completes a tensor is the first with steps that touches it. Should that be one
-    that reads it, the tensor was complete before: the queue is in order.
+    The first launch with steps that touches a tensor counts as the one that completes it. If that
+    launch only reads the tensor, an earlier one completed it: the queue is in order.
     """
     makers: dict[int, int] = {}
     for number, launch in enumerate(launches):
         if launch.step:
             makers = dict.fromkeys(launch.touches, number) | makers
-    found = []
+    parts = []
     for index, output in enumerate(outputs):
         value = output.value
         if value is None or value.id not in makers:
@@ -58,8 +58,8 @@ def told(outputs: Sequence[Output], launches: Sequence[Launch]) -> list[Told]:
         launch, reached = launches[number], 0
         for block, (_, size) in enumerate(blocks_of(launch) if _fits(value, launch) else ()):
             lo, reached = reached, min(reached + size[0] * launch.step, math.prod(value.shape))
-            found.append(Told(index, lo, reached, number, block))
-    return found
+            parts.append(Part(index, lo, reached, number, block))
+    return parts
 
 
 def _fits(value: Value, launch: Launch) -> bool:

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Body:
-    """Emits statements; remembers the tensors used and what was hoisted out of the row.
+    """Emits statements; remembers the tensors used and the statements hoisted out of the row.
 
-    `written` maps tensors that the kernel itself stores to their expressions: reading one of
-    them back is the expression. `held` names variables that hold an expression already.
+    `written` maps the tensors that the kernel itself stores to their expressions, which replace
+    a load of such a tensor. `held` gives the variables of expressions computed already.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Body:
         return lines
 
     def row_lines(self, coordinates: list[str]) -> list[str]:
-        """What is to be computed at the start of a row. Call it after the rest is emitted."""
+        """The statements at the start of a row. Call it after all others are emitted."""
         return coordinates + self._row
 
     def stores(self, group: Sequence[Store], width: int) -> list[str]:
@@ -68,7 +68,7 @@ class Body:
         lines: list[str] = []
         memo: dict[Expr, str] = {}
         names = [self.emit(store.expr, width, lines, memo) for store in group]
-        # All reads before the first write: a result may lie over something that is read.
+        # All reads come before the first write: a result may share memory with an operand.
         puts = zip(group, names, strict=True)
         return lines + [self._put(store, name, width) for store, name in puts]
 
@@ -95,7 +95,7 @@ class Body:
         return name
 
     def still(self, expr: Expr) -> bool:
-        """Whether `expr` is the same all along a row."""
+        """Whether `expr` has one value for the whole row."""
         expr = self._source(expr)
         if expr not in self._still:
             fixed = not isinstance(expr, (Load, Coord)) or self.nest.step(expr.layout) == 0
@@ -115,7 +115,7 @@ class Body:
         return expr.plain or self.still(expr)
 
     def _source(self, expr: Expr) -> Expr:
-        """What a tensor that the kernel itself stores is read back as, else `expr`."""
+        """The stored expression if `expr` loads a tensor of this kernel's own, else `expr`."""
         while isinstance(expr, Load) and expr.plain and expr.value.id in self._written:
             expr = self._written[expr.value.id]
         return expr
@@ -192,7 +192,7 @@ class Body:
         )
 
     def _at(self, layout: Layout) -> str:
-        """Where `layout` is at element `i` of the row, in elements."""
+        """The offset of `layout` at element `i` of the row, in elements."""
         if layout not in self._bases:
             outer = self.nest.strides(layout)[:-1]
             terms = [f"c{d} * {s}" for d, s in enumerate(outer) if s]

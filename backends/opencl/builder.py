@@ -1,4 +1,4 @@
-"""Lowers one graph into launches: what the functions in `ops/` are written against."""
+"""Lowers one graph into launches: the interface that the functions in `ops/` use."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from .target import Target
 __all__ = ["Builder", "Kernel", "Launch", "Value", "kernel_source"]
 
 CHEAP = 2
-"""Work (see `expr.work`) up to which computing again beats a trip through memory."""
+"""Up to this work (see `expr.work`) recomputing is cheaper than a trip through memory."""
 LARGEST = 48
-"""Distinct expressions in one fused tree, beyond which it is stored: bounds compile time."""
+"""A fused tree with more distinct expressions is stored, which bounds compile time."""
 NEAR = 6
-"""How many kernels back a store looks for one to join."""
+"""A store may join one of this many most recent kernels."""
 WAITING = 2
-"""Products that wait for an epilogue at once: a gradient to pass on, and that of a weight."""
+"""Products that may wait for an epilogue at once: gradients of an input and of a weight."""
 
 
 Lowered = Expr | tuple["Expr | None", ...]
 
 
 class Builder:
-    """The state of lowering: expressions that wait, tensors, and launches in order."""
+    """The state of lowering: expressions not yet stored, tensors, and launches in order."""
 
     def __init__(self, target: Target, outputs: frozenset[fx.Node] = frozenset()) -> None:
-        """`outputs`: nodes to store as soon as they are known, beside what they share."""
+        """`outputs` are stored as soon as they are defined, in one kernel with their operands."""
         self.device = target
         self._outputs = outputs
         self._steps: list[Launch | list[Store]] = []
@@ -46,10 +46,10 @@ class Builder:
         self._steady: set[int] = set()
         self._count = 0
 
-    # -- what lowerings use
+    # -- for all lowerings
 
     def value(self, node: fx.Node) -> Value:
-        """The tensor of an argument, row-major; runs what waits for it."""
+        """The row-major tensor of an argument; emits the launches that compute it."""
         return self.store(self.expr(node))
 
     def strided(self, node: fx.Node) -> tuple[Value, tuple[int, ...], int]:
@@ -80,23 +80,23 @@ class Builder:
     ) -> None:
         """Run `kernel`. An int argument is an int32 there, a float a float32.
 
-        `args` are by the names that the source declares; see `signature.bind`.
-        `steady`: it reads no tensor but some that are `steady`, and writes tensors that no other
-        launch writes.
+        `args` maps the parameter names of the source to arguments; see `signature.bind`.
+        `steady`: the kernel reads only tensors that are `steady`, and no other launch writes its
+        results.
         """
         local = None if local_size is None else tuple(local_size)
         self.add(Launch(kernel, tuple(global_size), local, bind(kernel, args), steady=steady))
 
     def add(self, launch: Launch) -> None:
-        """Run a launch behind all that it waits for."""
+        """Run a launch after the launches that it depends on."""
         self._flush(launch.touches)
         if math.prod(launch.global_size) > 0:
             self._steps.append(launch)
 
     def product(self, out: Value, launches: Sequence[Launch]) -> None:
-        """`launches` make the matrices `out`; the last may take an epilogue, so they wait for one.
+        """Add a product: `launches` compute the matrices `out`, the last may take an epilogue.
 
-        They run in one go when something other than an epilogue needs them.
+        They wait for that epilogue until another kernel needs the product.
         """
         tile = Tile(out.shape, out.dtype, tuple(launches))
         self._groups.append([Store(tile, out, Layout.row_major(out.shape))])
@@ -105,11 +105,11 @@ class Builder:
             self._flush({waiting[0][0].out.id})
 
     def steady(self, value: Value) -> bool:
-        """Whether runs will be given the same tensor many times over: a weight."""
+        """Whether many runs in a row get the same tensor, as they do for a weight."""
         return value.id in self._steady
 
     def result(self, node: fx.Node, value: Value | tuple[Value | None, ...]) -> None:
-        """Say what `node` is; a tuple for an operator with several results."""
+        """Set the result of `node`; a tuple for an operator with several results."""
         if isinstance(value, tuple):
             self._lowered[node] = tuple(
                 None if item is None else self.pool.load(item) for item in value
@@ -121,25 +121,25 @@ class Builder:
         """Text of a kernel file, such as `cpu/matmul.cl`."""
         return kernel_source(path)
 
-    # -- what elementwise, view and reduction lowerings use besides
+    # -- for elementwise, view and reduction lowerings
 
     def expr(self, arg: object, shape: Shape | None = None, dtype: str = "float32") -> Expr:
-        """An argument as an expression: a node's own, or a number as a constant of `shape`."""
+        """An argument as an expression: that of a node, or a constant of `shape` for a number."""
         if isinstance(arg, fx.Node):
-            found = self._lowered[arg]
-            if isinstance(found, tuple):
+            lowered = self._lowered[arg]
+            if isinstance(lowered, tuple):
                 raise BackendError(f"{arg.name} is a tuple of results, not a tensor")
-            if found in self._stored:
-                found = self.pool.load(self._stored[found])
-            return found if shape is None else self.expand(found, shape)
+            if lowered in self._stored:
+                lowered = self.pool.load(self._stored[lowered])
+            return lowered if shape is None else self.expand(lowered, shape)
         if not isinstance(arg, (bool, int, float)):
             raise BackendError(f"expected a tensor or a number, got {arg!r}")
         return self.pool.make(Const, shape or (), dtype, arg)
 
     def results(self, node: fx.Node) -> tuple[Expr | None, ...]:
-        """The results of a node that has several."""
-        found = self._lowered[node]
-        return found if isinstance(found, tuple) else (found,)
+        """The results of a node with several."""
+        lowered = self._lowered[node]
+        return lowered if isinstance(lowered, tuple) else (lowered,)
 
     def apply(self, code: str, dtype: str, *args: Expr, weight: int = 1) -> Expr:
         """The C expression `code` of the arguments, which have one shape."""
@@ -147,7 +147,7 @@ class Builder:
         return self.pool.make(Apply, args[0].shape, dtype, code, args, weight)
 
     def expand(self, expr: Expr, shape: Shape) -> Expr:
-        """`expr` broadcast to `shape`; stored first if computing it repeatedly is dear."""
+        """`expr` broadcast to `shape`; stored first if recomputing it is costly."""
         if expr.shape == shape:
             return expr
         if math.prod(shape) > expr.numel and work(expr) > CHEAP:
@@ -163,13 +163,13 @@ class Builder:
         return seen
 
     def define(self, node: fx.Node, expr: Expr) -> None:
-        """Say that `node` is `expr`, computed when and where it is needed."""
+        """Set `node` to `expr`, which is computed in the kernels that use it."""
         if node in self._outputs or (len(node.users) > 1 and work(expr) > CHEAP):
             expr = self.pool.load(self.store(expr))
         self._lowered[node] = expr
 
     def define_results(self, node: fx.Node, exprs: tuple[Expr | None, ...]) -> None:
-        """The same for a node with several results."""
+        """`define` for a node with several results."""
         self._lowered[node] = exprs
 
     def store(self, expr: Expr) -> Value:
@@ -183,7 +183,7 @@ class Builder:
         return self._stored[expr]
 
     def store_copy(self, expr: Expr) -> Value:
-        """`expr` in a tensor that nothing else shares."""
+        """`expr` in a tensor of its own."""
         out = self.new(expr.shape, expr.dtype)
         self.store_into(expr, out, Layout.row_major(expr.shape))
         return out
@@ -199,16 +199,16 @@ class Builder:
                 continue
             joining = self._joining(store, group)
             if joining is not None:
-                # Nothing since needs the group: it may as well run last, after what this reads.
+                # No later group needs this one: it can run last, after the operands of the store.
                 del self._groups[at]
                 self._groups.append([*group, joining])
                 return
         self._groups.append([store])
 
-    # -- what the compiler uses
+    # -- for the compiler
 
     def input(self, node: fx.Node) -> Value:
-        """The tensor that a placeholder stands for."""
+        """The tensor of a placeholder."""
         value = self.new(node_shape(node), node_dtype(node))
         if node.meta.get("steady"):
             self._steady.add(value.id)
@@ -216,19 +216,19 @@ class Builder:
         return value
 
     def finish(self, results: Iterable[Value]) -> tuple[Launch, ...]:
-        """All launches in order, without stores that no other kernel and no result needs."""
+        """All launches in order, without stores that neither a kernel nor a result needs."""
         self._steps += self._groups
         self._groups = []
         needed = {value.id for value in results}
-        found: list[Launch] = []
+        launches: list[Launch] = []
         for step in reversed(self._steps):
             if isinstance(step, Launch):
                 needed |= step.touches
-                found.append(step)
-            elif wanted := [store for store in step if store.out.id in needed]:
+                launches.append(step)
+            elif kept := [store for store in step if store.out.id in needed]:
                 needed.update(*(store.reads for store in step))
-                found += reversed(self._launches(step, wanted))
-        return tuple(reversed(found))
+                launches += reversed(self._launches(step, kept))
+        return tuple(reversed(launches))
 
     def _bounded(self, expr: Expr) -> Expr:
         if isinstance(expr, Apply) and sum(1 for _ in walk(expr)) > LARGEST:
@@ -241,7 +241,10 @@ class Builder:
         return store if store.joins(group) else None
 
     def _flush(self, needed: set[int]) -> None:
-        """Have run all that waits, but products that neither that nor `needed` depends on."""
+        """Emit all waiting groups, except the products that nothing emitted depends on.
+
+        `needed` holds the ids of tensors that the next launch reads.
+        """
         needed = set(needed)
         waiting, ready = [], []
         for group in reversed(self._groups):
@@ -253,10 +256,10 @@ class Builder:
         self._groups = waiting[::-1]
         self._steps += ready[::-1]
 
-    def _launches(self, group: Sequence[Store], wanted: Sequence[Store]) -> list[Launch]:
+    def _launches(self, group: Sequence[Store], kept: Sequence[Store]) -> list[Launch]:
         if epilogue.is_product(group):
-            return epilogue.launches(group, wanted, self.device)
-        code = generate(group, self.device, wanted)
+            return epilogue.launches(group, kept, self.device)
+        code = generate(group, self.device, kept)
         kernel = Kernel(code.text, code.name, generated=True)
         read = [load for store in group for load in loads(store.expr)]
         straight = {load.value.id for load in read if load.plain}
@@ -267,12 +270,12 @@ class Builder:
 
 
 def node_dtype(node: fx.Node) -> str:
-    """The dtype of a node that has one result."""
+    """The dtype of a node with one result."""
     return dtype_name(node.meta["val"].dtype)
 
 
 def node_shape(node: fx.Node) -> Shape:
-    """The shape of a node that has one result."""
+    """The shape of a node with one result."""
     return tuple(int(size) for size in node.meta["val"].shape)
 
 

@@ -1,4 +1,4 @@
-"""The arithmetic ceiling of a device, which its kernels are held against."""
+"""The arithmetic ceiling of a device: the most that its kernels could reach."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ WORK_ITEMS, REPEATS = 32, 40_000
 
 
 def fma_ceiling(device: OpenCLDevice) -> tuple[Callable[[], None], int]:
-    """(run, operations): `run` does so many float32 operations in registers and waits for them."""
+    """(run, operations): `run` does that number of float32 operations in registers, and waits."""
     cl = driver()
     source = kernel_source("cpu/common.cl") + kernel_source("cpu/ceiling.cl")
-    wanted = Kernel(source, "fma_ceiling")
-    device.programs.prepare([wanted])
-    kernel = device.programs.kernel(wanted)
+    ceiling = Kernel(source, "fma_ceiling")
+    device.programs.prepare([ceiling])
+    kernel = device.programs.kernel(ceiling)
     out = cl.Buffer(device.context, cl.mem_flags.READ_WRITE, WORK_ITEMS * LANES * 4)
 
     def run() -> None:

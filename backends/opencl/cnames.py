@@ -10,11 +10,11 @@ C_TYPES = {
     "float64": "double", "float32": "float", "int64": "long", "int32": "int", "int16": "short",
     "int8": "char", "uint8": "uchar", "bool": "uchar", "float16": "float",
 }  # fmt: skip
-"""C types of the dtypes that kernels compute in; a bool is a byte that is 0 or 1. A float16 is one
-in memory alone, which `vload_half` and `vstore_half` of every OpenCL read and write."""
+"""C types of the dtypes that kernels compute in; a bool is a byte, 0 or 1. float16 exists in memory
+only: every OpenCL has `vload_half` and `vstore_half` to read and write it."""
 
 MASKS = {"double": "long", "float": "int", "uchar": "char"}
-"""The signed integer type as wide as a type, where that is not the type itself."""
+"""The signed integer type of the same width, for each type that is not one itself."""
 
 
 def literal(number: float | int | bool, dtype: str) -> str:

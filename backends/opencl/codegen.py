@@ -1,7 +1,7 @@
 """Text of fused elementwise kernels.
 
 A work-item walks whole rows of the innermost dimension, 16 elements at a time (CPU), or computes
-one element (GPU). What does not change along a row is computed once per row.
+one element (GPU). Expressions that are constant along a row are computed once per row.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .nest import Nest
 from .target import Target
 
 BLOCK = 4096
-"""Elements per work-item on a CPU: enough to hide what a work-group costs."""
+"""Elements per work-item on a CPU: enough to hide the cost of a work-group."""
 TILE = 256
-"""Width of the tile that a work-item copies when it reads across rows."""
+"""Width of the tile of a work-item that reads across rows."""
 LANES = 16
 MOST_TENSORS = 24
 
@@ -37,7 +37,7 @@ class Kernel:
     name: str
     options: tuple[str, ...] = ()
     generated: bool = False
-    """Whether the name is unique to the text, so that many may share a program."""
+    """Whether no other text has this name, so that many kernels can share a program."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,17 @@ class Launch:
     local_size: tuple[int, ...] | None
     args: tuple[Value | int | float, ...]
     inplace: frozenset[int] = field(default_factory=frozenset)
-    """Tensors read element by element, each just before the same element of a result is written:
-    a result of the same size may take their memory."""
+    """Ids of tensors whose every element is read just before the same element of a result is
+    written: a result of the same size may take their memory."""
     steady: bool = False
-    """Whether it reads weights alone: once is enough, until other weights come."""
+    """Whether it reads weights alone, and so runs again only for other weights."""
     step: int = 0
-    """Elements of its results, in row-major order, that each step of the first global id completes;
-    0 where they are not so."""
+    """Elements of its results that each step of the first global id completes, in row-major order;
+    0 if it completes them in another order."""
 
     @property
     def touches(self) -> set[int]:
-        """The tensors that it reads or writes, by id."""
+        """Ids of the tensors that it reads or writes."""
         return {arg.id for arg in self.args if isinstance(arg, Value)}
 
 
@@ -75,7 +75,7 @@ class Tile(Expr):
 
 @dataclass(frozen=True)
 class Store:
-    """`expr` goes to the elements of `out` that `layout` names."""
+    """Writes `expr` to the elements of `out` that `layout` names."""
 
     expr: Expr
     out: Value
@@ -89,17 +89,17 @@ class Store:
 
     @property
     def reads(self) -> set[int]:
-        """The tensors that it is computed from, by id."""
-        found = {load.value.id for load in loads(self.expr)}
+        """Ids of the tensors that its expression reads."""
+        ids = {load.value.id for load in loads(self.expr)}
         if isinstance(self.expr, Tile):
-            found.update(*(launch.touches for launch in self.expr.launches))
-        return found
+            ids.update(*(launch.touches for launch in self.expr.launches))
+        return ids
 
     def joins(self, group: Sequence[Store]) -> bool:
-        """Whether this store can be in one kernel with `group`, and gains by it.
+        """Whether this store can be in one kernel with `group`, and is faster there.
 
-        One pass over one shape that shares tensors. A tensor that the group writes may be read
-        here only element by element.
+        Both must have one shape and share tensors. This store may read a tensor that the group
+        writes only element by element.
         """
         if self.expr.shape != group[0].expr.shape or not all(s.plain for s in (self, *group)):
             return False
@@ -113,7 +113,7 @@ class Store:
         return shares and all(load.plain for load in mine if load.value.id in written)
 
     def follows(self, group: Sequence[Store]) -> bool:
-        """Whether it reads or overwrites what `group` writes."""
+        """Whether it reads or overwrites a tensor that `group` writes."""
         touched = self.reads | {self.out.id}
         return any(store.out.id in touched for store in group)
 
@@ -138,8 +138,8 @@ def kernel_source(path: str) -> str:
         raise BackendError(f"there is no kernel source {path!r} in hetpipe.kernels") from error
 
 
-def generate(group: Sequence[Store], target: Target, wanted: Sequence[Store]) -> Code:
-    """One kernel for a group of stores of one shape; only those `wanted` go to memory."""
+def generate(group: Sequence[Store], target: Target, kept: Sequence[Store]) -> Code:
+    """One kernel for a group of stores of one shape; only those in `kept` go to memory."""
     exprs = list(walk(*(store.expr for store in group)))
     layouts = [item.layout for item in exprs if isinstance(item, (Load, Coord))]
     layouts += [store.layout for store in group]
@@ -149,14 +149,14 @@ def generate(group: Sequence[Store], target: Target, wanted: Sequence[Store]) ->
         map(body.has_lanes, exprs)
     )
     if target.kind == "gpu":
-        lines, count = _by_element(body, wanted)
+        lines, count = _by_element(body, kept)
         width = min(256, target.max_work_group_size)
         size = (-(-count // width) * width,)
         local = (width,)
     else:
         straight = all(body.in_step(item) for item in exprs if isinstance(item, Load))
         padded = straight and all(store.plain for store in group) and not target.checks_memory
-        lines, count = _by_row(body, wanted, padded)
+        lines, count = _by_row(body, kept, padded)
         size, local = (count,), (1,)
     args: list[Value | int | float] = list(body.tensors.values())
     parameters = [f"__global {pointed(value.dtype)} *{name}" for name, value in body.named.items()]

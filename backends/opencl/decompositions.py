@@ -1,8 +1,8 @@
-"""Operators in terms that suit the kernels here better than core ATen's.
+"""Decompositions that suit the kernels here better than core ATen's.
 
-Activations are written in the parts that their derivatives have in common with them: the derivative
-is computed in the forward, where its input is at hand, and so both share one evaluation of the
-error function or the exponential, in one kernel.
+An activation and its derivative have parts in common. The derivative is computed in the forward,
+where its input is at hand, so that one kernel evaluates the error function or the exponential once
+for both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """By operator, to be applied before core ATen's own."""
+    """Decompositions by operator, applied before core ATen's."""
     return {aten.gelu.default: gelu, aten.silu.default: silu, aten.cumsum.default: cumsum}
 
 
@@ -34,7 +34,7 @@ def silu(x: torch.Tensor) -> torch.Tensor:
 
 
 def cumsum(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Each element a sum over those up to it: n/2 times the additions, but one parallel kernel."""
+    """Cumulative sum, each element from scratch: n/2 times the additions, one parallel kernel."""
     if dtype is None:
         dtype = x.dtype if x.is_floating_point() else torch.int64
     if x.dim() == 0:

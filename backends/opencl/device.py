@@ -28,9 +28,9 @@ from .target import Target
 
 
 class OpenCLDevice(Device):
-    """Passes run in in-order queues, transfers in another.
+    """A device that runs passes in in-order queues, and transfers in a queue of their own.
 
-    Memory is given from one to the other only when the queue is done with it.
+    Memory goes from one queue to another only when the first has finished with it.
     """
 
     def __init__(self, info: DeviceInfo, cl_device: Any, drains: bool) -> None:
@@ -52,7 +52,7 @@ class OpenCLDevice(Device):
             self.pass_queues = tuple(PassQueue(self.context) for _ in queues)
             self.queue = self.pass_queues[0].cl
             self._transfers = cl.CommandQueue(self.context)
-            # An interpreter must see every access of the host to judge those of kernels.
+            # An interpreter that checks kernels must see the accesses of the host as well.
             shared = (
                 info.memory_domain == HOST_MEMORY
                 and not self.target.checks_memory
@@ -66,7 +66,7 @@ class OpenCLDevice(Device):
         self._held: deque[tuple[Any, tuple[Any, ...]]] = deque()
         self._lock = threading.RLock()
         self.enqueueing = threading.Lock()
-        """Held while a pass is enqueued: passes share an arena, so none may come between."""
+        """Held while a pass is enqueued: passes share an arena, so their launches must not mix."""
 
     def supports(self, node: fx.Node) -> str | None:
         return refusal(self.info, node)
@@ -120,7 +120,7 @@ class OpenCLDevice(Device):
         return self.memory.held_nbytes + sum(queue.arena_nbytes for queue in self.pass_queues)
 
     def close(self) -> None:
-        """Wait for all work, then drop what is cached."""
+        """Wait for all work, then drop the caches."""
         with errors(self.info.id, "closing it"):
             for queue in self.pass_queues:
                 queue.cl.finish()
@@ -146,7 +146,7 @@ class OpenCLDevice(Device):
         return self.pass_queues[number]
 
     def arena(self, nbytes: int, queue: PassQueue) -> Any:
-        """Memory for intermediates of passes in that queue."""
+        """Memory for the intermediates of passes in `queue`."""
         with self._lock:
             return queue.arena(nbytes, self.memory)
 
@@ -162,7 +162,7 @@ class OpenCLDevice(Device):
         return waits or None
 
     def _copy(self, dst: Bytes, src: Bytes, after: Sequence[Event]) -> Event:
-        """In the host's memory: a driver would queue it behind the kernels that are running."""
+        """Copy in the host's memory: a driver would first wait for the kernels that are running."""
 
         def start() -> Event:
             np.copyto(dst, src)
@@ -185,7 +185,7 @@ class OpenCLDevice(Device):
         return self._when(after, start)
 
     def _when(self, after: Sequence[Event], start: Callable[[], Event]) -> Event:
-        """Start now if all of `after` have ended, else when they have."""
+        """Start the copy as soon as all of `after` have ended."""
         if all(event.done() for event in after):
             return start()
         later = LaterEvent(f"a copy on {self.info.id}")
@@ -196,14 +196,14 @@ class OpenCLDevice(Device):
                     event.done()
                 started = start()
                 started.on_done(lambda: later.end(_failure(started)))
-            except BaseException as error:  # reported to whoever waits
+            except BaseException as error:  # the event reports it to its waiters
                 later.end(error)
 
         when_done(after, begin)
         return later
 
     def _collect(self) -> None:
-        """Let go of what finished transfers used."""
+        """Release the memory of finished transfers."""
         complete = driver().command_execution_status.COMPLETE
         while self._held and self._held[0][0].command_execution_status <= complete:
             self._held.popleft()

@@ -34,7 +34,7 @@ def driver() -> Any:
 
 @contextmanager
 def _without_noise() -> Iterator[None]:
-    """Drop what Intel's runtime prints on another maker's processor; all else comes after."""
+    """Hide the lines that Intel's runtime prints on another maker's processor; print the others."""
     saved = os.dup(2)
     with tempfile.TemporaryFile() as caught:
         os.dup2(caught.fileno(), 2)
@@ -54,22 +54,22 @@ def platforms() -> list[Any]:
     cl = driver()
     try:
         with _without_noise():
-            found = list(cl.get_platforms())
+            platforms = list(cl.get_platforms())
     except cl.Error as error:
         if "PLATFORM_NOT_FOUND" not in str(error):
             raise BackendError(f"OpenCL's loader fails: {error}") from error
-        found = []
-    if not found:
+        platforms = []
+    if not platforms:
         raise BackendError(
             f"no OpenCL runtime is installed: run `{EMULATORS}`, or `{POCL}`, or install the "
             "driver of your device"
         )
-    return found
+    return platforms
 
 
 @contextmanager
 def errors(device: str, doing: str) -> Iterator[None]:
-    """Turn pyopencl's errors into `BackendError` that names the device and what it was doing."""
+    """Turn pyopencl's errors into a `BackendError` with the device and its activity."""
     cl = driver()
     try:
         yield

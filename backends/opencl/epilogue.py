@@ -1,4 +1,4 @@
-"""Elementwise operators behind a matrix product, done while its tile is in registers.
+"""Elementwise operators after a matrix product, done while its tile is in registers.
 
 A product and the stores that follow it are one group: first the store of the product itself, whose
 expression is a `Tile`, then the epilogue, stores that read the product element by element.
@@ -27,10 +27,10 @@ def is_product(group: Sequence[Store]) -> bool:
 
 
 def fitted(pool: Pool, store: Store, group: Sequence[Store]) -> Store | None:
-    """`store` in the form that the epilogue of a product needs, or None if it cannot join that.
+    """`store` in the form that the epilogue of a product needs, or None if it cannot join it.
 
-    It must read what the group writes, and only element by element, walk its elements in the
-    product's order, and have rows that end where the product's rows end.
+    It must read a result of the group, only element by element, in the product's order, and
+    have rows that end where the product's rows end.
     """
     tile = group[0].expr
     written = {other.out.id for other in group}
@@ -41,21 +41,21 @@ def fitted(pool: Pool, store: Store, group: Sequence[Store]) -> Store | None:
     expr = pool.view(store.expr, lambda layout: layouts.reshape(layout, shape))
     if expr is None or expr.numel != tile.numel:
         return None
-    made = Store(expr, store.out, Layout.row_major(shape))
-    stores = [*group[1:], made]
+    reshaped = Store(expr, store.out, Layout.row_major(shape))
+    stores = [*group[1:], reshaped]
     if len(written.union(*(other.reads | {other.out.id} for other in stores))) >= MOST_TENSORS:
         return None
     nest = _nest(shape, tile.shape[-1], stores)
     if nest is None or not all(map(Body(nest).has_lanes, walk(expr))):
         return None
-    return made
+    return reshaped
 
 
-def launches(group: Sequence[Store], wanted: Sequence[Store], target: Target) -> list[Launch]:
-    """What computes a product and those stores of its group that are `wanted`."""
+def launches(group: Sequence[Store], kept: Sequence[Store], target: Target) -> list[Launch]:
+    """The launches of a product and of the stores `kept` of its group."""
     tile = group[0].expr
     assert isinstance(tile, Tile)
-    if list(wanted) == [group[0]]:
+    if list(kept) == [group[0]]:
         return list(tile.launches)
     *before, last = tile.launches
     product = group[0].out
@@ -65,7 +65,7 @@ def launches(group: Sequence[Store], wanted: Sequence[Store], target: Target) ->
     nest = _nest(shape, product.shape[-1], group[1:])
     assert nest is not None, "stores join only if they have one"
     body = Body(nest, {store.out.id: store.expr for store in group}, {tile: "sum"})
-    stores = [replace(s, layout=Layout.row_major(shape)) for s in wanted]
+    stores = [replace(s, layout=Layout.row_major(shape)) for s in kept]
     by_vector = ["const float16 sum = sums16;", *body.stores(stores, LANES)]
     tail = nest.inner % LANES != 0
     by_element = ["const float sum = lane[i - first];", *body.stores(stores, 1)] if tail else []
@@ -137,7 +137,7 @@ def _lines(
 def _kernel(signature: Sequence[str], lines: Sequence[str], target: Target) -> Kernel:
     text = "(\n    " + ",\n    ".join(signature) + ")\n{\n    " + "\n    ".join(lines) + "\n}\n"
     name = f"matmul_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    # Many kernels may share a program, and these definitions.
+    # Kernels that share a program share these definitions.
     interpreted = "#define INTERPRETED\n" if target.checks_memory else ""
     shared = kernel_source("cpu/common.cl") + kernel_source("cpu/matmul.cl")
     head = f"#ifndef EPILOGUE\n#define EPILOGUE\n{interpreted}{shared}#endif\n"

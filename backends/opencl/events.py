@@ -1,4 +1,4 @@
-"""Ends of commands on a device, and of transfers that wait for other devices."""
+"""Events: ends of commands on a device, and of transfers that wait for other devices."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ class PassEvent(CommandEvent):
         if ended:
             for outcome in self._outcomes:
                 outcome.check(self.device.info.id)
-            self._outcomes = ()  # their memory is free
+            self._outcomes = ()  # frees their memory
         return ended
 
 
 class LaterEvent(Event):
-    """The end of something that starts when other events have ended."""
+    """The end of work that starts when other events have ended."""
 
     def __init__(self, doing: str) -> None:
         self._doing = doing

@@ -1,4 +1,4 @@
-"""A lowered graph that is ready to run: arguments are set once, a run only enqueues."""
+"""A lowered graph that is ready to run: arguments are set once, a run enqueues launches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hetpipe.sdk.backend import DONE, Buffer, Chunk, Event, Executable
 from hetpipe.sdk.inputs import check_inputs
 
 from .arena import lives, nbytes, place
-from .blocks import Block, blocks_of, told
+from .blocks import Block, blocks_of, finished_parts
 from .driver import driver, errors
 from .events import CommandEvent, PassEvent
 from .expr import Value
@@ -39,7 +39,7 @@ class _Step(NamedTuple):
 
 
 class OpenCLExecutable(Executable):
-    """Launches in order, whose arguments are fixed but for inputs and outputs."""
+    """Launches in order; only the arguments for inputs and outputs change between runs."""
 
     def __init__(self, device: OpenCLDevice, lowered: Lowered) -> None:
         self._device = device
@@ -52,13 +52,13 @@ class OpenCLExecutable(Executable):
                 slots[output.value.id] = len(lowered.inputs) + index
         for index, check in enumerate(lowered.checks, len(lowered.inputs) + len(lowered.outputs)):
             slots[check.value.id] = index
-        # Setting an argument retains nothing: what arguments point to is kept here.
+        # Setting an argument retains nothing, so references to the memories are kept here.
         self._kept = _kept(device, lowered, set(slots))
         self._placed: list[tuple[Any, int, int]] = []  # (kernel, argument, id) of an intermediate
         streams = device.info.capabilities.chunks
-        self._told = told(lowered.outputs, lowered.launches) if streams else []
-        """Which outputs are made block by block, and by which launches."""
-        in_blocks = {each.launch for each in self._told}
+        self._parts = finished_parts(lowered.outputs, lowered.launches) if streams else []
+        """The outputs that are complete block by block, and the launches that compute them."""
+        in_blocks = {each.launch for each in self._parts}
         self._place_of = {output: place for place, output in enumerate(lowered.results)}
         self._steps: list[_Step] = []
         self._rebind: dict[int, list[tuple[Any, int]]] = {slot: [] for slot in slots.values()}
@@ -79,7 +79,7 @@ class OpenCLExecutable(Executable):
             self._steps.append(_Step(number, kernel, launch.local_size, blocks))
         pairs = zip(lowered.launches, self._steps, strict=True)
         self._changing = [step for launch, step in pairs if not launch.steady]
-        """What is left to do while the weights are the same."""
+        """The launches to repeat while the weights stay the same."""
         read = {arg.id for each in lowered.launches if each.steady for arg in each.args
                 if isinstance(arg, Value)}  # fmt: skip
         self._steady = [slot for slot, value in enumerate(lowered.inputs) if value.id in read]
@@ -99,20 +99,20 @@ class OpenCLExecutable(Executable):
         queue: int = 0,
     ) -> tuple[list[Buffer], Event, Sequence[Chunk]]:
         device = self._device
-        given = self._check(inputs)
+        buffers = self._check(inputs)
         waits = device.native(after)
         if device.pass_queue(queue) is not self._queue:
             self._move(device.pass_queue(queue))
         with device.enqueueing, errors(device.info.id, "enqueueing a graph"):
             device.retired.clear()
-            outputs = self._outputs(given, donate, queue)
-            for slot, buffer in enumerate(given):
+            outputs = self._outputs(buffers, donate, queue)
+            for slot, buffer in enumerate(buffers):
                 self._bind(slot, buffer.memory.cl)
             checked = [device.memory.take(nbytes(c.value), queue) for c in self._lowered.checks]
             memories = [*(buffer.memory for buffer in outputs), *checked]
-            for slot, memory in enumerate(memories, len(given)):
+            for slot, memory in enumerate(memories, len(buffers)):
                 self._bind(slot, memory.cl)
-            weights = [given[slot] for slot in self._steady]
+            weights = [buffers[slot] for slot in self._steady]
             same = self._are_same(weights)
             self._weights = []  # until the launches that read them are enqueued
             command, blocks = self._enqueue(self._changing if same else self._steps, waits)
@@ -128,25 +128,25 @@ class OpenCLExecutable(Executable):
                 t.hi,
                 CommandEvent(device, blocks[t.launch][t.block], RUNNING),
             )
-            for t in self._told
+            for t in self._parts
         ]
         return [outputs[index] for index in self._lowered.results], event, chunks
 
     def _are_same(self, weights: Sequence[OpenCLBuffer]) -> bool:
-        """Whether the last run had these very buffers, and nobody has written to them since."""
-        known = self._weights
-        return len(known) == len(weights) and all(
+        """Whether the last run had the same buffers, and none was written to since."""
+        last_weights = self._weights
+        return len(last_weights) == len(weights) and all(
             last() is buffer and writes == buffer.writes
-            for (last, writes), buffer in zip(known, weights, strict=True)
+            for (last, writes), buffer in zip(last_weights, weights, strict=True)
         )
 
     def _enqueue(
         self, steps: Sequence[_Step], waits: list[Any] | None
     ) -> tuple[Any, dict[int, list[Any]]]:
-        """The last command, and those of launches in blocks, by number."""
+        """The last command, and the commands of launches in blocks by the launch's number."""
         cl, device = driver(), self._device
         enqueue, queue = cl.enqueue_nd_range_kernel, self._queue.cl
-        command, made = None, defaultdict(list)
+        command, of_launch = None, defaultdict(list)
         for number, kernel, local_size, blocks in steps:
             for offset, size in blocks:
                 try:
@@ -157,16 +157,16 @@ class OpenCLExecutable(Executable):
                         raise error
                 waits = None
                 if len(blocks) > 1:
-                    made[number].append(command)
+                    of_launch[number].append(command)
         if command is None and waits:
             command = cl.enqueue_marker(queue, wait_for=waits)
         if command is not None:
             queue.flush()
             self._queue.last = self._last = command
-        return command, made
+        return command, of_launch
 
     def _read_checks(self, memories: Sequence[Memory], command: Any) -> tuple[Any, list[Outcome]]:
-        """The last command now, and the results of checks that the host has when it has ended."""
+        """The new last command, and the outcomes of checks, valid when that command has ended."""
         outcomes = []
         for check, memory in zip(self._lowered.checks, memories, strict=True):
             host = memory.host
@@ -193,7 +193,7 @@ class OpenCLExecutable(Executable):
         with errors(device.info.id, "setting arguments"):
             for kernel, at, key in self._placed:
                 kernel.set_arg(at, memory[key])
-        self._intermediates = memory  # the last ones go
+        self._intermediates = memory  # releases those of the previous queue
 
     def _bind(self, slot: int, memory: Any) -> None:
         if self._bound.get(slot) is not memory:
@@ -214,7 +214,7 @@ class OpenCLExecutable(Executable):
         self, given: list[OpenCLBuffer], donate: frozenset[int], queue: int
     ) -> list[OpenCLBuffer]:
         if donate:
-            # Memory that is given twice is read under two names: nobody may overwrite it.
+            # An input that comes twice is read under two names: no output may take its memory.
             memories = [buffer.memory for buffer in given]
             if len(set(map(id, memories))) < len(memories):
                 donate = frozenset(i for i in donate if memories.count(memories[i]) == 1)
@@ -246,7 +246,7 @@ class OpenCLExecutable(Executable):
 
 
 def _kept(device: OpenCLDevice, lowered: Lowered, outside: set[int]) -> dict[int, Memory]:
-    """Memory of what steady launches make, by id: no other tensor shares it."""
+    """Memory of the results of steady launches, by id: no other tensor shares it."""
     life = lives(lowered.launches)
     return {
         key: device.memory.take(span.nbytes)
@@ -258,10 +258,10 @@ def _kept(device: OpenCLDevice, lowered: Lowered, outside: set[int]) -> dict[int
 def _intermediates(
     device: OpenCLDevice, queue: PassQueue, lowered: Lowered, outside: set[int]
 ) -> dict[int, Any]:
-    """Memory of the tensors that only the graph itself sees, by id."""
+    """Memory of the tensors inside the graph, by id."""
     life = {k: span for k, span in lives(lowered.launches).items() if k not in outside}
     if device.target.checks_memory:
-        # An allocation each, so that the interpreter sees every access outside a tensor.
+        # One allocation per tensor, so that the interpreter sees every access outside a tensor.
         sizes = {key: room_nbytes(span.nbytes) for key, span in life.items()}
         return {key: device.memory.create(nbytes).cl for key, nbytes in sizes.items()}
     offsets, total = place(life, lowered.launches, device.target.alignment_nbytes)

@@ -1,8 +1,8 @@
-"""Lazy elementwise expressions: what a fused kernel computes at one coordinate of its output.
+"""Lazy elementwise expressions: the value of a fused kernel at one coordinate of its output.
 
 An expression has a logical shape. Its leaves are affine in the coordinates: a load of a tensor
 through strides, a constant, or the coordinates themselves. So a view (permute, slice, expand, ...)
-of any expression is the same expression with other strides at the leaves, and costs nothing.
+of an expression is the same expression with other strides at the leaves, and costs nothing.
 
 Expressions are interned by `Pool`: equal ones are the same object, so common parts are found by
 identity and computed once.
@@ -29,9 +29,10 @@ class Value:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the elements of a tensor of `shape` are: `offset + sum(coordinate * stride)`.
+    """The place of each element of a tensor of `shape`: `offset + sum(coordinate * stride)`.
 
-    In elements. The stride of a dimension of size 1 is 0, so that equal layouts compare equal.
+    Offset and strides count elements. The stride of a dimension of size 1 is 0, so that equal
+    layouts compare equal.
     """
 
     shape: Shape
@@ -53,7 +54,7 @@ class Layout:
 
 
 View = Callable[[Layout], "Layout | None"]
-"""A change of layout; None where no strides express it."""
+"""A change of layout; None if no strides express it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,22 +119,22 @@ class Pool:
     """Makes expressions, one object for each distinct one."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], Expr] = {}
+        self._interned: dict[tuple[Any, ...], Expr] = {}
 
     def make(self, kind: type[E], *fields: Any) -> E:
-        """`kind(*fields)`, or the equal one that was made before."""
+        """`kind(*fields)`, or the equal expression that exists already."""
         # 1, 1.0 and True are equal in Python and different in C.
         key = (kind, fields, *(type(item) for item in fields))
-        known = self._known.setdefault(key, kind(*fields))
-        assert isinstance(known, kind)
-        return known
+        expr = self._interned.setdefault(key, kind(*fields))
+        assert isinstance(expr, kind)
+        return expr
 
     def load(self, value: Value) -> Load:
         """The tensor itself."""
         return self.make(Load, value.shape, value.dtype, value, Layout.row_major(value.shape))
 
     def view(self, expr: Expr, view: View) -> Expr | None:
-        """`expr` seen through `view`, or None where a leaf's strides cannot express it."""
+        """`expr` seen through `view`, or None if the strides of a leaf cannot express it."""
         return self._rewrite(expr, view, {})
 
     def _rewrite(self, expr: Expr, view: View, memo: dict[Expr, Expr | None]) -> Expr | None:
@@ -184,7 +185,7 @@ def walk(*roots: Expr) -> Iterator[Expr]:
 
 
 def children(expr: Expr) -> tuple[Expr, ...]:
-    """What an expression is computed from."""
+    """The expressions that an expression uses directly."""
     if isinstance(expr, Apply):
         return expr.args
     if isinstance(expr, Load):
@@ -198,7 +199,7 @@ def loads(expr: Expr) -> list[Load]:
 
 
 def work(expr: Expr) -> int:
-    """Rough cost of one element, in additions; what needs no memory is free."""
+    """Rough cost of one element, in additions; a leaf without memory is free."""
     total = 0
     fed: dict[Expr, bool] = {}
     for item in walk(expr):

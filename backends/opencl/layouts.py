@@ -1,4 +1,4 @@
-"""Views of tensors as changes of layout, with torch's meaning and no memory of their own."""
+"""Views of tensors as changes of layout, by torch's rules, without memory of their own."""
 
 from __future__ import annotations
 

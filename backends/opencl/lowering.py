@@ -1,4 +1,4 @@
-"""A graph becomes launches, with what the executable must know of inputs and outputs."""
+"""A graph becomes launches, and a description of its inputs and outputs for the executable."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .target import Target
 
 @dataclass(frozen=True)
 class Output:
-    """A result: placeholder number `source`, or the tensor `value`, as told to the caller.
+    """A result: placeholder number `source` itself, or else the tensor `value`.
 
-    `heirs` lists placeholders whose memory it may take if they are donated.
+    `heirs` lists the placeholders whose memory it may take if they are donated.
     """
 
     value: Value | None
@@ -38,10 +38,10 @@ class Lowered:
     inputs: tuple[Value, ...]
     outputs: tuple[Output, ...]
     results: tuple[int, ...]
-    """Which of `outputs` each result of the graph is."""
+    """For each result of the graph, its index in `outputs`."""
     launches: tuple[Launch, ...]
     checks: tuple[Check, ...] = ()
-    """Indices to look at when a run has ended."""
+    """Index tensors to check at the end of a run."""
 
 
 def lower(graph: fx.GraphModule, target: Target) -> Lowered:
@@ -84,10 +84,10 @@ def lower(graph: fx.GraphModule, target: Target) -> Lowered:
 
 
 def _order(graph: fx.GraphModule) -> list[fx.Node]:
-    """The operators that a result needs, elementwise results as soon as their inputs are there.
+    """The operators that a result needs, elementwise results directly after their operands.
 
-    Traced graphs have them at the end, where what they read has left the cache, and where no kernel
-    that reads the same is left for them to join.
+    Traced graphs have these at the end, where their operands have left the cache and no kernel with
+    the same operands is left to join.
     """
     needed = _needed(graph)
     calls = [node for node in graph_calls(graph) if node in needed]
@@ -95,8 +95,8 @@ def _order(graph: fx.GraphModule) -> list[fx.Node]:
     early: set[fx.Node] = set()
     for node in reversed(calls):
         users = [user for user in node.users if user in needed]
-        wanted = all(user in early for user in users) if users else node in outputs
-        if wanted and _is_pointwise(node):
+        is_early = all(user in early for user in users) if users else node in outputs
+        if is_early and _is_pointwise(node):
             early.add(node)
     place: dict[fx.Node, int] = dict.fromkeys(graph_inputs(graph), -1)
     for at, node in enumerate(calls):
@@ -125,7 +125,7 @@ def _with_heirs(
 ) -> tuple[Output, ...]:
     life = lives(launches)
     returned = {output.source for output in outputs}
-    found = []
+    with_heirs = []
     for output in outputs:
         heirs: list[int] = []
         if output.value is not None and output.value.id in life:
@@ -135,8 +135,8 @@ def _with_heirs(
                     continue
                 if value.id not in life or inherits(life[value.id], mine, value.id, launches):
                     heirs.append(index)
-            # First those that it is computed from: they are in the cache.
+            # Its operands first: they are in the cache.
             first = launches[mine.first].inplace
             heirs.sort(key=lambda index: inputs[index].id not in first)
-        found.append(Output(output.value, output.source, tuple(heirs)))
-    return tuple(found)
+        with_heirs.append(Output(output.value, output.source, tuple(heirs)))
+    return tuple(with_heirs)

@@ -1,4 +1,4 @@
-"""Device memory that is given back to a pool, so that a steady state allocates nothing."""
+"""Device memory that returns to a pool, so that a steady state allocates nothing."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ GRANULE_NBYTES = 128
 
 
 def room_nbytes(nbytes: int) -> int:
-    """What a tensor of `nbytes` takes in memory."""
+    """Bytes that a tensor of `nbytes` takes in memory."""
     return max(1, -(-nbytes // GRANULE_NBYTES)) * GRANULE_NBYTES
 
 
 class Piece(NamedTuple):
-    """A `cl.Buffer`, and the host's bytes that it lies in where a device computes in them."""
+    """A `cl.Buffer`, and the host's bytes under it if the device computes in host memory."""
 
     cl: Any
     host: Bytes | None
@@ -98,9 +98,9 @@ class MemoryPool:
         self.held_nbytes = 0
 
     def take(self, nbytes: int, queue: int | None = None) -> Memory:
-        """Memory for `nbytes` that all queues of passes are done with, but for `queue`.
+        """Memory for `nbytes` that no queue of passes uses, except perhaps `queue` itself.
 
-        A pass, which runs in a queue, may take what an earlier pass in that queue still uses.
+        A pass may take memory that an earlier pass in its own queue still uses.
         """
         size = room_nbytes(nbytes)
         with self._lock:
@@ -112,7 +112,7 @@ class MemoryPool:
         return Memory(self.create(size), size, self)
 
     def create(self, nbytes: int) -> Piece:
-        """New memory; frees what is unused and tries again if there is no room."""
+        """New memory; if there is no room, frees unused pieces and tries again."""
         cl = driver()
         with errors(self._device_id, f"allocating {nbytes} bytes"):
             try:
@@ -122,7 +122,7 @@ class MemoryPool:
                 return allocate(self._context, nbytes, self._host_queue)
 
     def give_back(self, piece: Piece, size: int) -> None:
-        """Keep a piece for the next who asks."""
+        """Keep a piece for the next `take`."""
         with self._lock:
             self._free[size].append((piece, self._last_events()))
 
@@ -136,7 +136,7 @@ class MemoryPool:
 
 
 def allocate(context: Any, nbytes: int, queue: Any | None) -> Piece:
-    """A buffer of `nbytes`; with a queue, also the place in the host's memory where it maps."""
+    """A buffer of `nbytes`; with a queue, also its bytes in the host's memory."""
     cl = driver()
     if queue is None:
         return Piece(cl.Buffer(context, cl.mem_flags.READ_WRITE, nbytes), None)
@@ -146,14 +146,14 @@ def allocate(context: Any, nbytes: int, queue: Any | None) -> Piece:
     place = (ctypes.c_uint8 * nbytes).from_address(mapped.ctypes.data)
     _ask_for_huge_pages(mapped.ctypes.data, nbytes)
     mapped.base.release(queue)
-    queue.finish()  # no kernel may meet a buffer that is still mapped
+    queue.finish()  # a kernel must not use a buffer that is still mapped
     return Piece(buffer, np.ctypeslib.as_array(place))
 
 
 def _ask_for_huge_pages(address: int, nbytes: int) -> None:
     """Let Linux back untouched memory with pages of 2 MiB: matrices span too many of 4 KiB.
 
-    A wish: where the system does not grant it, nothing is lost but the speed.
+    This is a hint: a system that ignores it is slower, and nothing else changes.
     """
     begin = -(-address // HUGE_PAGE_NBYTES) * HUGE_PAGE_NBYTES
     end = (address + nbytes) // HUGE_PAGE_NBYTES * HUGE_PAGE_NBYTES
@@ -165,19 +165,19 @@ def _ask_for_huge_pages(address: int, nbytes: int) -> None:
 def computes_in_host(context: Any, queue: Any) -> bool:
     """Whether kernels and the host see each other's writes without mapping a buffer for each.
 
-    OpenCL leaves that open; drivers for processors do it, and it is tried before it is relied on.
+    OpenCL does not promise it. Drivers for processors do it; a probe decides.
     """
     cl = driver()
     piece = allocate(context, PROBE_NBYTES, queue)
-    found = np.zeros(PROBE_NBYTES, np.uint8)
+    copied = np.zeros(PROBE_NBYTES, np.uint8)
     assert piece.host is not None
     cl.enqueue_fill_buffer(queue, piece.cl, np.uint8(0x5A), 0, PROBE_NBYTES)
     queue.finish()
     if not bool((piece.host == 0x5A).all()):
         return False
     piece.host[:] = 0xA5
-    cl.enqueue_copy(queue, found, piece.cl)
-    return bool((found == 0xA5).all())
+    cl.enqueue_copy(queue, copied, piece.cl)
+    return bool((copied == 0xA5).all())
 
 
 def _complete(events: tuple[Any, ...], but: int | None = None) -> bool:

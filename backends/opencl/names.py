@@ -1,4 +1,4 @@
-"""What this backend calls the runtimes that it knows, and what it knows of them."""
+"""Short names and peculiarities of well-known OpenCL runtimes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Known:
-    """An OpenCL runtime with peculiarities. `platform` is found in its platform's name."""
+class Runtime:
+    """An OpenCL runtime with peculiarities. Its platform's name contains `platform`."""
 
     slug: str
     platform: str
@@ -18,33 +18,33 @@ class Known:
     threads: tuple[str, ...] = ()
     """Variables that bound its thread pool."""
     queues: int = 1
-    """In how many at once it runs kernels, and not only keeps them."""
+    """Number of queues whose kernels it runs at the same time."""
     streams: bool = False
-    """Whether results leave while a pass runs, as on the hardware that it stands for."""
+    """Whether results leave while a pass runs, as on the hardware that it emulates."""
     drains: bool = False
-    """Waiting for an event returns only when its whole queue has drained."""
+    """Whether a wait for an event returns only when its whole queue is empty."""
 
 
 RUNTIMES = (
-    Known(
+    Runtime(
         "pocl", "Portable Computing Language", "cpu",
         threads=("POCL_MAX_PTHREAD_COUNT", "POCL_CPU_MAX_CU_COUNT"),
     ),
-    # The pool of the emulator must stay free: kernels joined by channels hang in a small one.
-    Known(
+    # The emulator's pool must not be bounded: kernels joined by channels hang in a small pool.
+    Runtime(
         "intel-fpga-emulator", "FPGA Emulation", "fpga", emulated=True, queues=2, streams=True,
         drains=True,
     ),
-    Known(
+    Runtime(
         "intel-cpu", "Intel(R) OpenCL", "cpu", drains=True,
         threads=("CL_CONFIG_CPU_TBB_NUM_WORKERS", "DPCPP_CPU_NUM_CUS"),
     ),
     # Its one device claims to be of every type at once.
-    Known("oclgrind", "Oclgrind", "cpu", emulated=True, reference=True),
+    Runtime("oclgrind", "Oclgrind", "cpu", emulated=True, reference=True),
 )  # fmt: skip
 
 
-def known(platform: str, is_cpu: bool) -> Known | None:
+def runtime_of(platform: str, is_cpu: bool) -> Runtime | None:
     """The entry for a platform; None for an ordinary driver."""
     for entry in RUNTIMES:
         if entry.platform in platform and (is_cpu or entry.kind != "cpu" or entry.reference):

@@ -1,7 +1,7 @@
-"""Indices out of range: a pass computes the least of them, and its end reads that.
+"""Indices out of range: a pass computes the least such index, and its end event reports it.
 
-Kernels themselves read and write nothing outside a tensor: what an index outside would have given
-is NaN (0 for integers) or left out.
+Kernels read and write nothing outside a tensor: a read at an index out of range gives NaN (0 for
+integers), and a write is left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .memory import Bytes, Memory
 from .reduce import MINIMUM, reduce
 
 NONE = int(np.iinfo(np.int64).max)
-"""Stands for no index outside."""
+"""The value that says that no index is outside."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def checks(builder: Builder, calls: Iterable[fx.Node]) -> tuple[Check, ...]:
     for bound in (bound for node in calls for bound in index_bounds(node)):
         index = builder.expr(bound.index)
         key = (index, bound.low, bound.size, bound.ignored)
-        # Indices that read no tensor are the graph's own constants: torch took them when it traced.
+        # Indices that read no tensor are constants of the graph: torch has checked them already.
         if key not in distinct and index.numel and loads(index):
             distinct[key] = Check(bound, _least_outside(builder, index, bound))
     return tuple(distinct.values())

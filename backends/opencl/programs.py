@@ -11,12 +11,12 @@ from .builder import Kernel, kernel_source
 from .driver import driver, errors
 
 HELPERS = {"exact_erf(": "erf.cl"}
-"""Functions that generated kernels may call, and the files that define them."""
+"""The file that defines each function that generated kernels may call."""
 _warnings_lock = threading.Lock()
 
 
 class Programs:
-    """Builds each (source, options) once; generated kernels that are new share one program."""
+    """Builds each (source, options) once; new generated kernels share one program."""
 
     def __init__(self, context: Any, device_id: str) -> None:
         self._context = context
@@ -25,7 +25,7 @@ class Programs:
         self._lock = threading.Lock()
 
     def prepare(self, kernels: Iterable[Kernel]) -> None:
-        """Build what is not built yet. Raises `BackendError` with the compiler's words."""
+        """Build the missing programs. Raises `BackendError` with the compiler's log."""
         with self._lock:
             new = [k for k in dict.fromkeys(kernels) if (k.source, k.options) not in self._built]
             fresh = [kernel for kernel in new if kernel.generated]
@@ -51,8 +51,8 @@ class Programs:
         with _warnings_lock, warnings.catch_warnings(), errors(self._device_id, doing):
             warnings.simplefilter("ignore")
             program = cl.Program(self._context, source)
-            # Reading from the program makes pyopencl build it without its own disk cache, whose
-            # lock outlives a process that is killed and stops the next for a minute.
+            # Reading from the program makes pyopencl build it without its own disk cache: the
+            # cache's lock survives a killed process and stops the next one for a minute.
             program.get_info(cl.program_info.CONTEXT)
             # "-w", because PoCL prints warnings to the terminal.
             return program.build([*options, "-w"])

@@ -1,4 +1,4 @@
-"""Queues for passes: each runs its passes in order, beside those of the others."""
+"""Queues for passes: each runs its own passes in order, at the same time as the other queues."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PassQueue:
         self._arena: Any = None
 
     def arena(self, nbytes: int, pool: MemoryPool) -> Any:
-        """Memory for intermediates. All graphs share it: their launches run in one order."""
+        """Memory for intermediates. All graphs share it, since their launches run in order."""
         if self.arena_nbytes < nbytes:
             self.arena_nbytes, self._arena = nbytes, pool.create(nbytes).cl
         return self._arena

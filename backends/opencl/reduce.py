@@ -1,7 +1,7 @@
-"""Text of reduction kernels, with what they reduce computed on the way.
+"""Text of reduction kernels, which compute their operands on the way.
 
 Sums are deterministic: every work-item adds its own elements in order, and long sums are cut into
-segments whose results a second kernel adds in order. Shorter chains of additions are also exacter.
+segments whose results a second kernel adds in order. Shorter chains of additions round less, too.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .expr import Const, Coord, Expr, Load, Value, loads, walk
 from .nest import Nest
 
 CHAIN = 2048
-"""Longest chain of additions, after which a segment ends."""
+"""Longest chain of additions: a longer sum is cut into segments."""
 COLUMNS = 8
-"""Vectors of columns that a work-item holds at once: whole stretches of a row are read."""
+"""Vectors of columns that a work-item holds at once, to read neighbouring bytes of a row."""
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """How two elements become one; `start` is what changes nothing."""
+    """How two elements become one; `start` is the neutral element."""
 
     code: str
     start: str
@@ -74,7 +74,7 @@ def _degenerate(builder: Builder, expr: Expr, shape: tuple[int, ...], how: Reduc
 
 
 def _contiguous(expr: Expr, reduced: Sequence[int]) -> bool:
-    """Whether what is read lies in a row along the reduced dimensions, not along the others."""
+    """Whether the operands are contiguous along the reduced dimensions, not along the others."""
     votes = 0
     for load in loads(expr):
         strides = [(s, d) for d, s in enumerate(load.layout.strides) if s]
@@ -150,7 +150,7 @@ def _accumulate(body: Body, expr: Expr, how: Reduction, width: int, to: str = ""
 
 
 def _fold(how: Reduction, dtype: str) -> list[str]:
-    """The 16 lanes in a tree, then with the rest."""
+    """Statements that join the 16 lanes in a tree, then the remaining elements."""
     lines, ctype, width = [], C_TYPES[dtype], LANES
     while width > 1:
         half = width // 2

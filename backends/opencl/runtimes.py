@@ -1,7 +1,7 @@
-"""Makes the OpenCL runtimes of this machine visible, and says what it did.
+"""Makes the OpenCL runtimes of this machine visible, and reports its repairs.
 
-Runtimes that pip installs are found by nobody: their registrations point to paths that do not
-exist and their libraries' dependencies are on no search path. Everything here must happen before
+The loader does not find runtimes that pip installs: their registrations point to paths that do not
+exist, and the dependencies of their libraries are on no search path. All repairs must happen before
 the first `clGetPlatformIDs` of the process. Variables that the user has set are never changed.
 """
 
@@ -29,29 +29,29 @@ DEPENDENCIES = (
     "libtbb.so.12", "libintlc.so.5", "libimf.so", "libirng.so", "libsvml.so",
     "libonnxruntime.1.12*.so", "libcommon_clang.so.2024*",
 )  # fmt: skip
-"""What Intel's runtimes need, in an order in which each finds what it needs itself."""
+"""Dependencies of Intel's runtimes, each after its own dependencies."""
 EMULATORS = "pip install 'hetpipe[emulators]'"
 POCL = "apt install pocl-opencl-icd"
 OURS = "HETPIPE_SET_"
-"""Prefix of variables that remember what this module set, so that a child process can tell."""
+"""Prefix of variables that tell a child process which variables this module has set."""
 SLOTS = 256
 
 
 @dataclass(frozen=True)
 class RuntimeReport:
-    """What was found of OpenCL's runtimes, before any was loaded."""
+    """The OpenCL runtimes on this machine, found before any is loaded."""
 
     findings: tuple[Finding, ...]
 
     @property
     def cures(self) -> list[str]:
-        """Commands that would add what is missing."""
+        """Commands that would install the missing runtimes."""
         return list(dict.fromkeys(cure for _, _, cure in self.findings if cure))
 
 
 @cache
 def prepare() -> RuntimeReport:
-    """Cure what keeps runtimes from being found. Once per process; later calls cost nothing."""
+    """Make runtimes visible, once per process; later calls cost nothing."""
     lib = Path(sys.prefix) / "lib"
     libraries = [lib / name for name in INTEL if (lib / name).exists()]
     findings = [*_preload(lib, libraries), *_register(libraries), *_target_arch(libraries)]
@@ -93,7 +93,7 @@ def _register(libraries: list[Path]) -> list[Finding]:
 
 
 def _target_arch(libraries: list[Path]) -> list[Finding]:
-    """Intel's runtimes run scalar code, 60 times slower, on a CPU that they do not know."""
+    """Name a CPU to Intel's runtimes, which run scalar code, 60 times slower, on an unknown one."""
     flags = _cpu_flags()
     if not libraries or _user_set("CL_CONFIG_CPU_TARGET_ARCH") or "GenuineIntel" in flags:
         return []
@@ -108,9 +108,9 @@ def _target_arch(libraries: list[Path]) -> list[Finding]:
 
 
 def _private_cache() -> list[Finding]:
-    """A kernel cache of our own for PoCL, whose processes corrupt a cache that they share.
+    """Give PoCL a kernel cache of this process alone: processes corrupt a cache that they share.
 
-    A cache outlives its process and is warm for the next: a lock claims it meanwhile.
+    The cache stays on the disk, warm for a later process; a lock claims it in the meantime.
     """
     if _user_set("POCL_CACHE_DIR"):
         own = Path(os.environ["POCL_CACHE_DIR"])
@@ -139,9 +139,9 @@ def _private_cache() -> list[Finding]:
 
 
 def _no_launcher_cache() -> list[Finding]:
-    """pyopencl keeps the Python code of its launchers in a database below the user's cache folder.
+    """Turn off pyopencl's cache of launchers, a database below the user's cache folder.
 
-    A worker fails where that cannot be written; without it a launcher takes a millisecond to make.
+    A worker fails if it cannot write there; without the cache a launcher takes a millisecond.
     """
     if _user_set("PYOPENCL_NO_CACHE"):
         return [("ok", f"PYOPENCL_NO_CACHE={os.environ['PYOPENCL_NO_CACHE']} is set", "")]

@@ -85,7 +85,7 @@ def parameters(kernel: Kernel) -> tuple[Parameter, ...]:
 
 
 def _lines(source: str, macros: dict[str, tuple[list[str] | None, str]]) -> Iterator[str]:
-    """Lines that the preprocessor keeps, whose macros it enters; an `#if` counts as true."""
+    """Lines that the preprocessor keeps, and enters their macros; an `#if` counts as true."""
     kept = [True]
     for line in source.split("\n"):
         word, _, rest = line.strip().partition(" ")
@@ -120,10 +120,10 @@ def _expand(text: str, macros: Mapping[str, tuple[list[str] | None, str]]) -> st
             text = _replaced(text, {name: body})
             continue
         while (call := re.search(rf"\b{name}\s*\(", text)) is not None:
-            given = _inside(text, call.end())
-            actual = dict(zip(formal, _split(given), strict=True))
+            argument_list = _inside(text, call.end())
+            actual = dict(zip(formal, _split(argument_list), strict=True))
             filled = _replaced(body, actual).replace("##", "")
-            text = text[: call.start()] + filled + text[call.end() + len(given) + 1 :]
+            text = text[: call.start()] + filled + text[call.end() + len(argument_list) + 1 :]
     return text
 
 

@@ -35,7 +35,7 @@ def refusal(info: DeviceInfo, node: fx.Node) -> str | None:
 def _enters(node: fx.Node, arg: fx.Node) -> bool:
     """Whether the node casts an input of the graph, or (arg is the node itself) to an output.
 
-    In between, a kernel would hold what it casts in more digits than are stored.
+    Between two nodes, a kernel would hold the value in more digits than are stored.
     """
     if node.target is not torch.ops.aten._to_copy.default:
         return False

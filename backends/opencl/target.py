@@ -1,4 +1,4 @@
-"""What a lowering may know of the device that it lowers for."""
+"""Facts about the device of a lowering."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Target:
     compute_units: int
     local_memory_nbytes: int
     alignment_nbytes: int
-    """Where a sub-buffer may start."""
+    """Alignment of sub-buffers."""
     extensions: frozenset[str] = frozenset()
 
     @property

@@ -1,4 +1,4 @@
-"""torch as a backend: the CPU, CUDA and whatever other accelerator torch drives."""
+"""torch as a backend: the CPU, CUDA and every other accelerator that torch drives."""
 
 from .backend import PyTorchBackend
 

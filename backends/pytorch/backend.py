@@ -1,4 +1,4 @@
-"""Which devices torch drives here."""
+"""The backend of torch: finds and opens its devices."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ every micro-batch faults its pages in anew: a tenth of a step."""
 
 
 class PyTorchBackend(Backend):
-    """torch as it is installed: `pytorch:cpu:0`, and `pytorch:cuda:0` and so on where it has them.
+    """torch as installed: `pytorch:cpu:0`, and for each accelerator one such as `pytorch:cuda:0`.
 
-    Takes graphs whole: torch has kernels for the fused operators that others decompose.
+    It keeps fused operators whole: torch has kernels for them.
     """
 
     name = "pytorch"
@@ -68,8 +68,8 @@ def _cpu() -> DeviceInfo:
         memory_nbytes=_host_memory_nbytes(),
         memory_domain="host",
         dtypes=DTYPES,
-        # A pass is a function of its own whose tensors no other thread has; torch's kernels may
-        # run in several threads, and so does its inference mode.
+        # No other thread has the tensors of a pass. torch's kernels and its inference mode work in
+        # several threads at once.
         capabilities=Capabilities(queues=2),
     )
 
@@ -120,7 +120,7 @@ def _vendor(kind: str) -> str:
 
 
 def _memory_domain(kind: str, index: int, properties: Any) -> str:
-    """The board's place on the bus, so that other drivers of the same board share the domain."""
+    """The board's address on the bus: all drivers of one board then name one memory domain."""
     if hasattr(properties, "pci_bus_id"):
         domain, slot = getattr(properties, "pci_domain_id", 0), properties.pci_device_id
         return f"pci:{domain:04x}:{properties.pci_bus_id:02x}:{slot:02x}"

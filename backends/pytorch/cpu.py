@@ -1,4 +1,4 @@
-"""Devices whose every call returns when its work is done: the CPU, and types without streams."""
+"""Devices whose calls return when the work is done: the CPU, and accelerators without streams."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .device import Array, CompiledGraph, TorchBuffer, TorchDevice, copy_array, 
 
 
 class CpuDevice(TorchDevice, BlockingDevice):
-    """torch on the CPU, with as many threads as the process was started with."""
+    """torch on the CPU, with the number of threads that the process has."""
 
     def _compile(self, graph: fx.GraphModule) -> CompiledGraph:
         return CompiledGraph(graph, self)
@@ -36,7 +36,7 @@ class CpuDevice(TorchDevice, BlockingDevice):
 
 
 class SynchronizedDevice(CpuDevice):
-    """An accelerator that torch gives no streams (MPS): every call waits for it."""
+    """An accelerator without streams in torch (MPS): every call waits until it is done."""
 
     def _run(
         self, program: CompiledGraph, inputs: list[Buffer], donate: frozenset[int]

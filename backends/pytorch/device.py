@@ -1,4 +1,4 @@
-"""What all torch devices share: buffers, the question of support, and compiled graphs."""
+"""The common part of all torch devices: buffers, refused operators, and compiled graphs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def host_array(tensor: torch.Tensor) -> Array:
 
 
 def copy_array(dst: Array, src: Array) -> None:
-    """Copy bit for bit where either side stands for a type that numpy lacks."""
+    """Copy bit for bit if either side holds a type that numpy lacks."""
     if src.dtype != dst.dtype and src.dtype.itemsize == dst.dtype.itemsize:
         src = src.view(dst.dtype)
     np.copyto(dst, src)
@@ -60,7 +60,7 @@ class CompiledGraph:
         self._programs: dict[frozenset[int], Program] = {}
 
     def __call__(self, inputs: list[TorchBuffer], donate: frozenset[int]) -> list[Buffer]:
-        """Run, or on a queue of the current stream start to run."""
+        """Run the graph, or start it on the current stream."""
         program = self._programs.get(donate)
         if program is None:
             program = Program(self._graph, donate, self._device.torch_device, self._device.info.id)
@@ -71,11 +71,11 @@ class CompiledGraph:
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise program.explain(error) from error
         device = self._device
-        made = [
+        created = [
             TorchBuffer(device, tensor, tensor.shape, dtype)
             for tensor, dtype in zip(results, program.dtypes, strict=True)
         ]
-        return [inputs[~i] if i < 0 else made[i] for i in program.outputs]
+        return [inputs[~i] if i < 0 else created[i] for i in program.outputs]
 
 
 class TorchDevice(Device):

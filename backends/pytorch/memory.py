@@ -1,8 +1,8 @@
-"""Which nodes share storage, and rewriting nodes to write where a dead value lies.
+"""Finds the nodes that share storage, and rewrites nodes to reuse the storage of dead values.
 
-The graphs that arrive are functional: every node allocates. Run so, an accumulation costs a new
-tensor each time and an optimizer step doubles the parameters. Here a value's last use, if it is
-elementwise, writes into that value's storage instead.
+Compiled graphs are functional: every node allocates. So every accumulation would cost a new tensor
+and an optimizer step would double the parameters. Instead, if the last use of a value is
+elementwise, that node writes into the storage of the value.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ELEMENTWISE = frozenset((
 """Operators whose element i reads only elements i of operands of the result's shape."""
 
 ACCUMULATING = frozenset(("addmm", "baddbmm"))
-"""Operators whose element i reads, of their first operand, only element i."""
+"""Operators whose element i reads only element i of their first operand."""
 
 SHAPE_ONLY = frozenset(("zeros_like", "ones_like", "full_like", "empty_like"))
 """Operators that read the shape of their operand, not its values."""
@@ -36,7 +36,7 @@ HIDDEN_VIEWS = frozenset(("_unsafe_view", "_reshape_alias", "reshape", "contiguo
 
 
 def base_name(node: fx.Node) -> str:
-    """`add` for a call of `aten.add.Tensor`, an empty string for what is no ATen operator."""
+    """`add` for a call of `aten.add.Tensor`, an empty string for other operators."""
     target = node.target
     if isinstance(target, OpOverload) and target.namespace == "aten":
         return str(target._schema.name).removeprefix("aten::")
@@ -52,7 +52,7 @@ def returns_view(node: fx.Node) -> bool:
 
 
 class Storages:
-    """Which nodes share storage: each node's root, and each root's members."""
+    """The root of each node, whose storage it shares, and the members of each root."""
 
     def __init__(self, graph: fx.Graph, donated: frozenset[fx.Node]) -> None:
         self.position = {node: i for i, node in enumerate(graph.nodes)}
@@ -61,7 +61,7 @@ class Storages:
         self._donated = donated
 
     def add(self, node: fx.Node, into: fx.Node | None = None) -> None:
-        """Enter a node, as one that writes into `into` if given."""
+        """Enter a node; with `into`, one that writes into the storage of that node."""
         source = into or self._source(node)
         root = node if source is None else self.root[source]
         self.root[node] = root
@@ -84,7 +84,7 @@ class Storages:
         return any(base_name(user) in SHAPE_ONLY for member in members for user in member.users)
 
     def dead_after(self, node: fx.Node, at: fx.Node) -> bool:
-        """Whether no value in `node`'s storage is read behind `at`."""
+        """Whether no value in `node`'s storage is read after `at`."""
         now = self.position[at]
         for member in self.members[self.root[node]]:
             for user in member.users:
@@ -94,7 +94,7 @@ class Storages:
 
 
 def sink_shape_only(graph: fx.Graph) -> None:
-    """Move nodes that read only a shape behind everything they need not precede."""
+    """Move each node that reads only a shape to just before its first user."""
     output = graph.output_node()
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and base_name(node) in SHAPE_ONLY:
@@ -104,7 +104,7 @@ def sink_shape_only(graph: fx.Graph) -> None:
 
 
 def write_in_place(graph: fx.Graph, donated: frozenset[fx.Node]) -> Storages:
-    """Rewrite elementwise nodes to overwrite an operand that dies there."""
+    """Rewrite elementwise nodes to overwrite an operand whose last use they are."""
     storages = Storages(graph, donated)
     for node in graph.nodes:
         victim = _victim(node, storages) if node.op == "call_function" else None
@@ -126,7 +126,7 @@ def _victim(node: fx.Node, storages: Storages) -> fx.Node | None:
         return None
     free = [n for n in candidates if _can_take(node, n, storages)]
     if any(user.op == "output" for user in node.users) and name not in SHAPE_ONLY:
-        # A result that stays would keep a fresh gradient accumulator from being made of the old.
+        # A result of the graph leaves the storage that a gradient accumulator should take.
         free.sort(key=storages.promised)
     return free[0] if free else None
 
@@ -149,7 +149,7 @@ def _covers(value: torch.Tensor, root: Any) -> bool:
 
 
 def _overwrite(node: fx.Node, victim: fx.Node) -> bool:
-    """Turn `node` into its in-place or `out=` form; False if there is none."""
+    """Turn `node` into its in-place or `out=` form; False if it has none."""
     name = base_name(node)
     if name in ("zeros_like", "full_like", "ones_like"):
         value = {"zeros_like": 0, "ones_like": 1}.get(name)
@@ -176,12 +176,12 @@ def _same_call(node: fx.Node, packet: str, extra: int) -> tuple[OpOverload, str]
     """The overload of `packet` with `node`'s arguments plus `extra` written ones, and the last."""
     overloads = getattr(torch.ops.aten, packet, None)
     assert isinstance(node.target, OpOverload)
-    wanted = [(a.name, str(a.type)) for a in node.target._schema.arguments]
+    needed = [(a.name, str(a.type)) for a in node.target._schema.arguments]
     for overload in overloads.overloads() if overloads is not None else ():
         candidate: OpOverload = getattr(overloads, overload)
         arguments = candidate._schema.arguments
         have = [(a.name, str(a.type)) for a in arguments]
         written = sum(a.alias_info is not None and a.alias_info.is_write for a in arguments)
-        if written == 1 and have[: len(wanted)] == wanted and len(have) == len(wanted) + extra:
+        if written == 1 and have[: len(needed)] == needed and len(have) == len(needed) + extra:
             return candidate, have[-1][0]
     return None

@@ -1,6 +1,6 @@
-"""From a canonical graph to a Python function: one line a node, each value dropped at its last use.
+"""From a canonical graph to a Python function: a line per node; its last use drops each value.
 
-Generated code costs about 2 us a node, an interpreter of the graph several times that.
+Generated code costs about 2 us per node, several times less than an interpreter of the graph.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _serial = itertools.count()
 
 
 class Program:
-    """A graph made ready to overwrite the inputs of one `donate` set.
+    """A graph compiled to overwrite the inputs of one `donate` set.
 
-    `call` takes the inputs' tensors and returns those that are new; `dtypes` has their dtypes;
-    `outputs` says for every output which of them it is, or `~i` for input i itself.
+    `call` takes the inputs' tensors and returns the new tensors; `dtypes` has their dtypes.
+    `outputs` has for every output its index among these, or `~i` for input i itself.
     """
 
     def __init__(
@@ -50,21 +50,21 @@ class Program:
         outputs: list[fx.Node] = list(copy.output_node().args[0])  # type: ignore[arg-type]
         number = {node: ~i for i, node in enumerate(placeholders)}
         taken = {storages.root[node] for node in outputs if node in number}
-        made: list[tuple[fx.Node, bool]] = []  # a new output, and whether it must be copied
+        created: list[tuple[fx.Node, bool]] = []  # a new output, and whether it must be copied
         for node in outputs:
             if node not in number:
-                number[node] = len(made)
+                number[node] = len(created)
                 root = storages.root[node]
-                made.append((node, root in taken or not storages.writable(root)))
+                created.append((node, root in taken or not storages.writable(root)))
                 taken.add(root)
         self.outputs = [number[node] for node in outputs]
-        self.dtypes = [dtype_name(node.meta["val"].dtype) for node, _ in made]
+        self.dtypes = [dtype_name(node.meta["val"].dtype) for node, _ in created]
         self._calls = [node for node in copy.nodes if node.op == "call_function"]
         self._file = f"<hetpipe program {next(_serial)}>"
-        self.call = _generate(copy, made, device, self._file)
+        self.call = _generate(copy, created, device, self._file)
 
     def explain(self, error: Exception) -> BackendError:
-        """A torch error as one that names device, operator and layer, and an index out of range."""
+        """A torch error with device, operator and layer, and the index if one is out of range."""
         where, trace = "", error.__traceback__
         while trace is not None:
             line = trace.tb_lineno - _HEAD_LINES - 1
@@ -72,7 +72,7 @@ class Program:
                 node, tensors = self._calls[line], trace.tb_frame.f_locals
                 try:
                     for bound in index_bounds(node):
-                        if (index := tensors[bound.index.name]).is_cpu:  # others cannot be read now
+                        if (index := tensors[bound.index.name]).is_cpu:  # others are unreadable now
                             bound.check(self._name, index.numpy())
                 except BackendError as outside:
                     return outside

@@ -1,5 +1,7 @@
-"""An LSTM layer by oneDNN, which torch has for float32 on processors: up to twice as quick as the
-loop over time, whose products are small."""
+"""An LSTM layer by oneDNN, which torch has for float32 on processors.
+
+It is up to twice as fast as the loop over time with its small products.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ _LSTM = 2  # torch's number of the kind of network
 
 
 def by_library(graph: fx.Graph) -> None:
-    """Let oneDNN compute the layers of a graph for the CPU that it can."""
+    """Let oneDNN compute the LSTM layers of a graph for the CPU, if it supports them."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return
     functions = {
@@ -33,7 +35,7 @@ def lstm_layer(
     w_hh: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`hetpipe.lstm_layer`, the last result being oneDNN's workspace."""
+    """`hetpipe.lstm_layer`; its last result is oneDNN's workspace."""
     x, w_ih, w_hh, h0, c0 = _row_major(x, w_ih, w_hh, h0, c0)
     with torch.enable_grad():  # else there is no workspace
         y, _, last_c, workspace = aten.mkldnn_rnn_layer(
@@ -69,11 +71,11 @@ def lstm_layer_backward(
 
 
 def _row_major(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """oneDNN is given addresses, and no strides with them."""
+    """Contiguous tensors: oneDNN gets addresses without strides."""
     return [tensor.contiguous() for tensor in tensors]
 
 
 def _biases(w_ih: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """oneDNN is given two and adds them; with none its gradient of them would not be made."""
+    """Two biases, which oneDNN adds; without any it would compute no gradient of the bias."""
     zeros = w_ih.new_zeros(w_ih.shape[0])
     return (zeros if bias is None else bias), zeros

@@ -14,7 +14,7 @@ def simplify(graph: fx.Graph) -> None:
     """Apply all rewrites to a functional graph."""
     for node in graph.nodes:
         if node.target in (aten.view.default, aten._unsafe_view.default):
-            # Strides here may differ from those of tracing: where a view is none, copy.
+            # Strides may differ from those at tracing: if no view exists, copy.
             node.target = aten.reshape.default
         elif node.target is aten.fill.Tensor:
             _fill_with_scalar(graph, node)
@@ -28,7 +28,7 @@ def simplify(graph: fx.Graph) -> None:
 
 
 def _fill_with_scalar(graph: fx.Graph, node: fx.Node) -> None:
-    """torch fills with a 0-d tensor alone, graphs with any of one element."""
+    """Fills by a tensor of one element, which torch takes only as a 0-d tensor."""
     value = node.args[1]
     assert isinstance(value, fx.Node)
     if value.meta["val"].dim() > 0:
@@ -48,7 +48,7 @@ def _cancel_transposes(node: fx.Node) -> None:
 
 
 def _fuse_scaled_subtraction(node: fx.Node) -> None:
-    """`p - a * b` in one pass, as the step of an optimizer is written."""
+    """`p - a * b` in one pass: the last line of an optimizer's step."""
     base, product = _plain_operands(node)
     if (
         _only_use(product, aten.mul.Tensor)

@@ -23,9 +23,9 @@ _POLL_S = (50e-6, 1e-3)  # first and longest pause of a wait that has a limit
 
 
 class Lane:
-    """A stream, and the thread that tells when what was put on it has ended.
+    """A stream, and a thread that calls back when work on the stream has ended.
 
-    torch has no callbacks on streams: the thread starts with the first that is asked for.
+    torch has no callbacks on streams: the thread starts with the first callback.
     """
 
     def __init__(self, module: Any, device: torch.device, name: str) -> None:
@@ -38,13 +38,13 @@ class Lane:
         self._lock = threading.Lock()
 
     def mark(self) -> Any:
-        """A native event behind everything put on the stream so far."""
+        """A native event after all work on the stream so far."""
         native = self._module.Event(enable_timing=True)
         native.record(self.stream)
         return native
 
     def order(self, after: Sequence[Event]) -> None:
-        """Hold what comes next until `after`: on the device where it can be, else on the host."""
+        """Hold later work until `after` have ended: on the device if possible, else on the host."""
         for event in after:
             if isinstance(event, StreamEvent) and event.lane.kind == self.kind:
                 self.stream.wait_event(event.native)
@@ -67,13 +67,13 @@ class Lane:
     def _watch(self) -> None:
         while (asked := self._asked.get()) is not None:
             native, fn = asked
-            # An error is sticky on the device: whoever asks the event is told.
+            # An error stays on the device, and the event raises it for its waiters.
             with contextlib.suppress(RuntimeError):
                 native.synchronize()
             fn()
 
     def close(self) -> None:
-        """Let the thread end behind what it was asked."""
+        """Let the thread end after its pending callbacks."""
         self._asked.put(None)
 
 
@@ -85,7 +85,7 @@ class StreamEvent(Event):
         self.native = native
         self._device_id = device_id
         self._start = start
-        self._origin = origin  # what spans count from
+        self._origin = origin  # zero of the spans
 
     def done(self) -> bool:
         return bool(self._ask(self.native.query))
@@ -119,7 +119,7 @@ class StreamEvent(Event):
 
 
 class HostEvent(Event):
-    """The end of something that a host thread finishes."""
+    """The end of work that a host thread finishes."""
 
     def __init__(self, device_id: str) -> None:
         self._device_id = device_id
@@ -129,10 +129,10 @@ class HostEvent(Event):
         self._error: BaseException | None = None
 
     def finish(self, work: Callable[[], None]) -> None:
-        """Do the work, then tell everyone how it ended."""
+        """Do the work, then call back all listeners."""
         try:
             work()
-        except BaseException as error:  # told to whoever asks, on their thread
+        except BaseException as error:  # raised for each waiter, on its own thread
             self._error = error
         with self._lock:
             self._ended.set()
@@ -159,7 +159,7 @@ class HostEvent(Event):
 
 
 class StreamDevice(TorchDevice):
-    """One stream computes, one copies in and one out; host memory is staged through pinned pages.
+    """A stream computes, one copies in and one out; host memory is staged through pinned pages.
 
     `module` is torch's module of the device type: `torch.cuda`, `torch.xpu`.
     """
@@ -195,7 +195,7 @@ class StreamDevice(TorchDevice):
             else:
                 buffer = self.own(dst)
             buffer.tensor.copy_(staged, non_blocking=True)
-        # Memory belongs to the stream it was taken on: the allocator must know the other user.
+        # Memory belongs to the stream that allocated it: tell the allocator of the other user.
         buffer.tensor.record_stream(self.compute.stream if dst is None else lane.stream)
         return buffer, self.event(lane, start)
 

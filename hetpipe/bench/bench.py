@@ -218,10 +218,10 @@ def _replicated(task: Task) -> tuple[Plan | None, str]:
     if task.captured.updated_buffers:
         return None, "batch norm over fewer rows is other training, not to be compared"
     try:
-        made = replicated_plan(task.tables, task.cluster.ids, mini_batch=task.mini_batch)
+        plan = replicated_plan(task.tables, task.cluster.ids, mini_batch=task.mini_batch)
     except PlanError as error:
         return None, str(error)
-    return made, ""
+    return plan, ""
 
 
 def _linked(rows: _Rows, task: Task, setting: Setting) -> Linked | None:

@@ -66,19 +66,19 @@ def torch_optimizer(
         {"params": [p for name, p in parameters.items() if not excluded(name)]},
         {"params": [p for name, p in parameters.items() if excluded(name)], "weight_decay": 0.0},
     ]
-    made: dict[str, tuple[Callable[..., torch.optim.Optimizer], tuple[str, ...]]] = {
+    classes: dict[str, tuple[Callable[..., torch.optim.Optimizer], tuple[str, ...]]] = {
         "sgd": (torch.optim.SGD, ("momentum", "nesterov")),
         "adam": (torch.optim.Adam, ("eps",)),
         "adamw": (torch.optim.AdamW, ("eps",)),
         "rmsprop": (torch.optim.RMSprop, ("alpha", "eps", "momentum")),
         "adagrad": (torch.optim.Adagrad, ("eps",)),
     }
-    if rule.name not in made:
+    if rule.name not in classes:
         raise HetpipeError(
-            f"torch has no optimizer {rule.name!r} to compare with; use {', '.join(made)}, "
+            f"torch has no optimizer {rule.name!r} to compare with; use {', '.join(classes)}, "
             "or --no-check"
         )
-    optimizer, names = made[rule.name]
+    optimizer, names = classes[rule.name]
     options: dict[str, Any] = {name: settings[name] for name in (*names, "weight_decay")}
     if "nesterov" in options:
         options["nesterov"] = bool(options["nesterov"])

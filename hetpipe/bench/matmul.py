@@ -165,13 +165,13 @@ def _mm_graph(n: int) -> fx.GraphModule:
 
 def _torch_contenders(a: torch.Tensor, b: torch.Tensor) -> list[_Contender]:
     operations = 2 * a.shape[0] ** 3
-    found = [_Contender("torch_mm", lambda: torch.mm(a, b), operations)]
+    contenders = [_Contender("torch_mm", lambda: torch.mm(a, b), operations)]
     weight = b.t().contiguous()
     linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     if linear is not None:
         run = lambda: linear(a, weight, None, "none", [], "")  # noqa: E731 - one expression
-        found.append(_Contender("onednn", run, operations))
-    return found
+        contenders.append(_Contender("onednn", run, operations))
+    return contenders
 
 
 def _summary(rates: list[float]) -> Rate:

@@ -86,8 +86,8 @@ def refusal(workload: Workload, cluster: Cluster, rows: int, counts: Sequence[in
     if not 2 <= stages <= blocks:
         return f"a stage for each of {stages} cores; {workload.name} has 2 to {blocks}"
     if not equal_counts(rows, stages, counts):
-        wanted = ", ".join(map(str, counts))
-        return f"{rows} samples cannot be cut into equal micro-batches, {wanted} of them"
+        listed = ", ".join(map(str, counts))
+        return f"{rows} samples cannot be cut into equal micro-batches, {listed} of them"
     if not (distributed.is_available() and distributed.is_gloo_available()):
         return "this torch was built without gloo"
     return ""

@@ -81,8 +81,8 @@ def train(
             begin_s = time.perf_counter()
             result = next(results)
             time_s = time.perf_counter() - begin_s
-            wanted = expected[index] if index < len(expected) else None
-            yield Step(result.index, result.loss, time_s, wanted)
+            expected_loss = expected[index] if index < len(expected) else None
+            yield Step(result.index, result.loss, time_s, expected_loss)
 
 
 @contextmanager

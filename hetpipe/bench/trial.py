@@ -115,16 +115,16 @@ class Subject:
             optimizer=task.optimizer, plan=plan, costs=costs, captured=self._captured,
             seed=self._seed,
         ) as pipe:  # fmt: skip
-            found = timed(result.loss for result in pipe.run(islice(batches, task.steps)))
+            timed_losses = timed(result.loss for result in pipe.run(islice(batches, task.steps)))
             workload.model.load_state_dict(pipe.state_dict())
-        return found
+        return timed_losses
 
 
 def timed(losses: Iterable[float]) -> Timed:
     """The losses, as they come."""
     begin_s = time.perf_counter()
-    found = [(loss, time.perf_counter() - begin_s) for loss in losses]
-    return tuple(loss for loss, _ in found), tuple(time_s for _, time_s in found)
+    pairs = [(loss, time.perf_counter() - begin_s) for loss in losses]
+    return tuple(loss for loss, _ in pairs), tuple(time_s for _, time_s in pairs)
 
 
 def seeded(model: str, seed: int) -> Workload:

@@ -35,7 +35,7 @@ class Captured:
     not count. Warns with `EvalModeWarning` if the whole model is in eval mode.
 
     `parameters` and `buffers` are copies made at capture, by the model's names. A tied tensor is
-    there once; `aliases` maps its other names to that one. `name` is the name of the model's
+    there once; `aliases` maps its other names to that name. `name` is the name of the model's
     class. `has_count` says that loss_fn returns (sum, count).
     `precision` gives the dtypes of the passes and of the cuts. With `sync_batch_norm` the batch
     norms of replicas use the statistics of the whole micro-batch, not of their own rows.
@@ -91,12 +91,12 @@ class Captured:
         recompute: Sequence[str] = (),
         halves: bool = False,
     ) -> list[StageGraphs]:
-        """The programs of the stages that begin at layer 0 and at each of `cuts`.
+        """The programs of the stages, which begin at layer 0 and at each of `cuts`.
 
-        `decompositions` has one table per stage, that of its backend. `samples` lists the sizes of
+        `decompositions` has one table per stage, from its backend. `samples` lists the sizes of
         micro-batches; each gets its own passes. Without an optimizer the stages have no update.
         `recompute` has one mode per stage, see `hetpipe.capture.recompute`. With `halves` every
-        backward is there in two halves as well.
+        backward also comes in two halves.
         """
         self._check(cuts, decompositions)
         modes = check_modes(recompute, len(decompositions))
@@ -160,7 +160,7 @@ class Captured:
 
 
 def _check_layers(flat: Flat, first: Flat, mode: str) -> None:
-    """Raise `CaptureError` if the layers of `flat` are not those of `first`, in training."""
+    """Raise `CaptureError` unless `flat` has the layers of `first`, the graph in training."""
     if flat.layer_names == first.layer_names:
         return
     pairs = itertools.zip_longest(flat.layer_names, first.layer_names, fillvalue="none")

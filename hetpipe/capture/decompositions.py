@@ -1,6 +1,6 @@
-"""Operators that are decomposed before the cut: torch has no derivative for them that fits all.
+"""Operators that are decomposed before the cut: torch has no general derivative for them.
 
-Some have none at all, others have one that is a single device's own.
+Some have no derivative at all, others one that belongs to a single device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ own = torch.ops.hetpipe
 
 
 def before_cut(sync_batch_norm: bool = False) -> dict[Any, Callable[..., Any]]:
-    """The table for `ExportedProgram.run_decompositions`: as little as possible."""
+    """The table for `ExportedProgram.run_decompositions`, as small as possible."""
     recurrent = (aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
     unrolled = get_decompositions([aten.lstm.input, *recurrent])
     synchronised: dict[Any, Callable[..., Any]] = {
@@ -38,14 +38,14 @@ def before_cut(sync_batch_norm: bool = False) -> dict[Any, Callable[..., Any]]:
 
 
 def copy(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """What `x[:, 0] = source` becomes; the operator itself has no derivative."""
+    """The operator of `x[:, 0] = source`, which itself has no derivative."""
     return source.to(into.dtype).expand(into.shape)
 
 
 def as_strided(
     x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> torch.Tensor:
-    """The same elements by index: graphs have no strides."""
+    """`as_strided` as a read of elements by index: graphs have no strides."""
     if not x.is_contiguous() or x.storage_offset() != 0:
         raise CaptureError(
             "as_strided on a tensor that is not row-major; call contiguous() before it, or use "
@@ -103,7 +103,7 @@ def _normalize(
     sums = own.replica_sum(torch.cat([wide.sum(rows), own_count]))
     total, count = sums[:channels], sums[channels:].detach()
     mean = total / count
-    # The variance does not change with the mean: only the shift below has that gradient.
+    # The variance does not depend on the mean; only the shift below needs the mean's gradient.
     centred = wide - mean.detach().view(per_channel)
     variance = own.replica_sum((centred * centred).sum(rows)) / count
     scale = rstd = (variance + eps).rsqrt()
@@ -129,7 +129,7 @@ def attention(
 ) -> torch.Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`, by its documented definition.
 
-    One operator of ours, unless there is a mask or dropout.
+    It is one operator of ours, unless there is a mask or dropout.
     """
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if enable_gqa:

@@ -1,7 +1,7 @@
 """A program divided where its graph has sums over replicas: into parts, and exchanges between them.
 
-Sums that do not wait for one another are one exchange. A part is given what earlier parts computed,
-except for views, and for what depends on no sample, which it computes again.
+Sums that do not depend on one another are one exchange. A part takes results of earlier parts, but
+computes views, and values that depend on no sample, again.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _VARYING = (INPUT, CUT, SAVED, TANGENT, GRAD)
 
 @dataclass(frozen=True)
 class Part:
-    """A graph that runs between two exchanges. Tensors go by the names of their nodes."""
+    """A graph that runs between two exchanges. Tensors have the names of their nodes."""
 
     graph: fx.GraphModule | None
     """None if there is nothing to compute."""
     sources: tuple[str, ...]
     results: tuple[str, ...]
     last: frozenset[str]
-    """The sources that nothing reads later, neither a part nor an exchange nor the caller."""
+    """The sources whose last reader is this part: no later part or exchange, nor the caller."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Terms that the replicas add up at one moment, and the names of their sums."""
+    """Terms that the replicas add up together, and the names of their sums."""
 
     terms: tuple[str, ...]
     sums: tuple[str, ...]
@@ -88,7 +88,7 @@ def divide(program: Program) -> Division:
 def _boundaries(
     program: Program, level: dict[fx.Node, int], sums: list[list[fx.Node]]
 ) -> list[tuple[list[fx.Node], list[fx.Node]]]:
-    """Of each part its sources; and its results, which others read or the program returns."""
+    """The sources of each part, and its results: nodes that others read or the program returns."""
     varying = _varying(program)
     results: list[set[fx.Node]] = [set() for _ in range(len(sums) + 1)]
     read = [*graph_outputs(program.graph), *(n.all_input_nodes[0] for each in sums for n in each)]
@@ -115,7 +115,7 @@ def _boundaries(
 
 
 def _levels(graph: fx.Graph) -> tuple[dict[fx.Node, int], list[list[fx.Node]]]:
-    """Of each node how many exchanges come before it; and the sums of each exchange."""
+    """The number of exchanges before each node, and the sums of each exchange."""
     level: dict[fx.Node, int] = {}
     sums: list[list[fx.Node]] = []
     for node in graph.nodes:

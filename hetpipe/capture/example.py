@@ -1,4 +1,4 @@
-"""The example batch: how it is called, named and resized."""
+"""The example batch: calls of a model with it, names of its tensors, other sizes of it."""
 
 from __future__ import annotations
 
@@ -60,17 +60,17 @@ class Example:
         Raises `HetpipeError` if the structure, a dtype or a shape (but for its first dimension)
         differs from the example's, or if the leaves disagree on the number of samples.
         """
-        found = _named(x, y)
+        values = _named(x, y)
         expected = _named(self._x, self._y)
-        if found.keys() != expected.keys():
+        if values.keys() != expected.keys():
             raise HetpipeError(
-                f"the batch holds {', '.join(found)}; the example batch held {', '.join(expected)}"
+                f"the batch holds {', '.join(values)}; the example batch held {', '.join(expected)}"
             )
-        arrays = {name: self._array(name, found[name]) for name in self.names}
+        arrays = {name: self._array(name, values[name]) for name in self.names}
         for name, value in expected.items():
-            if name not in arrays and value != found[name]:
+            if name not in arrays and value != values[name]:
                 raise HetpipeError(
-                    f"{name} is {found[name]!r}, but {value!r} in the example batch; a value that "
+                    f"{name} is {values[name]!r}, but {value!r} in the example batch; a value that "
                     "is not a tensor is fixed when the model is captured"
                 )
         _samples({name: array.shape for name, array in arrays.items()})

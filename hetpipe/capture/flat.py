@@ -164,12 +164,12 @@ def _name_outputs(flat: Flat, program: ExportedProgram, aliases: dict[str, str])
 
 
 def _of_samples(flat: Flat) -> set[fx.Node]:
-    """The nodes that depend on the samples; the others are alike on all replicas."""
-    found = {node for node, (role, _) in flat.inputs.items() if role in (INPUT, RNG)}
+    """The nodes that depend on the samples; all others are equal on all replicas."""
+    dependent = {node for node, (role, _) in flat.inputs.items() if role in (INPUT, RNG)}
     for node in flat.graph.nodes:
-        if any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found
+        if any(source in dependent for source in node.all_input_nodes):
+            dependent.add(node)
+    return dependent
 
 
 def _free(flat: Flat) -> set[fx.Node]:
@@ -187,7 +187,7 @@ def _free(flat: Flat) -> set[fx.Node]:
 
 def _differentiable(flat: Flat, trainable: frozenset[str]) -> set[fx.Node]:
     """The nodes whose value requires a gradient, found by running the graph without data."""
-    found: set[fx.Node] = set()
+    differentiable: set[fx.Node] = set()
     env: dict[fx.Node, Any] = {}
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         for node in flat.graph.nodes:
@@ -202,8 +202,8 @@ def _differentiable(flat: Flat, trainable: frozenset[str]) -> set[fx.Node]:
                 env[node] = node.target(*args, **kwargs)
             value = env[node]
             if isinstance(value, torch.Tensor) and value.requires_grad:
-                found.add(node)
-    return found
+                differentiable.add(node)
+    return differentiable
 
 
 def owner(node: fx.Node) -> tuple[str, str]:

@@ -28,12 +28,12 @@ def halve(graph: fx.Graph, arguments: Pairs, results: Pairs) -> tuple[Program, P
     tangents = [(key, node) for key, node in results if key[0] == TANGENT]
     sums = [(key, node) for key, node in results if key[0] == GRAD]
     outgoing = {key for key, _ in tangents}
-    given = {node for _, node in arguments}
+    inputs = {node for _, node in arguments}
     replaced = {node for key, node in arguments if key in outgoing}  # by a TANGENT of that name
-    first = _needed([node for _, node in tangents], given) | replaced
+    first = _needed([node for _, node in tangents], inputs) | replaced
     read = _read(graph, arguments, [node for _, node in sums], first)
-    kept = given - replaced
-    saved = [((SAVED, n.name), n) for n in keep_bases(read, given) if n not in kept]
+    kept = inputs - replaced
+    saved = [((SAVED, n.name), n) for n in keep_bases(read, inputs) if n not in kept]
     before = [(key, node) for key, node in arguments if key[0] != GRAD]
     after = [*((key, node) for key, node in arguments if node in kept), *saved]
     return (
@@ -42,28 +42,28 @@ def halve(graph: fx.Graph, arguments: Pairs, results: Pairs) -> tuple[Program, P
     )
 
 
-def _needed(tangents: list[fx.Node], given: set[fx.Node]) -> set[fx.Node]:
+def _needed(tangents: list[fx.Node], inputs: set[fx.Node]) -> set[fx.Node]:
     """The calls that compute the tangents; convolutions among them are divided into two."""
-    for node in in_graph_order(reachable(tangents, given) - given):
+    for node in in_graph_order(reachable(tangents, inputs) - inputs):
         if node.target is aten.convolution_backward.default:
             _divide(node)
-    calls = {node for node in reachable(tangents, given) - given if node.op == "call_function"}
+    calls = {node for node in reachable(tangents, inputs) - inputs if node.op == "call_function"}
     return calls | {user for node in calls if not is_tensor(node) for user in node.users}
 
 
 def _divide(node: fx.Node) -> None:
     """Divide a convolution's backward: one call for the input, one for weight and bias if read."""
     args: Any = node.args
-    *given, wanted = args
+    *operands, mask = args
     values = node.meta["val"]
-    if not any(wanted[1:]):
+    if not any(mask[1:]):
         return
     with node.graph.inserting_after(node):
         weights = node.graph.call_function(
-            aten.convolution_backward.default, (*given, [False, *wanted[1:]])
+            aten.convolution_backward.default, (*operands, [False, *mask[1:]])
         )
     weights.meta = {**node.meta, "val": (None, *values[1:])}
-    node.args = (*given, [True, False, False])
+    node.args = (*operands, [True, False, False])
     node.meta["val"] = (values[0], None, None)
     for user in list(node.users):
         if user.args[1] != 0:
@@ -73,16 +73,16 @@ def _divide(node: fx.Node) -> None:
 def _read(
     graph: fx.Graph, arguments: Pairs, sums: list[fx.Node], first: set[fx.Node]
 ) -> list[fx.Node]:
-    """The nodes of `first` that the weight half reads, but for those of parameters alone.
+    """The nodes of `first` that the weight half reads and that depend on the micro-batch.
 
-    These it computes again.
+    It computes nodes that depend on parameters alone again.
     """
-    given = {node for _, node in arguments}
+    inputs = {node for _, node in arguments}
     varying = {node for (role, _), node in arguments if role in (INPUT, CUT, SAVED, TANGENT)}
     for node in graph.nodes:
-        if node not in given and any(source in varying for source in node.all_input_nodes):
+        if node not in inputs and any(source in varying for source in node.all_input_nodes):
             varying.add(node)
-    found: list[fx.Node] = []
+    read: list[fx.Node] = []
     seen, stack = set[fx.Node](), list(sums)
     while stack:
         node = stack.pop()
@@ -90,7 +90,7 @@ def _read(
             continue
         seen.add(node)
         if node in first and node in varying:
-            found.append(node)
-        elif node not in given:
+            read.append(node)
+        elif node not in inputs:
             stack.extend(node.all_input_nodes)
-    return found
+    return read

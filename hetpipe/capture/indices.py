@@ -1,7 +1,7 @@
-"""Integers of a batch that are used as indices: their bounds, and the refusal of those outside.
+"""Integers of a batch that are used as indices: their bounds, and an error for one outside.
 
-A leaf is followed through operators that only move its elements, to operators that take an index.
-Devices disagree about an index out of range, so it is found on the host, before anything runs.
+A leaf is followed through operators that only move its elements to operators that take an index.
+Devices disagree about an index out of range, so the host checks every batch before it runs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class IndexBound:
     high: int
     ignored: int | None
     columns: tuple[int, ...] | None
-    """The elements of a sample, flattened, that are used; None is all of them."""
+    """Positions of the elements used, in a flattened sample; None is all of them."""
     use: str
     """For messages: "embedding of wte has 256 rows"."""
 
@@ -88,7 +88,7 @@ def check_indices(bounds: tuple[IndexBound, ...], leaves: Mapping[str, Array]) -
 
 
 def index_bounds(flat: Flat) -> tuple[IndexBound, ...]:
-    """The bounds of all leaves of a batch that reach an index unchanged, each once."""
+    """Bounds of the leaves of a batch that reach an index unchanged, each once."""
     follow = _Follow(flat)
     bounds: dict[IndexBound, None] = {}
     for node in flat.graph.nodes:
@@ -105,7 +105,7 @@ def index_bounds(flat: Flat) -> tuple[IndexBound, ...]:
 
 
 Use = tuple[Any, int, int, int | None, str]
-"""The index; its bounds; the value that is ignored; what there are so many of."""
+"""The index; low and high; the ignored value; the noun that `high` counts, for messages."""
 
 
 def _uses(node: fx.Node) -> Iterator[Use]:
@@ -138,7 +138,7 @@ class _Follow:
         self._moved: dict[fx.Node, Any] = {}
 
     def to(self, node: Any) -> tuple[str, tuple[int, ...] | None] | None:
-        """The leaf, and the elements of each of its samples; None if something else comes there."""
+        """The leaf, and the elements of a sample that arrive; None if anything else arrives."""
         source = self._source(node)
         if source is None:
             return None

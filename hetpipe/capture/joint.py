@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 @dataclass
 class Joint:
-    """forward inputs and tangents -> forward outputs and gradients, in one graph."""
+    """One graph: forward inputs and tangents -> forward outputs and gradients."""
 
     graph: fx.Graph
     inputs: dict[fx.Node, Key]  # TANGENT keys included
@@ -34,8 +34,8 @@ class Joint:
     constants: dict[str, torch.Tensor]
 
 
-def trace_joint(piece: Piece, wanted: frozenset[str], decompositions: Decompositions) -> Joint:
-    """Trace a piece on row-major inputs; `wanted` names the CUT outputs that get a tangent."""
+def trace_joint(piece: Piece, crossing: frozenset[str], decompositions: Decompositions) -> Joint:
+    """Trace a piece on row-major inputs; `crossing` names the CUT outputs with a tangent."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         nodes = placeholders(piece.module.graph)
@@ -47,7 +47,7 @@ def trace_joint(piece: Piece, wanted: frozenset[str], decompositions: Decomposit
         tangent_of = [
             index
             for index, (role, name) in enumerate(piece.outputs)
-            if role == LOSS or (role == CUT and name in wanted)
+            if role == LOSS or (role == CUT and name in crossing)
         ]
         tangent_of = tangent_of if piece.differentiable else []
         tangents = [_empty(returned[index]) for index in tangent_of]
@@ -64,7 +64,7 @@ def _empty(node: fx.Node) -> torch.Tensor:
 
 
 class _Step:
-    """The function that is traced. Remembers which inputs got a gradient."""
+    """The traced function. Remembers which inputs got a gradient."""
 
     def __init__(self, piece: Piece, tangent_of: list[int]) -> None:
         self._piece, self._tangent_of = piece, tangent_of
@@ -89,13 +89,13 @@ class _Step:
                     allow_unused=True,
                 )
         labels.flush()
-        found = [(i, g) for i, g in zip(self._wrt, gradients, strict=False) if g is not None]
-        self.received = [i for i, _ in found]
-        return [output.detach() for output in outputs] + [gradient for _, gradient in found]
+        received = [(i, g) for i, g in zip(self._wrt, gradients, strict=False) if g is not None]
+        self.received = [i for i, _ in received]
+        return [output.detach() for output in outputs] + [gradient for _, gradient in received]
 
 
 class _Labels:
-    """Labels the nodes of a trace: all added between two switches belong to the first's layer."""
+    """Labels the nodes of a trace with their layer, the one of the last switch before them."""
 
     def __init__(self) -> None:
         mode = get_proxy_mode()
@@ -135,7 +135,7 @@ class _Labelled(fx.Interpreter):
         return result
 
     def close(self) -> None:
-        """Remove the hooks: no garbage collector finds a cycle through autograd's nodes."""
+        """Remove the hooks: the garbage collector cannot see cycles through autograd's nodes."""
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
@@ -193,7 +193,7 @@ def _joint(piece: Piece, module: fx.GraphModule, step: _Step, tangent_of: list[i
 
 
 def _check_layouts(graph: fx.Graph) -> None:
-    """Refuse `as_strided` of a tensor that is not row-major: here all tensors are made so."""
+    """Refuse `as_strided` of a tensor that is not row-major, as all tensors here are."""
     for node in graph.nodes:
         if node.target is aten.as_strided.default:
             source = node.all_input_nodes[0]
@@ -207,7 +207,7 @@ def _check_layouts(graph: fx.Graph) -> None:
 def _lift_constants(
     piece: Piece, module: fx.GraphModule, inputs: dict[fx.Node, Key]
 ) -> dict[str, torch.Tensor]:
-    """Tensors that the trace itself made become CONSTANT inputs."""
+    """Turn tensors that the trace created into CONSTANT inputs."""
     constants: dict[str, torch.Tensor] = {}
     for node in [node for node in module.graph.nodes if node.op == "get_attr"]:
         value = getattr(module, str(node.target))

@@ -1,4 +1,4 @@
-"""Which layer every call of a flat graph belongs to."""
+"""Assigns every call of a flat graph to a layer."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ def _numbered(paths: list[str]) -> tuple[str, ...]:
 def _merge_shared_buffers(flat: Flat, updated: frozenset[str]) -> None:
     """Join the layers that touch one updated buffer, so that all its readers are in one stage."""
     last = len(flat.layer_names) - 1
-    joined = [False] * (last + 1)  # layer i is joined with the one before
+    joined = [False] * (last + 1)  # whether layer i is joined with layer i - 1
     for node, (role, name) in flat.inputs.items():
         if role != BUFFER or name not in updated:
             continue
-        made = [out for key, out in flat.outputs if key == (BUFFER, name)]
-        touched = {flat.layer[n] for n in (*node.users, *made) if n in flat.layer}
+        replacements = [out for key, out in flat.outputs if key == (BUFFER, name)]
+        touched = {flat.layer[n] for n in (*node.users, *replacements) if n in flat.layer}
         for index in range(min(touched, default=0) + 1, max(touched, default=0) + 1):
             joined[index] = True
     number, index = [], -1
@@ -125,11 +125,11 @@ def _layer(flat: Flat, index: int, nodes: list[fx.Node]) -> Layer:
 def _cut_nbytes(flat: Flat, count: int) -> tuple[int, ...]:
     """Bytes that cross after each layer but the last: of tensors that a later layer reads."""
     change = [0] * (count + 1)
-    for node, made in flat.layer.items():
+    for node, layer in flat.layer.items():
         if is_tensor(node):
-            last = max((flat.layer.get(user, made) for user in node.users), default=made)
+            last = max((flat.layer.get(user, layer) for user in node.users), default=layer)
             nbytes = flat.precision.crossing_nbytes(node)
-            change[made] += nbytes
+            change[layer] += nbytes
             change[last] -= nbytes
     total, sums = 0, []
     for delta in change[: count - 1]:

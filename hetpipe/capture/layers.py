@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Layer:
-    """A unit that the planner does not cut: a leaf module's operators and what follows them."""
+    """A unit that the planner does not cut: a leaf module's operators and the following ones."""
 
     index: int
     name: str  # path of the module in the model; a second call of the module adds "#2"
     operators: tuple[str, ...]  # distinct, in order of first use, before decomposition
-    parameters: tuple[str, ...]  # that it reads, canonical names
+    parameters: tuple[str, ...]  # canonical names of the parameters that it reads
     params_nbytes: int
 
 

@@ -2,8 +2,8 @@
 
 Every tensor is an edge whose capacity is its bytes. Edges lead from the source to stage inputs and
 costly operators, and to the sink from the tensors that the backward reads. The backward is given
-the tensors of a minimum cut and computes from them all that lies between cut and sink: the method
-of torch's own `min_cut_rematerialization_partition`.
+the tensors of a minimum cut, and computes from them all nodes between cut and sink. torch's own
+`min_cut_rematerialization_partition` works in the same way.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ COSTLY = frozenset(
 
 
 def minimum_cut(
-    inputs: Collection[fx.Node], wanted: Collection[fx.Node], dependent: Collection[fx.Node]
+    inputs: Collection[fx.Node], needed: Collection[fx.Node], dependent: Collection[fx.Node]
 ) -> list[fx.Node]:
-    """The nodes of the fewest bytes from which all of `wanted` can be computed again.
+    """The nodes of the fewest bytes from which all of `needed` can be computed again.
 
     `dependent` are the sample-dependent `inputs` and all nodes computed from them; other nodes
-    cost nothing. Of several minimum cuts the one nearest to `wanted` is taken.
+    cost nothing. Of several minimum cuts the one nearest to `needed` is taken.
     """
     import networkx as nx  # type: ignore[import-untyped]
 
     network: Any = nx.DiGraph()
     network.add_nodes_from(("source", "sink"))
-    seen, stack = set[fx.Node](), list(wanted)
-    network.add_edges_from(((node, "out"), "sink") for node in wanted)
+    seen, stack = set[fx.Node](), list(needed)
+    network.add_edges_from(((node, "out"), "sink") for node in needed)
     while stack:
         node = stack.pop()
         if node in seen:
@@ -68,7 +68,7 @@ def minimum_cut(
 
 
 def _capacity(node: fx.Node) -> dict[str, int]:
-    """The tensor's bytes. Tuples, and views as large as their base, get none and are never cut."""
+    """The tensor's bytes; no capacity for tuples and full-size views, which are never cut."""
     if not is_tensor(node):
         return {}
     base = base_of(node)

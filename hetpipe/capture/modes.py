@@ -1,4 +1,4 @@
-"""Which modules train and which evaluate: as the user left them when the model was captured."""
+"""Modes of modules, train or eval, as the user left them when the model was captured."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Modes:
 
     @classmethod
     def of(cls, model: nn.Module, loss_fn: Callable[..., Any]) -> Modes:
-        """The modes that the modules are in now."""
+        """The present modes."""
         modules = [*model.modules(), *(loss_fn.modules() if isinstance(loss_fn, nn.Module) else ())]
         return cls(model, tuple((module, module.training) for module in modules))
 
@@ -35,7 +35,7 @@ class Modes:
         return not any(training for module, training in self.training if module in own)
 
     def warn(self) -> None:
-        """Warn if no module of the model trains, which is seldom meant."""
+        """Warn if no module of the model trains, which is seldom intended."""
         if self.all_eval:
             warnings.warn(
                 f"{type(self.model).__name__} is in eval mode as a whole, and is trained in it: "
@@ -47,9 +47,9 @@ class Modes:
 
     @contextmanager
     def restored(self, evaluation: bool = False) -> Iterator[None]:
-        """Inside, every module has its mode of that moment, or with `evaluation` is evaluated.
+        """Inside, every module has its mode in this record, or eval mode with `evaluation`.
 
-        After it every module is in the mode that it was in before.
+        Afterwards every module has the mode that it had before.
         """
         modules = {*self.model.modules(), *(module for module, _ in self.training)}
         present = [(module, module.training) for module in modules]

@@ -1,8 +1,8 @@
-"""Divide a joint graph into a forward and a backward program that may see other weights.
+"""Divide a joint graph into a forward and a backward, which may use different weights.
 
 A tensor that depends on no sample (but on parameters, constants, unchanging buffers or the random
 counter) is never saved. The backward computes it again from its own arguments, and so works with
-the weight version that it is given.
+any version of the weights.
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ def partition(
 
 
 def _is_sample(joint: Joint, key: Key) -> bool:
-    """Whether the input differs between the micro-batches of one step."""
+    """Whether the input differs between the micro-batches of a step."""
     updated = {name for (role, name), _ in joint.outputs if role == BUFFER}
     return key[0] in (INPUT, CUT) or (key[0] == BUFFER and key[1] in updated)
 
 
 def _after(joint: Joint, starts: set[fx.Node]) -> set[fx.Node]:
     """All nodes that depend on one of `starts`, these included."""
-    found = set(starts)
+    dependent = set(starts)
     for node in joint.graph.nodes:
-        if node.op == "call_function" and any(n in found for n in node.all_input_nodes):
-            found.add(node)
-    return found
+        if node.op == "call_function" and any(n in dependent for n in node.all_input_nodes):
+            dependent.add(node)
+    return dependent
 
 
 def _saved(joint: Joint, recompute: str) -> list[fx.Node]:
@@ -80,44 +80,44 @@ def _saved(joint: Joint, recompute: str) -> list[fx.Node]:
     samples = {node for node, key in joint.inputs.items() if _is_sample(joint, key)}
     dependent = _after(joint, samples)
     tangents = {node for node, key in joint.inputs.items() if key[0] == TANGENT}
-    wanted = _wanted(joint, _after(joint, tangents), dependent)
+    read = _backward_reads(joint, _after(joint, tangents), dependent)
     if recompute == INPUTS:
-        return _origins(samples, wanted)
+        return _origins(samples, read)
     if recompute == MIN_CUT:
-        return minimum_cut(samples, wanted, dependent)
-    return keep_bases(wanted, joint.inputs)
+        return minimum_cut(samples, read, dependent)
+    return keep_bases(read, joint.inputs)
 
 
-def _wanted(joint: Joint, backward: set[fx.Node], dependent: set[fx.Node]) -> list[fx.Node]:
-    """Sample-dependent forward tensors that the backward reads, itself or in what it recomputes."""
+def _backward_reads(joint: Joint, backward: set[fx.Node], dependent: set[fx.Node]) -> list[fx.Node]:
+    """Sample-dependent forward tensors that the backward, recomputation included, reads."""
     stack: list[fx.Node] = [node for _, node in joint.gradients]
     seen: set[fx.Node] = set()
-    wanted: list[fx.Node] = []
+    read: list[fx.Node] = []
     while stack:
         node = stack.pop()
         if node in seen:
             continue
         seen.add(node)
         if node in dependent and node not in backward:
-            wanted.append(node)
+            read.append(node)
         else:
             stack.extend(node.all_input_nodes)
-    return wanted
+    return read
 
 
-def _origins(samples: set[fx.Node], wanted: list[fx.Node]) -> list[fx.Node]:
-    """The sample-dependent inputs, and sums over replicas, that `wanted` are computed from."""
-    found, seen, stack = set[fx.Node](), set[fx.Node](), list(wanted)
+def _origins(samples: set[fx.Node], nodes: list[fx.Node]) -> list[fx.Node]:
+    """The sample-dependent inputs and sums over replicas from which `nodes` are computed."""
+    origins, seen, stack = set[fx.Node](), set[fx.Node](), list(nodes)
     while stack:
         node = stack.pop()
         if node in seen:
             continue
         seen.add(node)
         if node in samples or is_sum(node):
-            found.add(node)
+            origins.add(node)
         else:
             stack += sources(node)
-    return in_graph_order(found)
+    return in_graph_order(origins)
 
 
 def _accumulate(

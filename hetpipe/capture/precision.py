@@ -1,4 +1,4 @@
-"""Half precision: the dtype that passes compute in, and the dtype in which tensors cross a cut.
+"""Half precision: the dtype of computation in passes, and the dtype of tensors across a cut.
 
 Both become casts in the captured graphs, and bytes follow from the slots. Parameters, gradients and
 optimizer state keep the model's dtypes.
@@ -41,7 +41,7 @@ class Precision:
             )
         if self.cut == "bfloat16":
             raise CaptureError(
-                "cut_dtype='bfloat16': what crosses a cut is a numpy array on the host, and numpy "
+                "cut_dtype='bfloat16': tensors cross a cut as numpy arrays on the host, and numpy "
                 "has no bfloat16; use 'float16', or None (bfloat16 tensors then cross as float32)"
             )
         if self.cut not in (None, *CUT_DTYPES):
@@ -70,7 +70,7 @@ class Precision:
 def cast_at_cuts(
     graph: fx.Graph, inputs: list[Key], outputs: list[Key], precision: Precision
 ) -> None:
-    """Cast a piece's CUT inputs from what they cross in, and its CUT outputs to it.
+    """Cast a piece's CUT inputs from the dtype of the cut, and its CUT outputs to it.
 
     Autograd then casts their gradients the other way. A tensor that is passed on has a gradient
     from later pieces and one from this piece: they are added in the tensor's own dtype.

@@ -44,7 +44,7 @@ class Slot:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What identifies the slot in an environment."""
+        """The slot's key in an environment."""
         return (self.role, self.name)
 
     @property
@@ -127,11 +127,11 @@ class StageGraphs:
     """Everything that a device needs to be one stage.
 
     `update`: PARAM, GRAD, STATE, SCALAR -> PARAM, STATE, GRAD (zeroed). A parameter that an earlier
-    stage owns (tied weights) is only given its zeroed GRAD. None if nothing is trained.
-    `predict`: PARAM, STATE, SCALAR -> PARAM, the weights to expect `ahead` more updates on. None if
-    nothing is trained or the optimizer predicts nothing.
+    stage owns (tied weights) only gets its zeroed GRAD. None if nothing is trained.
+    `predict`: PARAM, STATE, SCALAR -> PARAM, the weights expected after `ahead` more updates. None
+    if nothing is trained or the optimizer predicts nothing.
     `norm`: GRAD, SCALAR -> NORM, of the parameters that the stage owns. None if it owns none.
-    `evaluation`: forwards in eval mode by samples, which save nothing; where they were asked for.
+    `evaluation`: forwards in eval mode by samples, which save nothing; empty if not requested.
     `tied` lists (parameter, owner stage, other stages) for the parameters shared with other stages;
     the owner is the lowest of them.
     """

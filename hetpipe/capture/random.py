@@ -20,7 +20,7 @@ own = torch.ops.hetpipe
 
 
 class _Site:
-    """One random call of the graph: emits what replaces it."""
+    """One random call of the graph: emits its replacement."""
 
     def __init__(self, node: fx.Node, rng: fx.Node, site: int, samples: int) -> None:
         self.node, self._rng, self._site, self._samples = node, rng, site, samples
@@ -29,7 +29,7 @@ class _Site:
         self._graph = node.graph
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Append a call; its meta is that of the replaced node, its value its own."""
+        """Append a call with the meta of the replaced node, but a value of its own."""
         node = self._graph.call_function(target, args, kwargs)
         fakes, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with _fake_mode(self._graph):
@@ -77,15 +77,15 @@ def make_explicit(graph: fx.Graph, samples: int) -> fx.Node | None:
 
     Raises `CaptureError` for a random operator that has no replacement.
     """
-    found = [node for node in graph.nodes if _is_random(node)]
-    if not found:
+    random_nodes = [node for node in graph.nodes if _is_random(node)]
+    if not random_nodes:
         return None
     last = placeholders(graph)[-1]
     with graph.inserting_after(last):
         rng = graph.placeholder("rng")
     with _fake_mode(graph):
         rng.meta["val"] = torch.empty(3, dtype=torch.int64)
-    for index, node in enumerate(found):
+    for index, node in enumerate(random_nodes):
         if node.target not in _REPLACEMENTS:
             raise CaptureError(
                 f"{node.target}{where(node)} is random and has no reproducible form here; use "
@@ -150,8 +150,8 @@ def _bernoulli(site: _Site, value: torch.Tensor) -> fx.Node:
 
 def _pair(site: _Site) -> tuple[float, float]:
     """The two settings after the tensor; 0 and 1 where the graph leaves them out."""
-    given = dict(enumerate(site.args))
-    return given.get(1, 0.0), given.get(2, 1.0)
+    arguments = dict(enumerate(site.args))
+    return arguments.get(1, 0.0), arguments.get(2, 1.0)
 
 
 def _uniform(site: _Site, value: torch.Tensor) -> fx.Node:

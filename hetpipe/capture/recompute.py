@@ -1,4 +1,4 @@
-"""How much of a stage's forward its backward computes again, instead of keeping it."""
+"""Modes of recomputation: the part of a stage's forward that its backward computes again."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ et al., "Training deep nets with sublinear memory cost", 2016; GPipe keeps stage
 
 `min-cut`: the forward keeps as few bytes as possible, stage inputs counted too, such that the
 backward repeats no product, convolution, attention or recurrent layer; of equal choices the one
-that leaves least to repeat.
+with the least to repeat.
 
-In all modes masks are drawn again alike, sums over replicas are kept, running statistics change in
-the forward only, and a repeated forward uses the parameters that the backward is given.
+In all modes the backward draws the same masks again, sums over replicas are kept, running
+statistics change in the forward only, and a repeated forward uses the backward's parameters.
 """
 
 

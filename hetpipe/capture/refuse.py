@@ -21,11 +21,11 @@ _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
 _STDLIB = sysconfig.get_path("stdlib")
 _RUNS = {"run_model": "the model", "run_loss": "loss_fn"}
-"""Functions of `hetpipe.capture.export` that run what the user wrote."""
+"""Functions of `hetpipe.capture.export` that run the user's code."""
 
 
 def check_modules(model: nn.Module) -> None:
-    """Raise `CaptureError` for modules whose training, in their modes, export would change."""
+    """Raise `CaptureError` for modules that, in their modes, export would change."""
     for name, module in model.named_modules():
         where = f"{name or 'the model'} ({type(module).__name__})"
         if (
@@ -106,7 +106,7 @@ def _is_plumbing(cls: type) -> bool:
 
 
 def explain(error: Exception) -> CaptureError:
-    """The error of a failed export as one sentence: whose it is, and the user's line."""
+    """The error of a failed export as one sentence, with its origin and the user's line."""
     frame = _user_frame(error)
     where = f" at {frame.filename}:{frame.lineno} ({frame.line})" if frame else ""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
@@ -140,7 +140,7 @@ def where(node: fx.Node) -> str:
 
 
 def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The deepest frame that is neither torch's nor ours, in the error or what caused it."""
+    """The deepest frame outside torch and hetpipe, in the error or its causes."""
     for link in _chain(error):
         frames = [f for f in traceback.extract_tb(link.__traceback__) if _is_users(f.filename)]
         if frames:
@@ -149,7 +149,7 @@ def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """The error, and what caused it."""
+    """The error and its causes."""
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in chain:

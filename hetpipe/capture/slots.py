@@ -30,7 +30,7 @@ Key = tuple[str, str]
 
 FORWARD_ORDER = (PARAM, BUFFER, CONSTANT, INPUT, CUT, RNG)
 BACKWARD_ORDER = (PARAM, BUFFER, CONSTANT, RNG, INPUT, CUT, SAVED, TANGENT, GRAD)
-"""The roles of a pass's inputs, in the order in which it takes them."""
+"""The roles of a pass's inputs, in their order."""
 
 _IDENTITIES = frozenset(
     {
@@ -44,7 +44,7 @@ _IDENTITIES = frozenset(
 _IDENTITIES_IF_SAME = frozenset(
     {
         aten._to_copy.default,
-        aten.copy.default,  # of its second argument
+        aten.copy.default,  # an identity of its second argument
         aten.view.default,
         aten._unsafe_view.default,
         aten.reshape.default,
@@ -119,13 +119,13 @@ def simplify(graph: fx.Graph) -> None:
 
 
 def _narrows_back(node: fx.Node, source: Any) -> bool:
-    """Whether the node casts to where its source was cast from, without a loss."""
+    """Whether the node undoes the lossless cast of its source."""
     cast = node.target is aten._to_copy.default and widens(source)
     return cast and _same(node, source.args[0])
 
 
 def widens(node: Any) -> bool:
-    """Whether it is a cast from a floating dtype to one that holds all its numbers."""
+    """Whether the node casts a floating dtype to one that holds all its numbers."""
     if not isinstance(node, fx.Node) or node.target is not aten._to_copy.default:
         return False
     narrow, wide = node.all_input_nodes[0].meta["val"].dtype, node.meta["val"].dtype
@@ -138,16 +138,16 @@ def _same(node: fx.Node, source: Any) -> bool:
 
 
 def reachable(outputs: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that `outputs` are computed from, down to `inputs` (included if reached)."""
-    stop, found, stack = set(inputs), set[fx.Node](), list(outputs)
+    """The nodes from which `outputs` are computed, down to `inputs` (included if reached)."""
+    stop, reached, stack = set(inputs), set[fx.Node](), list(outputs)
     while stack:
         node = stack.pop()
-        if node in found:
+        if node in reached:
             continue
-        found.add(node)
+        reached.add(node)
         if node not in stop:
             stack.extend(node.all_input_nodes)
-    return found
+    return reached
 
 
 def extract(source: fx.Graph, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:

@@ -28,11 +28,11 @@ class Piece:
     module: fx.GraphModule
     inputs: tuple[Key, ...]
     outputs: tuple[Key, ...]
-    differentiable: frozenset[Key]  # inputs whose gradient is wanted
+    differentiable: frozenset[Key]  # inputs that need a gradient
 
 
 def split(flat: Flat, cuts: Sequence[int]) -> list[Piece]:
-    """Pieces of the stages that begin at the layers 0 and `cuts`."""
+    """The pieces of the stages, which begin at layer 0 and at each of `cuts`."""
     stage = {node: bisect_right(cuts, layer) for node, layer in flat.layer.items()}
     last_use = {node: max((stage.get(u, s) for u in node.users), default=s)
                 for node, s in stage.items()}  # fmt: skip
@@ -55,14 +55,14 @@ def _piece(
     inputs = [(key, node) for node, key in flat.inputs.items() if node in needed]
     inputs += [((CUT, node.name), node) for node in arriving]
     graph = extract(flat.graph, [node for _, node in inputs], [node for _, node in outputs])
-    taken, given = [key for key, _ in inputs], [key for key, _ in outputs]
-    cast_at_cuts(graph, taken, given, flat.precision)
+    input_keys, output_keys = [key for key, _ in inputs], [key for key, _ in outputs]
+    cast_at_cuts(graph, input_keys, output_keys, flat.precision)
     _label_free(graph)
     return Piece(
         index,
         fx.GraphModule(torch.nn.Module(), graph),
-        tuple(taken),
-        tuple(given),
+        tuple(input_keys),
+        tuple(output_keys),
         frozenset(key for key, node in inputs if node in flat.differentiable),
     )
 

@@ -27,16 +27,16 @@ def trace_stages(
 ) -> list[StageGraphs]:
     """The graphs of all stages; `flats` is the same model at each micro-batch size.
 
-    One mode of `recompute` per stage; `halves`: with the halves of every backward.
+    `recompute` has one mode per stage. With `halves` every backward also comes in two halves.
     """
     stages = len(decompositions)
     passes: list[dict[int, PassPrograms]] = [{} for _ in range(stages)]
     constants: list[dict[str, Any]] = [{} for _ in range(stages)]
     for flat in flats:
-        wanted: frozenset[str] = frozenset()
+        tangents: frozenset[str] = frozenset()
         for piece in reversed(split(flat, cuts)):
-            joint = trace_joint(piece, wanted, decompositions[piece.stage])
-            wanted = frozenset(name for (role, name), _ in joint.gradients if role == CUT)
+            joint = trace_joint(piece, tangents, decompositions[piece.stage])
+            tangents = frozenset(name for (role, name), _ in joint.gradients if role == CUT)
             programs = partition(joint, flat.samples, recompute[piece.stage], halves)
             passes[piece.stage][flat.samples] = programs
             constants[piece.stage].update(_constants(flat, joint, programs))
@@ -67,7 +67,7 @@ def _programs(passes: PassPrograms) -> list[Program]:
 
 
 def _with_gradient(stage: StageGraphs) -> dict[str, torch.Tensor]:
-    """The parameters that the stage computes a gradient for, as shapes."""
+    """The parameters with a gradient on this stage, as shapes."""
     return {
         slot.name: torch.empty(slot.shape, dtype=getattr(torch, slot.dtype), device="meta")
         for passes in stage.passes.values()
@@ -77,7 +77,7 @@ def _with_gradient(stage: StageGraphs) -> dict[str, torch.Tensor]:
 
 
 def _readers(graphs: Sequence[StageGraphs]) -> dict[str, list[int]]:
-    """Which stages read each parameter that some stage has a gradient for."""
+    """The stages that read each parameter with a gradient."""
     trained = {name for stage in graphs for name in _with_gradient(stage)}
     readers: dict[str, list[int]] = {}
     for stage in graphs:
@@ -101,7 +101,7 @@ def _updated(
     index: int,
     decompositions: Decompositions,
 ) -> StageGraphs:
-    """The stage with the programs that work on whole parameters: once a mini-batch."""
+    """The stage with its programs for whole parameters, which run once per mini-batch."""
     stage, readers = graphs[index], _readers(graphs)
     owned = {name for name, stages in readers.items() if stages[0] == index}
     shapes = {name: shape for other in graphs for name, shape in _with_gradient(other).items()}

@@ -1,4 +1,4 @@
-"""Batch norm's running statistics: a forward updates them, once, and no gradient reads them."""
+"""Batch norm's running statistics: a forward updates them once, and no gradient reads them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _updates(node: fx.Node) -> bool:
 
 
 def drop_unread(graph: fx.Graph) -> None:
-    """Drop the running statistics from backwards in training, which name but do not read them."""
+    """Drop the running statistics from backwards in training, which do not use their values."""
     for node in graph.nodes:
         if node.target is aten.native_batch_norm_backward.default and node.args[7] is True:
             args = list(node.args)
@@ -23,13 +23,13 @@ def drop_unread(graph: fx.Graph) -> None:
 
 
 def sources(node: fx.Node) -> list[fx.Node]:
-    """The nodes that a node's results are computed from, leaving out new running statistics."""
+    """The operands of a node that its results need; new running statistics do not count."""
     unread = node.args[3:5] if _updates(node) else ()
     return [source for source in node.all_input_nodes if source not in unread]
 
 
 def drop_updates(graph: fx.Graph) -> None:
-    """Make norms only normalise, for graphs that repeat a forward."""
+    """Drop the update of statistics from norms, for graphs that repeat a forward."""
     for node in graph.nodes:
         if _updates(node):
             node.target = aten._native_batch_norm_legit.no_stats

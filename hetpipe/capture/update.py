@@ -27,8 +27,8 @@ def trace_update(
     """PARAM, GRAD, STATE, SCALAR -> PARAM, STATE, GRAD (zeros); None if there is no gradient.
 
     `updated` are the parameters that the stage owns, as tensors of their shapes. Those in
-    `only_zeroed` are tied to an earlier stage: their gradient is zeroed, no more. The rule is
-    given gradients multiplied by `grad_scale`.
+    `only_zeroed` are tied to an earlier stage, and only get zeroed gradients. The rule gets
+    gradients multiplied by `grad_scale`.
     """
     if not updated and not only_zeroed:
         return None
@@ -39,12 +39,13 @@ def trace_update(
     inputs += _scalars("lr", "step", "grad_scale")
 
     def update(env: Env) -> dict[Key, torch.Tensor]:
-        found: dict[Key, torch.Tensor] = {}
+        results: dict[Key, torch.Tensor] = {}
         for name in updated:
-            found.update(_one(optimizer, env, name))
+            results.update(_one(optimizer, env, name))
         for name in everything:
-            found[GRAD, name] = torch.zeros_like(env[GRAD, name])
-        return {k: found[k] for k in sorted(found, key=lambda k: (PARAM, STATE, GRAD).index(k[0]))}
+            results[GRAD, name] = torch.zeros_like(env[GRAD, name])
+        order = (PARAM, STATE, GRAD)
+        return {key: results[key] for key in sorted(results, key=lambda key: order.index(key[0]))}
 
     return _trace(update, inputs, everything, decompositions)
 
@@ -103,9 +104,9 @@ def _trace(
     outputs: list[Key] = []
 
     def run(*values: torch.Tensor) -> list[torch.Tensor]:
-        found = compute(dict(zip(inputs, values, strict=True)))
-        outputs[:] = found
-        return list(found.values())
+        results = compute(dict(zip(inputs, values, strict=True)))
+        outputs[:] = results
+        return list(results.values())
 
     with FakeTensorMode():
         values = [_example(key, parameters) for key in inputs]

@@ -73,8 +73,8 @@ def keep_bases(nodes: Iterable[fx.Node], inputs: Container[fx.Node]) -> list[fx.
 
 def in_graph_order(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     """The nodes, all of one graph, in its order."""
-    wanted = list(nodes)
-    if not wanted:
+    listed = list(nodes)
+    if not listed:
         return []
-    order = {node: index for index, node in enumerate(wanted[0].graph.nodes)}
-    return sorted(wanted, key=order.__getitem__)
+    order = {node: index for index, node in enumerate(listed[0].graph.nodes)}
+    return sorted(listed, key=order.__getitem__)

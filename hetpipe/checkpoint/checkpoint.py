@@ -102,8 +102,8 @@ def _sweep(directory: Path) -> None:
     try:
         manifest = read_manifest(directory / MANIFEST)
     except CheckpointError:
-        return  # it does not tell what is still wanted
-    wanted = {file.name for file in manifest.files.values()}
+        return  # it does not tell what is still named
+    named = {file.name for file in manifest.files.values()}
     for path in directory.iterdir():
-        if _OURS.fullmatch(path.name) and path.name not in wanted:
+        if _OURS.fullmatch(path.name) and path.name not in named:
             path.unlink()

@@ -70,16 +70,16 @@ def command(
     if costs is None:
         chosen = _measured(model, (cluster, devices, backends, emulate_speed), mini_batch, asked)
     else:
-        given = {"--cluster": cluster, "--backends": backends, "--emulate-speed": emulate_speed}
-        for option in (option for option, value in given.items() if value):
+        options = {"--cluster": cluster, "--backends": backends, "--emulate-speed": emulate_speed}
+        for option in (option for option, value in options.items() if value):
             raise PlanError(f"--costs {costs} say what devices there are: leave out {option}")
         chosen = _priced(model, costs, devices, mini_batch, asked)
-    made, table = chosen
-    output.text(str(made))
+    best, table = chosen
+    output.text(str(best))
     if out is not None:
-        write_plan(out, made, table)
+        write_plan(out, best, table)
         output.text(f"written to {out}")
-    output.finish(made.to_json())
+    output.finish(best.to_json())
 
 
 def _measured(
@@ -121,6 +121,6 @@ def _priced(
         progress("capturing", 0, 1)
         check_layers(table, workload, samples)
         progress("planning", 0, 1)
-        made = plan_by(table, split_names(devices), samples, asked)
-    check_policy(made, optimizer_of(workload))
-    return made, table
+        chosen = plan_by(table, split_names(devices), samples, asked)
+    check_policy(chosen, optimizer_of(workload))
+    return chosen, table

@@ -94,9 +94,9 @@ def command(
 
     output = Output(json)
     asked = read_options(schedule, weights, cuts, replicas, microbatches, mini_batch)
-    known, costs = (None, None) if plan is None else read_plan(plan)
-    if plan is not None and known is not None:
-        check_plan_alone(plan, known, asked)
+    stored, costs = (None, None) if plan is None else read_plan(plan)
+    if plan is not None and stored is not None:
+        check_plan_alone(plan, stored, asked)
     check_name(model)
     check_picture(picture)
     members = make_cluster(cluster, devices, backends, emulate_speed)
@@ -107,7 +107,7 @@ def command(
     from hetpipe.zoo import load_workload
 
     workload = load_workload(model)
-    options = {**asked.keywords, "sync_batch_norm": sync_batch_norm, "plan": known, "costs": costs}
+    options = {**asked.keywords, "sync_batch_norm": sync_batch_norm, "plan": stored, "costs": costs}
     with (
         progress_bar() as progress,
         open_pipeline(
@@ -120,11 +120,11 @@ def command(
         taken = _train(
             workload, pipe, count, seed, min(count, check_steps) if check else 0, output, progress
         )
-        found = compare(workload, pipe.plan, taken, seed)
+        comparison = compare(workload, pipe.plan, taken, seed)
         workload.model.load_state_dict(pipe.state_dict(), strict=False)
         _keep(output, pipe, save, picture, trace, model)
         peaks = pipe.peak_nbytes
-    _conclude(output, workload, pipe.plan, taken, found, seed, peaks)
+    _conclude(output, workload, pipe.plan, taken, comparison, seed, peaks)
 
 
 def _keep(
@@ -203,7 +203,7 @@ def _conclude(
     workload: Workload,
     plan: Plan,
     taken: list[Step],
-    found: Comparison | None,
+    comparison: Comparison | None,
     seed: int,
     peaks: Sequence[int],
 ) -> None:
@@ -221,8 +221,8 @@ def _conclude(
     figures = workload.validate(workload.model) if workload.validate else {}
     for name, value in figures.items():
         output.text(f"validation {name} {value:.4f}")
-    if found is not None and found.equal:
-        output.text(str(found))
+    if comparison is not None and comparison.equal:
+        output.text(str(comparison))
     output.finish(
         {
             "model": workload.name,
@@ -230,7 +230,7 @@ def _conclude(
             "plan": plan.to_json(),
             "losses": [step.loss for step in taken],
             "torch_losses": [step.expected for step in taken if step.expected is not None],
-            "max_loss_rel_diff": found.difference if found else None,
+            "max_loss_rel_diff": comparison.difference if comparison else None,
             "step_s": step_s,
             "samples_per_s": plan.mini_batch / step_s,
             "label": plan.label,
@@ -238,8 +238,8 @@ def _conclude(
             "validation": figures,
         }
     )
-    if found is not None and not found.equal:
-        raise HetpipeError(str(found))
+    if comparison is not None and not comparison.equal:
+        raise HetpipeError(str(comparison))
 
 
 def memory_lines(plan: Plan, peaks: Sequence[int]) -> list[str]:

@@ -105,8 +105,8 @@ def _check_member(member: Member) -> None:
         raise ClusterError(f"{member.id}: speed is {member.speed}, it must be above 0, at most 1")
     absent = sorted(set(member.cores) - set(available_cores()))
     if absent:
-        found = ", ".join(map(str, available_cores()))
-        raise ClusterError(f"{member.id}: cores {absent} are not among this machine's: {found}")
+        present = ", ".join(map(str, available_cores()))
+        raise ClusterError(f"{member.id}: cores {absent} are not among this machine's: {present}")
 
 
 def _check_link(pair: frozenset[str], link: Link, ids: Sequence[str]) -> None:

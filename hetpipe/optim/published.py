@@ -49,8 +49,8 @@ def lion(
         return linear(param, lr, ahead, state[0].sign())
 
     settings = {"beta1": beta1, "beta2": beta2, "weight_decay": weight_decay}
-    made = Optimizer("lion", lr, ("mean",), update, tuple(settings.items()), predict)
-    return excluding(made, decay_exclude, lambda: lion(lr, betas, 0.0))
+    optimizer = Optimizer("lion", lr, ("mean",), update, tuple(settings.items()), predict)
+    return excluding(optimizer, decay_exclude, lambda: lion(lr, betas, 0.0))
 
 
 def lamb(
@@ -87,8 +87,8 @@ def lamb(
         return moved(param, state, step.clamp(min=1), max(eps, TINY), scale)
 
     settings = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
-    made = Optimizer("lamb", lr, ("mean", "square"), update, tuple(settings.items()), predict)
-    return excluding(made, decay_exclude, lambda: lamb(lr, betas, eps, 0.0))
+    optimizer = Optimizer("lamb", lr, ("mean", "square"), update, tuple(settings.items()), predict)
+    return excluding(optimizer, decay_exclude, lambda: lamb(lr, betas, eps, 0.0))
 
 
 def _norm(x: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ def sgd(
         return predicted - weight_decay * decays * param
 
     settings = {"momentum": momentum, "weight_decay": weight_decay, "nesterov": float(nesterov)}
-    made = Optimizer(
+    optimizer = Optimizer(
         "sgd",
         lr,
         ("momentum",) if momentum else (),
@@ -81,7 +81,7 @@ def sgd(
         predict if momentum else None,
         predict_steps if 0 < momentum < 1 else None,
     )
-    return excluding(made, decay_exclude, lambda: sgd(lr, momentum, 0.0, nesterov))
+    return excluding(optimizer, decay_exclude, lambda: sgd(lr, momentum, 0.0, nesterov))
 
 
 def adam(
@@ -95,8 +95,8 @@ def adam(
 
     Prediction: dW = m_hat / (sqrt(v_hat) + eps).
     """
-    made = _adam("adam", lr, betas, eps, weight_decay, decoupled=False)
-    return excluding(made, decay_exclude, lambda: adam(lr, betas, eps, 0.0))
+    optimizer = _adam("adam", lr, betas, eps, weight_decay, decoupled=False)
+    return excluding(optimizer, decay_exclude, lambda: adam(lr, betas, eps, 0.0))
 
 
 def adamw(
@@ -110,8 +110,8 @@ def adamw(
 
     Prediction: dW = m_hat / (sqrt(v_hat) + eps); the decay is not predicted.
     """
-    made = _adam("adamw", lr, betas, eps, weight_decay, decoupled=True)
-    return excluding(made, decay_exclude, lambda: adamw(lr, betas, eps, 0.0))
+    optimizer = _adam("adamw", lr, betas, eps, weight_decay, decoupled=True)
+    return excluding(optimizer, decay_exclude, lambda: adamw(lr, betas, eps, 0.0))
 
 
 def _adam(

@@ -45,7 +45,7 @@ def rmsprop(
         return linear(param, lr, ahead, state[1])
 
     settings = {"alpha": alpha, "eps": eps, "weight_decay": weight_decay, "momentum": momentum}
-    made = Optimizer(
+    optimizer = Optimizer(
         "rmsprop",
         lr,
         ("square", "momentum") if momentum else ("square",),
@@ -53,7 +53,7 @@ def rmsprop(
         tuple(settings.items()),
         predict if momentum else None,
     )
-    return excluding(made, decay_exclude, lambda: rmsprop(lr, alpha, eps, 0.0, momentum))
+    return excluding(optimizer, decay_exclude, lambda: rmsprop(lr, alpha, eps, 0.0, momentum))
 
 
 def adagrad(
@@ -76,5 +76,5 @@ def adagrad(
         return param - lr * (grad / (total.sqrt() + eps)), (total,)
 
     settings = {"eps": eps, "weight_decay": weight_decay}
-    made = Optimizer("adagrad", lr, ("sum",), update, tuple(settings.items()))
-    return excluding(made, decay_exclude, lambda: adagrad(lr, eps, 0.0))
+    optimizer = Optimizer("adagrad", lr, ("sum",), update, tuple(settings.items()))
+    return excluding(optimizer, decay_exclude, lambda: adagrad(lr, eps, 0.0))

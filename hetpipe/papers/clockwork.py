@@ -66,20 +66,20 @@ class Case:
 def measure() -> list[Case]:
     """All cases, on worker processes."""
     register_backend(SleepingBackend)
-    found = []
+    cases = []
     for stages in STAGES:
         for transfer_s in TRANSFERS_S:
             with Crew.start(_cluster(stages, transfer_s)) as crew:
                 times = _Times.of(crew, stages, transfer_s, 1)
-                found += [_flushed(crew, name, times) for name in SYNCHRONOUS]
+                cases += [_flushed(crew, name, times) for name in SYNCHRONOUS]
                 noam = [stages - n for n in range(stages)]
                 hiding = [2 * (stages - n) - 1 for n in range(stages)]
-                found.append(_streamed(crew, "NOAM", noam, times))
-                found.append(_streamed(crew, "2(N-n)-1", hiding, times))
+                cases.append(_streamed(crew, "NOAM", noam, times))
+                cases.append(_streamed(crew, "2(N-n)-1", hiding, times))
             with Crew.start(_cluster(stages, transfer_s, f"sleeping:10,20,{CHUNKS}")) as crew:
                 times = _Times.of(crew, stages, transfer_s, CHUNKS)
-                found += [_flushed(crew, name, times) for name in CHUNKED]
-    return found
+                cases += [_flushed(crew, name, times) for name in CHUNKED]
+    return cases
 
 
 @dataclass(frozen=True)
@@ -254,10 +254,10 @@ def main() -> None:
         ("simulator with measured costs", [(case.measured_s, case.profiled_s) for case in cases]),
         ("formulas", [(c.measured_s, c.formula_s) for c in cases if c.formula_s is not None]),
     ):
-        found = [abs(measured / other - 1) for measured, other in others]
-        within = sum(each <= 0.03 for each in found)
+        errors = [abs(measured / other - 1) for measured, other in others]
+        within = sum(each <= 0.03 for each in errors)
         print(
-            f"from the {name}: at most {100 * max(found):.1f} %, {within} of {len(found)} rows "
+            f"from the {name}: at most {100 * max(errors):.1f} %, {within} of {len(errors)} rows "
             "within 3 %, measured"
         )
 

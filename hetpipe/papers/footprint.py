@@ -56,14 +56,14 @@ class Subject:
     def graphs(
         self, samples: int, recompute: str = "none", halves: bool = False
     ) -> list[StageGraphs]:
-        """The stages for micro-batches of so many samples."""
+        """The stages for micro-batches of `samples`."""
         key = (samples, recompute, halves)
         if key not in self._graphs:
             self._graphs[key] = self._cut(self.cuts, samples, recompute, halves)
         return self._graphs[key]
 
     def costs(self, samples: int) -> StageCosts:
-        """The planner's prices, of bytes alone."""
+        """The planner's costs, bytes only."""
         if samples not in self._costs:
             graph = self.captured.layer_graph(samples)
             stages = self._cut(range(1, len(graph)), samples, "none", False)
@@ -97,7 +97,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Footprint:
-    """By stage, the most at once: micro-batches in flight, versions of the weights, bytes."""
+    """The peaks of each stage: micro-batches in flight, versions of the weights, bytes."""
 
     in_flight: tuple[int, ...]
     versions: tuple[int, ...]
@@ -131,7 +131,7 @@ def flushed(
 def streamed(
     crew: Crew, subject: Subject, batch: Batch, in_flight: Sequence[int] | None = None
 ) -> Footprint:
-    """PipeDream with stashed weights, until as many versions as there can be have been."""
+    """PipeDream with stashed weights, run until all versions of the weights are in use."""
     request = _request(subject, batch, 1)
     graphs = subject.graphs(request.samples[0])
     _load(crew, subject, graphs, "stash")
@@ -147,13 +147,13 @@ def streamed(
     return _footprint(results)
 
 
-def predicted_nbytes(subject: Subject, samples: int, found: Footprint) -> tuple[int, ...]:
-    """The planner's peaks by stage, for micro-batches of `samples` and depths as found."""
+def predicted_nbytes(subject: Subject, samples: int, depths: Footprint) -> tuple[int, ...]:
+    """The planner's peaks by stage, for micro-batches of `samples` and counted depths."""
     costs = subject.costs(samples)
     ends = zip((0, *subject.cuts), (*subject.cuts, costs.count), strict=True)
     return tuple(
         int(costs.memory_nbytes(lo, hi, depth, versions))
-        for (lo, hi), depth, versions in zip(ends, found.in_flight, found.versions, strict=True)
+        for (lo, hi), depth, versions in zip(ends, depths.in_flight, depths.versions, strict=True)
     )
 
 

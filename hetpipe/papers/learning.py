@@ -111,7 +111,7 @@ def measure(tasks: Iterable[Task], seeds: int, crew: Crew) -> list[Row]:
                     f"M = {method.microbatches}: {trial.times_s[-1]:.1f} s",
                     file=sys.stderr,
                 )
-        rows += [Row(task, method, tuple(found)) for method, found in trials.items()]
+        rows += [Row(task, method, tuple(of_method)) for method, of_method in trials.items()]
     return rows
 
 

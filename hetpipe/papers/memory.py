@@ -128,12 +128,12 @@ def dapple_table(crew: Crew) -> Table:
         for recompute in MODES:
             for count in (2, 8, 16):
                 batch = tokens(count * SAMPLES)
-                found = flushed(crew, subject, batch, schedule, count, recompute=recompute)
-                average = sum(found.peak_nbytes) / len(found.peak_nbytes)
-                known = predicted_nbytes(subject, SAMPLES, found) if recompute == NONE else ()
+                counted = flushed(crew, subject, batch, schedule, count, recompute=recompute)
+                average = sum(counted.peak_nbytes) / len(counted.peak_nbytes)
+                planned = predicted_nbytes(subject, SAMPLES, counted) if recompute == NONE else ()
                 table.add_row(
-                    name, recompute, str(count), " ".join(map(str, found.in_flight)),
-                    *_peaks(found, known), f"{average / MIB:.1f}",
+                    name, recompute, str(count), " ".join(map(str, counted.in_flight)),
+                    *_peaks(counted, planned), f"{average / MIB:.1f}",
                 )  # fmt: skip
     return table
 
@@ -162,8 +162,8 @@ def pipedream_tables(crew: Crew) -> tuple[Table, Table]:
             str(samples),
             *(
                 peak
-                for cut, found in both
-                for peak in _peaks(found, predicted_nbytes(cut, samples, found))
+                for cut, counted in both
+                for peak in _peaks(counted, predicted_nbytes(cut, samples, counted))
             ),
         )
         pipeline, data = communicated_nbytes(subject, samples)
@@ -174,10 +174,10 @@ def pipedream_tables(crew: Crew) -> tuple[Table, Table]:
     return memory, communicated
 
 
-def _peaks(found: Footprint, predicted: Sequence[int]) -> list[str]:
-    """MiB by stage, with what was predicted in brackets if it was."""
-    known = [f" ({nbytes / MIB:.1f})" for nbytes in predicted] or [""] * len(found.peak_nbytes)
-    return [f"{n / MIB:.1f}{p}" for n, p in zip(found.peak_nbytes, known, strict=True)]
+def _peaks(counted: Footprint, predicted: Sequence[int]) -> list[str]:
+    """MiB by stage, each with its prediction in brackets if there is one."""
+    brackets = [f" ({nbytes / MIB:.1f})" for nbytes in predicted] or [""] * len(counted.peak_nbytes)
+    return [f"{n / MIB:.1f}{p}" for n, p in zip(counted.peak_nbytes, brackets, strict=True)]
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:

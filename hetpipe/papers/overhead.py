@@ -85,14 +85,14 @@ def _select(inputs: list[Slot], outputs: list[Slot]) -> Program:
         nodes.append(graph.placeholder(f"{slot.role}{len(nodes)}"))
         nodes[-1].meta["val"] = torch.empty(slot.shape, device="meta")
     shapes = [slot.shape for slot in inputs]
-    found = graph.output(tuple(nodes[_match(shapes, inputs, slot)] for slot in outputs))
-    found.meta["val"] = None
+    output = graph.output(tuple(nodes[_match(shapes, inputs, slot)] for slot in outputs))
+    output.meta["val"] = None
     return Program(canonical(graph), tuple(inputs), tuple(outputs))
 
 
-def _match(shapes: list[tuple[int, ...]], inputs: list[Slot], wanted: Slot) -> int:
+def _match(shapes: list[tuple[int, ...]], inputs: list[Slot], slot: Slot) -> int:
     keys = [slot.key for slot in inputs]
-    return keys.index(wanted.key) if wanted.key in keys else shapes.index(wanted.shape)
+    return keys.index(slot.key) if slot.key in keys else shapes.index(slot.shape)
 
 
 def main(device: str = "pytorch:cpu:0") -> None:

@@ -204,8 +204,8 @@ class _Reached(Event):
         self._speed.until(self._mine, self._left_s, math.inf if timeout_s is None else timeout_s)
 
     def on_done(self, fn: Callable[[], None]) -> None:
-        def told() -> None:
+        def wait_and_call() -> None:
             self.wait()
             fn()
 
-        threading.Thread(target=told, daemon=True).start()
+        threading.Thread(target=wait_and_call, daemon=True).start()

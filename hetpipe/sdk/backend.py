@@ -185,9 +185,9 @@ class Backend(ABC):
         return {}
 
     def describe(self) -> list[Finding]:
-        """What `hetpipe doctor` says: found, repaired, missing, broken. Raises `BackendError`."""
-        found = [("ok", f"{i.id}: {i.name}, {i.driver}", "") for i in self.discover()]
-        return found or [("missing", f"backend {self.name} finds no device", "")]
+        """The findings that `hetpipe doctor` prints. Raises `BackendError`."""
+        findings = [("ok", f"{i.id}: {i.name}, {i.driver}", "") for i in self.discover()]
+        return findings or [("missing", f"backend {self.name} finds no device", "")]
 
 
 class BlockingDevice(Device):

@@ -30,7 +30,7 @@ def philox(
         high1, low1 = _multiply(_MULTIPLIERS[1], c2)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return torch.stack((c0, c1, c2, c3), dim=-1)  # the rounds have broadcast them
+    return torch.stack((c0, c1, c2, c3), dim=-1)  # the rounds have broadcast all four
 
 
 def _multiply(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -223,8 +223,8 @@ def _backward(ctx: Any, grad_y: Any, grad_last_c: Any, *_: Any) -> tuple[torch.T
     if grad_y is None:
         grad_y = torch.zeros_like(saved[6])
     gradients = lstm_layer_backward(grad_y, grad_last_c, *saved)
-    wanted = zip(gradients, ctx.needs_input_grad, strict=True)
-    return tuple(gradient if needed else None for gradient, needed in wanted)
+    needs = zip(gradients, ctx.needs_input_grad, strict=True)
+    return tuple(gradient if needed else None for gradient, needed in needs)
 
 
 lstm_layer.register_autograd(_backward, setup_context=_save)

@@ -120,8 +120,8 @@ def _training(device: Device) -> str | None:
         parameters[2:5] = expected[1:]
         buffers[2:5] = outputs[1:]
         for name, buffer, wide in zip(("loss", "w1", "b1", "w2"), outputs, expected, strict=True):
-            found = _get(device, buffer)
-            error = float(np.abs(found - wide).max())
+            actual = _get(device, buffer)
+            error = float(np.abs(actual - wide).max())
             limit = 64 * float(np.finfo(np.float32).eps) * max(1.0, float(np.abs(wide).max()))
             if not error <= limit:  # a NaN fails too
                 return f"training step {step}: {name} is off by {error:.3g}, allowed {limit:.3g}"

@@ -32,8 +32,8 @@ class BytePairs:
     def encode(self, text: bytes) -> Tokens:
         """(tokens,) of the text: every merge in the order in which it was learnt."""
         tokens = _tokens(text)
-        for made, pair in enumerate(self.merges, BYTES):
-            tokens = _merged(tokens, pair, made)
+        for token, pair in enumerate(self.merges, BYTES):
+            tokens = _merged(tokens, pair, token)
         return tokens
 
     def decode(self, tokens: Tokens) -> bytes:
@@ -52,16 +52,16 @@ def learn(text: bytes, size: int) -> BytePairs:
     """
     tokens = _tokens(text)
     merges: list[tuple[int, int]] = []
-    for made in range(BYTES, size):
+    for token in range(BYTES, size):
         if len(tokens) < 2:
             raise HetpipeError(
-                f"{len(text)} bytes of text teach {made} tokens, not {size}: "
+                f"{len(text)} bytes of text teach {token} tokens, not {size}: "
                 "give more text, or ask for fewer tokens"
             )
-        counts = np.bincount(tokens[:-1] * made + tokens[1:])  # all tokens are below `made`
-        first, second = divmod(int(counts.argmax()), made)
+        counts = np.bincount(tokens[:-1] * token + tokens[1:])  # all tokens are below `token`
+        first, second = divmod(int(counts.argmax()), token)
         merges.append((first, second))
-        tokens = _merged(tokens, (first, second), made)
+        tokens = _merged(tokens, (first, second), token)
     return BytePairs(tuple(merges))
 
 
@@ -69,13 +69,13 @@ def _tokens(text: bytes) -> Tokens:
     return np.frombuffer(text, np.uint8).astype(np.int64)
 
 
-def _merged(tokens: Tokens, pair: tuple[int, int], made: int) -> Tokens:
-    """The tokens with every such pair, from the left, replaced by `made`."""
+def _merged(tokens: Tokens, pair: tuple[int, int], token: int) -> Tokens:
+    """The tokens with every such pair, from the left, replaced by `token`."""
     first, second = pair
     hits = np.flatnonzero((tokens[:-1] == first) & (tokens[1:] == second))
     if first == second:  # in a run of equal tokens hits overlap: every other one counts
         begins = np.where(np.diff(hits, prepend=-2) > 1, hits, 0)
         hits = hits[(hits - np.maximum.accumulate(begins)) % 2 == 0]
     tokens = tokens.copy()
-    tokens[hits] = made
+    tokens[hits] = token
     return np.delete(tokens, hits + 1)

@@ -87,8 +87,8 @@ def _rules(workload: Workload) -> Iterator[tuple[str, bool, str]]:
     yield "name", isinstance(workload.name, str), "a text"
     yield "mini_batch", _is_count(workload.mini_batch), "a whole number, 1 or more"
     optimizer = workload.optimizer
-    known = optimizer is None or isinstance(optimizer, Optimizer)
-    yield "optimizer", known, "one of hetpipe.optim, or None; torch's own cannot be cut into stages"
+    ours = optimizer is None or isinstance(optimizer, Optimizer)
+    yield "optimizer", ours, "one of hetpipe.optim, or None; torch's own cannot be cut into stages"
     validate, samples = workload.validate, workload.train_samples
     yield "validate", validate is None or callable(validate), "a function of the model, or None"
     yield "train_samples", samples is None or _is_count(samples), "a whole number, or None"

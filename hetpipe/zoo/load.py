@@ -39,8 +39,8 @@ def load_workload(name: str) -> Workload:
         factory = _factory(name, name)
     call = f"{name}()"
     with theirs(call):
-        made = factory()
-    return checked(call, made)
+        workload = factory()
+    return checked(call, workload)
 
 
 def check_name(name: str) -> None:

@@ -57,9 +57,9 @@ def text_workload(
     batches, validate, train_samples = language(length)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        made = model()
+        network = model()
     return Workload(
-        model=made,
+        model=network,
         loss_fn=token_loss,
         batches=batches,
         name=name,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from found_devices import infos
-from hetpipe.backends.opencl.names import known, slug
+from hetpipe.backends.opencl.names import runtime_of, slug
 
 from hetpipe.sdk.registry import get_backend
 
@@ -154,8 +154,8 @@ def test_names() -> None:
     assert slug("Advanced Micro Devices, Inc.") == "advanced-micro"
     assert slug("Intel(R) Corporation") == "intel"
     assert slug("") == "unknown"
-    graphics = known("Intel(R) OpenCL Graphics", is_cpu=False)
+    graphics = runtime_of("Intel(R) OpenCL Graphics", is_cpu=False)
     assert graphics is None
-    emulator = known("Intel(R) FPGA Emulation Platform for OpenCL(TM)", is_cpu=False)
+    emulator = runtime_of("Intel(R) FPGA Emulation Platform for OpenCL(TM)", is_cpu=False)
     assert emulator is not None
     assert emulator.kind == "fpga"

@@ -1,4 +1,4 @@
-"""What the lowerings of elementwise operators share."""
+"""Helpers of the lowerings of elementwise operators."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Geometry:
     dilation: tuple[int, int]
 
     def channels(self, flipped: bool = False) -> tuple[int, int]:
-        """(lanes, depth): channels of a group that come out and go in; exchanged if `flipped`."""
+        """(lanes, depth): output and input channels of a group; exchanged if `flipped`."""
         lanes, depth = self.out_channels // self.groups, self.in_channels // self.groups
         return (depth, lanes) if flipped else (lanes, depth)
 
@@ -88,10 +88,10 @@ def gradient_axes(g: Geometry, dim: int) -> list[Axis]:
 
 @cache
 def choose_tile(images: int, rows: int, cols: int) -> tuple[int, int, int]:
-    """(images, rows, cols) of the register tile that wastes least.
+    """(images, rows, cols) of the register tile with the least waste.
 
-    Waste is what the last tiles repeat, loads of weights per pixel, broken runs of stores, and
-    rows of border that a tile of several rows cannot skip.
+    Waste is work repeated by the last tiles, loads of weights per pixel, broken runs of stores,
+    and rows of border that a tile of several rows cannot skip.
     """
     best, best_score = (1, 1, 1), 0.0
     for tc in range(1, min(cols, MOST_PIXELS) + 1):
@@ -120,8 +120,8 @@ def _filled(size: int, tile: int) -> float:
 
 
 def geometry_of(node: fx.Node) -> tuple[Geometry, bool]:
-    """The plain convolution behind a `convolution` or `convolution_backward` node, and whether
-    the node is its transpose."""
+    """The plain convolution of a `convolution` or `convolution_backward` node, and whether the
+    node is its transpose."""
     backward = "backward" in str(node.target)
     x, weight = (
         _shape(arg) for arg in (arguments(node)[1:3] if backward else arguments(node)[0:2])

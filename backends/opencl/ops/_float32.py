@@ -1,4 +1,4 @@
-"""What the float32 kernels have in common."""
+"""Helpers of the lowerings to float32 kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def why_not_float32(node: fx.Node) -> str | None:
 
 
 def why_not_all_float32(node: fx.Node) -> str | None:
-    """Why a kernel refuses a node whose tensors must all be float32 and not empty, or None."""
+    """Why a node is refused by kernels of float32 tensors that are not empty, or None."""
     for arg in node.all_input_nodes:
         val = arg.meta["val"]
         if val.dtype != torch.float32:

@@ -16,7 +16,7 @@ from .matmul import COLS
 from .registry import lowers
 
 BLOCK = 96
-"""Queries that one work-item of the forward does."""
+"""Queries per work-item of the forward."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ Kernels = Callable[[str], Kernel]
 
 
 def _kernels(builder: Builder, cols: int) -> Kernels:
-    """The kernels by name for matrices of `cols` columns, or up to as many more again."""
+    """The kernels by name, built for a capacity of at least `cols` columns."""
     files = ("cpu/common.cl", "cpu/matmul.cl", "cpu/attention.cl")
     source = "".join(builder.source(file) for file in files)
     options = [f"-DCAPACITY={1 << (math.ceil(cols / COLS) - 1).bit_length()}"]
@@ -144,7 +144,7 @@ def attention_backward(builder: Builder, node: fx.Node) -> None:
     *tensors, causal, scale = arguments(node)
     grad, query, key, value, out = (_heads(builder, n) for n in tensors[:5])
     logsumexp = builder.value(tensors[5])
-    made = [_rows_first(builder, x, x.cols) for x in (query, key, value)]
+    gradients = [_rows_first(builder, x, x.cols) for x in (query, key, value)]
     kernels = _kernels(builder, max(query.cols, value.cols))
     rows = {"query": query, "key": key, "value": value, "grad": grad, "out": out}
     matrices: dict[str, Value | int] = {}
@@ -157,8 +157,8 @@ def attention_backward(builder: Builder, node: fx.Node) -> None:
         {
             **matrices, "lse": logsumexp, **_sizes(query, key, value), "causal": int(causal),
             "scale": float(scale), "shift": builder.new(logsumexp.shape, "float32"),
-            "grad_query": made[0], "grad_key": made[1], "grad_value": made[2],
+            "grad_query": gradients[0], "grad_key": gradients[1], "grad_value": gradients[2],
         },
     )  # fmt: skip
-    results = zip(made, tensors[1:4], strict=True)
+    results = zip(gradients, tensors[1:4], strict=True)
     builder.define_results(node, tuple(_as_heads(builder, m, node_shape(n)) for m, n in results))

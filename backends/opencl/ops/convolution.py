@@ -1,7 +1,7 @@
 """Two-dimensional convolution (and one-dimensional, as images of one row) and its gradients.
 
-One kernel does forward and input gradient: both sum taps of a channels-last copy, and differ in
-which taps, where they start and where the results go. `Axis` says that for one dimension.
+One kernel does forward and input gradient: both sum taps of a channels-last copy. They differ in
+the taps, their start and the place of the results, which `Axis` describes for one dimension.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ChannelsLast:
 def channels_last(
     builder: Builder, value: Value, size: tuple[int, int], axes: list[tuple[Axis, Axis]]
 ) -> ChannelsLast:
-    """Copy [N][C][H][W] to channels last with the border that `axes` reach into."""
+    """Copy [N][C][H][W] to channels last, with a border as wide as `axes` read."""
     images, channels = value.shape[:2]
     top, left = (max(0, -min((pair[i].start for pair in axes), default=0)) for i in (0, 1))
     rows, cols = (
@@ -146,7 +146,7 @@ def _convolve(
 
 
 def _padded(copy: ChannelsLast, h: Axis, w: Axis) -> dict[str, Value | int]:
-    """The arguments by which both kernels walk a copy of the image."""
+    """The arguments of both kernels that describe the copy of the image."""
     return {
         "padded": copy.value, "x_offset": copy.offset(h.start, w.start), "x_image": copy.image,
         "x_row": h.x_step * copy.row, "x_col": w.x_step * copy.channels,
@@ -257,7 +257,7 @@ def convolution_backward(builder: Builder, node: fx.Node) -> None:
     want_x, want_weight, want_bias = arguments(node)[10]
     g, transposed = geometry_of(node)
     dy, x, weight = (_images(builder, each) for each in (dy_node, x_node, weight_node))
-    wide, narrow = (dy, x) if transposed else (x, dy)  # what the plain convolution reads, writes
+    wide, narrow = (dy, x) if transposed else (x, dy)  # operand and result of the plain convolution
     dx = dw = None
     if want_x and transposed:
         dx = forward(builder, g, dy, weight, None)

@@ -15,7 +15,7 @@ from ._common import FLOATS, cast
 from .registry import lowers
 
 CHUNK = 1024
-"""Blocks of four numbers that a work-item draws."""
+"""Blocks of four numbers per work-item."""
 
 
 def _constant(builder: Builder, node: fx.Node, number: float | int | bool) -> None:
@@ -86,7 +86,7 @@ def _draw(
     builder: Builder, node: fx.Node, rng: fx.Node, site: int, batch_dim: int, samples: int,
     keep: float, *options: str,
 ) -> None:  # fmt: skip
-    """Draw with the batch dimension first, and view the result with it in its place."""
+    """Draw with the batch dimension first, then move that dimension to its place."""
     shape = node_shape(node)
     batch_dim %= len(shape)
     moved = (shape[batch_dim], *shape[:batch_dim], *shape[batch_dim + 1 :])

@@ -1,4 +1,4 @@
-"""Reads at computed places, and the sums that are their gradients."""
+"""Reads at computed places, and their gradients, which are sums."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
 def _together(node: fx.Node) -> str | None:
     """Why an `index` cannot be lowered: only one run of index tensors, none of them bool."""
     indices: Any = node.args[1]
-    given = [d for d, index in enumerate(indices) if index is not None]
-    if given != list(range(given[0], given[-1] + 1)):
+    indexed = [d for d, index in enumerate(indices) if index is not None]
+    if indexed != list(range(indexed[0], indexed[-1] + 1)):
         return "index tensors with a whole dimension between them"
-    if any(node_dtype(indices[d]) == "bool" for d in given):
+    if any(node_dtype(indices[d]) == "bool" for d in indexed):
         return "bool masks as indices: the result's shape would depend on data"
     return None
 
@@ -94,10 +94,10 @@ def _together(node: fx.Node) -> str | None:
 def index(builder: Builder, node: fx.Node) -> None:
     source: Any = node.args[0]
     shape = node_shape(node)
-    first, rank, found = _indices(builder, node, node_shape(source), shape)
+    first, rank, indices = _indices(builder, node, node_shape(source), shape)
     table = _strides(node_shape(source))
-    strides = [*table[:first], *[0] * rank, *table[first + len(found) :]]
-    _read(builder, node, builder.value(source), strides, found)
+    strides = [*table[:first], *[0] * rank, *table[first + len(indices) :]]
+    _read(builder, node, builder.value(source), strides, indices)
 
 
 def _indices(
@@ -105,13 +105,13 @@ def _indices(
 ) -> tuple[int, int, list[Index]]:
     """First indexed dimension, rank of the index tensors together, and the indices."""
     args: Any = node.args[1]
-    given = [d for d, arg in enumerate(args) if arg is not None]
-    rank = max(len(node_shape(args[d])) for d in given)
-    strides, found = _strides(table), []
-    for d in given:
-        at = given[0] + rank - len(node_shape(args[d]))
-        found.append((_index(builder, args[d], shape, at), strides[d], table[d]))
-    return given[0], rank, found
+    indexed = [d for d, arg in enumerate(args) if arg is not None]
+    rank = max(len(node_shape(args[d])) for d in indexed)
+    strides, indices = _strides(table), []
+    for d in indexed:
+        at = indexed[0] + rank - len(node_shape(args[d]))
+        indices.append((_index(builder, args[d], shape, at), strides[d], table[d]))
+    return indexed[0], rank, indices
 
 
 def _unscaled(node: fx.Node) -> str | None:
@@ -157,7 +157,7 @@ def _accumulates(node: fx.Node) -> str | None:
 
 @lowers("aten.index_put.default", "aten._unsafe_index_put.default", supports=_accumulates)
 def index_put(builder: Builder, node: fx.Node) -> None:
-    """The gradient of `index`: adds rows, those of equal index in the order of the samples."""
+    """The gradient of `index`: adds rows; rows of equal index in the order of the samples."""
     indices: Any = node.args[1]
     shape, dtype = node_shape(node), node_dtype(node)
     spread = _broadcast_shape([node_shape(index) for index in indices])

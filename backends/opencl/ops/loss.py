@@ -89,7 +89,7 @@ def nll_loss(builder: Builder, node: fx.Node) -> None:
     loss, total = (builder.new(val.shape, "float32") for val in node.meta["val"])
     outer, classes, inner = _samples(x.shape)
     if len(x.shape) == 1 and reduction == NONE:
-        reduction = SUM  # torch then tells the weight of the one sample
+        reduction = SUM  # torch then returns the weight of the one sample
     builder.launch(
         _kernel(builder, "nll_forward"), (1,), (1,),
         {

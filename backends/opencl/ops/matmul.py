@@ -17,12 +17,12 @@ from .registry import lowers
 ROWS, COLS = 12, 32
 """The register tile of `kernels/cpu/matmul.cl`: 24 accumulators of 16 lanes."""
 DEPTH_CHUNK = 128
-"""How much of K one work-item packs."""
+"""Steps of K that one work-item packs."""
 DEPTH_BLOCK = 1024
 """K per launch: a panel of DEPTH_BLOCK x COLS floats is 128 KiB."""
 THIN_ROWS = 2
 THIN_OPERATIONS = 1 << 14
-"""Up to these, packing costs more than it saves."""
+"""Sizes up to which packing costs more than it saves."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Product:
 
 
 def lower_product(builder: Builder, product: Product) -> Value:
-    """Launch a product, or have it wait; returns C, (batch, rows, cols) row-major."""
+    """Add the launches of a product; returns C, (batch, rows, cols) row-major."""
     thin = min(product.rows, product.cols) <= THIN_ROWS
     if thin or product.rows * product.cols * product.depth <= THIN_OPERATIONS:
         return _thin(builder, product)

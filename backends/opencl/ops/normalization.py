@@ -111,8 +111,8 @@ def batch_norm_backward(builder: Builder, node: fx.Node) -> None:
     images, channels, pixels = _channels(x)
     center, spread = (mean, rstd) if train else (running_mean, running_var)
     shapes = (x.shape, (channels,), (channels,))
-    wanted = zip(shapes, mask, strict=True)
-    out = [builder.new(shape, "float32") if want else None for shape, want in wanted]
+    shapes_and_masks = zip(shapes, mask, strict=True)
+    out = [builder.new(shape, "float32") if want else None for shape, want in shapes_and_masks]
     some = next((each for each in out if each is not None), None)
     if some is not None:
         builder.launch(

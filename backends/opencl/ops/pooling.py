@@ -16,7 +16,7 @@ WINDOW = (
     "kernel_h", "kernel_w", "stride_h", "stride_w", "pad_h", "pad_w", "include_pad", "divisor",
 )  # fmt: skip
 ADAPTIVE = dict.fromkeys(WINDOW, 0)
-"""Window arguments of the kernels that mean: bins that cover the image; see `window`."""
+"""Window arguments that make the kernels use bins that cover the image; see `window`."""
 
 
 def _kernel(builder: Builder, name: str) -> Kernel:
@@ -76,7 +76,7 @@ def max_pool_backward(builder: Builder, node: fx.Node) -> None:
 
 
 def _sizes(image: Sequence[int], out: Sequence[int]) -> dict[str, int]:
-    """Rows and columns of an image, and of what is pooled from it."""
+    """Rows and columns of an image, and of its pooled result."""
     names = ("height", "width", "out_h", "out_w")
     return dict(zip(names, (*image[-2:], *out[-2:]), strict=True))
 

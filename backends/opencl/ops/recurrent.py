@@ -14,7 +14,7 @@ from .registry import lowers
 LARGEST_ROWS = 12
 """Rows of the register tile of `kernels/cpu/lstm.cl`: 24 accumulators of 16 lanes."""
 FEWEST_ROWS = 4
-"""A work-item with fewer would read the weights for too little."""
+"""Least rows of a work-item: with fewer, reading the weights would dominate."""
 
 
 def _launch(

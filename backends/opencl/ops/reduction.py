@@ -74,7 +74,7 @@ def extreme(builder: Builder, node: fx.Node) -> None:
 def _moments(
     builder: Builder, expr: Expr, dims: Sequence[int], correction: float
 ) -> tuple[Expr, Expr]:
-    """Variance and mean in two passes: sums of squares of differences lose nothing."""
+    """Variance and mean in two passes: sums of squared differences lose no digits."""
     count = math.prod(expr.shape[d] for d in dims)
     mean = _scaled(builder, _reduced(builder, expr, dims, SUM), count)
     mean = builder.pool.load(builder.store(mean))
@@ -110,7 +110,7 @@ def _has_order(node: fx.Node) -> str | None:
 
 @lowers("aten.argmax.default", "aten.argmin.default", supports=_has_order)
 def position(builder: Builder, node: fx.Node) -> None:
-    """The first place of the extreme: the least of the places that hold it."""
+    """The first place of the extreme."""
     expr: Expr = builder.pool.load(builder.store(builder.expr(node.args[0])))
     dim = argument(node, 1, "dim")
     if dim is None:

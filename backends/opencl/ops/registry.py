@@ -1,4 +1,4 @@
-"""Which function lowers which operator.
+"""The registry of lowerings: a function for each operator.
 
 A module of this package registers its lowerings when it is imported:
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Lowering:
-    """How one operator becomes launches, and which of its uses are refused."""
+    """The lowering of an operator, and the reason to refuse a use of it."""
 
     lower: Lower
     supports: Supports | None = None
@@ -39,16 +39,16 @@ def lowers(
 ) -> Callable[[Lower], Lower]:
     """Register a lowering for operators such as `aten.mm.default`, or `getitem`.
 
-    `supports` tells why a node cannot be lowered, or returns None if it can. Operators that are
-    `kept` have a kernel of their own, and are not decomposed.
+    `supports` returns the reason why a node cannot be lowered, or None if it can. `kept` operators
+    have a kernel of their own, and are not decomposed.
     Raises `ValueError` if an operator has a lowering already.
     """
 
     def register(lower: Lower) -> Lower:
         for operator in operators:
             if operator in LOWERINGS:
-                known = LOWERINGS[operator].lower
-                raise ValueError(f"{operator} is lowered by {known.__module__} already")
+                first = LOWERINGS[operator].lower
+                raise ValueError(f"{operator} is lowered by {first.__module__} already")
             LOWERINGS[operator] = Lowering(lower, supports, kept)
         return lower
 

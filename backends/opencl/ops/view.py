@@ -1,4 +1,4 @@
-"""Views, which cost nothing, and what joins tensors: concatenation, padding, scatter of slices."""
+"""Views, which cost nothing; and concatenation, padding and scatter of slices."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _selected(node: fx.Node, first: int) -> tuple[tuple[int, ...], int, int]:
 
 @lowers("aten.as_strided.default", supports=why_not_strided)
 def as_strided(builder: Builder, node: fx.Node) -> None:
-    """Graphs hold one only where its operand was row-major when it was traced."""
+    """Strides of the row-major operand, since tracing refuses `as_strided` of any other."""
     source = builder.value(node.all_input_nodes[0])
     strides: Any = node.args[2]
     layout = Layout(node_shape(node), tuple(strides), strided_offset(node))
@@ -190,7 +190,7 @@ def constant_pad(builder: Builder, node: fx.Node) -> None:
     target = Layout.row_major(shape)
     for at in range(len(pads) // 2):
         dim, before, after = len(shape) - 1 - at, pads[2 * at], pads[2 * at + 1]
-        # A negative pad cuts: less is read, instead of written.
+        # A negative pad cuts: it reads less instead of writing more.
         skip, room = max(0, -before), expr.shape[dim] + min(0, before) + min(0, after)
         expr = builder.view(expr, _cutter(dim, skip, room, False))
         target = layouts.narrow(target, dim, max(0, before), room)
