@@ -1,4 +1,5 @@
-"""Pipeline: the public face. Captures, profiles, plans, starts the workers and trains."""
+"""Pipeline, the class that users call: captures, profiles, plans, starts the workers and trains
+(stations 1 and 16 of docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
@@ -121,7 +122,8 @@ class Pipeline:
     def step(self, x: Any, y: Any) -> float:
         """Train on one mini-batch, completely; its mean loss.
 
-        Under an asynchronous schedule that is one mini-batch and a flush; `run` is how it is meant.
+        Under an asynchronous schedule it trains one mini-batch and flushes, which is slow; use
+        `run`.
         """
         with self._one_thread("step"):
             if not self._training.streams:
@@ -135,10 +137,10 @@ class Pipeline:
     def run(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Result]:
         """Train on a stream of mini-batches; a result for each, in order.
 
-        An asynchronous schedule goes on from one to the next without a flush, also from one `run`
-        to the next; results come later than the mini-batches were asked for. Other calls between
-        two results may flush; no result is lost by that. Where the caller stops early, the results
-        that have not been asked for are dropped, and their mini-batches are trained.
+        An asynchronous schedule goes on from one mini-batch to the next without a flush, also from
+        one `run` to the next, so a result comes some mini-batches late. Other calls between two
+        results may flush; no result is lost by that. If the caller stops early, the mini-batches
+        under way are trained and their results dropped.
         """
         if not self._training.streams:
             for x, y in batches:
@@ -151,14 +153,14 @@ class Pipeline:
     def evaluate(self, x: Any, y: Any) -> float:
         """The mean loss of one mini-batch in eval mode, without gradients; flushes first.
 
-        The first time, and for a mini-batch of another size, stages are compiled.
+        Compiles stages the first time, and for each new size of a mini-batch.
         """
         with self._one_thread("evaluate"):
             self._delivery.settle()
             return self._training.evaluate(x, y)
 
     def flush(self) -> None:
-        """Wait until everything handed in is applied, gradients that are being accumulated too."""
+        """Wait until all mini-batches are applied, accumulated gradients too."""
         with self._one_thread("flush"):
             self._delivery.settle()
             self._training.apply()
@@ -184,8 +186,9 @@ class Pipeline:
     def save(self, directory: str | Path, *, force: bool = False) -> None:
         """Write a checkpoint, in place of the one in that folder; flushes first.
 
-        Raises `CheckpointError`; what the folder held can then still be loaded. Weights that are
-        not finite, or were trained with a loss that is not, are refused unless `force`.
+        Raises `CheckpointError`; the earlier checkpoint in the folder can still be loaded then.
+        Refuses weights that are not finite or were trained with a loss that was not, unless
+        `force`.
         """
         with self._one_thread("save"):
             self.flush()
@@ -210,25 +213,25 @@ class Pipeline:
         """A pipeline that goes on where `save` was called; `options` as for `Pipeline`.
 
         Without `plan`, `cuts`, `replicas`, `microbatches`, `schedule` or `weights` it has the
-        checkpoint's plan, and then the result is what it would have been had `save` only flushed,
-        bit for bit on one machine.
-        Raises `CheckpointError` for files that are damaged or of another model or optimizer.
+        checkpoint's plan. Training then gives the same weights as in a pipeline that was flushed
+        and never saved, bit for bit on one machine. Raises `CheckpointError` for files that are
+        damaged or of another model or optimizer.
         """
         return cls(model, loss_fn, example, resume=load_checkpoint(Path(directory)), **options)
 
     @property
     def steps(self) -> int:
-        """How many mini-batches have been handed in, those before a checkpoint included."""
+        """The number of mini-batches handed in, including those before a checkpoint."""
         return self._training.steps
 
     @property
     def loss_scale(self) -> float:
-        """What the loss's gradient is multiplied by at present."""
+        """The present factor of the loss's gradient."""
         return self._training.scaling.scale
 
     @property
     def skipped(self) -> int:
-        """How many of the mini-batches were not applied, their gradients not being finite."""
+        """The number of updates that were left out because gradients were not finite."""
         return self._training.scaling.skipped
 
     @property
@@ -277,7 +280,7 @@ class Pipeline:
 
 
 def _check_captured(captured: Captured, passes: PassOptions) -> None:
-    """Raises `HetpipeError` for a captured model that was captured for other passes."""
+    """Raises `HetpipeError` if the model was captured with other options of passes."""
     if passes.dtypes not in (type(passes.dtypes)(), captured.precision):
         raise HetpipeError(f"captured has {captured.precision}, not {passes.dtypes}")
     if passes.sync_batch_norm and not captured.sync_batch_norm:

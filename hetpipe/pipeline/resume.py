@@ -1,4 +1,4 @@
-"""A pipeline's training as a checkpoint, and back into a pipeline, with whatever plan."""
+"""Saves a pipeline's training in a checkpoint, and resumes it under any plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROLES = (PARAM, BUFFER, STATE)
 
 
 class Saved(Protocol):
-    """What a checkpoint needs of a training, which must be at rest."""
+    """The part of a training that a checkpoint keeps. The training must be at rest."""
 
     steps: int
     updates: list[int]
@@ -61,13 +61,13 @@ def _check_finite(directory: Path, values: Mapping[str, Mapping[str, Any]]) -> N
 
 
 def updates_of(plan: Plan, checkpoint: Checkpoint | None) -> list[int]:
-    """By stage, the updates so far; under a plan whose stages update at other times, those of the
-    stage that has made the most."""
+    """By stage, the updates so far. Under another schedule or other replicas than the checkpoint's
+    all stages get the highest number."""
     if checkpoint is None:
         return [0] * len(plan.stages)
     updates = [int(count) for count in checkpoint.manifest["updates"]]
-    told = Plan.from_json(checkpoint.manifest["plan"])
-    same = told.replicas == plan.replicas and told.schedule == plan.schedule
+    saved = Plan.from_json(checkpoint.manifest["plan"])
+    same = saved.replicas == plan.replicas and saved.schedule == plan.schedule
     return updates if same else [max(updates)] * len(plan.stages)
 
 
@@ -77,28 +77,28 @@ Kept = Mapping[str, Mapping[str, Any]]
 
 def check(checkpoint: Checkpoint, stages: Sequence[StageGraphs], optimizer: Optimizer) -> None:
     """Raises `CheckpointError` where the checkpoint is of another model or optimizer."""
-    told = checkpoint.manifest.get("optimizer")
-    if told != _described(optimizer):
+    saved = checkpoint.manifest.get("optimizer")
+    if saved != _described(optimizer):
         raise CheckpointError(
-            f"the checkpoint's optimizer is {_text(told)}, but {_text(_described(optimizer))} was "
+            f"the checkpoint's optimizer is {_text(saved)}, but {_text(_described(optimizer))} was "
             "given: its state does not fit; resume with the same one (lr may differ)"
         )
     programs = [p for stage in stages for p in (stage.update, *_forwards(stage)) if p is not None]
     slots = {slot.key: slot for program in programs for slot in program.inputs}
     for role in ROLES:
         have = checkpoint.tensors.get(role, {})
-        wanted = {name: slot for (kind, name), slot in slots.items() if kind == role}
-        for name in sorted(have.keys() ^ wanted.keys()):
+        needed = {name: slot for (kind, name), slot in slots.items() if kind == role}
+        for name in sorted(have.keys() ^ needed.keys()):
             holds, lacks = ("checkpoint", "model") if name in have else ("model", "checkpoint")
             raise CheckpointError(
                 f"the {holds} has the {role} {name!r}, which the {lacks} lacks: the checkpoint is "
                 "of another model"
             )
-        for name, slot in wanted.items():
-            found = (have[name].shape, have[name].dtype)
-            if found != (slot.shape, host_dtype(slot.dtype)):
+        for name, slot in needed.items():
+            shape, dtype = have[name].shape, have[name].dtype
+            if (shape, dtype) != (slot.shape, host_dtype(slot.dtype)):
                 raise CheckpointError(
-                    f"{role} {name!r} is {found[1]}{list(found[0])} in the checkpoint and "
+                    f"{role} {name!r} is {dtype}{list(shape)} in the checkpoint and "
                     f"{slot.dtype}{list(slot.shape)} in the model: it is of another model"
                 )
 
@@ -108,7 +108,7 @@ def _forwards(stage: StageGraphs) -> list[Program]:
 
 
 def _described(optimizer: Optimizer) -> dict[str, Any]:
-    """What the state depends on."""
+    """The traits of an optimizer on which its state depends."""
     return {"name": optimizer.name, "state": list(optimizer.state)}
 
 
