@@ -80,8 +80,7 @@ class LinkCost:
 
 @dataclass(frozen=True)
 class TiedBytes:
-    """A parameter that several layers share. It travels once per step if they are on several
-    stages."""
+    """A parameter that several layers share. It travels once per step if stages part them."""
 
     name: str
     nbytes: Count
@@ -101,8 +100,7 @@ class CostTable:
     tied: tuple[TiedBytes, ...] = ()
 
     def forward_s(self, device: str, lo: int, hi: int) -> float:
-        """Seconds of a stage's forward, layers lo..hi (hi excluded); the fixed overhead counts
-        once."""
+        """Seconds of the forward of layers lo..hi (hi excluded); the fixed overhead counts once."""
         cost = self.devices[device]
         return _stage_s([layer.forward_s for layer in cost.layers[lo:hi]], cost.overhead_s)
 

@@ -283,8 +283,7 @@ class Crew:
         return [self._index[member] for member in self._placement.row_of]
 
     def _answer(self, news: say.News) -> None:
-        """Send the workers the answer to their losses or norms, once all have reported (station
-        13)."""
+        """Answer the workers' losses or norms, once all have reported (station 13)."""
         if (scale := self._answers.to(news)) is not None:
             for worker in self._workers:
                 self._fleet.send(worker, scale)

@@ -19,8 +19,7 @@ from hetpipe.wire.messages import Meeting, Open
 
 @dataclass(frozen=True)
 class _Worker:
-    """A member, its device, and the reference by which a process imports its backend (None: a
-    thread)."""
+    """A member, its device, and the reference of its backend for a process (None: a thread)."""
 
     member: Member
     info: DeviceInfo

@@ -68,8 +68,7 @@ class Part:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Losses and counts per micro-batch, and the measured timeline; all other tuples are by
-    stage."""
+    """Losses and counts per micro-batch, and the measured timeline; other tuples are by stage."""
 
     losses: tuple[float, ...]
     counts: tuple[float, ...] | None

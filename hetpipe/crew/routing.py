@@ -128,7 +128,7 @@ class _Crossing:
         return kind, _common(left, right, role, ends)
 
     def _shapes(self) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-        """Name, rows and shape of each tensor that crosses, on both sides, for every number of
+        """Name, rows and shape of each tensor that crosses, on both sides, at all numbers of
         rows."""
         left, right = (self._sides[n][0] for n in self._stages)
         sent = {s.name for p in left.passes.values() for s in p.forward.outputs if s.role == CUT}

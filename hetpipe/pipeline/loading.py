@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loading:
-    """Makes the graphs of a plan. `backends` is by device, `recompute` is a mode or one per
-    stage."""
+    """Makes the graphs of a plan. `backends` is by member, `recompute` a mode or one per stage."""
 
     captured: Captured
     plan: Plan

@@ -99,8 +99,7 @@ def choose_scaling(
 
 
 def watching(clip: Clip | None, scaling: Scaling) -> Clip | None:
-    """A clip that also leaves out updates, if the scale adapts; else `clip`. Raises
-    `HetpipeError`."""
+    """`clip`, which also leaves out updates if the scale adapts. Raises `HetpipeError`."""
     if scaling.rule is None:
         return clip
     if clip is not None and clip.each:

@@ -126,8 +126,7 @@ class PassOptions:
     """Options of forwards and backwards."""
 
     recompute: str | Sequence[str] = "none"
-    """`inputs` or `min-cut`, for all stages or one per stage: values that the backward computes
-    again."""
+    """`inputs` or `min-cut`, for all stages or one per stage: values that are computed again."""
     precision: str | None = None
     """`bfloat16` or `float16`: the dtype in which passes compute."""
     cut_dtype: str | None = None

@@ -48,22 +48,22 @@ class Pipeline:
     `example` is one mini-batch `(x, y)`: tensors, tuples or dicts of them, batch first. `loss_fn`
     takes the model's output and `y` and returns a mean over samples, or `(sum, count)`.
 
-    `options`, all with a default (`hetpipe.pipeline.options` has each in a line):
+    `options` all have a default (`hetpipe.pipeline.options` has each in a line):
     - of the plan: `plan`, or in parts `cuts`, `replicas`, `microbatches`, `schedule`, `weights`;
-      the planner chooses what is left out. `costs` is the table that a plan was made with, else
+      the planner chooses the parts that are left out. `costs` are those of `plan`; without them
       the pipeline profiles. Replicas divide micro-batches by their speed, or under an asynchronous
-      schedule take mini-batches in turn. `schedule="data-parallel"` is all stages on every device;
-      `schedule="asp"` the whole model, on the first R devices with `replicas=[R]`. `weights` is how
-      an asynchronous schedule keeps versions of the weights (`stash`, its default, `vertical-sync`,
-      `2bw`, `spectrain`, `pipeoptim`); a synchronous one has `flush`.
-    - of the passes: `recompute` keeps less for the backward and computes it again; `precision` is
-      as under `torch.autocast`, while parameters, gradients and optimizer state stay as they are;
-      `cut_dtype`, `sync_batch_norm`, `check_finite`, `seed`.
-    - of the updates: `clip_norm` as torch's `clip_grad_norm_`, `clip_each`, `accumulate`, and
-      `loss_scale`, a number or a rule, which passes in float16 have unasked.
+      schedule take mini-batches in turn. `schedule="data-parallel"` puts all stages on every
+      device, `schedule="asp"` with `replicas=[R]` the whole model on the first R devices. `weights`
+      says how an asynchronous schedule keeps versions of the weights (`stash`, its default,
+      `vertical-sync`, `2bw`, `spectrain`, `pipeoptim`); a synchronous one has `flush`.
+    - of the passes: `recompute` keeps fewer tensors for the backward and computes the others again;
+      `precision` works as under `torch.autocast`, and parameters, gradients and optimizer state
+      keep their dtypes; `cut_dtype`, `sync_batch_norm`, `check_finite`, `seed`.
+    - of the updates: `clip_norm` as in torch's `clip_grad_norm_`, `clip_each`, `accumulate`, and
+      `loss_scale`, a number or a rule; passes in float16 have a rule by default.
 
-    A `crew` (started workers) or a `captured` model that is given is used and left running; a crew
-    serves one pipeline at a time. Raises children of `HetpipeError` only.
+    A `crew` (started workers) or a `captured` model that the caller gives is left as it is by
+    `close`; a crew serves one pipeline at a time. Raises children of `HetpipeError` only.
     """
 
     def __init__(

@@ -22,8 +22,7 @@ UPDATING = frozenset({Op.UPDATE, Op.SEND_TIED_PARAM, Op.RECV_TIED_PARAM})
 
 
 class Schedules:
-    """The schedules of one plan. Each is made once, since workers know a schedule by its
-    identity."""
+    """The schedules of one plan. Each is made once: workers know a schedule by its identity."""
 
     def __init__(self, plan: Plan, tied: Tied = ()) -> None:
         self._plan = plan

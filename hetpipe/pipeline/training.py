@@ -190,8 +190,7 @@ class Training:
         return mean_loss(self._run(request, FORWARDS), request.samples, self.steps)
 
     def gradients(self, x: Any, y: Any) -> tuple[float, dict[str, Array]]:
-        """Loss and gradients of one mini-batch by parameter, at rest; the training does not
-        change."""
+        """Loss and gradients of one mini-batch, by parameter, at rest. They change nothing."""
         buffers = self.read(BUFFER)
         request = self._request(x, y)
         result = self._run(request, ALL - UPDATING)
@@ -254,8 +253,7 @@ class Training:
         self._load(self._loaded, Checkpoint({}, {role: self.read(role) for role in roles}))
 
     def _load(self, sizes: set[int], values: Checkpoint | None) -> None:
-        """Give the workers the stages for these sizes, with a checkpoint's values if there is
-        one."""
+        """Give the workers the stages for these sizes, with the values of a checkpoint, if any."""
         subject, plan, crew = self._subject, self._plan, self._crew
         self._progress("compiling stages", 0, 1)
         self._loaded = sizes
@@ -287,8 +285,7 @@ class Training:
         self._progress("compiling stages", 1, 1)
 
     def _accumulating(self) -> tuple[str, ...]:
-        """The roles of accumulated gradients: GRAD, after their owners have summed them, or
-        none."""
+        """GRAD if gradients are accumulated, after their owners have summed them; else nothing."""
         if not self._accumulated:
             return ()
         if max(self._plan.replicas) > 1:

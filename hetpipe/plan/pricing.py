@@ -1,5 +1,4 @@
-"""Pricing: makes a plan of a partition, says why one is impossible, and predicts a plan's
-timeline."""
+"""Pricing: makes plans of partitions, or says why they are impossible; predicts timelines."""
 
 from __future__ import annotations
 
@@ -171,8 +170,7 @@ def check_able(plan: Plan, table: CostTable) -> None:
 
 
 def lower_bound_s(question: Question, partition: Partition) -> float:
-    """A lower bound of the step: a stage's own passes, plus one micro-batch's way to it and
-    back."""
+    """A lower bound of the step: a stage's passes, and one micro-batch's way to it and back."""
     costs = question.costs
     bound_s = way_s = 0.0
     for stage, (lo, hi) in enumerate(partition.ends(costs.count)):

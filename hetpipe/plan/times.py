@@ -37,8 +37,7 @@ def tied(plan: Plan, table: CostTable) -> Tied:
 
 
 def stage_times(plan: Plan, table: CostTable, *, as_planned: bool = False) -> StageTimes:
-    """The input of a simulation, priced by `table`; with `as_planned`, passes and updates by the
-    plan."""
+    """The input of a simulation, priced by `table`; passes and updates `as_planned` by the plan."""
     ahead_links, back_links = _cut_links(plan, table)
     gradient_links = tuple(_gradient_link(table, stage) for stage in plan.stages)
     forward_s, backward_s, update_s = _passes_s(plan, table, as_planned)
@@ -113,8 +112,7 @@ def _tied_transfers(plan: Plan, table: CostTable) -> dict[tuple[int, int], Trans
 
 
 def _copies(table: CostTable, device: str, link: LinkCost) -> bool:
-    """Whether the computing cores also copy the messages of a link: half of the work at each
-    end."""
+    """Whether computing cores also copy the messages of a link, half of the work at each end."""
     in_host = table.devices[device].memory_domain == HOST_MEMORY
     return in_host and link.label == "measured"
 

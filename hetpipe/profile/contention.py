@@ -33,8 +33,7 @@ class Usage:
 
 
 def usage(_device: object = None) -> Usage:
-    """The usage of this process. Cores are empty if the system does not report them (no
-    /proc/stat)."""
+    """The usage of this process. Cores are empty if the system does not report them."""
     times = os.times()
     own_s = times.user + times.system + times.children_user + times.children_system
     return Usage(socket.gethostname(), os.getpid(), time.monotonic(), own_s, _busy_s())

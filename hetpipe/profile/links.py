@@ -1,5 +1,4 @@
-"""Measures links: the time of a tensor between two members, and the controller's time for a
-step."""
+"""Measures links: the time of a tensor between members, and the controller's per step."""
 
 from __future__ import annotations
 
@@ -77,8 +76,7 @@ def _transfer(crew: Crew, source: str, target: str | None, nbytes: int) -> tuple
 
 
 def _request(count: int, transfers: bool) -> StepRequest:
-    """A request for one micro-batch of `count` floats through one probe stage, or two with a
-    transfer."""
+    """One micro-batch of `count` floats through one probe stage, or two with a transfer."""
     schedule = [[Action(0, Op.FORWARD, 0)]]
     if transfers:
         schedule[0].append(Action(0, Op.SEND_FORWARD, 0))

@@ -94,8 +94,7 @@ def _entries(
 def _measure_twice(
     crew: Crew, stages: Mapping[int, Stages], say: Progress
 ) -> tuple[dict[int, Rows], dict[int, float]]:
-    """By micro-batch size, the least of all times, and the least share of the cores of other
-    work."""
+    """By micro-batch size, the least of all times, and other work's least share of the cores."""
     measured: dict[int, list[Rows]] = {size: [] for size in stages}
     foreign = dict.fromkeys(stages, 1.0)
     for turn, size in enumerate([*stages, *stages]):

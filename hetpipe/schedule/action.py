@@ -30,7 +30,7 @@ class Op(str, Enum):
     RECV_BACKWARD = "RB"  # from the next stage
     SEND_TIED_GRAD = "SG"  # number: the stage that owns the tied parameter
     RECV_TIED_GRAD = "RG"  # number: the stage that sends it
-    SEND_KEPT = "SK"  # from lane to lane of a worker: what a forward keeps for its backward
+    SEND_KEPT = "SK"  # from lane to lane: a forward gives its backward the tensors it keeps
     RECV_KEPT = "RK"
     SEND_VACANT = "SV"  # and back: the backward is done, so the place is vacant
     RECV_VACANT = "RV"

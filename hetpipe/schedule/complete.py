@@ -68,8 +68,7 @@ def with_updates(row: Sequence[Action], microbatches: int) -> Iterator[Action]:
 
 
 def with_transfers(row: Sequence[Action], stages: int) -> Iterator[Action]:
-    """Adds a receive right before the pass that reads it, a send right after the one that makes
-    it."""
+    """Adds a receive right before the pass that reads it, a send right after its own pass."""
     for action in row:
         if action.op not in PASSES:
             yield action

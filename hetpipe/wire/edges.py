@@ -168,8 +168,7 @@ class DirectReceiver(Receiver):
 
 
 class PrefetchingReceiver(Receiver):
-    """Receives messages as they come, on a thread of its own, and keeps some until they are
-    taken."""
+    """Receives messages on a thread of its own, as they come, and keeps some to be taken."""
 
     def __init__(self, inlet: Inlet, on_error: OnError) -> None:
         super().__init__(inlet)

@@ -24,8 +24,7 @@ class Piece(NamedTuple):
 
 
 Leaving = Callable[[Sequence[Slot], Sequence[Buffer], Event, Sequence[Chunk]], None]
-"""Called when a pass has begun, with the slots of its outputs, the outputs, its end and its
-chunks."""
+"""(slots of the outputs, outputs, end of the pass, chunks); called when a pass has begun."""
 
 
 def streams(info: DeviceInfo) -> bool:

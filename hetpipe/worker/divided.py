@@ -33,8 +33,7 @@ class Within(Action):
 
 
 def exchanges(replicas: Sequence[StageGraphs]) -> dict[Kind, Layout]:
-    """The messages of a stage's replicas inside passes. Raises `HetpipeError` if replicas
-    differ."""
+    """The messages of replicas inside passes. Raises `HetpipeError` if the replicas differ."""
     by_pass: dict[Content, list[Layout]] = {}
     for content, program in (pair for stage in replicas for pair in _passes(stage)):
         own = layouts(program)

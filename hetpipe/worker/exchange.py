@@ -31,8 +31,7 @@ Expected = tuple[Action, int | None, Kind, int]
 
 
 class Exchange:
-    """The edges of a worker, and their use by its stages. `numbers[n]` is its replica of stage
-    n."""
+    """A worker's edges, and their use by its stages. `numbers[n]` is its replica of stage n."""
 
     def __init__(
         self,
@@ -84,8 +83,7 @@ class Exchange:
     def leaving(
         self, send: Action, message: Message, kind: Kind, mini_batch: int
     ) -> Leaving | None:
-        """A function that sends a pass's outputs while it runs; None if they cannot leave in
-        pieces."""
+        """A function that sends a pass's outputs while it runs; None if they must leave whole."""
         routes = self._routes.of(send, message, kind, mini_batch)
         if len(routes) != 1 or routes[0].kind != kind:
             return None
@@ -172,8 +170,7 @@ class Exchange:
         ]  # these are in the passes'
 
     def _summed(self, n: int, action: Action, kind: Kind, terms: list[Array]) -> list[Array]:
-        """Every replica sends its terms to all others, and adds all in the order of the
-        replicas."""
+        """Every replica sends its terms to all others, and adds all in the replicas' order."""
         own, fellows = self._routes.own(n), self._routes.fellows(n)
         for fellow in fellows:
             self._senders[own, fellow].send(action, kind, terms)

@@ -13,8 +13,7 @@ Pass = tuple[int, int]
 
 
 class Held(NamedTuple):
-    """The bytes that a frame holds; `in_flight` is 1 if a later backward reads any of them, else
-    0."""
+    """The bytes of a frame; `in_flight` is 1 if a later backward reads any of them, else 0."""
 
     nbytes: int
     in_flight: int
@@ -100,8 +99,7 @@ class Memory:
             return most
 
     def _settle(self, *threads: int) -> None:
-        """The latest frames of these threads have dropped all that nobody reads, and sent the
-        rest."""
+        """The latest frames of these threads have dropped or sent all that no backward reads."""
         for thread in threads:
             if (latest := self._latest.pop(thread, None)) is not None:
                 held = self._look(latest.which, False, latest.frame, latest.awaited)

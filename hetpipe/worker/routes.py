@@ -54,8 +54,7 @@ class Routes:
         return [route for route in between if self._shares.takes(route.peer, mini_batch)]
 
     def meet(self, source: Replica, target: Replica, mini_batch: int) -> bool:
-        """Whether both replicas take a mini-batch, or one sends its gradients to the other to
-        apply."""
+        """Whether both replicas take a mini-batch, or one takes and its fellow applies it."""
         applies = source.stage == target.stage or self._shares.takes(target, mini_batch)
         return self._shares.takes(source, mini_batch) and applies
 
@@ -79,7 +78,7 @@ class Routes:
         if not kind.content.is_tied:
             candidates = routes(self._shares, own, peer, kind.content, kind.number)
         elif sends and own.number > 0:
-            candidates = []  # the first replica has what they all have
+            candidates = []  # only the first replica sends: all have the same
         else:
             replicas = self._shares.replicas(peer)
             peers = replicas if sends else replicas[:1]

@@ -231,8 +231,7 @@ class Runner:
         )
 
     def _losses(self, n: int) -> tuple[float, ...] | None:
-        """A stage's losses since the last call; a mean is weighted by the replica's share of
-        rows."""
+        """A stage's losses since the last call; the replica's share of rows weighs a mean."""
         losses = self._stages[n].results.take(LOSS)
         parts = [self._parts.pop(key) for key in sorted(self._parts) if key[0] == n]
         if losses is None:

@@ -102,8 +102,7 @@ class Stage:
         return self.results.has(COUNT)
 
     def run(self, which: Pass, leaving: Leaving | None = None) -> None:
-        """Run a pass. `leaving` is called with the outputs when the device has begun to make
-        them."""
+        """Run a pass. `leaving` is called with the outputs when the device begins to make them."""
         if which.evaluates:
             self._evaluate(which)
         elif which.op is Op.FORWARD:
@@ -129,8 +128,7 @@ class Stage:
         self.frames.let_go(frame, bindings, 0)
 
     def _backward(self, part: int, which: Pass, version: Version, leaving: Leaving | None) -> None:
-        """Run a backward, or half `part` of it: adds to the gradients, drops the tensors kept for
-        it."""
+        """Run a backward, or half `part` of it: adds to gradients, drops tensors kept for it."""
         bindings = self._binding.passes[which.samples]
         if not bindings.backwards:
             return
@@ -235,8 +233,7 @@ class Stage:
         queue: int = 0,
         leaving: Leaving | None = None,
     ) -> Version:
-        """Run on a version of the parameters. New parameters go `into` another version, if
-        given."""
+        """Run on a version of the parameters. New ones go `into` another version, if given."""
         tables = (params, self.store.entries, frame)
         inputs = [tables[table][index] for table, index in binding.sources]
         executable = self._executables[id(binding)]
@@ -273,7 +270,7 @@ class Stage:
             self.memory.stay(buffer)
 
     def _account(self, number: int, which: Pass, version: Version) -> None:
-        """Count what is held after pass `number` of a micro-batch."""
+        """Count the buffers that are held after pass `number` of a micro-batch."""
         frame = self.frames.of(which.microbatch)
         awaited = self._binding.passes[which.samples].awaited[number]
         live = self.weights.live(version)

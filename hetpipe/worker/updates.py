@@ -35,7 +35,7 @@ class Updates:
     _clipped: dict[int, float] = field(default_factory=dict)  # of the mini-batch at hand
 
     def apply(self, action: Action) -> float:
-        """Apply a stage's gradients, or drop them. Returns the time when that began, after all
+        """Apply a stage's gradients, or drop them. Returns the time of its begin, after all
         waits."""
         self.exchange.take_back(action)
         stage, update = self.stages[action.stage], self.mini_batches.update(action.number)

@@ -143,8 +143,7 @@ class Predicted(Weights):
 
 
 def make_weights(keep: Keep, stage: int, parameters: Version, predict: Predict | None) -> Weights:
-    """The versions of a stage under a policy. Raises `HetpipeError` if it needs a missing
-    prediction."""
+    """The versions of a stage under a policy. Raises `HetpipeError` if a prediction is missing."""
     policy = keep.policy
     updates = keep.updates[stage] if keep.updates else 0
     if policy.keeping is Keeping.PRESENT:
