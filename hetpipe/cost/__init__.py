@@ -1,4 +1,4 @@
-"""Costs: what every layer costs on every device and every link per byte, measured and kept."""
+"""Costs: the table of layers, devices and links, and its file."""
 
 from hetpipe._lazy import lazy
 

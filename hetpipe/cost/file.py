@@ -1,4 +1,4 @@
-"""Cost tables in files: what `hetpipe profile --json` writes, read again."""
+"""Cost tables in files, as `hetpipe profile --json` writes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CostTable: what every layer costs on every device, and what every link costs. Free of torch."""
+"""CostTable: the costs of every layer on every device, and of every link. It needs no torch."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """What a layer needs, on any device, one micro-batch."""
+    """The bytes of a layer for one micro-batch, on any device."""
 
     name: str
     params_nbytes: Count
     state_nbytes: Count  # optimizer state
     saved_nbytes: Count  # kept per micro-batch in flight
-    cut_nbytes: Count  # what crosses if the model is cut behind this layer, one way
+    cut_nbytes: Count  # one way across a cut after this layer
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class DeviceCost:
     """One device's row of layers."""
 
     layers: tuple[LayerCost, ...]
-    overhead_s: Seconds  # of any compute action beyond its layers (already inside each layer)
+    overhead_s: Seconds  # of any compute action; each layer's times include it
     memory_nbytes: Count
     memory_domain: str
-    execution: Execution = "sync"  # sends results whole, or while it makes them
+    execution: Execution = "sync"  # sync: sends results whole; async: while it makes them
     label: Label = "measured"
 
 
@@ -80,7 +80,7 @@ class LinkCost:
 
 @dataclass(frozen=True)
 class TiedBytes:
-    """A parameter that several layers share: where they are apart, it travels once per step."""
+    """A parameter that several layers share. It travels once per step if stages part them."""
 
     name: str
     nbytes: Count
@@ -96,26 +96,26 @@ class CostTable:
     layers: tuple[LayerBytes, ...]
     devices: dict[str, DeviceCost]
     links: dict[tuple[str, str], LinkCost] = field(default_factory=dict)
-    step_overhead_s: float = 0.0  # controller's cost of one step: hand out the batch, gather losses
+    step_overhead_s: float = 0.0  # the controller hands out the batch and gathers losses
     tied: tuple[TiedBytes, ...] = ()
 
     def forward_s(self, device: str, lo: int, hi: int) -> float:
-        """A stage of layers lo..hi (hi excluded): the fixed overhead counts once."""
+        """Seconds of the forward of layers lo..hi (hi excluded); the fixed overhead counts once."""
         cost = self.devices[device]
         return _stage_s([layer.forward_s for layer in cost.layers[lo:hi]], cost.overhead_s)
 
     def backward_s(self, device: str, lo: int, hi: int) -> float:
-        """Likewise for the backward."""
+        """Seconds of a stage's backward."""
         cost = self.devices[device]
         return _stage_s([layer.backward_s for layer in cost.layers[lo:hi]], cost.overhead_s)
 
     def update_s(self, device: str, lo: int, hi: int) -> float:
-        """Likewise for the optimizer."""
+        """Seconds of a stage's update."""
         cost = self.devices[device]
         return _stage_s([layer.update_s for layer in cost.layers[lo:hi]], cost.overhead_s)
 
     def link(self, source: str, target: str) -> LinkCost:
-        """The link between two devices; free where source is target. Raises `CostError`."""
+        """The link between two devices; free if they are the same. Raises `CostError`."""
         if source == target:
             return LinkCost(0.0, math.inf)
         if (source, target) not in self.links:
@@ -136,7 +136,7 @@ class CostTable:
     def from_json(data: Mapping[str, Any], where: str = "") -> CostTable:
         """The inverse of `to_json`; `where` is the file.
 
-        Raises `CostError` for another version, and with the place of what does not belong there.
+        Raises `CostError` for another version, and for a wrong entry, with its place.
         """
         source = Source("the cost table", CostError, where)
         table = source.versioned(_Table, data, VERSION)
@@ -178,7 +178,7 @@ class _Table:
 
 
 def _check_references(table: _Table, source: Source) -> None:
-    """Raises `CostError` where a part names what the table does not have."""
+    """Raises `CostError` where a part names a device or layer that the table lacks."""
     count = len(table.layers)
     for id, device in table.devices.items():
         if len(device.layers) != count:

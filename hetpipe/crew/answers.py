@@ -1,7 +1,10 @@
-"""Answers: what the controller tells workers in the middle of a mini-batch, and its result.
+"""Answers: the controller's answers in the middle of a mini-batch, and its result (stations 13 and
+16 of docs/life-of-a-micro-batch.md).
 
-Only the controller knows of all losses, and of all gradients: workers send it what they have of
-them, and wait with their updates for a number that holds for all.
+Only the controller knows all losses and all gradients. Workers send it the finiteness of their
+losses and the norms of their gradients, and their updates wait for a factor that is the same for
+all.
+
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from hetpipe.wire.messages import Losses, News, Scale, StepReport
 
 
 class Answers:
-    """Of the request handed out last. `tellers` of losses there are, and `workers` in all."""
+    """The answers for the latest request. `tellers` of all `workers` report losses."""
 
     def __init__(self, request: Request, tellers: int, workers: int) -> None:
         self._request = request
@@ -30,7 +33,7 @@ class Answers:
         """Whether the update is left out."""
 
     def to(self, news: News) -> Scale | None:
-        """What all workers must be told now; None while others have not sent theirs."""
+        """The answer to all workers; None while other workers have not sent theirs."""
         if isinstance(news, Losses):
             self._losses.append(news)
             if len(self._losses) < self._tellers:
@@ -48,7 +51,7 @@ class Answers:
         return Scale(news.serial, not isinstance(news, Losses), value)
 
     def _grad_scale(self) -> float:
-        """What the gradients of the mini-batch are multiplied with; NaN to drop them."""
+        """The factor of the mini-batch's gradients; NaN to drop them."""
         request = self._request
         assert isinstance(request, StepRequest)
         if request.guards and not all(losses.finite for losses in self._losses):
@@ -63,7 +66,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Posted:
-    """What was handed out: when, and in how many lanes by each member."""
+    """A request that was handed out: the time, and the number of lanes of each member."""
 
     begin_s: float
     lanes: Mapping[str, int]
@@ -72,7 +75,7 @@ class Posted:
 def result_of(
     reports: Sequence[StepReport], posted: Posted, origin_s: float, skipped: bool
 ) -> StepResult:
-    """What all workers' reports say together; times count from `origin_s`."""
+    """The result of all workers' reports; times count from `origin_s`."""
     firsts = accumulate(posted.lanes.values(), initial=0)
     spans = [
         Span(first + lane, Action(stage, Op(op), number), start_s - origin_s, end_s - origin_s)

@@ -1,4 +1,5 @@
-"""Gives each worker of a cluster its stages, values, wires and feeds."""
+"""Assembly: gives each worker of a cluster its stages, values, wires and feeds (station 2 of
+docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from hetpipe.wire.shares import Replica, Shares
 from hetpipe.wire.wire import host_dtype
 
 PARTS = 16
-"""Number of parts of a message between hosts, where its sender makes it piece by piece."""
+"""The number of parts in which a message of a streaming member travels."""
 
 READABLE = (PARAM, BUFFER, STATE, GRAD)
 
@@ -45,7 +46,7 @@ class Descriptors:
     numbers: list[int] = field(default_factory=list)
 
     def add(self, fds: Sequence[int]) -> tuple[int, int]:
-        """Where these lie among all: from, to (excluded)."""
+        """Add descriptors. Returns their place among all: from, to (excluded)."""
         self.numbers += fds
         return len(self.numbers) - len(fds), len(self.numbers)
 
@@ -66,7 +67,7 @@ class Descriptors:
 class Assembly:
     """Stages that fit together, and the values, wires and feeds that each needs.
 
-    `stages[n]` are the replicas of stage n, `sizes` those of whole micro-batches.
+    `stages[n]` are the replicas of stage n, `sizes` the samples of whole micro-batches.
     """
 
     def __init__(
@@ -103,10 +104,10 @@ class Assembly:
         workers: Mapping[str, int],
         streaming: Container[str] = (),
     ) -> dict[str, tuple[tuple[EdgeEnd, ...], Descriptors]]:
-        """Per member its ends of all wires, and the descriptors that belong to them.
+        """Per member its ends of all wires, and their descriptors.
 
-        `streaming` members send while they compute, so what they send travels in parts.
-        Both ends of a wire between stages of one member are one entry: it hands over.
+        `streaming` members send while they compute, so their messages travel in parts. A wire
+        between two stages of one member is a single entry, without a port: it hands over.
         """
         plugged: dict[str, tuple[list[EdgeEnd], Descriptors]] = {
             member: ([], Descriptors()) for replicas in members for member in replicas
@@ -135,7 +136,7 @@ class Assembly:
     def feeds_of(
         self, replica: Replica, feeds: Sequence[Mapping[str, Array]], samples: Sequence[int]
     ) -> list[dict[str, Array]]:
-        """Per micro-batch the leaves of the batch that a replica uses, and of them its rows."""
+        """Per micro-batch a replica's rows of the leaves of the batch that its stage reads."""
         slots = self._feeds[replica.stage][replica.number]
         own_feeds = []
         for feed, size in zip(feeds, samples, strict=True):

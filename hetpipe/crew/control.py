@@ -1,4 +1,5 @@
-"""The controller's view of its workers: their replies, present actions, and the first failure."""
+"""Control: the replies, the present actions and the first failure of the workers (stations 13 and
+15 of docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
@@ -15,18 +16,18 @@ TICK_S = 1.0
 
 
 class Patience:
-    """How long nothing may move before workers are taken to be stuck; `saw` tells of each step."""
+    """The time for which nothing may move before workers count as stuck, from the steps so far."""
 
     FIRST_STEP_S = 600.0
     LEAST_S = 60.0
-    STEPS = 20  # times the longest so far
+    STEPS = 20  # times the longest step so far
 
     def __init__(self) -> None:
         self.limit_s = self.FIRST_STEP_S
         self._longest_s = 0.0
 
     def saw(self, step_s: float) -> None:
-        """A step took so long."""
+        """Record the duration of a step."""
         self._longest_s = max(self._longest_s, step_s)
         self.limit_s = max(self.LEAST_S, self.STEPS * self._longest_s)
 
@@ -42,7 +43,7 @@ class Control:
     """Collects the workers' messages, from any thread; `gather` waits for them.
 
     `labels` name the workers in messages to the user. After the first failure every call raises it.
-    `doing` tells each worker's present action; `on_failure` runs once, on the thread that failed.
+    `doing[n]` returns worker n's present action. `on_failure` runs once, on the thread that failed.
     """
 
     def __init__(self, labels: Sequence[str]) -> None:
@@ -101,9 +102,10 @@ class Control:
         patience_s: float | None = None,
         on_news: Callable[[News], None] | None = None,
     ) -> list[Any]:
-        """One reply of each of these workers. News that come first go to `on_news`, or are kept.
+        """Wait for one reply of each of these workers. News that come before go to `on_news`, or
+        are kept.
 
-        Raises `WorkerError` when one fails, or when none moves for `patience_s`.
+        Raises `WorkerError` when a worker fails, or when none moves for `patience_s`.
         """
         moved_s, positions = time.monotonic(), self._positions(workers)
         while True:
@@ -117,9 +119,9 @@ class Control:
                 replies = None
                 if all(self._replies[worker] for worker in workers):
                     replies = [self._replies[worker].pop(0) for worker in workers]
-            for each in news:  # also after the last reply: they belong to the next mini-batch
+            for item in news:  # also after the last reply: they belong to the next mini-batch
                 assert on_news is not None
-                on_news(each)
+                on_news(item)
             if replies is not None:
                 return replies
             before, positions = positions, self._positions(workers)

@@ -47,11 +47,14 @@ class Crew:
         self._assembly: Assembly | None = None
         self._placement = Placement((), False)
         self._scripts = Scripts()
-        self._posted: deque[Posted] = deque()  # what is under way
-        self._answers: Answers  # of what was handed out last
+        self._posted: deque[Posted] = deque()  # requests under way
+        self._answers: Answers  # for the latest request
         self.load_count = 0
-        """How often stages were loaded: who loaded them can tell whether they are still there."""
-        self._serial, self._origin_s = 0, 0.0  # origin of timelines: when step or stream began
+        """The number of loads so far: it tells a pipeline whether its stages are still loaded."""
+        self._serial, self._origin_s = (
+            0,
+            0.0,
+        )  # origin of timelines: the begin of the step or stream
         self._patience = Patience()
         with self._guarded():
             everyone = list(self._index.values())
@@ -70,8 +73,8 @@ class Crew:
         """Start one worker per member and open its device.
 
         A worker that gives no sign of life for `silence_s` is taken for dead. Raises `BackendError`
-        for a device that is not there, `HetpipeError` for a backend that no process can import,
-        `WorkerError` if a worker does not come up.
+        for a missing device, `HetpipeError` for a backend that no process can import, `WorkerError`
+        if a worker does not come up.
         """
         return cls(
             cluster, launch(cluster, heartbeat_s, silence_s, start_timeout_s), start_timeout_s
@@ -105,14 +108,14 @@ class Crew:
     ) -> None:
         """Make `members[n]` stage n: upload parameters and buffers, compile all programs.
 
-        Gradients start at zero, optimizer state at `state_init(shape, dtype)`. Members that occur
-        again have several stages; a stage with several members and graphs has replicas, which
-        divide a micro-batch, whose size is one of `sizes`, by their `shares` (default equal). A
-        schedule's rows are the members in the order of their first stage; replicas have one
-        together, unless they take turns. Replaces what was loaded before. Raises `HetpipeError` if
-        stages, members and values do not fit together.
+        Gradients start at zero, optimizer state at `state_init(shape, dtype)`. A member that occurs
+        again has several stages. A stage with several members and graphs has replicas, which divide
+        a micro-batch by their `shares` (default equal); `sizes` are the samples of whole
+        micro-batches. A schedule's rows are the members in the order of their first stage; the
+        replicas of a stage share a row, unless they take turns. Replaces all stages loaded before.
+        Raises `HetpipeError` if stages, members and values do not fit together.
         """
-        graphs = [[each] if isinstance(each, StageGraphs) else list(each) for each in stages]
+        graphs = [[stage] if isinstance(stage, StageGraphs) else list(stage) for stage in stages]
         shares = shares or Shares(tuple((1.0,) * len(replicas) for replicas in graphs))
         placement = Placement(members, shares.in_turn)
         if list(map(len, graphs)) != list(map(len, placement.members)):
@@ -144,17 +147,18 @@ class Crew:
     def step(self, request: Request, timeout_s: float | None = None) -> StepResult:
         """Run one mini-batch to its end.
 
-        `timeout_s` limits how long nothing may move; default 20 times the longest step so far, at
-        least 60 s. Raises `WorkerError`; `HetpipeError` before anything runs if the request does
-        not fit the stages.
+        `timeout_s` is the time for which nothing may move; default 20 times the longest step so
+        far, at least 60 s. Raises `WorkerError`; `HetpipeError` before anything runs if the request
+        does not fit the stages.
         """
         self.post(request)
         return self.collect(timeout_s)
 
     def post(self, request: Request, part: Part | None = None) -> None:
-        """Hand out a mini-batch, without waiting for it.
+        """Hand out a mini-batch, without waiting for it (station 2 of
+        docs/life-of-a-micro-batch.md).
 
-        As a `part` of a stream it needs not be done when the workers go on; else it is drained.
+        Workers may go on from a `part` of a stream before it is done; without a part they drain it.
         """
         assembly = self._loaded()
         microbatches, evaluates = 1, False
@@ -165,7 +169,7 @@ class Crew:
                 raise HetpipeError("grad_scale is None, and the loss has no count to make it from")
             microbatches, evaluates = len(request.samples), request.evaluates
         self._serial += 1
-        # A schedule of its own may leave out micro-batches; it has one mini-batch all the same.
+        # A caller's own schedule may leave out micro-batches; it still has one mini-batch.
         place = part or Part(0, 0, microbatches, closing(request.schedule))
         with self._guarded():
             now_s = time.monotonic()
@@ -189,7 +193,8 @@ class Crew:
                 self._fleet.send(self._index[member], message)
 
     def collect(self, timeout_s: float | None = None) -> StepResult:
-        """Wait for the oldest mini-batch that was handed out."""
+        """Wait for the oldest mini-batch under way (station 16 of
+        docs/life-of-a-micro-batch.md)."""
         patience_s = timeout_s if timeout_s is not None else self._patience.limit_s
         with self._guarded():
             posted = self._posted.popleft()
@@ -199,7 +204,7 @@ class Crew:
 
     @property
     def under_way(self) -> int:
-        """How many mini-batches are handed out and not collected."""
+        """The number of mini-batches that were handed out and not collected."""
         return len(self._posted)
 
     def read(
@@ -207,8 +212,8 @@ class Crew:
     ) -> dict[str, Array]:
         """Present values of PARAM, BUFFER, STATE or GRAD slots, by name; default all.
 
-        What several stages have (tied weights) comes from its owner, the first of them. Of a stage
-        with replicas it is what that `replica` has.
+        A value that several stages have (tied weights) comes from its owner, the first of them; a
+        value of a stage with replicas from that `replica`.
         """
         assembly = self._loaded()
         owners = assembly.owners(role, names)
@@ -218,8 +223,8 @@ class Crew:
                 worker = self._index[self._placement.members[stage][replica]]
                 self._fleet.send(worker, say.Read(stage, role, tuple(own)))
                 merged.update(self._control.gather([worker])[0])
-        wanted = names if names is not None else [name for own in owners.values() for name in own]
-        return {name: merged[name] for name in wanted}
+        order = names if names is not None else [name for own in owners.values() for name in own]
+        return {name: merged[name] for name in order}
 
     def write(self, role: str, values: Mapping[str, Array]) -> None:
         """Replace values of PARAM, BUFFER, STATE or GRAD slots, on every stage that has them.
@@ -253,7 +258,7 @@ class Crew:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Whatever interrupts a conversation with the workers ends it: they are out of step."""
+        """An error in a conversation with the workers ends them, since they are out of step."""
         try:
             self._control.check()
             yield
@@ -274,11 +279,11 @@ class Crew:
 
     @property
     def _workers(self) -> list[int]:
-        """Those that have a stage, in the order of the rows."""
+        """The workers that have a stage, in the order of the rows."""
         return [self._index[member] for member in self._placement.row_of]
 
     def _answer(self, news: say.News) -> None:
-        """Tell the workers what follows from all their losses or gradients."""
+        """Answer the workers' losses or norms, once all have reported (station 13)."""
         if (scale := self._answers.to(news)) is not None:
             for worker in self._workers:
                 self._fleet.send(worker, scale)

@@ -24,14 +24,14 @@ from hetpipe.wire.messages import Open, Stop
 from hetpipe.worker.service import Service
 
 LEAVE_S = 2.0
-"""How long a worker may take to leave when asked, before it is killed."""
+"""Seconds that a worker may take to leave before it is killed."""
 
 
 class Fleet(ABC):
     """Started workers, by number."""
 
     control: Control
-    keep: Any = None  # what must live as long as the workers
+    keep: Any = None  # an object that must live as long as the workers
 
     @abstractmethod
     def send(self, worker: int, message: Any, fds: Sequence[int] = ()) -> None:
@@ -43,7 +43,7 @@ class Fleet(ABC):
 
 
 class ThreadFleet(Fleet):
-    """Workers as threads of this process; those on one device share it."""
+    """Workers as threads of this process; workers on one device share it."""
 
     def __init__(self, control: Control, orders: Sequence[Open]) -> None:
         self.control = control
@@ -90,11 +90,12 @@ class ThreadFleet(Fleet):
 
 
 class ProcessFleet(Fleet):
-    """Workers as processes. One thread of ours, the watcher, starts them, hears them, ends them.
+    """Workers as processes. A thread of the controller, the watcher, starts them, receives all
+    their messages and ends them.
 
-    A process dies with the *thread* that started it, so that thread lives as long as they do. Lists
-    grow on the watcher alone, before the first reply arrives; `send` reads them after it. Other
-    threads change nothing but `_closing`, and ring the bell, which wakes the watcher.
+    A process dies with the *thread* that started it, so the watcher lives as long as the processes.
+    Only the watcher appends to lists, before the first reply arrives; `send` reads them after it.
+    Other threads change nothing but `_closing`, and ring the bell, which wakes the watcher.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class ProcessFleet(Fleet):
             for order, settings in zip(self._orders, self._settings, strict=True):
                 self._start(order, settings)
             for channel, order in zip(self._channels, self._orders, strict=True):
-                with suppress(OSError):  # it died at once: its channel tells below
+                with suppress(OSError):  # it died at once: its channel ends, see below
                     channel.send(order)
             self._listen()
         except Exception as error:
@@ -171,13 +172,14 @@ class ProcessFleet(Fleet):
         sources: list[Any] = [*self._channels, self._alarm]
         while not (self._closing or self.control.failed):
             ready = wait(sources, self._tick_s)
-            # All that has come is heard before anyone is called silent: we may have slept, too.
+            # All messages that have come are read before a worker counts as silent: the machine may
+            # have slept.
             while ready and not (self._closing or self.control.failed):
                 for source in ready:
                     if isinstance(source, Channel):
                         self._hear(self._channels.index(source))
                     else:
-                        self._alarm.recv(64)  # rung by who closed or failed; the loop looks
+                        self._alarm.recv(64)  # `close` or a failure rang it; the loop checks
                 ready = wait(sources, 0)
             self._check_silence()
 
@@ -226,7 +228,7 @@ class ProcessFleet(Fleet):
         return f"{self.control.labels[worker]} (process {pid}{at})"
 
     def _bury(self) -> None:
-        """Ask all to leave, kill those that do not, and reap them."""
+        """Ask all workers to leave, kill those that stay, and reap all."""
         if not self.control.failed:
             for channel in self._channels:
                 with suppress(OSError):
@@ -248,5 +250,5 @@ class ProcessFleet(Fleet):
 def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
-    except ValueError:  # a real-time signal has none
+    except ValueError:  # a real-time signal has no name
         return f"signal {number}"

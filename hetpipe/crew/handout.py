@@ -1,4 +1,5 @@
-"""Hand-out: a request as one worker sees it, and schedules that workers know already."""
+"""Hand-out: a worker's part of a request, and the schedules that workers have (stations 2 and 3 of
+docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from hetpipe.wire.shares import Replica
 def batch_of(
     request: Request, serial: int, own: Sequence[Replica], assembly: Assembly
 ) -> say.Apply:
-    """What a worker is sent of a request. `own` are its replicas that take part."""
+    """A worker's part of a request. `own` are its replicas that take part."""
     if isinstance(request, Apply):
         return say.Apply(serial, request.number, request.lr, request.grad_scale, request.clip)
     none = (0,) * len(request.samples)
@@ -34,7 +35,7 @@ def batch_of(
 
 
 class Scripts:
-    """Schedules that were sent; workers know one by a number, and forget the oldest as we do."""
+    """The schedules that workers have, by number. Both sides forget the oldest first."""
 
     def __init__(self) -> None:
         self._sent: dict[int, tuple[int, Schedule]] = {}  # by identity, which is kept alive

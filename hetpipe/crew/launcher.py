@@ -19,7 +19,7 @@ from hetpipe.wire.messages import Meeting, Open
 
 @dataclass(frozen=True)
 class _Worker:
-    """A member whose device is here, and how a process loads its backend (None: by a thread)."""
+    """A member, its device, and the reference of its backend for a process (None: a thread)."""
 
     member: Member
     info: DeviceInfo
@@ -29,8 +29,8 @@ class _Worker:
 def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout_s: float) -> Fleet:
     """Start one worker per member; they open their devices and then reply.
 
-    Raises `ClusterError` for members without or with equal ids, `BackendError` for a device that is
-    not there, `HetpipeError` for a backend that no process can import.
+    Raises `ClusterError` if there are no members or two have one id, `BackendError` for a missing
+    device, `HetpipeError` for a backend that no process can import.
     """
     transport, members = transport_of(cluster.transport), cluster.members
     if not members or len({member.id for member in members}) != len(members):
@@ -56,7 +56,7 @@ def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout
 
 
 def _worker(member: Member, in_thread: bool, place: str | None) -> _Worker:
-    """An error begins with `place`, the line of a cluster file that names the device."""
+    """A member's worker. Errors begin with `place`, the device's line in a cluster file."""
     try:
         backend = None if in_thread else _reference(member)
         return _Worker(member, _info(member), backend)
@@ -97,7 +97,7 @@ def _backend(member: Member) -> str:
 
 
 def _settings(worker: _Worker) -> dict[str, str]:
-    """Variables that must be set before the worker's process starts."""
+    """The environment variables of a worker's process."""
     cores = len(worker.member.cores) or len(os.sched_getaffinity(0))
     # Members share this host: gloo must not look the host's name up to find an interface.
     defaults = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}

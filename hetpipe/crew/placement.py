@@ -1,4 +1,5 @@
-"""Placement: which members have which stages, and which rows of a schedule they do."""
+"""Placement: the members of each stage, and their rows of a schedule (station 2 of
+docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from hetpipe.wire.shares import Replica
 
 
 class Placement:
-    """`members[n]` are those of stage n, one for each replica.
+    """`members[n]` are the members of stage n, one for each replica.
 
     A schedule's rows are the members in the order of their first stage; the replicas of a stage do
     one row together, unless they take turns. Raises `HetpipeError` for a member that would have two
@@ -17,7 +18,7 @@ class Placement:
     """
 
     def __init__(self, members: Sequence[str | Sequence[str]], in_turn: bool) -> None:
-        self.members = [(each,) if isinstance(each, str) else tuple(each) for each in members]
+        self.members = [(stage,) if isinstance(stage, str) else tuple(stage) for stage in members]
         groups = dict.fromkeys(self.members)
         if in_turn:
             groups = dict.fromkeys((member,) for replicas in self.members for member in replicas)
@@ -35,11 +36,11 @@ class Placement:
 
     @property
     def rows(self) -> int:
-        """How many rows a schedule has for them."""
+        """The number of rows that a schedule must have."""
         return len(self._groups)
 
     def replicas_of(self, member: str) -> list[Replica]:
-        """The stages of a member, and which replica of them it is."""
+        """The replicas that a member is, one of each of its stages."""
         return [
             Replica(n, replicas.index(member))
             for n, replicas in enumerate(self.members)

@@ -1,4 +1,4 @@
-"""What a crew is asked to do, and what it answers."""
+"""Requests to a crew, and their results (stations 2 and 16 of docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hetpipe.wire.messages import Array, Clip
 class StepRequest:
     """One mini-batch. Sequences have one entry per micro-batch.
 
-    `grad_scale` None: 1 / sum of the counts that the last stage reports, over `loss_scale`, by
-    which `loss_tangents` were multiplied. `lag` and `ahead`, by stage, choose versions of the
-    weights (see `hetpipe.schedule.weights`).
+    Without `grad_scale`, gradients are divided by the sum of the last stage's counts and by
+    `loss_scale`; `loss_tangents` are already multiplied by that. `lag` and `ahead`, by stage,
+    choose versions of the weights (see `hetpipe.schedule.weights`).
     """
 
     schedule: Schedule
@@ -32,16 +32,16 @@ class StepRequest:
     clip: Clip | None = None
     evaluates: bool = False
     guards: bool = False
-    """Whether nothing is applied where a loss is not finite: updates wait until all are known."""
+    """Whether updates wait until all losses are known to be finite; else nothing is applied."""
     lag: Mapping[int, Sequence[int]] = field(default_factory=dict)
     ahead: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Apply:
-    """Sums and updates by themselves, of gradients that earlier mini-batches left.
+    """Sums and updates alone, of the gradients that earlier mini-batches have accumulated.
 
-    They are multiplied by `grad_scale`; NaN drops them, and all else that those mini-batches did.
+    Gradients are multiplied by `grad_scale`; NaN drops them, and restores the buffers too.
     """
 
     schedule: Schedule
@@ -56,8 +56,9 @@ Request = StepRequest | Apply
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a stream. Numbers in the schedule count from mini-batch `first`; `begins` is the
-    mini-batch that comes with it, `closing` what ends a micro-batch (of the whole stream)."""
+    """A part of a stream. Numbers in the schedule count from mini-batch `first`. The part begins
+    mini-batch `begins`. `closing` has each stage's last operations with a micro-batch, in the whole
+    stream."""
 
     first: int
     begins: int
@@ -67,18 +68,18 @@ class Part:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Losses and counts per micro-batch, and when everything happened; the rest is by stage."""
+    """Losses and counts per micro-batch, and the measured timeline; other tuples are by stage."""
 
     losses: tuple[float, ...]
     counts: tuple[float, ...] | None
     timeline: Timeline
     versions: tuple[int, ...] = ()
-    """That the last forward used, counted in updates."""
+    """The versions that the last forwards used, counted in updates."""
     live_versions: tuple[int, ...] = ()
-    """Most at once."""
+    """The most versions that lived at once."""
     most_in_flight: tuple[int, ...] = ()
-    """Micro-batches that a backward has yet to read."""
+    """The most micro-batches at once that a backward had yet to read."""
     peak_nbytes: tuple[int, ...] = ()
-    """Most on a replica's device, see `hetpipe.worker.memory`."""
+    """The most bytes at once on a replica's device, see `hetpipe.worker.memory`."""
     skipped: bool = False
     """Whether the update was left out."""

@@ -21,8 +21,8 @@ def wires(
 ) -> list[Wire]:
     """The wires for whole micro-batches of these sizes.
 
-    Kinds of messages that carry no tensor do not appear.
-    `stages[n]` are the replicas of stage n. Raises `HetpipeError` for stages that do not fit.
+    `stages[n]` are the replicas of stage n. A kind of message without tensors has no layout. Raises
+    `HetpipeError` for stages that do not fit.
     """
     layouts: dict[Edge, dict[Kind, Layout]] = {}
     axes: dict[Edge, Axes] = {}
@@ -128,7 +128,8 @@ class _Crossing:
         return kind, _common(left, right, role, ends)
 
     def _shapes(self) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-        """Of the tensors that cross, as both sides have them, at every number of rows."""
+        """Name, rows and shape of each tensor that crosses, on both sides, at all numbers of
+        rows."""
         left, right = (self._sides[n][0] for n in self._stages)
         sent = {s.name for p in left.passes.values() for s in p.forward.outputs if s.role == CUT}
         read = {s.name for p in right.passes.values() for s in _inputs(p) if s.role == CUT}
@@ -140,7 +141,7 @@ class _Crossing:
 
 
 def _of(slots: Sequence[Slot], others: Sequence[Slot]) -> Iterator[Slot]:
-    """Slots with the key of one of `others`, once each."""
+    """The slots whose key one of `others` has, each once."""
     keys = {slot.key for slot in others}
     yield from {slot.key: slot for slot in slots if slot.key in keys}.values()
 
@@ -151,7 +152,7 @@ def _inputs(passes: PassPrograms) -> tuple[Slot, ...]:
 
 
 def _common(sent: Sequence[Slot], read: Sequence[Slot], role: str, ends: tuple[int, int]) -> Layout:
-    """Slots of that role that one stage sends and the other reads. Raises `HetpipeError`."""
+    """The slots of a role that one stage sends and the other reads. Raises `HetpipeError`."""
     by_name = {slot.name: slot for slot in sent if slot.role == role}
     layout: dict[str, Slot] = {}
     for slot in read:

@@ -104,6 +104,7 @@ def multi_step(optimizer: Optimizer) -> Optimizer:
 
 
 def _with_setting(optimizer: Optimizer, name: str) -> Optimizer:
-    """The optimizer with a hyperparameter that is on: what it measures is not taken for another."""
+    """The optimizer with a hyperparameter set to 1, which separates it in caches and
+    checkpoints."""
     settings = {**dict(optimizer.hyperparameters), name: 1.0}
     return replace(optimizer, hyperparameters=tuple(settings.items()))

@@ -1,4 +1,5 @@
-"""Mini-batches: their rows, the sizes of their micro-batches, and the mean of their losses."""
+"""Mini-batches: their samples, the sizes of their micro-batches, and their mean losses (stations 1
+and 16 of docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def rows_of(leaves: Mapping[str, Any]) -> int:
-    """How many samples a batch has."""
+    """The number of samples of a batch."""
     return int(next(iter(leaves.values())).shape[0])
 
 

@@ -1,4 +1,4 @@
-"""Delivery: results of a stream find the run that waits for them, whoever collected them."""
+"""Delivery: hands the results of a stream to the run that waits for them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hetpipe.pipeline.training import Result, Training
 
 
 class Delivery:
-    """The runs of a training under a schedule without flushes: one at a time.
+    """The runs of a training under a schedule without flushes, one at a time.
 
-    Other calls between two results may flush: what they collect waits here for the run. What no run
-    waits for is dropped.
+    Other calls between two results may flush. The results that they collect wait here for the run;
+    results that no run waits for are dropped.
     """
 
     def __init__(self, training: Training, one_thread: OneThread) -> None:
@@ -25,7 +25,7 @@ class Delivery:
         self._running = False
 
     def settle(self) -> None:
-        """Nothing is under way any more, and everything is applied."""
+        """Wait until no mini-batch is under way and all are applied."""
         self._collect_all()
         self._training.flush()
 

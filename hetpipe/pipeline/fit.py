@@ -1,4 +1,4 @@
-"""Whether a plan, its devices and what a user asks fit together; said before anything runs."""
+"""Checks, before anything runs, that a plan, its devices and the user's options fit together."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check_fit(
     updates: UpdateOptions,
     sync_batch_norm: bool,
 ) -> None:
-    """Raises `HetpipeError` for what does not go with a plan. `infos` by its members."""
+    """Raises `HetpipeError` where options or devices (`infos`, by member) do not fit a plan."""
     check_policy(plan, optimizer)
     check_lanes(plan, infos)
     if sync_batch_norm:
@@ -81,7 +81,7 @@ def check_policy(plan: Plan, optimizer: Optimizer) -> None:
 
 
 def check_lanes(plan: Plan, infos: Mapping[str, DeviceInfo]) -> None:
-    """Raises `HetpipeError` where the schedule asks more queues of a device than it has."""
+    """Raises `HetpipeError` where the schedule needs more queues than a device has."""
     if not plan.rule.flushes:
         return
     rows = _rows(plan)
@@ -125,7 +125,7 @@ def _rows(plan: Plan) -> Schedule:
 
 
 def check_dtypes(precision: Precision, infos: Iterable[DeviceInfo]) -> None:
-    """Raises `HetpipeError` for a device that has not the dtypes of `precision`."""
+    """Raises `HetpipeError` for a device that lacks a dtype of `precision`."""
     for info in infos:
         dtypes = ", ".join(info.dtypes)
         if precision.compute is not None and precision.compute not in info.dtypes:
@@ -142,7 +142,7 @@ def check_dtypes(precision: Precision, infos: Iterable[DeviceInfo]) -> None:
 
 
 def check_clip(plan: Plan, clip: Clip | None) -> None:
-    """Raises `HetpipeError` for norms that nobody has."""
+    """Raises `HetpipeError` for a norm over all stages under a schedule that does not flush."""
     if clip is not None and not plan.rule.flushes and not clip.each:
         raise HetpipeError(
             f"under {plan.schedule} no two stages update at the same time, so there is no "

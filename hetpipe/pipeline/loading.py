@@ -1,4 +1,4 @@
-"""The graphs that a plan's devices need: every stage, its replicas, all sizes that are in use."""
+"""Loading: the graphs that a plan's devices need, for each stage, replica and size in use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loading:
-    """Makes the graphs of a plan. `backends` by device; `recompute` a mode, or one per stage."""
+    """Makes the graphs of a plan. `backends` is by member, `recompute` a mode or one per stage."""
 
     captured: Captured
     plan: Plan
@@ -29,26 +29,26 @@ class Loading:
 
     @property
     def shares(self) -> Shares:
-        """Who does what of each stage; without flushes replicas take turns."""
+        """The work of each replica; without flushes replicas take turns."""
         weights = tuple(stage.shares for stage in self.plan.stages)
         rule = self.plan.rule
         return Shares(weights, not rule.flushes, rule.averages)
 
     def graphs(self, sizes: Iterable[int], evaluated: Iterable[int]) -> list[list[StageGraphs]]:
-        """Per stage its replicas' graphs, for whole micro-batches of these sizes; those of
-        `evaluated` in evaluation as well. Raises `CaptureError`, `HetpipeError`."""
+        """Per stage its replicas' graphs, for whole micro-batches of these sizes, and in evaluation
+        for those of `evaluated`. Raises `CaptureError`, `HetpipeError`."""
         devices = [stage.devices for stage in self.plan.stages]
-        found: list[list[StageGraphs]] = [[] for _ in devices]
+        graphs: list[list[StageGraphs]] = [[] for _ in devices]
         for replica in range(max(map(len, devices))):
             chosen = [names[min(replica, len(names) - 1)] for names in devices]
             stages = self._traced(chosen, set(sizes), set(evaluated))
             for n, (names, stage) in enumerate(zip(devices, stages, strict=True)):
                 if replica < len(names):
-                    found[n].append(self._own(stage, replica, set(sizes)))
-        return found
+                    graphs[n].append(self._own(stage, replica, set(sizes)))
+        return graphs
 
     def _own(self, stage: StageGraphs, replica: int, sizes: set[int]) -> StageGraphs:
-        """The stage with the passes for its replica's rows alone."""
+        """The stage with only the passes for a replica's rows."""
         rows = {self._count(Replica(stage.stage, replica), size) for size in sizes}
         return replace(stage, passes={n: p for n, p in stage.passes.items() if n in rows})
 
@@ -79,7 +79,7 @@ class Loading:
         ]
 
     def _rows(self, sizes: set[int]) -> list[int]:
-        """What replicas get of micro-batches of these sizes, the largest first."""
+        """The numbers of rows that replicas do of such micro-batches, the largest first."""
         stages = range(len(self.plan.stages))
         replicas = [replica for n in stages for replica in self.shares.replicas(n)]
         counts = {self._count(replica, size) for replica in replicas for size in sizes}

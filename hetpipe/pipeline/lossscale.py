@@ -1,4 +1,4 @@
-"""Loss scaling: small gradients stay above what float16 can hold.
+"""Loss scaling: keeps small gradients above the smallest float16.
 
 The loss's gradient is multiplied by the scale, and the update divides by it again. Micikevicius et
 al., "Mixed precision training" (ICLR 2018), section 3.2; the rule for the scale is that of
@@ -45,7 +45,7 @@ class ScaleState:
 
 
 class Scaling:
-    """The scale at hand, of a `rule` that adapts it or (None) fixed.
+    """The present scale. A `rule` adapts it; without one it is fixed.
 
     `skipped` counts the updates that were left out.
     """
@@ -54,7 +54,7 @@ class Scaling:
         self.rule = rule
         self.scale = scale
         self.skipped = 0
-        self._good = 0  # updates since the scale has changed
+        self._good = 0  # updates since the scale changed
 
     def record(self, skipped: bool) -> None:
         """Follow an update. Raises `HetpipeError` when no scale would help."""
@@ -89,10 +89,10 @@ class Scaling:
 def choose_scaling(
     rule: float | LossScale | None, compute: str | None, asynchronous: bool
 ) -> Scaling:
-    """The scaling that was asked for; passes in float16 have `LossScale()` unasked.
+    """The scaling that an option asks for; passes in float16 have `LossScale()` by default.
 
-    `compute` is what passes compute in. Raises `HetpipeError` for a rule that adapts under an
-    asynchronous schedule.
+    `compute` is the dtype in which passes compute. Raises `HetpipeError` for a rule that adapts
+    under an asynchronous schedule.
     """
     if rule is None:
         rule = LossScale() if compute == "float16" else 1.0
@@ -108,7 +108,7 @@ def choose_scaling(
 
 
 def watching(clip: Clip | None, scaling: Scaling) -> Clip | None:
-    """`clip` that also leaves out updates, where the scale adapts. Raises `HetpipeError`."""
+    """`clip`, which also leaves out updates if the scale adapts. Raises `HetpipeError`."""
     if scaling.rule is None:
         return clip
     if clip is not None and clip.each:

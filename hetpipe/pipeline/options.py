@@ -1,4 +1,4 @@
-"""Options: what a user asks of a pipeline, in three records that check themselves.
+"""Options of a pipeline, in three records that check themselves.
 
 `Pipeline` takes the fields of all three as keywords. A new option is a field here, a line of
 `Options`, and the code that reads it.
@@ -48,16 +48,16 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What is asked of the planner. Raises `HetpipeError` for what no plan can be."""
+    """Options of the plan. Raises `HetpipeError` for options that no plan can meet."""
 
     plan: Plan | None = None
-    """Stands for all that follows."""
+    """Stands for all the options below."""
     costs: CostTable | None = None
-    """The table that `plan` was made with; without it the pipeline profiles."""
+    """The costs of `plan`; without them the pipeline profiles."""
     cuts: Sequence[int] | None = None
     """First layer of every stage but the first."""
     replicas: Sequence[int] | None = None
-    """How many of the cluster's members, in their order, each stage has."""
+    """The number of members of each stage; stages take the cluster's members in order."""
     microbatches: int | None = None
     schedule: str = "auto"
     weights: str = "auto"
@@ -87,12 +87,12 @@ class PlanOptions:
 
     @property
     def asked(self) -> list[str]:
-        """The names of what is asked that a plan would decide."""
+        """The names of the options in use that a plan decides."""
         return [name for name, value in self.keywords.items() if value not in (None, "auto")]
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """What a plan decides, as keywords of `Pipeline`."""
+        """The options that a plan decides, as keywords of `Pipeline`."""
         decided = ("cuts", "replicas", "microbatches", "schedule", "weights")
         return {name: getattr(self, name) for name in decided}
 
@@ -123,20 +123,20 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class PassOptions:
-    """What is asked of forwards and backwards."""
+    """Options of forwards and backwards."""
 
     recompute: str | Sequence[str] = "none"
-    """`inputs` or `min-cut`, for all stages or one for each: what is computed again."""
+    """`inputs` or `min-cut`, for all stages or one per stage: values that are computed again."""
     precision: str | None = None
-    """`bfloat16` or `float16`: what passes compute in."""
+    """`bfloat16` or `float16`: the dtype in which passes compute."""
     cut_dtype: str | None = None
-    """`float16`: what crosses a cut."""
+    """`float16`: the dtype of tensors that cross a cut."""
     sync_batch_norm: bool = False
     """Whether replicas that divide micro-batches share the statistics of batch norms."""
     check_finite: bool = False
-    """Whether all that leaves a pass is looked at; slow."""
+    """Whether all outputs of passes are checked to be finite; slow."""
     seed: int = 0
-    """Of dropout."""
+    """The seed of dropout."""
 
     def __post_init__(self) -> None:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
@@ -144,7 +144,7 @@ class PassOptions:
 
     @property
     def dtypes(self) -> Precision:
-        """What passes compute in, and what crosses a cut. Raises `HetpipeError`."""
+        """The dtypes of passes and of cuts. Raises `HetpipeError`."""
         from hetpipe.capture.precision import Precision  # with torch
 
         return Precision(self.precision, self.cut_dtype)
@@ -152,7 +152,7 @@ class PassOptions:
 
 @dataclass(frozen=True)
 class UpdateOptions:
-    """What is asked of updates."""
+    """Options of updates."""
 
     clip_norm: float | None = None
     """The largest norm of all gradients, or with `clip_each` of each stage's."""
@@ -173,19 +173,19 @@ class UpdateOptions:
 
     @property
     def clip(self) -> Clip | None:
-        """What clips gradients, if anything does."""
+        """The clip of gradients, if there is one."""
         return None if self.clip_norm is None else Clip(self.clip_norm, self.clip_each)
 
 
 def records_of(options: Mapping[str, Any]) -> tuple[PlanOptions, PassOptions, UpdateOptions]:
-    """The three records. Raises `HetpipeError` for an option that there is not."""
+    """The three records. Raises `HetpipeError` for an unknown option."""
     kinds = (PlanOptions, PassOptions, UpdateOptions)
     names = {kind: [field.name for field in fields(kind)] for kind in kinds}
-    known = [name for of_kind in names.values() for name in of_kind]
+    keywords = [name for of_kind in names.values() for name in of_kind]
     for name in options:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
+        if name not in keywords:
+            near = difflib.get_close_matches(name, keywords, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(keywords)}"
             raise HetpipeError(f"a pipeline has no option {name!r}{hint}")
     planned, passes, updates = (
         kind(**{name: options[name] for name in names[kind] if name in options}) for kind in kinds

@@ -1,4 +1,5 @@
-"""Pipeline: the public face. Captures, profiles, plans, starts the workers and trains."""
+"""Pipeline, the class that users call: captures, profiles, plans, starts the workers and trains
+(stations 1 and 16 of docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
@@ -46,22 +47,22 @@ class Pipeline:
     `example` is one mini-batch `(x, y)`: tensors, tuples or dicts of them, batch first. `loss_fn`
     takes the model's output and `y` and returns a mean over samples, or `(sum, count)`.
 
-    `options`, all with a default (`hetpipe.pipeline.options` has each in a line):
+    `options` all have a default (`hetpipe.pipeline.options` has each in a line):
     - of the plan: `plan`, or in parts `cuts`, `replicas`, `microbatches`, `schedule`, `weights`;
-      the planner chooses what is left out. `costs` is the table that a plan was made with, else
+      the planner chooses the parts that are left out. `costs` are those of `plan`; without them
       the pipeline profiles. Replicas divide micro-batches by their speed, or under an asynchronous
-      schedule take mini-batches in turn. `schedule="data-parallel"` is all stages on every device;
-      `schedule="asp"` the whole model, on the first R devices with `replicas=[R]`. `weights` is how
-      an asynchronous schedule keeps versions of the weights (`stash`, its default, `vertical-sync`,
-      `2bw`, `spectrain`, `pipeoptim`); a synchronous one has `flush`.
-    - of the passes: `recompute` keeps less for the backward and computes it again; `precision` is
-      as under `torch.autocast`, while parameters, gradients and optimizer state stay as they are;
-      `cut_dtype`, `sync_batch_norm`, `check_finite`, `seed`.
-    - of the updates: `clip_norm` as torch's `clip_grad_norm_`, `clip_each`, `accumulate`, and
-      `loss_scale`, a number or a rule, which passes in float16 have unasked.
+      schedule take mini-batches in turn. `schedule="data-parallel"` puts all stages on every
+      device, `schedule="asp"` with `replicas=[R]` the whole model on the first R devices. `weights`
+      says how an asynchronous schedule keeps versions of the weights (`stash`, its default,
+      `vertical-sync`, `2bw`, `spectrain`, `pipeoptim`); a synchronous one has `flush`.
+    - of the passes: `recompute` keeps fewer tensors for the backward and computes the others again;
+      `precision` works as under `torch.autocast`, and parameters, gradients and optimizer state
+      keep their dtypes; `cut_dtype`, `sync_batch_norm`, `check_finite`, `seed`.
+    - of the updates: `clip_norm` as in torch's `clip_grad_norm_`, `clip_each`, `accumulate`, and
+      `loss_scale`, a number or a rule; passes in float16 have a rule by default.
 
-    A `crew` (started workers) or a `captured` model that is given is used and left running; a crew
-    serves one pipeline at a time. Raises children of `HetpipeError` only.
+    A `crew` (started workers) or a `captured` model that the caller gives is left as it is by
+    `close`; a crew serves one pipeline at a time. Raises children of `HetpipeError` only.
     """
 
     def __init__(
@@ -125,7 +126,8 @@ class Pipeline:
     def step(self, x: Any, y: Any) -> float:
         """Train on one mini-batch, completely; its mean loss.
 
-        Under an asynchronous schedule that is one mini-batch and a flush; `run` is how it is meant.
+        Under an asynchronous schedule it trains one mini-batch and flushes, which is slow; use
+        `run`.
         """
         with self._one_thread("step"):
             if not self._training.streams:
@@ -139,10 +141,10 @@ class Pipeline:
     def run(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Result]:
         """Train on a stream of mini-batches; a result for each, in order.
 
-        An asynchronous schedule goes on from one to the next without a flush, also from one `run`
-        to the next; results come later than the mini-batches were asked for. Other calls between
-        two results may flush; no result is lost by that. Where the caller stops early, the results
-        that have not been asked for are dropped, and their mini-batches are trained.
+        An asynchronous schedule goes on from one mini-batch to the next without a flush, also from
+        one `run` to the next, so a result comes some mini-batches late. Other calls between two
+        results may flush; no result is lost by that. If the caller stops early, the mini-batches
+        under way are trained and their results dropped.
         """
         if not self._training.streams:
             for x, y in batches:
@@ -155,14 +157,14 @@ class Pipeline:
     def evaluate(self, x: Any, y: Any) -> float:
         """The mean loss of one mini-batch in eval mode, without gradients; flushes first.
 
-        The first time, and for a mini-batch of another size, stages are compiled.
+        Compiles stages the first time, and for each new size of a mini-batch.
         """
         with self._one_thread("evaluate"):
             self._delivery.settle()
             return self._training.evaluate(x, y)
 
     def flush(self) -> None:
-        """Wait until everything handed in is applied, gradients that are being accumulated too."""
+        """Wait until all mini-batches are applied, accumulated gradients too."""
         with self._one_thread("flush"):
             self._delivery.settle()
             self._training.apply()
@@ -188,8 +190,9 @@ class Pipeline:
     def save(self, directory: str | Path, *, force: bool = False) -> None:
         """Write a checkpoint, in place of the one in that folder; flushes first.
 
-        Raises `CheckpointError`; what the folder held can then still be loaded. Weights that are
-        not finite, or were trained with a loss that is not, are refused unless `force`.
+        Raises `CheckpointError`; the earlier checkpoint in the folder can still be loaded then.
+        Refuses weights that are not finite or were trained with a loss that was not, unless
+        `force`.
         """
         with self._one_thread("save"):
             self.flush()
@@ -214,25 +217,25 @@ class Pipeline:
         """A pipeline that goes on where `save` was called; `options` as for `Pipeline`.
 
         Without `plan`, `cuts`, `replicas`, `microbatches`, `schedule` or `weights` it has the
-        checkpoint's plan, and then the result is what it would have been had `save` only flushed,
-        bit for bit on one machine.
-        Raises `CheckpointError` for files that are damaged or of another model or optimizer.
+        checkpoint's plan. Training then gives the same weights as in a pipeline that was flushed
+        and never saved, bit for bit on one machine. Raises `CheckpointError` for files that are
+        damaged or of another model or optimizer.
         """
         return cls(model, loss_fn, example, resume=load_checkpoint(Path(directory)), **options)
 
     @property
     def steps(self) -> int:
-        """How many mini-batches have been handed in, those before a checkpoint included."""
+        """The number of mini-batches handed in, including those before a checkpoint."""
         return self._training.steps
 
     @property
     def loss_scale(self) -> float:
-        """What the loss's gradient is multiplied by at present."""
+        """The present factor of the loss's gradient."""
         return self._training.scaling.scale
 
     @property
     def skipped(self) -> int:
-        """How many of the mini-batches were not applied, their gradients not being finite."""
+        """The number of updates that were left out because gradients were not finite."""
         return self._training.scaling.skipped
 
     @property
@@ -281,7 +284,7 @@ class Pipeline:
 
 
 def _check_captured(captured: Captured, passes: PassOptions) -> None:
-    """Raises `HetpipeError` for a captured model that was captured for other passes."""
+    """Raises `HetpipeError` if the model was captured with other options of passes."""
     if passes.dtypes not in (type(passes.dtypes)(), captured.precision):
         raise HetpipeError(f"captured has {captured.precision}, not {passes.dtypes}")
     if passes.sync_batch_norm and not captured.sync_batch_norm:

@@ -1,4 +1,4 @@
-"""What a pipeline plans by: profiles on its crew, and whether a given plan fits crew and model."""
+"""Planning: chooses a pipeline's plan by its profiles, and checks a plan that a user gives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXPLORED_MICROBATCHES = (4, 8, 16, 32)
 EXPLORED = (ONE_F_ONE_B.name, GPIPE.name)
 """Schedules among which the planner chooses."""
 STAGED_MICROBATCHES = 8
-"""Of plans whose stages were given with their replicas."""
+"""The origin of plans whose stages and replicas the user gives."""
 
 
 Tables = Callable[[Sequence[int]], dict[int, CostTable]]
@@ -32,7 +32,7 @@ Tables = Callable[[Sequence[int]], dict[int, CostTable]]
 
 @dataclass(frozen=True)
 class Planning:
-    """Plans for a model with these `layers` on these `members`; costs are asked for late."""
+    """Plans for a model with these `layers` on these `members`; profiles only if it must."""
 
     layers: Sequence[str]
     members: Sequence[str]
@@ -40,8 +40,8 @@ class Planning:
     tables: Tables
 
     def choose(self, asked: PlanOptions) -> tuple[Plan, CostTable]:
-        """The quickest predicted plan of those that were asked for, and the costs that it was made
-        with; a plan that was given as it is. Raises `PlanError`."""
+        """The quickest predicted plan that meets the options, and its costs. A plan among the
+        options is taken as it is. Raises `PlanError`."""
         if asked.plan is not None:
             return asked.plan, self._check(asked.plan, asked.costs)
         if asked.schedule == "auto":
@@ -60,7 +60,7 @@ class Planning:
     def _explored(
         self, asked: PlanOptions, rule: Rule, policy: WeightPolicy
     ) -> tuple[Plan, CostTable]:
-        """A stage on each of some members, or on as many as `cuts` make."""
+        """The quickest plan with a stage on each of some members; `cuts` say on how many."""
         counts = [asked.microbatches] if asked.microbatches else list(EXPLORED_MICROBATCHES)
         if asked.microbatches is None and not (rule.flushes or policy.accumulates):
             counts = [1]  # updates as soon as they can be
@@ -82,7 +82,7 @@ class Planning:
         return plan, table
 
     def _check(self, plan: Plan, costs: CostTable | None) -> CostTable:
-        """The costs for a given plan, profiled if they are not given.
+        """The costs for a user's plan, profiled if the user gives none.
 
         Raises `PlanError` where the plan is of another model or cluster, or a device cannot run its
         layers.
@@ -103,7 +103,7 @@ class Planning:
         return costs
 
     def _replicated(self, asked: PlanOptions, rule: Rule) -> tuple[Plan, CostTable]:
-        """The model, in stages between the cuts, on every member."""
+        """The quickest plan with the model, in stages between the cuts, on every member."""
         members, cuts = list(self.members), asked.cuts or ()
         everyone = [len(members)] * (len(cuts) + 1)
         if asked.replicas is not None and list(asked.replicas) != everyone:
@@ -111,7 +111,7 @@ class Planning:
                 f"{rule.name} has a replica of every stage on each of {len(members)} devices, "
                 f"not replicas {list(asked.replicas)}: leave them out, or choose another schedule"
             )
-        # Shares of unlike devices lie anywhere between a whole mini-batch and next to nothing.
+        # Unlike devices may get a row or nearly the whole mini-batch: profile all sizes between.
         tables = self._profiled([1, 2, *EXPLORED_MICROBATCHES, max(self.mini_batch // 2, 1)])
         plan = replicated_plan(
             tables, members, cuts, mini_batch=self.mini_batch, microbatches=asked.microbatches
@@ -121,7 +121,7 @@ class Planning:
     def _staged(
         self, asked: PlanOptions, rule: Rule, policy: WeightPolicy, replicas: Sequence[int]
     ) -> tuple[Plan, CostTable]:
-        """The stages that were asked for, on the members in their order."""
+        """The plan with these stages, on the members in their order."""
         members = list(self.members)
         if sum(replicas) > len(members):
             raise PlanError(
@@ -143,6 +143,6 @@ class Planning:
         return -(-self.mini_batch // microbatches)
 
     def _profiled(self, counts: Sequence[int]) -> dict[int, CostTable]:
-        """Tables for these numbers of micro-batches, by samples of one."""
+        """The tables for these numbers of micro-batches, by samples of a micro-batch."""
         sizes = sorted({self._samples(count) for count in counts}, reverse=True)
         return self.tables(sizes)

@@ -1,4 +1,4 @@
-"""A pipeline's training as a checkpoint, and back into a pipeline, with whatever plan."""
+"""Saves a pipeline's training in a checkpoint, and resumes it under any plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROLES = (PARAM, BUFFER, STATE)
 
 
 class Saved(Protocol):
-    """What a checkpoint needs of a training, which must be at rest."""
+    """The part of a training that a checkpoint keeps. The training must be at rest."""
 
     steps: int
     updates: list[int]
@@ -90,7 +90,7 @@ class Progress:
     loss_scale: ScaleState | None
 
     def updates_under(self, plan: Plan) -> list[int]:
-        """By stage of `plan`; where its stages update at other times, the most of any stage."""
+        """By stage. Under another schedule or other replicas all stages get the highest number."""
         same = self.plan.replicas == plan.replicas and self.plan.schedule == plan.schedule
         if same and len(self.updates) == len(plan.stages):
             return list(self.updates)
@@ -113,28 +113,28 @@ Kept = Mapping[str, Mapping[str, Any]]
 
 def check(checkpoint: Checkpoint, stages: Sequence[StageGraphs], optimizer: Optimizer) -> None:
     """Raises `CheckpointError` where the checkpoint is of another model or optimizer."""
-    told = checkpoint.manifest.get("optimizer")
-    if told != _described(optimizer):
+    saved = checkpoint.manifest.get("optimizer")
+    if saved != _described(optimizer):
         raise CheckpointError(
-            f"the checkpoint's optimizer is {_text(told)}, but {_text(_described(optimizer))} was "
+            f"the checkpoint's optimizer is {_text(saved)}, but {_text(_described(optimizer))} was "
             "given: its state does not fit; resume with the same one (lr may differ)"
         )
     programs = [p for stage in stages for p in (stage.update, *_forwards(stage)) if p is not None]
     slots = {slot.key: slot for program in programs for slot in program.inputs}
     for role in ROLES:
         have = checkpoint.tensors.get(role, {})
-        wanted = {name: slot for (kind, name), slot in slots.items() if kind == role}
-        for name in sorted(have.keys() ^ wanted.keys()):
+        needed = {name: slot for (kind, name), slot in slots.items() if kind == role}
+        for name in sorted(have.keys() ^ needed.keys()):
             holds, lacks = ("checkpoint", "model") if name in have else ("model", "checkpoint")
             raise CheckpointError(
                 f"the {holds} has the {role} {name!r}, which the {lacks} lacks: the checkpoint is "
                 "of another model"
             )
-        for name, slot in wanted.items():
-            found = (have[name].shape, have[name].dtype)
-            if found != (slot.shape, host_dtype(slot.dtype)):
+        for name, slot in needed.items():
+            shape, dtype = have[name].shape, have[name].dtype
+            if (shape, dtype) != (slot.shape, host_dtype(slot.dtype)):
                 raise CheckpointError(
-                    f"{role} {name!r} is {found[1]}{list(found[0])} in the checkpoint and "
+                    f"{role} {name!r} is {dtype}{list(shape)} in the checkpoint and "
                     f"{slot.dtype}{list(slot.shape)} in the model: it is of another model"
                 )
 
@@ -144,7 +144,7 @@ def _forwards(stage: StageGraphs) -> list[Program]:
 
 
 def _described(optimizer: Optimizer) -> dict[str, Any]:
-    """What the state depends on."""
+    """The traits of an optimizer on which its state depends."""
     return {"name": optimizer.name, "state": list(optimizer.state)}
 
 

@@ -1,4 +1,4 @@
-"""The schedules of a plan: of one mini-batch, all of it or some kinds of action; and its stream."""
+"""Schedules of a plan: of one mini-batch with all actions or some kinds of them, and the stream."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ UPDATING = frozenset({Op.UPDATE, Op.SEND_TIED_PARAM, Op.RECV_TIED_PARAM})
 
 
 class Schedules:
-    """Those of one plan. Each is made once: workers know a schedule by its identity."""
+    """The schedules of one plan. Each is made once: workers know a schedule by its identity."""
 
     def __init__(self, plan: Plan, tied: Tied = ()) -> None:
         self._plan = plan
         self._tied = tied
-        self._made: dict[tuple[int, frozenset[Op]], Schedule] = {}
+        self._schedules: dict[tuple[int, frozenset[Op]], Schedule] = {}
 
     @property
     def halved(self) -> bool:
@@ -35,18 +35,20 @@ class Schedules:
         return any(a.op in HALVES for row in self._whole(self._plan.microbatches) for a in row)
 
     def of(self, microbatches: int, ops: frozenset[Op]) -> Schedule:
-        """The actions of these kinds, of one mini-batch by itself."""
+        """The actions of these kinds, for one mini-batch by itself."""
         key = (microbatches, ops)
-        if key not in self._made:
+        if key not in self._schedules:
             in_flight = [min(stage.in_flight, microbatches) for stage in self._plan.stages]
             whole = self._whole(microbatches, in_flight, self._tied)
             rows = [tuple(a for a in row if a.op in ops) for row in whole]
             if not self._plan.rule.flushes:  # a row for each replica: the first does it
                 turns = places(self._plan.replicas)
-                self._made[key] = tuple(rows[n] if replica == 0 else () for n, replica in turns)
+                self._schedules[key] = tuple(
+                    rows[n] if replica == 0 else () for n, replica in turns
+                )
             else:
-                self._made[key] = tuple(_lanes(rows, row_workers(whole)))
-        return self._made[key]
+                self._schedules[key] = tuple(_lanes(rows, row_workers(whole)))
+        return self._schedules[key]
 
     def stream(self) -> Stream | None:
         """The stream of an asynchronous plan. Raises `PlanError` for tied weights on two stages."""
@@ -78,9 +80,9 @@ class Schedules:
 
 
 def _lanes(rows: Sequence[tuple[Action, ...]], workers: Sequence[int]) -> list[tuple[Action, ...]]:
-    """The lanes of each worker that have anything to do, or one that has not."""
-    found: list[tuple[Action, ...]] = []
+    """The lanes of each worker without the empty ones; at least one per worker."""
+    kept: list[tuple[Action, ...]] = []
     for worker in sorted(set(workers)):
         lanes = [row for row, at in zip(rows, workers, strict=True) if at == worker]
-        found += [row for row in lanes if row] or lanes[:1]
-    return found
+        kept += [row for row in lanes if row] or lanes[:1]
+    return kept

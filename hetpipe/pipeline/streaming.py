@@ -1,4 +1,5 @@
-"""Training without flushes: mini-batches follow each other, several under way at once."""
+"""Streaming: mini-batches follow each other without flushes, several under way at once (station 1
+of docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ class Streaming:
 
     @property
     def window(self) -> int:
-        """How many mini-batches may be handed out and not collected: enough to keep all busy."""
+        """The number of mini-batches under way that keeps all workers busy."""
         return self._stream.window
 
     def admit(self, request: StepRequest) -> None:
-        """Hand out a mini-batch; the request's own schedule does not count."""
+        """Hand out a mini-batch; the stream's schedule replaces the request's."""
         number = self.admitted
         segment = self._stream.segment(number)
         stages = range(self._stream.stages)
@@ -45,7 +46,7 @@ class Streaming:
         return self._crew.collect()
 
     def flush(self) -> list[int]:
-        """Apply everything that was handed out; all results must have been collected.
+        """Apply all mini-batches that were handed out; all results must have been collected.
 
         Returns the updates of each stage since the last flush.
         """
@@ -63,6 +64,6 @@ class Streaming:
         return Part(first, begins, self._stream.microbatches, self._closing)
 
     def _aheads(self, stage: int, mini_batch: int) -> tuple[int, ...]:
-        """Per micro-batch, how many updates are predicted for its forward."""
+        """Per micro-batch, the number of updates that are predicted for its forward."""
         stream, ahead = self._stream, self._policy.ahead
         return tuple(ahead(stream, stage, m) for m in stream.microbatches_of(mini_batch))

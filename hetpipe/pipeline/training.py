@@ -1,4 +1,5 @@
-"""Training: the mini-batches of one plan on their way through a crew, and what they leave."""
+"""Training: the mini-batches of one plan on their way through a crew (stations 1 and 16 of
+docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
@@ -31,13 +32,16 @@ if TYPE_CHECKING:
     from hetpipe.wire.messages import Array
 
 RECENT = 64
-"""Mini-batches of a run whose timeline is kept."""
+"""The number of mini-batches of a run whose timelines are kept."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """One mini-batch of a run, by stage: `versions`, how many mini-batches were applied in the
-    weights that its (last) forward used, and `live_versions`, how many lived at once at most."""
+    """One mini-batch of a run.
+
+    By stage, `versions` are the numbers of mini-batches that were applied to the weights of its
+    (last) forward, and `live_versions` the most versions that lived at once.
+    """
 
     index: int
     loss: float
@@ -47,7 +51,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is trained, where and how: all that stays the same while a pipeline lives."""
+    """The parts of a pipeline that stay the same while it lives."""
 
     captured: Captured
     crew: Crew
@@ -60,14 +64,14 @@ class Subject:
 class Training:
     """The state of a training on a crew's workers. Micro-batches of a new size load stages anew.
 
-    Under a schedule that flushes a mini-batch is trained by `step`; else it is handed in by
-    `admit`, and its result comes later, by `collect`.
+    Under a schedule that flushes, `step` trains a mini-batch. Else `admit` hands it in, and
+    `collect` returns its result later.
     """
 
     def __init__(
         self, subject: Subject, mini_batch: int, resume: Checkpoint | None, progress: Progress
     ) -> None:
-        """Loads stages for a mini-batch of so many samples."""
+        """Loads stages for a mini-batch of `mini_batch` samples."""
         plan, updates = subject.plan, subject.updates
         self._subject, self._crew, self._plan = subject, subject.crew, plan
         self._progress = progress
@@ -82,9 +86,9 @@ class Training:
         self._clip = watching(updates.clip, self.scaling)
         self.recent: deque[StepResult] = deque(maxlen=RECENT)
         self.not_finite: str | None = None
-        """The first loss without a number that an asynchronous schedule has applied."""
+        """The message of the first loss that was not finite and was applied all the same."""
         self._handed_out: deque[tuple[int, tuple[int, ...]]] = deque()  # index, samples
-        self._accumulated: list[float] = []  # by mini-batch since the last update: its count
+        self._accumulated: list[float] = []  # the counts of mini-batches since the last update
         self._evaluated: set[int] = set()
         self._loaded: set[int] = set()
         self._load(set(sizes_of(mini_batch, plan.microbatches)), resume)
@@ -96,12 +100,12 @@ class Training:
 
     @property
     def under_way(self) -> int:
-        """Mini-batches that were handed in and not collected."""
+        """The number of mini-batches that were handed in and not collected."""
         return len(self._handed_out)
 
     @property
     def is_full(self) -> bool:
-        """Whether so many mini-batches are under way that one should be collected."""
+        """Whether enough mini-batches are under way, so that one should be collected."""
         return self._streaming is not None and self.under_way > self._streaming.window
 
     def fits(self, x: Any, y: Any) -> bool:
@@ -112,8 +116,8 @@ class Training:
     def step(self, x: Any, y: Any) -> Result:
         """Train on one mini-batch, completely, under a schedule that flushes.
 
-        Raises `HetpipeError` if its loss is not finite; nothing of it is applied then, nor of the
-        mini-batches that were accumulated before it.
+        Raises `HetpipeError` if its loss is not finite. Then neither it nor the mini-batches that
+        were accumulated before it are applied.
         """
         self._check_own()
         request = self._request(x, y)
@@ -155,7 +159,7 @@ class Training:
 
     def collect(self) -> Result:
         """The result of the oldest mini-batch under way. Raises `HetpipeError` if its loss is not
-        finite: by then weights have been updated with it, and `not_finite` says so."""
+        finite. It has been applied by then, and `not_finite` keeps the message."""
         assert self._streaming is not None
         self._check_own()
         result = self._streaming.collect()
@@ -169,7 +173,7 @@ class Training:
         return Result(index, loss, result.versions, result.live_versions)
 
     def flush(self) -> None:
-        """Apply what was handed in. All results must have been collected."""
+        """Apply all mini-batches that were handed in. All results must have been collected."""
         self._check_own()
         if self._streaming is not None:
             applied = self._streaming.flush()
@@ -187,7 +191,7 @@ class Training:
         return mean_loss(self._run(request, FORWARDS), request.samples, self.steps)
 
     def gradients(self, x: Any, y: Any) -> tuple[float, dict[str, Array]]:
-        """Loss and gradients of one mini-batch by parameter, at rest; all else stays as it is."""
+        """Loss and gradients of one mini-batch, by parameter, at rest. They change nothing."""
         buffers = self.read(BUFFER)
         request = self._request(x, y)
         result = self._run(request, ALL - UPDATING)
@@ -211,7 +215,7 @@ class Training:
             )
 
     def _run(self, request: StepRequest, ops: frozenset[Any]) -> StepResult:
-        """One mini-batch by itself, the actions of these kinds."""
+        """Run the actions of these kinds, for one mini-batch by itself."""
         schedule = self._schedules.of(len(request.samples), ops)
         result = self._crew.step(replace(request, schedule=schedule))
         self.recent.clear()
@@ -250,7 +254,7 @@ class Training:
         self._load(self._loaded, Checkpoint({}, {role: self.read(role) for role in roles}))
 
     def _load(self, sizes: set[int], values: Checkpoint | None) -> None:
-        """Give the workers the stages for these sizes, with the values of a checkpoint if any."""
+        """Give the workers the stages for these sizes, with the values of a checkpoint, if any."""
         subject, plan, crew = self._subject, self._plan, self._crew
         self._progress("compiling stages", 0, 1)
         self._loaded = sizes
@@ -260,7 +264,7 @@ class Training:
             subject.passes.recompute, Schedules(plan).halved,
         )  # fmt: skip
         stages = loading.graphs(sizes, self._evaluated)
-        tied = {(owner, others): None for each in stages for _, owner, others in each[0].tied}
+        tied = {(owner, others): None for stage in stages for _, owner, others in stage[0].tied}
         self._schedules = Schedules(plan, tuple(tied))
         stream = self._schedules.stream()
         initial: dict[str, Any] = {**subject.captured.parameters, **subject.captured.buffers}
@@ -282,7 +286,7 @@ class Training:
         self._progress("compiling stages", 1, 1)
 
     def _accumulating(self) -> tuple[str, ...]:
-        """GRAD while gradients are accumulated, once every owner has the sums; else nothing."""
+        """GRAD if gradients are accumulated, after their owners have summed them; else nothing."""
         if not self._accumulated:
             return ()
         if max(self._plan.replicas) > 1:

@@ -1,6 +1,7 @@
-"""Plans: who does which layers, in what order, and what it should cost; the planners that choose.
+"""Plans: the layers, order and predicted cost of each member's work; and the planners.
 
-Free of torch: a plan for a cluster that nobody has is made in a blink.
+Planning needs neither torch nor the devices of the cluster.
+
 """
 
 from hetpipe._lazy import lazy

@@ -22,12 +22,13 @@ def even_plan(
     microbatches: int,
     schedule: str = "1f1b",
 ) -> Plan:
-    """As many layers for each device, in the given order; what is over goes to the last ones.
+    """Equal numbers of layers for the devices, in the given order; the last ones get one more.
 
-    (They keep fewer micro-batches in flight.) Raises `PlanError` if a device cannot run its share.
+    (The last stages keep fewer micro-batches in flight.) Raises `PlanError` if a device cannot run
+    its share.
     """
     share, over = divmod(len(table.layers), max(len(devices), 1))
-    # Where layers are too few, make_plan says so.
+    # If layers are too few, make_plan raises.
     more = [max(0, n - len(devices) + over) for n in range(1, len(devices))]
     cuts = [share * n + extra for n, extra in enumerate(more, 1)] if share else None
     plan = make_plan(
@@ -45,9 +46,9 @@ def speed_blind_plan(
     microbatches: int,
     schedule: str = "1f1b",
 ) -> Plan:
-    """The best partition if all devices were the average one, in the given order; true prices.
+    """The partition that is best for equal, average devices in the given order, at its true price.
 
-    What a device cannot run it still cannot. Raises `PlanError` as `make_plan`.
+    Layers that a device cannot run stay impossible. Raises `PlanError` as `make_plan` does.
     """
     for device in devices:
         if device not in table.devices:
@@ -70,9 +71,9 @@ def link_blind_plan(
     mini_batch: int,
     schedules: Sequence[str] = ("gpipe", "1f1b"),
 ) -> Plan:
-    """The best plan over all `devices` if nothing that crosses took time; true prices.
+    """The plan over all `devices` that is best for transfers without cost, at its true price.
 
-    `tables` by micro-batch size. Raises `PlanError` as `explore`.
+    `tables` are by micro-batch size. Raises `PlanError` as `explore` does.
     """
     free = {
         size: replace(table, links=dict.fromkeys(table.links, LinkCost(0.0, math.inf)))
@@ -85,7 +86,7 @@ def link_blind_plan(
 
 
 def _averaged(table: CostTable, devices: Sequence[str]) -> CostTable:
-    """The table with every device at the mean times of those that can run the layer."""
+    """The table with the mean times of all devices that can run a layer."""
     costs = [table.devices[device] for device in devices]
     overhead_s = sum(cost.overhead_s for cost in costs) / len(costs)
     means = [

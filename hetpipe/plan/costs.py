@@ -1,7 +1,7 @@
 """StageCosts: time and memory of any run of layers on any device, from prefix sums.
 
-Everywhere a stage is layers lo..hi (hi excluded), and cut c lies between layers c-1 and c; cuts 0
-and L are the ends of the model, where nothing crosses. lo, hi and c may be arrays.
+A stage is always layers lo..hi (hi excluded), and cut c lies between layers c-1 and c. Cuts 0 and L
+are the ends of the model, which nothing crosses. lo, hi and c may be arrays.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import numpy as np
 from hetpipe.cost.table import CostTable, DeviceCost
 
 Objective = Literal["sum", "max"]
-"""How a stage's time counts transfers. `sum`: a sync device hides none of what it sends (BaPipe's
-1F1B-SNO), an async one all. `max`: all are hidden, the longest of compute and transfers counts."""
+"""How a stage's time counts transfers. `sum`: a sync device hides none of its sends (BaPipe's
+1F1B-SNO), an async one all. `max`: all are hidden, and the longest of compute and transfers
+counts."""
 
 Array = Any  # an index or time, or a numpy array of them
 
@@ -53,8 +54,8 @@ class StageCosts:
     def memory_nbytes(self, lo: Array, hi: Array, in_flight: int, versions: int = 1) -> Array:
         """Weights x versions, gradients, optimizer state, saved x in-flight, buffers of the cuts.
 
-        A parameter that layers of the stage share counts once.
-        A cut has two buffers on each side: what crosses forward and the gradient that comes back.
+        A parameter that layers of the stage share counts once. A cut has two buffers on each side:
+        the tensors that cross forward and their gradients.
         """
         return (
             self._weights[hi]
@@ -66,7 +67,7 @@ class StageCosts:
         )
 
     def _repeated(self, lo: Array, hi: Array) -> Array:
-        """Bytes of the parameters that a layer has and an earlier one of the same stage too."""
+        """Bytes of the parameters that a layer shares with an earlier one of the same stage."""
         if not self.table.tied:
             return 0.0
         nbytes = np.zeros(np.broadcast_shapes(np.shape(lo), np.shape(hi)))
@@ -92,9 +93,9 @@ class StageCosts:
     def stage_s(
         self, devices: Sequence[str], stage: int, lo: Array, hi: Array, objective: Objective
     ) -> Array:
-        """Time that the stage holds the pipeline up, for one micro-batch.
+        """Seconds for which a micro-batch occupies the stage.
 
-        The stage pays for what it sends: activations ahead, gradients back.
+        The stage pays for its sends: activations ahead, gradients back.
         """
         device = devices[stage]
         compute_s = self.compute_s(device, lo, hi)

@@ -1,4 +1,4 @@
-"""Plans in files, with the costs that they were made with: what `train` needs not measure again."""
+"""Plans in files, with their costs, so that `train` need not measure them again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read_plan(path: Path) -> tuple[Plan, CostTable | None]:
 
 
 def _check_fit(plan: Plan, table: CostTable, source: Source) -> None:
-    """Raises `PlanError` if the costs are of another model, or lack a device."""
+    """Raises `PlanError` if the costs are another model's or lack a device."""
     names = tuple(layer.name for layer in table.layers)
     if names != plan.layers:
         why = f"has {len(names)} layers, not the plan's {len(plan.layers)}: of another model"

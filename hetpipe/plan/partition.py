@@ -12,11 +12,11 @@ from hetpipe.plan.exact import stage_times
 
 
 def balanced(costs: Sequence[Array], whole_s: Sequence[float]) -> tuple[int, ...]:
-    """Cuts: placed by T = 1 / sum(1 / T_n), then boundary layers moved while that helps.
+    """Places cuts by T = 1 / sum(1 / T_n), then moves boundary layers while that helps.
 
     `costs[n][lo, hi]` as in `exact`, `whole_s[n]` = T_n. A move helps if it lowers the slowest
-    stage, or at an equal slowest the next slowest: so two equally slow stages are no dead end.
-    Without a move to make it ends, which may be above the optimum: `exact` is the other candidate.
+    stage, or keeps it and lowers the next slowest, so that two equally slow stages are no dead end.
+    It ends where no move helps, which may be above the optimum: `exact` is the other candidate.
     """
     cuts, layers = _placed(costs, whole_s), costs[0].shape[0] - 1
     times = _order(costs, cuts)
@@ -28,7 +28,7 @@ def balanced(costs: Sequence[Array], whole_s: Sequence[float]) -> tuple[int, ...
 
 
 def _placed(costs: Sequence[Array], whole_s: Sequence[float]) -> tuple[int, ...]:
-    """Each stage takes layers while it stays within T, and leaves one for each stage behind it."""
+    """Each stage takes layers while it stays within T, and leaves one for each later stage."""
     speed = sum(1 / time_s for time_s in whole_s)
     ideal_s = 1 / speed if speed else float("inf")
     stages, layers = len(costs), costs[0].shape[0] - 1

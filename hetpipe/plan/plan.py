@@ -1,4 +1,5 @@
-"""Plan: who does what, when, and what it should cost. Frozen, JSON both ways, prints as a table."""
+"""Plan: the layers, schedule and predicted cost of each stage. It is frozen, converts to JSON and
+back, and prints as a table."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from hetpipe.schedule.weights import WeightPolicy, policy_of
 
 VERSION = 2
 MOST_MICROBATCHES = 2**16
-MOST_IN_FLIGHT = 2**10  # beyond as many as micro-batches
+MOST_IN_FLIGHT = 2**10  # the limit, or the micro-batches if they are more
 
 Share = Annotated[float, Number(most=1e9, above=True)]
 
@@ -32,7 +33,7 @@ class StagePlan:
     update_s: Seconds
     memory_nbytes: Count  # predicted peak
     capacity_nbytes: Count
-    shares: tuple[Share, ...] = ()  # in which replicas divide a micro-batch; empty: equal ones
+    shares: tuple[Share, ...] = ()  # of a micro-batch, by replica; empty: equal
     all_reduce_s: Seconds = 0.0  # of the gradients of all replicas
 
     def __post_init__(self) -> None:
@@ -89,7 +90,7 @@ class Plan:
 
     @property
     def rule(self) -> Rule:
-        """The rule of its schedule. Raises `ScheduleError` if nobody has registered it here."""
+        """The rule of its schedule. Raises `ScheduleError` if that is not registered here."""
         return rule_of(self.schedule)
 
     @property
@@ -114,7 +115,7 @@ class Plan:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """How many devices each stage has."""
+        """The number of devices of each stage."""
         return tuple(len(stage.devices) for stage in self.stages)
 
     @property
@@ -124,14 +125,14 @@ class Plan:
 
     @property
     def samples_per_s(self) -> float:
-        """Predicted throughput; infinite where nothing is priced."""
+        """Predicted throughput; infinite if nothing has a price."""
         return self.mini_batch / self.step_s if self.step_s else math.inf
 
     @property
     def fill_limit(self) -> float:
         """The share of the step that workers can be busy at best: M / (M + N - 1) for GPipe, 1F1B.
 
-        For other schedules that of equal stages without transfers, where B = 2 F.
+        For other schedules it is simulated, with equal stages, B = 2 F and no transfers.
         """
         from hetpipe.plan.times import fill_limit
 
@@ -139,7 +140,7 @@ class Plan:
 
     @property
     def share_samples(self) -> int:
-        """Samples of a micro-batch over the replicas of the first stage, rounded up."""
+        """The samples of a micro-batch divided by the replicas of the first stage, rounded up."""
         return -(-self.mini_batch // (self.microbatches * len(self.stages[0].devices)))
 
     def to_json(self) -> dict[str, Any]:
@@ -150,7 +151,7 @@ class Plan:
     def from_json(data: Mapping[str, Any], where: str = "") -> Plan:
         """The inverse of `to_json`; `where` is the file.
 
-        Raises `PlanError` for another version, and with the place of what does not belong there.
+        Raises `PlanError` for another version, and for a wrong entry, with its place.
         """
         return Source("the plan", PlanError, where).versioned(Plan, data, VERSION)
 

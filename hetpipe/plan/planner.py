@@ -1,8 +1,8 @@
 """The planner: the best partition for given devices, and the best devices and micro-batches.
 
-Where partitions are few (two devices, or a short model) all are candidates. Else two partitioners
-propose, BaPipe's balanced partition and the exact one, each with transfers counted in two ways. The
-simulator decides: the slowest stage is not yet the step.
+If partitions are few (two devices, or a short model) all are candidates. Else two partitioners
+propose some, BaPipe's balanced one and the exact one, each with transfers counted in two ways. The
+simulator chooses, since the slowest stage alone does not determine the step.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from hetpipe.schedule.generators import max_in_flight
 
 __all__ = ["explore", "make_plan", "predict"]
 
-FREE_ORDER_DEVICES = 4  # up to so many devices all orders and all subsets are tried
-FEW = 100  # up to so many partitions of an order all are candidates
+FREE_ORDER_DEVICES = 4  # up to this number of devices all orders and subsets are tried
+FEW = 100  # up to this number of partitions of an order all are candidates
 OBJECTIVES: tuple[Objective, ...] = ("sum", "max")  # how partitioners count transfers
-GAIN = 1e-9  # relative; less is no gain but rounding
+GAIN = 1e-9  # relative; a smaller gain counts as rounding
 
 
 def make_plan(
@@ -48,10 +48,10 @@ def make_plan(
 ) -> Plan:
     """The plan with the quickest predicted step that puts one stage on each of `devices`.
 
-    Every order of up to 4 devices is tried, unless `fixed_order` or `cuts` (layer indices) are
-    given; of more, the given one. Under 1F1B the in-flight depth is chosen too: the one that
-    hides transfers where it pays, a smaller one where memory asks for it. `weights` says how many
-    versions of the weights are kept (of an asynchronous schedule, see `hetpipe.worker.weights`).
+    Tries every order of up to 4 devices, unless `fixed_order` or `cuts` (layer indices) are given;
+    for more devices only the given order. Under 1F1B it also chooses the in-flight depth: one that
+    hides transfers if that is quicker, a smaller one if memory requires it. `weights` is the policy
+    of an asynchronous schedule, which determines the versions kept (`hetpipe.schedule.weights`).
 
     Raises `PlanError` if there are more devices than layers, or no partition fits.
     """
@@ -91,12 +91,12 @@ def explore(
     use_all: bool = False,
     weights: str = "flush",
 ) -> list[Plan]:
-    """Plans over devices, schedules and micro-batch counts, the quickest predicted step first,
-    and of equals the one with the least memory.
+    """Plans over devices, schedules and micro-batch counts, ranked by predicted step, then by
+    memory.
 
-    `tables` is keyed by micro-batch size s; M = ceil(mini_batch / s) where that gives micro-batches
-    of at most s again. Subsets of up to 4 devices are all tried; of more devices, all of them and
-    each alone; with `use_all`, only all. Raises `PlanError` if no combination works.
+    `tables` is keyed by micro-batch size s; M = ceil(mini_batch / s) if the largest micro-batch
+    then has s samples. Tries all subsets of up to 4 devices; of more devices, all of them and each
+    alone; with `use_all`, only all. Raises `PlanError` if no combination works.
     """
     plans: list[Plan] = []
     refused: list[str] = []
@@ -121,7 +121,7 @@ def explore(
 
 
 def _rank(plan: Plan) -> tuple[float, int]:
-    """Quickest first; of equals (to rounding) the one with the least memory."""
+    """The key of the ranking: the step (rounded), then the memory."""
     return float(f"{plan.step_s:.8e}"), sum(stage.memory_nbytes for stage in plan.stages)
 
 
@@ -138,13 +138,13 @@ def _check(question: Question, devices: Sequence[str]) -> None:
         raise PlanError(f"devices {list(devices)}: name one or more, each once")
     for device in devices:
         if device not in table.devices:
-            known = ", ".join(table.devices)
-            raise PlanError(f"no costs for {device}; the table of {table.model} has {known}")
-    each = question.rule.stages_per_worker
-    if each * len(devices) > len(table.layers):
+            listed = ", ".join(table.devices)
+            raise PlanError(f"no costs for {device}; the table of {table.model} has {listed}")
+    per_device = question.rule.stages_per_worker
+    if per_device * len(devices) > len(table.layers):
         raise PlanError(
-            f"{each * len(devices)} stages need as many layers, {table.model} has "
-            f"{len(table.layers)}: use at most {len(table.layers) // each} devices"
+            f"{per_device * len(devices)} stages need as many layers, {table.model} has "
+            f"{len(table.layers)}: use at most {len(table.layers) // per_device} devices"
         )
     if not 1 <= question.microbatches <= question.mini_batch:
         raise PlanError(
@@ -169,7 +169,7 @@ def _check_cuts(table: CostTable, devices: Sequence[str], cuts: Sequence[int]) -
 
 
 def _as_given(question: Question, devices: tuple[str, ...], cuts: tuple[int, ...]) -> Plan:
-    """The user's partition; only the in-flight depth is left to choose."""
+    """The plan of the user's partition; chooses only the in-flight depth."""
     _check_cuts(question.costs.table, devices, cuts)
     why: str | None = None
     for depths in _depths(question, len(devices)):
@@ -182,10 +182,10 @@ def _as_given(question: Question, devices: tuple[str, ...], cuts: tuple[int, ...
 
 
 def _depths(question: Question, stages: int) -> Iterator[list[tuple[int, ...]]]:
-    """In-flight depths to choose from; each later list only where nothing before it fits.
+    """In-flight depths to choose from; a later list serves only if no depth before it fits.
 
-    1F1B: DAPPLE's P_A and P_B (section 3 there), then P_A bounded ever closer by memory. Without a
-    flush: PipeDream's NOAM, and the depth that hides transfers where the policy is defined there.
+    1F1B: DAPPLE's P_A and P_B (section 3 there), then P_A with ever lower bounds. Without a flush:
+    PipeDream's NOAM, and the depth that hides transfers if the policy is defined for it.
     """
     rule, microbatches = question.rule, question.microbatches
     most = microbatches if rule.flushes else math.inf
@@ -218,7 +218,7 @@ def _propose(
     if bounded and math.comb(costs.count - 1, stages - 1) <= FEW:
         return list(combinations(range(1, costs.count), stages - 1))
     whole_s = [float(costs.compute_s(device, 0, costs.count)) for device in order]
-    found: list[tuple[int, ...]] = []
+    cuts: list[tuple[int, ...]] = []
     for objective in objectives:
         matrices = [
             costs.matrix(
@@ -228,19 +228,19 @@ def _propose(
         ]
         best = exact(matrices)
         if best is not None:
-            found += [best, balanced(matrices, whole_s)]
-    return list(dict.fromkeys(found))
+            cuts += [best, balanced(matrices, whole_s)]
+    return list(dict.fromkeys(cuts))
 
 
 def _quickest(
     question: Question, candidates: Sequence[Partition], origin: str
 ) -> tuple[Partition, Plan] | None:
-    """The candidate with the quickest step of those that can run; None if none can.
+    """The possible candidate with the quickest step; None if all are impossible.
 
-    Candidates are priced in the order of a lower bound, until it exceeds the best step so far:
-    the rest cannot be quicker.
+    Prices candidates in the order of their lower bounds, until a bound exceeds the best step so
+    far: the others cannot be quicker.
     """
-    bounds_s: dict[tuple[tuple[str, ...], tuple[int, ...]], float] = {}  # for all depths
+    bounds_s: dict[tuple[tuple[str, ...], tuple[int, ...]], float] = {}  # valid for all depths
     for candidate in candidates:
         key = candidate.devices, candidate.cuts
         if key not in bounds_s:
@@ -280,7 +280,7 @@ def _why_not(
     orders: Sequence[tuple[str, ...]],
     depth: tuple[int, ...],
 ) -> str:
-    """The reason why nothing fits: of the best partition without a bound on memory, if any."""
+    """The reason why no partition fits: that of the best one without a bound on memory, if any."""
     relaxed = [
         Partition(order, cuts, depth)
         for order in orders

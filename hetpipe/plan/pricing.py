@@ -1,4 +1,4 @@
-"""Pricing: a partition becomes a plan; what makes one impossible; a plan becomes a timeline."""
+"""Pricing: makes plans of partitions, or says why they are impossible; predicts timelines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be planned, whatever the partition."""
+    """The question that a plan answers: all inputs but the partition."""
 
     costs: StageCosts
     schedule: str
@@ -48,8 +48,7 @@ class Question:
         return policy_of(self.weights)
 
     def stage_devices(self, devices: Sequence[str]) -> tuple[str, ...]:
-        """The device of each stage, which follows from the schedule's rows where a device has
-        several."""
+        """The device of each stage; if devices have several stages, by the schedule's rows."""
         if not self.rule.several_stages:
             return tuple(devices)
         stages = self.rule.stages_per_worker * len(devices)
@@ -58,13 +57,13 @@ class Question:
         return tuple(devices[places[stage]] for stage in range(stages))
 
     def versions(self, in_flight: Sequence[int], stage: int) -> int:
-        """How many versions of a stage's weights live at once, a predicted copy included."""
+        """The number of versions of a stage's weights that live at once, with a predicted copy."""
         return self.policy.versions(in_flight, stage, self.microbatches)
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Layers to devices: one candidate answer."""
+    """A candidate: the layers of each device."""
 
     devices: tuple[str, ...]
     cuts: tuple[int, ...]
@@ -109,7 +108,7 @@ def price(question: Question, partition: Partition, origin: str) -> Plan:
 
 
 def _predicted_step_s(plan: Plan, table: CostTable) -> float:
-    """Seconds per mini-batch, without a timeline where that is not needed."""
+    """Seconds per mini-batch, without a timeline if none is needed."""
     times = stage_times(plan, table, as_planned=True)
     streams = max(times.chunks, default=1.0) > 1
     if plan.rule.flushes and not streams and max(plan.replicas) == 1:
@@ -124,7 +123,7 @@ def _predicted_step_s(plan: Plan, table: CostTable) -> float:
 
 
 def step_s(plan: Plan, timeline: Timeline) -> float:
-    """Seconds per mini-batch; where they overlap, from one to the next in a full pipeline."""
+    """Seconds per mini-batch; without flushes, the time between two in a full pipeline."""
     if plan.rule.flushes:
         return timeline.total_s
     ends_s = [
@@ -140,14 +139,14 @@ def step_s(plan: Plan, timeline: Timeline) -> float:
 def predict(plan: Plan, table: CostTable, *, tied: Tied | None = None) -> Timeline:
     """The timeline of one step of `plan`, priced by `table`; without flushes, of some mini-batches.
 
-    `tied`: stages that share parameters, where the table does not know (their bytes are free).
+    `tied` are stages that share parameters that the table lacks; their transfers cost nothing.
     """
     times = stage_times(plan, table)
     pairs = tied_stages(plan, table) if tied is None else tied
     edges = {(a, b) for owner, others in pairs for o in others for a, b in ((owner, o), (o, owner))}
     times = replace(times, tied={**dict.fromkeys(edges, FREE), **times.tied})
     count = 1
-    if not plan.rule.flushes:  # four times what fills the pipeline
+    if not plan.rule.flushes:  # four times the number that fills the pipeline
         count = 4 * -(-max(plan.in_flight) // plan.microbatches) + 4
         count *= max(plan.replicas)
     schedule = generate(
@@ -171,7 +170,7 @@ def check_able(plan: Plan, table: CostTable) -> None:
 
 
 def lower_bound_s(question: Question, partition: Partition) -> float:
-    """No schedule is quicker: a stage's own passes, and the way to it and back for one of them."""
+    """A lower bound of the step: a stage's passes, and one micro-batch's way to it and back."""
     costs = question.costs
     bound_s = way_s = 0.0
     for stage, (lo, hi) in enumerate(partition.ends(costs.count)):
@@ -221,7 +220,7 @@ def _stage(number: int, partition: Partition, costs: StageCosts) -> str:
 
 
 def _notes(table: CostTable, devices: Sequence[str]) -> Iterator[str]:
-    """What kept layers off the devices."""
+    """Notes on layers that devices cannot run."""
     for device in devices:
         refused = _refused(table, device, 0, len(table.layers))
         if refused:
@@ -230,7 +229,7 @@ def _notes(table: CostTable, devices: Sequence[str]) -> Iterator[str]:
 
 
 def _refused(table: CostTable, device: str, lo: int, hi: int) -> list[str]:
-    """The layers among lo..hi that the device cannot run, why, and who can."""
+    """The layers among lo..hi that the device cannot run, the reasons, and devices that can."""
     costs = table.devices[device].layers
     return [
         f"layer {table.layers[index].name}: {costs[index].reason} ({_able(table, index)})"

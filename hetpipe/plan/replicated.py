@@ -1,4 +1,4 @@
-"""Plans with replicas: of the whole model on every device, or of stages; rows divided by speed."""
+"""Plans with replicas, of the whole model or of stages, which divide rows by their speed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hetpipe.schedule.rule import rule_of
 from hetpipe.schedule.turns import noam
 
 BEYOND = 1.25
-"""How far above the largest measured micro-batch the line through the last two is trusted."""
+"""The factor above the largest measured micro-batch up to which times are extrapolated."""
 
 
 def replicated_plan(
@@ -32,26 +32,26 @@ def replicated_plan(
     """The quickest predicted plan with the whole model on each of `devices`.
 
     A step is the slowest replica's passes, an all-reduce and an update; with `cuts` gradients of a
-    stage are summed while the stages in front of it compute. `tables` by micro-batch size; times of
-    other sizes lie on lines between them. Raises `PlanError` if no numbers of rows lie within the
-    measured sizes, a device cannot run the model, or cuts do not fit it.
+    stage are summed while the stages before it compute. `tables` are by micro-batch size; times of
+    other sizes are interpolated. Raises `PlanError` if no numbers of rows lie within the measured
+    sizes, a device cannot run the model, or cuts do not fit it.
     """
     _check([devices] * (len(cuts) + 1), cuts, len(next(iter(tables.values())).layers))
-    most = mini_batch // max(len(devices), 1)  # a row for everyone
+    most = mini_batch // max(len(devices), 1)  # a row for each device
     counts = [microbatches] if microbatches else [2**k for k in range(most.bit_length())]
-    found = [
+    plans = [
         plan
         for count in counts
         for plan in [_with(tables, tuple(devices), cuts, mini_batch, count)]
         if plan is not None
     ]
-    if len(devices) < 2 or not found:
+    if len(devices) < 2 or not plans:
         raise PlanError(
             f"no data-parallel plan for {', '.join(devices) or 'no device'}: there must be two or "
             f"more, and their shares of a mini-batch of {mini_batch} lie between the measured "
             f"sizes {min(tables)} and {max(tables)}; profile others, or use a pipeline"
         )
-    best = min(found, key=lambda plan: plan.step_s)
+    best = min(plans, key=lambda plan: plan.step_s)
     check_able(best, next(iter(tables.values())))
     return best
 
@@ -68,8 +68,9 @@ def staged_plan(
 ) -> Plan:
     """The plan whose stages, between these cuts, have these devices for replicas.
 
-    They divide micro-batches by their speed; without flushes they take turns, and the slowest of
-    them counts. `tables` by micro-batch size, whole and in parts. Raises `PlanError`.
+    They divide micro-batches by their speed; without flushes they take turns, and the slowest one's
+    time counts. `tables` are by size, of whole micro-batches and of replicas' parts. Raises
+    `PlanError`.
     """
     samples = -(-mini_batch // microbatches)
     table = tables[max(tables)]
@@ -125,7 +126,7 @@ def _stage(
     hi: int,
     depth: int,
 ) -> StagePlan:
-    """A stage on the devices of `times`, which do so many rows of a micro-batch each."""
+    """A stage on the devices of `times`, each with its number of rows of a micro-batch."""
     devices = tuple(times)
     most = max(rows.values())
     table = tables[min(tables, key=lambda size: abs(size - most))]
@@ -148,7 +149,7 @@ def _with(
     mini_batch: int,
     microbatches: int,
 ) -> Plan | None:
-    """The plan with so many micro-batches; None if its sizes were not measured."""
+    """The plan with `count` micro-batches; None if its sizes were not measured."""
     samples = -(-mini_batch // microbatches)
     layers = len(next(iter(tables.values())).layers)
     times = {device: _Times(tables, device, 0, layers) for device in devices}
@@ -178,7 +179,7 @@ def _with(
 class _Times:
     """Forward and backward of layers lo..hi (hi excluded) on a device, by rows.
 
-    More rows never take less: where they were measured so, it was noise.
+    More rows never take less time here: if a measurement says so, it is noise.
     """
 
     def __init__(self, tables: Mapping[int, CostTable], device: str, lo: int, hi: int) -> None:
@@ -188,11 +189,11 @@ class _Times:
         self._backward_s = _rising([table.backward_s(device, lo, hi) for table in costs])
 
     def knows(self, rows: int) -> bool:
-        """Whether so many rows are near what was measured."""
+        """Whether this number of rows is within or near the measured ones."""
         return self.sizes[0] <= rows <= BEYOND * self.sizes[-1]
 
     def at(self, rows: int) -> tuple[float, float]:
-        """Seconds for so many rows."""
+        """Seconds of forward and backward for this number of rows."""
         return self._line(rows, self._forward_s), self._line(rows, self._backward_s)
 
     def _line(self, rows: int, times_s: Sequence[float]) -> float:
@@ -225,7 +226,7 @@ def _rows(times: Mapping[str, _Times], samples: int) -> dict[str, int]:
 
 
 def _all_reduce_s(table: CostTable, devices: Sequence[str], lo: int, hi: int) -> float:
-    """Every gradient goes to every other replica, and is summed and put back on each."""
+    """Seconds in which replicas send each other all gradients, sum them and upload the sums."""
     nbytes = sum(layer.params_nbytes for layer in table.layers[lo:hi])
     seconds = []
     for here in devices:

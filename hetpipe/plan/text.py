@@ -9,7 +9,7 @@ MIB = 2**20
 
 
 def format_plan(plan: Plan) -> str:
-    """Stages in rows, then schedule, prediction, and where the plan comes from."""
+    """Stages in rows, then schedule, prediction and origin."""
     rows = [HEADER, *(_row(plan, index, stage) for index, stage in enumerate(plan.stages))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

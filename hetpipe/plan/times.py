@@ -1,4 +1,4 @@
-"""What the passes and transfers of a plan cost: its stages priced by a cost table."""
+"""The costs of a plan's passes and transfers, priced by a cost table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hetpipe.simulate.simulator import simulate
 from hetpipe.simulate.times import FREE, StageTimes, Transfer
 
 Tied = tuple[tuple[int, tuple[int, ...]], ...]
-"""Stages that share parameters: (owner, the others)."""
+"""Stages that share parameters: (owner, other stages)."""
 
 
 def fill_limit(plan: Plan) -> float:
@@ -37,7 +37,7 @@ def tied(plan: Plan, table: CostTable) -> Tied:
 
 
 def stage_times(plan: Plan, table: CostTable, *, as_planned: bool = False) -> StageTimes:
-    """What a simulation needs, priced by `table`; passes and updates `as_planned` by the plan."""
+    """The input of a simulation, priced by `table`; passes and updates `as_planned` by the plan."""
     ahead_links, back_links = _cut_links(plan, table)
     gradient_links = tuple(_gradient_link(table, stage) for stage in plan.stages)
     forward_s, backward_s, update_s = _passes_s(plan, table, as_planned)
@@ -67,10 +67,10 @@ def stage_times(plan: Plan, table: CostTable, *, as_planned: bool = False) -> St
 def _passes_s(
     plan: Plan, table: CostTable, as_planned: bool
 ) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of each stage's forward, backward and update; of replicas, the slowest one's."""
+    """Seconds of each stage's forward, backward and update; with replicas, the slowest one's."""
     forward_s, backward_s, update_s = [], [], []
     for stage in plan.stages:
-        if as_planned or len(stage.devices) > 1:  # of replicas at their own rows
+        if as_planned or len(stage.devices) > 1:  # replicas: the times for their own rows
             times_s = stage.forward_s, stage.backward_s, stage.update_s
         else:
             span = (stage.devices[0], stage.lo, stage.hi)
@@ -92,7 +92,7 @@ def _cut_links(plan: Plan, table: CostTable) -> tuple[tuple[Transfer, ...], tupl
 
 
 def _cut_shares(plan: Plan) -> list[float]:
-    """What each device moves of what crosses a cut, where replicas divide it (DAPPLE)."""
+    """By cut, the share of its bytes that one device moves if replicas divide them (DAPPLE)."""
     if not plan.rule.flushes:
         return [1.0] * len(plan.cuts)
     return [max(1 / m, 1 / n) for m, n in pairwise(plan.replicas)]
@@ -112,21 +112,23 @@ def _tied_transfers(plan: Plan, table: CostTable) -> dict[tuple[int, int], Trans
 
 
 def _copies(table: CostTable, device: str, link: LinkCost) -> bool:
-    """Whether the cores that compute also copy what crosses the link: half of it at each end."""
+    """Whether computing cores also copy the messages of a link, half of the work at each end."""
     in_host = table.devices[device].memory_domain == HOST_MEMORY
     return in_host and link.label == "measured"
 
 
 def _gradient_link(table: CostTable, stage: StagePlan) -> Transfer:
-    """What it takes to send all gradients of a stage to another replica: the slowest way."""
+    """The transfer of all gradients of a stage to another replica, on the slowest link."""
     nbytes = sum(layer.params_nbytes for layer in table.layers[stage.lo : stage.hi])
     ways = permutations(stage.devices, 2)
     return max((_transfer(table, *way, nbytes) for way in ways), key=sum, default=FREE)
 
 
 def _copying_s(table: CostTable, stage: StagePlan, link: Transfer) -> float:
-    """What cores that compute copy for each update of a replica: of R it sends the gradients of
-    one, R-1 times, and receives those of R-1."""
+    """Seconds in which computing cores copy gradients for one update of `asp`.
+
+    In a round of R updates a replica sends its own gradients R-1 times, and receives R-1 others.
+    """
     count = len(stage.devices)
     ways = permutations(stage.devices, 2)
     copied = any(_copies(table, here, table.link(here, there)) for here, there in ways)

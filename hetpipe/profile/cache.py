@@ -1,4 +1,4 @@
-"""The cache on disk: what was measured once is not measured again while nothing has changed.
+"""The cache of measurements on disk, which serve again while nothing has changed.
 
 One JSON file per key, in the user's cache folder or in $HETPIPE_CACHE.
 """
@@ -20,22 +20,23 @@ ENVIRONMENT = "HETPIPE_CACHE"
 
 
 def folder() -> Path:
-    """Where entries lie. Warns with `CacheWarning` if that is not where they belong."""
+    """The folder of the entries. Warns with `CacheWarning` if it is not the usual one."""
     return cache_folder("costs", ENVIRONMENT)
 
 
 def key(parts: Mapping[str, Any]) -> str:
-    """The name of an entry: a hash of all that its content depends on.
+    """The name of an entry: a hash of `parts`, on which its content depends.
 
-    For a profile: the model's fingerprint, the devices' infos with their drivers, the samples of a
-    micro-batch, the cores, and the versions of what computes. `parts` is written as JSON, so the
-    order of its keys does not matter; what JSON lacks (an enum) counts by its text.
+    For a profile they are the model's fingerprint, the devices' infos with their drivers, the
+    samples of a micro-batch, the cores, and the versions of the software. `parts` is hashed as
+    JSON, so the order of its keys does not matter; a value without a JSON form (an enum) counts by
+    its text.
     """
     return _digest(json.dumps(parts, sort_keys=True, default=str))
 
 
 def load(entry: str) -> dict[str, Any] | None:
-    """What was stored under that key; None if there is nothing.
+    """The content stored under a key; None if there is none.
 
     Warns with `CacheWarning`, and returns None, if the file is damaged.
     """
@@ -57,7 +58,7 @@ def load(entry: str) -> dict[str, Any] | None:
 def store(entry: str, content: Mapping[str, Any]) -> None:
     """Store a JSON-able dict; readers see the old entry or the new one, never a part.
 
-    Warns with `CacheWarning` if that fails, as on a disk that is full: the work goes on without.
+    Warns with `CacheWarning` if that fails, as on a full disk, and goes on.
     """
     path = _path(entry)
     document = json.dumps({"checksum": _checksum(content), "content": content})

@@ -1,6 +1,7 @@
-"""Whether a profile had the machine to itself: what else its cores computed meanwhile.
+"""Contention: the share of the cores that other processes took during a profile.
 
-Costs that are measured beside other work are too high, and not for every device by the same factor.
+Costs that are measured beside other work are too high, by a factor that differs between devices.
+
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ class Usage:
 
 
 def usage(_device: object = None) -> Usage:
-    """Of this process. Cores are missing where the system does not tell (no /proc/stat)."""
+    """The usage of this process. Cores are empty if the system does not report them."""
     times = os.times()
     own_s = times.user + times.system + times.children_user + times.children_system
     return Usage(socket.gethostname(), os.getpid(), time.monotonic(), own_s, _busy_s())
 
 
 def foreign_share(before: Sequence[Usage], after: Sequence[Usage]) -> float:
-    """The part of their cores' time, 0..1, that others than these processes took in between.
+    """The share, 0..1, of the cores' time that other processes than these took in between.
 
-    Time that a hypervisor took away counts; 0 where no system tells.
+    Time that a hypervisor took counts too. 0 if no system reports it.
     """
     busy_s, own_s, elapsed_s = {}, {}, {}
     for start, end in zip(before, after, strict=True):
@@ -56,7 +57,7 @@ def foreign_share(before: Sequence[Usage], after: Sequence[Usage]) -> float:
 
 
 def _busy_s() -> dict[int, float]:
-    """By core: seconds of work of whatever kind, and those that a hypervisor stole."""
+    """By core, seconds of work of any kind and of a hypervisor."""
     try:
         lines = STAT.read_text(encoding="ascii").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Measures links: what a tensor takes between two members, and what a step costs around it."""
+"""Measures links: the time of a tensor between members, and the controller's per step."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ Links = dict[tuple[str, str], LinkCost]
 
 
 def measure_links(crew: Crew) -> tuple[Links, float]:
-    """Latency and bandwidth of every ordered pair of members, and the cost of a step around them.
+    """Latency and bandwidth of every ordered pair of members, and the controller's seconds per
+    step.
 
-    Tensors of several sizes cross alone, through the transport that training uses; a line through
-    the medians gives both figures.
+    Tensors of several sizes cross one at a time, through the transport that training uses; a line
+    through the medians gives both figures.
     """
     links: Links = {}
     overheads_s: list[float] = []
@@ -75,7 +76,7 @@ def _transfer(crew: Crew, source: str, target: str | None, nbytes: int) -> tuple
 
 
 def _request(count: int, transfers: bool) -> StepRequest:
-    """One micro-batch of `count` floats through the probe stages: one, or two with a transfer."""
+    """One micro-batch of `count` floats through one probe stage, or two with a transfer."""
     schedule = [[Action(0, Op.FORWARD, 0)]]
     if transfers:
         schedule[0].append(Action(0, Op.SEND_FORWARD, 0))

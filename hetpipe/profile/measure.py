@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 Rows = dict[str, list[Times | str]]
-"""Times of every layer by member; a text where it cannot run."""
+"""Times of every layer by member; a reason in place of the times if it cannot run."""
 Stages = dict[str, list[StageGraphs]]
 """The network by member, a stage per layer."""
 
@@ -40,11 +40,11 @@ def profile(
 ) -> dict[int, CostTable]:
     """A table per micro-batch size in `samples`, from the cache on disk where nothing has changed.
 
-    Devices that share memory are measured at the same time, as they will run; every size twice,
-    some time apart, of which the quicker counts: what else a machine does only slows it down.
-    Times of a member with an emulated speed, or of an emulator, are labelled emulated. Costs that
-    were measured while other work took part of the cores are used, with a `ContentionWarning`,
-    and not stored.
+    All devices are measured at the same time, as they will run. Every size is measured twice, some
+    time apart, and the quicker time counts, since other work only slows a machine down. Times of a
+    member with an emulated speed, or of an emulator, are labelled emulated. Costs that were
+    measured while other work took part of the cores are used, with a `ContentionWarning`, and not
+    stored.
     """
     say = progress or (lambda text, done, total: None)
     entries = _entries(captured, crew, optimizer, samples)
@@ -77,7 +77,7 @@ def profile(
 def _entries(
     captured: Captured, crew: Crew, optimizer: Optimizer, samples: Sequence[int]
 ) -> dict[int, str]:
-    """The names in the cache, by micro-batch size: they differ where costs may differ."""
+    """The names in the cache, by micro-batch size: they differ if costs may differ."""
     parts = {
         "model": captured.fingerprint,
         "optimizer": [optimizer.name, *map(list, optimizer.hyperparameters)],
@@ -94,7 +94,7 @@ def _entries(
 def _measure_twice(
     crew: Crew, stages: Mapping[int, Stages], say: Progress
 ) -> tuple[dict[int, Rows], dict[int, float]]:
-    """By micro-batch size: the least of all times, and the least share of the cores of others."""
+    """By micro-batch size, the least of all times, and other work's least share of the cores."""
     measured: dict[int, list[Rows]] = {size: [] for size in stages}
     foreign = dict.fromkeys(stages, 1.0)
     for turn, size in enumerate([*stages, *stages]):
@@ -110,7 +110,7 @@ def _usage(crew: Crew) -> list[contention.Usage]:
 
 
 def _warn_of_contention(foreign: Mapping[int, float]) -> None:
-    """Of micro-batch sizes, by the share of the cores that other work had."""
+    """Warns of the micro-batch sizes during which other work had a large share of the cores."""
     disturbed = {size: share for size, share in foreign.items() if share > contention.LIMIT}
     if disturbed:
         text = (
@@ -123,7 +123,7 @@ def _warn_of_contention(foreign: Mapping[int, float]) -> None:
 
 
 def _links(tables: Mapping[int, CostTable], crew: Crew) -> tuple[Links, float]:
-    """Links do not depend on the micro-batch size: measure them once."""
+    """The links, measured once, since they do not depend on the micro-batch size."""
     for table in tables.values():
         return dict(table.links), table.step_overhead_s
     return measure_links(crew)
@@ -140,7 +140,7 @@ def _layer_stages(captured: Captured, crew: Crew, optimizer: Optimizer, samples:
 
 
 def _any_member(stages: Stages) -> list[StageGraphs]:
-    """Bytes and ties are the same in the operators of every backend."""
+    """The stages of some member: bytes and ties are the same in the operators of every backend."""
     return next(iter(stages.values()))
 
 
@@ -217,7 +217,7 @@ def _least(entries: Sequence[Times | str]) -> Times | str:
 
 
 def _empty_s(crew: Crew) -> dict[str, float]:
-    """What any compute action costs each member: seconds of the smallest graph there is."""
+    """The fixed seconds of any compute action, by member: those of the smallest graph."""
     probe = [probe_stage(0, 1, 4)]
     rows = _measure_members(crew, dict.fromkeys(crew.infos, probe), 1)
     overheads_s = {}

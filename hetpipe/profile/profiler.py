@@ -1,7 +1,8 @@
-"""Measures what a stage costs on a device. Runs inside the device's own worker.
+"""Measures the costs of stages on a device, inside the device's own worker.
 
-The stages given are a whole network cut after every layer, and they are run in order, forward and
-back again, as a pipeline runs them: so every layer finds the caches as it will find them later.
+The stages are a whole network cut after every layer. They run in order, forward and back again, as
+in a pipeline, so that caches are in the same state as later in training.
+
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from hetpipe.worker.emulation import stretch
 Environment = dict[tuple[str, str], Buffer]
 Times = tuple[float, float, float]
 
-RULES = 2  # of what a time includes: costs in the cache by other rules are not read
+RULES = 2  # version of the measurement: cached costs of another one are not read
 MIN_ROUNDS = 4
 MAX_ROUNDS = 50
 BUDGET_S = 0.6
@@ -70,9 +71,9 @@ def measure_layers(
 
 
 def _step(usual: Times, after_update: Times) -> Times:
-    """Usual passes, and an update with what it adds to the passes after it.
+    """The times of usual passes, and of an update with the time that it adds to the next passes.
 
-    They find weights that are new: out of the cache, and to be packed once more.
+    Those find new weights, which are not in the caches and must be packed again.
     """
     forward_s, backward_s, update_s = *usual[:2], after_update[2]
     if update_s > 0:
@@ -105,7 +106,7 @@ class _StageRun:
         self._run(2, env, rng)
 
     def forget(self) -> None:
-        """Start anew with times."""
+        """Drop the times so far."""
         self._times_s = [[], [], []]
 
     def medians(self) -> Times:
@@ -139,7 +140,7 @@ class _StageRun:
 
 
 def _donated(slot: Slot, program: Program) -> bool:
-    """What the engine donates too: state that the program itself replaces."""
+    """Whether a program may overwrite an input, as in training: state that it replaces."""
     return slot.role in ("param", "grad", "state") and any(
         slot.key == out.key for out in program.outputs
     )

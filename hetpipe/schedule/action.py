@@ -15,7 +15,7 @@ MOST_NUMBER = 999_999_999  # micro-batches are counted through all mini-batches
 
 
 class Op(str, Enum):
-    """What an action does. Numbers behind it: a micro-batch, unless something else is said.
+    """The operation of an action. Its number is a micro-batch's, unless a comment says otherwise.
 
     Micro-batches are counted through all mini-batches of the schedule.
     """
@@ -29,16 +29,16 @@ class Op(str, Enum):
     SEND_BACKWARD = "SB"  # gradients to the previous stage
     RECV_BACKWARD = "RB"  # from the next stage
     SEND_TIED_GRAD = "SG"  # number: the stage that owns the tied parameter
-    RECV_TIED_GRAD = "RG"  # number: the stage it comes from
-    SEND_KEPT = "SK"  # from lane to lane of a worker: what a forward keeps for its backward
+    RECV_TIED_GRAD = "RG"  # number: the stage that sends it
+    SEND_KEPT = "SK"  # from lane to lane: a forward gives its backward the tensors it keeps
     RECV_KEPT = "RK"
-    SEND_VACANT = "SV"  # and back: the backward is through, so the place is vacant
+    SEND_VACANT = "SV"  # and back: the backward is done, so the place is vacant
     RECV_VACANT = "RV"
-    ALL_REDUCE = "A"  # begins to sum gradients over the stage's replicas; number: as of an update
-    SEND_GRAD = "SA"  # a mini-batch's gradients, to the other replicas; number: as of an update
+    ALL_REDUCE = "A"  # begins to sum gradients over the stage's replicas; number as UPDATE
+    SEND_GRAD = "SA"  # a mini-batch's gradients, to the other replicas; number as UPDATE
     RECV_GRAD = "RA"  # from the replica that took it
     UPDATE = "U"  # number: the mini-batch; 0, a synchronous schedule's only one, is not printed
-    SEND_TIED_PARAM = "SP"  # number: the stage it goes to
+    SEND_TIED_PARAM = "SP"  # number: the stage that receives it
     RECV_TIED_PARAM = "RP"  # number: the owner
 
     @property
@@ -60,8 +60,8 @@ class Op(str, Enum):
 GRADIENTS = (Op.SEND_GRAD, Op.RECV_GRAD)
 PER_MINI_BATCH = (Op.ALL_REDUCE, *GRADIENTS, Op.UPDATE)
 
-BEHIND_SUMS = (Op.UPDATE, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD)
-"""What reads or changes gradients, and so waits for the sums that have begun before it."""
+AFTER_SUMS = (Op.UPDATE, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD)
+"""Operations that read or change gradients. They wait for all sums that have begun before them."""
 
 
 TIED = frozenset({"G", "P"})
@@ -69,9 +69,10 @@ TIED = frozenset({"G", "P"})
 
 
 class Message(NamedTuple):
-    """What travels between two stages, or lanes or replicas of one: by it a send finds its receive.
+    """A message between two stages, or between two lanes or replicas of one stage.
 
-    Gradients of a mini-batch find one at every other replica.
+    A send and its receive have the same message. Gradients of a mini-batch are received by every
+    other replica.
     """
 
     source: int  # stage
@@ -94,7 +95,7 @@ class Action:
 
     @property
     def message(self) -> Message | None:
-        """The message that it sends or receives; None for the others."""
+        """The message that the action sends or receives; None if it does neither."""
         if len(self.op) == 1:
             return None
         kind = self.op[1]
@@ -131,7 +132,7 @@ def _check_size(text: str, part: str, digits: str, most: int) -> None:
 
 
 Schedule = tuple[tuple[Action, ...], ...]
-"""Per worker, its actions in order. Where each stage has one worker: worker n does stage n.
+"""Per worker, its actions in order. Worker n does stage n if each worker has one stage.
 
 A worker with several lanes (`hetpipe.schedule.lanes`) has several rows.
 """

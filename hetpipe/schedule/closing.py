@@ -9,7 +9,7 @@ Closing = frozenset[tuple[int, Op]]
 
 
 def closing(schedule: Schedule) -> Closing:
-    """By stage, the operations with which it is done with a micro-batch."""
+    """The last operation that each stage does with a micro-batch, for all its micro-batches."""
     last: dict[int, dict[int, Op]] = {}
     for action in (action for row in schedule for action in row):
         message = action.message

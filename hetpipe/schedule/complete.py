@@ -13,8 +13,8 @@ Tied = Sequence[tuple[int, Sequence[int]]]
 
 Pair = tuple[int, int]  # owner and another stage
 
-WEIGHTS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)  # what an update waits for
-PASSES = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT)  # what takes and makes cut tensors
+WEIGHTS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)  # an update waits for them
+PASSES = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT)  # they read and make cut tensors
 
 
 def tied_pairs(stages: int, tied: Tied) -> list[Pair]:
@@ -46,7 +46,7 @@ def flushed(
 
 
 def _with_sums(row: Sequence[Action], replicas: Sequence[int]) -> Iterator[Action]:
-    """The sum over a stage's replicas right behind the last of its backwards."""
+    """Adds the sum over a stage's replicas right after the last of its backwards."""
     last = {action.stage: action for action in row if action.op in WEIGHTS}
     for action in row:
         yield action
@@ -56,7 +56,7 @@ def _with_sums(row: Sequence[Action], replicas: Sequence[int]) -> Iterator[Actio
 
 
 def with_updates(row: Sequence[Action], microbatches: int) -> Iterator[Action]:
-    """Each stage's update right behind the last of a mini-batch's backwards."""
+    """Adds each stage's update right after the last of a mini-batch's backwards."""
     done: Counter[tuple[int, int]] = Counter()
     for action in row:
         yield action
@@ -68,7 +68,7 @@ def with_updates(row: Sequence[Action], microbatches: int) -> Iterator[Action]:
 
 
 def with_transfers(row: Sequence[Action], stages: int) -> Iterator[Action]:
-    """A receive right before the pass that needs it, a send right behind the pass that makes it."""
+    """Adds a receive right before the pass that reads it, a send right after its own pass."""
     for action in row:
         if action.op not in PASSES:
             yield action

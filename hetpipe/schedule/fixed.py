@@ -20,10 +20,11 @@ _texts: dict[str, str] = {}
 
 
 def register_text(name: str, text: str) -> None:
-    """Make a schedule known as `name`, out of its text (see `hetpipe.schedule.text`).
+    """Register the schedule of a text (see `hetpipe.schedule.text`) under `name`.
 
-    Without transfers and updates these are added; with them the text is validated as it stands.
-    Raises `ScheduleError` for text that is no schedule, that deadlocks, or whose name is taken.
+    Transfers and updates are added if the text has none; if it has any, it is validated as it
+    stands. Raises `ScheduleError` if the text is not a schedule or deadlocks, or if the name is
+    taken.
     """
     if _texts.get(name) == text:
         return
@@ -36,13 +37,16 @@ def register_text(name: str, text: str) -> None:
     workers = len(set(row_workers(rows)))
 
     def written(
-        wanted: int, microbatches: int, in_flight: Sequence[int] | None, on: int | None = None
+        asked_stages: int,
+        microbatches: int,
+        in_flight: Sequence[int] | None,
+        asked_workers: int | None = None,
     ) -> Schedule:
-        on = wanted if on is None else on
-        if (wanted, microbatches, on) != (stages, count, workers):
+        on = asked_stages if asked_workers is None else asked_workers
+        if (asked_stages, microbatches, on) != (stages, count, workers):
             raise ScheduleError(
                 f"schedule {name} is written for {stages} stages on {workers} workers and "
-                f"{count} micro-batches, not for {wanted} on {on} and {microbatches}"
+                f"{count} micro-batches, not for {asked_stages} on {on} and {microbatches}"
             )
         return rows
 
@@ -51,7 +55,7 @@ def register_text(name: str, text: str) -> None:
 
 
 def register_file(path: Path) -> str:
-    """Likewise of a file, under its name without its ending, which is returned."""
+    """Register a file's schedule under the file's name without its ending. Returns that name."""
     text = read_text(path, ScheduleError)
     try:
         register_text(path.stem, text)
@@ -61,8 +65,10 @@ def register_file(path: Path) -> str:
 
 
 def _size(schedule: Schedule) -> tuple[int, int]:
-    """Stages and micro-batches. Raises `ScheduleError` for more than the forwards are enough for:
-    each stage has one of each micro-batch."""
+    """The numbers of stages and of micro-batches.
+
+    Raises `ScheduleError` if there are too few forwards: each stage needs one of each micro-batch.
+    """
     actions = [action for row in schedule for action in row]
     passes = [action for action in actions if action.op in PASSES]
     if not passes:

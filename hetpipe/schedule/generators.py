@@ -27,7 +27,7 @@ from hetpipe.schedule.turns import in_turn, noam
 from hetpipe.schedule.validate import validate
 
 KEPT = 128
-"""Schedules that are remembered, those last asked for."""
+"""The number of schedules that are remembered, the latest ones."""
 
 
 def generate(
@@ -43,14 +43,15 @@ def generate(
 ) -> Schedule:
     """The complete, validated schedule: passes, transfers, tied parameters and updates.
 
-    A receive stands before the pass that needs it, a send after the pass that makes it. Between
-    an owner and another stage all tied parameters travel together, as one message each way.
-    `microbatches` are those of one mini-batch; without a flush any number of `mini_batches` follow
-    each other, else there is one. There are as many `workers` as stages, unless the rule lets a
-    worker have several. `replicas` of each stage (default 1) all do the stage's row; without
-    flushes they take turns and have a row each, see `hetpipe.schedule.turns`; `in_flight` is of
-    each replica. The same question gives the same object, which is made and checked once.
-    Raises `ScheduleError` for an unknown name, impossible numbers or an invalid schedule.
+    A receive stands before the pass that needs it, a send after the pass that makes it. Between an
+    owner and another stage all tied parameters travel together, as one message each way.
+    `microbatches` is the number in one mini-batch. Without a flush any number of `mini_batches`
+    follow each other, else there is one. Each stage has a worker of its own, unless the rule lets a
+    worker have several stages: then `workers` says how many there are. The `replicas` of a stage
+    (default 1) all do the stage's row; without flushes they take turns and have a row each, see
+    `hetpipe.schedule.turns`. `in_flight` counts micro-batches at each replica. Equal arguments give
+    the same object, which is made and checked once. Raises `ScheduleError` for an unknown name,
+    impossible numbers or an invalid schedule.
     """
     rule = rule_of(schedule)
     depths = None if in_flight is None else tuple(in_flight)
@@ -69,7 +70,7 @@ def generate(
 
 @dataclass(frozen=True)
 class _Question:
-    """What a schedule depends on, but for the stages that share parameters."""
+    """All arguments of a schedule but the stages that share parameters."""
 
     rule: Rule
     stages: int
@@ -134,14 +135,14 @@ def _generate(question: _Question, pairs: tuple[Pair, ...]) -> Schedule:
 
 
 def _updating(question: _Question) -> Schedule:
-    """Passes of all mini-batches, and updates between them."""
+    """The passes of all mini-batches, with updates between them."""
     count = question.microbatches * question.mini_batches
     passes = question.passes(count, question.in_flight)
     return tuple(tuple(with_updates(row, question.microbatches)) for row in passes)
 
 
 def _in_turn(question: _Question) -> Schedule:
-    """Passes and updates of every replica, where replicas take turns."""
+    """The passes and updates of every replica if replicas take turns."""
     replicas, microbatches = question.replicas, question.microbatches
     depths = question.in_flight or noam(replicas)
     if question.rule.averages:
@@ -158,8 +159,8 @@ def _in_turn(question: _Question) -> Schedule:
 def max_in_flight(schedule: Schedule) -> list[int]:
     """Per stage, the most forwards that wait for their backward at any time.
 
-    A backward in halves ends with the second, the gradients of the weights. Where backwards are on
-    another lane, a place is free when the forwards' lane hears of it.
+    A backward in halves ends with the second, the gradients of the weights. If backwards are on
+    another lane, a place is vacant once the forwards' lane has received word of it.
     """
     laned = laned_stages(schedule)
     waiting: dict[int, int] = {}

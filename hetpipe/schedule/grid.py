@@ -13,8 +13,8 @@ WINDOW = 5  # cells shown on each side of a mark
 def format_grid(schedule: Schedule, marks: Mapping[int, int] | None = None) -> str:
     """Rows of actions in the order of each worker's list; `marks` (worker -> index) as `[1F0]`.
 
-    With marks, rows show their surroundings only; a row without one, those of the first mark. An
-    index behind the end of a row marks what is missing there.
+    With marks, rows show only the cells around theirs; a row without a mark shows those around the
+    first one. An index past the end of a row marks the place of a missing action.
     """
     marks = marks or {}
     centre = next(iter(marks.values()), None)
@@ -31,5 +31,5 @@ def _row(cells: list[str], mark: int | None, centre: int | None) -> str:
     shown = [f"[{cell}]" if lo + i == mark else cell for i, cell in enumerate(cells[lo:hi])]
     if mark is not None and mark >= len(cells):
         shown.append("[?]")
-    before, behind = ["..."] if lo else [], ["..."] if hi < len(cells) else []
-    return " ".join(before + shown + behind)
+    before, after = ["..."] if lo else [], ["..."] if hi < len(cells) else []
+    return " ".join(before + shown + after)

@@ -1,8 +1,8 @@
 """Lanes: rows of one worker that run at once, each in its own order.
 
-Forwards and backwards of a stage may be on two lanes. What one lane needs of the other is handed
-over by actions, K for what a forward keeps and V for its place once that is vacant again; so rows
-that share a stage which is handed over are lanes of one worker.
+Forwards and backwards of a stage may be on two lanes, which hand micro-batches over by actions: K
+gives the backward the tensors that a forward keeps, V gives back the place that is vacant again.
+Rows that share such a stage are lanes of one worker.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ HAND_OVERS = (Op.SEND_KEPT, Op.RECV_KEPT, Op.SEND_VACANT, Op.RECV_VACANT)
 
 
 def laned_stages(schedule: Schedule) -> set[int]:
-    """Stages that are handed over between lanes."""
+    """The stages whose micro-batches are handed over between lanes."""
     return {a.stage for row in schedule for a in row if a.op in HAND_OVERS}
 
 
 def row_workers(schedule: Schedule) -> tuple[int, ...]:
-    """Per row, the worker that it is on."""
+    """Per row, its worker."""
     laned = laned_stages(schedule)
     if not laned:
         return tuple(range(len(schedule)))
@@ -41,7 +41,7 @@ def worker_rows(schedule: Schedule) -> list[tuple[int, ...]]:
 
 
 def row_names(schedule: Schedule, workers: Sequence[str] = ()) -> tuple[str, ...]:
-    """Per row, the name of its worker, default `worker 0`, and its lane where there are several."""
+    """Per row, the name of its worker (default `worker 0`), and its lane if there are several."""
     at = row_workers(schedule)
     return tuple(
         (workers[worker] if workers else f"worker {worker}")

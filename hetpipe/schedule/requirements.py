@@ -13,7 +13,7 @@ BACKWARDS = (Op.BACKWARD, *HALVES)
 
 
 class Shape(NamedTuple):
-    """What is asked of a stage depends on these."""
+    """The shape of a schedule: the actions of a stage depend on it."""
 
     stages: int
     halved: set[int]  # stages with backwards in halves
@@ -50,7 +50,7 @@ def required_of(
 
 
 def applied_by(action: Action, shape: Shape, row: int) -> Iterator[Action]:
-    """The backwards on its row that an update applies."""
+    """The backwards of the update's own row whose gradients it applies."""
     n, count = action.stage, shape.per_update[action.stage]
     last = Op.BACKWARD_WEIGHT if n in shape.halved else Op.BACKWARD
     for mini_batch in round_of(action.number, count, action.number + 1):
@@ -60,7 +60,7 @@ def applied_by(action: Action, shape: Shape, row: int) -> Iterator[Action]:
 
 
 def needed_by(action: Action, shape: Shape, row: Sequence[Action]) -> Iterator[Action]:
-    """What the same stage must have done before, on the same row."""
+    """The actions that the same stage must have done before, on the same row."""
     n, op, number = action.stage, action.op, action.number
     halved = n in shape.halved
     if op is Op.FORWARD and n > 0:

@@ -1,7 +1,7 @@
-"""Rule: a schedule by name, and all that the rest of hetpipe must know of it.
+"""Rule: a schedule's name, generator and traits.
 
-A rule is registered once. Whoever needs a trait of a schedule asks its rule, and nobody compares
-names: a user's schedule can say all that ours can.
+A rule is registered once. All code that depends on a trait of a schedule reads its rule and
+compares no names, so a user's schedule can have every trait that ours have.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hetpipe.schedule.zerobubble import zb_h1, zb_v
 Passes = Callable[..., Schedule]
 """(stages, micro-batches, in flight per stage or None) -> per worker its passes in order.
 
-Without a flush the micro-batches are those of several mini-batches. Where a worker may have several
+Without a flush the micro-batches belong to several mini-batches. If a worker may have several
 stages, the number of workers is a fourth argument.
 """
 
@@ -38,7 +38,7 @@ Generator = TypeVar("Generator", bound=Passes)
 
 @dataclass(frozen=True)
 class Rule:
-    """A schedule. `passes` orders forwards and backwards; `generate` adds all the rest."""
+    """A schedule. `passes` orders forwards and backwards; `generate` adds all other actions."""
 
     name: str
     passes: Passes
@@ -47,7 +47,7 @@ class Rule:
     stages_per_worker: int = 1
     """How many stages a planner gives each worker; with more than 1, any number is allowed."""
     averages: bool = True
-    """Whether replicas in turn apply the mean of a round, and not each mini-batch by itself."""
+    """Whether replicas in turn apply the mean of a round; else each mini-batch by itself."""
     replicates: bool = False
     """Whether every worker has every stage: data parallelism."""
     any_depth: bool = False
@@ -70,7 +70,7 @@ class Rule:
         return self.passes(stages, microbatches, in_flight, *more)
 
     def mini_batches_per_update(self, replicas: Sequence[int]) -> tuple[int, ...]:
-        """By stage: one, unless replicas in turn apply the mean of a round."""
+        """The mini-batches in an update, by stage: 1 unless replicas apply the mean of a round."""
         in_rounds = not self.flushes and self.averages
         return tuple(count if in_rounds else 1 for count in replicas)
 
@@ -79,7 +79,7 @@ _rules: dict[str, Rule] = {}
 
 
 def register_rule(rule: Rule) -> Rule:
-    """Make a rule known by its name. Raises `ScheduleError` if another one has the name."""
+    """Register a rule under its name. Raises `ScheduleError` if another rule has the name."""
     if _rules.setdefault(rule.name, rule) != rule:
         raise ScheduleError(f"schedule {rule.name!r} is registered already; choose another name")
     return rule
@@ -88,7 +88,7 @@ def register_rule(rule: Rule) -> Rule:
 def register_schedule(
     name: str, *, asynchronous: bool = False, chunked: bool = False, averages: bool = True
 ) -> Callable[[Generator], Generator]:
-    """Make a generator known as schedule `name`; a decorator.
+    """A decorator that registers a generator as schedule `name`.
 
     An `asynchronous` schedule does not flush after a mini-batch: each stage updates its weights as
     soon as it has done the last backward of a mini-batch. A `chunked` one may give a worker several
@@ -111,7 +111,7 @@ def register_schedule(
 
 
 def rule_of(schedule: str | Rule) -> Rule:
-    """The rule of that name. Raises `ScheduleError` for a name that nobody has registered."""
+    """The rule of that name. Raises `ScheduleError` for a name that is not registered."""
     if isinstance(schedule, Rule):
         return schedule
     rule = _rules.get(schedule)

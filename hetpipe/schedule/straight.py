@@ -12,7 +12,7 @@ from hetpipe.schedule.action import Action, Op, Schedule
 
 
 def naive(stages: int, microbatches: int, in_flight: Sequence[int] | None = None) -> Schedule:
-    """Model parallelism: one micro-batch at a time, so one stage works (3 stages, 2 of them).
+    """Model parallelism: one micro-batch at a time, so one stage works (3 stages, 2 micro-batches).
 
         0  F0  .  .  .  . B0 F1  .  .  .  . B1
         1   . F0  .  . B0  .  . F1  .  . B1  .
@@ -48,8 +48,8 @@ def one_f_one_b(stages: int, microbatches: int, in_flight: Sequence[int] | None 
         1   . F0 F1  .  . B0  - F2 B1  - F3 B2  -  . B3  -  .  .
         2   .  . F0 B0  - F1 B1  - F2 B2  - F3 B3  -  .  .  .  .
 
-    K_n = min(N-n, M) (DAPPLE, section 3, P_A; PipeDream's 1F1B with a flush), or what `in_flight`
-    gives per stage. min(2(N-n)-1, M) (P_B) hides transfers and keeps about twice as much.
+    K_n = min(N-n, M) (DAPPLE, section 3, P_A; PipeDream's 1F1B with a flush), or the entries of
+    `in_flight`. min(2(N-n)-1, M) (P_B) hides transfers and keeps about twice as much.
     """
     depth = in_flight or [stages - stage for stage in range(stages)]
     return tuple(
@@ -66,8 +66,8 @@ def one_f_one_b_sno(
         0  F0 F1  . B0 F2 B1  . B2
         1   . F0 B0 F1 B1 F2 B2  .
 
-    K_n = min(N-n, M), less where `in_flight` says so. Figure 5a's 1F1B-AS is the same order on
-    asynchronous devices: what differs is `StageTimes.chunks`.
+    K_n = min(N-n, M), or less if `in_flight` says so. Figure 5a's 1F1B-AS is the same order on
+    asynchronous devices, which differ in `StageTimes.chunks`.
     """
     return one_f_one_b(stages, microbatches, depths(stages, 1, in_flight))
 
@@ -75,12 +75,12 @@ def one_f_one_b_sno(
 def one_f_one_b_so(
     stages: int, microbatches: int, in_flight: Sequence[int] | None = None
 ) -> Schedule:
-    """BaPipe's 1F1B-SO (figure 6b; 2 stages, 5 micro-batches): transfers hide behind passes.
+    """BaPipe's 1F1B-SO (figure 6b; 2 stages, 5 micro-batches): passes hide transfers.
 
         0  F0 F1 F2 F3 B0 F4 B1  . B2  . B3 B4
         1   . F0 F1 B0 F2 B1 F3 B2 F4 B3 B4  .
 
-    K_n = min(2(N-n), M), less where `in_flight` says so.
+    K_n = min(2(N-n), M), or less if `in_flight` says so.
     """
     return one_f_one_b(stages, microbatches, depths(stages, 2, in_flight))
 
@@ -104,9 +104,9 @@ def data_parallel(
 
         0  0F0 1F0 2F0 2B0 1B0 0B0 0F1 1F1 2F1 2B1 2A 1B1 1A 0B1 0A 0U 1U 2U
 
-    The replicas' gradients of a stage are summed (A) while the stages in front of it still compute;
-    with one stage they are summed behind everything. Raises `ScheduleError` for several workers:
-    the others are replicas.
+    The gradients of a stage are summed over its replicas (A) while the stages before it still
+    compute; a single stage's are summed at the end. Raises `ScheduleError` for several workers,
+    since the other devices are replicas.
     """
     if workers != 1:
         raise ScheduleError(
@@ -125,7 +125,7 @@ def data_parallel(
 
 
 def depths(stages: int, times: int, in_flight: Sequence[int] | None) -> list[int]:
-    """Per stage `times` (N-n), or `in_flight` where that is less."""
+    """Per stage `times` (N-n), or its entry of `in_flight` if that is less."""
     deep = [times * (stages - stage) for stage in range(stages)]
     return [min(pair) for pair in zip(deep, in_flight or deep, strict=True)]
 

@@ -1,7 +1,7 @@
 """Stream: an asynchronous schedule without an end, one mini-batch after another.
 
-A schedule for a few mini-batches is generated once. Behind its start it repeats itself, so what
-follows from the admission of any later mini-batch is the same with higher numbers.
+A schedule for a few mini-batches is generated once. After its start it repeats itself, so every
+later mini-batch brings the same actions with higher numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Segment:
 
 
 class Stream:
-    """Segments of an asynchronous schedule, and which updates lie between its passes.
+    """The segments of an asynchronous schedule, and the updates between its passes.
 
     Segment b begins on each worker with the first forward of mini-batch b, and nothing in it waits
     for a later one. Raises `ScheduleError` for a schedule that never repeats itself.
@@ -48,11 +48,11 @@ class Stream:
         self.stages = stages
         self.replicas = tuple(replicas) or (1,) * stages
         self.per_update = self.rule.mini_batches_per_update(self.replicas)
-        """By stage, the mini-batches that an update applies."""
+        """By stage, the number of mini-batches that an update applies."""
         self._check_turns()
         self._in_flight = in_flight
         self._period = lcm(*self.replicas)
-        # What a worker does with one pass and the next is at most so many mini-batches apart.
+        # The mini-batches of two successive passes of a worker differ by at most this number.
         most = max(self.replicas)
         deep = max(max_in_flight(self._full(most * (2 * stages + 2)))) * most
         self.start = max(-(-deep // microbatches), most) + 1
@@ -70,16 +70,16 @@ class Stream:
 
     @property
     def window(self) -> int:
-        """How many mini-batches may be handed out and not done: enough to keep all busy."""
+        """The number of mini-batches under way that keeps all workers busy."""
         return self.start + self._period
 
     def segment(self, mini_batch: int) -> Segment:
-        """What follows from the admission of `mini_batch`."""
+        """The actions that the admission of `mini_batch` brings."""
         like = self._like(mini_batch)
         return Segment(self._schedules[like], mini_batch - like)
 
     def flush(self, mini_batches: int) -> Segment:
-        """What is left behind the segments of so many mini-batches."""
+        """The actions that are left after the segments of `mini_batches`."""
         count = self._like(mini_batches - 1) + 1
         whole = self._full(count)
         rows = tuple(
@@ -101,16 +101,16 @@ class Stream:
         return backward - forward
 
     def _like(self, mini_batch: int) -> int:
-        """The first mini-batch with which all is as with this one."""
+        """The first mini-batch whose actions are the same, but for their numbers."""
         later = max(mini_batch - self.start, 0)
         return mini_batch - later + later % self._period
 
     def _look(self, stage: int, microbatch: int) -> tuple[int, int]:
         mini_batch, place = divmod(microbatch, self.microbatches)
         like = self._like(mini_batch)
-        found = self._updates[stage][like * self.microbatches + place]
+        before_forward, before_backward = self._updates[stage][like * self.microbatches + place]
         later = (mini_batch - like) // self.per_update[stage]
-        return found[0] + later, found[1] + later
+        return before_forward + later, before_backward + later
 
     def _full(self, mini_batches: int) -> Schedule:
         return generate(
@@ -123,7 +123,7 @@ class Stream:
         )
 
     def _check_turns(self) -> None:
-        """Replicas wait for each other between the passes of a mini-batch, if it has several."""
+        """Raises `ScheduleError` if replicas would wait for each other between micro-batches."""
         if max(self.replicas) > 1 and self.microbatches > 1 and self.rule.averages:
             raise ScheduleError(
                 f"{list(self.replicas)} replicas take mini-batches of {self.microbatches} "
@@ -144,25 +144,25 @@ class Stream:
 
     def _count(self, stage: int) -> dict[int, tuple[int, int]]:
         """Per micro-batch the updates of a stage before its forward, and before its backward."""
-        found = {}
+        counts = {}
         for row in self._sample:
             updates, forwards = 0, {}
             for action in (a for a in row if a.stage == stage):
                 if action.op is Op.FORWARD:
                     forwards[action.number] = updates
                 elif action.op in BACKWARDS:
-                    found[action.number] = (forwards[action.number], updates)
+                    counts[action.number] = (forwards[action.number], updates)
                 updates += action.op is Op.UPDATE
-        return found
+        return counts
 
 
 def _segments(
     schedule: Schedule, microbatches: int, mini_batches: int
 ) -> list[list[tuple[Action, ...]]]:
-    """Each row in segments: an action is in the first one in which it can run.
+    """Each row in segments: an action is in the first segment in which it can run.
 
-    That is, not before what is in front of it, its mini-batch, what it receives, and all who take
-    part in a sum.
+    It can run after the action before it on its row, the admission of its mini-batch, the send of
+    the message that it receives, and the arrival of all workers that take part in its sum.
     """
     parts: list[list[list[Action]]] = [[[] for _ in range(mini_batches)] for _ in schedule]
     position, at = [0] * len(schedule), [0] * len(schedule)
@@ -193,6 +193,6 @@ def _segments(
 
 
 def _shifted(actions: Sequence[Action], mini_batches: int, microbatches: int) -> tuple[Action, ...]:
-    """The same, so many mini-batches later."""
-    each = {True: mini_batches, False: mini_batches * microbatches}
-    return tuple(replace(a, number=a.number + each[a.op in PER_MINI_BATCH]) for a in actions)
+    """The same actions for micro-batches that come `mini_batches` later."""
+    shifts = {True: mini_batches, False: mini_batches * microbatches}
+    return tuple(replace(a, number=a.number + shifts[a.op in PER_MINI_BATCH]) for a in actions)

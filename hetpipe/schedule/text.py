@@ -24,8 +24,8 @@ def print_schedule(schedule: Schedule) -> str:
 def parse_schedule(text: str) -> Schedule:
     """Rows of actions between blanks, as `print_schedule` writes them or without names.
 
-    What follows a # is a comment. Raises `ScheduleError` for what is no action, for workers out of
-    order and for text without a row; whether the schedule can run is for `validate` to say.
+    A # begins a comment. Raises `ScheduleError` for a word that is not an action, for workers out
+    of order and for text without a row. `validate` says whether the schedule can run.
     """
     rows: list[tuple[Action, ...]] = []
     heads: list[tuple[int, int, str]] = []  # line, row, name

@@ -1,7 +1,8 @@
 """Turns: replicas of a stage take whole mini-batches in turn (PipeDream's 1F1B-RR, section 3.2).
 
-Replica r of R takes mini-batches r, r + R, ... One of each replica is a round; behind it they sum
-their gradients and update once. Such a schedule has a row for every replica of every stage.
+Replica r of R takes mini-batches r, r + R, ... A round is one mini-batch of each replica; after it
+they sum their gradients and update once. Such a schedule has a row for every replica of every
+stage.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from hetpipe.schedule.action import Action, Op, Schedule
 from hetpipe.schedule.complete import WEIGHTS
 
 Passes = Callable[[int], Schedule]
-"""So many micro-batches -> per stage its passes in order."""
+"""Number of micro-batches -> per stage its passes in order."""
 
 
 def places(replicas: Sequence[int]) -> list[tuple[int, int]]:
@@ -21,13 +22,13 @@ def places(replicas: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def noam(replicas: Sequence[int]) -> list[int]:
-    """Per stage, the forwards in flight at each replica that keep all busy: the workers from the
-    stage on, over its replicas (PipeDream, section 3.2)."""
+    """Per stage, the number of forwards in flight at each replica that keeps all workers busy: the
+    workers from that stage on, divided by its replicas (PipeDream, section 3.2)."""
     return [-(-sum(replicas[stage:]) // count) for stage, count in enumerate(replicas)]
 
 
 def round_of(mini_batch: int, replicas: int, mini_batches: int) -> range:
-    """The mini-batches of a round, of which the last may lack some."""
+    """The mini-batches of a round; the last round may have fewer."""
     first = mini_batch - mini_batch % replicas
     return range(first, min(first + replicas, mini_batches))
 
@@ -35,7 +36,7 @@ def round_of(mini_batch: int, replicas: int, mini_batches: int) -> range:
 def in_turn(
     passes: Passes, microbatches: int, mini_batches: int, replicas: Sequence[int]
 ) -> Schedule:
-    """Passes and updates of every replica, whose own mini-batches are in the order of `passes`.
+    """The passes and updates of every replica; its own mini-batches are in the order of `passes`.
 
     A round's sum and update have the number of its last mini-batch.
     """

@@ -32,9 +32,9 @@ def validate(
 ) -> None:
     """Check that the schedule trains each micro-batch once, in order, and cannot deadlock.
 
-    `microbatches` in each of `mini_batches`; `in_flight`: the most forwards that may wait for their
-    backward, per stage. `replicas` of each stage, where they take turns and have a row each. Raises
-    `ScheduleError`.
+    `microbatches` counts those of one mini-batch, `in_flight` the most forwards of each stage that
+    may wait for their backward, and `replicas` those of each stage if they take turns and have a
+    row each. Raises `ScheduleError`.
     """
     laned = laned_stages(schedule)
     rows = places(replicas)
@@ -63,7 +63,7 @@ def _cells(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
 
 
 def _check_stages(schedule: Schedule, laned: set[int], rows: Sequence[tuple[int, int]]) -> int:
-    """How many there are."""
+    """The number of stages. Raises `ScheduleError` for gaps, and for a stage on two workers."""
     owner: dict[int, int] = {}
     for worker, index, action in _cells(schedule):
         if rows:
@@ -80,11 +80,11 @@ def _check_stages(schedule: Schedule, laned: set[int], rows: Sequence[tuple[int,
 
 
 def _check_complete(schedule: Schedule, shape: Shape, mini_batches: int) -> None:
-    """Each stage has exactly the actions that its place in the pipeline asks for."""
+    """Each stage has exactly the actions that its place in the pipeline requires."""
     at = {action.stage: worker for worker, _, action in _cells(schedule)}
     everything = range(mini_batches)
-    Wanted = list[tuple[int, Sequence[int], Sequence[int]]]  # stage, mini-batches, updates
-    groups: list[tuple[set[int], Wanted]] = []
+    Due = list[tuple[int, Sequence[int], Sequence[int]]]  # stage, mini-batches, updates
+    groups: list[tuple[set[int], Due]] = []
     if not shape.places:
         groups = [(set(range(len(schedule))), [(n, everything, everything) for n in at])]
     else:
@@ -94,10 +94,10 @@ def _check_complete(schedule: Schedule, shape: Shape, mini_batches: int) -> None
             groups.append(({worker}, [(n, own, sorted(ends))]))
     optional = {op for op in Op if op.value[-1] in "GPV"}
     optional |= set() if shape.one_by_one else {Op.ALL_REDUCE}
-    for workers, wanted in groups:
+    for workers, due in groups:
         required = {
             action
-            for stage, own, updates in wanted
+            for stage, own, updates in due
             for action in required_of(stage, shape, own, updates)
         }
         seen: set[Action] = set()
@@ -119,8 +119,8 @@ def _check_complete(schedule: Schedule, shape: Shape, mini_batches: int) -> None
 
 
 def _check_order(schedule: Schedule, shape: Shape, in_flight: Sequence[int] | None) -> None:
-    """Inside a stage: inputs before passes before outputs, updates behind what they apply and in
-    order, and the memory bound kept."""
+    """Inside a stage: inputs come before passes, passes before outputs, and updates in order after
+    the backwards that they apply; no more micro-batches are in flight than the bound."""
     for row_number, row in enumerate(schedule):
         done: set[Action] = set()
         waiting: Counter[int] = Counter()
@@ -138,8 +138,8 @@ def _check_order(schedule: Schedule, shape: Shape, in_flight: Sequence[int] | No
                 updated[n] = action.number + 1
             else:
                 kind = action.op.value[-1]
-                each = 1 if kind == "A" else shape.microbatches
-                mini_batch = 0 if kind == "G" else action.number // each
+                per_number = 1 if kind == "A" else shape.microbatches
+                mini_batch = 0 if kind == "G" else action.number // per_number
                 late = kind != "P" and mini_batch < updated[n]
             if late:
                 why = f"the update of stage {n} must come last, but for tied parameters"
@@ -158,9 +158,12 @@ def _check_order(schedule: Schedule, shape: Shape, in_flight: Sequence[int] | No
 
 
 def _check_gradients(schedule: Schedule, shape: Shape) -> None:
-    """A replica has one set of accumulators. From the first backward of a mini-batch to the send of
-    its gradients they are of that alone, and from a receive to its update; what is sent is kept
-    aside until its own update, and no backward comes before."""
+    """A replica has one set of accumulators, for one mini-batch at a time.
+
+    They hold a mini-batch's gradients from its first backward until they are sent, or from their
+    receive until their update. Gradients that were sent are kept aside until their own update; no
+    backward of another mini-batch comes before it.
+    """
     for row_number, row in enumerate(schedule):
         held: int | None = None  # the mini-batch whose gradients are in the accumulators
         aside: int | None = None  # the one whose gradients are kept aside
@@ -186,12 +189,12 @@ def _check_gradients(schedule: Schedule, shape: Shape) -> None:
 
 
 Edge = tuple[int, int, str, int, int]
-"""Source and target stage; between lanes or replicas, of one kind of message; source and target
-replica."""
+"""Source and target stage, kind of message (only between lanes or replicas of a stage, else empty),
+source and target replica."""
 
 
 def _edges(action: Action, message: Message, shape: Shape, row: int) -> list[Edge]:
-    """Those that a message goes over, or comes over."""
+    """The edges that carry a message."""
     ends = message.source, message.target
     kind = message.kind if ends[0] == ends[1] else ""
     if action.op in GRADIENTS:
@@ -205,7 +208,7 @@ def _edges(action: Action, message: Message, shape: Shape, row: int) -> list[Edg
 
 
 def _check_edges(schedule: Schedule, shape: Shape) -> None:
-    """On each edge receives are in the order of the sends: messages carry no address."""
+    """On each edge receives are in the order of the sends, since messages carry no address."""
     sends: dict[Edge, list[Message]] = defaultdict(list)
     for worker, _, action in _cells(schedule):
         if action.op.is_send and action.message:
@@ -235,8 +238,8 @@ def _check_edges(schedule: Schedule, shape: Shape) -> None:
 
 
 def _check_progress(schedule: Schedule) -> None:
-    """Run it without a clock: sends are buffered, a receive waits for its send, a sum over replicas
-    for all who take part."""
+    """Runs the schedule without a clock: sends are buffered, a receive waits for its send, a sum
+    over replicas for all of them. Raises `ScheduleError` for a deadlock."""
     position = [0] * len(schedule)
     sent: set[Message] = set()
     takers = Counter(action for _, _, action in _cells(schedule) if action.op is Op.ALL_REDUCE)
@@ -269,7 +272,7 @@ def _check_progress(schedule: Schedule) -> None:
 def _cycle(
     schedule: Schedule, stuck: dict[int, int], there: Mapping[Action, Collection[int]]
 ) -> str:
-    """Who waits for whom, as text: follow the waits from one stuck worker until one repeats."""
+    """The cycle of a deadlock as text. Follows the waits from a stuck worker until one repeats."""
     sender = {a.message: worker for worker, _, a in _cells(schedule) if a.op.is_send}
     names = row_names(schedule)
     trail: list[int] = []
@@ -277,7 +280,7 @@ def _cycle(
     while worker not in trail:
         trail.append(worker)
         action = schedule[worker][stuck[worker]]
-        if action.message is None:  # a sum: for the first who is not there
+        if action.message is None:  # a sum waits for the first worker that is absent
             absent = (w for w, row in enumerate(schedule) if action in row and w in stuck)
             worker = next(w for w in absent if w not in there[action])
         else:

@@ -1,7 +1,7 @@
-"""Weight policies as data: which version of the weights each pass of an asynchronous schedule uses.
+"""Weight policies as data: they choose the version of the weights that each pass uses.
 
-A policy is one row of the table at the end. What a worker does with buffers has one class for each
-way of `Keeping` (`hetpipe.worker.weights`); planner, streams and checks read the row.
+A policy is one row of the table at the end, which planner, streams and checks read. For each way of
+`Keeping` a worker has one class that handles buffers (`hetpipe.worker.weights`).
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ class Keeping(Enum):
     STASH = "stash"
     """The versions that forwards used, until their backwards have used them too."""
     RECENT = "recent"
-    """The same, and all that are younger: forwards may use an older version than the present."""
+    """The same, and all younger versions: a forward may use an older one than the present."""
     PREDICTED = "predicted"
     """One version, and a predicted copy while a pass uses it."""
 
 
 Lag = Callable[[Stream, int, int], tuple[int, ...]]
-"""(stream, stage, mini-batch) -> per micro-batch, how many updates older than the present the
-version for its forward is."""
+"""(stream, stage, mini-batch) -> per micro-batch, the number of updates between the version for its
+forward and the present one."""
 
 Ahead = Callable[[Stream, int, int], int]
-"""(stream, stage, micro-batch) -> how many updates are predicted for its forward."""
+"""(stream, stage, micro-batch) -> number of updates that are predicted for its forward."""
 
 Versions = Callable[[Sequence[int], int, int], int]
-"""(in flight by stage, stage, micro-batches) -> versions that live at once, a predicted copy
-included."""
+"""(in flight by stage, stage, micro-batches) -> number of versions that live at once, a predicted
+copy included."""
 
 
 def _present(stream: Stream, stage: int, mini_batch: int) -> tuple[int, ...]:
@@ -100,23 +100,23 @@ def _input_depth(in_flight: Sequence[int], stage: int, microbatches: int) -> int
 
 @dataclass(frozen=True)
 class WeightPolicy:
-    """One way to choose versions. The defaults ask for nothing."""
+    """One way to choose versions. The defaults restrict nothing."""
 
     name: str
     keeping: Keeping
     versions: Versions
     flushes: bool = False
-    """Whether it goes with schedules that flush; the others go with those that do not."""
+    """Whether it is for schedules that flush, or for those that do not."""
     lag: Lag = _present
     ahead: Ahead = _nothing
     backward_ahead: Callable[[int], int] | None = None
-    """Of a stage: how many updates are predicted for a backward, too."""
+    """stage -> number of updates that are predicted for a backward; None if none are."""
     optimizers: tuple[str, ...] = ()
-    """Optimizers whose momentum the prediction is defined for; empty: all that predict."""
+    """The optimizers for whose momentum the prediction is defined; empty: all that predict."""
     straight: bool = False
     """Defined at PipeDream's NOAM alone, with one micro-batch and without replicas."""
     accumulates: bool = False
-    """A mini-batch has at least as many micro-batches as are in flight."""
+    """Whether no more micro-batches may be in flight than a mini-batch has."""
 
     @property
     def predicts(self) -> bool:
@@ -124,7 +124,7 @@ class WeightPolicy:
         return self.keeping is Keeping.PREDICTED
 
     def has_depth(self, in_flight: Sequence[int], microbatches: int) -> bool:
-        """Whether the policy is defined for so many forwards in flight at each stage."""
+        """Whether the policy is defined for these numbers of forwards in flight, by stage."""
         if self.straight and list(in_flight) != _noam(len(in_flight)):
             return False
         return not self.accumulates or in_flight[0] <= microbatches
@@ -175,7 +175,7 @@ def _noam(stages: int) -> list[int]:
 
 
 def policy_of(name: str | WeightPolicy) -> WeightPolicy:
-    """The policy of that name. Raises `ScheduleError` for a name that nobody has registered."""
+    """The policy of that name. Raises `ScheduleError` for an unknown name."""
     if isinstance(name, WeightPolicy):
         return name
     if name not in _policies:

@@ -1,7 +1,7 @@
-"""Zero bubble: backwards in two halves, of which only the first is waited for (Qi et al., 2023).
+"""Zero bubble: backwards in two halves; other stages wait only for the first (Qi et al., 2023).
 
-I makes the gradients of the inputs, which the stage before needs; W those of the weights, which
-nobody needs before the update, so it fills what would be a bubble.
+I makes the gradients of the inputs for the stage before. W makes those of the weights, which are
+needed only for the update; so it fills time that would be a bubble.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def zb_h1(stages: int, microbatches: int, in_flight: Sequence[int] | None = None
         1   . F0 F1  . I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
         2   .  . F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-    Each stage keeps as many micro-batches as the first one of 1F1B: min(N, M), or what `in_flight`
+    Every stage keeps min(N, M) micro-batches, as the first stage of 1F1B does, or as `in_flight`
     allows. While W <= min(F, I) and M >= N the bubble is (N-1)(F+I-W) in place of (N-1)(F+I+W): a
     third where F = I = W.
     """
@@ -53,8 +53,8 @@ def zb_v(stages: int, microbatches: int, in_flight: Sequence[int] | None, worker
         0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 ...
         1   .  1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 ...
 
-    Worker w has the stages w and 2D-1-w of D workers, so the first has the loss, and each keeps at
-    most 2D halves of a micro-batch, as much as 1F1B's first worker. From M = 2D on no worker waits
+    Of D workers, worker w has the stages w and 2D-1-w, so the first has the loss. Each keeps at
+    most 2D halves of a micro-batch, the same as 1F1B's first worker. From M = 2D on no worker waits
     between its first pass and its last where F = I = W. Raises `ScheduleError` unless there are two
     stages per worker.
     """
@@ -63,7 +63,7 @@ def zb_v(stages: int, microbatches: int, in_flight: Sequence[int] | None, worker
             f"zb-v puts two stages on each worker: cut into {2 * workers} for {workers} workers, "
             f"not into {stages}"
         )
-    enough = max(microbatches, 2 * workers - 1)  # the rule's least number: what is over is left out
+    enough = max(microbatches, 2 * workers - 1)  # more passes are dropped
     return tuple(
         tuple(a for a in _vee(worker, workers, enough) if a.number < microbatches)
         for worker in range(workers)
@@ -79,18 +79,18 @@ def _vee(worker: int, workers: int, microbatches: int) -> Iterator[Action]:
 
 def _vee_order(worker: int, workers: int, microbatches: int) -> Iterator[tuple[Op, int]]:
     down, up = worker, 2 * workers - 1 - worker
-    behind = workers - worker  # workers from here to the turn
+    to_turn = workers - worker  # workers from here to the turn
     backward_up, backward_down = [(I, up), (W, up)], [(I, down), (W, down)]
     # Fill: forwards on the way down, then on both, then the first backwards.
-    yield from [(F, down)] * (2 * behind - 1)
+    yield from [(F, down)] * (2 * to_turn - 1)
     yield from [(F, up), (F, down)] * worker
-    yield from [(F, up), *backward_up] * behind
+    yield from [(F, up), *backward_up] * to_turn
     # Steady: one of everything.
     for turn in range(microbatches - workers):
-        if turn + workers + behind - 1 < microbatches:
+        if turn + workers + to_turn - 1 < microbatches:
             yield F, down
         yield from [*backward_down, (F, up), *backward_up]
-    # Drain: what others wait for comes first.
+    # Drain: first the passes that other workers wait for.
     yield from [(I, down), (I, up)] * worker
-    yield from backward_down * behind
+    yield from backward_down * to_turn
     yield from [(W, up)] * worker + [(W, down)] * worker

@@ -1,9 +1,9 @@
-"""The length of a step without its timeline: the same rules as the simulator's, in one pass.
+"""The length of a step without its timeline, by the rules of the simulator, in one walk.
 
 Under a schedule that flushes, with one lane per worker, every worker and every link between two
 does its work in an order that no clock can change. So the actions of a step are brought into one
-order in which each follows what it waits for; then each end is the later of two times, plus a
-duration. What has lanes, sums over replicas or messages in pieces is left to the simulator.
+order, each after all that it waits for. Then each end is the later of two times, plus a duration.
+Schedules with lanes, sums over replicas or messages in pieces are left to the simulator.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from hetpipe.schedule.rule import Rule
 from hetpipe.simulate.times import FREE, StageTimes, Transfer
 
 KEPT = 256
-"""Orders that are remembered, those last asked for."""
+"""The number of orders that are remembered, the latest ones."""
 
 _PASSES = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
 class _Action(NamedTuple):
-    """An action of a worker: wait for a message, take a duration, post a message; or less of it."""
+    """An action of a worker: it may wait for a message, take a duration, and post a message."""
 
     worker: int
     awaited: int | None  # a message, by number
@@ -38,14 +38,14 @@ class _Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Order:
-    """The actions of a step, each after what it waits for."""
+    """The actions of a step, each after all that it waits for."""
 
     actions: tuple[_Action, ...]
     workers: int
     messages: int
 
     def step_s(self, times: StageTimes) -> float:
-        """Seconds of a step without what is around it; `times` without chunks."""
+        """Seconds of a step without the controller's overhead; `times` has no chunks."""
         ends_s = [0.0] * self.workers
         arrivals_s = [0.0] * self.messages
         edges_s: dict[tuple[int, int], float] = {}
@@ -81,9 +81,9 @@ def order_of(
     workers: int,
     pairs: tuple[Pair, ...] = (),
 ) -> Order | None:
-    """The order of a step under a rule; None where only the simulator knows the time.
+    """The order of a step under a rule; None if only the simulator can price it.
 
-    `pairs` of stages that share parameters. Raises `ScheduleError` where the rule does.
+    `pairs` are stages that share parameters. Raises `ScheduleError` if the rule does.
     """
     if not rule.flushes:
         return None
@@ -108,7 +108,7 @@ class _Ordering:
         ]
 
     def order(self) -> Order:
-        """Walk all rows at once. Raises `ScheduleError` where they wait for ever."""
+        """Walk all rows at once. Raises `ScheduleError` if they deadlock."""
         position = [0] * len(self._rows)
         posted: set[int] = set()
         actions: list[_Action] = []

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
 from hetpipe.errors import ScheduleError
-from hetpipe.schedule.action import BEHIND_SUMS, Action, Message, Op, Schedule
+from hetpipe.schedule.action import AFTER_SUMS, Action, Message, Op, Schedule
 from hetpipe.schedule.lanes import row_names, row_workers
 from hetpipe.simulate.timeline import Span, Timeline
 from hetpipe.simulate.times import StageTimes
@@ -57,7 +57,7 @@ class _Device:
         self._changes = 0
 
     def begin(self, lane: _Lane, compute_s: float) -> None:
-        """Call the lane's `computed` after so many seconds of the whole device."""
+        """Call the lane's `computed` after `compute_s` seconds of the whole device."""
         self._elapse()
         self._left_s[lane] = compute_s
         self._await()
@@ -105,7 +105,7 @@ class _Lane:
         clock = self._run.clock
         while (action := self.current) is not None:
             message = action.message
-            if action.op in BEHIND_SUMS and self._sums:
+            if action.op in AFTER_SUMS and self._sums:
                 self._waits_for_sums = True
                 return
             if action.op is Op.ALL_REDUCE:
@@ -132,7 +132,7 @@ class _Lane:
             self.resume()
 
     def computed(self) -> None:
-        """The device is through with the action."""
+        """The device has done the action."""
         action = self.current
         assert action is not None
         self._run.record(self.index, action, self._since_s, self._run.clock.now_s)
@@ -140,7 +140,7 @@ class _Lane:
         self.resume()
 
     def made_since_s(self, message: Message) -> float:
-        """When the pass that makes the message began; now, if that was not the action before."""
+        """When the message's own pass began; now, if that pass was not the action before."""
         makers = [Action(message.source, op, message.number) for op in MAKERS.get(message.kind, ())]
         before = self._row[self._next - 1] if self._next else None
         return self._since_s if before in makers else self._run.clock.now_s
@@ -156,7 +156,7 @@ class _Lane:
 
 
 class _Run:
-    """One simulation: clock, workers, edges and what they record."""
+    """One simulation: its clock, workers and edges, and the recorded spans."""
 
     def __init__(self, schedule: Schedule, times: StageTimes) -> None:
         self.times = times
@@ -236,9 +236,10 @@ def simulate(
 ) -> Timeline:
     """The timeline of one mini-batch, a row per lane. `workers` names them; default `worker 0`, ...
 
-    Spans: a compute action lasts while it holds the worker; a send, from the edge's taking the
-    message to the arrival; a receive, from the worker's coming to it to the arrival. Raises
-    `ScheduleError` if the schedule deadlocks, or if stages or names do not match `times`.
+    A compute action's span lasts while it holds the worker. A send's lasts from the moment when the
+    edge takes the message to the arrival, a receive's from the moment when the worker comes to it
+    to the arrival. Raises `ScheduleError` if the schedule deadlocks, or if stages or names do not
+    match `times`.
     """
     stages = 1 + max((action.stage for row in schedule for action in row), default=-1)
     count = len(set(row_workers(schedule)))

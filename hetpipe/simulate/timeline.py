@@ -27,7 +27,7 @@ class Span:
 class Timeline:
     """Spans of one mini-batch. `label`: measured, emulated, modelled or predicted."""
 
-    workers: tuple[str, ...]  # member id per worker; where one has several lanes, per lane
+    workers: tuple[str, ...]  # member id per worker, or per lane if a worker has several
     spans: tuple[Span, ...]
     label: str
     overhead_s: float = 0.0  # before and after all spans: handing the batch out, gathering
@@ -61,8 +61,8 @@ class Timeline:
         """Two sums in seconds: messages' times from leaving to arrival, and their hidden parts.
 
         A part is hidden if the receiving worker computes meanwhile. A message arrives when its
-        receive ends, or, if a predicted receive has no length, when its send ended: the message
-        was there before the worker asked for it.
+        receive ends, or, if a predicted receive has no length, when its send ended: the message had
+        come before the worker asked for it.
         """
         sends = {s.action.message: s for s in self.spans if s.action.op.is_send}
         total_s = hidden_s = 0.0
@@ -93,7 +93,7 @@ class Timeline:
     def from_json(data: Mapping[str, Any], where: str = "") -> Timeline:
         """The inverse of `to_json`; `where` is the file.
 
-        Raises `ScheduleError` for another version, and with the place of what does not belong.
+        Raises `ScheduleError` for another version, and for a wrong entry, with its place.
         """
         source = Source("the timeline", ScheduleError, where)
         record = source.versioned(_Timeline, data, VERSION)

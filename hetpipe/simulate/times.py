@@ -1,4 +1,4 @@
-"""StageTimes: what the passes and transfers of a pipeline cost; the input of a simulation."""
+"""StageTimes: the costs of a pipeline's passes and transfers; the input of a simulation."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class StageTimes:
     `input_s` and `weight_s` are the two halves of a backward, which zero-bubble schedules have.
     `chunks` is BaPipe's execution model (section 3.2): a stage with 1 sends the result of a pass
     after the pass (synchronous); a stage with n sends n equal pieces during the pass
-    (asynchronous); `math.inf` is a stream. `tied` has a transfer by (source stage, target stage),
-    the same for gradients and parameters; other pairs of stages exchange them free of cost.
+    (asynchronous); `math.inf` is a stream. `tied` has, by (source stage, target stage), the
+    transfer of shared gradients or parameters; between other stages it is free.
     """
 
     forward_s: tuple[float, ...]
@@ -57,9 +57,9 @@ class StageTimes:
             "forward_links": (len(self.forward_links) or stages - 1, stages - 1),
             "backward_links": (len(self.backward_links) or stages - 1, stages - 1),
         }
-        for name, (found, needed) in lengths.items():
-            if found != needed:
-                raise ScheduleError(f"{name} has {found} entries, {stages} stages need {needed}")
+        for name, (count, needed) in lengths.items():
+            if count != needed:
+                raise ScheduleError(f"{name} has {count} entries, {stages} stages need {needed}")
         if min(self.chunks, default=1) < 1:
             raise ScheduleError(f"chunks {list(self.chunks)}: each must be 1 or more")
 

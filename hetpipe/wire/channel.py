@@ -1,7 +1,8 @@
-"""Messages between two processes of one host: small ones inline, big arrays in shared memory.
+"""Messages between two processes of one host: small ones inline, big arrays in shared memory
+(stations 3 and 15 of docs/life-of-a-micro-batch.md).
 
-The memory is an anonymous file whose descriptor travels with the message, so nothing has a name
-and nothing is left behind, whoever dies.
+The memory is an anonymous file whose descriptor travels with the message. It has no name, so the
+system frees it even if both processes die.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Channel:
         self._sending = threading.Lock()
 
     def fileno(self) -> int:
-        """For `multiprocessing.connection.wait`."""
+        """The socket's descriptor, for `multiprocessing.connection.wait`."""
         return self._socket.fileno()
 
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:

@@ -1,4 +1,5 @@
-"""A worker's edges: threads send and receive beside the compute thread, where that has a use."""
+"""A worker's edges: they send and receive messages, with threads of their own where that helps
+(stations 6 and 8 of docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ AHEAD = 2
 """Messages that may lie received on the device before the compute thread asks for them."""
 
 GRACE_S = 2.0
-"""How long a broken edge keeps silent: its cause, a dead neighbour, is told by the controller."""
+"""Seconds that a broken edge keeps silent: the controller reports the cause, a dead neighbour."""
 
 LOOK_S = 0.5
-"""How often who waits for a sender looks whether it still lives."""
+"""Seconds between two checks that a sender lives, while `drain` waits for it."""
 
 Span = tuple[Action, float, float]
 OnError = Callable[[BaseException], None]
@@ -32,15 +33,15 @@ OnError = Callable[[BaseException], None]
 class Sender:
     """Sends messages in the order in which it gets them.
 
-    A message that leaves without waiting for anybody is copied by who sends it: on a processor that
-    is cheaper than waking a thread, which would compete for the same core.
+    If a message can leave without a wait, the calling thread copies it. On a processor that is
+    cheaper than to wake another thread, which would compete for the same core.
     """
 
     def __init__(self, outlet: Outlet, on_error: OnError) -> None:
         self._outlet = outlet
         self._queue: SimpleQueue[Any] = SimpleQueue()
         self._spans: list[Span] = []
-        self._queued = self._sent = 0  # messages given to the thread, and those it is done with
+        self._queued = self._sent = 0  # messages that the thread was given, and has sent
         self._thread = _start(self._run, on_error, f"send {outlet.wire.target}", self)
         self.closing = False
 
@@ -70,7 +71,7 @@ class Sender:
         self._put(action, partial(self._outlet.stream, kind, pieces))
 
     def drain(self) -> None:
-        """Wait until everything is sent. Raises `EdgeClosedError` if the thread has ended."""
+        """Wait until all messages are sent. Raises `EdgeClosedError` if the thread has ended."""
         sent = threading.Event()
         self._queue.put(sent)
         while not sent.wait(LOOK_S):
@@ -78,7 +79,7 @@ class Sender:
                 raise EdgeClosedError
 
     def take_spans(self) -> list[Span]:
-        """The spans of what was sent since the last time."""
+        """The spans of the messages sent since the last call."""
         spans, self._spans = self._spans, []
         return spans
 
@@ -122,19 +123,19 @@ class Receiver(ABC):
 
     @abstractmethod
     def expect(self, order: Sequence[tuple[Action, Kind]]) -> None:
-        """What the other end will send next: (receiving action, kind)."""
+        """Add the messages that the other end will send next, as (receiving action, kind)."""
 
     @abstractmethod
     def take(self, action: Action) -> list[Any]:
         """The message for a receiving action; blocks. Raises `EdgeClosedError` when closed."""
 
     def take_spans(self) -> list[Span]:
-        """The spans of what was received since the last time."""
+        """The spans of the messages received since the last call."""
         spans, self._spans = self._spans, []
         return spans
 
     def close(self) -> None:
-        """Wake who waits."""
+        """Wake the thread that waits for a message."""
         self.closing = True
         self._inlet.close()
 
@@ -145,7 +146,7 @@ class Receiver(ABC):
 
 
 class DirectReceiver(Receiver):
-    """Who takes a message receives it: nobody else has to be woken, to copy on the same core."""
+    """The thread that takes a message receives it: no other is woken to copy on the same core."""
 
     def __init__(self, inlet: Inlet, on_error: OnError) -> None:
         super().__init__(inlet)
@@ -161,19 +162,19 @@ class DirectReceiver(Receiver):
                 receiving, kind = self._expected.popleft()
                 self._box[receiving] = self._receive(receiving, kind)
         except EdgeClosedError as error:
-            _told_late(error, self, self._on_error)
+            _report_late(error, self, self._on_error)
             raise
         return self._box.pop(action)
 
 
 class PrefetchingReceiver(Receiver):
-    """Receives messages as they come and keeps some until they are asked for."""
+    """Receives messages on a thread of its own, as they come, and keeps some to be taken."""
 
     def __init__(self, inlet: Inlet, on_error: OnError) -> None:
         super().__init__(inlet)
         self._orders: SimpleQueue[Sequence[tuple[Action, Kind]] | None] = SimpleQueue()
         self._changed = threading.Condition()
-        self._wanted = False
+        self._awaits = False
         self._thread = _start(self._run, on_error, f"receive {inlet.wire.source}", self)
 
     def expect(self, order: Sequence[tuple[Action, Kind]]) -> None:
@@ -181,14 +182,14 @@ class PrefetchingReceiver(Receiver):
 
     def take(self, action: Action) -> list[Any]:
         with self._changed:
-            self._wanted = True
+            self._awaits = True
             if len(self._box) >= AHEAD:
                 self._changed.notify_all()
             while action not in self._box:
                 if self.closing:
                     raise EdgeClosedError
                 self._changed.wait()
-            self._wanted = False
+            self._awaits = False
             tensors = self._box.pop(action)
             if len(self._box) == AHEAD - 1:
                 self._changed.notify_all()
@@ -211,20 +212,21 @@ class PrefetchingReceiver(Receiver):
 
     def _wait_for_room(self) -> None:
         with self._changed:
-            # Whoever waits for a message behind those in the box must get it, or nothing moves.
-            while len(self._box) >= AHEAD and not self._wanted and not self.closing:
+            # A thread that waits for a later message than those in the box must get it,
+            # or nothing moves.
+            while len(self._box) >= AHEAD and not self._awaits and not self.closing:
                 self._changed.wait()
 
 
 def make_receiver(inlet: Inlet, on_error: OnError) -> Receiver:
-    """Direct where a message only has to be copied in the host's memory."""
+    """The receiver of an edge: direct if a message only has to be copied in the host's memory."""
     if inlet.buffered and inlet.in_host_memory:
         return DirectReceiver(inlet, on_error)
     return PrefetchingReceiver(inlet, on_error)
 
 
-def _told_late(error: BaseException, edge: Sender | Receiver, on_error: OnError) -> None:
-    """A broken edge keeps silent for a while."""
+def _report_late(error: BaseException, edge: Sender | Receiver, on_error: OnError) -> None:
+    """Report a broken edge after a while, unless it was closed."""
     if not edge.closing:
         time.sleep(GRACE_S)
         on_error(error)
@@ -237,7 +239,7 @@ def _start(
         try:
             run()
         except EdgeClosedError as error:
-            _told_late(error, edge, on_error)
+            _report_late(error, edge, on_error)
         except Exception as error:
             on_error(error)
 

@@ -26,7 +26,7 @@ from hetpipe.wire.wire import Array, Kind, Wire, arrays_in, packed_nbytes
 PATIENCE = timedelta(days=7)
 
 LEAST_PART_NBYTES = 16 * 1024
-"""What gloo moves in about the time that a message costs by itself."""
+"""The bytes that gloo moves in about the fixed time of a message."""
 
 
 def plugs(
@@ -39,7 +39,7 @@ def plugs(
 def host() -> tuple[Any, tuple[str, int]]:
     """The store where processes meet, in this process, and its address on the loopback.
 
-    It must live as long as they do.
+    The store must outlive the processes.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
@@ -62,8 +62,8 @@ def _calm_gloo() -> None:
     """Keep gloo's thread from preempting ours on the core that they share.
 
     Woken in the middle of a send it spins on the lock that the sender holds, until its time slice
-    ends: milliseconds each time. A batch thread waits its turn. Where that is not allowed, messages
-    are slower, and right.
+    ends: milliseconds each time. A batch thread waits its turn. If the system does not allow that,
+    messages are only slower.
     """
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):
@@ -108,7 +108,7 @@ class _Staging:
         self.arrays = {kind: arrays_in(flat.data, lay) for kind, lay in wire.layouts.items()}
         sizes = {kind: packed_nbytes(layout) for kind, layout in wire.layouts.items()}
         self.ends = {kind: _ends(nbytes, parts) for kind, nbytes in sizes.items()}
-        """Of each part but the last, which has the head: up to which byte it reaches."""
+        """The end in bytes of each part but the last, which has the head."""
         self.parts = {
             kind: [whole[lo:hi] for lo, hi in pairwise([ALIGN, *ends])]
             + [whole[: ALIGN if ends else sizes[kind]]]
@@ -117,7 +117,7 @@ class _Staging:
 
 
 def _ends(nbytes: int, parts: int) -> list[int]:
-    """Where parts of a message's body end; none if it travels whole."""
+    """The ends in bytes of the parts of a message's body; empty if it travels whole."""
     size = max(aligned(-(-(nbytes - ALIGN) // parts)), LEAST_PART_NBYTES)
     return [*range(ALIGN + size, nbytes, size), nbytes] if parts > 1 else []
 
@@ -142,7 +142,7 @@ class _GlooOutlet(Outlet):
         self._send(kind, sum(end <= nbytes for end in self._staging.ends[kind]))
 
     def _send(self, kind: Kind, count: int) -> None:
-        """Send the parts up to this one."""
+        """Send the parts that are left before number `count`."""
         try:
             for part in self._staging.parts[kind][self._sent : count]:
                 self._group.send([part], self._port.peer, self._port.tag).wait()

@@ -24,13 +24,13 @@ SLOTS = 4
 def plugs(
     wire: Wire, ranks: tuple[int, int], tag: int, pieces: int
 ) -> tuple[tuple[HandoverPort, list[int]], tuple[HandoverPort, list[int]]]:
-    """The sending and the receiving end of a wire, which are one."""
+    """The sending and the receiving end of a wire, which are one port."""
     port = HandoverPort()
     return (port, []), (port, [])
 
 
 class HandoverPort(Port):
-    """Both ends of a wire inside one process: a queue of messages, and one of room for more."""
+    """Both ends of a wire inside one process: a queue of messages, and a queue of vacant slots."""
 
     def __init__(self) -> None:
         self.messages: SimpleQueue[Any] = SimpleQueue()
@@ -47,7 +47,7 @@ class HandoverPort(Port):
         return _HandoverInlet(self, wire, device)
 
     def close(self) -> None:
-        """Wake whoever waits at either end."""
+        """Wake the threads that wait at either end."""
         self.messages.put(None)
         self.room.put(False)
 

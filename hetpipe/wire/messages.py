@@ -1,4 +1,5 @@
-"""What the controller and its workers say to each other."""
+"""The messages between the controller and its workers (stations 3, 13 and 15 of
+docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
@@ -23,14 +24,14 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 SCRIPTS = 16
-"""Schedules that a worker remembers; the oldest goes first."""
+"""The number of schedules that a worker remembers; it forgets the oldest first."""
 
 # To a worker.
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where processes meet before they can talk: a transport's module, and host and port."""
+    """The place where processes meet before they can talk: a transport's module, host and port."""
 
     module: str
     address: tuple[str, int]
@@ -38,7 +39,10 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Open:
-    """First message: who you are. `backend` is `module:Class`, None to ask the registry."""
+    """The first message: the worker's member, rank and meeting place.
+
+    `backend` is `module:Class`; None if the registry has the backend.
+    """
 
     member: Member
     backend: str | None
@@ -51,22 +55,22 @@ class Open:
 
 @dataclass(frozen=True)
 class EdgeEnd:
-    """One end of a wire, at the worker that gets this; both, without a port, if both are there."""
+    """The end of a wire at a worker. Both ends, without a port, if both are at this worker."""
 
     wire: Wire
     port: Port | None
     link: Link
-    fds: tuple[int, int]  # its own lie from .. to (excluded) among those of the message
+    fds: tuple[int, int]  # its descriptors are from .. to (excluded) of the message's
 
 
 @dataclass(frozen=True)
 class Keep:
-    """How versions of weights are kept (`hetpipe.worker.weights`), and what they have seen."""
+    """How versions of weights are kept (`hetpipe.worker.weights`), and the updates so far."""
 
     policy: WeightPolicy = FLUSH
-    updates: tuple[int, ...] = ()  # of each stage; empty: none
-    lr: float = 0.0  # of the last of them
-    check_finite: bool = False  # look at all that leaves a pass
+    updates: tuple[int, ...] = ()  # by stage; empty: none so far
+    lr: float = 0.0  # of the last update
+    check_finite: bool = False  # check the outputs of every pass
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class StageLoad:
 
 @dataclass(frozen=True)
 class Load:
-    """Become these stages."""
+    """Load these stages, in place of all others."""
 
     stages: tuple[StageLoad, ...]
     keep: Keep
@@ -101,7 +105,7 @@ class Clip:
     skips: bool = False
 
     def factor(self, square: float) -> float:
-        """What to multiply gradients with whose squares sum to `square`; NaN to leave them out."""
+        """The factor for gradients whose squares sum to `square`; NaN to leave the update out."""
         if self.skips and not math.isfinite(square):
             return math.nan
         return min(1.0, self.norm / (math.sqrt(square) + 1e-6))
@@ -109,10 +113,10 @@ class Clip:
 
 @dataclass(frozen=True)
 class Apply:
-    """An update. Without `grad_scale` the controller sends it, once all losses are known."""
+    """An update. If `grad_scale` is None the controller sends it once it knows all losses."""
 
     serial: int  # names it between the controller and its workers
-    number: int  # of all mini-batches that were trained, from 1
+    number: int  # counts all mini-batches that were trained, from 1
     lr: float
     grad_scale: float | None
     clip: Clip | None
@@ -120,41 +124,44 @@ class Apply:
 
 @dataclass(frozen=True)
 class Batch(Apply):
-    """A mini-batch, and its update, as one worker sees it. Sequences have an entry per micro-batch;
-    what differs between stages is by stage. A replica sees its own rows, of what it takes part in.
+    """A mini-batch and its update, for one worker.
+
+    Sequences have an entry per micro-batch, mappings one per stage. Feeds have only the rows that
+    the worker's replica does.
     """
 
     samples: tuple[int, ...]
     feeds: Mapping[int, Sequence[Mapping[str, Array]]]
     loss_tangents: tuple[float, ...]
     seed: int
-    lag: Mapping[int, Sequence[int]]  # updates between the version that a forward uses and the last
+    lag: Mapping[int, Sequence[int]]  # age in updates of a forward's version
     ahead: Mapping[int, Sequence[int]]  # updates to come before the backward
 
 
 @dataclass(frozen=True)
 class Step:
-    """Do a part of a schedule, which comes once per `script`.
+    """Run a part of a schedule. The schedule comes only the first time that its `script` is run.
 
-    Numbers in it count from mini-batch `first`; `batch` is the mini-batch that begins with it.
+    Numbers in the schedule count from mini-batch `first`. The part begins mini-batch `begins`,
+    which is `batch`.
     """
 
     serial: int
     script: int
     schedule: Schedule | None
-    rows: tuple[int, ...]  # of the schedule, this worker's: one, or one per lane
+    rows: tuple[int, ...]  # this worker's rows of the schedule: one, or one per lane
     closing: Closing
     first: int
     microbatches: int  # per mini-batch
-    begins: int  # the mini-batch that `batch` is
+    begins: int  # the number of `batch` in the stream
     batch: Apply  # a mini-batch, or an update by itself
-    drain: bool  # wait until all is sent; else go on with the next part
-    evaluates: bool  # forwards in evaluation
+    drain: bool  # wait until all messages are sent; else go on at once
+    evaluates: bool  # forwards are in evaluation
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What a mini-batch's gradients are multiplied with: by its counts, or to clip them."""
+    """The factor of a mini-batch's gradients: for their mean, or (`clips`) to clip them."""
 
     serial: int
     clips: bool
@@ -204,8 +211,8 @@ class Reply:
 
 @dataclass(frozen=True)
 class Losses:
-    """Every forward of a mini-batch is done: whether its losses are finite, and the counts that
-    they are sums over, if they are sums."""
+    """Every forward of a mini-batch is done: says whether its losses are finite. `counts` has the
+    numbers of terms of losses that are sums, else None."""
 
     serial: int
     finite: bool
@@ -214,19 +221,19 @@ class Losses:
 
 @dataclass(frozen=True)
 class Norm:
-    """The sum of squares of the gradients that a worker has of a mini-batch."""
+    """The sum of squares of a worker's gradients of a mini-batch."""
 
     serial: int
     square: float
 
 
 News = Losses | Norm
-"""What the controller must answer in the middle of a step."""
+"""Messages that the controller answers in the middle of a step."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """Still here, and at what."""
+    """A sign of life, with the worker's present action."""
 
     doing: str
 
@@ -242,15 +249,15 @@ class Failure:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a worker says of a part of a schedule.
+    """The results of a worker for a part of a schedule.
 
-    Spans: lane, stage, operation and number of an action, start and end by time.monotonic; of
-    transfers those that have ended. The rest is by stage.
+    A span is the lane, stage, operation and number of an action, and its start and end by
+    `time.monotonic`. Transfers have one once they have ended. Mappings are by stage.
     """
 
     losses: tuple[float, ...] | None
     counts: tuple[float, ...] | None
     spans: Sequence[tuple[int, int, str, int, float, float]]
-    versions: Mapping[int, int]  # that the last forward used, counted in updates
+    versions: Mapping[int, int]  # of the last forward, counted in updates
     live_versions: Mapping[int, int]  # most at once
     memory: Mapping[int, tuple[int, int]]  # most micro-batches in flight, most bytes

@@ -1,4 +1,5 @@
-"""A message in pieces: what a device finishes first leaves first (BaPipe, section 3.2)."""
+"""A message in pieces: each leaves as soon as the device has finished it (BaPipe, section 3.2;
+station 8 of docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ class Piece(NamedTuple):
 
 
 Leaving = Callable[[Sequence[Slot], Sequence[Buffer], Event, Sequence[Chunk]], None]
-"""Told of a pass that has begun: slots of its outputs, these, its end, and chunks."""
+"""(slots of the outputs, outputs, end of the pass, chunks); called when a pass has begun."""
 
 
 def streams(info: DeviceInfo) -> bool:
-    """Whether the device tells of parts of its results while a pass runs."""
+    """Whether the device reports parts of its results while a pass runs."""
     return info.execution is Execution.ASYNC and info.capabilities.chunks
 
 
@@ -38,23 +39,23 @@ def pieces_of(
     ended: Event,
     chunks: Sequence[Chunk],
 ) -> list[Piece] | None:
-    """The whole message in its own order, out of a pass that has begun.
+    """The pieces of a message in its order, out of a pass that has begun.
 
-    What no chunk tells of is ready when the pass has `ended`. None if a tensor of the message is
-    not among the outputs, whose slots are `slots`.
+    Elements in no chunk are ready when the pass has `ended`. `slots` are those of the outputs; None
+    if one of the message's tensors is not among them.
     """
-    found = []
+    pieces = []
     at = {slot.key: index for index, slot in enumerate(slots)}
     for tensor, slot in enumerate(layout):
         if slot.key not in at:
             return None
         output = at[slot.key]
         count, reached = math.prod(slot.shape), 0
-        told = sorted((lo, hi, ready) for index, lo, hi, ready in chunks if index == output)
-        for lo, hi, ready in [*told, (count, count, ended)]:
+        ready_parts = sorted((lo, hi, ready) for index, lo, hi, ready in chunks if index == output)
+        for lo, hi, ready in [*ready_parts, (count, count, ended)]:
             if lo > reached:
-                found.append(Piece(tensor, outputs[output], reached, lo, ended))
+                pieces.append(Piece(tensor, outputs[output], reached, lo, ended))
             if hi > lo:
-                found.append(Piece(tensor, outputs[output], lo, hi, ready))
+                pieces.append(Piece(tensor, outputs[output], lo, hi, ready))
             reached = hi
-    return found
+    return pieces

@@ -1,7 +1,8 @@
-"""Rows: what crosses between stages whose replicas divide a micro-batch in unlike ways.
+"""Rows: messages between stages whose replicas divide a micro-batch in unlike ways (stations 6 and
+8 of docs/life-of-a-micro-batch.md).
 
-Where two replicas of neighbouring stages do the same rows, tensors travel whole, from device to
-device. Else the rows that both do are cut out, and joined with those of others, on the host.
+If two replicas of neighbouring stages do the same rows, tensors travel whole, from device to
+device. Else the rows that both do are cut out, and joined with other replicas' rows, on the host.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Route(NamedTuple):
-    """What a replica exchanges with one of a neighbouring stage."""
+    """A message to or from a replica of a neighbouring stage."""
 
     peer: Replica
     rows: Rows  # of the micro-batch
@@ -28,31 +29,31 @@ class Route(NamedTuple):
 
 
 def routes(shares: Shares, own: Replica, stage: int, content: Content, samples: int) -> list[Route]:
-    """With whom a replica exchanges what of a micro-batch, in the order of the replicas."""
+    """The routes between a replica and those of another stage, in the order of the replicas."""
     mine = shares.rows(own, samples)
-    found = []
+    overlapping = []
     for peer in shares.replicas(stage):
         theirs = shares.rows(peer, samples)
         lo, hi = overlap(mine, theirs)
         if lo < hi:
-            found.append(Route(peer, (lo, hi), kind_of(content, mine, theirs)))
-    return found
+            overlapping.append(Route(peer, (lo, hi), kind_of(content, mine, theirs)))
+    return overlapping
 
 
 def kind_of(content: Content, one: Rows, other: Rows) -> Kind:
-    """The kind of a message between replicas that do these rows."""
+    """The kind of a message between two replicas, by the rows that they do."""
     lo, hi = overlap(one, other)
     return Kind(content if one == other else content.some_rows, hi - lo)
 
 
 def find_axes(shapes: Iterable[tuple[str, int, tuple[int, ...]]]) -> dict[str, int]:
-    """The dimension of each tensor's rows, out of (name, rows, shape) for unlike numbers of rows.
+    """The dimension of each tensor's rows, from (name, rows, shape) at unlike numbers of rows.
 
     Raises `HetpipeError` for a tensor that cannot be divided by rows."""
-    known: dict[str, dict[int, tuple[int, ...]]] = {}
+    shapes_of: dict[str, dict[int, tuple[int, ...]]] = {}
     for name, rows, shape in shapes:
-        known.setdefault(name, {})[rows] = shape
-    return {name: _axis(name, found) for name, found in known.items()}
+        shapes_of.setdefault(name, {})[rows] = shape
+    return {name: _axis(name, by_rows) for name, by_rows in shapes_of.items()}
 
 
 def _axis(name: str, shapes: Mapping[int, tuple[int, ...]]) -> int:
@@ -74,13 +75,13 @@ def _axis(name: str, shapes: Mapping[int, tuple[int, ...]]) -> int:
 
 
 def rows_of(layout: Layout, axes: Axes, rows: int) -> Layout:
-    """The layout of so many rows of these tensors."""
-    found = []
+    """The layout of these tensors with `rows` rows."""
+    slots = []
     for slot in layout:
         axis = axes[slot.name]
         shape = (*slot.shape[:axis], rows, *slot.shape[axis + 1 :])
-        found.append(replace(slot, shape=shape))
-    return tuple(found)
+        slots.append(replace(slot, shape=shape))
+    return tuple(slots)
 
 
 def cut(arrays: Sequence[Array], layout: Layout, axes: Axes, lo: int, hi: int) -> list[Array]:
@@ -94,7 +95,7 @@ def cut(arrays: Sequence[Array], layout: Layout, axes: Axes, lo: int, hi: int) -
 def join(
     parts: Sequence[tuple[Rows, Sequence[Array]]], layout: Layout, axes: Axes, own: Rows
 ) -> list[Array]:
-    """The rows `own` of the micro-batch, out of parts that have them all."""
+    """Joins parts of the micro-batch, which cover the rows `own`."""
     whole = rows_of(layout, axes, own[1] - own[0])
     joined = [np.empty(slot.shape, host_dtype(slot.dtype)) for slot in whole]
     for (lo, hi), arrays in parts:

@@ -26,7 +26,7 @@ SMALL_NBYTES = 1 << 20
 
 @dataclass(frozen=True)
 class RingPort(Port):
-    """Its descriptors: the memory, and this end of the socket pair."""
+    """A port with two descriptors: the memory, and this end of the socket pair."""
 
     slots: int
     slot_nbytes: int
@@ -50,7 +50,7 @@ def plugs(
 
 
 class _Ring:
-    """What both ends have in common: the slots in turn, and bytes to and from the other end."""
+    """The part that both ends share: slots in turn, and signals to and from the other end."""
 
     def __init__(self, port: RingPort, wire: Wire, fds: Sequence[int]) -> None:
         memory = mmap.mmap(fds[0], port.slots * port.slot_nbytes)
@@ -95,7 +95,7 @@ class _Ring:
         return self._arrays[self._turn][kind], self._deliver_s[self._turn]
 
     def signal(self) -> None:
-        """Done with the present slot."""
+        """Signal that this end has done with the present slot."""
         self._turn = (self._turn + 1) % self.slots
         try:
             self._socket.send(b"\1")

@@ -1,4 +1,5 @@
-"""How the replicas of a stage share work: rows of each micro-batch, or mini-batches in turn."""
+"""Shares: replicas of a stage divide each micro-batch by rows, or take mini-batches in turn
+(station 2 of docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ Rows = tuple[int, int]
 def divide(samples: int, weights: tuple[float, ...]) -> tuple[int, ...]:
     """Rows of a micro-batch for each replica, in their order, by the largest remainders.
 
-    Raises `HetpipeError` where one would get none.
+    Raises `HetpipeError` if one would get none.
     """
     total = sum(weights)
     exact = [samples * weight / total for weight in weights]
@@ -50,9 +51,12 @@ def _ends(samples: int, weights: tuple[float, ...]) -> tuple[Rows, ...]:
 
 @dataclass(frozen=True)
 class Shares:
-    """Who does what of each stage: its replicas divide every micro-batch by their weights, or take
-    whole mini-batches in turn. `weights[n]` has an entry for each replica of stage n. Those in turn
-    average the gradients of a round in one update, or apply each by itself."""
+    """The work of each replica of each stage.
+
+    The replicas of stage n divide every micro-batch by `weights[n]`, or (`in_turn`) take whole
+    mini-batches in turn. In turn they apply the mean gradient of a round (`averages`), or each
+    mini-batch's by itself.
+    """
 
     weights: tuple[tuple[float, ...], ...]
     in_turn: bool = False
@@ -63,19 +67,19 @@ class Shares:
         return [Replica(stage, number) for number in range(len(self.weights[stage]))]
 
     def rows(self, replica: Replica, samples: int) -> Rows:
-        """Which rows of a micro-batch a replica does, where it takes the mini-batch."""
+        """The rows of a micro-batch that a replica does, if it takes the mini-batch."""
         weights = self.weights[replica.stage]
         if self.in_turn or len(weights) == 1:
             return 0, samples
         return _ends(samples, weights)[replica.number]
 
     def takes(self, replica: Replica, mini_batch: int) -> bool:
-        """Whether a replica does anything of a mini-batch."""
+        """Whether a replica does any part of a mini-batch."""
         count = len(self.weights[replica.stage])
         return not self.in_turn or mini_batch % count == replica.number
 
     def per_update(self, stage: int) -> int:
-        """How many mini-batches an update of a stage applies."""
+        """The number of mini-batches that an update of a stage applies."""
         return len(self.weights[stage]) if self.in_turn and self.averages else 1
 
     def meet(self, one: Replica, other: Replica) -> bool:
@@ -85,6 +89,6 @@ class Shares:
 
 
 def overlap(one: Rows, other: Rows) -> Rows:
-    """The rows that are in both; none is (0, 0)."""
+    """The rows that are in both; (0, 0) if there are none."""
     lo, hi = max(one[0], other[0]), min(one[1], other[1])
     return (lo, hi) if lo < hi else (0, 0)

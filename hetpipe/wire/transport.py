@@ -1,4 +1,5 @@
-"""What a transport provides: the two ends of a wire, made from a port that can travel.
+"""Transport: the two ends of a wire, made from a port that can travel (station 9 of
+docs/life-of-a-micro-batch.md).
 
 A message is a list of tensors whose shapes both ends know. An end is used by one thread.
 """
@@ -42,7 +43,7 @@ class EmulatedLink:
         self.emulates = link.latency_s is not None or link.bandwidth_Bps is not None
 
     def occupy(self, start_s: float, nbytes: int) -> float:
-        """Return when the link is free again; the value is the time of delivery, 0 for now."""
+        """Wait until the link is free again. Returns the time of delivery; 0 means at once."""
         if not self.emulates:
             return 0.0
         transfer_s = nbytes / self._bandwidth_Bps if self._bandwidth_Bps else 0.0
@@ -85,15 +86,15 @@ class Outlet(ABC):
     def stream(self, kind: Kind, pieces: Sequence[Piece]) -> tuple[float, float]:
         """Send one message of that kind piece by piece, each as soon as it is ready.
 
-        The pieces are the whole message in its order. Returns when the first was ready, and the
-        end. Raises `EdgeClosedError` if nobody can receive it.
+        The pieces are the whole message in its order. Returns the time when the first was ready,
+        and the end. Raises `EdgeClosedError` if nobody can receive it.
         """
         arrays = self._acquire(kind)
         begins = offsets(self.wire.layouts[kind])
         started_s: list[float] = []
         free_s = deliver_s = 0.0
         for piece in pieces:
-            # What was ready while the piece before was on its way follows it without a gap.
+            # A piece that was ready while the one before was on its way follows it without a gap.
             follows = free_s > 0.0 and piece.ready.done()
             piece.ready.wait()
             begin_s = free_s if follows else time.monotonic()
@@ -114,7 +115,7 @@ class Outlet(ABC):
         return not self.link.emulates and self._in_host_memory and self._has_room()
 
     def _has_room(self) -> bool:
-        """Whether `_acquire` would return at once; where that is unknown, no."""
+        """Whether `_acquire` would return at once; False if that is unknown."""
         return False
 
     @abstractmethod
@@ -124,12 +125,12 @@ class Outlet(ABC):
     def _fill(self, tensors: Sequence[Tensor], arrays: list[Array]) -> None:
         to_host(self.device, tensors, arrays)
 
-    def _filled(self, kind: Kind, nbytes: int) -> None:  # noqa: B027 - memory needs no word of it
-        """The first bytes of the message are filled; they may leave."""
+    def _filled(self, kind: Kind, nbytes: int) -> None:  # noqa: B027 - memory needs no call
+        """Called when the first `nbytes` of the message are filled and may leave."""
 
     @abstractmethod
     def _commit(self, kind: Kind, arrays: list[Array], deliver_s: float) -> None:
-        """They are filled: hand them over."""
+        """Hand over the arrays, which are filled."""
 
     @abstractmethod
     def close(self) -> None:
@@ -140,7 +141,7 @@ class Inlet(ABC):
     """The receiving end of a wire."""
 
     buffered = False
-    """Whether messages arrive without anybody who waits for them."""
+    """Whether messages arrive even while no thread waits for them."""
 
     def __init__(self, wire: Wire, device: Device) -> None:
         self.wire = wire
@@ -148,7 +149,7 @@ class Inlet(ABC):
         self.in_host_memory = device.info.memory_domain == HOST_MEMORY
 
     def receive(self, kind: Kind) -> tuple[list[Any], float]:
-        """The next message, which is of that kind, and when it came.
+        """The next message, which is of that kind, and the time when it came.
 
         Tensors of activations and their gradients are on the device, others on the host.
         Raises `EdgeClosedError` if none can come.
@@ -169,7 +170,7 @@ class Inlet(ABC):
 
     @abstractmethod
     def _release(self) -> None:
-        """They have been read."""
+        """Give back the arrays, which have been read."""
 
     @abstractmethod
     def close(self) -> None:
@@ -177,7 +178,7 @@ class Inlet(ABC):
 
 
 class Port(ABC):
-    """One end of a wire before it is opened; pickles. `fds` came with it to the process."""
+    """One end of a wire before it is opened. It can be pickled; its `fds` travel beside it."""
 
     @abstractmethod
     def outlet(self, wire: Wire, device: Device, link: Link, fds: Sequence[int]) -> Outlet:
@@ -201,7 +202,7 @@ def to_host(device: Device, tensors: Sequence[Tensor], arrays: Sequence[Array]) 
 
 
 def to_device(device: Device, arrays: Sequence[Any]) -> list[Buffer]:
-    """Copy host arrays to the device; what is a buffer of it already stays as it is."""
+    """Copy host arrays to the device; its own buffers are not copied."""
     buffers, events = [], []
     for array in arrays:
         if isinstance(array, np.ndarray):

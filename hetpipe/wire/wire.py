@@ -1,4 +1,4 @@
-"""Wires: what travels between two replicas of stages, and how a message lies in memory."""
+"""Wires: the messages between two replicas, and their layout in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Layout = tuple[Slot, ...]
 
 
 class Content(str, Enum):
-    """What a message carries. The first six are messages of a schedule, by its letters."""
+    """The content of a message. The first five have the letters of a schedule's messages."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -39,7 +39,7 @@ class Content(str, Enum):
 
     @property
     def some_rows(self) -> Content:
-        """Some rows of such a message."""
+        """The content of a message with some rows of such a one."""
         return Content(self.value.lower())
 
     @property
@@ -69,8 +69,11 @@ class Content(str, Enum):
 
 
 class Kind(NamedTuple):
-    """Messages of one kind have one layout. `number` is the samples of their micro-batch, or rows;
-    0 for tied weights; of exchanges within a pass, which of them it is."""
+    """The kind of a message; messages of one kind have one layout.
+
+    `number` counts the micro-batch's samples, or the rows. It is 0 for tied weights and gradients.
+    For an exchange within a pass it is the number of that exchange.
+    """
 
     content: Content
     number: int
@@ -85,9 +88,9 @@ Axes = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Wire:
-    """What travels from one replica to another: the layout of each kind of message.
+    """The messages from one replica to another: the layout of each kind.
 
-    `axes` of the tensors of which rows travel, here or elsewhere between the same stages.
+    `axes` has the tensors that travel by rows, on this or another wire between the same stages.
     """
 
     source: Replica
@@ -113,12 +116,12 @@ def host_dtype(name: str) -> np.dtype[Any]:
 
 @lru_cache(maxsize=256)
 def offsets(layout: Layout) -> tuple[int, ...]:
-    """Where each tensor begins in a message; in front there is room for the time of delivery."""
-    found, offset = [], ALIGN
+    """The offset of each tensor in a message, and its end. The time of delivery comes first."""
+    begins, offset = [], ALIGN
     for slot in layout:
-        found.append(offset)
+        begins.append(offset)
         offset = aligned(offset + slot.nbytes)
-    return (*found, offset)
+    return (*begins, offset)
 
 
 def packed_nbytes(layout: Layout) -> int:
@@ -127,7 +130,7 @@ def packed_nbytes(layout: Layout) -> int:
 
 
 def tensor_nbytes(layout: Layout) -> int:
-    """Bytes of its tensors alone."""
+    """Bytes of the tensors of a message."""
     return sum(slot.nbytes for slot in layout)
 
 

@@ -58,14 +58,14 @@ def _serve(fd: int) -> None:
     answers: SimpleQueue[object] = SimpleQueue()
 
     def send() -> None:
-        """On a thread of its own: who computes goes on at once."""
+        """Runs on a thread of its own, so that the compute thread goes on at once."""
         while True:
             message = answers.get()
             try:
                 channel.send(message)
             except OSError:
                 os._exit(1)  # the controller is gone
-            except Exception as error:  # what does not pickle
+            except Exception as error:  # a message that does not pickle
                 service.fail(error)
             if isinstance(message, Failure):
                 sys.stderr.flush()
@@ -81,7 +81,7 @@ def _serve(fd: int) -> None:
     threading.Thread(target=send, name="answers", daemon=True).start()
     threading.Thread(target=beat, name="heartbeat", daemon=True).start()
     threading.Thread(target=service.serve, name="compute", daemon=True).start()
-    # This thread only listens, so it hears of the controller's end whatever the others wait for.
+    # This thread only listens, so it notices the controller's end even while all others wait.
     try:
         while True:
             message, fds = channel.receive()

@@ -1,7 +1,9 @@
-"""Binding: every slot of a stage's programs gets a place, found once; pure, without a device.
+"""Binding: every slot of a stage's programs gets a place, once, at load; no device is needed.
 
-A place is an entry of one of three tables: parameters (of the version that a pass uses), the store
-(what lasts), and the frame (what one micro-batch brings and leaves).
+A place is an entry of one of three tables: the parameters (of the version that a pass uses), the
+store (values that last), and the frame (values of one micro-batch). Station 6 of
+docs/life-of-a-micro-batch.md fills a frame, stations 7, 10 and 14 run on all three tables.
+
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ Key = tuple[str, str]
 
 
 class Table(IntEnum):
-    """Where a value lies."""
+    """The table in which a value lies."""
 
     PARAMS = 0
     STORE = 1
@@ -73,19 +75,19 @@ class Binding:
 
 @dataclass(frozen=True)
 class PassBindings:
-    """The passes for one micro-batch size; all numbers are indices in the frame."""
+    """The passes for one number of samples; all numbers are indices in the frame."""
 
     forward: Binding
     backwards: tuple[Binding, ...]
-    """The whole, or its two halves; none without a gradient."""
+    """The whole backward, or its two halves; empty if there is no gradient."""
     feeds: tuple[tuple[str, int], ...]
     """Name of each leaf of the batch that a pass reads, and its index."""
     kept: frozenset[int]
-    """Read by some backward."""
+    """Entries that a backward reads."""
     awaited: tuple[frozenset[int], ...]
-    """After each pass: read by a later backward."""
+    """After each pass, the entries that a later backward reads."""
     dead: tuple[tuple[int, ...], ...]
-    """After each pass: read by nobody any more."""
+    """After each pass, the entries that nobody reads any more."""
 
 
 class StageBinding:
@@ -111,7 +113,7 @@ class StageBinding:
         self.norm = None if graphs.norm is None else self.bind(graphs.norm)
 
     def index_of(self, role: str) -> int | None:
-        """The index of the only slot of a role; None if there is none."""
+        """The index of a role's only slot; None if it has none."""
         return next((self.places[key].entry for key in self.places if key[0] == role), None)
 
     def names(self, role: str) -> list[str]:
@@ -157,8 +159,8 @@ class StageBinding:
 def _programs(graphs: StageGraphs) -> list[Program]:
     passes = [
         program
-        for each in graphs.passes.values()
-        for program in (each.forward, each.backward, *(each.halves or ()))
+        for passes_of in graphs.passes.values()
+        for program in (passes_of.forward, passes_of.backward, *(passes_of.halves or ()))
     ]
     others = (graphs.update, graphs.predict, graphs.norm, *graphs.evaluation.values())
     return [program for program in (*passes, *others) if program is not None]

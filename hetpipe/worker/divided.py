@@ -22,18 +22,18 @@ from hetpipe.wire.wire import Content, Kind, Layout, host_dtype
 Array = np.ndarray[Any, Any]
 
 Meet = Callable[[list[Array]], list[Array]]
-"""Own terms -> their sums over the replicas; every replica calls it at the same places."""
+"""Own terms -> their sums over the replicas. Every replica calls it at the same places."""
 
 
 @dataclass(frozen=True, order=True)
 class Within(Action):
-    """One of the exchanges inside a pass, in their order."""
+    """An exchange inside a pass; `place` is its number among them."""
 
     place: int = 0
 
 
 def exchanges(replicas: Sequence[StageGraphs]) -> dict[Kind, Layout]:
-    """What the replicas of a stage exchange inside passes. Raises `HetpipeError` if they differ."""
+    """The messages of replicas inside passes. Raises `HetpipeError` if the replicas differ."""
     by_pass: dict[Content, list[Layout]] = {}
     for content, program in (pair for stage in replicas for pair in _passes(stage)):
         own = layouts(program)
@@ -51,7 +51,7 @@ def exchanges(replicas: Sequence[StageGraphs]) -> dict[Kind, Layout]:
 
 
 def compile_program(device: Device, program: Program, meet: Meet | None) -> Executable:
-    """A program as one executable; without `meet` there is one replica, which has all rows."""
+    """A program as one executable. Without `meet` the only replica has all rows."""
     if meet is None or not has_sums(program):
         return device.compile(of_one_replica(program.graph))
     return _Divided(device, divide(program), meet)
@@ -67,7 +67,7 @@ class _Compiled:
     def run(
         self, env: dict[str, Buffer], lent: frozenset[str], after: Sequence[Event], queue: int
     ) -> Event | None:
-        """Compute from `env` into it; of what is `lent`, the last reader may overwrite it."""
+        """Compute from `env` into it. The last reader of a `lent` value may overwrite it."""
         if self.executable is None:
             return None
         part = self.part
@@ -105,8 +105,8 @@ class _Divided(Executable):
             after = (*after, event) if event is not None else after
             after = self._exchange(env, exchange, after)
         event = self._parts[-1].run(env, lent, after, queue)
-        for each in () if event is not None else after:
-            each.wait()
+        for earlier in () if event is not None else after:
+            earlier.wait()
         return [env[name] for name in self._division.outputs], event or DONE, ()
 
     def _exchange(
@@ -127,7 +127,7 @@ class _Divided(Executable):
 
 
 def _passes(stage: StageGraphs) -> Iterator[tuple[Content, Program]]:
-    """The programs by the kind of the exchanges within."""
+    """Each program with the content of its exchanges."""
     for passes in stage.passes.values():
         yield Content.SUM_IN_FORWARD, passes.forward
         whole = () if passes.backward is None else (("B", passes.backward),)

@@ -1,4 +1,5 @@
-"""Emulated speed: a compute action is stretched to what a slower device would take."""
+"""Emulated speed: a compute action is stretched to the time of a slower device (station 7 of
+docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import time
 
 
 def stretch(start_s: float, speed: float) -> float:
-    """Wait until what began at `start_s` (`time.monotonic`) has taken 1/speed of its time; the end.
+    """Wait until an action that began at `start_s` has taken 1/speed of its time; returns the end.
+
+    Times are those of `time.monotonic`.
 
     The core is kept awake: after an idle pause the next action would be slower by itself.
     """

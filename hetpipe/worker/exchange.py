@@ -1,5 +1,5 @@
-"""Exchange: what the stages of a worker send to others, receive from them and sum with them
-(stations 6, 8 and 12 of docs/life-of-a-micro-batch.md)."""
+"""Exchange: the stages of a worker send, receive and sum tensors (stations 6, 8 and 12 of
+docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from hetpipe.worker.routes import Edge, Routes
 from hetpipe.worker.stage import Stage
 
 Expected = tuple[Action, int | None, Kind, int]
-"""A receiving action, the stage that sends (None: its own), kind and mini-batch."""
+"""A receiving action, the sending stage (None: its own), kind and mini-batch."""
 
 
 class Exchange:
-    """The edges of a worker, and who uses them. `numbers`: which replica it is."""
+    """A worker's edges, and their use by its stages. `numbers[n]` is its replica of stage n."""
 
     def __init__(
         self,
@@ -50,11 +50,11 @@ class Exchange:
         self._kinds_within: dict[tuple[int, str], list[Kind]] = {}  # by stage and letter of a pass
         self._within: dict[int, deque[tuple[Action, Kind]]] = {n: deque() for n in stages}
         self.waited_s = 0.0
-        """In exchanges within passes, so far."""
+        """Seconds in exchanges within passes, so far."""
         self.streams = any(sender.streams for sender in senders.values())
 
     def expect(self, messages: Sequence[Expected]) -> None:
-        """What will come, in the order in which each stage sends it."""
+        """Tell the receivers which messages will come, in the order of each sending stage."""
         routes = self._routes
         for action, _, kind, _ in messages:
             if isinstance(action, Within):
@@ -73,7 +73,7 @@ class Exchange:
             receiver.expect(order)
 
     def transfer(self, action: Action, message: Message, kind: Kind, mini_batch: int) -> None:
-        """Send, or receive, a message of a whole micro-batch: to, or from, all whom it concerns."""
+        """Send a whole micro-batch's message to all its peers, or receive it from them."""
         routes = self._routes.of(action, message, kind, mini_batch)
         if action.op.is_send:
             self._send(action, message, kind, routes)
@@ -83,7 +83,7 @@ class Exchange:
     def leaving(
         self, send: Action, message: Message, kind: Kind, mini_batch: int
     ) -> Leaving | None:
-        """What sends a pass's outputs while it runs; None if they cannot leave in pieces."""
+        """A function that sends a pass's outputs while it runs; None if they must leave whole."""
         routes = self._routes.of(send, message, kind, mini_batch)
         if len(routes) != 1 or routes[0].kind != kind:
             return None
@@ -103,7 +103,7 @@ class Exchange:
         return leave
 
     def all_reduce(self, action: Action, scale: float = 1.0) -> None:
-        """Sum `scale` times the gradients over the replicas, in their order: all get the same."""
+        """Sum `scale` times the gradients over the replicas, in their order: all get equal sums."""
         n = action.stage
         stage, layout = self._stages[n], self._routes.among(n, GRADIENTS)
         if not layout:
@@ -115,8 +115,9 @@ class Exchange:
             stage.put(slot.key, total)
 
     def pass_gradients(self, action: Action) -> None:
-        """Send the gradients of a mini-batch to the other replicas, and keep them for its update;
-        or receive those of another's into the accumulators, whose own are kept or applied."""
+        """Send a mini-batch's gradients to the other replicas, and keep them aside for its update;
+        or receive another replica's into the accumulators, whose own gradients are aside or
+        applied."""
         n = action.stage
         stage, layout = self._stages[n], self._routes.among(n, GRADIENTS)
         own, fellows = self._routes.own(n), self._routes.fellows(n)
@@ -128,17 +129,17 @@ class Exchange:
                 self._senders[own, fellow].send(action, GRADIENTS, [*gradients.values()])
             self._aside[n, action.number] = gradients
         else:
-            (owner,) = (each for each in fellows if self._shares.takes(each, action.number))
+            (owner,) = (peer for peer in fellows if self._shares.takes(peer, action.number))
             for slot, array in zip(layout, self._receivers[owner, own].take(action), strict=True):
                 stage.put(slot.key, array)
 
     def take_back(self, update: Action) -> None:
-        """Put what was kept for an update into the accumulators."""
+        """Put the gradients that were kept aside for an update into the accumulators."""
         for key, array in self._aside.pop((update.stage, update.number), {}).items():
             self._stages[update.stage].put(key, array)
 
     def within(self, action: Action, letter: str) -> list[Expected]:
-        """The exchanges within a pass, which is of that letter, as messages that will come."""
+        """The exchanges within a pass of that letter, as messages that will come."""
         n, op, number = action.stage, action.op, action.number
         kinds = self._kinds_within.get((n, letter))
         if kinds is None:
@@ -161,20 +162,22 @@ class Exchange:
             sender.drain()
 
     def take_spans(self) -> list[Span]:
-        """The spans of what was sent and received since the last time."""
+        """The spans of the messages sent and received since the last call."""
         edges = chain[Sender | Receiver](self._senders.values(), self._receivers.values())
         spans = (span for edge in edges for span in edge.take_spans())
-        return [span for span in spans if not isinstance(span[0], Within)]  # are in the passes'
+        return [
+            span for span in spans if not isinstance(span[0], Within)
+        ]  # these are in the passes'
 
     def _summed(self, n: int, action: Action, kind: Kind, terms: list[Array]) -> list[Array]:
-        """Everyone sends its terms to everyone, and adds them in the order of the replicas."""
+        """Every replica sends its terms to all others, and adds all in the replicas' order."""
         own, fellows = self._routes.own(n), self._routes.fellows(n)
         for fellow in fellows:
             self._senders[own, fellow].send(action, kind, terms)
-        by_replica = {each: self._receivers[each, own].take(action) for each in fellows}
+        by_replica = {peer: self._receivers[peer, own].take(action) for peer in fellows}
         by_replica[own] = terms
         in_order = [by_replica[replica] for replica in sorted(by_replica)]
-        return [np.asarray(reduce(np.add, each)) for each in zip(*in_order, strict=True)]
+        return [np.asarray(reduce(np.add, addends)) for addends in zip(*in_order, strict=True)]
 
     def _send(self, action: Action, message: Message, kind: Kind, routes: Sequence[Route]) -> None:
         own = self._routes.own(action.stage)
@@ -216,7 +219,7 @@ class Exchange:
     ) -> Sequence[Tensor]:
         stage = self._stages[own.stage]
         if kind.content.is_tied:
-            # The next update overwrites them: they leave the device before the list goes on.
+            # The next update overwrites them, so they leave the device before the next action.
             return [stage.get(slot.key) for slot in layout]
         lo, hi = self._shares.rows(own, kind.number)
         return stage.frames.depart(message.number, hi - lo, layout)

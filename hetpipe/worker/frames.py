@@ -1,4 +1,5 @@
-"""Frames: what each micro-batch has brought to a stage and left there, until nobody reads it."""
+"""Frames: the values of each micro-batch in a stage, until nobody reads them (stations 6, 8 and 11
+of docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ class Frames:
         self._frames: dict[int, Entries] = {}
 
     def of(self, microbatch: int) -> Entries:
-        """Its frame; an empty one the first time."""
+        """The frame of a micro-batch; an empty one the first time."""
         frame = self._frames.get(microbatch)
         if frame is None:
             frame = self._frames[microbatch] = self.empty()
@@ -30,7 +31,7 @@ class Frames:
         return [None] * self._binding.sizes[Table.FRAME]
 
     def all(self) -> list[Entries]:
-        """The frames that there are."""
+        """All frames."""
         return list(self._frames.values())
 
     def arrive(self, microbatch: int, layout: Layout, buffers: Sequence[Buffer]) -> None:
@@ -40,7 +41,7 @@ class Frames:
             frame[self._binding.places[slot.key].entry] = buffer
 
     def depart(self, microbatch: int, samples: int, layout: Layout) -> list[Buffer]:
-        """Tensors for a neighbour; those that no backward reads are let go."""
+        """The tensors for a neighbour. Drops those that no backward reads."""
         frame, passes = self._frames[microbatch], self._binding.passes
         kept = passes[samples].kept if samples in passes else frozenset()
         indices = [self._binding.places[slot.key].entry for slot in layout]
@@ -56,7 +57,7 @@ class Frames:
 
     @staticmethod
     def let_go(frame: Entries, bindings: PassBindings, number: int) -> None:
-        """Drop what nobody reads after pass `number` of a micro-batch."""
+        """Drop the values that nobody reads after pass `number` of a micro-batch."""
         for index in bindings.dead[number]:
             frame[index] = None
 
@@ -75,7 +76,7 @@ class Results:
         return self._indices[role] is not None
 
     def keep(self, microbatch: int, frame: Entries) -> None:
-        """Those that a forward has made."""
+        """Keep the loss and the count that a forward has made."""
         for role, index in self._indices.items():
             if index is not None:
                 self._results[role][microbatch] = frame[index]

@@ -11,33 +11,33 @@ from hetpipe.wire.transport import EdgeClosedError
 
 
 class HandOver:
-    """What lanes of one worker hand each other: K and V of a micro-batch, without a tensor.
+    """Hands micro-batches from one lane of a worker to another: messages K and V, without a tensor.
 
-    What is kept lies in the stage, which both lanes have.
+    The tensors lie in the stage, which both lanes have.
     """
 
     def __init__(self) -> None:
-        self._there: set[Message] = set()
+        self._handed_over: set[Message] = set()
         self._changed = threading.Condition()
         self._closed = False
 
     def give(self, message: Message) -> None:
-        """It is there."""
+        """Hand a message over."""
         with self._changed:
-            self._there.add(message)
+            self._handed_over.add(message)
             self._changed.notify_all()
 
     def take(self, message: Message) -> None:
-        """Wait until it is there. Raises `EdgeClosedError` when closed."""
+        """Wait for a message that another lane hands over. Raises `EdgeClosedError` when closed."""
         with self._changed:
-            while message not in self._there:
+            while message not in self._handed_over:
                 if self._closed:
                     raise EdgeClosedError
                 self._changed.wait()
-            self._there.remove(message)
+            self._handed_over.remove(message)
 
     def close(self) -> None:
-        """Wake who waits."""
+        """Wake the lanes that wait."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -46,7 +46,7 @@ class HandOver:
 def walk(lanes: Sequence[Callable[[], None]], hand_over: HandOver, on_error: OnError) -> None:
     """Walk all lanes to their ends, the first one on this thread; raises the first error.
 
-    An error is told at once: the other lanes may wait for what only the controller can end.
+    An error is reported at once, since only the controller can end the waits of the other lanes.
     """
     errors: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""What a stage holds on its device: micro-batches in flight, and the bytes of distinct buffers."""
+"""The memory of a stage on its device: micro-batches in flight, and bytes of distinct buffers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import NamedTuple
 from hetpipe.sdk.backend import Buffer
 
 Pass = tuple[int, int]
-"""Samples of the micro-batch, and which of its passes: 0 is the forward."""
+"""Samples of the micro-batch, and the number of the pass: 0 is the forward."""
 
 
 class Held(NamedTuple):
-    """What a frame holds; `in_flight` is 1 if a later backward reads any of it, else 0."""
+    """The bytes of a frame; `in_flight` is 1 if a later backward reads any of them, else 0."""
 
     nbytes: int
     in_flight: int
@@ -29,20 +29,21 @@ class _Latest(NamedTuple):
 
 
 class Memory:
-    """Counts behind every pass and update; knows the most since it was last asked.
+    """Counts after every pass and update; knows the most since it was last asked.
 
-    Behind a pass nothing is dropped yet, so its gradients count as well as what they are made of.
-    What a program needs while it runs and what transfers hold do not count. Shapes are static: what
-    a frame holds is added up once for every micro-batch size and pass, behind it and then while the
-    frame waits for the next one. Lanes pass on threads of their own, and each settles what is its.
+    Right after a pass nothing is dropped yet, so its inputs count as well as its outputs. The
+    memory of running programs and of transfers does not count. Shapes are static, so the bytes of a
+    frame are added up only once for every number of samples and pass: right after the pass, and
+    again while the frame waits for the next one. Each lane has a thread of its own, and settles its
+    own frames.
     """
 
     def __init__(self, buffers: Iterable[Buffer | None], version_nbytes: int) -> None:
-        """`buffers` stay; every version of the weights but the first is `version_nbytes` more."""
+        """`buffers` stay. Each version of the weights after the first adds `version_nbytes`."""
         self._steady_nbytes = nbytes_of(buffers)
         self._version_nbytes = version_nbytes
         self._versions = 1
-        self._known: dict[tuple[Pass, bool], Held] = {}
+        self._sizes: dict[tuple[Pass, bool], Held] = {}  # True: right after the pass
         self._lock = threading.Lock()
         self._latest: dict[int, _Latest] = {}  # by thread
         self._frames: dict[int, Held] = {}  # by micro-batch, but for the latest
@@ -61,7 +62,7 @@ class Memory:
         awaited: Collection[int],
         versions: int,
     ) -> None:
-        """A pass has run; of its frame, later backwards read what is `awaited`."""
+        """A pass has run; later backwards read the `awaited` entries of its frame."""
         with self._lock:
             self._forget(microbatch)
             self._versions = versions
@@ -98,7 +99,7 @@ class Memory:
             return most
 
     def _settle(self, *threads: int) -> None:
-        """Their latest frames have dropped what nobody reads, and sent what they had to."""
+        """The latest frames of these threads have dropped or sent all that no backward reads."""
         for thread in threads:
             if (latest := self._latest.pop(thread, None)) is not None:
                 held = self._look(latest.which, False, latest.frame, latest.awaited)
@@ -107,7 +108,7 @@ class Memory:
                 self._in_flight += held.in_flight
 
     def _reach(self, held: Held) -> None:
-        """This is held on top of all frames; those of other lanes may just be changing."""
+        """Note that `held` comes on top of all frames; other lanes may be changing theirs."""
         others = [_look_at(other.frame, other.awaited) for other in self._latest.values()]
         nbytes = self._steady_nbytes + (self._versions - 1) * self._version_nbytes + self._nbytes
         in_flight = self._in_flight + sum(other.in_flight for other in others)
@@ -116,11 +117,15 @@ class Memory:
         self._peak_nbytes = max(self._peak_nbytes, nbytes + held.nbytes)
 
     def _look(
-        self, which: Pass, behind: bool, frame: Sequence[Buffer | None], awaited: Collection[int]
+        self,
+        which: Pass,
+        fresh: bool,
+        frame: Sequence[Buffer | None],
+        awaited: Collection[int],
     ) -> Held:
-        held = self._known.get((which, behind))
+        held = self._sizes.get((which, fresh))
         if held is None:
-            held = self._known[which, behind] = _look_at(frame, awaited)
+            held = self._sizes[which, fresh] = _look_at(frame, awaited)
         return held
 
 

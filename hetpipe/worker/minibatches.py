@@ -1,4 +1,4 @@
-"""Mini-batches that a worker has begun and that some of its stages have not applied yet."""
+"""The mini-batches that a worker has begun and not applied yet with all its stages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hetpipe.wire.messages import Apply, Batch, Step
 
 
 class Position(NamedTuple):
-    """Where a micro-batch is: number of its mini-batch, this, and the place in it."""
+    """The position of a micro-batch: its mini-batch by number, that mini-batch, the place in it."""
 
     mini_batch: int
     batch: Batch
@@ -19,7 +19,7 @@ class Position(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """Of the whole micro-batch, over all replicas."""
+        """The samples of the whole micro-batch, over all replicas."""
         return self.batch.samples[self.place]
 
 
@@ -28,25 +28,25 @@ class MiniBatches:
 
     def __init__(self) -> None:
         self.microbatches = 1
-        """Of each."""
+        """The number in each mini-batch."""
         self._updates: dict[int, Apply] = {}
         self._firsts: dict[int, list[int]] = {}  # the index of each micro-batch's first sample
         self._forwarded: Counter[tuple[int, int]] = Counter()  # by stage and mini-batch
         self._applied: Counter[int] = Counter()  # stages
 
     def begin(self, step: Step) -> None:
-        """Take the mini-batch, or the update by itself, that comes with a part of a schedule."""
+        """Add the mini-batch, or the update by itself, that comes with a part of a schedule."""
         self.microbatches = step.microbatches
         self._updates[step.begins] = step.batch
         if isinstance(step.batch, Batch):
             self._firsts[step.begins] = list(accumulate(step.batch.samples, initial=0))
 
     def update(self, number: int) -> Apply:
-        """How a mini-batch is applied."""
+        """The update of a mini-batch."""
         return self._updates[number]
 
     def at(self, microbatch: int) -> Position:
-        """The mini-batch of a micro-batch."""
+        """The position of a micro-batch."""
         number, place = divmod(microbatch, self.microbatches)
         batch = self._updates[number]
         assert isinstance(batch, Batch)
@@ -57,7 +57,7 @@ class MiniBatches:
         return self._firsts[position.mini_batch][position.place]
 
     def forwarded(self, stage: int, position: Position) -> bool:
-        """A stage has done a forward; whether that was the last one of the mini-batch."""
+        """Count a stage's forward. Returns whether that was its last one of the mini-batch."""
         key = stage, position.mini_batch
         self._forwarded[key] += 1
         is_last = self._forwarded[key] == len(position.batch.samples)
@@ -66,7 +66,7 @@ class MiniBatches:
         return is_last
 
     def applied(self, numbers: Iterable[int], stages: int) -> None:
-        """One stage has applied these; what all of so many have applied is forgotten."""
+        """Count one stage's update. Forget the mini-batches that all `stages` have applied."""
         for number in numbers:
             self._applied[number] += 1
             if self._applied[number] == stages:

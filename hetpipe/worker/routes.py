@@ -1,4 +1,4 @@
-"""Routes: with which other replicas a worker's own exchange a message, and as what."""
+"""Routes: the replicas with which a worker's own exchange a message, and the kind on each edge."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Edge = tuple[Replica, Replica]
 
 
 class Routes:
-    """The edges of a worker. `numbers` says which replica of its stages it is."""
+    """The routes over a worker's edges. `numbers[n]` is its replica of stage n."""
 
     def __init__(
         self,
@@ -27,10 +27,10 @@ class Routes:
         self._numbers = numbers
         self._shares = shares
         self._senders, self._receivers = senders, receivers
-        self._known: dict[tuple[Replica, int, Kind, bool], list[Route]] = {}
+        self._routes: dict[tuple[Replica, int, Kind, bool], list[Route]] = {}
 
     def own(self, stage: int) -> Replica:
-        """Which replica of a stage this is."""
+        """The worker's replica of a stage."""
         return Replica(stage, self._numbers[stage])
 
     def fellows(self, stage: int) -> list[Replica]:
@@ -39,34 +39,34 @@ class Routes:
         return [replica for replica in self._shares.replicas(stage) if replica != own]
 
     def among(self, stage: int, kind: Kind) -> Layout:
-        """What the replicas of a stage send each other as messages of a kind."""
+        """The tensors that the replicas of a stage send each other in messages of a kind."""
         fellows = self.fellows(stage)
         sender = self._senders.get((self.own(stage), fellows[0])) if fellows else None
         return (sender.layout(kind) or ()) if sender is not None else ()
 
     def of(self, action: Action, message: Message, kind: Kind, mini_batch: int) -> list[Route]:
-        """With whom to exchange a message of a whole micro-batch."""
+        """The routes of a whole micro-batch's message."""
         sends = action.op.is_send
         key = self.own(action.stage), message.target if sends else message.source, kind, sends
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = self._find(*key)
-        return [route for route in known if self._shares.takes(route.peer, mini_batch)]
+        between = self._routes.get(key)
+        if between is None:
+            between = self._routes[key] = self._find(*key)
+        return [route for route in between if self._shares.takes(route.peer, mini_batch)]
 
     def meet(self, source: Replica, target: Replica, mini_batch: int) -> bool:
-        """Whether both take it; or the one takes and the other replica of a stage applies it."""
+        """Whether both replicas take a mini-batch, or one takes and its fellow applies it."""
         applies = source.stage == target.stage or self._shares.takes(target, mini_batch)
         return self._shares.takes(source, mini_batch) and applies
 
     def kind_between(self, kind: Kind, source: Replica, target: Replica) -> Kind:
-        """What a message of a whole micro-batch is between two replicas."""
+        """The kind of a whole micro-batch's message between two replicas."""
         if kind.content.stays_on_host:
             return kind
         rows = (self._shares.rows(end, kind.number) for end in (source, target))
         return kind_of(kind.content, *rows)
 
     def layout(self, own: Replica, route: Route, sends: bool) -> Layout | None:
-        """The tensors that go over a route; None if no such message does."""
+        """The tensors that travel over a route; None if no message does."""
         edge: Sender | Receiver | None
         if sends:
             edge = self._senders.get((own, route.peer))
@@ -78,7 +78,7 @@ class Routes:
         if not kind.content.is_tied:
             candidates = routes(self._shares, own, peer, kind.content, kind.number)
         elif sends and own.number > 0:
-            candidates = []  # the first replica has what they all have
+            candidates = []  # only the first replica sends: all have the same
         else:
             replicas = self._shares.replicas(peer)
             peers = replicas if sends else replicas[:1]

@@ -1,4 +1,4 @@
-"""Runner: walks a worker's script, or those of its lanes (station 5 of
+"""Runner: walks a worker's script, or one script per lane (stations 5, 13 and 15 of
 docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from functools import partial
 from itertools import chain, zip_longest
 
 from hetpipe.capture.program import COUNT, LOSS
-from hetpipe.schedule.action import BEHIND_SUMS, GRADIENTS, TIED, Action, Message, Op
+from hetpipe.schedule.action import AFTER_SUMS, GRADIENTS, TIED, Action, Message, Op
 from hetpipe.schedule.lanes import HAND_OVERS
 from hetpipe.wire.edges import OnError, Span
 from hetpipe.wire.messages import Losses, Step, StepReport
@@ -37,9 +37,9 @@ _RECEIVES = {
 
 
 class Runner:
-    """Runs scripts on the stages of `exchange`. `tell` is given losses as soon as they are known.
+    """Runs scripts on a worker's stages, and calls `tell` with losses as soon as they are known.
 
-    Passes are stretched to what they would take at `speed`, 1 being the device's own.
+    Each pass is stretched to its duration at `speed`; 1 is the device's own.
     """
 
     def __init__(
@@ -60,16 +60,16 @@ class Runner:
         self._speed = speed
         self._on_error = on_error
         self._doing: dict[int, Action] = {}  # by lane
-        self._parts: dict[tuple[int, int], float] = {}  # (stage, micro-batch): of its rows
-        self._versions: dict[int, int] = {}  # that each stage's last forward used
+        self._parts: dict[tuple[int, int], float] = {}  # (stage, micro-batch): share of its rows
+        self._versions: dict[int, int] = {}  # of each stage's last forward
 
     @property
     def doing(self) -> str:
-        """The present action, of each lane that has one."""
+        """The present action of each lane that has one."""
         return " and ".join(map(str, self._doing.copy().values()))
 
     def run(self, lanes: Sequence[Script], step: Step) -> StepReport:
-        """A part of a schedule, its lanes at once."""
+        """Run a part of a schedule, all lanes at once."""
         self._versions.clear()
         self._evaluates = step.evaluates
         self._mini_batches.begin(step)
@@ -85,11 +85,11 @@ class Runner:
         return self._report(lanes)
 
     def _walk(self, lane: int, script: Script, step: Step) -> None:
-        """One lane of a part of a schedule; its passes go to the device's queue of that number."""
+        """Run one lane; its passes go to the device's queue of the same number."""
         steps = [*script.numbered(step.first, step.microbatches)]
         for (action, message), following in zip_longest(steps, steps[1:]):
             self._doing[lane] = action
-            if action.op in BEHIND_SUMS:
+            if action.op in AFTER_SUMS:
                 self.sums.wait()
             if action.op in GRADIENTS:
                 self._exchange.pass_gradients(action)
@@ -111,7 +111,7 @@ class Runner:
         self._doing.pop(lane, None)  # a row may be empty
 
     def _pass(self, action: Action, lane: int, following: ScriptStep | None) -> None:
-        """A forward, or a backward or half of one."""
+        """Run a forward, or a backward or half of one."""
         n, position = action.stage, self._mini_batches.at(action.number)
         batch, place = position.batch, position.place
         lo, hi = self._shares.rows(self._own(n), position.samples)
@@ -136,14 +136,14 @@ class Runner:
         leaving = self._leaving(action, following)
         start_s, waited_s = time.monotonic(), self._exchange.waited_s
         stage.run(work, leaving)
-        waited_s = self._exchange.waited_s - waited_s  # for other replicas: no work
+        waited_s = self._exchange.waited_s - waited_s  # the wait for other replicas is no work
         self._spans.append((action, start_s, stretch(start_s + waited_s, self._speed)))
         ends = action.op is Op.FORWARD and stage.has_loss
         if ends and self._mini_batches.forwarded(n, position):
             self._tell_losses(stage, batch.serial, batch.grad_scale is None)
 
     def _tell_losses(self, stage: Stage, serial: int, awaited: bool) -> None:
-        """Tell of a mini-batch's losses after its last forward, if anybody waits for that."""
+        """Report a mini-batch's losses after its last forward, if any update waits for them."""
         if stage.has_count:
             self._counts = stage.results.take(COUNT) or ()
         elif not awaited:
@@ -152,7 +152,7 @@ class Runner:
         self._tell(Losses(serial, finite, self._counts))
 
     def _sum(self, action: Action, beside: bool) -> None:
-        """Sum a stage's gradients over its replicas, `beside` what follows or at once."""
+        """Sum a stage's gradients over its replicas, `beside` the next actions or at once."""
         share = self._updates.share_of_sum(action)
 
         def add() -> None:
@@ -166,9 +166,9 @@ class Runner:
             add()
 
     def _leaving(self, action: Action, following: ScriptStep | None) -> Leaving | None:
-        """What sends a pass's outputs while it runs, if the next action sends them.
+        """A function that sends a pass's outputs while it runs, if the next action sends them.
 
-        Not at an emulated speed, where they are not ready when the device says so.
+        None at an emulated speed: outputs are ready later there than the device says.
         """
         if following is None or not self._exchange.streams or self._speed != 1.0:
             return None
@@ -180,18 +180,18 @@ class Runner:
         return self._exchange.leaving(send, message, self._kind(message), mini_batch)
 
     def _own(self, stage: int) -> Replica:
-        """Which replica of a stage the worker is."""
+        """The worker's replica of a stage."""
         return Replica(stage, self._replicas[stage])
 
     def _kind(self, message: Message) -> Kind:
-        """What a message of the schedule is on the wire, as a whole."""
+        """The kind of a message of the schedule on the wire, for the whole micro-batch."""
         if message.kind in TIED:
             return Kind(Content(message.kind), 0)
         samples = self._mini_batches.at(message.number).samples
         return Kind(Content.EVALUATION if self._evaluates else Content(message.kind), samples)
 
     def _expect(self, lanes: Sequence[Script], first: int) -> None:
-        """Tell the receivers what will come."""
+        """Tell the receivers which messages will come."""
         microbatches = self._mini_batches.microbatches
         expected: list[Expected] = []
         for action, _ in chain(*(lane.numbered(first, microbatches) for lane in lanes)):
@@ -200,7 +200,7 @@ class Runner:
             elif action.op.is_compute and action.op is not Op.UPDATE:
                 letter = "E" if self._evaluates else action.op.value
                 expected += self._exchange.within(action, letter)
-        for message in lanes[0].arrivals:  # all know what is sent to the worker
+        for message in lanes[0].arrivals:  # every lane has all arrivals of the worker
             if message.kind == Content.ALL_REDUCE:
                 receive = Action(message.target, Op.RECV_GRAD, message.number + first)
                 expected.append((receive, message.source, ALL_GRADIENTS, receive.number))
@@ -231,7 +231,7 @@ class Runner:
         )
 
     def _losses(self, n: int) -> tuple[float, ...] | None:
-        """A stage's losses since the last time; a mean counts by the replica's share of rows."""
+        """A stage's losses since the last call; the replica's share of rows weighs a mean."""
         losses = self._stages[n].results.take(LOSS)
         parts = [self._parts.pop(key) for key in sorted(self._parts) if key[0] == n]
         if losses is None:
@@ -241,4 +241,4 @@ class Runner:
 
 def _waits(step: ScriptStep) -> bool:
     """Whether an action waits for the sums that have begun before it."""
-    return step[0].op in BEHIND_SUMS
+    return step[0].op in AFTER_SUMS

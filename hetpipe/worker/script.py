@@ -15,28 +15,28 @@ Step = tuple[Action, Message | None]
 
 @dataclass(frozen=True)
 class Script:
-    """Numbers count from the mini-batch that the part begins with."""
+    """The steps of a part. Numbers count from the mini-batch that begins it."""
 
     steps: tuple[Step, ...]
     arrivals: tuple[Message, ...]
-    """The messages that are sent to the worker meanwhile, in the order of every sender."""
+    """The messages that others send to the worker meanwhile, each sender's in its order."""
     closing: Closing
 
     @classmethod
     def of(cls, schedule: Schedule, row: int, stages: Container[int], closing: Closing) -> Script:
-        """A row of a schedule. `stages` are those of the worker."""
-        sends = (a for each in schedule for a in each if a.op.is_send and a.op not in HAND_OVERS)
+        """The script of a row of a schedule. `stages` are the worker's."""
+        sends = (a for cells in schedule for a in cells if a.op.is_send and a.op not in HAND_OVERS)
         messages = (action.message for action in sends)
         arrivals = tuple(m for m in messages if m is not None and m.target in stages)
         return cls(tuple((action, action.message) for action in schedule[row]), arrivals, closing)
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """What the worker does, in order."""
+        """The actions, in order."""
         return tuple(action for action, _ in self.steps)
 
     def numbered(self, first: int, microbatches: int) -> Iterable[Step]:
-        """The steps, where mini-batch 0 of the script is `first` of the stream."""
+        """The steps, numbered so that mini-batch 0 of the script is `first` of the stream."""
         if not first:
             return self.steps
         return (_later(action, message, first, microbatches) for action, message in self.steps)

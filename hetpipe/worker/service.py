@@ -1,4 +1,5 @@
-"""A worker opens its device and obeys the controller's commands, one after another."""
+"""Service: a worker opens its device and obeys the controller's commands, one after another
+(stations 4 and 13 of docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
@@ -57,11 +58,11 @@ class Service:
         self._inbox: SimpleQueue[tuple[Any, Sequence[int]]] = SimpleQueue()
         self._task = "start"
         self._stages: dict[int, Stage] = {}
-        self._replicas: dict[int, int] = {}  # which of its replicas each stage here is
+        self._replicas: dict[int, int] = {}  # by stage
         self._exchange: Exchange | None = None
         self._runner: Runner | None = None
         self._edges: list[Sender | Receiver | HandOver | Sums] = []
-        self._scripts: dict[int, tuple[Script, ...]] = {}  # of each, the worker's lanes
+        self._scripts: dict[int, tuple[Script, ...]] = {}  # by number; one script per lane
         self._scales: dict[tuple[int, bool], float] = {}
         # Held while scales are read or changed: never while a message is sent or a pass runs.
         self._scaled = threading.Condition()
@@ -95,14 +96,14 @@ class Service:
                 self._task = "idle"
                 self._answer(Reply(value))
         except EdgeClosedError:
-            pass  # told to stop in the middle of a step
+            pass  # the worker was stopped in the middle of a step
         except BaseException as error:
             self.fail(error)
         finally:
             self._close_edges()
 
     def abort(self) -> None:
-        """Leave as soon as possible, from another thread: nothing waits any more."""
+        """Make the worker leave, from another thread: wakes all that wait in it."""
         self._stopped = True
         self.deliver(Stop())
         with self._scaled:
@@ -131,7 +132,7 @@ class Service:
         self._close_edges()
         self._runner = None
         self._replicas.clear()
-        self._stages.clear()  # the old stages' memory, before the new ones'
+        self._stages.clear()  # frees the old stages' memory before the new ones take theirs
         self._scripts.clear()
         for load in message.stages:
             n = load.graphs.stage
@@ -194,7 +195,7 @@ class Service:
         return self._scale(batch.serial, clips=True)
 
     def _scale(self, serial: int, clips: bool) -> float:
-        """A number that the controller sends for a mini-batch; waits for it."""
+        """Wait for a number that the controller sends for a mini-batch (station 13)."""
         with self._scaled:
             while (serial, clips) not in self._scales:
                 if self._stopped:

@@ -1,8 +1,8 @@
-"""A loaded stage: runs its passes and updates on a device (stations 6 and 9 of
+"""A loaded stage: runs its passes and updates on a device (stations 7, 10, 11 and 14 of
 docs/life-of-a-micro-batch.md).
 
-Where values lie was found at load (`bind`). A run picks its inputs from three tables, a version of
-the parameters, the store, and the micro-batch's frame, and files its outputs there.
+`bind` has given every value a place at load. A run picks its inputs from three tables (a version of
+the parameters, the store, and the micro-batch's frame) and files its outputs there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hetpipe.worker.store import Entries, Store
 from hetpipe.worker.weights import Predicted, Version, make_weights
 
 CHECKED = (CUT, LOSS, TANGENT, GRAD, PARAM)
-"""Roles of what leaves a pass or an update and must be finite, where that is looked at."""
+"""Roles of the outputs of passes and updates that `check_finite` checks."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class Pass:
 
     `feed` are the leaves of the batch, `rng` (seed, step, index of the first sample); `lag` and
     `ahead` choose the version of the weights for a forward (`hetpipe.worker.weights`).
-    `loss_tangent` is the gradient of the loss. `queue` is the device's, of this lane.
+    `loss_tangent` is the gradient of the loss. `queue` is the number of the lane's queue on the
+    device.
     """
 
     op: Op
@@ -54,8 +55,9 @@ class Pass:
 class Stage:
     """One stage on one device; holds parameters, buffers, gradients and optimizer state.
 
-    On another thread and queue, a backward of another micro-batch may run beside a forward: frames
-    are by micro-batch, gradients are written by backwards and buffers by forwards alone.
+    A forward and a backward of different micro-batches may run at once, on two threads and queues:
+    each micro-batch has its own frame, only backwards write gradients, and only forwards write
+    buffers.
     """
 
     def __init__(
@@ -77,11 +79,11 @@ class Stage:
         self.weights = make_weights(keep, graphs.stage, self.store.parameters, predict)
         self.store.weights = self.weights
         self._executables: dict[int, Executable] = {}  # by the identity of their bindings
-        for each in self._bindings():
-            self._executables[id(each)] = compile_program(device, each.program, meet)
+        for bound in self._bindings():
+            self._executables[id(bound)] = compile_program(device, bound.program, meet)
         self.frames = Frames(binding)
         self.results = Results(binding, self.store)
-        self._between: dict[int, Version] = {}  # weights of a backward that is half done
+        self._between: dict[int, Version] = {}  # weights of half-done backwards
         self._before: list[Buffer] | None = None  # the store's buffers at the last update
         self._rng = binding.index_of(RNG)
         self._tangents: dict[float, Buffer] = {}  # of the loss
@@ -91,7 +93,7 @@ class Stage:
 
     @property
     def has_loss(self) -> bool:
-        """Whether it ends with the loss."""
+        """Whether the stage ends with the loss."""
         return self.results.has(LOSS)
 
     @property
@@ -100,7 +102,7 @@ class Stage:
         return self.results.has(COUNT)
 
     def run(self, which: Pass, leaving: Leaving | None = None) -> None:
-        """Run a pass. `leaving` is told of the outputs when they begin to be made."""
+        """Run a pass. `leaving` is called with the outputs when the device begins to make them."""
         if which.evaluates:
             self._evaluate(which)
         elif which.op is Op.FORWARD:
@@ -126,7 +128,7 @@ class Stage:
         self.frames.let_go(frame, bindings, 0)
 
     def _backward(self, part: int, which: Pass, version: Version, leaving: Leaving | None) -> None:
-        """The whole (0), or one of its halves: add to the gradients, drop what was kept for it."""
+        """Run a backward, or half `part` of it: adds to gradients, drops tensors kept for it."""
         bindings = self._binding.passes[which.samples]
         if not bindings.backwards:
             return
@@ -138,7 +140,7 @@ class Stage:
         self.frames.let_go(frame, bindings, part + 1)
 
     def _evaluate(self, which: Pass) -> None:
-        """The forward in evaluation, on the present weights."""
+        """Run the forward in evaluation, on the present weights."""
         binding = self._binding.evaluation[which.samples]
         frame = self.frames.of(which.microbatch)
         after = self._feed(frame, binding.feeds, which)
@@ -167,7 +169,7 @@ class Stage:
         self._before = None
 
     def undo(self) -> None:
-        """Drop the gradients, and take back what forwards since the last update made of buffers."""
+        """Drop the gradients, and restore the buffers of the last update."""
         if self._before is not None:
             self.store.restore(self._before)
         self.drop_gradients()
@@ -177,7 +179,7 @@ class Stage:
         binding = self._binding.norm
         if binding is None:
             return 0.0
-        if id(binding) not in self._executables:  # compiled when it is first asked for
+        if id(binding) not in self._executables:  # compiled at its first use
             executable = compile_program(self.device, binding.program, self._meet)
             self._executables[id(binding)] = executable
         self._put_scalars({"grad_scale": grad_scale})
@@ -187,7 +189,7 @@ class Stage:
         return float(self.store.download(slot, frame[place.entry]))
 
     def on_host(self, tensors: Sequence[Buffer | Array]) -> list[Array]:
-        """Their values; what is on the host already stays."""
+        """The tensors as arrays; those on the host are not copied."""
         arrays = []
         for tensor in tensors:
             if not isinstance(tensor, np.ndarray):
@@ -207,17 +209,17 @@ class Stage:
         return self.store.get(key)
 
     def put(self, key: Key, value: Array) -> None:
-        """Replace it."""
+        """Replace a parameter, buffer, gradient or state."""
         if (buffer := self.store.put(key, value)) is not None:
             self.memory.stay(buffer)
 
     def _bindings(self) -> list[Binding]:
-        """Those that are compiled at load."""
+        """The bindings that are compiled at load."""
         binding = self._binding
-        passes = [each for p in binding.passes.values() for each in (p.forward, *p.backwards)]
+        passes = [bound for p in binding.passes.values() for bound in (p.forward, *p.backwards)]
         predict = binding.predict if isinstance(self.weights, Predicted) else None
         more = (binding.update, predict, *binding.evaluation.values())
-        return [each for each in (*passes, *more) if each is not None]
+        return [bound for bound in (*passes, *more) if bound is not None]
 
     def _run(
         self,
@@ -231,7 +233,7 @@ class Stage:
         queue: int = 0,
         leaving: Leaving | None = None,
     ) -> Version:
-        """Run on a version of the parameters; those that it makes go `into` another, if given."""
+        """Run on a version of the parameters. New ones go `into` another version, if given."""
         tables = (params, self.store.entries, frame)
         inputs = [tables[table][index] for table, index in binding.sources]
         executable = self._executables[id(binding)]
@@ -268,7 +270,7 @@ class Stage:
             self.memory.stay(buffer)
 
     def _account(self, number: int, which: Pass, version: Version) -> None:
-        """Count what is held after pass `number` of a micro-batch."""
+        """Count the buffers that are held after pass `number` of a micro-batch."""
         frame = self.frames.of(which.microbatch)
         awaited = self._binding.passes[which.samples].awaited[number]
         live = self.weights.live(version)
@@ -281,7 +283,7 @@ class Stage:
         return Memory([*present, *self.store.entries], nbytes_of(trained))
 
     def _feed(self, frame: Entries, feeds: Sequence[tuple[str, int]], which: Pass) -> list[Event]:
-        """Begin to upload what the batch brings to a pass."""
+        """Begin to upload a pass's leaves of the batch."""
         values = [(index, which.feed[name]) for name, index in feeds]
         if self._rng is not None and not which.evaluates:
             values.append((self._rng, np.asarray(which.rng, np.int64)))

@@ -32,7 +32,7 @@ class Store:
         state_init: Callable[..., Array] = np.zeros,
     ) -> None:
         self.device = device
-        self.weights: Weights  # set by who chooses versions of the parameters
+        self.weights: Weights  # set by the stage, which chooses versions of the parameters
         self._slots, self._places = binding.slots, binding.places
         self._scalars: dict[str, float] = {}
         makers: dict[str, Callable[[Slot], Array]] = {
@@ -59,14 +59,14 @@ class Store:
         return self.download(self._slots[key], table[index])
 
     def put(self, key: Key, value: Array) -> Buffer | None:
-        """Replace it. Returns its buffer if there was none before."""
+        """Replace a value. Returns its buffer if it had none before."""
         table, index = self._table(key)
         is_new = table[index] is None
         table[index] = self.upload(value)
         return table[index] if is_new else None
 
     def put_scalars(self, scalars: Mapping[str, float]) -> list[Buffer]:
-        """Set those that the programs read and that have changed. Returns buffers that are new."""
+        """Set the scalars that programs read and that have changed. Returns new buffers."""
         new = []
         for name, value in scalars.items():
             slot = self._slots.get((SCALAR, name))
@@ -76,18 +76,18 @@ class Store:
         return [buffer for buffer in new if buffer is not None]
 
     def zero_gradients(self) -> None:
-        """Gradients start anew."""
+        """Set all gradients to zero."""
         for key, slot in self._slots.items():
             if slot.role == GRAD:
                 self.put(key, np.zeros(slot.shape, host_dtype(slot.dtype)))
 
     def buffers(self) -> list[Buffer]:
-        """Batch norms' statistics and the like, as they are. Passes replace them, and leave these
-        untouched."""
+        """The present buffers, such as batch norms' statistics. Passes replace them by others, so
+        these keep their values."""
         return [self.entries[index] for index in self._buffer_indices]
 
     def restore(self, buffers: list[Buffer]) -> None:
-        """Take them back."""
+        """Put back the result of an earlier `buffers`."""
         for index, buffer in zip(self._buffer_indices, buffers, strict=True):
             self.entries[index] = buffer
 

@@ -1,4 +1,5 @@
-"""Sums over replicas that go on while their worker computes: a thread of their own."""
+"""Sums over replicas while their worker computes, on a thread of their own (station 12 of
+docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
@@ -18,17 +19,17 @@ class Sums:
         self._begun: list[Future[None]] = []
 
     def begin(self, add: Callable[[], None]) -> None:
-        """Do a sum beside what the caller does next."""
+        """Begin a sum; the caller goes on at once."""
         self._begun.append(self._thread.submit(self._guarded, add))
 
     def wait(self) -> None:
-        """Wait until all that have begun are done. Raises what one of them raised."""
-        for each in self._begun:
-            each.result()
+        """Wait until all sums that have begun are done. Raises the error of one of them."""
+        for begun in self._begun:
+            begun.result()
         self._begun.clear()
 
     def close(self) -> None:
-        """End the thread; what has not begun does not any more."""
+        """End the thread; sums that have not begun are dropped."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _guarded(self, add: Callable[[], None]) -> None:
@@ -37,5 +38,5 @@ class Sums:
         except EdgeClosedError:
             raise
         except Exception as error:
-            self._on_error(error)  # at once: the others wait for what only the controller can end
+            self._on_error(error)  # at once: only the controller can end the others' waits
             raise

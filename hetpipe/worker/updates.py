@@ -1,4 +1,5 @@
-"""Updates of a worker's stages: what their gradients are multiplied with, summed and clipped."""
+"""Updates of a worker's stages: gradients are scaled, clipped and applied (stations 12 to 14 of
+docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from hetpipe.worker.stage import Stage
 
 @dataclass
 class Updates:
-    """`replicas` says which replica of its stages the worker is.
+    """The updates of a worker's stages; `replicas[n]` is its replica of stage n.
 
     `scale` of a mini-batch's gradients (NaN where a loss is not finite), and `clip`, the factor
     that clips them for the sum of their squares here, may have to be waited for.
@@ -34,7 +35,8 @@ class Updates:
     _clipped: dict[int, float] = field(default_factory=dict)  # of the mini-batch at hand
 
     def apply(self, action: Action) -> float:
-        """Apply a stage's gradients, or drop them; when that began, after all waits."""
+        """Apply a stage's gradients, or drop them. Returns the time of its begin, after all
+        waits."""
         self.exchange.take_back(action)
         stage, update = self.stages[action.stage], self.mini_batches.update(action.number)
         # Replicas in turn have scaled their gradients before they were summed.
@@ -50,8 +52,11 @@ class Updates:
         return start_s
 
     def share_of_sum(self, action: Action) -> float:
-        """What a sum over replicas multiplies this one's gradients with: they give the mean of
-        mini-batches, or the sum over rows of one, which is scaled by the update."""
+        """The factor of this replica's gradients in a sum over replicas.
+
+        Replicas in turn sum to the scaled mean of their mini-batches. Replicas that divide a
+        mini-batch sum over its rows (factor 1), and the update scales the sum.
+        """
         if not self.shares.in_turn:
             return 1.0
         replica, together = Replica(action.stage, self.replicas[action.stage]), self.round(action)
@@ -65,13 +70,13 @@ class Updates:
         return round_of(action.number, together, action.number + 1)
 
     def _clip_factor(self, stage: Stage, update: Apply, scale: float) -> float:
-        """What the scaled gradients are multiplied with; NaN to drop them."""
+        """The factor that clips the scaled gradients; NaN to drop them."""
         if update.clip is None:
             return 1.0
         if update.clip.each:
             return update.clip.factor(stage.square(scale))
         if update.serial not in self._clipped:  # the first update: no gradient changes any more
             first = (self.stages[n] for n, replica in self.replicas.items() if replica == 0)
-            square = sum(each.square(scale) for each in first)  # others have the same
+            square = sum(own.square(scale) for own in first)  # others have the same
             self._clipped = {update.serial: self.clip(update, square)}
         return self._clipped[update.serial]

@@ -1,4 +1,4 @@
-"""Weight policies: which version of the parameters each pass of a stage uses.
+"""The versions of a stage's parameters, and the one that each pass uses.
 
 A version is a list of buffers in the order of the stage's parameters. An update makes the next one;
 it may overwrite the present one only if no pass will ask for it any more.
@@ -16,7 +16,7 @@ from hetpipe.wire.messages import Keep
 
 Version = list[Buffer]
 Predict = Callable[[Version, float], Version]
-"""The version that is expected after so many more updates."""
+"""(version, number of updates) -> the version that is expected after these updates."""
 
 
 class Weights(ABC):
@@ -29,11 +29,11 @@ class Weights(ABC):
 
     @abstractmethod
     def forward(self, microbatch: int, lag: int, ahead: float) -> Version:
-        """What the forward reads: `lag` updates old, or predicted `ahead` of the present."""
+        """The version for a forward: `lag` updates old, or predicted `ahead` updates later."""
 
     @abstractmethod
     def backward(self, microbatch: int) -> Version:
-        """What the backward of a micro-batch reads."""
+        """The version for the backward of a micro-batch."""
 
     @property
     @abstractmethod
@@ -46,7 +46,7 @@ class Weights(ABC):
         self.number += 1
 
     def live(self, version: Version) -> int:
-        """How many versions there are, that which a pass reads included."""
+        """The number of versions on the device, including one that a pass reads."""
         return len({id(self.present), id(version)})
 
     def take_most_live(self) -> int:
@@ -73,8 +73,8 @@ class Flushed(Weights):
 class Stashed(Weights):
     """The backward uses the version of its forward (PipeDream, section 3.3; 2BW).
 
-    With `keeps`, forwards may use older versions than the present one: those between the one last
-    used and the present are kept.
+    With `keeps`, a forward may use an older version than the present one: all versions since the
+    one that the last forward used are kept.
     """
 
     def __init__(self, parameters: Version, number: int, keeps: bool) -> None:
@@ -82,7 +82,7 @@ class Stashed(Weights):
         self._keeps = keeps
         self._recent = {number: parameters}  # by number, the present one last
         self._used: dict[int, int] = {}  # micro-batch -> number
-        self._held: dict[int, Version] = {}  # what these are
+        self._held: dict[int, Version] = {}  # by number, the versions in `_used`
 
     def forward(self, microbatch: int, lag: int, ahead: float) -> Version:
         number = self.number - lag
@@ -117,7 +117,7 @@ class Stashed(Weights):
 class Predicted(Weights):
     """The forward uses the weights expected when its backward comes (PipeOptim; SpecTrain).
 
-    `backward_ahead`: so many updates are predicted for the backward too (SpecTrain).
+    For the backward, `backward_ahead` updates are predicted (SpecTrain).
     """
 
     disposable = True
@@ -143,8 +143,7 @@ class Predicted(Weights):
 
 
 def make_weights(keep: Keep, stage: int, parameters: Version, predict: Predict | None) -> Weights:
-    """The versions of a stage under a policy. Raises `HetpipeError` without the prediction that it
-    asks for."""
+    """The versions of a stage under a policy. Raises `HetpipeError` if a prediction is missing."""
     policy = keep.policy
     updates = keep.updates[stage] if keep.updates else 0
     if policy.keeping is Keeping.PRESENT:
