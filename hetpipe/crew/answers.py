@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from hetpipe.capture.program import COUNT, LOSS
 from hetpipe.crew.request import Request, StepRequest, StepResult
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Action, Op
@@ -22,11 +23,11 @@ from hetpipe.wire.messages import Losses, News, Scale, StepReport
 
 
 class Answers:
-    """The answers for the latest request. `tellers` of all `workers` report losses."""
+    """The answers for the latest request. `reporters` of LOSS and of COUNT are among `workers`."""
 
-    def __init__(self, request: Request, tellers: int, workers: int) -> None:
+    def __init__(self, request: Request, reporters: Mapping[str, int], workers: int) -> None:
         self._request = request
-        self._tellers, self._workers = tellers, workers
+        self._reporters, self._workers = reporters, workers
         self._losses: list[Losses] = []
         self._squares: list[float] = []
         self.skipped = False
@@ -36,7 +37,7 @@ class Answers:
         """The answer to all workers; None while other workers have not sent theirs."""
         if isinstance(news, Losses):
             self._losses.append(news)
-            if len(self._losses) < self._tellers:
+            if not self._complete():
                 return None
             value = self._grad_scale()
             self._losses.clear()
@@ -50,11 +51,21 @@ class Answers:
         self.skipped = math.isnan(value)
         return Scale(news.serial, not isinstance(news, Losses), value)
 
+    def _complete(self) -> bool:
+        """Whether all have reported that have to."""
+        request = self._request
+        assert isinstance(request, StepRequest)
+        losses = sum(report.finite is not None for report in self._losses)
+        counts = sum(report.counts is not None for report in self._losses)
+        return (not request.guards or losses >= self._reporters[LOSS]) and (
+            request.grad_scale is not None or counts >= self._reporters[COUNT]
+        )
+
     def _grad_scale(self) -> float:
         """The factor of the mini-batch's gradients; NaN to drop them."""
         request = self._request
         assert isinstance(request, StepRequest)
-        if request.guards and not all(losses.finite for losses in self._losses):
+        if request.guards and any(losses.finite is False for losses in self._losses):
             return math.nan
         if request.grad_scale is not None:
             return request.grad_scale

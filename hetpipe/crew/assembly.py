@@ -90,12 +90,14 @@ class Assembly:
                         f"stage {stage.stage} stands at place {n}; order them by number"
                     )
         self._check_values()
-        self.has_count = any(
-            slot.role == COUNT
-            for replicas in self.stages
-            for passes in replicas[0].passes.values()
-            for slot in passes.forward.outputs
-        )
+        self.has_count = self.reporters(COUNT) > 0
+
+    def reporters(self, role: str) -> int:
+        """The number of workers that report losses, or counts, of a mini-batch."""
+        makers = [len(stages) for stages in self.stages if _makes(stages[0], role)]
+        if not makers:
+            return 0
+        return 1 if self.shares.in_turn else makers[0]
 
     def plug(
         self,
@@ -219,6 +221,12 @@ class Assembly:
                 if slot.name not in self._values:
                     raise HetpipeError(f"stage {n} needs {slot.role} {slot.name!r}: no value given")
                 _fitting(slot, self._values[slot.name])
+
+
+def _makes(stage: StageGraphs, role: str) -> bool:
+    """Whether forwards of a stage have an output of that role."""
+    forwards = [passes.forward for passes in stage.passes.values()]
+    return any(slot.role == role for program in forwards for slot in program.outputs)
 
 
 def _sizes(stages: Sequence[Sequence[StageGraphs]]) -> set[int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hetpipe.capture.program import StageGraphs
+from hetpipe.capture.program import COUNT, LOSS, StageGraphs
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.crew.answers import Answers, Posted, result_of
 from hetpipe.crew.assembly import Assembly
@@ -178,8 +178,8 @@ class Crew:
             rows = worker_rows(request.schedule)
             lanes = {member: rows[row] for member, row in self._placement.row_of.items()}
             self._posted.append(Posted(now_s, {member: len(own) for member, own in lanes.items()}))
-            tellers = 1 if assembly.shares.in_turn else len(self._placement.members[-1])
-            self._answers = Answers(request, tellers, len(lanes))
+            reporters = {role: assembly.reporters(role) for role in (LOSS, COUNT)}
+            self._answers = Answers(request, reporters, len(lanes))
             script, schedule = self._scripts.send(request.schedule, self._serial)
             for member, own in lanes.items():
                 everywhere = self._placement.replicas_of(member)

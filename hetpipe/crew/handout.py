@@ -29,6 +29,8 @@ def batch_of(
         feeds={r.stage: assembly.feeds_of(r, request.feeds, request.samples) for r in own},
         loss_tangents=request.loss_tangents,
         seed=request.seed,
+        guards=request.guards,
+        counted=assembly.has_count,
         lag={n: request.lag.get(n, none) for n, _ in own},
         ahead={n: request.ahead.get(n, none) for n, _ in own},
     )

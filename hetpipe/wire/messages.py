@@ -134,6 +134,8 @@ class Batch(Apply):
     feeds: Mapping[int, Sequence[Mapping[str, Array]]]
     loss_tangents: tuple[float, ...]
     seed: int
+    guards: bool  # updates wait until losses are known to be finite
+    counted: bool  # losses are sums, with counts
     lag: Mapping[int, Sequence[int]]  # age in updates of a forward's version
     ahead: Mapping[int, Sequence[int]]  # updates to come before the backward
 
@@ -211,11 +213,14 @@ class Reply:
 
 @dataclass(frozen=True)
 class Losses:
-    """Every forward of a mini-batch is done: says whether its losses are finite. `counts` has the
-    numbers of terms of losses that are sums, else None."""
+    """Every forward that a stage does of a mini-batch is done.
+
+    The stage with the loss says whether losses are finite, where updates wait for that. The stage
+    with the count, which may be another one, has the numbers of terms of losses that are sums.
+    """
 
     serial: int
-    finite: bool
+    finite: bool | None
     counts: tuple[float, ...] | None
 
 

@@ -13,7 +13,7 @@ from hetpipe.capture.program import COUNT, LOSS
 from hetpipe.schedule.action import AFTER_SUMS, GRADIENTS, TIED, Action, Message, Op
 from hetpipe.schedule.lanes import HAND_OVERS
 from hetpipe.wire.edges import OnError, Span
-from hetpipe.wire.messages import Losses, Step, StepReport
+from hetpipe.wire.messages import Batch, Losses, Step, StepReport
 from hetpipe.wire.pieces import Leaving
 from hetpipe.wire.shares import Replica, Shares
 from hetpipe.wire.wire import GRADIENTS as ALL_GRADIENTS
@@ -116,7 +116,7 @@ class Runner:
         batch, place = position.batch, position.place
         lo, hi = self._shares.rows(self._own(n), position.samples)
         stage = self._stages[n]
-        part = 1.0 if stage.has_count else (hi - lo) / position.samples
+        part = 1.0 if batch.counted else (hi - lo) / position.samples
         if action.op is Op.FORWARD:
             self._parts[n, action.number] = part
             if not self._evaluates:
@@ -138,18 +138,19 @@ class Runner:
         stage.run(work, leaving)
         waited_s = self._exchange.waited_s - waited_s  # the wait for other replicas is no work
         self._spans.append((action, start_s, stretch(start_s + waited_s, self._speed)))
-        ends = action.op is Op.FORWARD and stage.has_loss
+        ends = action.op is Op.FORWARD and (stage.has_loss or stage.has_count)
         if ends and self._mini_batches.forwarded(n, position):
-            self._tell_losses(stage, batch.serial, batch.grad_scale is None)
+            self._report_losses(stage, batch)
 
-    def _tell_losses(self, stage: Stage, serial: int, awaited: bool) -> None:
+    def _report_losses(self, stage: Stage, batch: Batch) -> None:
         """Report a mini-batch's losses after its last forward, if any update waits for them."""
+        finite = counts = None
+        if stage.has_loss and batch.guards:
+            finite = all(map(math.isfinite, stage.results.peek(LOSS).values()))
         if stage.has_count:
-            self._counts = stage.results.take(COUNT) or ()
-        elif not awaited:
-            return
-        finite = all(map(math.isfinite, stage.results.peek(LOSS).values()))
-        self._tell(Losses(serial, finite, self._counts))
+            self._counts = counts = stage.results.take(COUNT) or ()
+        if finite is not None or counts is not None:
+            self._tell(Losses(batch.serial, finite, counts))
 
     def _sum(self, action: Action, beside: bool) -> None:
         """Sum a stage's gradients over its replicas, `beside` the next actions or at once."""
