@@ -1,4 +1,4 @@
-"""`hetpipe papers`: what reproduces a table or figure of a paper on this machine."""
+"""`hetpipe papers`: programs that reproduce a table or figure of a paper on this machine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def overhead(
         "pytorch:cpu:0"
     ),
 ) -> None:
-    """Seconds that an action costs which computes nothing, by transport."""
+    """Cost of an action that computes nothing, in seconds, by transport."""
     from hetpipe.papers import overhead
 
     overhead.main(device)
