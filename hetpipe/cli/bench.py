@@ -64,7 +64,7 @@ def command(
         typer.Option(
             "--steps",
             min=1,
-            help="Timed steps of a turn. \\[default: what fits a second, at most 4]",
+            help="Timed steps of a turn. \\[default: as many as fit a second, at most 4]",
         ),
     ] = None,
     picture: Annotated[

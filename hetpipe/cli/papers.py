@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(
-    help="What papers show, reproduced here: clockwork, learning, memory, overhead.",
+    help="Tables and figures of papers, reproduced: clockwork, learning, memory, overhead.",
     no_args_is_help=True,
 )
 

@@ -50,7 +50,7 @@ def _of_torch(value: object) -> bool:
 
 
 def _ours(value: object) -> str:
-    """The name of a function of `hp.optim` that was given without being called."""
+    """The name of a function of `hp.optim` that the user passed without calling it."""
     inside = str(getattr(value, "__module__", "")).startswith("hetpipe.optim")
     name = str(getattr(value, "__name__", ""))
     return name if inside and callable(value) and name in _OURS else ""

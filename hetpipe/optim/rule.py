@@ -88,8 +88,8 @@ def multi_step(optimizer: Optimizer) -> Optimizer:
     - adam: p - lr (A m_hat + (s - A) w p) / (sqrt(v_hat) + eps);
     - adamw: p (1 - lr w)^s - lr A m_hat / (sqrt(v_hat) + eps).
 
-    Squared gradients are expected to be v_hat again, which therefore stays; bias corrections
-    stay those of the last update, p and lr in a sum stay the present ones. FTPipe updates them.
+    Squared gradients are expected to be v_hat again, which therefore stays; bias corrections,
+    lr and the p in a sum stay at their present values. FTPipe steps through their changes.
 
     Raises `HetpipeError` for other optimizers and for sgd without a momentum between 0 and 1.
     """

@@ -62,7 +62,7 @@ def graph_calls(graph: fx.GraphModule) -> Iterator[fx.Node]:
 
 
 def core_decompositions(keep: Iterable[str] = ()) -> Mapping[Any, Callable[..., Any]]:
-    """Decompositions down to core ATen, without those of the operators named in `keep`.
+    """Decompositions down to core ATen, except for the operators named in `keep`.
 
     `keep` holds names such as `aten.gelu.default` or, for all overloads, `aten.gelu`;
     hetpipe's own operators have decompositions here too: `hetpipe.attention`, `hetpipe.lstm_layer`.

@@ -23,7 +23,7 @@ ZOO = {
 
 
 def load_workload(name: str) -> Workload:
-    """The workload of that name, or what the factory `package.module:factory` returns.
+    """The zoo's workload of that name, or the result of `package.module:factory`.
 
     Modules are looked for in the working directory too, after all others: a `queue.py` there is not
     the standard library's. It stays on the path for later imports of the module.
