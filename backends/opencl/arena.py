@@ -30,13 +30,13 @@ def nbytes(value: Value) -> int:
 
 def lives(launches: Sequence[Launch]) -> dict[int, Life]:
     """The life of every tensor's memory, by id, in order of birth."""
-    found: dict[int, Life] = {}
+    by_id: dict[int, Life] = {}
     for at, launch in enumerate(launches):
         for arg in launch.args:
             if isinstance(arg, Value):
-                first = found[arg.id].first if arg.id in found else at
-                found[arg.id] = Life(first, at, nbytes(arg), DTYPE_NBYTES[arg.dtype])
-    return found
+                first = by_id[arg.id].first if arg.id in by_id else at
+                by_id[arg.id] = Life(first, at, nbytes(arg), DTYPE_NBYTES[arg.dtype])
+    return by_id
 
 
 def inherits(old: Life, new: Life, old_id: int, launches: Sequence[Launch]) -> bool:

@@ -211,7 +211,7 @@ def _by_row(body: Body, group: Sequence[Store], padded: bool) -> tuple[list[str]
 
 
 def _loops(body: Body, group: Sequence[Store], span: tuple[str, str], tail: bool) -> list[str]:
-    """Loops over `i` from `span[0]` to `span[1]`: by vectors, then what is left by elements.
+    """Loops over `i` from `span[0]` to `span[1]`: by vectors, then the remainder by elements.
 
     Without `tail` the last vector may pass the end: the caller knows that there is room.
     """

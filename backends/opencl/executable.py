@@ -211,11 +211,11 @@ class OpenCLExecutable(Executable):
         return mine
 
     def _outputs(
-        self, given: list[OpenCLBuffer], donate: frozenset[int], queue: int
+        self, inputs: list[OpenCLBuffer], donate: frozenset[int], queue: int
     ) -> list[OpenCLBuffer]:
         if donate:
             # An input that comes twice is read under two names: no output may take its memory.
-            memories = [buffer.memory for buffer in given]
+            memories = [buffer.memory for buffer in inputs]
             if len(set(map(id, memories))) < len(memories):
                 donate = frozenset(i for i in donate if memories.count(memories[i]) == 1)
         if donate not in self._plans:
@@ -225,11 +225,11 @@ class OpenCLExecutable(Executable):
             value = output.value
             if value is None:
                 assert output.source is not None
-                outputs.append(given[output.source])
+                outputs.append(inputs[output.source])
                 continue
             memory: Memory
             memory = (
-                device.memory.take(nbytes(value), queue) if heir is None else given[heir].memory
+                device.memory.take(nbytes(value), queue) if heir is None else inputs[heir].memory
             )
             outputs.append(OpenCLBuffer(device, value.shape, value.dtype, memory))
         return outputs

@@ -1,7 +1,7 @@
 """The heterogeneous benchmark: unlike devices as one pipeline, against each alone and their sum.
 
 Every row trains the same mini-batches. Rows are measured in turn, round after round, the order
-reversed each time, never two at once; what is compared is their medians.
+reversed each time, never two at once; the figures are medians.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from hetpipe.simulate.timeline import Timeline
 
 COUNTS = (8, 16)  # micro-batches that pipelines explore
-FEWER = (2, 4)  # and that rows in which each device has the whole model may have as well
-PLAIN_COUNTS = (1, 2, 4)  # for plain torch, which gains nothing by more
+FEWER = (2, 4)  # more counts for rows in which each device has the whole model
+PLAIN_COUNTS = (1, 2, 4)  # for plain torch, which does not gain from more
 PEER_COUNTS = (8, 16, 32)
 
 
@@ -61,9 +61,9 @@ def run(setting: Setting, progress: Progress) -> Outcome:
 
 
 def _timelines(outcome: Outcome) -> tuple[Timeline, ...]:
-    """The last step of the balanced pipeline, and of the one planned for the link, each predicted.
+    """The last step, measured and predicted, of the balanced pipeline and of that for the link.
 
-    Labels say what they are of.
+    Each label names its setting.
     """
     rows = {"": outcome.balanced}
     if outcome.linked is not None:
@@ -76,7 +76,7 @@ def _timelines(outcome: Outcome) -> tuple[Timeline, ...]:
 
 
 def _profile(task: Task, setting: Setting, progress: Progress) -> dict[int, CostTable]:
-    """Tables for every micro-batch size that a row may have."""
+    """A table of costs for every micro-batch size that a row may have."""
     counts = (setting.microbatches,) if setting.microbatches else (*FEWER, *COUNTS)
     sizes = sorted({-(-task.mini_batch // min(count, task.mini_batch)) for count in counts})
     with Crew.start(task.cluster) as crew:
@@ -84,14 +84,14 @@ def _profile(task: Task, setting: Setting, progress: Progress) -> dict[int, Cost
 
 
 def _over(link: Link, task: Task) -> Task:
-    """The same task with the link between all devices."""
+    """The same task with `link` between all devices."""
     pairs = map(frozenset, combinations(task.cluster.ids, 2))
     cluster = replace(task.cluster, links=dict.fromkeys(pairs, link))
     return _moved(task, cluster, {member: member for member in cluster.ids})
 
 
 def _twin(task: Task, member: str) -> Task:
-    """The same task on two workers like that member."""
+    """The same task on two workers of the member's device, at its speed."""
     one = task.cluster.member(member)
     pair = Cluster.local(devices=[one.device] * 2)
     members = tuple(replace(each, speed=one.speed) for each in pair.members)
@@ -99,8 +99,10 @@ def _twin(task: Task, member: str) -> Task:
 
 
 def _moved(task: Task, cluster: Cluster, like: Mapping[str, str]) -> Task:
-    """The task on another cluster, whose members cost what those of the first do that they are
-    `like`; only links are measured anew."""
+    """The task on another cluster, with costs from the task's tables and links measured anew.
+
+    `like` maps each member of `cluster` to the member whose costs it gets.
+    """
     with Crew.start(cluster) as crew:
         links, overhead_s = measure_links(crew)
     tables = {}
@@ -112,7 +114,7 @@ def _moved(task: Task, cluster: Cluster, like: Mapping[str, str]) -> Task:
 
 @contextmanager
 def _fresh_costs() -> Iterator[None]:
-    """Costs are measured anew, once, and not taken from an earlier day's cache."""
+    """Inside, costs are measured anew, not taken from an earlier day's cache."""
     before = os.environ.get(cache.ENVIRONMENT)
     with TemporaryDirectory() as empty:
         os.environ[cache.ENVIRONMENT] = empty
@@ -128,27 +130,27 @@ R = TypeVar("R", bound=Row)
 
 
 class _Rows:
-    """Opens rows, which stay open as long as `stack`; one for all names of a plan."""
+    """Opens rows, one per plan; they stay open as long as `stack`."""
 
     def __init__(self, stack: ExitStack, setting: Setting, progress: Progress) -> None:
         self._stack = stack
         self._setting = setting
         self._progress = progress
-        self._known: dict[tuple[Any, ...], PipelineRow] = {}
+        self._of_plan: dict[tuple[Any, ...], PipelineRow] = {}
 
     def open(self, name: str, row: Callable[[], R]) -> R:
-        """Make a row, whose first steps may take a while."""
+        """Make a row, and report progress: its first steps may take a while."""
         self._progress(f"{self._setting.name}: {name}, first steps", 0, 1)
         return self._stack.enter_context(closing(row()))
 
     def pipeline(self, task: Task, name: str, plan: Plan) -> PipelineRow:
-        """The row of a plan; where that has a row already, a further name of it."""
+        """The row of a plan; if the plan has a row already, that row gets `name` as well."""
         key = (id(task), *_identity(plan))
-        if key in self._known:
-            self._known[key].name += f" = {name}"
+        if key in self._of_plan:
+            self._of_plan[key].name += f" = {name}"
         else:
-            self._known[key] = self.open(name, lambda: PipelineRow(task, name, plan))
-        return self._known[key]
+            self._of_plan[key] = self.open(name, lambda: PipelineRow(task, name, plan))
+        return self._of_plan[key]
 
 
 @contextmanager
@@ -212,7 +214,7 @@ def _twice_parallel(rows: _Rows, twin: Task, setting: Setting) -> PipelineRow | 
 
 
 def _replicated(task: Task) -> tuple[Plan | None, str]:
-    """The plan with the whole model on each device; or why there is none."""
+    """The plan with the whole model on each device, or the reason why there is none."""
     if len(task.cluster.ids) < 2:
         return None, "there is one device"
     if task.captured.updated_buffers:
@@ -236,7 +238,7 @@ def _linked(rows: _Rows, task: Task, setting: Setting) -> Linked | None:
 
 
 def _identity(plan: Plan) -> tuple[Any, ...]:
-    """Plans that agree in this run the same."""
+    """A key of a plan: plans with equal keys run the same."""
     where = tuple((stage.devices, stage.shares) for stage in plan.stages)
     return where, plan.cuts, plan.schedule, plan.microbatches, plan.in_flight
 
@@ -257,7 +259,7 @@ def _link_blind_plan(task: Task, setting: Setting) -> Plan:
 
 
 def _explored(task: Task, setting: Setting) -> dict[int, CostTable]:
-    """The tables that pipelines may be planned by."""
+    """The tables for the micro-batch sizes that pipelines explore."""
     counts = (setting.microbatches,) if setting.microbatches else COUNTS
     tables = task.tables.items()
     return {size: table for size, table in tables if -(-task.mini_batch // size) in counts}

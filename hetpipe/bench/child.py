@@ -16,11 +16,11 @@ from typing import Any
 from hetpipe import process
 from hetpipe.errors import HetpipeError
 
-LIMIT_S = 10.0  # to leave after its input has ended
+LIMIT_S = 10.0  # for a child to exit after its input has ended
 
 
 class Child:
-    """`python -m MODULE ARGUMENTS... CORES`, with as many threads as cores, until `close`."""
+    """`python -m MODULE ARGUMENTS... CORES`, with one thread per core, until `close`."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class Child:
 def ask(children: Sequence[Child], request: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Every child's answer to the same request.
 
-    Raises `HetpipeError` as soon as one of them has died; the others may then wait for ever, and
-    are killed.
+    Raises `HetpipeError` as soon as one of them has died, and kills the others, which may wait for
+    it for ever.
     """
     answers: dict[Child, dict[str, Any]] = {}
     try:
@@ -82,7 +82,7 @@ def ask(children: Sequence[Child], request: Mapping[str, Any]) -> list[dict[str,
 
 
 def pin(cores: str) -> int:
-    """Stay on these cores, "0,1"; how many they are."""
+    """Pin the process to these cores, "0,1"; returns their number."""
     numbers = [int(core) for core in cores.split(",")]
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, numbers)
@@ -90,7 +90,7 @@ def pin(cores: str) -> int:
 
 
 def requests() -> Iterator[dict[str, Any]]:
-    """What is asked, until standard input ends."""
+    """The requests, until standard input ends."""
     for line in sys.stdin:
         yield json.loads(line)
 

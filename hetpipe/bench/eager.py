@@ -1,4 +1,4 @@
-"""Plain torch training, unpartitioned: what pipelines must equal, and are compared with."""
+"""Plain torch training, unpartitioned: the reference for the results and rates of pipelines."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Eager:
 def torch_optimizer(
     rule: Optimizer, parameters: Mapping[str, torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """The torch optimizer that a rule of `hetpipe.optim` follows. Raises `HetpipeError`."""
+    """The torch optimizer of a rule of `hetpipe.optim`. Raises `HetpipeError` if it has none."""
     settings = dict(rule.hyperparameters)
     excluded = rule.decay_exclude or (lambda name: False)
     groups: list[dict[str, Any]] = [
@@ -103,7 +103,7 @@ def rows_of(tree: Tree, lo: int, hi: int) -> Tree:
 
 
 def random_layers(model: torch.nn.Module) -> list[str]:
-    """Names of active dropout layers: they draw other masks than a pipeline does."""
+    """Names of active dropout layers: a pipeline draws other masks than they do."""
     return [
         name
         for name, module in model.named_modules()

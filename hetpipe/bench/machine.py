@@ -1,4 +1,4 @@
-"""What a benchmark has to say about where it ran."""
+"""Description of the machine and the software of a benchmark."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Python and the packages that matter."""
+    """Versions of Python and of the packages that affect speed."""
     return {"python": platform.python_version(), **{p: metadata.version(p) for p in PACKAGES}}
 
 
 def describe() -> str:
-    """Both in one line."""
+    """Machine and software in one line."""
     here = machine()
     parts = [f"{here['processor']}, {here['cores']} cores, {here['memory_nbytes'] / 2**30:.0f} GiB"]
     parts += [f"{name} {version}" for name, version in versions().items()]

@@ -1,7 +1,7 @@
-"""How near a device's matrix product comes to its own ceiling, and to torch's.
+"""Rate of a device's matrix product, against the device's ceiling and against torch.
 
-Run it in a process pinned to one core, with the runtime held to one thread, for figures that mean
-one core (`POCL_MAX_PTHREAD_COUNT=1`, `CL_CONFIG_CPU_TBB_NUM_WORKERS=1`), as `hetpipe matmul` does:
+For figures of one core, run it in a process pinned to one core, with the runtime held to one thread
+(`POCL_MAX_PTHREAD_COUNT=1`, `CL_CONFIG_CPU_TBB_NUM_WORKERS=1`), as `hetpipe matmul` does:
 
     taskset -c 0 python -m hetpipe.bench.matmul opencl:pocl:0
 """
@@ -30,7 +30,7 @@ VERSION = 1
 """Of the JSON."""
 ROUNDS = 7
 ROUND_S = 0.1
-"""About how long each contender runs in a round."""
+"""Approximate time of each contender in a round."""
 WAIT_S = 60.0
 
 
@@ -62,7 +62,7 @@ class MatmulFigures:
     of_ceiling: float
     of_torch: float
     largest_error: float
-    """Of |ours - float64|, over the largest of |A| |B|."""
+    """The largest |ours - float64|, over the largest of |A| |B|."""
 
 
 @dataclass(frozen=True)

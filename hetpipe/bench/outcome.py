@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class Setting:
     """One table of the benchmark.
 
-    `microbatches` None: explored for every row. `steps` None: as many as a second has, at most 4.
-    `twice`: a row more, two workers like this member. `link`: two rows more, with such a link
-    emulated between all devices, where there are several.
+    `microbatches` None: explored for every row. `steps` None: the steps of a second, at most 4.
+    `twice` adds a row: two workers like this member. `link` adds two rows, if there are several
+    devices: this link is emulated between all of them.
     """
 
     name: str
@@ -46,8 +46,8 @@ class Linked:
 class Outcome:
     """The rows of one setting, and timelines of the last steps of balanced pipelines.
 
-    `parallel`: the whole model on each device. Where there is no `peer`, or no `parallel`,
-    `without_...` is the reason. Rows with the same plan are one row.
+    `parallel`: the whole model on each device. If `peer` or `parallel` is missing, `without_peer`
+    or `without_parallel` has the reason. Rows with the same plan are one row.
     """
 
     setting: Setting

@@ -1,8 +1,8 @@
-"""torch's own pipeline in processes of its own, one for each core: the peer to be compared with.
+"""torch's own pipeline in processes of its own, one for each core, to compare with.
 
 `torch.distributed.pipelining` with its schedule 1F1B over gloo, the model cut evenly at the blocks
-that the workload names. A parameter that the model uses twice (a tied embedding) becomes two: torch
-does not keep copies on two stages the same. So the peer has less to do, and trains another model
+that the workload names. A parameter that the model uses twice (a tied embedding) becomes two, since
+torch does not keep copies on two stages equal. So the peer has less to do, and trains another model
 from the second step on.
 
 `python -m hetpipe.bench.peer MODEL ROWS SEED PORT RANK WORLD CORE` answers each request
@@ -33,7 +33,7 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 class PeerTorch:
-    """A pipeline of as many stages as cores, one thread each, until `close`."""
+    """A pipeline with a stage and a thread for each core, until `close`."""
 
     def __init__(self, model: str, rows: int, seed: int, cores: Sequence[int]) -> None:
         from hetpipe.wire.gloo import host
@@ -47,7 +47,7 @@ class PeerTorch:
         ]
 
     def step_s(self, microbatches: int, steps: int, warm_up: int) -> float:
-        """Mean seconds of `steps` steps on the slowest process, after `warm_up` that are not timed.
+        """Mean seconds of `steps` steps on the slowest process, after `warm_up` untimed steps.
 
         `loss` becomes the last step's. Raises `HetpipeError` if a process has died.
         """
@@ -63,17 +63,17 @@ class PeerTorch:
 
 
 def cores_of(cluster: Cluster) -> list[int]:
-    """Every core that a member has, once."""
+    """Every core of the members, once."""
     return sorted({core for member in cluster.members for core in member.cores})
 
 
 def equal_counts(rows: int, stages: int, counts: Sequence[int]) -> list[int]:
-    """Those numbers of micro-batches that torch's pipeline can have: all of one size."""
+    """The counts that torch's pipeline can use: equal micro-batches, at least one per stage."""
     return [count for count in counts if count >= stages and rows % count == 0]
 
 
 def refusal(workload: Workload, cluster: Cluster, rows: int, counts: Sequence[int]) -> str:
-    """Why torch's own pipeline is no peer here; empty if it is one."""
+    """The reason why torch's own pipeline cannot run here; empty if it can."""
     from torch import distributed
 
     stages, blocks = len(cores_of(cluster)), len(workload.blocks)
@@ -94,12 +94,12 @@ def refusal(workload: Workload, cluster: Cluster, rows: int, counts: Sequence[in
 
 
 def even_cuts(blocks: Sequence[str], stages: int) -> list[str]:
-    """The blocks at which stages 1, 2, ... begin; the first has its share and what is before."""
+    """First blocks of the stages 1, 2, ...; stage 0 also has the modules before the blocks."""
     return [blocks[stage * len(blocks) // stages] for stage in range(1, stages)]
 
 
 def untie(model: torch.nn.Module) -> None:
-    """Give every module parameters of its own, with the values that it shared."""
+    """Give every module parameters of its own, with the values of the shared ones."""
     from torch import nn
 
     seen: set[int] = set()
@@ -113,7 +113,7 @@ def untie(model: torch.nn.Module) -> None:
 def stepper(
     workload: Workload, rank: int, world: int, rows: int, microbatches: int
 ) -> Callable[[Any, Any], float | None]:
-    """`step(x, y)` of this rank's stage of a copy of the model; the mini-batch's mean loss or None.
+    """`step(x, y)` of this rank's stage of a copy of the model: the mean loss or None.
 
     The model must be untied, and micro-batches of equal size.
     """

@@ -1,4 +1,4 @@
-"""Matrix products of the devices here, each in a process of its own that has one core."""
+"""Matrix products of the devices here, each in a process of its own on one core."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ LIMIT_S = 300.0
 
 
 def products(devices: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """The fields of `MatmulFigures` for every processor that can tell its own ceiling.
+    """The fields of `MatmulFigures` for every processor that can measure its own ceiling.
 
-    `devices`: for these alone. Raises `HetpipeError` for one that is not here, or cannot tell.
+    With `devices` for these alone. Raises `HetpipeError` for one that is not here or cannot do it.
     """
     infos, _ = discover_devices()
     if devices:

@@ -1,4 +1,4 @@
-"""Rows of the benchmark: each does steps of the same mini-batches, and keeps its rates."""
+"""Rows of the benchmark: each trains on the same mini-batches, and keeps its rates."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Pace:
 
     @staticmethod
     def of(step_s: float, timed: int | None = None) -> Pace:
-        """A pace at which long steps do not take for ever; `timed` as given."""
+        """A pace with fewer steps if they are long; `timed` overrides the number of timed steps."""
 
         def within(seconds: float, least: int, most: int) -> int:
             return max(least, min(most, round(seconds / step_s)))
@@ -47,7 +47,7 @@ class Pace:
 
 @dataclass
 class Task:
-    """What rows of one table have in common. `model` is the name that finds `workload`."""
+    """The common part of a table's rows. `model` is the name by which `workload` was loaded."""
 
     model: str
     workload: Workload
@@ -60,7 +60,7 @@ class Task:
     torch_losses: dict[tuple[int, ...], tuple[float, ...]] = field(default_factory=dict)
 
     def expected(self, microbatches: int) -> tuple[float, ...]:
-        """Unpartitioned torch's first losses in so many micro-batches; computed once."""
+        """First losses of unpartitioned torch, in that number of micro-batches; computed once."""
         sizes = micro_sizes(self.mini_batch, microbatches)
         if sizes not in self.torch_losses:
             self.torch_losses[sizes] = torch_losses(
@@ -82,7 +82,7 @@ class Row(ABC):
 
     @abstractmethod
     def step_s(self) -> float:
-        """Mean seconds of a turn's steps, after some that are not timed."""
+        """Mean seconds of a turn's steps, after some untimed ones."""
 
     @abstractmethod
     def close(self) -> None:
@@ -143,7 +143,7 @@ class TorchRow(Row):
 
 
 class PlainRow(TorchRow):
-    """Plain torch on so many cores."""
+    """Plain torch on these cores."""
 
     def __init__(self, task: Task, cores: Sequence[int], counts: Sequence[int]) -> None:
         self.threads = len(cores)
@@ -233,7 +233,7 @@ class PipelineRow(Row):
 
 
 def _only(cluster: Cluster, used: Sequence[str]) -> Cluster:
-    """The cluster without the members that are not used: an idle worker is not quite idle."""
+    """The cluster without unused members: even an idle worker takes some time of a core."""
     return replace(
         cluster,
         members=tuple(member for member in cluster.members if member.id in used),

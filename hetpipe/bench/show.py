@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hetpipe.bench.rows import Row
 
 SAME = 0.03  # relative; less is noise
-TORCH_BAR = 0.97  # the engine on one device has to keep this share of plain torch's rate
+TORCH_BAR = 0.97  # the least rate of the engine on one device, over plain torch's
 
 
 def product_table(figures: Sequence[Mapping[str, Any]]) -> Table:
@@ -66,7 +66,7 @@ def outcome_table(outcome: Outcome) -> Table:
 
 
 def outcome_lines(outcome: Outcome) -> list[str]:
-    """What follows from the rows."""
+    """The conclusions from the rows."""
     plan = outcome.balanced.plan
     efficiency = outcome.efficiency
     lines = [
@@ -158,7 +158,7 @@ def summary_table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def closing(outcomes: Sequence[Outcome]) -> list[str]:
-    """What a user of these workloads on this machine should do, and why."""
+    """Advice for these workloads on this machine, with the reason."""
     lines = []
     for outcome in outcomes:
         if outcome.balanced.label != "measured":

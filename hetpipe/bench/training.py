@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from hetpipe.zoo.workload import Workload
 
 EQUAL = 1e-4
-"""Largest relative difference of two losses that are called equal without further questions."""
+"""Losses up to this relative difference are equal without further checks."""
 ROUNDING_FACTOR = 10
-"""Beyond: how many times what rounding alone makes of this training."""
+"""Larger differences may be this many times the effect of rounding alone on the training."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ def torch_losses(
 ) -> tuple[float, ...]:
     """Losses of plain, unpartitioned torch on a copy of the model, in micro-batches of `sizes`.
 
-    With `rounding` from weights that are off by one rounding: how far these losses are from the
-    true ones is how far rounding alone carries this model in so many steps.
+    With `rounding` the weights begin one rounding off: the difference from the true losses is the
+    effect of rounding alone on this training.
     """
     model = copy.deepcopy(workload.model)
     if rounding:
@@ -72,7 +72,7 @@ def train(
     """Train `steps` more mini-batches of the plan's size; a `Step` each.
 
     `expected` are the losses of `torch_losses` for the first of them. Times are from one result to
-    the next, without what the caller does with it.
+    the next, without the caller's own work.
     """
     batches = workload.batches(pipe.plan.mini_batch, seed)
     with one_thread():
@@ -87,7 +87,7 @@ def train(
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Keep torch in this process to one thread: the others, idle, spin on cores of the workers."""
+    """Keep torch in this process to one thread: idle threads would spin on cores of the workers."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -100,7 +100,7 @@ def one_thread() -> Iterator[None]:
 class Comparison:
     """Losses of `steps` steps against torch's: their largest relative difference.
 
-    `rounding` is what rounding alone makes of this training, where that had to be found out.
+    `rounding` is the difference by rounding alone; it is measured only if `difference` is large.
     """
 
     steps: int
@@ -123,10 +123,10 @@ class Comparison:
 
 
 def compare(workload: Workload, plan: Plan, taken: Sequence[Step], seed: int) -> Comparison | None:
-    """Judge the steps that have an expected loss; None if none has.
+    """Compare the steps with an expected loss; None if there are none.
 
-    The model must still have the weights that training began with: where the difference is large,
-    torch is run again from there, one rounding off.
+    The model must still have its weights of before the training: if the difference is large, torch
+    trains from them again, one rounding off.
     """
     expected = [step.expected for step in taken if step.expected is not None]
     if not expected:

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from hetpipe.optim.rule import Optimizer
 
 MODELS: dict[str, type[torch.nn.Module]] = {"digits": DigitsNet, "lstm": Recurrent}
-"""By name of the workload: those that can be trained from several seeds."""
+"""Workloads that can be trained from several seeds, by name."""
 WINDOW = 10
-"""Mini-batches that a training loss is averaged over."""
+"""Mini-batches in a mean of training losses."""
 
 Timed = tuple[tuple[float, ...], tuple[float, ...]]
 """Losses, and seconds from the beginning to each."""
@@ -49,9 +49,9 @@ class Method:
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, and the mean training loss that is to be reached.
+    """A workload, the settings of its training, and the mean training loss to reach.
 
-    `figure` is a name among those that the workload validates. Without `cuts` (layer indices)
+    `figure` names one of the workload's validation figures. Without `cuts` (layer indices)
     stages have equal numbers of layers.
     """
 
@@ -67,14 +67,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Trial:
-    """The loss of every mini-batch, when it was known, and the validation figure at the end."""
+    """The loss of every mini-batch, its time, and the validation figure at the end."""
 
     losses: tuple[float, ...]
     times_s: tuple[float, ...]
     figure: float
 
     def reached(self, target: float) -> int | None:
-        """By how many mini-batches the mean of the last `WINDOW` was at most `target`."""
+        """Mini-batches until the mean of the last `WINDOW` losses was at most `target`."""
         for count in range(WINDOW, len(self.losses) + 1):
             if statistics.fmean(self.losses[count - WINDOW : count]) <= target:
                 return count
@@ -91,7 +91,7 @@ class Subject:
         self._captured = Captured(self._workload.model, self._workload.loss_fn, example)
 
     def trial(self, task: Task, method: Method, crew: Crew) -> Trial:
-        """Train a copy; what has no schedule does not touch the crew."""
+        """Train a copy of the model; a method without a schedule does not use the crew."""
         workload = replace(self._workload, model=copy.deepcopy(self._workload.model))
         if method.schedule:
             losses, times_s = self._staged(workload, task, method, crew)
@@ -121,14 +121,14 @@ class Subject:
 
 
 def timed(losses: Iterable[float]) -> Timed:
-    """The losses, as they come."""
+    """The losses, and the seconds from now to each."""
     begin_s = time.perf_counter()
     pairs = [(loss, time.perf_counter() - begin_s) for loss in losses]
     return tuple(loss for loss, _ in pairs), tuple(time_s for _, time_s in pairs)
 
 
 def seeded(model: str, seed: int) -> Workload:
-    """The workload of that name, with weights of that seed."""
+    """The workload `model`, with weights of `seed`."""
     workload = load_workload(model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -138,7 +138,7 @@ def seeded(model: str, seed: int) -> Workload:
 def unprofiled(
     captured: Captured, members: Sequence[str], task: Task, method: Method
 ) -> tuple[Plan, CostTable]:
-    """A stage per member under the task's cuts, and a table of costs that is empty."""
+    """A plan with a stage per member and the task's cuts, and an empty table of costs."""
     samples = task.mini_batch // method.microbatches
     names = tuple(layer.name for layer in captured.layer_graph(samples).layers)
     count = len(members)

@@ -39,7 +39,7 @@ class Captured:
     class. `has_count` says that loss_fn returns (sum, count).
     `precision` gives the dtypes of the passes and of the cuts. With `sync_batch_norm` the batch
     norms of replicas use the statistics of the whole micro-batch, not of their own rows.
-    Raises `CaptureError`, which names the line or module and what to change.
+    Raises `CaptureError`, which names the line or module, and the cure.
     """
 
     def __init__(

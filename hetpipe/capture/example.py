@@ -110,15 +110,15 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _named(x: Any, y: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
 
     def note(name: str, value: Any) -> Any:
-        found[name] = value
+        values[name] = value
         return value
 
     _map(note, "x", x)
     _map(note, "y", y)
-    return found
+    return values
 
 
 def _map(fn: Callable[[str, Any], Any], name: str, value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import warnings
 from collections.abc import Callable, Iterator
@@ -42,12 +43,12 @@ class _WithLoss(nn.Module):
 
 
 def run_model(model: nn.Module, x: Any) -> Any:
-    """`model(x)`: by this function's name in a traceback an error is known as the model's."""
+    """`model(x)`: this function's name in a traceback marks an error as the model's."""
     return call(model, x)
 
 
 def run_loss(loss_fn: Callable[..., Any], out: Any, y: Any) -> Any:
-    """`loss_fn(out, y)`: by this function's name in a traceback an error is known as the loss's."""
+    """`loss_fn(out, y)`: this function's name in a traceback marks an error as the loss's."""
     return loss_fn(out, y)
 
 
@@ -84,6 +85,7 @@ def export(
     try:
         with (
             warnings.catch_warnings(),
+            _without_torch_log(),
             torch.enable_grad(),
             refusing_lost_gradients(),
             _layer_by_layer(),
@@ -105,6 +107,21 @@ def export(
                 return functional
     except Exception as error:
         raise explain(error) from error
+
+
+@contextmanager
+def _without_torch_log() -> Iterator[None]:
+    """Inside, torch logs no traceback of a wrong shape: the raised error names the user's line."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def drop(record: logging.LogRecord) -> bool:
+        return False
+
+    log.addFilter(drop)
+    try:
+        yield
+    finally:
+        log.removeFilter(drop)
 
 
 @contextmanager

@@ -132,7 +132,7 @@ def _name_inputs(
             key = (PARAM, name)
         elif spec.kind is InputKind.BUFFER and name is not None:
             key = (BUFFER, name)
-        else:  # lifted constants, and what the loss holds
+        else:  # lifted constants, and tensors of the loss
             stored = program.constants if target in program.constants else program.state_dict
             value = stored[target].detach().cpu()
             key = (CONSTANT, constant_name(target, value))

@@ -1,4 +1,4 @@
-"""A backward in two programs: the previous stage waits for the first half, nobody for the second.
+"""A backward in two programs: the previous stage waits for the first half only.
 
 They are B and W of Qi et al., "Zero bubble pipeline parallelism" (ICLR 2024).
 """

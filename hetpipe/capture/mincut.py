@@ -1,7 +1,7 @@
 """The cheapest tensors to keep for a backward: a minimum cut in the forward's graph.
 
 Every tensor is an edge whose capacity is its bytes. Edges lead from the source to stage inputs and
-costly operators, and to the sink from the tensors that the backward reads. The backward is given
+costly operators, and to the sink from the tensors that the backward reads. The backward gets
 the tensors of a minimum cut, and computes from them all nodes between cut and sink. torch's own
 `min_cut_rematerialization_partition` works in the same way.
 """

@@ -86,7 +86,7 @@ class PassPrograms:
 
     A stage input that the backward reads is an INPUT or CUT of the backward, not SAVED: the worker
     keeps it. No SAVED tensor depends on parameters, constants or RNG alone, so a backward works
-    with the version of the parameters that it is given. It is None where nothing has a gradient.
+    with the parameters among its inputs, of any version. It is None if nothing has a gradient.
 
     halves: the backward as two programs, if asked for and there is a backward:
     input half: the backward's inputs without GRAD -> TANGENT, SAVED

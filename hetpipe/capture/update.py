@@ -65,12 +65,12 @@ def trace_predict(
 
     def predict(env: Env) -> dict[Key, torch.Tensor]:
         how = [env[key] for key in _scalars("step", "lr", "ahead")]
-        found: dict[Key, torch.Tensor] = {}
+        predicted: dict[Key, torch.Tensor] = {}
         for name in updated:
             rule = optimizer.rule_for(name).predict
             assert rule is not None, "an undecayed rule predicts where the decayed one does"
-            found[PARAM, name] = rule(env[PARAM, name], _state(optimizer, env, name), *how)
-        return found
+            predicted[PARAM, name] = rule(env[PARAM, name], _state(optimizer, env, name), *how)
+        return predicted
 
     return _trace(predict, inputs, updated, decompositions)
 
@@ -153,13 +153,13 @@ def _example(key: Key, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 def merge_equal(graph: fx.Graph) -> None:
     """Keep one of several calls with the same operator and arguments."""
-    known: dict[Any, fx.Node] = {}
+    first: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
         key = (node.target, repr(node.args), repr(sorted(node.kwargs.items())))
-        if key in known:
-            node.replace_all_uses_with(known[key])
+        if key in first:
+            node.replace_all_uses_with(first[key])
             graph.erase_node(node)
         else:
-            known[key] = node
+            first[key] = node

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: all that a training needs to go on, whatever plan and devices run it."""
+"""Checkpoints on disk: a complete training state, for any plan and any devices."""
 
 from hetpipe._lazy import lazy
 

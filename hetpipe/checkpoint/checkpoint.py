@@ -1,9 +1,9 @@
-"""Saves and loads checkpoints so that one is always there, whole.
+"""Saves and loads checkpoints; at every moment the folder holds a complete one.
 
 A checkpoint is a folder with one safetensors file per role and `manifest.json`, which names them.
 A file's name holds its checksum, so the files of a new checkpoint lie beside those of the old one;
-the manifest is replaced last, in one rename, once all that it names is on the disk; then the old
-files go. However a save ends, the folder holds the previous checkpoint or the new one.
+the manifest is replaced last, in one rename, when all its files are on the disk; then the old files
+are removed. However a save ends, the folder holds the previous checkpoint or the new one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _OURS = re.compile(
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """What `save` was given."""
+    """The content of a checkpoint."""
 
     manifest: dict[str, Any]
     tensors: dict[str, dict[str, Array]]
@@ -47,18 +47,18 @@ def save(
     """Write a checkpoint into `directory`, in place of the one that is there.
 
     `tensors`: by role (param, buffer, state) and name, the model's own; for state
-    "slot/parameter". A bfloat16 tensor is given, and comes back, as its int16 view. `manifest`:
+    "slot/parameter". A bfloat16 tensor goes in, and comes back, as its int16 view. `manifest`:
     JSON values, among them "step", the number of steps done. Only one process at a time may save
     into a folder.
 
-    Raises `CheckpointError` for what the files cannot hold, before anything is written, and if the
-    folder cannot be written to; what it held can then still be loaded.
+    Raises `CheckpointError` for values that the files cannot hold, before anything is written, and
+    if the folder cannot be written to; its previous checkpoint then stays.
     """
     check_values(manifest)
     check_tensors(tensors)
     values = dict(manifest)
     step = values.pop("step")
-    Manifest(step, values, {}).to_bytes()  # refused, if it is, before anything is written
+    Manifest(step, values, {}).to_bytes()  # raises before anything is written
     try:
         durable.make(directory)
         _sweep(directory)
@@ -98,11 +98,11 @@ def _save_role(directory: Path, role: str, step: int, tensors: Mapping[str, Arra
 
 
 def _sweep(directory: Path) -> None:
-    """Remove what replaced and interrupted saves left: our files that the manifest lacks."""
+    """Remove our files that the manifest does not name, left by replaced or interrupted saves."""
     try:
         manifest = read_manifest(directory / MANIFEST)
     except CheckpointError:
-        return  # it does not tell what is still named
+        return  # without it no file is known to be unused
     named = {file.name for file in manifest.files.values()}
     for path in directory.iterdir():
         if _OURS.fullmatch(path.name) and path.name not in named:

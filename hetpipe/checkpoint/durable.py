@@ -1,4 +1,4 @@
-"""Files and folders that are on the disk, not only on their way there, when a call returns."""
+"""Writes of files and folders that are complete on the disk when a call returns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def write(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[int, str]:
 
 
 def sync(directory: Path) -> None:
-    """Make lasting which names the folder has, and for which files."""
+    """Write the folder's own entries, its names of files, to the disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -30,7 +30,7 @@ def sync(directory: Path) -> None:
 
 
 def make(directory: Path) -> None:
-    """Make a folder, and those above it, unless they are there."""
+    """Make a folder and its parents, unless they exist."""
     if not directory.is_dir():
         make(directory.parent)
         directory.mkdir(exist_ok=True)

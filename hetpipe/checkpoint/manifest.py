@@ -1,4 +1,4 @@
-"""`manifest.json`: what a checkpoint consists of, with a checksum of itself."""
+"""`manifest.json`: the list of a checkpoint's files, with a checksum of itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CURE = "copy the checkpoint again from where it is whole, or load another"
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A role's file in the checkpoint's folder; `tensors` is how many it holds."""
+    """A role's file in the checkpoint's folder; `tensors` is their number in it."""
 
     name: str
     nbytes: Count
@@ -39,7 +39,7 @@ class Manifest:
     files: dict[str, TensorFile]
 
     def to_bytes(self) -> bytes:
-        """What `read_manifest` reads. Raises `CheckpointError` for too deep a nesting."""
+        """The bytes of the file. Raises `CheckpointError` for too deep a nesting."""
         files = {role: asdict(file) for role, file in self.files.items()}
         return _render(
             {
@@ -63,12 +63,12 @@ class _Content:
 
 
 def file_name(role: str, step: int, sha256: str) -> str:
-    """A name for one content only, so that no file is ever written over by another."""
+    """A name that depends on the content, so that no file ever overwrites another."""
     return f"{role}-{step:08}-{sha256[:16]}.safetensors"
 
 
 def check_values(values: Mapping[str, Any]) -> None:
-    """Raises `CheckpointError` for what JSON would not give back as it is, or without a step."""
+    """Raises `CheckpointError` for values that JSON would change, and without a step."""
     for key, value in values.items():
         try:
             same = isinstance(key, str) and json.loads(json.dumps(value, allow_nan=False)) == value
@@ -87,8 +87,8 @@ def check_values(values: Mapping[str, Any]) -> None:
 def read_manifest(path: Path) -> Manifest:
     """The manifest at `path`.
 
-    Raises `CheckpointError` if there is none, if it is not what was saved, for another version,
-    and for a key that is unknown, missing or of a wrong type.
+    Raises `CheckpointError` if there is none, if it was altered, for another version, and for a key
+    that is unknown, missing or of a wrong type.
     """
     try:
         raw = path.read_bytes()
@@ -128,7 +128,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _render(content: Mapping[str, Any]) -> bytes:
-    """`content` behind the checksum of its own JSON."""
+    """`content` after the checksum of its own JSON."""
     try:
         sha256 = hashlib.sha256(json.dumps(content).encode()).hexdigest()
         return json.dumps({"sha256": sha256, **content}, indent=1).encode()

@@ -21,7 +21,7 @@ DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
-"""What can be stored: numpy's name and safetensors'."""
+"""The dtypes of a file: numpy's name and safetensors' name."""
 
 
 def check_tensors(tensors: Mapping[str, Mapping[str, Array]]) -> None:
@@ -43,7 +43,7 @@ def file_parts(tensors: Mapping[str, Array]) -> Iterator[bytes | memoryview]:
     """A safetensors file, piece by piece: header's length, header, data.
 
     Wide elements come first, so that all are aligned. The library's own writer needs a second copy
-    of all tensors, or temporary files that a killed process leaves behind.
+    of all tensors, or temporary files that a killed process would leave.
     """
     ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
     header, end = {}, 0

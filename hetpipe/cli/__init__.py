@@ -19,15 +19,11 @@ def main() -> None:
     """
     end_on_interrupt()
     try:
-        import logging
-
         from hetpipe.cli.app import app
         from hetpipe.cli.output import complain, warn
         from hetpipe.errors import HetpipeError
 
         warnings.showwarning = lambda message, *_: warn(str(message))
-        # Its tracebacks of a model's wrong shapes; the error that follows names the user's line.
-        logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: False)
         try:
             app(prog_name="hetpipe")
         except HetpipeError as error:
@@ -40,7 +36,7 @@ def main() -> None:
 def end_on_interrupt() -> None:
     """The first Ctrl-C ends the command, which closes its workers within seconds.
 
-    One more says so, a third leaves at once: the workers die with this process.
+    The second prints a note, a third exits at once: the workers die with this process.
     """
     presses = count(1)
 

@@ -37,7 +37,7 @@ def start(
         ),
     ] = False,
 ) -> None:
-    """Check what concerns every command."""
+    """Options and checks of all commands."""
     from hetpipe.pipeline.launch_check import refuse_ranks
 
     refuse_ranks()

@@ -1,4 +1,4 @@
-"""`hetpipe bench`: unlike devices together, against each of them alone and against their sum."""
+"""`hetpipe bench`: unlike devices together, against each alone and against their sum."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def command(
         typer.Option(
             "--steps",
             min=1,
-            help="Timed steps of a turn. \\[default: what fits a second, at most 4]",
+            help="Timed steps of a turn. \\[default: as many as fit a second, at most 4]",
         ),
     ] = None,
     picture: Annotated[
@@ -157,7 +157,7 @@ def _settings(
 
 
 def _check_models(models: Sequence[str], count: int | None, mini_batch: int | None) -> None:
-    """Load each once: the last may be wrong, and the first takes minutes to measure."""
+    """Load all workloads first: measuring one takes minutes, and a later name may be wrong."""
     from hetpipe.pipeline.fit import check_count
     from hetpipe.zoo import load_workload
 

@@ -1,4 +1,4 @@
-"""Options that are wrong by themselves are refused before anything is loaded or measured."""
+"""Checks of options alone, before anything is loaded or measured."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read_options(
     microbatches: int | None,
     mini_batch: int | None,
 ) -> PlanOptions:
-    """The options of a plan, checked as far as text can be. Raises `HetpipeError`."""
+    """The options of a plan, checked without a model. Raises `HetpipeError`."""
     from hetpipe.pipeline.fit import check_count
     from hetpipe.pipeline.options import PlanOptions
 
@@ -38,7 +38,7 @@ def read_options(
 
 
 def check_plan_alone(path: Path, plan: Plan, asked: PlanOptions) -> None:
-    """Raises `HetpipeError` for a plan that cannot be run, or beside which more is asked."""
+    """Raises `HetpipeError` for a plan that cannot be run, or for options that it fixes already."""
     if asked.asked:
         options = ", ".join(f"--{name}" for name in asked.asked)
         raise HetpipeError(
@@ -49,7 +49,7 @@ def check_plan_alone(path: Path, plan: Plan, asked: PlanOptions) -> None:
 
 
 def check_devices(asked: PlanOptions, count: int) -> None:
-    """Raises `PlanError` where a cluster of so many devices has too few for the stages."""
+    """Raises `PlanError` if `count` devices are too few for the stages."""
     from hetpipe.schedule.rule import rule_of
 
     if asked.schedule != "auto" and rule_of(asked.schedule).several_stages:

@@ -1,4 +1,4 @@
-"""`hetpipe devices`: what is here."""
+"""`hetpipe devices`: lists the devices of this machine."""
 
 from __future__ import annotations
 

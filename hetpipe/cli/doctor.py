@@ -1,4 +1,4 @@
-"""`hetpipe doctor`: what works here, what was repaired, and what cures the rest."""
+"""`hetpipe doctor`: tests of backends and devices, repairs, and cures for the rest."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def command(
 
 
 def examine(name: str) -> list[dict[str, str]]:
-    """What a backend says about itself, or why it says nothing."""
+    """A backend's findings about itself, or the reason why it has none."""
     from hetpipe.errors import BackendError
     from hetpipe.sdk.registry import findings_of
 

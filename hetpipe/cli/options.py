@@ -44,7 +44,7 @@ MiniBatchOption = Annotated[
 
 
 def _known_schedule(value: str) -> str:
-    """A name; a file with a schedule as text becomes known by the file's."""
+    """A schedule's name; a file with a schedule as text registers it under the file's name."""
     if not value.endswith(".txt"):
         return value
     from hetpipe.schedule import register_text
@@ -59,7 +59,7 @@ def _known_schedule(value: str) -> str:
 
 CutsOption = Annotated[
     str | None,
-    typer.Option("--cuts", metavar="LIST", help="First layers of the stages behind the first."),
+    typer.Option("--cuts", metavar="LIST", help="First layers of the stages after the first."),
 ]
 ReplicasOption = Annotated[
     str | None,
@@ -80,7 +80,7 @@ WeightsOption = Annotated[
     str,
     typer.Option(
         "--weights",
-        help="Versions of the weights where the schedule is asynchronous: stash, vertical-sync, "
+        help="Versions of the weights if the schedule is asynchronous: stash, vertical-sync, "
         "2bw, spectrain or pipeoptim.",
     ),
 ]

@@ -1,4 +1,4 @@
-"""What commands print: tables for people, JSON for programs, and the red message of an error."""
+"""Output of commands: tables for people, JSON for programs, and errors in red."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 VERSION = 1
-"""Of a command's JSON, unless that has a version of its own."""
+"""Version of a command's JSON, unless that has a version of its own."""
 
 
 class Output:
-    """Where a command's results go. With `--json -` people's text moves to standard error."""
+    """Destination of a command's results. With `--json -` text moves to standard error."""
 
     def __init__(self, json_target: str | None) -> None:
         self._target = json_target
@@ -28,7 +28,7 @@ class Output:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def finish(self, data: Mapping[str, Any]) -> None:
-        """Write the command's result as JSON where that was asked for. Raises `HetpipeError`."""
+        """Write the command's result as JSON if the user asked for it. Raises `HetpipeError`."""
         from hetpipe.files import dump_json, write_json
 
         data = {"version": VERSION, **data}
@@ -51,12 +51,12 @@ def _console(stderr: bool, width: int | None = None) -> Console:
 
 
 def complain(message: str) -> None:
-    """Say in red what went wrong."""
+    """Print an error in red."""
     _say(message, "red")
 
 
 def warn(message: str) -> None:
-    """Say in yellow what may be wrong."""
+    """Print a warning in yellow."""
     _say(f"warning: {message}", "yellow")
 
 

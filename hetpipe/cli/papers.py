@@ -1,4 +1,4 @@
-"""`hetpipe papers`: what reproduces a table or figure of a paper on this machine."""
+"""`hetpipe papers`: programs that reproduce a table or figure of a paper on this machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(
-    help="What papers show, reproduced here: clockwork, learning, memory, overhead.",
+    help="Tables and figures of papers, reproduced: clockwork, learning, memory, overhead.",
     no_args_is_help=True,
 )
 
@@ -45,7 +45,7 @@ def overhead(
         "pytorch:cpu:0"
     ),
 ) -> None:
-    """Seconds that an action costs which computes nothing, by transport."""
+    """Cost of an action that computes nothing, in seconds, by transport."""
     from hetpipe.papers import overhead
 
     overhead.main(device)

@@ -1,4 +1,4 @@
-"""`hetpipe plan MODEL`: the stages, their devices, and what a step should take."""
+"""`hetpipe plan MODEL`: the stages, their devices, and the predicted time of a step."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def command(
         typer.Option(
             "--costs",
             metavar="FILE",
-            help="Plan by what `profile --json` wrote, without a device or a measurement.",
+            help="Plan by the costs of `profile --json`, without a device or a measurement.",
         ),
     ] = None,
     out: Annotated[
@@ -60,7 +60,7 @@ def command(
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Plan a model on the cluster: which layers go where, and what it should cost."""
+    """Plan a model on the cluster: the layers of each device, and the predicted cost."""
     from hetpipe.plan.file import write_plan
     from hetpipe.zoo.load import check_name
 
@@ -88,7 +88,7 @@ def _measured(
     mini_batch: int | None,
     asked: PlanOptions,
 ) -> tuple[Plan, CostTable]:
-    """The plan that a pipeline on these devices would have; they are profiled for it."""
+    """The plan of a pipeline on these devices, after profiling them."""
     members = make_cluster(*where)
     check_devices(asked, len(members.members))
     from hetpipe.bench.open import open_pipeline
@@ -107,7 +107,7 @@ def _measured(
 def _priced(
     model: str, path: Path, devices: str | None, mini_batch: int | None, asked: PlanOptions
 ) -> tuple[Plan, CostTable]:
-    """The plan by a table of costs alone."""
+    """The plan from a table of costs alone."""
     from hetpipe.cli.priced import check_layers, plan_by
     from hetpipe.cost import read_costs
 

@@ -1,4 +1,4 @@
-"""Plans from a table of costs alone: no worker is started, no device need be here."""
+"""Plans from a table of costs alone, without workers and without the devices."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 def plan_by(
     costs: CostTable, devices: list[str] | None, mini_batch: int, asked: PlanOptions
 ) -> Plan:
-    """The quickest predicted plan that was asked for. `devices` of the table, by default all.
+    """The plan with the quickest prediction. `devices` of the table, by default all.
 
-    The table's micro-batches are the plan's. Raises `PlanError`.
+    The plan has the table's micro-batches. Raises `PlanError`.
     """
     from hetpipe.pipeline.planning import Planning
 
@@ -36,7 +36,7 @@ def plan_by(
 
 
 def microbatches_of(costs: CostTable, mini_batch: int, asked: int | None) -> int:
-    """How many micro-batches of the table's size a mini-batch has. Raises `PlanError`."""
+    """Number of micro-batches of the table's size in a mini-batch. Raises `PlanError`."""
     count = -(-mini_batch // costs.samples)
     samples = -(-mini_batch // (asked or count))
     if samples != costs.samples:
@@ -49,7 +49,7 @@ def microbatches_of(costs: CostTable, mini_batch: int, asked: int | None) -> int
 
 
 def check_layers(costs: CostTable, workload: Workload, mini_batch: int) -> None:
-    """Raises `PlanError` where the table is not of this model."""
+    """Raises `PlanError` if the table is of another model."""
     from hetpipe.capture import Captured
 
     example = next(workload.batches(mini_batch, 0))

@@ -1,4 +1,4 @@
-"""`hetpipe profile MODEL`: what every layer costs on every device, and every link."""
+"""`hetpipe profile MODEL`: costs of every layer on every device, and of every link."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress on standard error: a bar on a terminal, now and then a line elsewhere."""
+"""Progress on standard error: a bar on a terminal, or else lines at intervals."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     Progress = Callable[[str, int, int], None]
 
 EVERY_S = 10.0
-"""Between two lines about the same phase."""
+"""Seconds between two lines about the same phase."""
 
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A callable (text, done, total) that shows how far a command is."""
+    """A callable (text, done, total) that shows the progress of a command."""
     from hetpipe.cli.output import error_console
 
     console = error_console()
@@ -53,8 +53,8 @@ class Lines:
         self._begin_s = 0.0
 
     def show(self, text: str, done: int, total: int) -> None:
-        """Note where a command is; a line if this is another phase."""
-        with self._lock:  # the beat reads both and writes lines of its own
+        """Note the progress of a command; print a line at the start of a phase."""
+        with self._lock:  # the beat reads both fields and writes lines of its own
             self._count = (done, total)
             if text != self._text:
                 self._text, self._begin_s = text, time.monotonic()
@@ -62,7 +62,7 @@ class Lines:
 
     @contextmanager
     def beating(self) -> Iterator[Lines]:
-        """Write a line now and then, by a thread of its own: a phase may take minutes."""
+        """Write a line at intervals, on a thread of its own: a phase may take minutes."""
         thread = threading.Thread(target=self._beat, name="progress", daemon=True)
         thread.start()
         try:

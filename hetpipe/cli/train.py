@@ -1,4 +1,4 @@
-"""`hetpipe train MODEL`: train, validate, and show that the result is torch's own."""
+"""`hetpipe train MODEL`: train, validate, and compare the losses with torch's."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _keep(
     trace: Path | None,
     title: str,
 ) -> None:
-    """Write the files that were asked for."""
+    """Write the requested files."""
     from hetpipe.report import draw_timelines
 
     if save is not None:
@@ -243,7 +243,7 @@ def _conclude(
 
 
 def memory_lines(plan: Plan, peaks: Sequence[int]) -> list[str]:
-    """Measured memory of each stage's devices, beside what the plan foresaw. `peaks` in bytes."""
+    """Measured and predicted memory of each stage's devices. `peaks` in bytes."""
     from hetpipe.report.units import format_nbytes
 
     return [

@@ -1,4 +1,4 @@
-"""Clusters: the devices that take part, their cores, speeds and links; found here or described."""
+"""Clusters: the participating devices, their cores, speeds and links; found here or described."""
 
 from hetpipe._lazy import lazy
 

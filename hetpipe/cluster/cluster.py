@@ -19,7 +19,7 @@ class Member:
     id: str
     device: str
     cores: tuple[int, ...] = ()  # CPU cores its worker is pinned to; empty: not pinned
-    speed: float = 1.0  # at most 1; 0.5 (emulated) stretches every compute action to twice its time
+    speed: float = 1.0  # at most 1; 0.5 (emulated) doubles the time of every compute action
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Link:
 class Cluster:
     """Devices in pipeline order, links by pair of ids (either order).
 
-    Whether the devices exist is found when their workers start: a described cluster may be absent.
-    Raises `ClusterError` for what is wrong in itself.
+    A described cluster may be absent: its devices are looked up when their workers start.
+    Raises `ClusterError` for values that are invalid in themselves.
     """
 
     members: tuple[Member, ...]
@@ -67,7 +67,7 @@ class Cluster:
         raise ClusterError(f"no device {member_id!r}; the cluster has {', '.join(self.ids)}")
 
     def link(self, one: str, other: str) -> Link:
-        """The link between two members; where none is described, the transport's own."""
+        """The link between two members; without a description, the transport's own."""
         return self.links.get(frozenset((one, other)), Link())
 
     @staticmethod

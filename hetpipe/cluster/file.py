@@ -91,7 +91,7 @@ class _Device:
     """A [[device]] table."""
 
     device: Name
-    id: Name = ""  # none: the device's
+    id: Name = ""  # empty: the device's id
     cores: tuple[Count, ...] = ()
     speed: Annotated[float, Number(0.0, 1.0, above=True)] = 1.0
 
@@ -122,7 +122,7 @@ def load(path: Path) -> Cluster:
     except tomllib.TOMLDecodeError as error:
         line = re.search(r"line (\d+)", str(error))
         raise ClusterError(f"{path}:{line[1] if line else 1}: {error}") from error
-    except ValueError as error:  # a whole number that Python does not read
+    except ValueError as error:  # a whole number too long for Python
         raise ClusterError(f"{path}:1: {error}") from error
     except RecursionError as error:
         raise ClusterError(f"{path}:1: values are nested too deeply; make it flat") from error
@@ -141,7 +141,7 @@ def load(path: Path) -> Cluster:
 
 
 def _check_devices(tables: _Tables, ids: list[str], source: Source) -> None:
-    """Raises `ClusterError` for ids that are used twice and for cores that are not there."""
+    """Raises `ClusterError` for ids that are used twice and for cores that do not exist."""
     if not ids:
         raise source.fault((), "has no device; give it one or more [[device]] tables")
     for index, table in enumerate(tables.device):
@@ -174,7 +174,7 @@ def _links(tables: _Tables, ids: list[str], source: Source) -> dict[frozenset[st
 
 
 class _Lines:
-    """Lines of a TOML text: a table's is found by counting headers."""
+    """Lines of a TOML text: finds a table by counting headers."""
 
     def __init__(self, text: str) -> None:
         self._lines = text.split("\n")
@@ -187,7 +187,7 @@ class _Lines:
         if not rest or not isinstance(rest[0], int):
             return self._find(str(kind), 1)
         header = self._header(str(kind), rest[0])
-        if header is None:  # tables are written in another way
+        if header is None:  # the file writes tables in another way
             return self._find(str(kind), 1)
         return self._find(str(rest[1]), header, inside=True) if len(rest) > 1 else header
 
@@ -200,7 +200,7 @@ class _Lines:
     def _find(self, key: str, start: int, inside: bool = False) -> int:
         """First line from `start` on that sets `key` (or opens a table of it); else `start`.
 
-        `inside` a table, whose header `start` is, the search ends at the next header.
+        With `inside`, `start` is the header of a table, and the search ends at the next header.
         """
         setting = re.compile(rf"""\s*(\[+\s*)?["']?{re.escape(key)}["']?\s*(=|\.|\])""")
         for number in range(start + inside, len(self._lines) + 1):

@@ -1,4 +1,4 @@
-"""The local cluster: which of the devices found here take part, and the cores they get."""
+"""The local cluster: a choice among the devices of this machine, and their shares of its cores."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def local(
 
     Without `devices`: every accelerator, and per memory domain the first CPU-type device of each
     backend, in the order of discovery (a backend lists its best first) or by the lowest `rank`.
-    Devices that are emulated or a reference join only when named. `devices` names ids, or prefixes
-    up to a colon, which take all they match; a device named twice becomes two members. Members
+    Emulated and reference devices join only when named. `devices` lists ids, or prefixes up to a
+    colon, each for all devices that it matches; a device named twice becomes two members. Members
     that compute on the host's cores share them evenly. `emulate_speed` is keyed by member id.
 
-    Raises `ClusterError` for a name without a match, or if nothing is left, and `BackendError` with
-    the reason for a device that is named and whose backend does not work.
+    Raises `ClusterError` for a name without a match, or if no device is left, and `BackendError`
+    with the reason for a named device whose backend does not work.
     """
     infos, failures = discover_devices(None if backends is None else list(backends))
     chosen = _default(infos, rank) if devices is None else _named(devices, infos, failures)
@@ -77,7 +77,7 @@ def _overview(infos: Sequence[DeviceInfo], failures: Mapping[str, str]) -> str:
 
 
 def _members(chosen: Sequence[DeviceInfo]) -> list[Member]:
-    """Ids are the devices' own, with #0, #1, ... where one is named more than once."""
+    """Ids of the devices, with #0, #1, ... for a device that is named more than once."""
     total = Counter(info.id for info in chosen)
     used: Counter[str] = Counter()
     members = []
@@ -89,7 +89,7 @@ def _members(chosen: Sequence[DeviceInfo]) -> list[Member]:
 
 
 def _share_cores(members: Sequence[Member], infos: Sequence[DeviceInfo]) -> list[Member]:
-    """Neighbouring cores, whose numbers differ by at most one; one each where cores are fewer."""
+    """Shares of neighbouring cores, equal but for one; of one core each if cores are too few."""
     cores = available_cores()
     hosted = [
         member

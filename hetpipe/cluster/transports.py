@@ -14,7 +14,7 @@ from hetpipe.errors import ClusterError
 class Transport:
     """`module` has `plugs(wire, ranks, tag, pieces)`, which makes both ends of a wire.
 
-    Where processes have to meet before they can talk, it has `host()` and `join(...)` as well, see
+    If processes must meet before they can talk, it also has `host()` and `join(...)`, see
     `hetpipe.wire.gloo`.
     """
 

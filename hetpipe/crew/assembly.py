@@ -18,6 +18,7 @@ from hetpipe.capture.program import (
     COUNT,
     GRAD,
     INPUT,
+    LOSS,
     PARAM,
     STATE,
     Slot,
@@ -90,14 +91,19 @@ class Assembly:
                         f"stage {stage.stage} stands at place {n}; order them by number"
                     )
         self._check_values()
-        self.has_count = self.reporters(COUNT) > 0
+        self.reporters = {role: self._reporters(role) for role in (LOSS, COUNT)}
+        """The numbers of workers that report losses, and counts, of a mini-batch."""
 
-    def reporters(self, role: str) -> int:
-        """The number of workers that report losses, or counts, of a mini-batch."""
-        makers = [len(stages) for stages in self.stages if _makes(stages[0], role)]
-        if not makers:
+    @property
+    def has_count(self) -> bool:
+        """Whether losses are sums, with counts."""
+        return self.reporters[COUNT] > 0
+
+    def _reporters(self, role: str) -> int:
+        replicas = [len(stages) for stages in self.stages if _makes(stages[0], role)]
+        if not replicas:
             return 0
-        return 1 if self.shares.in_turn else makers[0]
+        return 1 if self.shares.in_turn else replicas[0]
 
     def plug(
         self,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hetpipe.capture.program import COUNT, LOSS, StageGraphs
+from hetpipe.capture.program import StageGraphs
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.crew.answers import Answers, Posted, result_of
 from hetpipe.crew.assembly import Assembly
@@ -51,14 +51,11 @@ class Crew:
         self._answers: Answers  # for the latest request
         self.load_count = 0
         """The number of loads so far: it tells a pipeline whether its stages are still loaded."""
-        self._serial, self._origin_s = (
-            0,
-            0.0,
-        )  # origin of timelines: the begin of the step or stream
+        self._serial = 0
+        self._origin_s = 0.0  # of timelines: the begin of the step or stream
         self._patience = Patience()
         with self._guarded():
-            everyone = list(self._index.values())
-            opened = self._control.gather(everyone, start_timeout_s)
+            opened = self._control.gather(list(self._index.values()), start_timeout_s)
         self.infos: dict[str, DeviceInfo] = dict(zip(self._index, opened, strict=True))
 
     @classmethod
@@ -178,12 +175,10 @@ class Crew:
             rows = worker_rows(request.schedule)
             lanes = {member: rows[row] for member, row in self._placement.row_of.items()}
             self._posted.append(Posted(now_s, {member: len(own) for member, own in lanes.items()}))
-            reporters = {role: assembly.reporters(role) for role in (LOSS, COUNT)}
-            self._answers = Answers(request, reporters, len(lanes))
+            self._answers = Answers(request, assembly.reporters, len(lanes))
             script, schedule = self._scripts.send(request.schedule, self._serial)
             for member, own in lanes.items():
-                everywhere = self._placement.replicas_of(member)
-                active = [r for r in everywhere if assembly.shares.takes(r, place.begins)]
+                active = self._placement.active(member, assembly.shares, place.begins)
                 batch = batch_of(request, self._serial, active, assembly)
                 message = say.Step(
                     self._serial, script, schedule, own, place.closing, place.first,

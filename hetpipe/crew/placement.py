@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hetpipe.errors import HetpipeError
-from hetpipe.wire.shares import Replica
+from hetpipe.wire.shares import Replica, Shares
 
 
 class Placement:
@@ -46,3 +46,7 @@ class Placement:
             for n, replicas in enumerate(self.members)
             if member in replicas
         ]
+
+    def active(self, member: str, shares: Shares, mini_batch: int) -> list[Replica]:
+        """A member's replicas that take part in a mini-batch."""
+        return [each for each in self.replicas_of(member) if shares.takes(each, mini_batch)]

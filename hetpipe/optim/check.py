@@ -1,4 +1,4 @@
-"""Whatever a user gives as the optimizer is one of ours, or is refused with the one to write."""
+"""Accepts an optimizer of hetpipe's, and refuses others with the line to write instead."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _OFF = {"momentum": 0, "nesterov": False, "weight_decay": 0}  # by default, in o
 def check_optimizer(value: object) -> Optimizer:
     """`value`, if it is an optimizer of hetpipe's.
 
-    Raises `HetpipeError` for everything else, with the line to write: for an optimizer of
-    `torch.optim` the one of ours with its settings.
+    Raises `HetpipeError` for everything else, with the line to write: an optimizer of
+    `torch.optim` becomes ours with its settings.
     """
     if isinstance(value, Optimizer):
         return value
@@ -45,12 +45,12 @@ def _class(value: object) -> type:
 
 
 def _of_torch(value: object) -> bool:
-    """Whether it is an optimizer of torch's, or the class of one; torch is not imported for it."""
+    """Whether it is an optimizer of torch's, or such a class; without importing torch."""
     return any(cls.__module__.startswith("torch.optim") for cls in _class(value).__mro__)
 
 
 def _ours(value: object) -> str:
-    """The name of a function of `hp.optim` that was given without being called."""
+    """The name of a function of `hp.optim` that the user passed without calling it."""
     inside = str(getattr(value, "__module__", "")).startswith("hetpipe.optim")
     name = str(getattr(value, "__name__", ""))
     return name if inside and callable(value) and name in _OURS else ""

@@ -1,4 +1,4 @@
-"""What several rules have in common: checks of their settings, and sums over updates."""
+"""Common parts of rules: checks of settings, moving averages, and sums over updates."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_below_one(name: str, *values: float) -> None:
 
 
 def correction(beta: float, step: Tensor) -> Tensor:
-    """1 - beta^step, without the cancellation that float32 would suffer."""
+    """1 - beta^step, without cancellation in float32."""
     return -torch.expm1(step * math.log(beta)) if beta else torch.ones_like(step)
 
 
@@ -60,5 +60,5 @@ def linear(param: Tensor, lr: Tensor, ahead: Tensor, direction: Tensor) -> Tenso
 
 
 def once_started(step: Tensor, ahead: Tensor) -> Tensor:
-    """`ahead`, but 0 before the first update: nothing is known then, and nothing is predicted."""
+    """`ahead`, but 0 before the first update, when the state has no direction to predict from."""
     return ahead * step.clamp(max=1)

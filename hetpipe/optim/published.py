@@ -32,8 +32,8 @@ def lion(
 ) -> Optimizer:
     """Lion (Chen et al., NeurIPS'23, algorithm 2): the sign of a momentum; decay is apart.
 
-    Prediction: dW = sign(m), which the update gives for the gradient that m stands for; the decay
-    is not predicted.
+    Prediction: dW = sign(m), the direction of an update whose gradient is m itself; the decay is
+    not predicted.
     """
     check(lr, weight_decay=weight_decay)
     beta1, beta2 = betas
@@ -60,13 +60,13 @@ def lamb(
     weight_decay: float = 0.01,
     decay_exclude: NameFilter | None = None,
 ) -> Optimizer:
-    """LAMB (You et al., ICLR'20, algorithm 2): Adam's direction, as long as the weights are.
+    """LAMB (You et al., ICLR'20, algorithm 2): Adam's direction, scaled to the weights' norm.
 
     A layer is one parameter tensor and the paper's phi the identity. Where the weights or their
     direction are all zero the ratio of their norms counts as 1.
 
-    Prediction: dW is the update's direction from today's weights and moments, decay included, as it
-    is part of the norm.
+    Prediction: dW is the update's direction from the present weights and moments; it includes the
+    decay, which is part of the norm.
     """
     check(lr, eps=eps, weight_decay=weight_decay)
     beta1, beta2 = betas

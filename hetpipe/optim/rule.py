@@ -31,10 +31,10 @@ class Optimizer:
     Every state tensor has its parameter's shape and dtype and starts at zero. `step` (0-d float32)
     counts updates from 1; `lr` is 0-d float32. As a field, `lr` may be a function of that count.
 
-    `predict(param, state, step, lr, ahead)` is the weights to expect after `ahead` (0-d float32)
-    more updates, from the state after `step` updates; param itself where `step` or `ahead` is 0. It
-    is None where the state holds no direction, so that nothing can be predicted. `predict_steps` is
-    the same in more detail: see `multi_step`.
+    `predict(param, state, step, lr, ahead)` is the weights expected after `ahead` (0-d float32)
+    more updates, from the state after `step` updates; param itself if `step` or `ahead` is 0. It is
+    None if the state holds no direction to predict from. `predict_steps` predicts every single
+    update: see `multi_step`.
 
     Parameters whose names `decay_exclude` picks follow `undecayed`: see `rule_for`.
     """
@@ -50,7 +50,7 @@ class Optimizer:
     undecayed: Optimizer | None = None
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of update `step`, from 1. Raises `HetpipeError` if it is no rate."""
+        """The learning rate of update `step`, from 1. Raises `HetpipeError` for an invalid rate."""
         value: object = self.lr(step) if callable(self.lr) else self.lr
         rate = float(value) if isinstance(value, Real) else math.nan
         if not 0 <= rate < math.inf:
@@ -61,7 +61,7 @@ class Optimizer:
         return rate
 
     def rule_for(self, name: str) -> Optimizer:
-        """The optimizer whose `update` and `predict` the parameter of that name follows."""
+        """The optimizer for the parameter `name`: this one, or `undecayed`."""
         if self.undecayed is not None and self.decay_exclude is not None:
             return self.undecayed if self.decay_exclude(name) else self
         return self
@@ -88,8 +88,8 @@ def multi_step(optimizer: Optimizer) -> Optimizer:
     - adam: p - lr (A m_hat + (s - A) w p) / (sqrt(v_hat) + eps);
     - adamw: p (1 - lr w)^s - lr A m_hat / (sqrt(v_hat) + eps).
 
-    Squared gradients are expected to be v_hat again, which therefore stays; bias corrections are
-    those of the last update, the p in a sum is today's, and lr stays: FTPipe steps through these.
+    Squared gradients are expected to be v_hat again, which therefore stays; bias corrections,
+    lr and the p in a sum stay at their present values. FTPipe steps through their changes.
 
     Raises `HetpipeError` for other optimizers and for sgd without a momentum between 0 and 1.
     """

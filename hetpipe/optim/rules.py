@@ -38,8 +38,8 @@ def sgd(
 ) -> Optimizer:
     """Stochastic gradient descent, `torch.optim.SGD` without dampening.
 
-    Prediction: dW is the velocity v. Nesterov's direction g + u v is v too, with the gradient that
-    the velocity stands for, g = (1 - u) v. Without momentum there is no state, and no prediction.
+    Prediction: dW is the velocity v. Nesterov's direction g + u v is v too, for the gradient
+    g = (1 - u) v. Without momentum there is no state, and no prediction.
     """
     check(lr, momentum=momentum, weight_decay=weight_decay)
     if nesterov and momentum == 0:

@@ -1,1 +1,1 @@
-"""What reproduces a table or a figure of a paper."""
+"""Programs that reproduce a table or a figure of a paper."""

@@ -1,10 +1,9 @@
 """Schedules on devices that only sleep: `python -m hetpipe.papers.clockwork`.
 
-The same schedule four times: run on workers, by the closed formula of its paper where that is
-defined, and simulated twice: with the times that devices and links are set to, and, as plans are,
-with those that passes and transfers were measured to take. Passes take 10 ms and 20 ms, one
-transfer 0, 5 or 15 ms. Two passes at once share a device. `16 chunks` are devices that send a
-result in so many pieces while they make it.
+Each schedule has four times: run on workers; by the closed formula of its paper, if it has one;
+simulated with the set times of devices and links; and simulated, as plans are, with measured times
+of passes and transfers. Passes take 10 ms and 20 ms, a transfer 0, 5 or 15 ms. Two passes at once
+share a device. `16 chunks` are devices that send a result in 16 pieces while they compute it.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ FORWARD_S, BACKWARD_S = 0.010, 0.020
 TRANSFERS_S = (0.0, 0.005, 0.015)
 STAGES = (2, 3, 4)
 MICROBATCHES = 8
-MINI_BATCHES = 88  # of a stream
-SETTLE = 12  # of them until it is steady, and at the end
+MINI_BATCHES = 88  # in a stream
+SETTLE = 12  # mini-batches before and after the steady state
 WINDOW = 12  # a multiple of every number of stages
 ROUNDS = 5
 SYNCHRONOUS = ("naive", "gpipe", "1f1b-sno", "1f1b-so", "fbp")
@@ -60,7 +59,7 @@ class Case:
     simulated_s: float
     profiled_s: float  # simulated with measured costs
     formula_s: float | None
-    busy: float  # what each worker has to compute, over the measured time
+    busy: float  # computing time of each worker over the measured time
 
 
 def measure() -> list[Case]:
@@ -84,7 +83,7 @@ def measure() -> list[Case]:
 
 @dataclass(frozen=True)
 class _Times:
-    """What a pipeline is set to, and what its passes and transfers were measured to take."""
+    """Times of a pipeline's passes and transfers: as set, and as measured."""
 
     stages: int
     transfer_s: float
@@ -94,10 +93,10 @@ class _Times:
 
     @staticmethod
     def of(crew: Crew, stages: int, transfer_s: float, chunks: int) -> _Times:
-        """Measured where one pass follows the other: what is not passes and links is transfers'.
+        """Measure one pass after the other: the time beyond passes and links is the transfers'.
 
-        As in a plan, the cores that compute also copy: half of what a transfer takes beyond its
-        link lengthens the passes at either end.
+        As in a plan, the cores that compute also copy: half of a transfer's time beyond its link
+        lengthens the pass at either end.
         """
         _load(crew, stages, "flush")
         schedule = generate("naive", stages, MICROBATCHES)
@@ -124,7 +123,7 @@ def _stage_times(
     backward_s: float,
     more_s: float = 0.0,
 ) -> StageTimes:
-    """`more_s`: what a transfer takes beyond its link."""
+    """`more_s`: time of a transfer beyond its link."""
     links = (Transfer(0.0, transfer_s),) * (stages - 1)
     ends = [(n > 0) + (n < stages - 1) for n in range(stages)]
     return StageTimes(
@@ -138,7 +137,7 @@ def _stage_times(
 
 
 def formula_s(schedule: str, stages: int, microbatches: int, transfer_s: float) -> float | None:
-    """BaPipe's table 1 and GPipe's time, inside their domains; else None."""
+    """BaPipe's table 1 and GPipe's time, if the case is in their domains; else None."""
     both_s = FORWARD_S + BACKWARD_S
     fill_s = (microbatches + stages - 1) * both_s
     if schedule == "naive":
@@ -223,8 +222,10 @@ def _streamed(crew: Crew, depth: str, in_flight: Sequence[int], times: _Times) -
 
 
 def _interval_s(timeline: Timeline) -> float:
-    """Seconds from one mini-batch to the next in the steady state, at the input stage: the median
-    over some windows of the mean in each."""
+    """Seconds between mini-batches in the steady state at the input stage.
+
+    The median over some windows of the mean in each.
+    """
     ends_s = sorted(
         span.end_s
         for span in timeline.spans

@@ -2,16 +2,16 @@
 
 Each method trains the same models from the same weights on the same mini-batches, with one update
 per mini-batch. A validation would flush an asynchronous method, and so change it: all are validated
-once, at the end. How quickly a method learns is told by the training losses, which a stream gives
-anyway: by how many mini-batches the mean loss of the last `WINDOW` was at most the task's target.
-That target is a fixed number, which unpartitioned training reaches about half way. Under an
-asynchronous method the loss is that of a forward through stages of unlike age.
+once, at the end. Training losses, which a stream gives anyway, show the speed of learning: the
+number of mini-batches until the mean loss of the last `WINDOW` was at most the task's target. The
+target is a fixed number, which unpartitioned training reaches about half way. Under an asynchronous
+method the loss is that of a forward through stages with weights of unlike age.
 
-Batch norm, which `digits` has, takes its statistics over a micro-batch: methods compare with the
-unpartitioned training that has as many micro-batches, M.
+The batch norms of `digits` take their statistics over a micro-batch, so a method compares with the
+unpartitioned training that has the same number of micro-batches, M.
 
-Seconds count from the first mini-batch handed in. Stages share the cores of this machine, so these
-are no times of a cluster.
+Seconds count from the first mini-batch. Stages share the cores of this machine, so the times say
+nothing about a cluster.
 
 With `--devices` the stages of `digits` are on torch, PoCL and the FPGA emulator.
 """
@@ -44,7 +44,7 @@ VERSION = 1
 STAGES = 4
 SEEDS = 3
 FIGURES = {"accuracy": ("accuracy, %", 100.0), "perplexity": ("perplexity", 1.0)}
-"""What a validation figure is called in the table, and in which unit it is shown."""
+"""Name and unit of each validation figure in the table."""
 
 UNPARTITIONED = Method("unpartitioned")
 IN_MICROBATCHES = Method("unpartitioned", microbatches=4)
@@ -94,7 +94,7 @@ class Row:
 
 
 def measure(tasks: Iterable[Task], seeds: int, crew: Crew) -> list[Row]:
-    """All methods of all tasks, seeds 0, 1, ...; what is done is told on standard error."""
+    """All methods of all tasks, seeds 0, 1, ...; reports progress on standard error."""
     subjects: dict[tuple[str, int, int], Subject] = {}
     rows = []
     for task in tasks:
@@ -145,7 +145,7 @@ def learning_table(rows: Sequence[Row], crew: Crew) -> Table:
 
 
 def spread(values: Sequence[float], digits: int, of: int) -> str:
-    """Mean (min .. max), or how many of so many trials have a value at all."""
+    """Mean (min .. max); or the number of trials with a value, if some have none."""
     if not values:
         return "never"
     ends = f"{min(values):.{digits}f} .. {max(values):.{digits}f}"

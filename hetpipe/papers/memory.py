@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 BLOCKS, WIDTH, HEADS, LENGTH, VOCABULARY = 12, 256, 4, 128, 512  # of the encoder
-SAMPLES = 2  # of a micro-batch of it, as in DAPPLE's table 5
-STAGES = 4  # of PipeDream's figures
+SAMPLES = 2  # in a micro-batch, as in DAPPLE's table 5
+STAGES = 4  # in PipeDream's figures
 CUTS = {
     "digits": ("4.conv1", "5.conv2", "6.conv2"),
     "gpt": ("blocks.1", "blocks.2", "blocks.3"),
@@ -80,7 +80,7 @@ class Encoder(nn.Module):
 
 
 def starts(captured: Captured, names: Sequence[str], samples: int) -> tuple[int, ...]:
-    """The numbers of the first layers whose names begin so."""
+    """For each prefix, the number of the first layer whose name begins with it."""
     layers = [layer.name for layer in captured.layer_graph(samples).layers]
     return tuple(next(i for i, n in enumerate(layers) if n.startswith(name)) for name in names)
 
@@ -98,7 +98,7 @@ def encoder(stages: int, samples: int = SAMPLES, device: str = DEVICE, **sizes: 
 
 
 def tokens(samples: int, length: int = LENGTH, vocabulary: int = VOCABULARY) -> Batch:
-    """Random ones, to be repeated."""
+    """A batch of random tokens, always the same."""
     x = torch.randint(0, vocabulary, (samples, length), generator=torch.Generator().manual_seed(0))
     return x, x
 
@@ -120,7 +120,7 @@ def dapple_table(crew: Crew) -> Table:
     table = _table(
         f"DAPPLE's table 5: encoder, {BLOCKS} blocks of width {WIDTH}, {LENGTH} tokens, Adam, "
         f"2 stages, micro-batches of {SAMPLES}; K in flight. Peak MiB by stage, counted "
-        "(measured), without what a program needs inside; in brackets predicted",
+        "(measured), without intermediates of programs; in brackets predicted",
         ("schedule", "recompute", "M", "K", "stage 0", "stage 1", "average"),
     )
     subject = encoder(2)

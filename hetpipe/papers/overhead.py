@@ -1,4 +1,4 @@
-"""What an action costs that computes nothing: `python -m hetpipe.papers.overhead`."""
+"""The cost of an action that computes nothing: `python -m hetpipe.papers.overhead`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TRANSPORTS = ("local", "shared-memory", "distributed")
 def measure_empty_action(
     transport: str, workers: int = 2, microbatches: int = 64, device: str = "pytorch:cpu:0"
 ) -> float:
-    """Seconds per action and worker of a step whose graphs hand their inputs on, a core each.
+    """Seconds per action and worker of a step whose graphs return their inputs; a core each.
 
     Actions are passes and transfers alike; the median of some 1F1B steps, from the first start to
     the last end, over the actions of the busiest worker.
@@ -60,7 +60,7 @@ def measure_empty_action(
 
 
 def empty_stage(n: int, stages: int, width: int = 1) -> StageGraphs:
-    """A stage with `width` numbers for a cut and one weight, which hands on what it is given."""
+    """A stage with one weight, which hands on its inputs; a cut has `width` numbers."""
     first, last = n == 0, n == stages - 1
     enter = _tensor(INPUT, "x", width) if first else _tensor(CUT, f"t{n - 1}", width)
     scalar = Slot(LOSS, "loss", (), "float32")

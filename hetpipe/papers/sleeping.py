@@ -1,8 +1,8 @@
-"""A device whose passes take a set time and do nothing: to look at schedules alone.
+"""A device whose passes take a set time and do nothing, for measurements of schedules alone.
 
-`sleeping:10,20` takes 10 ms for a forward and 20 ms for a backward; two at once have half of it
-each. `sleeping:10,20,16` streams its outputs in 16 chunks. They run graphs without operators, such
-as `hetpipe.papers.overhead.empty_stage` makes.
+`sleeping:10,20` takes 10 ms for a forward and 20 ms for a backward; two passes at once have half of
+its speed each. `sleeping:10,20,16` streams its outputs in 16 chunks. They run graphs without
+operators, such as those of `hetpipe.papers.overhead.empty_stage`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hetpipe.sdk.info import Capabilities, DeviceInfo, Execution
 Array = Any
 
 SPIN_S = 0.3e-3
-"""The end of a pass, which is not slept but waited for: sleeping is that inexact."""
+"""A waiting thread spins for the last part of a pass, because sleeping is not exact."""
 
 
 class SleepingBackend(Backend):
-    """Devices are what their name says, so any may be opened; one is listed."""
+    """The name of a device sets its times, so any may be opened; one is listed."""
 
     name = "sleeping"
 
@@ -65,16 +65,16 @@ class _Held(Buffer):
 
 
 class SharedSpeed:
-    """A device's speed, of which all passes at a time have an even share; none is lost."""
+    """A device's speed, shared evenly by the passes that run at a time."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
-        self._left_s: dict[object, float] = {}  # what each pass has yet to get, at full speed
-        self._since_s = 0.0  # when that was so
+        self._left_s: dict[object, float] = {}  # time left to each pass, at full speed
+        self._since_s = 0.0  # the moment of `_left_s`
         self._changed = threading.Condition()
 
     def begin(self, seconds: float) -> object:
-        """Begin a pass that takes so long alone; the value names it."""
+        """Begin a pass that takes `seconds` alone; returns its key."""
         mine = object()
         with self._changed:
             self._elapse()
@@ -83,13 +83,13 @@ class SharedSpeed:
         return mine
 
     def reached(self, mine: object, left_s: float) -> bool:
-        """Whether a pass has at most so much left."""
+        """Whether a pass has at most `left_s` left."""
         with self._changed:
             self._elapse()
             return self._left_s.get(mine, 0.0) <= left_s
 
     def until(self, mine: object, left_s: float = 0.0, timeout_s: float = math.inf) -> None:
-        """Wait until a pass has at most so much left. Raises `BackendError` after `timeout_s`."""
+        """Wait until a pass has at most `left_s` left. Raises `BackendError` after `timeout_s`."""
         begin_s = self._now_s()
         spin_s = 0.0 if left_s else SPIN_S
         while not self.reached(mine, left_s):
@@ -102,7 +102,7 @@ class SharedSpeed:
                 raise BackendError(f"a pass still sleeps after {timeout_s} s")
 
     def _elapse(self) -> None:
-        """Passes end at their very time, however late that is noticed: others go faster then."""
+        """Bring times up to date; the end of a pass, noticed late or not, speeds up the others."""
         now_s = self._now_s()
         while self._left_s:
             first = min(self._left_s, key=self._left_s.__getitem__)
@@ -150,7 +150,7 @@ class SleepingDevice(BlockingDevice):
 
 
 class StreamingDevice(SleepingDevice):
-    """Its passes run on; parts of their outputs are ready at even distances."""
+    """Passes run asynchronously; parts of their outputs are ready at even intervals."""
 
     def __init__(self, info: DeviceInfo) -> None:
         super().__init__(info)
@@ -192,7 +192,7 @@ class _Streaming(Executable):
 
 
 class _Reached(Event):
-    """A pass has at most so many seconds left."""
+    """The moment when a pass has at most `left_s` left."""
 
     def __init__(self, speed: SharedSpeed, mine: object, left_s: float) -> None:
         self._speed, self._mine, self._left_s = speed, mine, left_s

@@ -3,6 +3,7 @@ docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -280,9 +281,8 @@ class Training:
         crew.load(stages, members, initial, keep=keep, shares=loading.shares, sizes=both)
         self._own_load = crew.load_count
         self._streaming = None if stream is None else Streaming(crew, stream, plan.policy)
-        for role in (STATE, GRAD) if values is not None else ():
-            assert values is not None
-            crew.write(role, values.tensors.get(role, {}))
+        for role in (STATE, GRAD):
+            crew.write(role, {} if values is None else values.tensors.get(role, {}))
         self._progress("compiling stages", 1, 1)
 
     def _accumulating(self) -> tuple[str, ...]:
@@ -305,7 +305,7 @@ class Training:
         lr = self._subject.optimizer.lr_at(self.updates[0] + 1)
         self._accumulated.clear()
         result = self._crew.step(Apply(schedule, lr, self.steps, grad_scale, self._clip))
-        if grad_scale == grad_scale:
+        if not math.isnan(grad_scale):
             self._record(result)
 
     def _record(self, result: StepResult) -> None:

@@ -1,4 +1,4 @@
-"""What people and programs read: tables, pictures of timelines, JSON."""
+"""Output for people and programs: tables, pictures of timelines, JSON."""
 
 from hetpipe._lazy import lazy
 

@@ -1,13 +1,13 @@
-"""A timeline as a reader looks at it: passes, sums, transfers and waits.
+"""A timeline for readers: passes, sums, transfers and waits.
 
-A predicted receive begins when its worker asks for the message, a measured one when the message has
-come. So transfers and waits are derived, by the same rules for both:
+A predicted receive begins when its worker asks for the message, a measured one when the message
+arrives. So transfers and waits are derived, by the same rules for both:
 
 - A message is under way while its send lasts. After that it lies ready until the receiving lane has
   no pass to do, and is under way again until the end of its receive.
-- A sum over replicas begins when the last of them begins it.
-- A lane waits before its first pass, and between two passes, except while a message that the later
-  one needs is under way, or for an update while the lane sums.
+- A sum over replicas begins when its last replica begins it.
+- A lane waits before its first pass and between two passes, except while a message for the later
+  pass is under way, or, before an update, while the lane sums.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PASSES = {
     Op.BACKWARD_WEIGHT: Kind.BACKWARD_WEIGHT,
     Op.UPDATE: Kind.UPDATE,
 }
-"""Actions that hold a lane. For short an update is called a pass here."""
+"""Actions that occupy a lane. In this module an update is a pass, too."""
 
 _RECEIVES = {
     Op.FORWARD: Op.RECV_FORWARD,
@@ -55,7 +55,7 @@ _RECEIVES = {
 class Interval(NamedTuple):
     """Seconds since the step began, on a row of the timeline.
 
-    `action` is the one that takes them; of a transfer the receive, of a wait the pass it delays.
+    `action` is the action itself, for a transfer its receive, for a wait the delayed pass.
     """
 
     kind: Kind
@@ -80,20 +80,20 @@ def intervals(timeline: Timeline) -> list[Interval]:
 
 
 def pairs(spans: Sequence[Span]) -> list[tuple[Span | None, Span]]:
-    """Each receive with the send of its message; None where that is not among the spans.
+    """Each receive with the send of its message, or None if the spans lack the send.
 
-    Of several sends it is the last that ends before the receive does.
+    Of several sends it is the last one that ends before the receive does.
     """
     sends: dict[Message | None, list[Span]] = defaultdict(list)
     for span in sorted(spans, key=attrgetter("end_s")):
         if span.action.op.is_send:
             sends[span.action.message].append(span)
-    found: list[tuple[Span | None, Span]] = []
+    matched: list[tuple[Span | None, Span]] = []
     for span in (span for span in spans if span.action.op.is_receive):
         candidates = sends.get(span.action.message, [])
         last = bisect_right(candidates, span.end_s, key=attrgetter("end_s")) - 1
-        found.append((candidates[max(last, 0)] if candidates else None, span))
-    return found
+        matched.append((candidates[max(last, 0)] if candidates else None, span))
+    return matched
 
 
 def _by_worker(passes: Iterable[Interval]) -> dict[int, list[Interval]]:
@@ -104,7 +104,7 @@ def _by_worker(passes: Iterable[Interval]) -> dict[int, list[Interval]]:
 
 
 def _sums(spans: Iterable[Span]) -> Iterator[Interval]:
-    """A measured sum has spans of its messages within; its worker's first and last time count."""
+    """Sums by worker; a measured sum has a span per message, from first start to last end."""
     ends: dict[Action, dict[int, tuple[float, float]]] = defaultdict(dict)
     for span in (span for span in spans if span.action.op is Op.ALL_REDUCE):
         lo, hi = ends[span.action].get(span.worker, (span.start_s, span.end_s))
@@ -134,7 +134,7 @@ def _transfers(spans: Sequence[Span], lanes: Mapping[int, list[Interval]]) -> It
 
 
 def _has_length(span: Span) -> bool:
-    """A predicted receive has none where the message has come before it is asked for."""
+    """Whether it lasts: a predicted receive takes no time if its message lies ready."""
     return span.end_s > span.start_s
 
 
@@ -157,7 +157,7 @@ def _waits(
 
 
 def _without(lo: float, hi: float, busy: Iterable[Interval]) -> Iterator[tuple[float, float]]:
-    """Which parts of lo..hi are not `busy`; these are in the order of their starts."""
+    """The parts of lo..hi outside `busy`, whose intervals are in the order of their starts."""
     for start_s, end_s in [*((each.start_s, each.end_s) for each in busy), (hi, hi)]:
         if lo < min(start_s, hi):
             yield lo, min(start_s, hi)

@@ -33,11 +33,11 @@ COLOURS = {
     Kind.WAIT: "#dedede",
 }
 BANDS = {Kind.TRANSFER: (0.27, 0.08), Kind.SUM: (0.37, 0.08), Kind.WAIT: (-0.25, 0.3)}
-"""Top and height of what is drawn of a kind, in rows from the middle of its row."""
+"""Top and height of the bars of each kind, in rows from the middle of the row."""
 
 PASS_BAND = (-0.42, 0.64)
 NUMBERED = 0.011
-"""A pass this part of the axis wide has room for the number of its micro-batch."""
+"""A pass has room for the number of its micro-batch if it takes this part of the axis."""
 
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -65,7 +65,7 @@ def draw_workloads(path: Path, workloads: Sequence[Sequence[Timeline]], title: s
 
 
 def figure_of(workloads: Sequence[Sequence[Timeline]], title: str = "") -> Figure:
-    """The figure that is written: a panel per timeline, those of a workload with one time axis."""
+    """The figure: a panel per timeline; the timelines of a workload share a time axis."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _PlainTable(Table):
-    """Shows text as it is: names of users may have brackets, or colons around an emoji's name."""
+    """Text without markup: names of users may have brackets, or colons like an emoji's name."""
 
     def add_row(self, *renderables: RenderableType | None, **options: Any) -> None:
         plain = (Text(cell) if isinstance(cell, str) else cell for cell in renderables)
@@ -78,7 +78,7 @@ def cost_table(costs: CostTable) -> Table:
 
 
 def link_table(costs: CostTable) -> Table:
-    """Every link: latency, bandwidth, and what the two make of the largest cut."""
+    """Every link: latency, bandwidth, and the time of the largest cut."""
     largest = max((layer.cut_nbytes for layer in costs.layers), default=0)
     columns = ("from", "to", "latency", "bandwidth", f"{format_nbytes(largest)} take", "times are")
     table = make_table("Links", columns, columns[2:5])

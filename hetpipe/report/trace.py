@@ -1,7 +1,7 @@
 """Timelines as a trace: Chrome's trace-event JSON, which Perfetto (ui.perfetto.dev) opens too.
 
-A timeline is a process. In it a thread per lane has the passes and waits. Sums and messages go on
-beside passes and beside each other, so they are on further threads. The format is described in
+A timeline is a process. In it a thread per lane has the passes and waits. Sums and messages overlap
+passes and each other, so they are on further threads. The format is described in
 "Trace Event Format", Google, 2016.
 """
 
@@ -28,7 +28,7 @@ CATEGORIES = dict.fromkeys(BACKWARDS, "backward") | {
 }
 
 GAP_S = 1e-8
-"""Between events of a thread at least, so that an arrow's end belongs to one event alone."""
+"""Least gap between events of a thread, so that an arrow's end belongs to one event alone."""
 
 Event = dict[str, Any]
 
@@ -49,13 +49,13 @@ def write_trace(path: Path, timelines: Sequence[Timeline]) -> None:
 
 
 class _Process:
-    """One timeline. Events of a thread must not overlap, so each gets the first that is free."""
+    """One timeline. Events of a thread must not overlap, so each event gets the first free one."""
 
     def __init__(self, number: int, timeline: Timeline) -> None:
         self._number = number
         self._timeline = timeline
         self._begin_s = min((span.start_s for span in timeline.spans), default=0.0)
-        self._free_s: list[list[float]] = [[] for _ in timeline.workers]  # of the threads beside
+        self._free_s: list[list[float]] = [[] for _ in timeline.workers]  # of the further threads
         self._threads: dict[tuple[int, int], int] = {}
 
     def events(self) -> list[Event]:
@@ -122,5 +122,5 @@ class _Process:
 
 
 def _leaves_s(span: Span, send: Span | None) -> float:
-    """When a span begins, of a receive what is left of it once the message is on its way."""
+    """Start of a span; of a receive no earlier than the start of its send."""
     return span.start_s if send is None else min(max(span.start_s, send.start_s), span.end_s)

@@ -1,4 +1,4 @@
-"""What a backend author reads and imports."""
+"""The interface for authors of backends."""
 
 from hetpipe._lazy import lazy
 

@@ -1,4 +1,4 @@
-"""Attention as one operator: whoever has a fused kernel needs no length x length tensor.
+"""Attention as one operator: a backend with a fused kernel needs no length x length tensor.
 
     out = softmax(scale * query @ key^T) @ value
 
@@ -67,7 +67,7 @@ def plain_attention(
     powers = (scores - top).exp()
     total = powers.sum(-1, keepdim=True)
     out = (powers / total).to(value.dtype) @ value
-    if out.ndim == 4:  # the layout that tracing has promised: views behind it rely on that
+    if out.ndim == 4:  # the layout promised by tracing: later views rely on it
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
     return out, (top + total.log()).squeeze(-1)
 
@@ -102,7 +102,7 @@ def _scores(query: torch.Tensor, key: torch.Tensor, is_causal: bool, scale: floa
 
 
 def _has_flash(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether torch's fused kernel takes these: it wants one width."""
+    """Whether torch's fused kernel takes these: it needs equal widths."""
     return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
 
 
@@ -117,7 +117,7 @@ def _like(query: torch.Tensor, value: torch.Tensor) -> tuple[int, ...]:
 
 
 def _empty(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Rows of all heads side by side, as torch's fused kernel returns them and a model wants."""
+    """Rows of all heads side by side: the layout of torch's fused kernel, and of models."""
     if len(shape) == 3:
         return x.new_empty(shape)
     batch, heads, length, width = shape

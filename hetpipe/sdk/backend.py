@@ -1,4 +1,4 @@
-"""The backend contract: what a hardware maker implements, and nothing more.
+"""The backend contract: all that a hardware maker implements.
 
 A backend finds devices and opens them. A device compiles graphs and moves tensors. An executable
 runs. Host tensors are C-contiguous numpy arrays; everything that crosses a graph's boundary is
@@ -27,7 +27,7 @@ DTYPE_NBYTES: dict[str, int] = {
 
 
 class Event(ABC):
-    """The end of something that a device does."""
+    """The end of work on a device."""
 
     @abstractmethod
     def done(self) -> bool:
@@ -137,15 +137,15 @@ class Device(ABC):
     def download_part(self, buf: Buffer, lo: int, hi: int, dst: np.ndarray[Any, Any]) -> Event:
         """Copy elements lo..hi of a buffer, in row-major order, into a flat host array.
 
-        Asked for chunks that are ready, while the pass that makes the rest of the buffer still
-        runs; so a device needs it where `capabilities.chunks` says that it has chunks.
+        Called for chunks that are ready while the pass still computes the rest of the buffer. A
+        device with `capabilities.chunks` must have it.
         """
         raise NotImplementedError(f"{self.info.id} has chunks, so it needs download_part")
 
     def fma_ceiling(self) -> tuple[Callable[[], None], int] | None:
-        """(run, operations), or None: `run` does that many float32 operations, and waits for them.
+        """(run, operations), or None: `run` does that number of float32 operations, and waits.
 
-        Multiply-adds in registers alone: what the device's matrix product is measured against.
+        Multiply-adds in registers alone: a ceiling for the rate of the device's matrix product.
         """
         return None
 
@@ -158,7 +158,7 @@ class Device(ABC):
 
 
 Finding = tuple[str, str, str]
-"""(ok | repaired | missing | broken, what, the command that cures it)."""
+"""(ok | repaired | missing | broken, text, the command that cures it)."""
 
 
 class Backend(ABC):
@@ -198,11 +198,11 @@ class BlockingDevice(Device):
 
     @abstractmethod
     def _run(self, program: Any, inputs: list[Buffer], donate: frozenset[int]) -> list[Buffer]:
-        """Run what `_compile` returned."""
+        """Run a result of `_compile`."""
 
     @abstractmethod
     def _compile(self, graph: torch.fx.GraphModule) -> Any:
-        """Turn a graph into anything that `_run` understands."""
+        """Turn a graph into any object that `_run` understands."""
 
     @abstractmethod
     def _to_device(self, src: np.ndarray[Any, Any], dst: Buffer | None) -> Buffer:

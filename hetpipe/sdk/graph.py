@@ -1,4 +1,4 @@
-"""The canonical form of a graph, and what backends and the engine do with graphs in common.
+"""The canonical form of a graph, and helpers for graphs that backends and the engine share.
 
 A graph is a `torch.fx.GraphModule` with
 - placeholders: the inputs, in order;
@@ -6,12 +6,12 @@ A graph is a `torch.fx.GraphModule` with
   `operator.getitem`; functional, shapes static, no mutation, no `get_attr`;
 - arguments: nodes, numbers, bools, None, strings, `torch.dtype`, and lists of these;
 - `meta["val"]` on every node: a tensor on the meta device (row-major at inputs and outputs), or a
-  tuple of them; its strides inside are what torch would have made, and bind nobody: `aten.view` may
+  tuple of them; strides of other values are torch's own and do not bind a backend: `aten.view` may
   be read as a reshape of the row-major tensor;
 - one output: a flat tuple of nodes, which may repeat and may be placeholders.
 `meta["layer"]`, where present, names the layer of the user's model that a node came from.
-`meta["steady"]` on a placeholder says that runs will be given the same buffer many times over, a
-weight: what is computed from it alone may be kept until another buffer comes.
+`meta["steady"]` on a placeholder marks a weight: many runs in a row get the same buffer, so
+results computed from it alone may be kept until another buffer comes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import fx
 import hetpipe.sdk.attention
 import hetpipe.sdk.operators
 import hetpipe.sdk.recurrent
-import hetpipe.sdk.replicas  # all four register operators of hetpipe's own for load_graph
+import hetpipe.sdk.replicas  # all four register operators of hetpipe for load_graph
 from hetpipe.errors import BackendError, UnsupportedOperatorError
 
 if TYPE_CHECKING:
@@ -62,10 +62,10 @@ def graph_calls(graph: fx.GraphModule) -> Iterator[fx.Node]:
 
 
 def core_decompositions(keep: Iterable[str] = ()) -> Mapping[Any, Callable[..., Any]]:
-    """Decompositions down to core ATen, without those of the operators named in `keep`.
+    """Decompositions down to core ATen, except for the operators named in `keep`.
 
     `keep` holds names such as `aten.gelu.default` or, for all overloads, `aten.gelu`;
-    hetpipe's own operators have theirs here too: `hetpipe.attention`, `hetpipe.lstm_layer`.
+    hetpipe's own operators have decompositions here too: `hetpipe.attention`, `hetpipe.lstm_layer`.
     """
     from torch._decomp import core_aten_decompositions
 
@@ -92,7 +92,7 @@ def require_support(device: Device, graph: fx.GraphModule) -> None:
 
 
 def why_not_fill(node: fx.Node) -> str | None:
-    """Why no device runs a node: a fill with a tensor of several elements. Or None."""
+    """The reason why no device runs a node: a fill with several elements. Or None."""
     if node.target is not torch.ops.aten.fill.Tensor:
         return None
     count = node.args[1].meta["val"].numel()  # type: ignore[union-attr] # a tensor
@@ -100,7 +100,7 @@ def why_not_fill(node: fx.Node) -> str | None:
 
 
 def why_not_strided(node: fx.Node) -> str | None:
-    """Why a node is no `as_strided` of the row-major tensor: it reads past that. Or None."""
+    """The reason why an `as_strided` is invalid: it reads past its row-major tensor. Or None."""
     if node.target is not torch.ops.aten.as_strided.default:
         return None
     size, offset = node.meta["val"].shape, strided_offset(node)
@@ -188,7 +188,7 @@ def load_graph(data: bytes) -> fx.GraphModule:
 
 
 def of_one_replica(graph: fx.GraphModule) -> fx.GraphModule:
-    """The graph for whoever has all rows: without sums over replicas, which no backend knows."""
+    """The graph for one replica with all rows: without sums over replicas."""
     if not any(map(hetpipe.sdk.replicas.is_sum, graph.graph.nodes)):
         return graph
     alone = canonical(graph)

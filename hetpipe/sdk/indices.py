@@ -1,4 +1,4 @@
-"""Operators that read or write where a tensor of indices says, and which indices torch takes."""
+"""Operators that read or write at the places of an index tensor, and torch's bounds of indices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hetpipe.errors import BackendError
 from hetpipe.sdk.graph import dtype_name, operator_name
 
 IGNORED_CLASS = -100
-"""The target that torch's losses leave out unless another is named."""
+"""The target that torch's losses ignore by default."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Bound:
 
 
 def index_bounds(node: fx.Node) -> list[Bound]:
-    """The bounds of every tensor of indices that a call is given; none for other operators."""
+    """The bounds of every index tensor of a call; empty for other operators."""
     rule = _RULES.get(operator_name(node).rpartition(".")[0])
     return [] if rule is None else rule(node)
 
@@ -76,7 +76,7 @@ def _places(node: fx.Node) -> list[Bound]:
     return [
         Bound(node, index, size, low=-size)
         for d, index in tensors
-        if dtype_name(index.meta["val"].dtype) not in ("bool", "uint8")  # these are masks
+        if dtype_name(index.meta["val"].dtype) not in ("bool", "uint8")  # bool and uint8 are masks
         for size in [_shape(x)[d]]
     ]
 

@@ -1,4 +1,4 @@
-"""What a device says about itself. Free of torch, so that planners can read it."""
+"""A device's description of itself. It needs no torch, so that planners can read it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HOST_MEMORY = "host"
 
 
 class Execution(str, Enum):
-    """How a device hands results on (BaPipe, section 3)."""
+    """When a device's results leave it (BaPipe, section 3)."""
 
     SYNC = "sync"
     """A result leaves when its pass is complete; one pass at a time."""
@@ -27,11 +27,11 @@ class Capabilities:
     queues: int = 1
     """Passes that may run at once: `Executable.run` takes queues 0 to this, from a thread each."""
     chunks: bool = False
-    """Whether `run` tells of finished parts of outputs, and `download_part` copies them."""
+    """Whether `run` returns finished parts of outputs, and `download_part` copies them."""
     emulated: bool = False
     """An emulator of other hardware: its times say nothing about that hardware."""
     reference: bool = False
-    """Made to be right, not fast."""
+    """A reference: correct, not fast."""
     hidden_threads: bool = True
     """CPU-type device whose compute threads follow the worker's core affinity."""
 

@@ -1,4 +1,4 @@
-"""A run is given the tensors that its graph was compiled for: one check for all backends."""
+"""Checks that the inputs of a run have the forms of its compiled graph, for all backends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def input_forms(graph: fx.GraphModule) -> tuple[Form, ...]:
 
 
 def check_inputs(device_id: str, inputs: Sequence[Buffer], forms: Sequence[Form]) -> None:
-    """Raise `BackendError`, with both forms, unless `inputs` have those that were compiled for."""
+    """Raise `BackendError`, with both forms, unless `inputs` have the compiled forms."""
     if len(inputs) != len(forms):
         raise BackendError(f"{device_id}: the graph takes {len(forms)} inputs, got {len(inputs)}")
     for number, (buffer, (shape, dtype)) in enumerate(zip(inputs, forms, strict=True)):

@@ -3,8 +3,8 @@
     i, f, g, o = sigmoid, sigmoid, tanh, sigmoid of the quarters of gates_x[t] + h @ w_hh^T
     c = f * c + i * g;  h = o * tanh(c)
 
-`lstm_layer` takes x, for libraries that have the whole layer; it decomposes into ordinary products
-and `lstm`, which takes gates_x = x @ w_ih^T + bias, and that into operators of torch.
+`lstm_layer` takes x, for libraries that have the whole layer. It decomposes into ordinary products
+and `lstm`, which takes gates_x = x @ w_ih^T + bias; `lstm` decomposes into operators of torch.
 
 Shapes: x [T, N, I], w_ih [4H, I], w_hh [4H, H], bias (torch's two, added) [4H], gates_x and gates
 [T, N, 4H], y (every h), c (every cell state) and grad_y [T, N, H], h0, c0 and last_c [N, H].
@@ -66,7 +66,7 @@ def lstm_backward(
 def unrolled_lstm(
     gates_x: torch.Tensor, h0: torch.Tensor, c0: torch.Tensor, w_hh: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`lstm` by operators of torch, step by step, changing nothing."""
+    """`lstm` by operators of torch, step by step, without mutation."""
     weight, h, c = w_hh.t(), h0, c0
     every_h, every_c, every_gates = [], [], []
     for x in gates_x.unbind(0):
@@ -88,7 +88,7 @@ def unrolled_lstm_backward(
     c0: torch.Tensor,
     w_hh: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`lstm_backward` by operators of torch, step by step, changing nothing."""
+    """`lstm_backward` by operators of torch, step by step, without mutation."""
     slopes, h_by_c, f = _slopes(gates, c, c0)
     dh = torch.zeros_like(c0)
     dc = dh if grad_last_c is None else grad_last_c
@@ -184,8 +184,8 @@ _Y = "Tensor y, Tensor last_c, Tensor c, Tensor gates"
 lstm_layer = torch.library.custom_op(
     "hetpipe::lstm_layer", layer, mutates_args=(), schema=f"({_X}) -> ({_Y})"
 )
-"""(y, last_c, c, gates). What c and gates hold is for `lstm_layer_backward` alone: a backend that
-has the whole layer returns what its own backward needs, of any shape."""
+"""(y, last_c, c, gates). Only `lstm_layer_backward` reads c and gates: a backend with the whole
+layer may return other tensors, of any shape, in their place."""
 
 lstm_layer_backward = torch.library.custom_op(
     "hetpipe::lstm_layer_backward",

@@ -1,7 +1,7 @@
 """Where backends are found: entry points of the group `hetpipe.backends`, and the user's own.
 
-Nothing is imported until asked for. A backend is other people's code: whatever it raises, and
-whatever it returns instead of a list of devices, disables that backend alone.
+A backend is imported on first use. It is other people's code: any exception, and any result other
+than a list of devices, disables that backend alone.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def backend_reference(name: str) -> str | None:
 
 @contextmanager
 def blamed(name: str, problem: str) -> Iterator[None]:
-    """Whatever backend `name` raises in here becomes a `BackendError` that says so.
+    """Turn exceptions of backend `name` inside into a `BackendError` that names it.
 
-    Its own `BackendError` passes as it is, and so does what ends a program: Ctrl-C.
+    Its own `BackendError` passes unchanged, and so does Ctrl-C.
     """
     try:
         yield
@@ -93,7 +93,7 @@ def devices_of(name: str) -> list[DeviceInfo]:
     """The devices that a backend finds.
 
     Raises `BackendError` with the reason if the backend cannot be loaded, fails, or returns
-    anything else.
+    anything but a list of devices.
     """
     backend = get_backend(name)
     with blamed(name, "fails to find its devices"):
@@ -108,7 +108,7 @@ def devices_of(name: str) -> list[DeviceInfo]:
 
 
 def _check_info(name: str, info: Any) -> None:
-    """Raises `BackendError` if a backend's description of a device is of no use to the others."""
+    """Raises `BackendError` if a backend's description of a device has wrong types or names."""
     if not isinstance(info, DeviceInfo):
         raise BackendError(
             f"backend {name!r}: discover returns a list with {type(info).__name__} {info!r} in it, "
@@ -129,9 +129,9 @@ def _check_info(name: str, info: Any) -> None:
 
 
 def findings_of(name: str) -> list[Finding]:
-    """What a backend says of itself (`Backend.describe`), and why it has no devices if it fails.
+    """The findings of `Backend.describe`, and the reason for its lack of devices if it fails.
 
-    Raises `BackendError` if it cannot even say that.
+    Raises `BackendError` if `describe` itself fails.
     """
     backend, findings, failure = get_backend(name), [], ""
     try:
@@ -166,7 +166,7 @@ def discover_devices(
 def open_device(device_id: str) -> Device:
     """Open the device of that id.
 
-    Raises `BackendError` if there is none, listing those that there are.
+    Raises `BackendError`, with the list of devices, if there is none of that id.
     """
     name = device_id.partition(":")[0]
     infos = {info.id: info for info in devices_of(name)}

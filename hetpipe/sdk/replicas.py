@@ -1,8 +1,8 @@
-"""A sum over the replicas of a stage as an operator: what they know of a micro-batch together.
+"""A sum over the replicas of a stage as an operator.
 
-Replicas divide the rows of a micro-batch, and its loss is the sum of their parts. Whoever has all
-rows has the sum already, so for one replica the operator is the identity. No backend is given it:
-the engine divides a graph there (`hetpipe.worker.divided`), or leaves it out.
+Replicas divide the rows of a micro-batch, and its loss is the sum of their parts. One replica with
+all rows has the sum already: there the operator is the identity. No backend gets the operator: the
+engine divides a graph there (`hetpipe.worker.divided`), or leaves it out.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def is_sum(node: fx.Node) -> bool:
 
 
 def drop_sums(graph: fx.Graph, kept: Container[fx.Node] = ()) -> None:
-    """Drop sums over replicas but those that are `kept`: one replica has all that they add."""
+    """Drop sums over replicas, which one replica does not need, except those in `kept`."""
     for node in [node for node in graph.nodes if is_sum(node) and node not in kept]:
         node.replace_all_uses_with(node.all_input_nodes[0])
         graph.erase_node(node)

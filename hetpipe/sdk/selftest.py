@@ -20,14 +20,14 @@ from hetpipe.sdk.registry import get_backend
 Array = np.ndarray[Any, Any]
 
 _EVENT_S = 10.0  # longest wait for one event
-_MEASURE_S = 0.2  # time given to each of the two rates
-_SIZES = (64, 256, 1024)  # of the matrices: the last that a fast device reaches counts
+_MEASURE_S = 0.2  # time for each of the two rates
+_SIZES = (64, 256, 1024)  # of the matrices: the largest that the device reaches in time counts
 _COPY_NBYTES = 4 << 20
 
 
 @dataclass(frozen=True)
 class SelfTest:
-    """`message` says what failed, or what was checked."""
+    """`message` describes the failure, or else the checks."""
 
     ok: bool
     message: str
@@ -129,7 +129,7 @@ def _training(device: Device) -> str | None:
 
 
 def _per_call_s(call: Callable[[], None]) -> float:
-    """Seconds of a call, best of as many as fit in `_MEASURE_S`; the first warms up."""
+    """Seconds of a call, the best of those in `_MEASURE_S`; the first warms up."""
     call()
     best_s, end_s = float("inf"), time.perf_counter() + _MEASURE_S
     while True:
@@ -154,7 +154,7 @@ def _copy_rate(device: Device) -> float:
 
 
 def _matmul_rate(device: Device) -> float:
-    """GFLOP/s of float32 products, larger while they stay short; slow interpreters stop early."""
+    """GFLOP/s of float32 products, of growing size as long as they are short."""
     rate = 0.0
     for size in _SIZES if not device.info.capabilities.reference else (16,):
         matrices = [np.ones((size, size), np.float32)] * 2

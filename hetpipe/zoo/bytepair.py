@@ -26,18 +26,18 @@ class BytePairs:
 
     @property
     def size(self) -> int:
-        """How many tokens there are."""
+        """Number of tokens."""
         return BYTES + len(self.merges)
 
     def encode(self, text: bytes) -> Tokens:
-        """(tokens,) of the text: every merge in the order in which it was learnt."""
+        """(tokens,) of the text, by all merges in the order of learning."""
         tokens = _tokens(text)
         for token, pair in enumerate(self.merges, BYTES):
             tokens = _merged(tokens, pair, token)
         return tokens
 
     def decode(self, tokens: Tokens) -> bytes:
-        """The text that these tokens stand for."""
+        """The text of these tokens."""
         words = [bytes([byte]) for byte in range(BYTES)]
         for first, second in self.merges:
             words.append(words[first] + words[second])
@@ -48,7 +48,7 @@ def learn(text: bytes, size: int) -> BytePairs:
     """The vocabulary of `size` tokens that this text teaches.
 
     Of equally frequent pairs the one with the smaller tokens is merged. Raises `HetpipeError` if
-    the text is too short to have so many pairs.
+    the text has too few pairs.
     """
     tokens = _tokens(text)
     merges: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""A user's workload, made safe to call: what it raises, or returns wrongly, is said as theirs."""
+"""Checks and guards of a user's workload: messages name the user's code and its errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OURS = (HOME, str(importlib.__file__), "<frozen ")
 
 @contextmanager
 def theirs(where: str) -> Iterator[None]:
-    """Run a user's code. Raises `UserCodeError` with their traceback for what it raises.
+    """Run a user's code. Raises `UserCodeError`, with their traceback, if it raises.
 
     A `HetpipeError` passes as it is.
     """
@@ -55,7 +55,7 @@ def _cut(summary: traceback.TracebackException) -> None:
 
 
 def checked(where: str, workload: Any) -> Workload:
-    """The workload that a factory has returned, its fields checked, its functions guarded.
+    """The workload of a factory, its fields checked, its functions guarded.
 
     `where` begins each message. Raises `HetpipeError`.
     """
@@ -76,12 +76,12 @@ def checked(where: str, workload: Any) -> Workload:
 
 
 def _rules(workload: Workload) -> Iterator[tuple[str, bool, str]]:
-    """(field, whether it is right, what it should be) of each."""
+    """(field, whether it is valid, the cure) for each field."""
     from torch import nn
 
     from hetpipe.optim.rule import Optimizer
 
-    yield "model", isinstance(workload.model, nn.Module), "a torch.nn.Module, made, not its class"
+    yield "model", isinstance(workload.model, nn.Module), "a torch.nn.Module, not its class"
     yield "loss_fn", callable(workload.loss_fn), "a function of the model's output and y"
     yield "batches", callable(workload.batches), "a function (mini_batch, seed) that yields (x, y)"
     yield "name", isinstance(workload.name, str), "a text"
@@ -121,7 +121,7 @@ def guarded_batches(
                     batch = next(rest)
                 except StopIteration:
                     raise HetpipeError(
-                        f"{call} ended after {number} mini-batches: it is to go on for ever, so "
+                        f"{call} ended after {number} mini-batches: it must go on for ever, so "
                         "begin the data again (while True)"
                     ) from None
             if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
@@ -154,7 +154,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _named(value: Any) -> str:
-    """A value in a message: short ones themselves, others by their type."""
+    """A value for a message: itself if short, else its type."""
     if value is None or isinstance(value, (int, float, str)):
         return repr(value)
     if isinstance(value, type):

@@ -1,8 +1,9 @@
-"""A data set in memory as an endless, seeded stream of mini-batches, and accuracy on another."""
+"""A data set in memory: an endless, seeded stream of mini-batches, and accuracy on another set."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -34,16 +35,27 @@ def shuffled(x: torch.Tensor, y: torch.Tensor) -> Batches:
 
 
 def accuracy_on(x: torch.Tensor, y: torch.Tensor) -> Callable[[torch.nn.Module], dict[str, float]]:
-    """`validate(model)`: the share of rows whose largest logit is the label, in eval mode."""
+    """`validate(model)`: the share of rows whose largest logit is at the label, in eval mode."""
 
     def validate(model: torch.nn.Module) -> dict[str, float]:
-        training = model.training
-        model.eval()
-        try:
-            with torch.no_grad():
-                hits = model(x).argmax(dim=1) == y
-        finally:
-            model.train(training)
+        with evaluating(model):
+            hits = model(x).argmax(dim=1) == y
         return {"accuracy": float(hits.float().mean())}
 
     return validate
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, the model is in eval mode without gradients; after it each module has its own mode.
+
+    Parts of a model may be in eval mode on purpose, for instance a frozen backbone.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:  # not by train(), which models override
+            module.training = training

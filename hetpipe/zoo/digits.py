@@ -2,11 +2,11 @@
 
 1797 grey images; 1437 train, 360 validate. The network follows He et al. (CVPR 2016): a stem, two
 residual blocks at 8x8 and width 64, then three at 4x4 and width 128. 45 MFLOP forward per sample,
-nearly all in ten convolutions of which nine cost the same, so that it can be cut almost anywhere.
+nearly all in ten convolutions. Nine of these cost the same, so it can be cut almost anywhere.
 
 The activation is SiLU, not ReLU: at ReLU's corner the last bit of a sum decides which gradients
-flow, and plain torch on one thread and on two are 3e-2 apart after 20 steps. A smooth network shows
-whether two trainings are the same (1e-6 then).
+flow, and plain torch on one thread and on two are 3e-2 apart after 20 steps. With a smooth network
+two equal trainings stay within 1e-6.
 """
 
 from __future__ import annotations

@@ -23,10 +23,10 @@ ZOO = {
 
 
 def load_workload(name: str) -> Workload:
-    """The workload of that name, or what the factory `package.module:factory` returns.
+    """The zoo's workload of that name, or the result of `package.module:factory`.
 
     Modules are looked for in the working directory too, after all others: a `queue.py` there is not
-    the standard library's. It stays on the path, for what the module imports later.
+    the standard library's. It stays on the path for later imports of the module.
     Raises `HetpipeError` if there is none or it is wrong, `UserCodeError` if its code raises.
     """
     check_name(name)
@@ -44,7 +44,7 @@ def load_workload(name: str) -> Workload:
 
 
 def check_name(name: str) -> None:
-    """Raises `HetpipeError` for what is neither in the zoo nor a module and a factory."""
+    """Raises `HetpipeError` for a name that is neither in the zoo nor `module:factory`."""
     module_name, _, attribute = name.partition(":")
     if name not in ZOO and not (module_name and attribute):
         raise HetpipeError(
@@ -60,7 +60,7 @@ def _factory(name: str, target: str) -> Callable[[], Any]:
         module = import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # a module that theirs imports
+            raise  # the module exists, but imports a missing one
         raise HetpipeError(
             f"model {name!r}: no module {error.name!r}; start hetpipe where it can be imported"
         ) from error

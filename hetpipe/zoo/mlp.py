@@ -1,4 +1,4 @@
-"""The workload `mlp`: six small linear layers on ten made clouds of points; for quick commands."""
+"""The workload `mlp`: six small linear layers on ten clouds of random points; quick to run."""
 
 from __future__ import annotations
 

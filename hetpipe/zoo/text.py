@@ -1,4 +1,4 @@
-"""English text that every Python has, as tokens: the help pages behind Python's `help()`.
+"""English text that every Python has, as tokens: the help pages of Python's `help()`.
 
 Its first nine tenths teach a vocabulary of byte pairs and are trained on; the last tenth validates.
 How much text there is depends on the version of Python, 0.5 MB in 3.11.
@@ -16,11 +16,11 @@ from torch.nn import functional
 
 from hetpipe.optim.rule import Optimizer
 from hetpipe.zoo.bytepair import BytePairs, Tokens, learn
-from hetpipe.zoo.data import Batches, shuffled
+from hetpipe.zoo.data import Batches, evaluating, shuffled
 from hetpipe.zoo.workload import Workload
 
 VOCABULARY = 512
-VALIDATED = 64  # windows of the validation text that a perplexity is taken over
+VALIDATED = 64  # windows of the validation text in a perplexity
 
 
 def corpus() -> bytes:
@@ -40,7 +40,7 @@ def coded() -> tuple[BytePairs, Tokens, Tokens]:
 
 
 def windows(tokens: Tokens, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """x and y, (windows, length) each: y is x one token later. The rest at the end is left out."""
+    """x and y, (windows, length) each: y is x one token later. Drops an incomplete last window."""
     count = (len(tokens) - 1) // length
     x, y = (tokens[lo : lo + count * length].reshape(count, length) for lo in (0, 1))
     return torch.from_numpy(x.copy()), torch.from_numpy(y.copy())
@@ -53,7 +53,7 @@ def text_workload(
     optimizer: Optimizer,
     blocks: tuple[str, ...] = (),
 ) -> Workload:
-    """A language model in training on windows of `length` tokens, with weights of a fixed seed."""
+    """A language model that trains on windows of `length` tokens, with weights of a fixed seed."""
     batches, validate, train_samples = language(length)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -72,7 +72,7 @@ def text_workload(
 
 
 def language(length: int) -> tuple[Batches, Callable[[nn.Module], dict[str, float]], int]:
-    """`batches`, `validate` and the windows in an epoch, for windows of so many tokens."""
+    """`batches`, `validate` and the windows in an epoch, for windows of `length` tokens."""
     _, kept, held = coded()
     x, y = windows(kept, length)
     x_held, y_held = windows(held, length)
@@ -91,13 +91,8 @@ def perplexity_on(x: torch.Tensor, y: torch.Tensor) -> Callable[[nn.Module], dic
     """`validate(model)`: e to the mean cross entropy of a token of y, in eval mode."""
 
     def validate(model: nn.Module) -> dict[str, float]:
-        training = model.training
-        model.eval()
-        try:
-            with torch.no_grad():
-                loss = token_loss(model(x), y)
-        finally:
-            model.train(training)
+        with evaluating(model):
+            loss = token_loss(model(x), y)
         return {"perplexity": math.exp(loss)}
 
     return validate

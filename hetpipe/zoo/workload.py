@@ -1,4 +1,4 @@
-"""Workload: a model, its loss and its data, by name; what commands train and measure."""
+"""Workload: a model, its loss and its data, by name; the input of commands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Workload:
 
     `validate(model)` returns the validation figures of an eager model, for instance
     {"accuracy": 0.97}; None if there is nothing to validate on. `blocks` names modules of the
-    model, in order, at whose beginning torch's own pipeline may be cut; empty if that is not known.
+    model, in order: torch's own pipeline may be cut before each; empty if unknown.
     """
 
     model: torch.nn.Module

@@ -1,4 +1,4 @@
-"""Arithmetic of convolutions: which taps meet which pixels, and the shape of register tiles."""
+"""Arithmetic of convolutions: the taps of each pixel, and the shape of register tiles."""
 
 from __future__ import annotations
 
