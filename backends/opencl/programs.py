@@ -42,7 +42,10 @@ class Programs:
 
     def kernel(self, kernel: Kernel) -> Any:
         """A new `cl.Kernel`, with arguments of its own."""
-        with errors(self._device_id, f"looking up kernel {kernel.name}"):
+        doing = f"looking up kernel {kernel.name}"
+        # pyopencl writes a caller for each kernel, and warns where two kernels have one name.
+        with _warnings_lock, warnings.catch_warnings(), errors(self._device_id, doing):
+            warnings.simplefilter("ignore")
             return driver().Kernel(self._built[kernel.source, kernel.options], kernel.name)
 
     def _build(self, source: str, options: tuple[str, ...], name: str) -> Any:

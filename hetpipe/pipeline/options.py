@@ -73,6 +73,7 @@ class PlanOptions:
             _check_count("microbatches", self.microbatches)
         for replicas in self.replicas or ():
             _check_count("replicas", replicas)
+        self._check_names()
         cuts = list(self.cuts or ())
         for cut in cuts:
             _check_count("cuts", cut)
@@ -83,7 +84,6 @@ class PlanOptions:
                 f"replicas {list(self.replicas)} are of {len(self.replicas)} stages, and cuts "
                 f"{cuts} make {len(cuts) + 1}: give a number for each stage"
             )
-        self._check_names()
 
     @property
     def asked(self) -> list[str]:
@@ -98,11 +98,12 @@ class PlanOptions:
 
     def _check_one_stage(self) -> None:
         """A schedule whose replicas average nothing has one stage."""
-        rule = rule_of(self.schedule)
-        if not rule.averages and self.cuts:
+        rule, replicas = rule_of(self.schedule), list(self.replicas or ())
+        if not rule.averages and (self.cuts or len(replicas) > 1):
             raise PlanError(
                 f"{rule.name} has 1 stage, the whole model on every replica, not cuts "
-                f"{list(self.cuts)}: leave out cuts, or use pipedream"
+                f"{list(self.cuts or ())} and replicas {replicas}: leave out cuts, and replicas or "
+                "give one number, as [2]; or use pipedream"
             )
 
     def _check_names(self) -> None:

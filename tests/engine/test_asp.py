@@ -260,5 +260,5 @@ def test_what_it_cannot_do_is_refused(crew: Crew) -> None:
         make(weights="2bw")
     with pytest.raises(HetpipeError, match="clip_each=True"):
         make(clip_norm=1.0)
-    with pytest.raises(HetpipeError, match="asp updates behind each mini-batch"):
+    with pytest.raises(HetpipeError, match="asp updates after each mini-batch"):
         make(accumulate=2)

@@ -3,14 +3,12 @@ without flushes the state is marked. No checkpoint is replaced by weights that a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from crews import crew_of
 from plans import unpriced
 from torch import nn
 
@@ -41,10 +39,7 @@ def batch(seed: int) -> Batch:
 BAD = (torch.full((8, 6), torch.nan), torch.zeros(8, dtype=torch.int64))
 
 
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with crew_of(["numpy:cpu:0", "numpy:cpu:0"]) as started:
-        yield started
+DEVICES = ("numpy:cpu:0",) * 2
 
 
 def opened(crew: Crew, **options: Any) -> hp.Pipeline:

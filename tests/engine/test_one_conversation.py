@@ -4,25 +4,19 @@ results, and what would mix two conversations is refused by name."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from crews import crew_of
 from models import MLP, batches
 
 import hetpipe as hp
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError, PlanError
 
-
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with crew_of(["numpy:cpu:0", "numpy:cpu:0"]) as started:
-        yield started
+DEVICES = ("numpy:cpu:0",) * 2
 
 
 def opened(crew: Crew, **options: Any) -> hp.Pipeline:

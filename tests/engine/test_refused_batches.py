@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
-from crews import UNLIKE, crew_of
+from crews import UNLIKE
 from models import MLP, batches
 from plans import unpriced
 
@@ -16,11 +14,7 @@ from hetpipe.capture import Captured
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
 
-
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with crew_of(UNLIKE) as started:
-        yield started
+DEVICES = UNLIKE[:2]
 
 
 def _trained(crew: Crew, schedule: str, refused: bool) -> dict[str, torch.Tensor]:

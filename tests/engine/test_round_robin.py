@@ -165,5 +165,5 @@ def test_replicas_that_do_not_fit_are_refused(crew: Crew) -> None:
 
     with pytest.raises(HetpipeError, match=r"\[3, 2\] need 5 devices, the cluster has 4"):
         make([2], [3, 2])
-    with pytest.raises(HetpipeError, match="3 stages and cuts"):
+    with pytest.raises(HetpipeError, match=r"of 3 stages, and cuts \[2\] make 2"):
         make([2], [1, 1, 1])
