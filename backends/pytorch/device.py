@@ -25,7 +25,10 @@ DTYPES = (
 
 
 class TorchBuffer(Buffer):
-    """A row-major torch tensor."""
+    """A row-major torch tensor, with the shape that its graph declares.
+
+    The tensor itself differs where only this backend reads it: a library's workspace.
+    """
 
     def __init__(
         self, device: Device, tensor: torch.Tensor, shape: tuple[int, ...], dtype: str
@@ -34,6 +37,10 @@ class TorchBuffer(Buffer):
         self.tensor = tensor
         self.shape = shape
         self.dtype = dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
 
 
 def host_array(tensor: torch.Tensor) -> Array:
@@ -72,8 +79,8 @@ class CompiledGraph:
             raise program.explain(error) from error
         device = self._device
         created = [
-            TorchBuffer(device, tensor, tensor.shape, dtype)
-            for tensor, dtype in zip(results, program.dtypes, strict=True)
+            TorchBuffer(device, tensor, *form)
+            for tensor, form in zip(results, program.forms, strict=True)
         ]
         return [inputs[~i] if i < 0 else created[i] for i in program.outputs]
 

@@ -16,8 +16,9 @@ from torch import fx
 from torch._ops import OpOverload
 
 from hetpipe.errors import BackendError
-from hetpipe.sdk.graph import dtype_name, operator_name
+from hetpipe.sdk.graph import operator_name
 from hetpipe.sdk.indices import index_bounds
+from hetpipe.sdk.inputs import form_of
 
 from .memory import sink_shape_only, write_in_place
 from .recurrent import by_library
@@ -31,7 +32,8 @@ _serial = itertools.count()
 class Program:
     """A graph compiled to overwrite the inputs of one `donate` set.
 
-    `call` takes the inputs' tensors and returns the new tensors; `dtypes` has their dtypes.
+    `call` takes the inputs' tensors and returns the new tensors; `forms` has the shapes and dtypes
+    that the graph declares for them.
     `outputs` has for every output its index among these, or `~i` for input i itself.
     """
 
@@ -58,7 +60,7 @@ class Program:
                 created.append((node, root in taken or not storages.writable(root)))
                 taken.add(root)
         self.outputs = [number[node] for node in outputs]
-        self.dtypes = [dtype_name(node.meta["val"].dtype) for node, _ in created]
+        self.forms = [form_of(node) for node, _ in created]
         self._calls = [node for node in copy.nodes if node.op == "call_function"]
         self._file = f"<hetpipe program {next(_serial)}>"
         self.call = _generate(copy, created, device, self._file)

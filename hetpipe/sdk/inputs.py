@@ -18,10 +18,17 @@ Form = tuple[tuple[int, ...], str]
 
 def input_forms(graph: fx.GraphModule) -> tuple[Form, ...]:
     """The form of every placeholder, in order."""
-    from hetpipe.sdk.graph import dtype_name, graph_inputs
+    from hetpipe.sdk.graph import graph_inputs
 
-    values = [node.meta["val"] for node in graph_inputs(graph)]
-    return tuple((tuple(map(int, val.shape)), dtype_name(val.dtype)) for val in values)
+    return tuple(map(form_of, graph_inputs(graph)))
+
+
+def form_of(node: fx.Node) -> Form:
+    """The form that a graph declares for a node's tensor."""
+    from hetpipe.sdk.graph import dtype_name
+
+    value = node.meta["val"]
+    return tuple(map(int, value.shape)), dtype_name(value.dtype)
 
 
 def check_inputs(device_id: str, inputs: Sequence[Buffer], forms: Sequence[Form]) -> None:
