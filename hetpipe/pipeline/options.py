@@ -203,5 +203,6 @@ def _check_count(name: str, value: object) -> None:
 
 
 def _is_positive(value: object) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and 0 < value < math.inf  # type: ignore[operator]
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return 0 < value < math.inf
