@@ -15,7 +15,7 @@ from torch import nn
 from hetpipe.capture.example import Array, Example
 from hetpipe.capture.export import export
 from hetpipe.capture.flat import Flat, flatten
-from hetpipe.capture.indices import check_indices, index_bounds
+from hetpipe.capture.indices import check_indices, index_bounds, mark_checked
 from hetpipe.capture.joint import Decompositions
 from hetpipe.capture.labels import label, layer_graph
 from hetpipe.capture.layers import LayerGraph
@@ -101,7 +101,9 @@ class Captured:
         self._check(cuts, decompositions)
         modes = check_modes(recompute, len(decompositions))
         flats = [self._flat(size) for size in dict.fromkeys(samples)]
-        return trace_stages(flats, cuts, decompositions, optimizer, modes, halves)
+        graphs = trace_stages(flats, cuts, decompositions, optimizer, modes, halves)
+        mark_checked(graphs, self._indices)
+        return graphs
 
     def evaluation_graphs(
         self,
@@ -117,7 +119,9 @@ class Captured:
         self._check(cuts, decompositions)
         flats = [self._flat(size, training=False) for size in dict.fromkeys(samples)]
         modes = check_modes((), len(decompositions))
-        return trace_stages(flats, cuts, decompositions, None, modes)
+        graphs = trace_stages(flats, cuts, decompositions, None, modes)
+        mark_checked(graphs, self._indices)
+        return graphs
 
     def _check(self, cuts: Sequence[int], decompositions: Sequence[Decompositions]) -> None:
         count = len(self.layer_graph(self._example.samples))

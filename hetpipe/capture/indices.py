@@ -6,7 +6,7 @@ Devices disagree about an index out of range, so the host checks every batch bef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,10 @@ from torch import fx
 
 from hetpipe.capture.example import Array
 from hetpipe.capture.flat import Flat, is_getitem, owner
-from hetpipe.capture.program import INPUT
+from hetpipe.capture.program import INPUT, StageGraphs
 from hetpipe.errors import HetpipeError
+from hetpipe.sdk.graph import graph_inputs
+from hetpipe.sdk.indices import Range
 
 aten = torch.ops.aten
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
@@ -85,6 +87,19 @@ def check_indices(bounds: tuple[IndexBound, ...], leaves: Mapping[str, Array]) -
     """Raise `HetpipeError` for a batch with an index out of its bounds."""
     for bound in bounds:
         bound.check(leaves[bound.leaf])
+
+
+def mark_checked(graphs: Sequence[StageGraphs], bounds: tuple[IndexBound, ...]) -> None:
+    """Tell the backends about the leaves that the host checks whole, so that they need not."""
+    ranges: dict[str, Range] = {}
+    for bound in bounds:
+        if bound.columns is None and bound.leaf not in ranges:
+            ranges[bound.leaf] = (bound.low, bound.high, bound.ignored)
+    passes = (passes for stage in graphs for passes in stage.passes.values())
+    for program in (program for each in passes for program in each.programs):
+        for slot, placeholder in zip(program.inputs, graph_inputs(program.graph), strict=True):
+            if slot.role == INPUT and slot.name in ranges:
+                placeholder.meta["checked"] = ranges[slot.name]
 
 
 def index_bounds(flat: Flat) -> tuple[IndexBound, ...]:

@@ -106,6 +106,12 @@ class PassPrograms:
     halves: tuple[Program, Program] | None = None
 
     @property
+    def programs(self) -> tuple[Program, ...]:
+        """Forward, backward and halves, those that there are."""
+        programs = (self.forward, self.backward, *(self.halves or ()))
+        return tuple(program for program in programs if program is not None)
+
+    @property
     def saved_nbytes(self) -> int:
         """Bytes that one micro-batch in flight keeps: saved tensors, and inputs of the backward."""
         if self.backward is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -52,3 +53,5 @@ def end_on_interrupt() -> None:
         os._exit(INTERRUPTED)
 
     signal.signal(signal.SIGINT, pressed)
+    # Registered first, called last: the interpreter ends with the default handler, which kills.
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)

@@ -12,6 +12,8 @@ A graph is a `torch.fx.GraphModule` with
 `meta["layer"]`, where present, names the layer of the user's model that a node came from.
 `meta["steady"]` on a placeholder marks a weight: many runs in a row get the same buffer, so
 results computed from it alone may be kept until another buffer comes.
+`meta["checked"]` on a placeholder of integers says which values the caller has made sure of, as
+(low, size, ignored), see `hetpipe.sdk.indices`.
 """
 
 from __future__ import annotations
@@ -144,7 +146,7 @@ def dump_graph(graph: fx.GraphModule | fx.Graph) -> bytes:
         kwargs = {key: pack(value) for key, value in node.kwargs.items()}
         rows.append(
             (node.op, node.name, target, pack(node.args), kwargs, _pack_val(node.meta.get("val")),
-             node.meta.get("layer"), bool(node.meta.get("steady")))
+             node.meta.get("layer"), bool(node.meta.get("steady")), node.meta.get("checked"))
         )  # fmt: skip
         index[node] = len(index)
     return pickle.dumps(rows)
@@ -165,7 +167,7 @@ def load_graph(data: bytes) -> fx.GraphModule:
             return [unpack(entry) for entry in value]
         return value
 
-    for op, name, target, args, kwargs, val, layer, steady in pickle.loads(data):
+    for op, name, target, args, kwargs, val, layer, steady, checked in pickle.loads(data):
         if op == "placeholder":
             node = graph.placeholder(name)
         elif op == "output":
@@ -183,6 +185,8 @@ def load_graph(data: bytes) -> fx.GraphModule:
             node.meta["layer"] = layer
         if steady:
             node.meta["steady"] = True
+        if checked is not None:
+            node.meta["checked"] = checked
         nodes.append(node)
     return fx.GraphModule(torch.nn.Module(), graph)
 

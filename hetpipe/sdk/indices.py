@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,15 @@ from hetpipe.sdk.graph import dtype_name, operator_name
 
 IGNORED_CLASS = -100
 """The target that torch's losses ignore by default."""
+
+
+Range = tuple[int, int, int | None]
+"""(low, size, ignored): integers in low..size-1, or equal to `ignored`."""
+_MOVES = frozenset(
+    f"aten.{name}"
+    for name in ("view", "_unsafe_view", "expand", "permute", "select", "slice", "squeeze",
+                 "t", "transpose", "unsqueeze", "clone", "alias")
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -34,6 +44,15 @@ class Bound:
             f"range for size {self.size}, where {self.low} to {self.size - 1} exist"
         )
 
+    @property
+    def holds(self) -> bool:
+        """Whether the caller has checked already that no index is outside."""
+        source = self.index
+        while source.op == "call_function" and operator_name(source).rpartition(".")[0] in _MOVES:
+            source = source.all_input_nodes[0]
+        low, size, ignored = source.meta.get("checked", (-math.inf, math.inf, None))
+        return low >= self.low and size <= self.size and ignored in (None, self.ignored)
+
     def check(self, device_id: str, indices: np.ndarray[Any, Any]) -> None:
         """Raise `BackendError` for the first of `indices` that is outside."""
         outside = (indices < self.low) | (indices >= self.size)
@@ -44,9 +63,9 @@ class Bound:
 
 
 def index_bounds(node: fx.Node) -> list[Bound]:
-    """The bounds of every index tensor of a call; empty for other operators."""
+    """The bounds of a call's index tensors that the caller has not checked; mostly none."""
     rule = _RULES.get(operator_name(node).rpartition(".")[0])
-    return [] if rule is None else rule(node)
+    return [] if rule is None else [bound for bound in rule(node) if not bound.holds]
 
 
 def _shape(node: Any) -> tuple[int, ...]:

@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from found_devices import infos, opened, trace
 
+from hetpipe.capture import capture
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Device, Executable
-from hetpipe.sdk.graph import graph_calls
+from hetpipe.sdk.graph import dump_graph, graph_calls, graph_inputs, load_graph
+from hetpipe.sdk.indices import index_bounds
 from hetpipe.sdk.registry import get_backend
 
 aten = torch.ops.aten
@@ -101,3 +103,30 @@ def test_a_graph_without_indices_from_outside_has_no_check(device_id: str) -> No
     graph = trace(lambda x: F.embedding(torch.arange(3), x), [X], table)
     executable: Any = device.compile(graph)
     assert executable._lowered.checks == ()
+
+
+def test_indices_that_the_caller_has_checked_are_not_checked_again() -> None:
+    graph = trace(lambda x, i: F.embedding(i.expand(3, 2), x), [X, torch.tensor([0, 3])], {})
+    lookup = next(node for node in graph_calls(graph) if "embedding" in str(node.target))
+
+    def bounds(checked: tuple[int, int, int | None]) -> int:
+        graph_inputs(graph)[1].meta["checked"] = checked
+        copy = load_graph(dump_graph(graph))
+        assert graph_inputs(copy)[1].meta["checked"] == checked
+        return len(index_bounds(lookup))
+
+    assert bounds((0, 4, None)) == bounds((1, 3, None)) == 0
+    assert bounds((0, 5, None)) == bounds((-1, 4, None)) == bounds((0, 4, -100)) == 1
+
+
+def test_a_stage_knows_that_its_batch_is_checked() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Flatten(), torch.nn.Linear(8, 5))
+    example = torch.zeros(4, 2, dtype=torch.long), torch.zeros(4, dtype=torch.long)
+    captured = capture(model, F.cross_entropy, example)
+    stages = captured.stage_graphs([1], [{}, {}], [2], None)
+    programs = [p for stage in stages for p in stage.passes[2].programs]
+    calls = [node for program in programs for node in graph_calls(program.graph)]
+    names = {str(node.target) for node in calls}
+    assert {"aten.embedding.default", "aten.nll_loss_forward.default"} <= names
+    assert not [bound for node in calls for bound in index_bounds(node)]

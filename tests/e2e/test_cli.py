@@ -255,8 +255,7 @@ def test_bench_refuses_a_twin_of_nobody_before_it_measures(home: Path) -> None:
 
 @pytest.mark.parametrize("presses", [1, 2])
 def test_interrupt_leaves_quietly_and_no_process(home: Path, presses: int) -> None:
-    """Ctrl-C reaches the whole foreground group: command and workers alike. One more says that the
-    command is closing already."""
+    """Ctrl-C reaches the whole foreground group: command and workers alike."""
     process = subprocess.Popen(
         command("train", "mlp", "--devices", TWO, "--microbatches", 4, "--steps", 1_000_000),
         cwd=home, env=environment(home), start_new_session=True, text=True,
@@ -272,6 +271,53 @@ def test_interrupt_leaves_quietly_and_no_process(home: Path, presses: int) -> No
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "Traceback" not in errors
-    assert errors.count("closing; Ctrl-C once more leaves at once") == presses - 1
+    assert errors.count("closing; Ctrl-C once more leaves at once") < presses
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
+
+
+SLOW_TO_CLOSE = """
+import time
+from hetpipe.cli import end_on_interrupt
+end_on_interrupt()
+try:
+    print("open", flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("closing", flush=True)
+    time.sleep(60 if {presses} == 3 else 1)
+"""
+
+
+@pytest.mark.parametrize("presses", [1, 2, 3])
+def test_a_second_interrupt_says_that_it_closes_and_a_third_leaves(presses: int) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", SLOW_TO_CLOSE.format(presses=presses)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "open\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "closing\n"
+        if presses > 1:
+            process.send_signal(signal.SIGINT)
+            assert process.stderr.readline() == "closing; Ctrl-C once more leaves at once\n"
+        if presses > 2:
+            process.send_signal(signal.SIGINT)
+        assert process.wait(30) == (130 if presses == 3 else 0)
+
+
+def test_an_interrupt_while_the_interpreter_ends_does_not_kill_it() -> None:
+    script = """
+import atexit, os, signal
+from hetpipe.cli import end_on_interrupt
+end_on_interrupt()
+class Last:  # is deleted when the handlers of signals have been
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGINT):
+        kill(pid, number)
+atexit.last = Last()
+raise SystemExit(130)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (130, "")

@@ -149,9 +149,9 @@ def test_what_does_not_fit_is_refused(crew: Crew) -> None:
             optimizer=SGD,
         )  # fmt: skip
 
-    with pytest.raises(HetpipeError, match="accumulate=0: give 1 or more"):
+    with pytest.raises(HetpipeError, match="accumulate=0: give a whole number of 1 or more"):
         make(0, STAGES)
-    with pytest.raises(HetpipeError, match="accumulate=2: pipedream updates behind each"):
+    with pytest.raises(HetpipeError, match="accumulate=2: pipedream updates after each"):
         make(2, STAGES, "pipedream")
     with make(2, REPLICAS) as pipe:
         pipe.step(*data[0])
