@@ -13,7 +13,7 @@ from hetpipe.capture.joint import Decompositions, Joint, trace_joint
 from hetpipe.capture.partition import partition
 from hetpipe.capture.program import CONSTANT, CUT, GRAD, PassPrograms, Program, StageGraphs
 from hetpipe.capture.split import split
-from hetpipe.capture.update import trace_norm, trace_predict, trace_update
+from hetpipe.capture.update import Formulas, trace_norm, trace_predict, trace_update
 from hetpipe.optim.rule import Optimizer
 
 
@@ -48,7 +48,8 @@ def trace_stages(
     ]
     if optimizer is None:
         return graphs
-    return [_updated(optimizer, graphs, n, decompositions[n]) for n in range(stages)]
+    formulas = {id(table): Formulas(table) for table in decompositions}
+    return [_updated(optimizer, graphs, n, formulas[id(decompositions[n])]) for n in range(stages)]
 
 
 def _constants(flat: Flat, joint: Joint, programs: PassPrograms) -> dict[str, Any]:
@@ -99,7 +100,7 @@ def _updated(
     optimizer: Optimizer,
     graphs: Sequence[StageGraphs],
     index: int,
-    decompositions: Decompositions,
+    formulas: Formulas,
 ) -> StageGraphs:
     """The stage with its programs for whole parameters, which run once per mini-batch."""
     stage, readers = graphs[index], _readers(graphs)
@@ -109,7 +110,7 @@ def _updated(
     zeroed = {name: v for name, v in _with_gradient(stage).items() if name not in owned}
     return replace(
         stage,
-        update=trace_update(optimizer, updated, zeroed, decompositions),
-        predict=trace_predict(optimizer, updated, decompositions),
-        norm=trace_norm(updated, decompositions),
+        update=trace_update(optimizer, updated, zeroed, formulas),
+        predict=trace_predict(optimizer, updated, formulas),
+        norm=trace_norm(updated, formulas),
     )

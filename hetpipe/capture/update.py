@@ -1,8 +1,12 @@
-"""Programs that work on all parameters of a stage, or all their gradients, at once."""
+"""Programs that work on all parameters of a stage, or all their gradients, at once.
+
+An optimizer's rule is traced once for all parameters of one shape, then copied for each of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,14 +19,72 @@ from hetpipe.capture.program import GRAD, NORM, PARAM, SCALAR, STATE, Program
 from hetpipe.capture.slots import Key, make_program, placeholders, results, simplify
 from hetpipe.optim.rule import Optimizer
 
-Env = Mapping[Key, torch.Tensor]
+Nodes = Sequence[fx.Node]
+Formula = Callable[..., Sequence[torch.Tensor]]
+"""Tensors -> tensors."""
+
+
+class Formulas:
+    """Graphs of formulas in the operators of a backend, each traced once for its shapes."""
+
+    def __init__(self, decompositions: Decompositions) -> None:
+        self._decompositions = dict(decompositions)
+        self._graphs: dict[Any, fx.Graph] = {}
+
+    def graph(self, key: Any, formula: Formula, values: Sequence[torch.Tensor]) -> fx.Graph:
+        """The graph of `formula` for such `values`; formulas with one `key` are the same."""
+        key = key, tuple((value.shape, value.dtype) for value in values)
+        if key not in self._graphs:
+            with FakeTensorMode(), torch.no_grad():
+                examples = [torch.empty(value.shape, dtype=value.dtype) for value in values]
+                run = partial(_as_list, formula)
+                module = make_fx(run, decomposition_table=self._decompositions)(*examples)
+            simplify(module.graph)
+            self._graphs[key] = module.graph
+        return self._graphs[key]
+
+
+class _Assembled:
+    """A program under construction, from copies of the graphs of formulas."""
+
+    def __init__(self, formulas: Formulas, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._formulas, self._parameters = formulas, parameters
+        self._graph = fx.Graph()
+        self._inputs: dict[Key, fx.Node] = {}
+
+    def inputs(self, keys: Iterable[Key]) -> list[fx.Node]:
+        """Inputs of the program, which begin with all of its inputs in order."""
+        for key in keys:
+            if key not in self._inputs:
+                node = self._graph.placeholder("_".join(key))
+                node.meta["val"] = _example(key, self._parameters)
+                self._inputs[key] = node
+        return [self._inputs[key] for key in keys]
+
+    def apply(self, key: Any, formula: Formula, arguments: Nodes) -> list[fx.Node]:
+        """The results of a formula, see `Formulas.graph`."""
+        values = [node.meta["val"] for node in arguments]
+        graph = self._formulas.graph(key, formula, values)
+        copies = dict(zip(placeholders(graph), arguments, strict=True))
+        for node in graph.nodes:
+            if node.op == "call_function":
+                copies[node] = self._graph.node_copy(node, copies.__getitem__)
+        return [copies[node] for node in results(graph)]
+
+    def program(self, outputs: Mapping[Key, fx.Node]) -> Program:
+        """The program with these results."""
+        self._graph.output(tuple(outputs.values()))
+        simplify(self._graph)
+        merge_equal(self._graph)
+        order = zip(outputs, results(self._graph), strict=True)
+        return make_program(self._graph, list(self._inputs.items()), list(order))
 
 
 def trace_update(
     optimizer: Optimizer,
     updated: Mapping[str, torch.Tensor],
     only_zeroed: Mapping[str, torch.Tensor],
-    decompositions: Decompositions,
+    formulas: Formulas,
 ) -> Program | None:
     """PARAM, GRAD, STATE, SCALAR -> PARAM, STATE, GRAD (zeros); None if there is no gradient.
 
@@ -33,25 +95,33 @@ def trace_update(
     if not updated and not only_zeroed:
         return None
     everything = {**updated, **only_zeroed}
-    inputs: list[Key] = [(PARAM, name) for name in updated]
-    inputs += [(GRAD, name) for name in everything]
-    inputs += _states(optimizer, updated)
-    inputs += _scalars("lr", "step", "grad_scale")
-
-    def update(env: Env) -> dict[Key, torch.Tensor]:
-        results: dict[Key, torch.Tensor] = {}
-        for name in updated:
-            results.update(_one(optimizer, env, name))
-        for name in everything:
-            results[GRAD, name] = torch.zeros_like(env[GRAD, name])
-        order = (PARAM, STATE, GRAD)
-        return {key: results[key] for key in sorted(results, key=lambda key: order.index(key[0]))}
-
-    return _trace(update, inputs, everything, decompositions)
+    program = _Assembled(formulas, everything)
+    program.inputs(
+        [
+            *((PARAM, name) for name in updated),
+            *((GRAD, name) for name in everything),
+            *_states(optimizer, updated),
+            *_scalars("lr", "step", "grad_scale"),
+        ]
+    )
+    outputs: dict[Key, fx.Node] = {}
+    for name in updated:
+        rule = optimizer.rule_for(name)
+        keys = [(PARAM, name), *_states(optimizer, [name])]
+        scalars = _scalars("step", "lr", "grad_scale")
+        arguments = program.inputs([keys[0], (GRAD, name), *keys[1:], *scalars])
+        new = program.apply(rule, partial(_one, rule), arguments)
+        outputs.update(zip(keys, new, strict=True))
+    for name in everything:
+        (zeros,) = program.apply("zeros", _zeros, program.inputs([(GRAD, name)]))
+        outputs[GRAD, name] = zeros
+    order = (PARAM, STATE, GRAD)
+    keys = sorted(outputs, key=lambda key: order.index(key[0]))
+    return program.program({key: outputs[key] for key in keys})
 
 
 def trace_predict(
-    optimizer: Optimizer, updated: Mapping[str, torch.Tensor], decompositions: Decompositions
+    optimizer: Optimizer, updated: Mapping[str, torch.Tensor], formulas: Formulas
 ) -> Program | None:
     """PARAM, STATE, SCALAR -> PARAM, as expected after `ahead` more updates than `step`.
 
@@ -59,66 +129,68 @@ def trace_predict(
     """
     if not updated or optimizer.predict is None:
         return None
-    inputs: list[Key] = [(PARAM, name) for name in updated]
-    inputs += _states(optimizer, updated)
-    inputs += _scalars("lr", "step", "ahead")
-
-    def predict(env: Env) -> dict[Key, torch.Tensor]:
-        how = [env[key] for key in _scalars("step", "lr", "ahead")]
-        predicted: dict[Key, torch.Tensor] = {}
-        for name in updated:
-            rule = optimizer.rule_for(name).predict
-            assert rule is not None, "an undecayed rule predicts where the decayed one does"
-            predicted[PARAM, name] = rule(env[PARAM, name], _state(optimizer, env, name), *how)
-        return predicted
-
-    return _trace(predict, inputs, updated, decompositions)
+    program = _Assembled(formulas, updated)
+    scalars = _scalars("lr", "step", "ahead")
+    program.inputs([*((PARAM, n) for n in updated), *_states(optimizer, updated), *scalars])
+    predicted: dict[Key, fx.Node] = {}
+    for name in updated:
+        rule = optimizer.rule_for(name)
+        keys = [(PARAM, name), *_states(optimizer, [name]), *scalars]
+        formula = partial(_predicted, rule)
+        (predicted[PARAM, name],) = program.apply((rule, "ahead"), formula, program.inputs(keys))
+    return program.program(predicted)
 
 
-def trace_norm(
-    gradients: Mapping[str, torch.Tensor], decompositions: Decompositions
-) -> Program | None:
+def trace_norm(gradients: Mapping[str, torch.Tensor], formulas: Formulas) -> Program | None:
     """GRAD, SCALAR -> NORM: the sum of squares of all gradients times `grad_scale`.
 
     The root of the sum over stages is the norm for clipping by global norm. None without gradients.
     """
     if not gradients:
         return None
-    inputs: list[Key] = [(GRAD, name) for name in gradients]
-    inputs += _scalars("grad_scale")
+    program = _Assembled(formulas, gradients)
+    keys: list[Key] = [(GRAD, name) for name in gradients]
+    *grads, scale = program.inputs([*keys, *_scalars("grad_scale")])
+    squares = [program.apply("square", _square, [gradient, scale])[0] for gradient in grads]
+    total = squares[0]
+    for square in squares[1:]:
+        (total,) = program.apply("sum", _sum, [total, square])
+    return program.program({(NORM, "square"): total})
 
-    def square(env: Env) -> dict[Key, torch.Tensor]:
-        scaled = [env[GRAD, name] * env[SCALAR, "grad_scale"] for name in gradients]
-        squares = [(gradient * gradient).sum().to(torch.float32) for gradient in scaled]
-        return {(NORM, "square"): sum(squares[1:], squares[0])}
 
-    return _trace(square, inputs, gradients, decompositions)
+def _as_list(formula: Formula, *values: torch.Tensor) -> list[torch.Tensor]:
+    return list(formula(*values))
 
 
-def _trace(
-    compute: Callable[[Env], dict[Key, torch.Tensor]],
-    inputs: Sequence[Key],
-    parameters: Mapping[str, torch.Tensor],
-    decompositions: Decompositions,
-) -> Program:
-    outputs: list[Key] = []
+def _one(
+    rule: Optimizer, parameter: torch.Tensor, gradient: torch.Tensor, *others: torch.Tensor
+) -> list[torch.Tensor]:
+    """Parameter, gradient, state, step, lr, grad_scale -> parameter, state."""
+    *state, step, lr, grad_scale = others
+    new, new_state = rule.update(parameter, gradient * grad_scale, tuple(state), step, lr)
+    return [new, *new_state]
 
-    def run(*values: torch.Tensor) -> list[torch.Tensor]:
-        results = compute(dict(zip(inputs, values, strict=True)))
-        outputs[:] = results
-        return list(results.values())
 
-    with FakeTensorMode():
-        values = [_example(key, parameters) for key in inputs]
-        with torch.no_grad():
-            module = make_fx(run, decomposition_table=dict(decompositions))(*values)
-    simplify(module.graph)
-    merge_equal(module.graph)
-    return make_program(
-        module.graph,
-        list(zip(inputs, placeholders(module.graph), strict=True)),
-        list(zip(outputs, results(module.graph), strict=True)),
-    )
+def _predicted(
+    rule: Optimizer, parameter: torch.Tensor, *others: torch.Tensor
+) -> list[torch.Tensor]:
+    """Parameter, state, lr, step, ahead -> parameter."""
+    *state, lr, step, ahead = others
+    assert rule.predict is not None, "an undecayed rule predicts where the decayed one does"
+    return [rule.predict(parameter, tuple(state), step, lr, ahead)]
+
+
+def _zeros(gradient: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.zeros_like(gradient)]
+
+
+def _square(gradient: torch.Tensor, grad_scale: torch.Tensor) -> list[torch.Tensor]:
+    scaled = gradient * grad_scale
+    return [(scaled * scaled).sum().to(torch.float32)]
+
+
+def _sum(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+    return [a + b]
 
 
 def _scalars(*names: str) -> list[Key]:
@@ -127,20 +199,6 @@ def _scalars(*names: str) -> list[Key]:
 
 def _states(optimizer: Optimizer, names: Iterable[str]) -> list[Key]:
     return [(STATE, f"{slot}/{name}") for slot in optimizer.state for name in names]
-
-
-def _state(optimizer: Optimizer, env: Env, name: str) -> tuple[torch.Tensor, ...]:
-    return tuple(env[key] for key in _states(optimizer, [name]))
-
-
-def _one(optimizer: Optimizer, env: Env, name: str) -> dict[Key, torch.Tensor]:
-    gradient = env[GRAD, name] * env[SCALAR, "grad_scale"]
-    state = _state(optimizer, env, name)
-    parameter, new_state = optimizer.rule_for(name).update(
-        env[PARAM, name], gradient, state, env[SCALAR, "step"], env[SCALAR, "lr"]
-    )
-    new = zip(_states(optimizer, [name]), new_state, strict=True)
-    return {(PARAM, name): parameter, **dict(new)}
 
 
 def _example(key: Key, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -15,8 +14,8 @@ from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
-from hetpipe import process
 from hetpipe.crew.control import Control
+from hetpipe.crew.forkserver import WorkerProcess, server_for, start_worker
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.registry import open_device
 from hetpipe.wire.channel import Channel
@@ -93,7 +92,6 @@ class ProcessFleet(Fleet):
     """Workers as processes. A thread of the controller, the watcher, starts them, receives all
     their messages and ends them.
 
-    A process dies with the *thread* that started it, so the watcher lives as long as the processes.
     Only the watcher appends to lists, before the first reply arrives; `send` reads them after it.
     Other threads change nothing but `_closing`, and ring the bell, which wakes the watcher.
     """
@@ -112,7 +110,7 @@ class ProcessFleet(Fleet):
         self._settings = settings
         self._silence_s = silence_s
         self._tick_s = min(1.0, orders[0].heartbeat_s)
-        self._children: list[subprocess.Popen[bytes]] = []
+        self._children: list[WorkerProcess] = []
         self._channels: list[Channel] = []
         self._heard_s: dict[int, float] = {}
         self._closing = False
@@ -143,6 +141,8 @@ class ProcessFleet(Fleet):
         try:
             # The workers inherit this: Ctrl-C is the controller's from their first instruction on.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            for settings in self._settings:  # all servers import torch at the same time
+                server_for(settings)
             for order, settings in zip(self._orders, self._settings, strict=True):
                 self._start(order, settings)
             for channel, order in zip(self._channels, self._orders, strict=True):
@@ -156,15 +156,8 @@ class ProcessFleet(Fleet):
 
     def _start(self, order: Open, settings: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair()
-        cores = ",".join(map(str, order.member.cores))
         with theirs:
-            fd = theirs.fileno()
-            child = subprocess.Popen(
-                process.command("hetpipe.worker", fd, os.getpid(), cores),
-                env=process.environment(settings),
-                pass_fds=[fd],
-                stdin=subprocess.DEVNULL,
-            )
+            child = start_worker(theirs, order.member.cores, settings)
         self._children.append(child)
         self._channels.append(Channel(ours))
 
@@ -199,9 +192,8 @@ class ProcessFleet(Fleet):
         self.control.arrived(worker, message)
 
     def _died(self, worker: int) -> None:
-        try:
-            code = self._children[worker].wait(LEAVE_S)
-        except subprocess.TimeoutExpired:
+        code = self._children[worker].wait(LEAVE_S)
+        if code is None:
             self.control.fail(f"{self._describe(worker)} has closed its connection and still runs")
             return
         if code >= 0:
@@ -235,14 +227,13 @@ class ProcessFleet(Fleet):
                     channel.send(Stop())
             end_s = time.monotonic() + LEAVE_S
             for child in self._children:
-                with suppress(subprocess.TimeoutExpired):
-                    child.wait(max(end_s - time.monotonic(), 0.0))
+                child.wait(end_s - time.monotonic())
         for child in self._children:
             child.kill()
+        for channel in self._channels:  # a worker that begins only now reads the end of its channel
+            channel.close()
         for child in self._children:
             child.wait()
-        for channel in self._channels:
-            channel.close()
         self._alarm.close()
         self._bell.close()
 

@@ -4,6 +4,7 @@ docs/life-of-a-micro-batch.md)."""
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,24 @@ class Meeting:
 
     module: str
     address: tuple[str, int]
+
+
+STATUS = struct.Struct("<i")
+"""A worker's process id; after its end, its exit status, or minus the signal that killed it."""
+
+
+@dataclass(frozen=True)
+class Fork:
+    """To a fork server: a request for a worker.
+
+    With it come descriptors: the worker's channel, the controller's standard output and error, and
+    a pipe for two `STATUS`, of the worker's begin and its end.
+    """
+
+    cores: tuple[int, ...]
+    folder: str
+    path: tuple[str, ...]  # on which Python finds modules
+    variables: dict[str, str]  # the whole environment
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,165 @@
+"""Starts workers through fork servers, each of which has imported torch.
+
+    controller                     fork server                    worker
+    Popen ------------------------> import torch
+    Fork, descriptors ------------> fork() ----------------------> cores, variables, folder
+    <------------------ STATUS: pid on the worker's own pipe
+    <======================= the worker's channel: Open, ... ====>
+    <----------- STATUS: its end   <---------------------- exit
+
+A library reads its variables when it is loaded, so workers whose settings of such libraries differ
+come from different servers. A server serves all crews of the process, and ends with it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from hetpipe import process
+from hetpipe.wire.channel import Channel
+from hetpipe.wire.messages import STATUS, Fork
+
+READ_WHEN_LOADED = (
+    "LD_", "GLIBC_", "MALLOC_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_",
+    "TORCH", "PYTORCH", "ATEN_", "C10_", "DNNL_", "ONEDNN_", "CUDA_", "NVIDIA_", "HIP_", "ROCR_",
+)  # fmt: skip
+"""How the names of variables begin that Python, glibc, torch and its libraries read when they are
+loaded. All others are set in the worker."""
+LEAVE_S = 2.0  # that a server may take to end
+
+
+class WorkerProcess:
+    """A worker's process, as the controller sees it."""
+
+    def __init__(self, status: int) -> None:
+        self._status = status  # the reading end of its pipe
+        self._pid: int | None = None
+        self._code: int | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id, once the server has forked it."""
+        self._advance(0.0)
+        return self._pid
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Its exit status, or minus the signal that killed it; None if it still runs by then."""
+        end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while self._code is None:
+            left_s = end_s - time.monotonic()
+            if not self._advance(None if timeout_s is None else max(left_s, 0.0)):
+                break
+        return self._code
+
+    def kill(self) -> None:
+        """Kill it, if it still runs."""
+        if self.wait(0.0) is None and self._pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+
+    def _advance(self, timeout_s: float | None) -> bool:
+        """Whether the server has said more about it by then: that it has begun, or has ended."""
+        if self._code is not None:
+            return False
+        poll = select.poll()
+        poll.register(self._status, select.POLLIN)
+        if not poll.poll(None if timeout_s is None else 1e3 * timeout_s):
+            return False
+        data = os.read(self._status, STATUS.size)
+        if data and self._pid is None:
+            (self._pid,) = STATUS.unpack(data)
+            return True
+        # Without a status the server has died, and the worker with it.
+        (self._code,) = STATUS.unpack(data) if data else (-signal.SIGKILL,)
+        os.close(self._status)
+        return True
+
+
+class ForkServer:
+    """A process that forks workers."""
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                process.command("hetpipe.worker.forkserver", theirs.fileno(), os.getpid()),
+                env=process.environment(variables),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        self._channel = Channel(ours)
+
+    @property
+    def runs(self) -> bool:
+        """Whether the process is alive."""
+        return self._process.poll() is None
+
+    def fork(
+        self, channel: socket.socket, cores: Sequence[int], variables: Mapping[str, str]
+    ) -> WorkerProcess:
+        """A new worker at the other end of `channel`, with this environment. Raises `OSError`."""
+        request = Fork(tuple(cores), os.getcwd(), tuple(process.ordered(sys.path)), dict(variables))
+        ours, theirs = os.pipe()
+        try:
+            self._channel.send(request, [channel.fileno(), 1, 2, theirs])
+        except BaseException:
+            os.close(ours)
+            raise
+        finally:
+            os.close(theirs)
+        return WorkerProcess(ours)
+
+    def close(self) -> None:
+        """End the server, and any worker that is left."""
+        self._channel.close()
+        try:
+            self._process.wait(LEAVE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+_servers: dict[tuple[int, tuple[tuple[str, str], ...]], ForkServer] = {}
+"""The servers by owner, the process id, and variables: a fork of the controller has its own."""
+# Held while a server is looked up or started, so that two crews do not start the same: never while
+# a worker is waited for.
+_starting = threading.Lock()
+
+
+def start_worker(
+    channel: socket.socket, cores: Sequence[int], settings: Mapping[str, str]
+) -> WorkerProcess:
+    """A worker process with these cores, and with `settings` in its environment."""
+    variables = {**os.environ, **settings}
+    return server_for(settings).fork(channel, cores, variables)
+
+
+def server_for(settings: Mapping[str, str]) -> ForkServer:
+    """The server for workers with `settings`, started if there is none."""
+    variables = {**os.environ, **settings}
+    early = {name: text for name, text in variables.items() if name.startswith(READ_WHEN_LOADED)}
+    key = os.getpid(), tuple(sorted(early.items()))
+    with _starting:
+        server = _servers.get(key)
+        if server is None or not server.runs:
+            server = _servers[key] = ForkServer(settings)
+    return server
+
+
+@atexit.register
+def close_servers() -> None:
+    """End the servers of this process."""
+    with _starting:
+        for key in [key for key in _servers if key[0] == os.getpid()]:
+            _servers.pop(key).close()

@@ -1,0 +1,120 @@
+"""The fork server: imports torch once, before any thread exists, and forks a worker per request.
+
+Run by `hetpipe.crew.forkserver` as a process with argument FD. Each worker begins with torch, its
+own cores, folder and variables, and the memory of the server that it never writes to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+from contextlib import suppress
+
+from hetpipe.wire.channel import Channel
+from hetpipe.wire.messages import STATUS, Fork
+
+PR_SET_PDEATHSIG = 1
+PR_SET_TIMERSLACK = 29
+TIMERSLACK_NS = 1000  # 50 us by default, which emulated links and speeds would be late by
+CHANNEL = 3  # a worker's descriptors are 0 to 3
+FIRST_FREE = 4
+SWITCH_INTERVAL_S = 2e-4  # edge threads must not wait 5 ms for a compute thread inside Python
+
+
+def main(fd: int, controller: int) -> None:
+    """Fork workers until the controller, process `controller`, has ended or closes its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _import_what_workers_need()
+    channel = Channel(socket.socket(fileno=fd))
+    try:
+        watched = os.pidfd_open(controller)  # its end of the socket may live on in a fork of it
+    except ProcessLookupError:
+        return
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    poll.register(watched, select.POLLIN)
+    workers: dict[int, tuple[int, int]] = {}  # process id and status pipe, by descriptor
+    while True:
+        ready = [descriptor for descriptor, _ in poll.poll()]
+        for descriptor in ready:
+            if descriptor in workers:
+                poll.unregister(descriptor)
+                _bury(descriptor, *workers.pop(descriptor))
+        if watched in ready:
+            return
+        if channel.fileno() in ready:
+            try:
+                request, descriptors = channel.receive()
+            except EOFError:
+                return
+            status = descriptors.pop()
+            pid = _fork(request, descriptors)
+            for own in descriptors:
+                os.close(own)
+            with suppress(BrokenPipeError):
+                os.write(status, STATUS.pack(pid))
+            ended = os.pidfd_open(pid)
+            poll.register(ended, select.POLLIN)
+            workers[ended] = pid, status
+
+
+def _import_what_workers_need() -> None:
+    import hetpipe.worker.process  # noqa: F401 - torch, too
+
+    gc.collect()
+    gc.freeze()  # a collection in a worker would write to the memory that all share
+
+
+def _fork(request: Fork, descriptors: list[int]) -> int:
+    server = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        _become_worker(request, descriptors, server)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _become_worker(request: Fork, descriptors: list[int], server: int) -> None:
+    """Never returns but by an error."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != server:
+        os._exit(1)
+    libc.prctl(PR_SET_TIMERSLACK, TIMERSLACK_NS)
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, FIRST_FREE) for fd in descriptors]
+    for fd, place in zip(moved, (CHANNEL, 1, 2), strict=True):
+        os.dup2(fd, place)
+    os.closerange(CHANNEL + 1, os.sysconf("SC_OPEN_MAX"))
+    os.chdir(request.folder)
+    sys.path[:] = request.path
+    os.environ.clear()
+    os.environ.update(request.variables)
+    if request.cores:
+        os.sched_setaffinity(0, request.cores)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    from hetpipe.worker.process import serve
+
+    serve(CHANNEL)
+
+
+def _bury(descriptor: int, pid: int, status: int) -> None:
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with suppress(BrokenPipeError):  # nobody waits for it
+        os.write(status, STATUS.pack(code))
+    os.close(status)
+    os.close(descriptor)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
