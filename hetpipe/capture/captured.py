@@ -37,6 +37,8 @@ class Captured:
     `parameters` and `buffers` are copies made at capture, by the model's names. A tied tensor is
     there once; `aliases` maps its other names to that name. `name` is the name of the model's
     class. `has_count` says that loss_fn returns (sum, count).
+    The model is exported for `samples` samples first, by default those of the example, and for
+    other numbers when they are asked for.
     `precision` gives the dtypes of the passes and of the cuts. With `sync_batch_norm` the batch
     norms of replicas use the statistics of the whole micro-batch, not of their own rows.
     Raises `CaptureError`, which names the line or module, and the cure.
@@ -49,6 +51,7 @@ class Captured:
         example: tuple[Any, Any],
         precision: Precision = Precision(),  # noqa: B008 - frozen
         sync_batch_norm: bool = False,
+        samples: int | None = None,
     ) -> None:
         self.name = type(model).__name__
         self._model = _on_cpu(model)
@@ -64,7 +67,8 @@ class Captured:
         parameters = dict(self._model.named_parameters())
         self.parameters = {name: _array(name, p) for name, p in parameters.items()}
         self.trainable = frozenset(name for name, p in parameters.items() if p.requires_grad)
-        flat = self._flat(self._example.samples)
+        flat = self._flat(samples or self._example.samples)
+        self.layer_names = flat.layer_names
         read = {name for role, name in flat.inputs.values() if role == BUFFER}
         self.buffers = {
             name: _array(name, buffer)
@@ -124,7 +128,7 @@ class Captured:
         return graphs
 
     def _check(self, cuts: Sequence[int], decompositions: Sequence[Decompositions]) -> None:
-        count = len(self.layer_graph(self._example.samples))
+        count = len(self.layer_names)
         bounds = [0, *cuts, count]
         if any(a >= b for a, b in itertools.pairwise(bounds)):
             raise CaptureError(

@@ -94,13 +94,14 @@ def _measured(
     from hetpipe.bench.open import open_pipeline
     from hetpipe.zoo import load_workload
 
-    options = asked.keywords
+    options = asked.keywords | {"priced": True}
     with (
         progress_bar() as progress,
         open_pipeline(
             load_workload(model), members, mini_batch=mini_batch, progress=progress, **options
         ) as pipe,
     ):
+        assert pipe.costs is not None  # it was asked for a price
         return pipe.plan, pipe.costs
 
 

@@ -31,7 +31,9 @@ def plan_by(
     check_devices(asked, len(members))
     asked = replace(asked, microbatches=microbatches_of(costs, mini_batch, asked.microbatches))
     layers = [layer.name for layer in costs.layers]
-    planning = Planning(layers, members, mini_batch, lambda sizes: {costs.samples: costs})
+    planning = Planning(
+        costs.model, layers, members, mini_batch, lambda sizes: {costs.samples: costs}
+    )
     return planning.choose(asked)[0]
 
 
@@ -53,8 +55,8 @@ def check_layers(costs: CostTable, workload: Workload, mini_batch: int) -> None:
     from hetpipe.capture import Captured
 
     example = next(workload.batches(mini_batch, 0))
-    captured = Captured(workload.model, workload.loss_fn, example)
-    layers = [layer.name for layer in captured.layer_graph(mini_batch).layers]
+    captured = Captured(workload.model, workload.loss_fn, example, samples=costs.samples)
+    layers = list(captured.layer_names)
     names = [layer.name for layer in costs.layers]
     if layers != names:
         raise PlanError(

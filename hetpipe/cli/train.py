@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from hetpipe.cli.progress import Progress
     from hetpipe.pipeline.pipeline import Pipeline
     from hetpipe.plan.plan import Plan
+    from hetpipe.simulate.timeline import Timeline
     from hetpipe.zoo.workload import Workload
 
 LINES = 10  # losses printed in a run, beside the progress bar
@@ -142,13 +143,18 @@ def _keep(
         pipe.save(save)
         output.text(f"checkpoint of step {pipe.steps} in {save}")
     if picture is not None:
-        draw_timelines(picture, [pipe.timeline, pipe.predicted], title)
+        draw_timelines(picture, _timelines(pipe), title)
         output.text(f"timelines of a step drawn in {picture}")
     if trace is not None:
         from hetpipe.report import write_trace
 
-        write_trace(trace, [pipe.timeline, pipe.predicted])
+        write_trace(trace, _timelines(pipe))
         output.text(f"timelines of a step in {trace}, for ui.perfetto.dev or chrome://tracing")
+
+
+def _timelines(pipe: Pipeline) -> list[Timeline]:
+    """Those of a step, measured and predicted if there is a prediction."""
+    return [pipe.timeline] if pipe.costs is None else [pipe.timeline, pipe.predicted]
 
 
 def _count(workload: Workload, rows: int, steps: int, epochs: int | None) -> int:
@@ -212,9 +218,10 @@ def _conclude(
     Raises `HetpipeError` if losses are not torch's.
     """
     step_s = median(step.time_s for step in taken[len(taken) // 2 :])
+    predicted = f"predicted {plan.step_s * 1e3:.1f} ms" if plan.is_priced else "not predicted"
     output.text(
         f"{plan.mini_batch / step_s:.1f} samples/s ({plan.label}; median step "
-        f"{step_s * 1e3:.1f} ms, predicted {plan.step_s * 1e3:.1f} ms)"
+        f"{step_s * 1e3:.1f} ms, {predicted})"
     )
     for line in memory_lines(plan, peaks):
         output.text(line)
@@ -246,8 +253,11 @@ def memory_lines(plan: Plan, peaks: Sequence[int]) -> list[str]:
     """Measured and predicted memory of each stage's devices. `peaks` in bytes."""
     from hetpipe.report.units import format_nbytes
 
+    def planned(nbytes: int) -> str:
+        return format_nbytes(nbytes) if plan.is_priced else "not"
+
     return [
         f"memory of stage {number} on {', '.join(stage.devices)}: {format_nbytes(peak)} at most, "
-        f"measured ({format_nbytes(stage.memory_nbytes)} planned)"
+        f"measured ({planned(stage.memory_nbytes)} planned)"
         for number, (stage, peak) in enumerate(zip(plan.stages, peaks, strict=True))
     ]

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from hetpipe.capture.program import StageGraphs
-from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.cost.table import Label
 from hetpipe.crew.answers import Answers, Posted, result_of
 from hetpipe.crew.assembly import Assembly
 from hetpipe.crew.control import Patience
@@ -41,6 +42,7 @@ class Crew:
     def __init__(self, cluster: Cluster, fleet: Fleet, start_timeout_s: float) -> None:
         self._fleet = fleet
         self._control = fleet.control
+        self._opened: dict[str, DeviceInfo] | None = None
         self._close = weakref.finalize(self, fleet.close)
         self.cluster = cluster
         self._index = {member.id: i for i, member in enumerate(cluster.members)}
@@ -54,9 +56,7 @@ class Crew:
         self._serial = 0
         self._origin_s = 0.0  # of timelines: the begin of the step or stream
         self._patience = Patience()
-        with self._guarded():
-            opened = self._control.gather(list(self._index.values()), start_timeout_s)
-        self.infos: dict[str, DeviceInfo] = dict(zip(self._index, opened, strict=True))
+        self._start_timeout_s = start_timeout_s
 
     @classmethod
     def start(
@@ -66,16 +66,37 @@ class Crew:
         heartbeat_s: float = 1.0,
         silence_s: float = 8.0,
         start_timeout_s: float = 120.0,
+        wait: bool = True,
     ) -> Crew:
         """Start one worker per member and open its device.
 
-        A worker that gives no sign of life for `silence_s` is taken for dead. Raises `BackendError`
-        for a missing device, `HetpipeError` for a backend that no process can import, `WorkerError`
-        if a worker does not come up.
+        Without `wait` the first use waits for that. A worker that gives no sign of life for
+        `silence_s` is taken for dead. Raises `BackendError` for a missing device, `HetpipeError`
+        for a backend that no process can import, `WorkerError` if a worker does not come up.
         """
-        return cls(
-            cluster, launch(cluster, heartbeat_s, silence_s, start_timeout_s), start_timeout_s
-        )
+        fleet = launch(cluster, heartbeat_s, silence_s, start_timeout_s)
+        crew = cls(cluster, fleet, start_timeout_s)
+        if wait:
+            crew._await_devices()
+        return crew
+
+    @property
+    def infos(self) -> dict[str, DeviceInfo]:
+        """The open devices, by member."""
+        self._await_devices()
+        assert self._opened is not None
+        return self._opened
+
+    @property
+    def label(self) -> Label:
+        """The label of speeds that are measured with all members."""
+        emulated = any(self.label_of(m) == "emulated" for m in self.cluster.members)
+        return "emulated" if emulated or self.cluster.links else "measured"
+
+    def label_of(self, member: Member) -> Label:
+        """The label of speeds of this member."""
+        emulated = member.speed != 1.0 or self.infos[member.id].capabilities.emulated
+        return "emulated" if emulated else "measured"
 
     def call(self, members: Sequence[str], function: str, *args: Any) -> list[Any]:
         """Run `module:function` as `function(device, *args)` inside these workers at once.
@@ -255,11 +276,22 @@ class Crew:
     def _guarded(self) -> Iterator[None]:
         """An error in a conversation with the workers ends them, since they are out of step."""
         try:
+            self._await_devices()
             self._control.check()
             yield
         except BaseException:
             self.close()
             raise
+
+    def _await_devices(self) -> None:
+        """Receive the first reply of every worker, once."""
+        if self._opened is None:
+            try:
+                opened = self._control.gather(list(self._index.values()), self._start_timeout_s)
+            except BaseException:
+                self.close()
+                raise
+            self._opened = dict(zip(self._index, opened, strict=True))
 
     def _loaded(self) -> Assembly:
         self._control.check()

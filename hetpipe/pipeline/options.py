@@ -34,6 +34,7 @@ class Options(TypedDict, total=False):
     microbatches: int | None
     schedule: str
     weights: str
+    priced: bool
     recompute: str | Sequence[str]
     precision: str | None
     cut_dtype: str | None
@@ -62,6 +63,8 @@ class PlanOptions:
     schedule: str = "auto"
     weights: str = "auto"
     """How versions of the weights are kept, see `hetpipe.schedule.weights`."""
+    priced: bool = False
+    """Whether costs are measured even if no decision needs them."""
 
     def __post_init__(self) -> None:
         if self.asked and self.plan is not None:

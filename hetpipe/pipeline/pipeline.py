@@ -5,28 +5,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hetpipe.capture.captured import Captured
+from hetpipe.capture.example import Example
 from hetpipe.capture.program import BUFFER, PARAM
 from hetpipe.checkpoint import Checkpoint
 from hetpipe.checkpoint import load as load_checkpoint
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import CheckpointError, HetpipeError
 from hetpipe.optim import check_optimizer
-from hetpipe.pipeline.batches import rows_of
 from hetpipe.pipeline.delivery import Delivery
 from hetpipe.pipeline.fit import check_count, check_cuts, check_dtypes, check_fit
 from hetpipe.pipeline.guard import OneThread
 from hetpipe.pipeline.launch_check import refuse_ranks
 from hetpipe.pipeline.options import PassOptions, records_of
-from hetpipe.pipeline.planning import Planning
+from hetpipe.pipeline.planning import Planning, microbatches_of
 from hetpipe.pipeline.resume import progress_of, write
 from hetpipe.pipeline.training import Result, Subject, Training, as_tensors
 from hetpipe.plan.planner import predict
-from hetpipe.profile.measure import profile
+from hetpipe.profile.measure import profile, stored_costs
 
 if TYPE_CHECKING:
     import torch
@@ -83,36 +84,40 @@ class Pipeline:
         optimizer = check_optimizer(optimizer)
         planned, passes, updates = records_of(options)
         progress = progress or (lambda text, done, total: None)
-        progress("capturing", 0, 1)
-        self._captured = captured or Captured(
-            model, loss_fn, example, passes.dtypes, passes.sync_batch_norm
-        )
-        _check_captured(self._captured, passes)
-        mini_batch = rows_of(self._captured.leaves(*example))
-        if planned.microbatches is not None:
-            check_count(planned.microbatches, mini_batch)
-        layers = [layer.name for layer in self._captured.layer_graph(mini_batch).layers]
-        check_cuts(planned.cuts or (), layers)
-        self._names = list(model.state_dict())
-        self._optimizer = optimizer
-        self._one_thread = OneThread()
-        if resume is not None and planned.plan is None and not planned.asked:
-            planned = replace(planned, plan=progress_of(resume).plan)
         if planned.costs is not None and planned.plan is None:
             raise HetpipeError(
                 "costs are those that a plan was made with, and no plan is given: give plan as "
                 "well, or leave costs out"
             )
+        if resume is not None and planned.plan is None and not planned.asked:
+            planned = replace(planned, plan=progress_of(resume).plan)
+        mini_batch = Example(*example).samples
+        if planned.microbatches is not None:
+            check_count(planned.microbatches, mini_batch)
+        self._names = list(model.state_dict())
+        self._optimizer = optimizer
+        self._one_thread = OneThread()
         self._borrowed = crew is not None
-        self._crew = crew or Crew.start(cluster)
+        self._crew = crew or Crew.start(cluster, wait=False)  # workers begin while we capture
         try:
+            progress("capturing", 0, 1)
+            self._captured = captured or Captured(
+                model, loss_fn, example, passes.dtypes, passes.sync_batch_norm,
+                samples=-(-mini_batch // microbatches_of(planned)),
+            )  # fmt: skip
+            _check_captured(self._captured, passes)
+            self._captured.leaves(*example)
+            layers = self._captured.layer_names
+            check_cuts(planned.cuts or (), layers)
             infos = self._crew.infos
             used = infos if planned.plan is None else planned.plan.all_devices
             precision = self._captured.precision
             check_dtypes(precision, [infos[member] for member in used if member in infos])
+            measured = self._captured, self._crew, optimizer
             planning = Planning(
-                layers, list(infos), mini_batch,
-                lambda sizes: profile(self._captured, self._crew, optimizer, sizes, progress),
+                self._captured.name, layers, list(infos), mini_batch,
+                partial(profile, *measured, progress=progress), partial(stored_costs, *measured),
+                self._captured.layer_graph, self._crew.label,
             )  # fmt: skip
             self.plan, self.costs = planning.choose(planned)
             check_fit(self.plan, infos, optimizer, updates, self._captured.sync_batch_norm)
@@ -263,7 +268,14 @@ class Pipeline:
 
     @property
     def predicted(self) -> Timeline:
-        """The plan's timeline, from profiles and links alone."""
+        """The plan's timeline, from profiles and links alone.
+
+        Raises `HetpipeError` if there are no costs."""
+        if self.costs is None:
+            raise HetpipeError(
+                "this plan's step is unknown, since nothing was measured: every choice was given; "
+                "ask for costs with priced=True, or give those of the plan"
+            )
         return predict(self.plan, self.costs)
 
     def close(self) -> None:

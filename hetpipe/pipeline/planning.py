@@ -6,17 +6,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hetpipe.cost.table import CostTable
+from hetpipe.cost.table import CostTable, Label
 from hetpipe.errors import PlanError
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planner import explore, make_plan
 from hetpipe.plan.pricing import check_able
 from hetpipe.plan.replicated import replicated_plan, staged_plan
+from hetpipe.plan.unpriced import unpriced_plan
 from hetpipe.plan.unused import with_notes
 from hetpipe.schedule.rule import GPIPE, ONE_F_ONE_B, Rule, rule_of
 from hetpipe.schedule.weights import FLUSH, WeightPolicy, policy_for
 
 if TYPE_CHECKING:
+    from hetpipe.capture.layers import LayerGraph
     from hetpipe.pipeline.options import PlanOptions
 
 EXPLORED_MICROBATCHES = (4, 8, 16, 32)
@@ -26,24 +28,39 @@ STAGED_MICROBATCHES = 8
 """The origin of plans whose stages and replicas the user gives."""
 
 
+def microbatches_of(asked: PlanOptions) -> int:
+    """The number of micro-batches, or the first that is tried."""
+    if asked.plan is not None:
+        return asked.plan.microbatches
+    return asked.microbatches or EXPLORED_MICROBATCHES[0]
+
+
 Tables = Callable[[Sequence[int]], dict[int, CostTable]]
 """Micro-batch sizes, the largest first -> the costs for each."""
 
 
 @dataclass(frozen=True)
 class Planning:
-    """Plans for a model with these `layers` on these `members`; profiles only if it must."""
+    """Plans for a `model` with these `layers` on these `members`; profiles only if it must."""
 
+    model: str
     layers: Sequence[str]
     members: Sequence[str]
     mini_batch: int
     tables: Tables
+    stored: Tables | None = None  # those that need no measurement; None: all
+    graph: Callable[[int], LayerGraph] | None = None  # for micro-batches of a size
+    label: Label = "measured"  # of speeds on these members
 
-    def choose(self, asked: PlanOptions) -> tuple[Plan, CostTable]:
+    def choose(self, asked: PlanOptions) -> tuple[Plan, CostTable | None]:
         """The quickest predicted plan that meets the options, and its costs. A plan among the
-        options is taken as it is. Raises `PlanError`."""
+        options is taken as it is.
+
+        Where the options decide everything nothing is measured, unless they ask for a price: costs
+        are then those that are stored, or None. Raises `PlanError`.
+        """
         if asked.plan is not None:
-            return asked.plan, self._check(asked.plan, asked.costs)
+            return asked.plan, self._check(asked.plan, asked)
         if asked.schedule == "auto":
             rule, policy = ONE_F_ONE_B, FLUSH
         else:
@@ -59,12 +76,15 @@ class Planning:
 
     def _explored(
         self, asked: PlanOptions, rule: Rule, policy: WeightPolicy
-    ) -> tuple[Plan, CostTable]:
+    ) -> tuple[Plan, CostTable | None]:
         """The quickest plan with a stage on each of some members; `cuts` say on how many."""
         counts = [asked.microbatches] if asked.microbatches else list(EXPLORED_MICROBATCHES)
         if asked.microbatches is None and not (rule.flushes or policy.accumulates):
             counts = [1]  # updates as soon as they can be
-        tables = self._profiled(counts)
+        given = asked.cuts is not None and asked.microbatches and asked.schedule != "auto"
+        tables = self._stored(counts) if given and not asked.priced else self._profiled(counts)
+        if not tables:
+            return self._unpriced(asked, rule, policy), None
         schedules = EXPLORED if asked.schedule == "auto" else (rule.name,)
         members = list(self.members)
         if asked.cuts is None:
@@ -81,8 +101,21 @@ class Planning:
         )  # fmt: skip
         return plan, table
 
-    def _check(self, plan: Plan, costs: CostTable | None) -> CostTable:
-        """The costs for a user's plan, profiled if the user gives none.
+    def _unpriced(self, asked: PlanOptions, rule: Rule, policy: WeightPolicy) -> Plan:
+        """The plan of which the user gives everything but the costs."""
+        assert self.graph is not None
+        assert asked.cuts is not None
+        assert asked.microbatches is not None
+        members = self.members[: len(asked.cuts) + 1]
+        graph = self.graph(self._samples(asked.microbatches))
+        return unpriced_plan(
+            self.model, graph, members, asked.cuts, mini_batch=self.mini_batch,
+            microbatches=asked.microbatches, schedule=rule.name, weights=policy.name,
+            label=self.label,
+        )  # fmt: skip
+
+    def _check(self, plan: Plan, asked: PlanOptions) -> CostTable | None:
+        """The costs for a user's plan: the user's, those that are stored, or None.
 
         Raises `PlanError` where the plan is of another model or cluster, or a device cannot run its
         layers.
@@ -97,8 +130,11 @@ class Planning:
                 raise PlanError(
                     f"the plan uses {member}, the cluster has {', '.join(self.members)}"
                 )
-        if costs is None:
-            (costs,) = self._profiled([plan.microbatches]).values()
+        if asked.costs is not None:
+            return asked.costs
+        prices = self._profiled if asked.priced else self._stored
+        costs = next(iter(prices([plan.microbatches]).values()), None)
+        if costs is not None:
             check_able(plan, costs)
         return costs
 
@@ -144,5 +180,11 @@ class Planning:
 
     def _profiled(self, counts: Sequence[int]) -> dict[int, CostTable]:
         """The tables for these numbers of micro-batches, by samples of a micro-batch."""
-        sizes = sorted({self._samples(count) for count in counts}, reverse=True)
-        return self.tables(sizes)
+        return self.tables(self._sizes(counts))
+
+    def _stored(self, counts: Sequence[int]) -> dict[int, CostTable]:
+        """Those of these tables that need no measurement."""
+        return (self.stored or self.tables)(self._sizes(counts))
+
+    def _sizes(self, counts: Sequence[int]) -> list[int]:
+        return sorted({self._samples(count) for count in counts}, reverse=True)

@@ -124,6 +124,11 @@ class Plan:
         return tuple(stage.in_flight for stage in self.stages)
 
     @property
+    def is_priced(self) -> bool:
+        """Whether its times and memory are predicted, or unknown."""
+        return self.step_s > 0
+
+    @property
     def samples_per_s(self) -> float:
         """Predicted throughput; infinite if nothing has a price."""
         return self.mini_batch / self.step_s if self.step_s else math.inf

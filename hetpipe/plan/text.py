@@ -13,22 +13,25 @@ def format_plan(plan: Plan) -> str:
     rows = [HEADER, *(_row(plan, index, stage) for index, stage in enumerate(plan.stages))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    step = "step unknown"
+    if plan.is_priced:
+        step = f"step {1e3 * plan.step_s:.2f} ms, {plan.samples_per_s:.1f} samples/s"
     lines.append(
         f"{plan.schedule}, {plan.microbatches} micro-batches of a mini-batch of {plan.mini_batch}: "
-        f"step {1e3 * plan.step_s:.2f} ms, {plan.samples_per_s:.1f} samples/s, "
-        f"fill limit {100 * plan.fill_limit:.0f} %, {plan.label} costs, {plan.origin} plan"
+        f"{step}, fill limit {100 * plan.fill_limit:.0f} %, {plan.label} costs, {plan.origin} plan"
     )
     return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
 
 
 def _row(plan: Plan, index: int, stage: StagePlan) -> tuple[str, ...]:
+    priced = plan.is_priced
     first, last = plan.layers[stage.lo], plan.layers[stage.hi - 1]
     return (
         str(index),
         f"{stage.lo}-{stage.hi - 1} {first}" + (f" .. {last}" if last != first else ""),
         ", ".join(stage.devices),
-        f"{1e3 * stage.forward_s:.2f}",
-        f"{1e3 * stage.backward_s:.2f}",
+        f"{1e3 * stage.forward_s:.2f}" if priced else "?",
+        f"{1e3 * stage.backward_s:.2f}" if priced else "?",
         str(stage.in_flight),
-        f"{stage.memory_nbytes / MIB:.1f} / {stage.capacity_nbytes / MIB:.0f}",
+        f"{stage.memory_nbytes / MIB:.1f} / {stage.capacity_nbytes / MIB:.0f}" if priced else "?",
     )

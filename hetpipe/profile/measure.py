@@ -48,8 +48,7 @@ def profile(
     """
     say = progress or (lambda text, done, total: None)
     entries = _entries(captured, crew, optimizer, samples)
-    stored = {size: cache.load(entry) for size, entry in entries.items()}
-    tables = {size: CostTable.from_json(data) for size, data in stored.items() if data is not None}
+    tables = _stored(entries)
     missing = [size for size in samples if size not in tables]
     if missing:
         stages = {size: _layer_stages(captured, crew, optimizer, size) for size in missing}
@@ -72,6 +71,18 @@ def profile(
         _warn_of_contention(foreign)
     say("profiled", len(samples), len(samples))
     return {size: tables[size] for size in samples}
+
+
+def stored_costs(
+    captured: Captured, crew: Crew, optimizer: Optimizer, samples: Sequence[int]
+) -> dict[int, CostTable]:
+    """Those of the tables that an earlier `profile` has stored; nothing is measured."""
+    return _stored(_entries(captured, crew, optimizer, samples))
+
+
+def _stored(entries: Mapping[int, str]) -> dict[int, CostTable]:
+    contents = {size: cache.load(entry) for size, entry in entries.items()}
+    return {size: CostTable.from_json(data) for size, data in contents.items() if data is not None}
 
 
 def _entries(
@@ -150,14 +161,13 @@ def _device_costs(
     devices = {}
     for member in crew.cluster.members:
         info = crew.infos[member.id]
-        emulated = member.speed != 1.0 or info.capabilities.emulated
         devices[member.id] = DeviceCost(
             layers=tuple(_layer_cost(entry) for entry in rows[member.id]),
             overhead_s=overheads_s[member.id],
             memory_nbytes=info.memory_nbytes,
             memory_domain=info.memory_domain,
             execution="async" if streams(info) and member.speed == 1.0 else "sync",
-            label="emulated" if emulated else "measured",
+            label=crew.label_of(member),
         )
     return devices
 
