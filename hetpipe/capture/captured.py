@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
 
+from hetpipe.capture import kept
 from hetpipe.capture.example import Array, Example
 from hetpipe.capture.export import export
+from hetpipe.capture.facts import Facts, facts_of
 from hetpipe.capture.flat import Flat, flatten
-from hetpipe.capture.indices import check_indices, index_bounds, mark_checked
+from hetpipe.capture.identity import Identity, optimizer_identity, tables_identity
+from hetpipe.capture.indices import check_indices, mark_checked
 from hetpipe.capture.joint import Decompositions
 from hetpipe.capture.labels import label, layer_graph
 from hetpipe.capture.layers import LayerGraph
 from hetpipe.capture.modes import Modes
 from hetpipe.capture.precision import Precision
-from hetpipe.capture.program import BUFFER, COUNT, StageGraphs
+from hetpipe.capture.program import StageGraphs
 from hetpipe.capture.recompute import check_modes
-from hetpipe.capture.stages import trace_stages
+from hetpipe.capture.sources import UnknownCodeError
+from hetpipe.capture.stages import EXTRAS, Extra, trace_stages
 from hetpipe.errors import CaptureError
 from hetpipe.optim.rule import Optimizer
+
+_T = TypeVar("_T")
 
 
 class Captured:
@@ -67,23 +72,26 @@ class Captured:
         parameters = dict(self._model.named_parameters())
         self.parameters = {name: _array(name, p) for name, p in parameters.items()}
         self.trainable = frozenset(name for name, p in parameters.items() if p.requires_grad)
-        flat = self._flat(samples or self._example.samples)
-        self.layer_names = flat.layer_names
-        read = {name for role, name in flat.inputs.values() if role == BUFFER}
+        options = (precision, sync_batch_norm)
+        self._identity = Identity(self._model, loss_fn, self._example, self._modes, options)
+        first = samples or self._example.samples
+        key = self._identity.key("facts", [first], True)
+        self._facts: Facts = _kept(key, lambda: facts_of(self._flat(first)))
+        self.layer_names = self._facts.layer_names
         self.buffers = {
             name: _array(name, buffer)
             for name, buffer in self._model.named_buffers()
-            if name in read | flat.updated_buffers
+            if name in self._facts.buffers
         }
-        self.updated_buffers = flat.updated_buffers
-        self.has_count = any(key[0] == COUNT for key, _ in flat.outputs)
-        self.fingerprint = _fingerprint(flat)
-        self._indices = index_bounds(flat)
+        self.updated_buffers = self._facts.updated_buffers
+        self.has_count = self._facts.has_count
+        self.fingerprint = self._facts.fingerprint
 
     def layer_graph(self, samples: int) -> LayerGraph:
         """The layers for micro-batches of `samples`; each size is exported once, then cached."""
         if samples not in self._layers:
-            self._layers[samples] = layer_graph(self._flat(samples))
+            key = self._identity.key("layers", [samples], True)
+            self._layers[samples] = _kept(key, lambda: layer_graph(self._flat(samples)))
         return self._layers[samples]
 
     def stage_graphs(
@@ -94,20 +102,28 @@ class Captured:
         optimizer: Optimizer | None,
         recompute: Sequence[str] = (),
         halves: bool = False,
+        extras: Collection[Extra] = EXTRAS,
     ) -> list[StageGraphs]:
         """The programs of the stages, which begin at layer 0 and at each of `cuts`.
 
         `decompositions` has one table per stage, from its backend. `samples` lists the sizes of
         micro-batches; each gets its own passes. Without an optimizer the stages have no update.
         `recompute` has one mode per stage, see `hetpipe.capture.recompute`. With `halves` every
-        backward also comes in two halves.
+        backward also comes in two halves. They have the programs `predict` and
+        `norm` only if these are among `extras`.
         """
         self._check(cuts, decompositions)
         modes = check_modes(recompute, len(decompositions))
-        flats = [self._flat(size) for size in dict.fromkeys(samples)]
-        graphs = trace_stages(flats, cuts, decompositions, optimizer, modes, halves)
-        mark_checked(graphs, self._indices)
-        return graphs
+        sizes = list(dict.fromkeys(samples))
+
+        def trace() -> list[StageGraphs]:
+            flats = [self._flat(size) for size in sizes]
+            graphs = trace_stages(flats, cuts, decompositions, optimizer, modes, halves, extras)
+            mark_checked(graphs, self._facts.indices)
+            return graphs
+
+        how = (list(cuts), modes, halves, sorted(extras) if optimizer is not None else [])
+        return _kept(self._stage_key(sizes, decompositions, optimizer, True, *how), trace)
 
     def evaluation_graphs(
         self,
@@ -121,11 +137,31 @@ class Captured:
         other names. Raises `CaptureError` if the model has other layers in eval mode.
         """
         self._check(cuts, decompositions)
-        flats = [self._flat(size, training=False) for size in dict.fromkeys(samples)]
-        modes = check_modes((), len(decompositions))
-        graphs = trace_stages(flats, cuts, decompositions, None, modes)
-        mark_checked(graphs, self._indices)
-        return graphs
+        sizes = list(dict.fromkeys(samples))
+
+        def trace() -> list[StageGraphs]:
+            flats = [self._flat(size, training=False) for size in sizes]
+            modes = check_modes((), len(decompositions))
+            graphs = trace_stages(flats, cuts, decompositions, None, modes)
+            mark_checked(graphs, self._facts.indices)
+            return graphs
+
+        return _kept(self._stage_key(sizes, decompositions, None, False, list(cuts)), trace)
+
+    def _stage_key(
+        self,
+        samples: Sequence[int],
+        decompositions: Sequence[Decompositions],
+        optimizer: Optimizer | None,
+        training: bool,
+        *more: object,
+    ) -> str | None:
+        try:
+            rules = optimizer_identity(optimizer, list(self.parameters))
+            tables = tables_identity(decompositions)
+        except UnknownCodeError:
+            return None
+        return self._identity.key("stages", samples, training, tables, rules, *more)
 
     def _check(self, cuts: Sequence[int], decompositions: Sequence[Decompositions]) -> None:
         count = len(self.layer_names)
@@ -147,7 +183,7 @@ class Captured:
         out of range: a class, a token, a row.
         """
         leaves = self._example.leaves(x, y)
-        check_indices(self._indices, leaves)
+        check_indices(self._facts.indices, leaves)
         return leaves
 
     def _flat(self, samples: int, training: bool = True) -> Flat:
@@ -159,25 +195,36 @@ class Captured:
                 )  # fmt: skip
             trainable = self.trainable if training else None
             flat = flatten(program, self._example.names, self.aliases, trainable, samples)
-            first = next(iter(self._flats.values()), flat)
             flat.precision = self.precision
-            label(flat, self._model, first.updated_buffers)
-            _check_layers(flat, first, "training" if training else "eval mode")
+            facts = getattr(self, "_facts", None)  # None while they are made, from the first flat
+            label(flat, self._model, (facts or flat).updated_buffers)
+            if facts is not None:
+                _check_layers(flat, facts, "training" if training else "eval mode")
             self._flats[samples, training] = flat
         return self._flats[samples, training]
 
 
-def _check_layers(flat: Flat, first: Flat, mode: str) -> None:
-    """Raise `CaptureError` unless `flat` has the layers of `first`, the graph in training."""
-    if flat.layer_names == first.layer_names:
+def _check_layers(flat: Flat, facts: Facts, mode: str) -> None:
+    """Raise `CaptureError` unless `flat` has the layers of the first graph, in training."""
+    if flat.layer_names == facts.layer_names:
         return
-    pairs = itertools.zip_longest(flat.layer_names, first.layer_names, fillvalue="none")
+    pairs = itertools.zip_longest(flat.layer_names, facts.layer_names, fillvalue="none")
     number, (name, expected) = next((i, p) for i, p in enumerate(pairs) if p[0] != p[1])
     raise CaptureError(
         f"the model has {len(flat.layer_names)} layers for {flat.samples} samples in {mode} but "
-        f"{len(first.layer_names)} for {first.samples} in training: layer {number} is {name}, not "
+        f"{len(facts.layer_names)} for {facts.samples} in training: layer {number} is {name}, not "
         f"{expected}; its structure may depend on neither the batch size nor the mode"
     )
+
+
+def _kept(key: str | None, make: Callable[[], _T]) -> _T:
+    """The content that is kept on disk under a key, or else is made, and kept."""
+    content: _T | None = None if key is None else kept.load(key)
+    if content is None:
+        content = make()
+        if key is not None:
+            kept.store(key, content)
+    return content
 
 
 def capture(model: nn.Module, loss_fn: Callable[..., Any], example: tuple[Any, Any]) -> Captured:
@@ -210,19 +257,3 @@ def _array(name: str, tensor: torch.Tensor) -> Array:
             "model.float()"
         )
     return np.array(tensor.detach().numpy(), order="C", copy=True)
-
-
-def _fingerprint(flat: Flat) -> str:
-    """A hash of operators, arguments, shapes and layers; values of parameters do not enter."""
-    index = {node: str(i) for i, node in enumerate(flat.graph.nodes)}
-    digest = hashlib.sha256(repr(flat.precision).encode())
-    for node in flat.graph.nodes:
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), index.__getitem__)
-        value = node.meta.get("val")
-        shape = (tuple(value.shape), str(value.dtype)) if isinstance(value, torch.Tensor) else ""
-        role = flat.inputs.get(node, "")
-        row = (node.op, str(node.target) if node.op == "call_function" else "", role)
-        digest.update(repr((row, args, kwargs, shape, flat.layer.get(node))).encode())
-    for name, value in sorted(flat.constants.items()):
-        digest.update(name.encode() + value.numpy().tobytes())
-    return digest.hexdigest()

@@ -38,6 +38,16 @@ class Example:
                 )
         self.samples = _samples({name: tuple(t.shape) for name, t in self._leaves.items()})
 
+    @property
+    def structure(self) -> str:
+        """Everything but the tensors' values and numbers of samples, as text."""
+
+        def described(name: str, value: Any) -> Any:
+            leaf = self._leaves.get(name)
+            return value if leaf is None else (str(leaf.dtype), tuple(leaf.shape[1:]))
+
+        return repr((_map(described, "x", self._x), _map(described, "y", self._y)))
+
     def tensors(self, samples: int) -> list[torch.Tensor]:
         """The leaves, sliced or repeated to `samples` samples."""
         if samples < 1:

@@ -42,6 +42,11 @@ class _WithLoss(nn.Module):
         return (_scalar(result, "the loss"),)
 
 
+def with_loss(model: nn.Module, loss_fn: Callable[..., Any], example: Example) -> nn.Module:
+    """A module that gives the loss, or (sum, count), of a batch's leaves."""
+    return _WithLoss(model, loss_fn, example)
+
+
 def run_model(model: nn.Module, x: Any) -> Any:
     """`model(x)`: this function's name in a traceback marks an error as the model's."""
     return call(model, x)
@@ -88,10 +93,10 @@ def export(
             _without_torch_log(),
             torch.enable_grad(),
             refusing_lost_gradients(),
-            _layer_by_layer(),
+            layer_by_layer(),
         ):
             warnings.simplefilter("ignore")  # torch's own deprecations; nothing here is the user's
-            wrapped = _WithLoss(model, loss_fn, example)
+            wrapped = with_loss(model, loss_fn, example)
             leaves = tuple(example.tensors(samples))
             program = torch.export.export(wrapped, leaves, strict=False)
             _inline_regions(program.graph_module)
@@ -125,7 +130,7 @@ def _without_torch_log() -> Iterator[None]:
 
 
 @contextmanager
-def _layer_by_layer() -> Iterator[None]:
+def layer_by_layer() -> Iterator[None]:
     """Inside, an encoder layer in eval mode is not torch's single operator for it."""
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,6 +16,10 @@ from hetpipe.capture.split import split
 from hetpipe.capture.update import Formulas, trace_norm, trace_predict, trace_update
 from hetpipe.optim.rule import Optimizer
 
+Extra = Literal["predict", "norm"]
+EXTRAS: tuple[Extra, ...] = ("predict", "norm")
+"""Programs that only some trainings need: with predicted weights, with a clip by norm."""
+
 
 def trace_stages(
     flats: Sequence[Flat],
@@ -24,6 +28,7 @@ def trace_stages(
     optimizer: Optimizer | None,
     recompute: Sequence[str],
     halves: bool = False,
+    extras: Collection[Extra] = EXTRAS,
 ) -> list[StageGraphs]:
     """The graphs of all stages; `flats` is the same model at each micro-batch size.
 
@@ -49,7 +54,10 @@ def trace_stages(
     if optimizer is None:
         return graphs
     formulas = {id(table): Formulas(table) for table in decompositions}
-    return [_updated(optimizer, graphs, n, formulas[id(decompositions[n])]) for n in range(stages)]
+    return [
+        _updated(optimizer, graphs, n, formulas[id(decompositions[n])], extras)
+        for n in range(stages)
+    ]
 
 
 def _constants(flat: Flat, joint: Joint, programs: PassPrograms) -> dict[str, Any]:
@@ -101,6 +109,7 @@ def _updated(
     graphs: Sequence[StageGraphs],
     index: int,
     formulas: Formulas,
+    extras: Collection[Extra],
 ) -> StageGraphs:
     """The stage with its programs for whole parameters, which run once per mini-batch."""
     stage, readers = graphs[index], _readers(graphs)
@@ -111,6 +120,6 @@ def _updated(
     return replace(
         stage,
         update=trace_update(optimizer, updated, zeroed, formulas),
-        predict=trace_predict(optimizer, updated, formulas),
-        norm=trace_norm(updated, formulas),
+        predict=trace_predict(optimizer, updated, formulas) if "predict" in extras else None,
+        norm=trace_norm(updated, formulas) if "norm" in extras else None,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from hetpipe.wire.shares import Replica, Shares
 
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
+    from hetpipe.capture.stages import Extra
     from hetpipe.optim.rule import Optimizer
     from hetpipe.plan.plan import Plan
 
@@ -26,6 +27,7 @@ class Loading:
     backends: Mapping[str, str]
     recompute: str | Sequence[str]
     halves: bool  # backwards in two
+    extras: Collection[Extra]
 
     @property
     def shares(self) -> Shares:
@@ -65,6 +67,7 @@ class Loading:
             self.optimizer,
             [modes] * len(devices) if isinstance(modes, str) else modes,
             self.halves,
+            self.extras,
         )
         if not evaluated:
             return stages

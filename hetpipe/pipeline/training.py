@@ -26,6 +26,7 @@ from hetpipe.wire.messages import Keep
 
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
+    from hetpipe.capture.stages import Extra
     from hetpipe.optim.rule import Optimizer
     from hetpipe.pipeline.options import PassOptions, UpdateOptions
     from hetpipe.plan.plan import Plan
@@ -262,7 +263,7 @@ class Training:
         loading = Loading(
             subject.captured, plan, subject.optimizer,
             {member: info.backend for member, info in crew.infos.items()},
-            subject.passes.recompute, Schedules(plan).halved,
+            subject.passes.recompute, Schedules(plan).halved, self._extras,
         )  # fmt: skip
         stages = loading.graphs(sizes, self._evaluated)
         tied = {(owner, others): None for stage in stages for _, owner, others in stage[0].tied}
@@ -284,6 +285,15 @@ class Training:
         for role in (STATE, GRAD):
             crew.write(role, {} if values is None else values.tensors.get(role, {}))
         self._progress("compiling stages", 1, 1)
+
+    @property
+    def _extras(self) -> tuple[Extra, ...]:
+        """The extra programs that this training needs."""
+        needed: dict[Extra, bool] = {
+            "predict": self._plan.policy.predicts,
+            "norm": self._clip is not None,
+        }
+        return tuple(extra for extra, is_needed in needed.items() if is_needed)
 
     def _accumulating(self) -> tuple[str, ...]:
         """GRAD if gradients are accumulated, after their owners have summed them; else nothing."""

@@ -146,7 +146,9 @@ def _layer_stages(captured: Captured, crew: Crew, optimizer: Optimizer, samples:
     by_backend: dict[str, list[StageGraphs]] = {}
     for name in dict.fromkeys(info.backend for info in crew.infos.values()):
         tables = [get_backend(name).decompositions()] * count
-        by_backend[name] = captured.stage_graphs(range(1, count), tables, [samples], optimizer)
+        by_backend[name] = captured.stage_graphs(
+            range(1, count), tables, [samples], optimizer, extras=()
+        )
     return {member: by_backend[info.backend] for member, info in crew.infos.items()}
 
 

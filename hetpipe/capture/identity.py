@@ -1,0 +1,99 @@
+"""Identity of a capture: when two captures, of two starts of a program, give the same graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from hetpipe.capture.example import Example
+from hetpipe.capture.export import layer_by_layer, with_loss
+from hetpipe.capture.kept import key_of
+from hetpipe.capture.modes import Modes
+from hetpipe.capture.signature import sign
+from hetpipe.capture.sources import UnknownCodeError, digest_of, identity, library_digest
+
+if TYPE_CHECKING:
+    from hetpipe.capture.joint import Decompositions
+    from hetpipe.optim.rule import Optimizer
+
+
+class Identity:
+    """Keys for what is captured of a model and a loss, with some `options`.
+
+    A key is None where it cannot be told whether the code is the same as at another time.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any],
+        example: Example,
+        modes: Modes,
+        options: Sequence[object],
+    ) -> None:
+        self._model, self._loss_fn, self._example, self._modes = model, loss_fn, example, modes
+        self._signatures: dict[tuple[int, bool], str | None] = {}
+        self._sources = digest_of(model, loss_fn)
+        self._parts = (
+            library_digest(), self._sources, example.structure, list(options),
+            [training for _, training in modes.training],
+            [(name, _described(p)) for name, p in model.named_parameters(remove_duplicate=False)],
+            [(name, _described(b)) for name, b in model.named_buffers(remove_duplicate=False)],
+        )  # fmt: skip
+
+    def key(self, kind: str, samples: Sequence[int], training: bool, *more: object) -> str | None:
+        """The key of content that depends on micro-batches of these sizes, and on `more`."""
+        if self._sources is None:
+            return None
+        signatures = [self._signature(size, training) for size in samples]
+        if None in signatures:
+            return None
+        return key_of(kind, list(samples), training, signatures, self._parts, *more)
+
+    def _signature(self, samples: int, training: bool) -> str | None:
+        if (samples, training) not in self._signatures:
+            with self._modes.restored(evaluation=not training), layer_by_layer():
+                run = with_loss(self._model, self._loss_fn, self._example)
+                signature = sign(run, self._example.tensors(samples))
+            self._signatures[samples, training] = signature
+        return self._signatures[samples, training]
+
+
+def tables_identity(tables: Sequence[Decompositions]) -> object:
+    """Of decompositions of each stage. Raises `UnknownCodeError`."""
+    distinct = {id(table): table for table in tables}
+    known = {key: _table_identity(table) for key, table in distinct.items()}
+    return [known[id(table)] for table in tables]
+
+
+def optimizer_identity(optimizer: Optimizer | None, names: Sequence[str]) -> object:
+    """Of an optimizer, for parameters of these names. Raises `UnknownCodeError`."""
+    if optimizer is None:
+        return None
+    rules = [optimizer] if optimizer.undecayed is None else [optimizer, optimizer.undecayed]
+    undecayed = [name for name in names if optimizer.rule_for(name) is not optimizer]
+    functions = [
+        None if function is None else identity(function)
+        for rule in rules
+        for function in (rule.update, rule.predict)
+    ]
+    return optimizer.state, functions, undecayed
+
+
+def _table_identity(table: Mapping[Any, Callable[..., Any]]) -> object:
+    return sorted((str(operator), repr(_of(function))) for operator, function in table.items())
+
+
+def _of(function: Any) -> object:
+    try:
+        return identity(function)
+    except UnknownCodeError:
+        raise
+    except Exception as error:  # a function with other things in its closure
+        raise UnknownCodeError(repr(function)) from error
+
+
+def _described(tensor: Any) -> tuple[object, ...]:
+    return tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad

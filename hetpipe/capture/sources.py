@@ -1,0 +1,106 @@
+"""The source files on which a capture depends: those of the model, and of everything that they
+reach through their globals."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+import hetpipe
+
+_VERSIONED = ("torch", "numpy", "hetpipe", "sympy")
+"""Packages that are known by their version, or by `library_digest`."""
+
+
+class UnknownCodeError(Exception):
+    """It cannot be told whether code is the same as at another time."""
+
+
+def digest_of(model: nn.Module, loss_fn: Callable[..., Any]) -> str | None:
+    """A hash of these files' contents; None if code has no file, as in an interactive session."""
+    modules = [*model.modules(), *(loss_fn.modules() if isinstance(loss_fn, nn.Module) else ())]
+    names = {type(module).__module__ for module in modules}
+    names.add(getattr(loss_fn, "__module__", None) or type(loss_fn).__module__)
+    digest = hashlib.sha256()
+    for name in sorted(_reached(names)):
+        file = getattr(sys.modules[name], "__file__", None)
+        if file is None or not file.endswith(".py"):
+            return None
+        try:
+            content = Path(file).read_bytes()
+        except OSError:
+            return None
+        digest.update(repr((name, len(content))).encode() + content)
+    return digest.hexdigest()
+
+
+@cache
+def library_digest() -> str:
+    """A hash of hetpipe's own sources, and of the versions of Python and torch."""
+    digest = hashlib.sha256(f"{sys.version}{torch.__version__}{torch.version.git_version}".encode())
+    backends = importlib.import_module("hetpipe.backends")
+    for root in map(Path, (*hetpipe.__path__, *backends.__path__)):
+        for file in sorted(root.rglob("*.py")):
+            digest.update(file.relative_to(root).as_posix().encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def identity(function: Any) -> object:
+    """A value that is equal for two functions of hetpipe or torch only if they do the same.
+
+    Raises `UnknownCodeError` for a function of anyone else.
+    """
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if not isinstance(module, str) or module.partition(".")[0] not in _VERSIONED or name is None:
+        raise UnknownCodeError(repr(function))
+    cells = getattr(function, "__closure__", None) or ()
+    return module, name, tuple(_identity_of(cell.cell_contents) for cell in cells)
+
+
+def _identity_of(value: Any) -> object:
+    if isinstance(value, (int, float, str, type(None))):
+        return value
+    if isinstance(value, tuple):
+        return tuple(map(_identity_of, value))
+    if isinstance(value, torch._ops.OpOverload):
+        return str(value)
+    return identity(value)
+
+
+def _reached(names: Iterable[str]) -> set[str]:
+    """The modules that these modules reach through their globals, but for versioned packages."""
+    stack, reached = list(names), set[str]()
+    while stack:
+        name = stack.pop()
+        module = sys.modules.get(name)
+        if name in reached or module is None or _is_versioned(name, module):
+            continue
+        reached.add(name)
+        for value in list(vars(module).values()):
+            if isinstance(value, ModuleType):
+                stack.append(value.__name__)
+            elif isinstance(origin := getattr(value, "__module__", None), str):
+                stack.append(origin)
+    return reached
+
+
+def _is_versioned(name: str, module: ModuleType) -> bool:
+    top = name.partition(".")[0]
+    if top in _VERSIONED or top in sys.builtin_module_names:
+        return True
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return top in sys.stdlib_module_names and top != "__main__"
+    if any(part in ("site-packages", "dist-packages") for part in Path(file).parts):
+        return False
+    return Path(file).is_relative_to(sysconfig.get_path("stdlib"))
