@@ -8,7 +8,7 @@ import importlib
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -60,10 +60,13 @@ def identity(function: Any) -> object:
 
     Raises `UnknownCodeError` for a function of anyone else.
     """
+    if isinstance(function, partial):
+        settings = [*function.args, *function.keywords.values()]
+        return identity(function.func), list(function.keywords), list(map(_identity_of, settings))
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if not isinstance(module, str) or module.partition(".")[0] not in _VERSIONED or name is None:
         raise UnknownCodeError(repr(function))
-    cells = getattr(function, "__closure__", None) or ()
+    cells = () if module.startswith("torch") else getattr(function, "__closure__", None) or ()
     return module, name, tuple(_identity_of(cell.cell_contents) for cell in cells)
 
 

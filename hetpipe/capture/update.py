@@ -110,9 +110,9 @@ def trace_update(
         keys = [(PARAM, name), *_states(optimizer, [name])]
         scalars = _scalars("step", "lr", "grad_scale")
         arguments = program.inputs([keys[0], (GRAD, name), *keys[1:], *scalars])
-        new = program.apply(rule, partial(_one, rule), arguments)
+        *new, outputs[GRAD, name] = program.apply(rule, partial(_one, rule), arguments)
         outputs.update(zip(keys, new, strict=True))
-    for name in everything:
+    for name in only_zeroed:
         (zeros,) = program.apply("zeros", _zeros, program.inputs([(GRAD, name)]))
         outputs[GRAD, name] = zeros
     order = (PARAM, STATE, GRAD)
@@ -165,10 +165,10 @@ def _as_list(formula: Formula, *values: torch.Tensor) -> list[torch.Tensor]:
 def _one(
     rule: Optimizer, parameter: torch.Tensor, gradient: torch.Tensor, *others: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Parameter, gradient, state, step, lr, grad_scale -> parameter, state."""
+    """Parameter, gradient, state, step, lr, grad_scale -> parameter, state, a zero gradient."""
     *state, step, lr, grad_scale = others
     new, new_state = rule.update(parameter, gradient * grad_scale, tuple(state), step, lr)
-    return [new, *new_state]
+    return [new, *new_state, torch.zeros_like(gradient)]
 
 
 def _predicted(

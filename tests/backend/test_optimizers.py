@@ -11,7 +11,7 @@ from found_devices import infos, opened, run
 
 from hetpipe import optim
 from hetpipe.capture.program import GRAD, NORM, PARAM, SCALAR, STATE, Program
-from hetpipe.capture.update import trace_norm, trace_predict, trace_update
+from hetpipe.capture.update import Formulas, trace_norm, trace_predict, trace_update
 from hetpipe.optim import Optimizer
 from hetpipe.sdk.registry import get_backend
 
@@ -77,7 +77,7 @@ def test_update(device_id: str, name: str) -> None:
         return param if role == PARAM else new[rule.state.index(slot)]
 
     table = get_backend(DEVICES[device_id]).decompositions()
-    check(device_id, trace_update(rule, SHAPES, {}, table), env, expected)
+    check(device_id, trace_update(rule, SHAPES, {}, Formulas(table)), env, expected)
 
 
 @pytest.mark.parametrize("name", [name for name in RULES if RULES[name].predict is not None])
@@ -92,7 +92,7 @@ def test_prediction(device_id: str, name: str) -> None:
         return rule.predict(v[PARAM], state, v["step"], v["lr"], v["ahead"])
 
     table = get_backend(DEVICES[device_id]).decompositions()
-    check(device_id, trace_predict(rule, SHAPES, table), env, expected)
+    check(device_id, trace_predict(rule, SHAPES, Formulas(table)), env, expected)
 
 
 @pytest.mark.parametrize("device_id", DEVICES)
@@ -107,7 +107,7 @@ def test_no_prediction_before_the_first_update(device_id: str) -> None:
         env.update({key: torch.zeros_like(v) for key, v in env.items() if key[0] == STATE})
         env[SCALAR, "step"] = torch.tensor(0.0)
         table = get_backend(DEVICES[device_id]).decompositions()
-        program = trace_predict(rule, SHAPES, table)
+        program = trace_predict(rule, SHAPES, Formulas(table))
         check(device_id, program, env, lambda role, name, env=env: env[role, name].double())
 
 
@@ -118,4 +118,4 @@ def test_norm(device_id: str) -> None:
     square = torch.stack([gradient.square().sum() for gradient in scaled]).sum()
     table = get_backend(DEVICES[device_id]).decompositions()
     expected = {(NORM, "square"): square}
-    check(device_id, trace_norm(SHAPES, table), env, lambda *key: expected[key])
+    check(device_id, trace_norm(SHAPES, Formulas(table)), env, lambda *key: expected[key])

@@ -12,7 +12,7 @@ from published_optimizers import Lamb, Lion
 
 from hetpipe import optim
 from hetpipe.capture.program import GRAD, PARAM, SCALAR, STATE
-from hetpipe.capture.update import trace_update
+from hetpipe.capture.update import Formulas, trace_update
 from hetpipe.errors import HetpipeError
 from hetpipe.optim import Optimizer
 
@@ -76,7 +76,7 @@ def test_program_equals_reference(name: str, table: str) -> None:
     rule, make = RULES[name]
     torch.manual_seed(0)
     start = {"a": torch.randn(4, 3), "b": torch.randn(7)}
-    program = trace_update(rule, start, {"tied": torch.empty(2)}, TABLES[table])
+    program = trace_update(rule, start, {"tied": torch.empty(2)}, Formulas(TABLES[table]))
     assert program is not None
     references = {n: torch.nn.Parameter(v.clone()) for n, v in start.items()}
     theirs = make(list(references.values()))
@@ -105,7 +105,7 @@ def test_programs_are_small() -> None:
 
     def calls(count: int) -> int:
         some = dict(list(shapes.items())[:count])
-        program = trace_update(optim.adam(), some, {}, {})
+        program = trace_update(optim.adam(), some, {}, Formulas({}))
         assert program is not None
         return sum(node.op == "call_function" for node in program.graph.graph.nodes)
 
@@ -166,7 +166,7 @@ def test_excluded_parameters_do_not_decay(make: Callable[..., Optimizer]) -> Non
     env.update({(SCALAR, name): torch.tensor(value) for name, value in scalars.items()})
     found = []
     for rule in (plain, decayed, excluding):
-        program = trace_update(rule, start, {}, TABLES["core"])
+        program = trace_update(rule, start, {}, Formulas(TABLES["core"]))
         assert program is not None
         found.append(run(program, env))
     without, with_decay, mixed = found

@@ -13,7 +13,7 @@ from capture_models import captured
 
 from hetpipe import optim
 from hetpipe.capture.program import GRAD, NORM, PARAM, SCALAR, STATE
-from hetpipe.capture.update import trace_norm, trace_predict
+from hetpipe.capture.update import Formulas, trace_norm, trace_predict
 from hetpipe.errors import HetpipeError
 from hetpipe.optim import Optimizer
 
@@ -166,10 +166,10 @@ def test_what_has_no_direction_predicts_nothing() -> None:
     shapes = {"a": torch.empty(3)}
     for rule in (optim.sgd(LR), optim.rmsprop(LR), optim.adagrad(LR)):
         assert rule.predict is None
-        assert trace_predict(rule, shapes, {}) is None
+        assert trace_predict(rule, shapes, Formulas({})) is None
         with pytest.raises(HetpipeError, match="has no multi-step prediction"):
             optim.multi_step(rule)
-    assert trace_predict(optim.adam(), {}, {}) is None
+    assert trace_predict(optim.adam(), {}, Formulas({})) is None
 
 
 def test_multi_step_keeps_exclusions() -> None:
@@ -199,7 +199,7 @@ def check_program(rule: Optimizer, table: Any) -> None:
         env[STATE, f"{slot}/a"], env[STATE, f"{slot}/b"] = value.float(), value[0].float()
     for key, number in {"lr": LR, "step": 5.0, "ahead": 3.0}.items():
         env[SCALAR, key] = torch.tensor(number)
-    program = trace_predict(rule, tensors, table)
+    program = trace_predict(rule, tensors, Formulas(table))
     assert program is not None
     assert {slot.role for slot in program.inputs} <= {PARAM, STATE, SCALAR}
     found = run(program, env)
@@ -215,7 +215,7 @@ def test_norm(table: str, dtype: torch.dtype) -> None:
     torch.manual_seed(2)
     gradients = {"a": torch.randn(4, 3, dtype=dtype), "b": torch.randn(7, dtype=dtype)}
     gradients["c"] = torch.randn((), dtype=dtype)
-    program = trace_norm(gradients, TABLES[table])
+    program = trace_norm(gradients, Formulas(TABLES[table]))
     assert program is not None
     env: Env = {(GRAD, n): v for n, v in gradients.items()}
     env[SCALAR, "grad_scale"] = torch.tensor(0.25)
@@ -225,7 +225,7 @@ def test_norm(table: str, dtype: torch.dtype) -> None:
     expected = sum(float((g.double() / 4).square().sum()) for g in gradients.values())
     assert (square.dtype, square.shape) == (torch.float32, ())
     assert abs(float(square) - expected) < 1e-6 * expected
-    assert trace_norm({}, TABLES[table]) is None
+    assert trace_norm({}, Formulas(TABLES[table])) is None
 
 
 def test_stages_have_predictions_and_norms_of_what_they_own() -> None:
