@@ -27,6 +27,7 @@ from hetpipe.capture.program import StageGraphs
 from hetpipe.capture.recompute import check_modes
 from hetpipe.capture.sources import UnknownCodeError
 from hetpipe.capture.stages import EXTRAS, Extra, trace_stages
+from hetpipe.capture.traces import Traces
 from hetpipe.errors import CaptureError
 from hetpipe.optim.rule import Optimizer
 
@@ -68,6 +69,7 @@ class Captured:
         self._example = Example(*example)
         self._flats: dict[tuple[int, bool], Flat] = {}
         self._layers: dict[int, LayerGraph] = {}
+        self.traces = Traces()
         self.aliases = _aliases(self._model)
         parameters = dict(self._model.named_parameters())
         self.parameters = {name: _array(name, p) for name, p in parameters.items()}
@@ -118,7 +120,9 @@ class Captured:
 
         def trace() -> list[StageGraphs]:
             flats = [self._flat(size) for size in sizes]
-            graphs = trace_stages(flats, cuts, decompositions, optimizer, modes, halves, extras)
+            graphs = trace_stages(
+                self.traces, flats, cuts, decompositions, optimizer, modes, halves, extras
+            )
             mark_checked(graphs, self._facts.indices)
             return graphs
 
@@ -142,7 +146,7 @@ class Captured:
         def trace() -> list[StageGraphs]:
             flats = [self._flat(size, training=False) for size in sizes]
             modes = check_modes((), len(decompositions))
-            graphs = trace_stages(flats, cuts, decompositions, None, modes)
+            graphs = trace_stages(self.traces, flats, cuts, decompositions, None, modes)
             mark_checked(graphs, self._facts.indices)
             return graphs
 

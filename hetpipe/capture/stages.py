@@ -9,10 +9,10 @@ from typing import Any, Literal
 import torch
 
 from hetpipe.capture.flat import Flat
-from hetpipe.capture.joint import Decompositions, Joint, trace_joint
-from hetpipe.capture.partition import partition
-from hetpipe.capture.program import CONSTANT, CUT, GRAD, PassPrograms, Program, StageGraphs
+from hetpipe.capture.joint import Decompositions
+from hetpipe.capture.program import CONSTANT, GRAD, PassPrograms, StageGraphs
 from hetpipe.capture.split import split
+from hetpipe.capture.traces import Traced, Traces
 from hetpipe.capture.update import Formulas, trace_norm, trace_predict, trace_update
 from hetpipe.optim.rule import Optimizer
 
@@ -22,6 +22,7 @@ EXTRAS: tuple[Extra, ...] = ("predict", "norm")
 
 
 def trace_stages(
+    traces: Traces,
     flats: Sequence[Flat],
     cuts: Sequence[int],
     decompositions: Sequence[Decompositions],
@@ -40,11 +41,13 @@ def trace_stages(
     for flat in flats:
         tangents: frozenset[str] = frozenset()
         for piece in reversed(split(flat, cuts)):
-            joint = trace_joint(piece, tangents, decompositions[piece.stage])
-            tangents = frozenset(name for (role, name), _ in joint.gradients if role == CUT)
-            programs = partition(joint, flat.samples, recompute[piece.stage], halves)
-            passes[piece.stage][flat.samples] = programs
-            constants[piece.stage].update(_constants(flat, joint, programs))
+            n = piece.stage
+            traced = traces.passes(
+                piece, tangents, decompositions[n], flat.samples, recompute[n], halves
+            )
+            tangents = traced.tangents
+            passes[n][flat.samples] = traced.programs
+            constants[n].update(_constants(flat, traced))
     graphs = [StageGraphs(n, passes[n], None, constants[n]) for n in range(stages)]
     tied = _tied(graphs)
     graphs = [
@@ -53,26 +56,23 @@ def trace_stages(
     ]
     if optimizer is None:
         return graphs
-    formulas = {id(table): Formulas(table) for table in decompositions}
     return [
-        _updated(optimizer, graphs, n, formulas[id(decompositions[n])], extras)
+        _updated(optimizer, graphs, n, traces.formulas(decompositions[n]), extras)
         for n in range(stages)
     ]
 
 
-def _constants(flat: Flat, joint: Joint, programs: PassPrograms) -> dict[str, Any]:
-    values = {**flat.constants, **joint.constants}
+def _constants(flat: Flat, traced: Traced) -> dict[str, Any]:
+    values = {**flat.constants, **traced.constants}
+    programs = traced.programs
     names = {
         slot.name
-        for program in _programs(programs)
+        for program in (programs.forward, programs.backward)
+        if program is not None
         for slot in program.inputs
         if slot.role == CONSTANT
     }
     return {name: values[name].contiguous().numpy() for name in sorted(names)}
-
-
-def _programs(passes: PassPrograms) -> list[Program]:
-    return [p for p in (passes.forward, passes.backward) if p is not None]
 
 
 def _with_gradient(stage: StageGraphs) -> dict[str, torch.Tensor]:

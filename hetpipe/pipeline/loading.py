@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hetpipe.capture.program import StageGraphs
-from hetpipe.sdk.registry import get_backend
+from hetpipe.sdk.registry import decompositions_of
 from hetpipe.wire.shares import Replica, Shares
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Loading:
         self, devices: Sequence[str], sizes: set[int], evaluated: set[int]
     ) -> list[StageGraphs]:
         """All stages in the operators of these devices, at every size that any replica needs."""
-        tables = [get_backend(self.backends[name]).decompositions() for name in devices]
+        tables = [decompositions_of(self.backends[name]) for name in devices]
         modes = self.recompute
         stages = self.captured.stage_graphs(
             self.plan.cuts,

@@ -18,7 +18,7 @@ from hetpipe.errors import CostError
 from hetpipe.profile import cache, contention
 from hetpipe.profile.links import Links, measure_links, probe_stage
 from hetpipe.profile.profiler import RULES, Times
-from hetpipe.sdk.registry import get_backend
+from hetpipe.sdk.registry import decompositions_of
 from hetpipe.wire.pieces import streams
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def _layer_stages(captured: Captured, crew: Crew, optimizer: Optimizer, samples:
     count = len(captured.layer_graph(samples).layers)
     by_backend: dict[str, list[StageGraphs]] = {}
     for name in dict.fromkeys(info.backend for info in crew.infos.values()):
-        tables = [get_backend(name).decompositions()] * count
+        tables = [decompositions_of(name)] * count
         by_backend[name] = captured.stage_graphs(
             range(1, count), tables, [samples], optimizer, extras=()
         )

@@ -6,8 +6,9 @@ than a list of devices, disables that backend alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, get_origin, get_type_hints
 
@@ -51,6 +52,17 @@ def get_backend(name: str) -> Backend:
         with blamed(name, "fails when it is made"):
             _instances[name] = loaded()
     return _instances[name]
+
+
+def decompositions_of(name: str) -> Mapping[Any, Callable[..., Any]]:
+    """The decompositions of a backend, the same object every time. Raises `BackendError`."""
+    return _decompositions(get_backend(name))
+
+
+@cache
+def _decompositions(backend: Backend) -> Mapping[Any, Callable[..., Any]]:
+    with blamed(backend.name, "fails to give its decompositions"):
+        return backend.decompositions()
 
 
 def backend_reference(name: str) -> str | None:
