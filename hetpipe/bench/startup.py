@@ -1,0 +1,168 @@
+"""From the start of a process to its first step: `python -m hetpipe.bench.startup [MODEL ...]`.
+
+Every case is a process of its own, begun with empty caches (cold) and then again with the caches
+that it left (warm), in turn with plain torch's first step. Times are seconds since the process was
+started, medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from hetpipe import process
+
+RESNET, CONVNEXT = "hetpipe.zoo.vision:resnet18", "hetpipe.zoo.vision:convnext_tiny"
+TORCH, OPENCL = "pytorch:cpu:0", "opencl:pocl:0"
+BEGIN = "HETPIPE_BEGIN_S"  # variable with the time at which a case's process was started
+ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a pair of devices. `cuts` and micro-batches are given, or all is planned."""
+
+    model: str
+    devices: tuple[str, str]
+    cuts: tuple[int, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """For the table."""
+        pair = "torch + " + ("OpenCL" if OPENCL in self.devices else "torch")
+        return f"{self.model.rpartition(':')[2]}, {pair}, {'given' if self.cuts else 'planned'}"
+
+
+CASES = (
+    Case(RESNET, (TORCH, TORCH), (9,)),
+    Case(RESNET, (TORCH, OPENCL)),
+    Case(CONVNEXT, (TORCH, TORCH), (12,)),
+    Case(CONVNEXT, (TORCH, OPENCL)),
+    Case("gpt", (TORCH, OPENCL)),
+    Case("lstm", (TORCH, OPENCL)),
+    Case("digits", (TORCH, OPENCL)),
+)
+MICROBATCHES = 4
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the table; with the description of a case, be its process."""
+    if arguments[:1] == ["case"]:
+        print(json.dumps(_case(*arguments[1:])))
+    elif arguments[:1] == ["torch"]:
+        print(json.dumps(_torch(arguments[1])))
+    else:
+        for line in table(arguments):
+            print(line, flush=True)
+
+
+def table(models: Sequence[str], rounds: int = ROUNDS) -> Iterator[str]:
+    """The lines of the table, one case after another; of these models, or of all."""
+    for case in CASES:
+        if models and not any(model in case.model for model in models):
+            continue
+        cold, warm, torch = [], [], []
+        for _ in range(rounds):
+            with TemporaryDirectory() as folder:
+                cold.append(_run("case", case, folder))
+                warm.append(_run("case", case, folder))
+            torch.append(_run("torch", case, None))
+        yield f"{case.label}: plain torch {_spread([run['phases']['first step'] for run in torch])}"
+        yield from (_line(name, runs) for name, runs in (("cold", cold), ("warm", warm)))
+
+
+def _line(name: str, runs: list[dict[str, Any]]) -> str:
+    phases = "  ".join(
+        f"{phase} {statistics.median(run['phases'].get(phase, 0.0) for run in runs):.1f}"
+        for phase in runs[-1]["phases"]
+    )
+    counts = ", ".join(f"{count} {what}" for what, count in runs[-1]["counts"].items())
+    first = _spread([run["phases"]["first step"] for run in runs])
+    return f"  {name:5s}{first}   ({phases}; {counts})"
+
+
+def _spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.1f} s [{min(values):.1f}..{max(values):.1f}]"
+
+
+def _run(kind: str, case: Case, folder: str | None) -> dict[str, Any]:
+    """The phases of one process, with its caches in `folder`."""
+    arguments = [kind, case.model]
+    if kind == "case":
+        arguments += [*case.devices, ",".join(map(str, case.cuts))]
+    settings = {BEGIN: repr(time.time())}
+    if folder is not None:
+        settings |= {"HETPIPE_CACHE": folder, "XDG_CACHE_HOME": folder, "POCL_CACHE_DIR": folder}
+    done = subprocess.run(
+        process.command("hetpipe.bench.startup", *arguments),
+        env=process.environment(settings), stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    phases: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return phases
+
+
+class _Clock:
+    """The time of each phase's end, in seconds since the process was started."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, float] = {}
+        self._phase = "import"
+
+    def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
+        """A phase begins, so the one before it ends."""
+        name = phase.partition(" of ")[0]
+        if name != self._phase:
+            self.phases[self._phase] = time.time() - float(os.environ[BEGIN])
+            self._phase = name
+
+
+def _case(model: str, first: str, second: str, cuts: str) -> dict[str, Any]:
+    clock = _Clock()
+    import torch  # noqa: F401
+
+    import hetpipe as hp
+    from hetpipe.zoo.load import load_workload
+
+    clock("model")
+    workload = load_workload(model)
+    example = next(workload.batches(workload.mini_batch, 0))
+    options: dict[str, Any] = {}
+    if cuts:
+        options = {"cuts": [int(cut) for cut in cuts.split(",")], "schedule": "1f1b"}
+        options["microbatches"] = MICROBATCHES
+    with hp.Pipeline(
+        workload.model, workload.loss_fn, example, cluster=hp.Cluster.local([first, second]),
+        optimizer=workload.optimizer, progress=clock, **options,
+    ) as pipe:  # fmt: skip
+        clock("first step")
+        pipe.step(*example)
+        clock("end")
+        return {"phases": clock.phases, "counts": pipe.counts}
+
+
+def _torch(model: str) -> dict[str, Any]:
+    clock = _Clock()
+    import torch
+
+    from hetpipe.bench.eager import Eager
+    from hetpipe.zoo.load import load_workload
+
+    torch.set_num_threads(1)
+    workload = load_workload(model)
+    x, y = next(workload.batches(workload.mini_batch, 0))
+    clock("first step")
+    Eager(workload.model, workload.loss_fn, workload.optimizer).step(x, y, [workload.mini_batch])
+    clock("end")
+    return {"phases": clock.phases, "counts": {}}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
