@@ -26,6 +26,7 @@ from hetpipe.pipeline.planning import Planning
 from hetpipe.pipeline.resume import progress_of, write
 from hetpipe.pipeline.training import Result, Subject, Training, as_tensors
 from hetpipe.plan.planner import predict
+from hetpipe.profile.drift import Correction, corrected, probe_again
 from hetpipe.profile.measure import profile
 
 if TYPE_CHECKING:
@@ -265,6 +266,16 @@ class Pipeline:
     def predicted(self) -> Timeline:
         """The plan's timeline, from profiles and links alone."""
         return predict(self.plan, self.costs)
+
+    def corrected(self) -> Correction:
+        """The plan's predicted step, corrected for the drift of its devices since their profile.
+
+        Flushes, and probes the devices for some hundredths of a second.
+        """
+        with self._one_thread("corrected"):
+            self._delivery.settle()
+            now = probe_again(self._crew, self.costs, self.plan.all_devices)
+            return corrected(self.plan, self.costs, now)
 
     def close(self) -> None:
         """Stop the workers, unless they were lent."""

@@ -6,6 +6,7 @@ nonsense. Such times are kept apart; costs are made of the others, or refused.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterable, Sequence
@@ -63,8 +64,8 @@ class Samples:
             (self.good if credible(time_s) else self.bad).append(time_s)
 
     def check(self, subject: str) -> None:
-        """Raises `CostError` unless most of the times can be believed."""
-        if len(self.bad) >= max(len(self.good), 1):
+        """Raises `CostError` if most of the times cannot be believed."""
+        if len(self.bad) > len(self.good):
             raise CostError(
                 f"{subject} took {self.bad[-1]} s, in {len(self.bad)} of "
                 f"{len(self.bad) + len(self.good)} measurements; a pass takes more than 0 s and at "
@@ -89,7 +90,7 @@ class Samples:
         """
         if len(self.good) < 3:
             return float("inf")
-        return 1.57 * 2 * half_width_s(self.good) / len(self.good) ** 0.5
+        return 1.57 * 2 * half_width_s(self.good) / math.sqrt(len(self.good))
 
 
 def half_width_s(times_s: Sequence[float]) -> float:

@@ -72,7 +72,12 @@ def drifts_since(table: CostTable, now: Mapping[str, Probe], count: int) -> dict
 
 
 def corrected(plan: Plan, table: CostTable, now: Mapping[str, Probe]) -> Correction:
-    """The prediction for a plan made by `table`, if its devices, all at once, have these probes."""
+    """The prediction for a plan made by `table`, if its devices, all at once, have these probes.
+
+    Without probes it is the plan's own.
+    """
+    if not now:
+        return Correction(plan.step_s, plan.step_s, plan.interval_s, {})
     count = len(set(plan.all_devices))
     drifts = drifts_since(table, now, count)
     factors = {id: drift.factor for id, drift in drifts.items()}

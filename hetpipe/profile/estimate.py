@@ -31,17 +31,19 @@ class Series:
     updates: Sequence[Taken] = ()
 
     def check(self, sizes: Sequence[int]) -> None:
-        """Raises `CostError` for passes most of whose times cannot be believed, and warns of the
-        others that have such times."""
+        """Raises `CostError` for a pass most of whose times cannot be believed.
+
+        Warns once if others have such times.
+        """
+        every = Samples()
         for size in sizes:
             for pattern in self.able:
                 layer = self.network.patterns[pattern].stage
                 for which, word in ((FORWARD, "forward"), (BACKWARD, "backward")):
                     samples = _samples(self.beside, size, pattern, which)
-                    if samples.good or samples.bad:
-                        subject = f"{self.name}: a {word} of layer {layer}"
-                        samples.check(subject)
-                        warn_of_bad(subject, samples)
+                    samples.check(f"{self.name}: a {word} of layer {layer}")
+                    every.extend((*samples.good, *samples.bad))
+        warn_of_bad(f"{self.name}: a pass", every)
 
     def layers(self, size: int) -> tuple[LayerCost, ...]:
         """The costs of every layer at this size."""
@@ -111,8 +113,7 @@ class Series:
         spread = width_s / sum(usual) if sum(usual) else 0.0
         after = [_samples(self.updates, size, pattern, which, 1) for which in (FORWARD, BACKWARD)]
         update = _samples(self.updates, 0, pattern, UPDATE, 1)
-        if update.bad or update.good:
-            update.check(f"{self.name}: an update of layer {self.network.patterns[pattern].stage}")
+        update.check(f"{self.name}: an update of layer {self.network.patterns[pattern].stage}")
         forward_s, backward_s, update_s = (
             samples.median_s if samples.good else 0.0 for samples in (*after, update)
         )

@@ -17,12 +17,13 @@ from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, TiedBytes
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import CostError
 from hetpipe.profile import cache, contention
+from hetpipe.profile.clock import Samples
 from hetpipe.profile.drift import drifts_since, probe_again
 from hetpipe.profile.estimate import Series
 from hetpipe.profile.links import Links, measure_links, probe_stage
 from hetpipe.profile.patterns import Network
 from hetpipe.profile.probe import Probes
-from hetpipe.profile.profiler import RULES, Times
+from hetpipe.profile.profiler import RULES
 from hetpipe.profile.rounds import Effort, Rounds
 from hetpipe.sdk.registry import get_backend
 from hetpipe.wire.pieces import streams
@@ -228,17 +229,17 @@ def _tied(stages: Sequence[StageGraphs], samples: int) -> tuple[TiedBytes, ...]:
 
 def _empty_s(crew: Crew) -> dict[str, float]:
     """The fixed seconds of any compute action, by member: those of the smallest graph."""
-    arguments = {
-        member.id: ([probe_stage(0, 1, 4)], 1, member.speed) for member in crew.cluster.members
-    }
-    rows: dict[str, list[Times | str]] = crew.call_each(
-        "hetpipe.profile.profiler:measure_layers", arguments
-    )
+    stage = probe_stage(0, 1, 4)
+    arguments = {member.id: (stage, member.speed) for member in crew.cluster.members}
+    taken = crew.call_each("hetpipe.profile.profiler:smallest", arguments)
     overheads_s = {}
-    for member, (entry,) in rows.items():
-        if isinstance(entry, str):
-            raise CostError(f"{member} cannot run the smallest graph there is: {entry}")
-        overheads_s[member] = entry[0]
+    for member, times_s in taken.items():
+        name = f"{member} ({crew.infos[member].id})"
+        if isinstance(times_s, str):
+            raise CostError(f"{name} cannot run the smallest graph there is: {times_s}")
+        samples = Samples.of(times_s)
+        samples.check(f"{name}: the smallest graph")
+        overheads_s[member] = samples.median_s
     return overheads_s
 
 

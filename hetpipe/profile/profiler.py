@@ -37,7 +37,6 @@ from hetpipe.capture.program import (
 )
 from hetpipe.errors import UnsupportedOperatorError
 from hetpipe.profile import clock
-from hetpipe.profile.clock import Samples
 from hetpipe.profile.fixed import Stirrer
 from hetpipe.profile.patterns import Network
 from hetpipe.sdk.backend import Buffer, Device, Executable
@@ -51,7 +50,7 @@ Place = tuple[int, int, int]
 
 FORWARD, BACKWARD, UPDATE = range(3)
 RULES = 3  # version of the measurement: cached costs of another one are not read
-ROUNDS, UPDATES = 8, 2  # of `measure_layers`
+ROUNDS = 12  # of `smallest`
 MOST_STIRRED = 32 << 20  # bytes: more than most caches hold
 
 
@@ -119,36 +118,15 @@ def release(device: Device) -> None:
     del _own.session
 
 
-def measure_layers(
-    device: Device, stages: Sequence[StageGraphs], samples: int, speed: float = 1.0
-) -> list[Times | str]:
-    """Median seconds (forward, backward, update) of a few stages for micro-batches of `samples`.
-
-    A stage that the device cannot run gives the reason instead. Raises `CostError` where most of
-    the times cannot be believed.
-    """
-    network = Network.of(stages)
-    session = Session(device, network, speed)
-    taken = Taken()
+def smallest(device: Device, stage: StageGraphs, speed: float) -> list[float] | str:
+    """Seconds of every forward of the smallest stage there is, for one sample; or why it cannot
+    run."""
+    session, taken = Session(device, Network.of([stage]), speed), Taken()
+    if session.refused:
+        return session.refused[0]
     for _ in range(ROUNDS + 1):
-        session.walk(samples, session.able, taken)
-    for _ in range(UPDATES + 1):
-        session.update(taken)
-
-    def median_s(pattern: int, which: int) -> float:
-        place = (0 if which == UPDATE else samples, pattern, which)
-        if place not in taken.times_s:
-            return 0.0
-        times = Samples.of(taken.times_s[place][1:])
-        times.check(f"{device.info.id}: a pass")
-        return times.median_s
-
-    return [
-        session.refused[pattern]
-        if pattern in session.refused
-        else (median_s(pattern, FORWARD), median_s(pattern, BACKWARD), median_s(pattern, UPDATE))
-        for pattern in network.layers
-    ]
+        session.walk(1, session.able, taken)
+    return taken.times_s[1, 0, FORWARD][1:]  # the first one warms up
 
 
 class Session:
