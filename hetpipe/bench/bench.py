@@ -26,6 +26,7 @@ from hetpipe.plan.baselines import even_plan, link_blind_plan, speed_blind_plan
 from hetpipe.plan.planner import explore
 from hetpipe.plan.replicated import replicated_plan
 from hetpipe.profile import cache
+from hetpipe.profile.drift import drifts_since, probe_again
 from hetpipe.profile.links import measure_links
 from hetpipe.profile.measure import profile
 from hetpipe.zoo.load import load_workload, optimizer_of
@@ -101,14 +102,18 @@ def _twin(task: Task, member: str) -> Task:
 def _moved(task: Task, cluster: Cluster, like: Mapping[str, str]) -> Task:
     """The task on another cluster, with costs from the task's tables and links measured anew.
 
+    Costs are corrected for what probes take there: two workers of one device share what one had.
     `like` maps each member of `cluster` to the member whose costs it gets.
     """
+    tables = {}
     with Crew.start(cluster) as crew:
         links, overhead_s = measure_links(crew)
-    tables = {}
-    for size, table in task.tables.items():
-        devices = {member: table.devices[other] for member, other in like.items()}
-        tables[size] = replace(table, devices=devices, links=links, step_overhead_s=overhead_s)
+        for size, table in task.tables.items():
+            devices = {member: table.devices[other] for member, other in like.items()}
+            tables[size] = replace(table, devices=devices, links=links, step_overhead_s=overhead_s)
+        now = probe_again(crew, next(iter(tables.values())), cluster.ids)
+    for size, table in tables.items():
+        tables[size] = table.drifted(drifts_since(table, now, len(cluster.ids)))
     return replace(task, cluster=cluster, tables=tables)
 
 

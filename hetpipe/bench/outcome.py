@@ -170,6 +170,7 @@ class Outcome:
             "fill_limit": plan.fill_limit,
             "efficiency": self.efficiency,
             "predicted_step_s": plan.step_s,
+            "corrected_step_s": self.balanced.correction.corrected_s,
             "measured_step_s": self.task.mini_batch / self.balanced.rate,
             "max_loss_rel_diff": self.balanced.difference,
             "plan": plan.to_json(),

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hetpipe.cluster import Cluster
     from hetpipe.cost.table import CostTable
     from hetpipe.plan.plan import Plan
+    from hetpipe.profile.drift import Correction
     from hetpipe.zoo.workload import Workload
 
 
@@ -173,6 +174,7 @@ class PipelineRow(Row):
         super().__init__(task)
         self.name = name
         self.plan = plan
+        self.corrections: list[Correction] = []  # one of every turn
         self._batches = task.workload.batches(task.mini_batch, task.seed)
         cluster = _only(task.cluster, [name for stage in plan.stages for name in stage.devices])
         self._crew = Crew.start(cluster)
@@ -196,14 +198,33 @@ class PipelineRow(Row):
                 self.pipe.step(x, y)
             return (time.perf_counter() - begin_s) / pace.timed
 
+    def measure(self) -> None:
+        super().measure()
+        self.corrections.append(self.pipe.corrected())
+
+    @property
+    def measured_s(self) -> float:
+        """Seconds of a step, median over rounds."""
+        return self.task.mini_batch / self.rate
+
+    @property
+    def correction(self) -> Correction:
+        """The prediction as corrected for drift, the median over rounds."""
+        ordered = sorted(self.corrections, key=lambda correction: correction.corrected_s)
+        return ordered[len(ordered) // 2]
+
     def close(self) -> None:
         self._crew.close()
 
     def to_json(self) -> dict[str, Any]:
+        correction = self.correction
         return {
             **super().to_json(),
             "predicted_step_s": self.plan.step_s,
-            "measured_step_s": self.task.mini_batch / self.rate,
+            "corrected_step_s": correction.corrected_s,
+            "interval_s": correction.interval_s,
+            "drifts": correction.drifts,
+            "measured_step_s": self.measured_s,
             "max_loss_rel_diff": self.difference,
             "plan": self.plan.to_json(),
         }

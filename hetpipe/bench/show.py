@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -44,7 +45,10 @@ def product_table(figures: Sequence[Mapping[str, Any]]) -> Table:
 def outcome_table(outcome: Outcome) -> Table:
     """One line per row: median rate, spread, steps predicted and measured, losses."""
     setting = outcome.setting
-    numbers = ("M", "samples/s", "min .. max", "step", "predicted", "error", "loss against torch")
+    numbers = (
+        "M", "samples/s", "min .. max", "step", "predicted, raw", "corrected for drift", "80 % in",
+        "loss against torch",
+    )  # fmt: skip
     table = make_table(
         f"{setting.name}: mini-batches of {outcome.task.mini_batch}, {setting.rounds} rounds of "
         f"{outcome.task.pace.timed} steps, losses of {outcome.task.pace.checked}, "
@@ -116,6 +120,7 @@ def outcome_lines(outcome: Outcome) -> list[str]:
             f"messages of its last step were under way for {format_s(under_way_s)}, "
             f"{hidden_s / under_way_s:.0%} of that hidden behind the receiver's computing"
         )
+    lines.append(prediction_line([row for row in outcome.rows if isinstance(row, PipelineRow)]))
     for member, ratio in outcome.over_plain().items():
         lines.append(
             f"{member} alone over plain torch with as many threads: {ratio:.3f}"
@@ -185,12 +190,30 @@ def closing(outcomes: Sequence[Outcome]) -> list[str]:
     return lines
 
 
-def _against_plan(row: Row) -> tuple[str, str, str]:
+def _against_plan(row: Row) -> tuple[str, str, str, str]:
     if not isinstance(row, PipelineRow):
-        return "", "", ""
-    measured_s = row.task.mini_batch / row.rate
+        return "", "", "", ""
+    correction = row.correction
+    interval_s = correction.interval_s
     return (
-        format_s(row.plan.step_s),
-        f"{row.plan.step_s / measured_s - 1:+.1%}",
+        f"{format_s(row.plan.step_s)} ({row.plan.step_s / row.measured_s - 1:+.1%})",
+        f"{format_s(correction.corrected_s)} ({correction.corrected_s / row.measured_s - 1:+.1%})",
+        "" if interval_s is None else " .. ".join(map(format_s, interval_s)),
         f"{row.difference:.0e}",
     )
+
+
+def prediction_line(rows: Sequence[PipelineRow]) -> str:
+    """How far predictions were from measured steps, raw and corrected, over these rows."""
+    raw = [abs(row.plan.step_s / row.measured_s - 1) for row in rows]
+    corrected = [abs(row.correction.corrected_s / row.measured_s - 1) for row in rows]
+    spans = [(row.measured_s, row.correction.interval_s) for row in rows]
+    within = [span[0] <= step_s <= span[1] for step_s, span in spans if span is not None]
+    return (
+        f"predicted steps of {len(rows)} plans: raw {_errors(raw)}, corrected for drift "
+        f"{_errors(corrected)}; {sum(within)} of {len(within)} measured ones in their interval"
+    )
+
+
+def _errors(errors: Sequence[float]) -> str:
+    return f"{median(errors):.1%} off in the median and {max(errors):.1%} at worst"

@@ -145,7 +145,7 @@ def _case(model: str, first: str, second: str, cuts: str) -> dict[str, Any]:
         clock("first step")
         pipe.step(*example)
         clock("end")
-        return {"phases": clock.phases, "counts": pipe.counts}
+        return {"phases": clock.phases, "counts": pipe.effort}
 
 
 def _torch(model: str) -> dict[str, Any]:

@@ -89,6 +89,11 @@ class Captured:
         self.has_count = self._facts.has_count
         self.fingerprint = self._facts.fingerprint
 
+    @property
+    def exports(self) -> int:
+        """The number of exports so far."""
+        return len(self._flats)
+
     def layer_graph(self, samples: int) -> LayerGraph:
         """The layers for micro-batches of `samples`; each size is exported once, then cached."""
         if samples not in self._layers:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from hetpipe.cli.progress import Progress
     from hetpipe.pipeline.pipeline import Pipeline
     from hetpipe.plan.plan import Plan
+    from hetpipe.profile.drift import Correction
     from hetpipe.simulate.timeline import Timeline
     from hetpipe.zoo.workload import Workload
 
@@ -125,7 +126,8 @@ def command(
         workload.model.load_state_dict(pipe.state_dict(), strict=False)
         _keep(output, pipe, save, picture, trace, model)
         peaks = pipe.peak_nbytes
-    _conclude(output, workload, pipe.plan, taken, comparison, seed, peaks)
+        correction = None if pipe.costs is None else pipe.corrected()
+    _conclude(output, workload, pipe.plan, taken, comparison, seed, peaks, correction)
 
 
 def _keep(
@@ -212,16 +214,16 @@ def _conclude(
     comparison: Comparison | None,
     seed: int,
     peaks: Sequence[int],
+    correction: Correction | None,
 ) -> None:
     """Rate, memory, validation, equality; then JSON.
 
     Raises `HetpipeError` if losses are not torch's.
     """
     step_s = median(step.time_s for step in taken[len(taken) // 2 :])
-    predicted = f"predicted {plan.step_s * 1e3:.1f} ms" if plan.is_priced else "not predicted"
     output.text(
         f"{plan.mini_batch / step_s:.1f} samples/s ({plan.label}; median step "
-        f"{step_s * 1e3:.1f} ms, {predicted})"
+        f"{step_s * 1e3:.1f} ms, {correction or 'not predicted'})"
     )
     for line in memory_lines(plan, peaks):
         output.text(line)
@@ -239,6 +241,8 @@ def _conclude(
             "torch_losses": [step.expected for step in taken if step.expected is not None],
             "max_loss_rel_diff": comparison.difference if comparison else None,
             "step_s": step_s,
+            "predicted_step_s": None if correction is None else correction.raw_s,
+            "corrected_step_s": None if correction is None else correction.corrected_s,
             "samples_per_s": plan.mini_batch / step_s,
             "label": plan.label,
             "peak_nbytes": list(peaks),

@@ -7,9 +7,11 @@ __getattr__, __dir__, __all__ = lazy(
     {
         "CostTable": "table",
         "DeviceCost": "table",
+        "Drift": "probe",
         "LayerBytes": "table",
         "LayerCost": "table",
         "LinkCost": "table",
+        "Probe": "probe",
         "TiedBytes": "table",
         "read_costs": "file",
     },

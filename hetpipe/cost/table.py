@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
 
+from hetpipe.cost.probe import Drift, Probe, Relative
 from hetpipe.errors import CostError
 from hetpipe.records import (
     Count,
@@ -19,8 +20,10 @@ from hetpipe.records import (
     Source,
 )
 
-VERSION = 1
+VERSION = 2
+BEFORE = 1  # tables of this version are read, too: they have no probe and no spread
 
+Factor = Annotated[float, Number(most=1.0, above=True)]
 MaybeSeconds = Annotated[float, Number(most=1e9), NullIsInfinite()]
 Bandwidth = Annotated[float, Number(above=True), NullIsInfinite()]
 Execution = Annotated[str, OneOf(("sync", "async"))]
@@ -35,6 +38,23 @@ class LayerCost:
     backward_s: MaybeSeconds
     update_s: MaybeSeconds  # optimizer, once per mini-batch
     reason: str = ""  # why the device cannot run it
+    spread: Relative = (
+        0.0  # of forward + backward: half of the quartiles' distance, over the median
+    )
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name != "reason" and not value >= 0.0:  # not a number is not, either
+                raise CostError(f"a layer's {name} is {value}; it should be 0 or more")
+
+    def scaled(self, factor: float) -> LayerCost:
+        """The cost with all times multiplied."""
+        return replace(
+            self,
+            forward_s=factor * self.forward_s,
+            backward_s=factor * self.backward_s,
+            update_s=factor * self.update_s,
+        )
 
     @property
     def impossible(self) -> bool:
@@ -55,7 +75,11 @@ class LayerBytes:
 
 @dataclass(frozen=True)
 class DeviceCost:
-    """One device's row of layers."""
+    """One device's row of layers, measured while all devices of the table computed.
+
+    `spread` is that of the whole network's time, as a `LayerCost` has it; `alone` is that time
+    while the other devices are idle, over the time beside them.
+    """
 
     layers: tuple[LayerCost, ...]
     overhead_s: Seconds  # of any compute action; each layer's times include it
@@ -63,6 +87,33 @@ class DeviceCost:
     memory_domain: str
     execution: Execution = "sync"  # sync: sends results whole; async: while it makes them
     label: Label = "measured"
+    spread: Relative = 0.0
+    alone: Factor = 1.0
+    probe: Probe | None = None  # at the time of the measurement, beside all others
+    probe_alone: Probe | None = None
+
+    def drifted(self, drift: Drift) -> DeviceCost:
+        """The costs after a drift, and the probes that it came from. Raises `CostError`."""
+        if not 0.0 < drift.factor < math.inf:
+            raise CostError(f"a drift of {drift.factor}: it should be above 0; probe again")
+        ratios = (drift.arithmetic, drift.memory)
+        return replace(
+            self._times(drift.factor),
+            spread=math.hypot(self.spread, drift.spread),
+            probe=self.probe and self.probe.scaled(*ratios),
+            probe_alone=self.probe_alone and self.probe_alone.scaled(*ratios),
+        )
+
+    def beside(self, share: float) -> DeviceCost:
+        """The costs while this share of the other devices computes."""
+        alone = self.probe_alone
+        probe = alone.towards(self.probe, share) if alone and self.probe else self.probe
+        times = self._times(self.alone + share * (1 - self.alone))
+        return replace(times, alone=1.0, probe=probe, probe_alone=None)
+
+    def _times(self, factor: float) -> DeviceCost:
+        layers = tuple(layer.scaled(factor) for layer in self.layers)
+        return replace(self, layers=layers, overhead_s=factor * self.overhead_s)
 
 
 @dataclass(frozen=True)
@@ -122,6 +173,28 @@ class CostTable:
             raise CostError(f"no cost for the link {source} -> {target}; measure or describe it")
         return self.links[source, target]
 
+    def drifted(self, drifts: Mapping[str, Drift]) -> CostTable:
+        """The table corrected for the drifts of devices since it was measured."""
+        devices = {
+            id: cost.drifted(drifts[id]) if id in drifts else cost
+            for id, cost in self.devices.items()
+        }
+        return replace(self, devices=devices)
+
+    def beside(self, count: int) -> CostTable:
+        """The costs while `count` devices compute at once, not all of the table.
+
+        They share memory and cores with fewer others. Between alone and all together times are
+        taken to grow evenly.
+        """
+        together = len(self.devices)
+        costs = self.devices.values()
+        if count >= together or all(c.alone == 1.0 and c.probe_alone is None for c in costs):
+            return self
+        share = max(count - 1, 0) / (together - 1)
+        devices = {id: cost.beside(share) for id, cost in self.devices.items()}
+        return replace(self, devices=devices)
+
     def to_json(self) -> dict[str, Any]:
         """A dict that `json` can write: infinite numbers become None, links a list."""
         data = asdict(self) | {"version": VERSION}
@@ -139,7 +212,7 @@ class CostTable:
         Raises `CostError` for another version, and for a wrong entry, with its place.
         """
         source = Source("the cost table", CostError, where)
-        table = source.versioned(_Table, data, VERSION)
+        table = source.versioned(_Table, _upgraded(data), VERSION)
         _check_references(table, source)
         return CostTable(
             table.model,
@@ -175,6 +248,28 @@ class _Table:
     links: tuple[_Link, ...]
     step_overhead_s: Seconds
     tied: tuple[TiedBytes, ...]
+
+
+def _upgraded(data: Any) -> Any:
+    """A table of the version before as one of this version; anything else as it is."""
+    if not isinstance(data, Mapping) or data.get("version") != BEFORE:
+        return data
+    if not isinstance(devices := data.get("devices"), Mapping):
+        return {**data, "version": VERSION}
+    new = {"spread": 0.0, "alone": 1.0, "probe": None, "probe_alone": None}
+    upgraded = {
+        id: {**cost, "layers": _with_spread(cost.get("layers")), **new}
+        if isinstance(cost, Mapping)
+        else cost
+        for id, cost in devices.items()
+    }
+    return {**data, "devices": upgraded, "version": VERSION}
+
+
+def _with_spread(layers: Any) -> Any:
+    if not isinstance(layers, (list, tuple)):
+        return layers
+    return [{**one, "spread": 0.0} if isinstance(one, Mapping) else one for one in layers]
 
 
 def _check_references(table: _Table, source: Source) -> None:

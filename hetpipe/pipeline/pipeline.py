@@ -27,6 +27,7 @@ from hetpipe.pipeline.planning import Planning, microbatches_of
 from hetpipe.pipeline.resume import progress_of, write
 from hetpipe.pipeline.training import Result, Subject, Training, as_tensors
 from hetpipe.plan.planner import predict
+from hetpipe.profile.drift import Correction, corrected, probe_again
 from hetpipe.profile.measure import profile, stored_costs
 
 if TYPE_CHECKING:
@@ -34,9 +35,11 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from hetpipe.cluster.cluster import Cluster
+    from hetpipe.cost.table import CostTable
     from hetpipe.optim.rule import Optimizer
     from hetpipe.pipeline.options import Options
     from hetpipe.profile.measure import Progress
+    from hetpipe.profile.rounds import Effort
     from hetpipe.simulate.timeline import Timeline
 
 __all__ = ["Pipeline", "Result"]
@@ -97,6 +100,7 @@ class Pipeline:
         self._names = list(model.state_dict())
         self._optimizer = optimizer
         self._one_thread = OneThread()
+        self._efforts: list[Effort] = []
         self._borrowed = crew is not None
         self._crew = crew or Crew.start(cluster, wait=False)  # workers begin while we capture
         try:
@@ -116,7 +120,8 @@ class Pipeline:
             measured = self._captured, self._crew, optimizer
             planning = Planning(
                 self._captured.name, layers, list(infos), mini_batch,
-                partial(profile, *measured, progress=progress), partial(stored_costs, *measured),
+                partial(profile, *measured, progress=progress, report=self._efforts.append),
+                partial(stored_costs, *measured),
                 self._captured.layer_graph, self._crew.label,
             )  # fmt: skip
             self.plan, self.costs = planning.choose(planned)
@@ -267,16 +272,46 @@ class Pipeline:
         return tuple(map(max, zip(*(result.peak_nbytes for result in recent), strict=True)))
 
     @property
+    def effort(self) -> dict[str, int]:
+        """Counts of the work of the start: exports and traces of the model, and of a profile its
+        layers, unlike layers, compilations and runs on all devices."""
+        counts = {"exports": self._captured.exports, "traces": self._captured.traces.count}
+        for effort in self._efforts:
+            counts |= {
+                "layers": effort.layers,
+                "unlike layers": effort.patterns,
+                "compilations": effort.compilations,
+                "profile runs": effort.runs,
+            }
+        return counts
+
+    @property
     def predicted(self) -> Timeline:
         """The plan's timeline, from profiles and links alone.
 
         Raises `HetpipeError` if there are no costs."""
+        return predict(self.plan, self._priced())
+
+    def corrected(self) -> Correction:
+        """The plan's predicted step, corrected for the drift of its devices since their profile.
+
+        Raises `HetpipeError` if there are no costs. Flushes, and probes the devices for some
+        hundredths of a second.
+        """
+        with self._one_thread("corrected"):
+            self._delivery.settle()
+            costs = self._priced()
+            now = probe_again(self._crew, costs, self.plan.all_devices)
+            return corrected(self.plan, costs, now)
+
+    def _priced(self) -> CostTable:
+        """The costs. Raises `HetpipeError` if nothing was measured."""
         if self.costs is None:
             raise HetpipeError(
                 "this plan's step is unknown, since nothing was measured: every choice was given; "
                 "ask for costs with priced=True, or give those of the plan"
             )
-        return predict(self.plan, self.costs)
+        return self.costs
 
     def close(self) -> None:
         """Stop the workers, unless they were lent."""

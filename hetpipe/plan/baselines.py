@@ -9,6 +9,7 @@ from dataclasses import replace
 from hetpipe.cost.table import CostTable, LayerCost, LinkCost
 from hetpipe.errors import PlanError
 from hetpipe.plan.costs import StageCosts
+from hetpipe.plan.interval import with_interval
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planner import explore, make_plan
 from hetpipe.plan.pricing import Partition, Question, price
@@ -80,9 +81,10 @@ def link_blind_plan(
         for size, table in tables.items()
     }
     blind = explore(free, devices, mini_batch=mini_batch, schedules=schedules, use_all=True)[0]
-    true = StageCosts(tables[-(-mini_batch // blind.microbatches)])
-    question = Question(true, blind.schedule, mini_batch, blind.microbatches)
-    return price(question, Partition(blind.devices, blind.cuts, blind.in_flight), "link-blind")
+    table = tables[-(-mini_batch // blind.microbatches)].beside(len(devices))
+    question = Question(StageCosts(table), blind.schedule, mini_batch, blind.microbatches)
+    plan = price(question, Partition(blind.devices, blind.cuts, blind.in_flight), "link-blind")
+    return with_interval(plan, table)
 
 
 def _averaged(table: CostTable, devices: Sequence[str]) -> CostTable:

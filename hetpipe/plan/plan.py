@@ -13,7 +13,8 @@ from hetpipe.records import Count, Entries, Number, Placed, Positive, Seconds, S
 from hetpipe.schedule.rule import Rule, rule_of
 from hetpipe.schedule.weights import WeightPolicy, policy_of
 
-VERSION = 2
+VERSION = 3
+BEFORE = 2  # plans of this version are read, too: they have no interval
 MOST_MICROBATCHES = 2**16
 MOST_IN_FLIGHT = 2**10  # the limit, or the micro-batches if they are more
 
@@ -64,6 +65,7 @@ class Plan:
     origin: str  # which planner made it: balanced | data-parallel | even | speed-blind | ... | user
     notes: tuple[str, ...] = ()
     weights: str = "flush"  # how versions of the weights are kept
+    interval_s: tuple[Seconds, Seconds] | None = None  # predicted: four of five steps lie in it
 
     def __post_init__(self) -> None:
         if self.microbatches > self.mini_batch:
@@ -158,6 +160,8 @@ class Plan:
 
         Raises `PlanError` for another version, and for a wrong entry, with its place.
         """
+        if isinstance(data, Mapping) and data.get("version") == BEFORE:
+            data = {**data, "version": VERSION, "interval_s": None}
         return Source("the plan", PlanError, where).versioned(Plan, data, VERSION)
 
     def __str__(self) -> str:

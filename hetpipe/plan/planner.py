@@ -15,6 +15,7 @@ from hetpipe.cost.table import CostTable
 from hetpipe.errors import PlanError, ScheduleError
 from hetpipe.plan.costs import Objective, StageCosts
 from hetpipe.plan.exact import exact
+from hetpipe.plan.interval import with_interval
 from hetpipe.plan.partition import balanced, moves
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.pricing import (
@@ -55,13 +56,15 @@ def make_plan(
 
     Raises `PlanError` if there are more devices than layers, or no partition fits.
     """
-    question = Question(StageCosts(table), schedule, mini_batch, microbatches, weights)
+    costs = StageCosts(table.beside(len(devices)))
+    question = Question(costs, schedule, mini_batch, microbatches, weights)
     _check(question, devices)
     if cuts is not None:
-        return _as_given(question, question.stage_devices(devices), tuple(cuts))
+        plan = _as_given(question, question.stage_devices(devices), tuple(cuts))
+        return with_interval(plan, table)
     free = not fixed_order and len(devices) <= FREE_ORDER_DEVICES
     orders = list(permutations(devices)) if free else [tuple(devices)]
-    return _best(question, orders)
+    return with_interval(_best(question, orders), table)
 
 
 def _best(question: Question, device_orders: Sequence[tuple[str, ...]]) -> Plan:
@@ -96,20 +99,24 @@ def explore(
 
     `tables` is keyed by micro-batch size s; M = ceil(mini_batch / s) if the largest micro-batch
     then has s samples. Tries all subsets of up to 4 devices; of more devices, all of them and each
-    alone; with `use_all`, only all. Raises `PlanError` if no combination works.
+    alone; with `use_all`, only all. The first plan alone has an interval. Raises `PlanError` if no
+    combination works.
     """
     plans: list[Plan] = []
     refused: list[str] = []
     for samples, table in sorted(tables.items()):
-        costs = StageCosts(table)
         microbatches = -(-mini_batch // samples)
         if -(-mini_batch // microbatches) != samples:
             refused.append(f"micro-batches of {samples} do not divide a mini-batch of {mini_batch}")
             continue
-        for subset in [tuple(devices)] if use_all else _subsets(devices):
+        subsets = [tuple(devices)] if use_all else list(_subsets(devices))
+        costs = _costs_by_count(table, subsets)
+        for subset in subsets:
             for schedule in schedules:
                 try:
-                    question = Question(costs, schedule, mini_batch, microbatches, weights)
+                    question = Question(
+                        costs[len(subset)], schedule, mini_batch, microbatches, weights
+                    )
                     _check(question, subset)
                     free = len(subset) <= FREE_ORDER_DEVICES
                     plans.append(_best(question, list(permutations(subset)) if free else [subset]))
@@ -117,7 +124,16 @@ def explore(
                     refused.append(str(error))
     if not plans:
         raise PlanError("no plan: " + "; ".join(dict.fromkeys(refused)))
-    return sorted(plans, key=_rank)
+    best, *others = sorted(plans, key=_rank)
+    samples = -(-mini_batch // best.microbatches)
+    return [with_interval(best, tables[samples]), *others]
+
+
+def _costs_by_count(table: CostTable, subsets: Sequence[Sequence[str]]) -> dict[int, StageCosts]:
+    """By the number of devices that compute at once, their costs; shared where they are equal."""
+    beside = {len(subset): table.beside(len(subset)) for subset in subsets}
+    costs = {id(one): StageCosts(one) for one in beside.values()}
+    return {count: costs[id(one)] for count, one in beside.items()}
 
 
 def _rank(plan: Plan) -> tuple[float, int]:

@@ -22,7 +22,7 @@ from hetpipe.schedule.weights import WeightPolicy, policy_of
 from hetpipe.simulate.quick import order_of
 from hetpipe.simulate.simulator import simulate
 from hetpipe.simulate.timeline import Timeline
-from hetpipe.simulate.times import FREE
+from hetpipe.simulate.times import FREE, StageTimes
 
 MIB = 2**20
 
@@ -104,12 +104,15 @@ def price(question: Question, partition: Partition, origin: str) -> Plan:
         notes=tuple(_notes(table, partition.devices)),
         weights=question.weights,
     )
-    return replace(plan, step_s=_predicted_step_s(plan, table))
+    return replace(plan, step_s=predicted_step_s(plan, table, stage_times(plan, table, True)))
 
 
-def _predicted_step_s(plan: Plan, table: CostTable) -> float:
-    """Seconds per mini-batch, without a timeline if none is needed."""
-    times = stage_times(plan, table, as_planned=True)
+def predicted_step_s(plan: Plan, table: CostTable, times: StageTimes | None = None) -> float:
+    """Seconds per mini-batch, without a timeline if none is needed.
+
+    `times` of stages are by default those that the table gives.
+    """
+    times = times or stage_times(plan, table)
     streams = max(times.chunks, default=1.0) > 1
     if plan.rule.flushes and not streams and max(plan.replicas) == 1:
         pairs = tuple((owner, o) for owner, others in tied_stages(plan, table) for o in others)
@@ -119,7 +122,7 @@ def _predicted_step_s(plan: Plan, table: CostTable) -> float:
         )
         if order is not None:
             return order.step_s(times) + times.step_overhead_s
-    return step_s(plan, predict(plan, table))
+    return step_s(plan, predict(plan, table, times=times))
 
 
 def step_s(plan: Plan, timeline: Timeline) -> float:
@@ -136,12 +139,15 @@ def step_s(plan: Plan, timeline: Timeline) -> float:
     return each_s / plan.replicas[0]
 
 
-def predict(plan: Plan, table: CostTable, *, tied: Tied | None = None) -> Timeline:
+def predict(
+    plan: Plan, table: CostTable, *, tied: Tied | None = None, times: StageTimes | None = None
+) -> Timeline:
     """The timeline of one step of `plan`, priced by `table`; without flushes, of some mini-batches.
 
     `tied` are stages that share parameters that the table lacks; their transfers cost nothing.
+    `times` of stages are by default those that the table gives.
     """
-    times = stage_times(plan, table)
+    times = times or stage_times(plan, table)
     pairs = tied_stages(plan, table) if tied is None else tied
     edges = {(a, b) for owner, others in pairs for o in others for a, b in ((owner, o), (o, owner))}
     times = replace(times, tied={**dict.fromkeys(edges, FREE), **times.tied})

@@ -11,6 +11,7 @@ import numpy as np
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import PlanError
 from hetpipe.plan.costs import StageCosts
+from hetpipe.plan.interval import with_interval
 from hetpipe.plan.plan import Plan, StagePlan
 from hetpipe.plan.pricing import check_able, label_of, predict, step_s
 from hetpipe.schedule.generators import generate, max_in_flight
@@ -37,6 +38,7 @@ def replicated_plan(
     sizes, a device cannot run the model, or cuts do not fit it.
     """
     _check([devices] * (len(cuts) + 1), cuts, len(next(iter(tables.values())).layers))
+    tables = {size: table.beside(len(devices)) for size, table in tables.items()}
     most = mini_batch // max(len(devices), 1)  # a row for each device
     counts = [microbatches] if microbatches else [2**k for k in range(most.bit_length())]
     plans = [
@@ -53,7 +55,8 @@ def replicated_plan(
         )
     best = min(plans, key=lambda plan: plan.step_s)
     check_able(best, next(iter(tables.values())))
-    return best
+    nearest = min(tables, key=lambda size: abs(size - best.share_samples))
+    return with_interval(best, tables[nearest])
 
 
 def staged_plan(
@@ -73,6 +76,8 @@ def staged_plan(
     `PlanError`.
     """
     samples = -(-mini_batch // microbatches)
+    count = len({device for group in groups for device in group})
+    tables = {size: table.beside(count) for size, table in tables.items()}
     table = tables[max(tables)]
     layers = len(table.layers)
     _check(groups, cuts, layers)
@@ -98,7 +103,7 @@ def staged_plan(
         weights=weights,
     )
     check_able(plan, table)
-    return replace(plan, step_s=step_s(plan, predict(plan, table)))
+    return with_interval(replace(plan, step_s=step_s(plan, predict(plan, table))), table)
 
 
 def _check(groups: Sequence[Sequence[str]], cuts: Sequence[int], layers: int) -> None:

@@ -15,12 +15,21 @@ def format_plan(plan: Plan) -> str:
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     step = "step unknown"
     if plan.is_priced:
-        step = f"step {1e3 * plan.step_s:.2f} ms, {plan.samples_per_s:.1f} samples/s"
+        step = (
+            f"step {1e3 * plan.step_s:.2f} ms{_interval(plan)}, {plan.samples_per_s:.1f} samples/s"
+        )
     lines.append(
         f"{plan.schedule}, {plan.microbatches} micro-batches of a mini-batch of {plan.mini_batch}: "
         f"{step}, fill limit {100 * plan.fill_limit:.0f} %, {plan.label} costs, {plan.origin} plan"
     )
     return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
+
+
+def _interval(plan: Plan) -> str:
+    if plan.interval_s is None:
+        return ""
+    low_s, high_s = plan.interval_s
+    return f" ({1e3 * low_s:.2f} .. {1e3 * high_s:.2f})"
 
 
 def _row(plan: Plan, index: int, stage: StagePlan) -> tuple[str, ...]:

@@ -36,8 +36,9 @@ def tied(plan: Plan, table: CostTable) -> Tied:
     return tuple((group[0], group[1:]) for group in sorted(groups) if len(group) > 1)
 
 
-def stage_times(plan: Plan, table: CostTable, *, as_planned: bool = False) -> StageTimes:
+def stage_times(plan: Plan, table: CostTable, as_planned: bool = False) -> StageTimes:
     """The input of a simulation, priced by `table`; passes and updates `as_planned` by the plan."""
+    table = table.beside(len(set(plan.all_devices)))
     ahead_links, back_links = _cut_links(plan, table)
     gradient_links = tuple(_gradient_link(table, stage) for stage in plan.stages)
     forward_s, backward_s, update_s = _passes_s(plan, table, as_planned)

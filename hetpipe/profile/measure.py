@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -12,12 +13,18 @@ import torch
 import hetpipe
 from hetpipe.capture.captured import Captured
 from hetpipe.capture.program import PARAM, StageGraphs
-from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, TiedBytes
+from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, TiedBytes
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import CostError
 from hetpipe.profile import cache, contention
+from hetpipe.profile.clock import Samples
+from hetpipe.profile.drift import drifts_since, probe_again
+from hetpipe.profile.estimate import Series
 from hetpipe.profile.links import Links, measure_links, probe_stage
-from hetpipe.profile.profiler import RULES, Times
+from hetpipe.profile.patterns import Network
+from hetpipe.profile.probe import Probes
+from hetpipe.profile.profiler import RULES
+from hetpipe.profile.rounds import Effort, Rounds
 from hetpipe.sdk.registry import decompositions_of
 from hetpipe.wire.pieces import streams
 
@@ -25,10 +32,13 @@ if TYPE_CHECKING:
     from hetpipe.optim.rule import Optimizer
 
 Progress = Callable[[str, int, int], None]
-Rows = dict[str, list[Times | str]]
-"""Times of every layer by member; a reason in place of the times if it cannot run."""
 Stages = dict[str, list[StageGraphs]]
 """The network by member, a stage per layer."""
+
+SMALL_DRIFT = 0.05
+"""Stored costs stay as they are below this drift, so that equal plans are made of them."""
+
+log = logging.getLogger(__name__)
 
 
 def profile(
@@ -37,38 +47,49 @@ def profile(
     optimizer: Optimizer,
     samples: Sequence[int],
     progress: Progress | None = None,
+    report: Callable[[Effort], None] | None = None,
 ) -> dict[int, CostTable]:
     """A table per micro-batch size in `samples`, from the cache on disk where nothing has changed.
 
-    All devices are measured at the same time, as they will run. Every size is measured twice, some
-    time apart, and the quicker time counts, since other work only slows a machine down. Times of a
-    member with an emulated speed, or of an emulator, are labelled emulated. Costs that were
+    All devices are measured at the same time, as they will run (`hetpipe.profile.rounds`). Times of
+    a member with an emulated speed, or of an emulator, are labelled emulated. Costs that were
     measured while other work took part of the cores are used, with a `ContentionWarning`, and not
-    stored.
+    stored. Stored costs are corrected for a drift of the devices since they were measured.
+    `report` is told what a measurement took; it is not called if nothing is measured. Raises
+    `CostError` for a device whose times cannot be believed.
     """
     say = progress or (lambda text, done, total: None)
     entries = _entries(captured, crew, optimizer, samples)
     tables = _stored(entries)
     missing = [size for size in samples if size not in tables]
+    tables = _as_now(tables, crew)
     if missing:
-        stages = {size: _layer_stages(captured, crew, optimizer, size) for size in missing}
-        rows, foreign = _measure_twice(crew, stages, say)
+        stages = _layer_stages(captured, crew, optimizer, missing)
+        networks = {member: Network.of(own) for member, own in stages.items()}
         overheads_s = _empty_s(crew)
-        links, step_overhead_s = _links(tables, crew)
+        say(f"profiling micro-batches of {_listed(missing)}", 0, 2)
+        rounds = Rounds(crew, networks, missing)
+        with Probes(crew, list(crew.infos)) as probes:
+            rounds.half(probes)
+            links, step_overhead_s = _links(tables, crew)
+            say(f"profiling micro-batches of {_listed(missing)}", 1, 2)
+            rounds.half(probes)
+        series = rounds.finish()
+        _tell(rounds.effort, report)
+        any_member = next(iter(stages.values()))
         for size in missing:
-            devices = _device_costs(crew, rows[size], overheads_s)
             tables[size] = CostTable(
                 model=captured.name,
                 samples=size,
-                layers=_layer_bytes(captured, _any_member(stages[size]), size),
-                devices=devices,
+                layers=_layer_bytes(captured, any_member, size),
+                devices=_device_costs(crew, rounds, series, size, overheads_s),
                 links=links,
                 step_overhead_s=step_overhead_s,
-                tied=_tied(_any_member(stages[size]), size),
+                tied=_tied(any_member, size),
             )
-            if foreign[size] <= contention.LIMIT:
+            if rounds.foreign <= contention.LIMIT:
                 cache.store(entries[size], tables[size].to_json())
-        _warn_of_contention(foreign)
+        _warn_of_contention(rounds.foreign, missing)
     say("profiled", len(samples), len(samples))
     return {size: tables[size] for size in samples}
 
@@ -83,6 +104,33 @@ def stored_costs(
 def _stored(entries: Mapping[int, str]) -> dict[int, CostTable]:
     contents = {size: cache.load(entry) for size, entry in entries.items()}
     return {size: CostTable.from_json(data) for size, data in contents.items() if data is not None}
+
+
+def _as_now(tables: dict[int, CostTable], crew: Crew) -> dict[int, CostTable]:
+    """Stored tables, corrected where a device has drifted by more than a little."""
+    if not tables:
+        return {}
+    members = list(crew.infos)
+    now = probe_again(crew, next(iter(tables.values())), members)
+    corrected = {}
+    for size, table in tables.items():
+        drifts = drifts_since(table, now, len(members))
+        large = {id: one for id, one in drifts.items() if abs(one.factor - 1) > SMALL_DRIFT}
+        corrected[size] = table.drifted(large)
+    return corrected
+
+
+def _tell(effort: Effort, report: Callable[[Effort], None] | None) -> None:
+    log.info(
+        "profiled %d layers of %d patterns: %d compilations and %d runs on all devices, %.1f s",
+        effort.layers, effort.patterns, effort.compilations, effort.runs, effort.measured_s,
+    )  # fmt: skip
+    if report is not None:
+        report(effort)
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes))
 
 
 def _entries(
@@ -102,33 +150,14 @@ def _entries(
     return {size: cache.key({**parts, "samples": size}) for size in samples}
 
 
-def _measure_twice(
-    crew: Crew, stages: Mapping[int, Stages], say: Progress
-) -> tuple[dict[int, Rows], dict[int, float]]:
-    """By micro-batch size, the least of all times, and other work's least share of the cores."""
-    measured: dict[int, list[Rows]] = {size: [] for size in stages}
-    foreign = dict.fromkeys(stages, 1.0)
-    for turn, size in enumerate([*stages, *stages]):
-        say(f"profiling micro-batches of {size}", turn, 2 * len(stages))
-        before = _usage(crew)
-        measured[size].append(_measure_members(crew, stages[size], size))
-        foreign[size] = min(foreign[size], contention.foreign_share(before, _usage(crew)))
-    return {size: _quickest(rows) for size, rows in measured.items()}, foreign
-
-
-def _usage(crew: Crew) -> list[contention.Usage]:
-    return crew.call(list(crew.infos), "hetpipe.profile.contention:usage")
-
-
-def _warn_of_contention(foreign: Mapping[int, float]) -> None:
-    """Warns of the micro-batch sizes during which other work had a large share of the cores."""
-    disturbed = {size: share for size, share in foreign.items() if share > contention.LIMIT}
-    if disturbed:
+def _warn_of_contention(foreign: float, sizes: Sequence[int]) -> None:
+    """Warns if other work had a large share of the cores while these sizes were profiled."""
+    if foreign > contention.LIMIT:
         text = (
-            f"other work took {max(disturbed.values()):.0%} of the cores (at most "
-            f"{contention.LIMIT:.0%} leaves costs as they are) while micro-batches of "
-            f"{', '.join(map(str, disturbed))} were profiled: these costs are too high, and are "
-            "not kept for later runs; profile again when the machine is quiet"
+            f"other work took {foreign:.0%} of the cores (at most {contention.LIMIT:.0%} leaves "
+            f"costs as they are) while micro-batches of {_listed(sizes)} were profiled: these "
+            "costs are too high, and are not kept for later runs; profile again when the machine "
+            "is quiet"
         )
         warnings.warn(text, contention.ContentionWarning, stacklevel=3)
 
@@ -140,36 +169,43 @@ def _links(tables: Mapping[int, CostTable], crew: Crew) -> tuple[Links, float]:
     return measure_links(crew)
 
 
-def _layer_stages(captured: Captured, crew: Crew, optimizer: Optimizer, samples: int) -> Stages:
+def _layer_stages(
+    captured: Captured, crew: Crew, optimizer: Optimizer, sizes: Sequence[int]
+) -> Stages:
     """The network cut after every layer, by member: in the operators of its backend."""
-    count = len(captured.layer_graph(samples).layers)
+    count = len(captured.layer_graph(sizes[0]).layers)
     by_backend: dict[str, list[StageGraphs]] = {}
     for name in dict.fromkeys(info.backend for info in crew.infos.values()):
         tables = [decompositions_of(name)] * count
         by_backend[name] = captured.stage_graphs(
-            range(1, count), tables, [samples], optimizer, extras=()
+            range(1, count), tables, sizes, optimizer, extras=()
         )
     return {member: by_backend[info.backend] for member, info in crew.infos.items()}
 
 
-def _any_member(stages: Stages) -> list[StageGraphs]:
-    """The stages of some member: bytes and ties are the same in the operators of every backend."""
-    return next(iter(stages.values()))
-
-
 def _device_costs(
-    crew: Crew, rows: Rows, overheads_s: Mapping[str, float]
+    crew: Crew,
+    rounds: Rounds,
+    series: Mapping[str, Series],
+    size: int,
+    overheads_s: Mapping[str, float],
 ) -> dict[str, DeviceCost]:
     devices = {}
     for member in crew.cluster.members:
+        own = series[member.id]
         info = crew.infos[member.id]
+        probe, probe_alone = rounds.probes(member.id)
         devices[member.id] = DeviceCost(
-            layers=tuple(_layer_cost(entry) for entry in rows[member.id]),
+            layers=own.layers(size),
             overhead_s=overheads_s[member.id],
             memory_nbytes=info.memory_nbytes,
             memory_domain=info.memory_domain,
             execution="async" if streams(info) and member.speed == 1.0 else "sync",
             label=crew.label_of(member),
+            spread=own.spread(size),
+            alone=own.alone_factor(rounds.alone_size),
+            probe=probe,
+            probe_alone=probe_alone,
         )
     return devices
 
@@ -204,46 +240,20 @@ def _tied(stages: Sequence[StageGraphs], samples: int) -> tuple[TiedBytes, ...]:
     return tuple(TiedBytes(name, sizes[name], layers) for name, layers in shared.items())
 
 
-def _measure_members(crew: Crew, stages: Stages, samples: int) -> Rows:
-    speeds = {member.id: member.speed for member in crew.cluster.members}
-    arguments = {member: (own, samples, speeds[member]) for member, own in stages.items()}
-    return crew.call_each("hetpipe.profile.profiler:measure_layers", arguments)
-
-
-def _quickest(measured: Sequence[Rows]) -> Rows:
-    """The least of every time."""
-    return {
-        member: [
-            _least(entries) for entries in zip(*(rows[member] for rows in measured), strict=True)
-        ]
-        for member in measured[0]
-    }
-
-
-def _least(entries: Sequence[Times | str]) -> Times | str:
-    times = [entry for entry in entries if not isinstance(entry, str)]
-    if len(times) < len(entries):
-        return next(entry for entry in entries if isinstance(entry, str))
-    forward_s, backward_s, update_s = map(min, zip(*times, strict=True))
-    return forward_s, backward_s, update_s
-
-
 def _empty_s(crew: Crew) -> dict[str, float]:
     """The fixed seconds of any compute action, by member: those of the smallest graph."""
-    probe = [probe_stage(0, 1, 4)]
-    rows = _measure_members(crew, dict.fromkeys(crew.infos, probe), 1)
+    stage = probe_stage(0, 1, 4)
+    arguments = {member.id: (stage, member.speed) for member in crew.cluster.members}
+    taken = crew.call_each("hetpipe.profile.profiler:smallest", arguments)
     overheads_s = {}
-    for member, (entry,) in rows.items():
-        if isinstance(entry, str):
-            raise CostError(f"{member} cannot run the smallest graph there is: {entry}")
-        overheads_s[member] = entry[0]
+    for member, times_s in taken.items():
+        name = f"{member} ({crew.infos[member].id})"
+        if isinstance(times_s, str):
+            raise CostError(f"{name} cannot run the smallest graph there is: {times_s}")
+        samples = Samples.of(times_s)
+        samples.check(f"{name}: the smallest graph")
+        overheads_s[member] = samples.median_s
     return overheads_s
-
-
-def _layer_cost(entry: Times | str) -> LayerCost:
-    if isinstance(entry, str):
-        return LayerCost(float("inf"), float("inf"), float("inf"), reason=entry)
-    return LayerCost(*entry)
 
 
 def _state_nbytes(stage: StageGraphs) -> int:

@@ -1,142 +1,232 @@
-"""Measures the costs of stages on a device, inside the device's own worker.
+"""Measures the layers of a network on a device, inside the device's own worker.
 
-The stages are a whole network cut after every layer. They run in order, forward and back again, as
-in a pipeline, so that caches are in the same state as later in training.
+The network is cut after every layer. Layers of one pattern (`hetpipe.profile.patterns`) are
+compiled and run once. A round goes forward through the network in its order, and back again, as a
+micro-batch does. The layers that it leaves out would have used the caches: in their place as many
+bytes are passed over, at most `MOST_STIRRED`. A tensor that they would have handed on is written
+again just before it is read, so a layer finds its input as in training. Each pattern has weights of
+its own, which no round changes: what a backend keeps of steady inputs serves as it does between two
+updates.
 
+The controller calls `prepare`, `rounds`, `updates` and `release` on all workers at once
+(`hetpipe.profile.rounds`), and makes costs of the times.
 """
 
 from __future__ import annotations
 
-import statistics
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from hetpipe.capture.program import CONSTANT, SAVED, PassPrograms, Program, Slot, StageGraphs
+from hetpipe.capture.program import (
+    CONSTANT,
+    COUNT,
+    CUT,
+    INPUT,
+    LOSS,
+    SAVED,
+    TANGENT,
+    Program,
+    Slot,
+    StageGraphs,
+)
 from hetpipe.errors import UnsupportedOperatorError
+from hetpipe.profile import clock
+from hetpipe.profile.fixed import Stirrer
+from hetpipe.profile.patterns import Network
 from hetpipe.sdk.backend import Buffer, Device, Executable
 from hetpipe.sdk.graph import of_one_replica
-from hetpipe.worker.emulation import stretch
 
 Environment = dict[tuple[str, str], Buffer]
 Times = tuple[float, float, float]
+"""Seconds of a forward, a backward and an update."""
+Place = tuple[int, int, int]
+"""Of a time: micro-batch size, pattern and pass. An update has the size 0."""
 
-RULES = 2  # version of the measurement: cached costs of another one are not read
-MIN_ROUNDS = 4
-MAX_ROUNDS = 50
-BUDGET_S = 0.6
-UPDATES = 3
+FORWARD, BACKWARD, UPDATE = range(3)
+RULES = 3  # version of the measurement: cached costs of another one are not read
+ROUNDS = 12  # of `smallest`
+MOST_STIRRED = 32 << 20  # bytes: more than most caches hold
 
 
-def measure_layers(
-    device: Device, stages: Sequence[StageGraphs], samples: int, speed: float = 1.0, seed: int = 0
-) -> list[Times | str]:
-    """Median seconds (forward, backward, update) of each stage for micro-batches of `samples`.
+@dataclass
+class Taken:
+    """What a worker measured: times by place, and the seconds of each round over all sizes."""
 
-    Below 1, `speed` emulates a slower device as the engine does: every pass is stretched.
-    A stage that the device cannot run gives the reason instead.
+    times_s: dict[Place, list[float]] = field(default_factory=lambda: defaultdict(list))
+    rounds_s: list[float] = field(default_factory=list)
+    runs: int = 0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Why patterns cannot run, by number, and how many graphs were compiled."""
+
+    refused: dict[int, str]
+    compilations: int
+
+
+_own = threading.local()
+"""The session of a worker, all of whose calls come on one thread; workers may share a process."""
+
+
+def prepare(device: Device, network: Network, speed: float, seed: int = 0) -> Prepared:
+    """Compile the patterns; they wait for `rounds`. Below 1, `speed` emulates a slower device."""
+    _own.session = Session(device, network, speed, seed)
+    return Prepared(_own.session.refused, _own.session.compilations)
+
+
+def rounds(device: Device, active: Mapping[int, Sequence[int]], least_s: float, most: int) -> Taken:
+    """One round or more, up to `most`, for `least_s` seconds.
+
+    A round goes through the network at one size after another, with the `active` patterns of each.
     """
-    rng = np.random.default_rng(seed)
-    runs: list[_StageRun | str] = []
-    for stage in stages:
-        try:
-            runs.append(_StageRun(device, stage, samples, speed))
-        except UnsupportedOperatorError as error:
-            runs.append(str(error))
-    able = [run for run in runs if not isinstance(run, str)]
-    env: Environment = {}
-    spent_s = 0.0
-    rounds = 0
-    while rounds < MIN_ROUNDS or (spent_s < BUDGET_S and rounds < MAX_ROUNDS):
+    session: Session = _own.session
+    taken = Taken()
+    begin_s = time.perf_counter()
+    while not taken.rounds_s or (
+        len(taken.rounds_s) < most and time.perf_counter() - begin_s < least_s
+    ):
         start_s = time.perf_counter()
-        for run in able:
-            run.forward(env, rng)
-        for run in reversed(able):
-            run.backward(env, rng)
-        spent_s += time.perf_counter() - start_s if rounds else 0.0  # the first round warms up
-        rounds += 1
-    usual = {id(run): run.medians() for run in able}
-    for run in able:
-        run.forget()
-    for _ in range(UPDATES):
-        for run in able:
-            run.update(env, rng)
-        for run in able:
-            run.forward(env, rng)
-        for run in reversed(able):
-            run.backward(env, rng)
-    return [run if isinstance(run, str) else _step(usual[id(run)], run.medians()) for run in runs]
+        for size, patterns in active.items():
+            session.walk(size, frozenset(patterns), taken)
+        taken.rounds_s.append(time.perf_counter() - start_s)
+    return taken
 
 
-def _step(usual: Times, after_update: Times) -> Times:
-    """The times of usual passes, and of an update with the time that it adds to the next passes.
+def updates(device: Device, sizes: Sequence[int], count: int) -> Taken:
+    """All updates, then the passes that follow them, at each size, `count` times.
 
-    Those find new weights, which are not in the caches and must be packed again.
+    The passes find new weights, which are not in the caches and must be packed again.
     """
-    forward_s, backward_s, update_s = *usual[:2], after_update[2]
-    if update_s > 0:
-        update_s += max(0.0, sum(after_update[:2]) - forward_s - backward_s)
-    return forward_s, backward_s, update_s
+    session: Session = _own.session
+    taken = Taken()
+    for _ in range(count):
+        for size in sizes:
+            session.update(taken)
+            session.walk(size, session.able, taken)
+    return taken
 
 
-class _StageRun:
-    """One stage compiled, and the times of its passes."""
+def release(device: Device) -> None:
+    """Free all that was prepared."""
+    del _own.session
 
-    def __init__(self, device: Device, stage: StageGraphs, samples: int, speed: float) -> None:
-        passes: PassPrograms = stage.passes[samples]
+
+def smallest(device: Device, stage: StageGraphs, speed: float) -> list[float] | str:
+    """Seconds of every forward of the smallest stage there is, for one sample; or why it cannot
+    run."""
+    session, taken = Session(device, Network.of([stage]), speed), Taken()
+    if session.refused:
+        return session.refused[0]
+    for _ in range(ROUNDS + 1):
+        session.walk(1, session.able, taken)
+    return taken.times_s[1, 0, FORWARD][1:]  # the first one warms up
+
+
+class Session:
+    """The patterns of a network, compiled, with the values that their passes read."""
+
+    def __init__(self, device: Device, network: Network, speed: float, seed: int = 0) -> None:
         self._device = device
+        self._network = network
         self._speed = speed
-        self._constants = stage.constants
-        self._passes: list[tuple[Program, Executable] | None] = [
-            None if program is None else (program, device.compile(of_one_replica(program.graph)))
-            for program in (passes.forward, passes.backward, stage.update)
-        ]
-        self._saved: Environment = {}  # names of saved tensors are a stage's own
-        self._times_s: list[list[float]] = [[], [], []]
+        self._rng = np.random.default_rng(seed)
+        self._firsts = network.firsts
+        self._stirrer = Stirrer(device)
+        self._kept: Environment = {}  # parameters and all else that lasts
+        self._passing: dict[int, Environment] = defaultdict(dict)  # between layers, by size
+        self._saved: dict[tuple[int, int], Environment] = defaultdict(dict)
+        self._examples: dict[tuple[int, tuple[str, str]], Any] = {}  # on the host
+        self._programs: dict[Place, tuple[Program, Executable]] = {}
+        self.compilations = 0
+        self.refused: dict[int, str] = {}
+        for pattern, stage in enumerate(network.patterns):
+            try:
+                self._compile(pattern, stage)
+            except UnsupportedOperatorError as error:
+                self.refused[pattern] = str(error)
+        self.able = frozenset(range(len(network.patterns))) - self.refused.keys()
 
-    def forward(self, env: Environment, rng: np.random.Generator) -> None:
-        self._run(0, env, rng)
+    def walk(self, size: int, active: frozenset[int], taken: Taken) -> None:
+        """One micro-batch forward through the network and back, by the `active` patterns."""
+        order = range(len(self._network.layers))
+        fresh: set[tuple[str, str]] = set()  # tensors written in this walk
+        skipped = 0  # bytes of the layers left out since the last one that ran
+        for which, layer in [
+            *((FORWARD, layer) for layer in order),
+            *((BACKWARD, layer) for layer in reversed(order)),
+        ]:
+            pattern = self._network.layers[layer]
+            if pattern in active and self._firsts[pattern] == layer:
+                self._stirrer.pass_over(min(skipped, MOST_STIRRED))
+                self._run((size, pattern, which), size, taken, fresh)
+                skipped = 0
+            else:
+                skipped += self._network.nbytes(pattern, size)
 
-    def backward(self, env: Environment, rng: np.random.Generator) -> None:
-        self._run(1, env, rng)
+    def update(self, taken: Taken) -> None:
+        """The updates of all patterns."""
+        for pattern in sorted(self.able):
+            self._run((0, pattern, UPDATE), 0, taken, set())
 
-    def update(self, env: Environment, rng: np.random.Generator) -> None:
-        self._run(2, env, rng)
+    def _compile(self, pattern: int, stage: StageGraphs) -> None:
+        programs: dict[Place, Program | None] = {(0, pattern, UPDATE): stage.update}
+        for size, passes in stage.passes.items():
+            programs[size, pattern, FORWARD] = passes.forward
+            programs[size, pattern, BACKWARD] = passes.backward
+        for place, program in programs.items():
+            if program is not None:
+                executable = self._device.compile(of_one_replica(program.graph))
+                self._programs[place] = program, executable
+                self.compilations += 1
 
-    def forget(self) -> None:
-        """Drop the times so far."""
-        self._times_s = [[], [], []]
-
-    def medians(self) -> Times:
-        forward_s, backward_s, update_s = (
-            statistics.median(times[1:]) if len(times) > 1 else 0.0 for times in self._times_s
-        )
-        return forward_s, backward_s, update_s
-
-    def _run(self, index: int, env: Environment, rng: np.random.Generator) -> None:
-        entry = self._passes[index]
-        if entry is None:
+    def _run(self, place: Place, size: int, taken: Taken, fresh: set[tuple[str, str]]) -> None:
+        if place not in self._programs:
             return
-        program, executable = entry
-        for slot in program.inputs:
-            buffers = self._room(slot, env)
-            if slot.key not in buffers:
-                buffers[slot.key] = self._device.upload(_example(slot, self._constants, rng))[0]
-        inputs = [self._room(slot, env)[slot.key] for slot in program.inputs]
+        program, executable = self._programs[place]
+        _, pattern, which = place
+        inputs = [self._input(slot, size, pattern, fresh) for slot in program.inputs]
         donate = frozenset(
-            i for i, slot in enumerate(program.inputs) if index > 0 and _donated(slot, program)
+            i for i, slot in enumerate(program.inputs) if which > 0 and _donated(slot, program)
         )
-        start_s = time.monotonic()
+        start_s = clock.now_s()
         outputs, event, _ = executable.run(inputs, donate)
         event.wait()
-        self._times_s[index].append(stretch(start_s, self._speed) - start_s)
+        taken.times_s[place].append(clock.since_s(start_s, self._speed))
+        taken.runs += 1
         for slot, buffer in zip(program.outputs, outputs, strict=True):
-            self._room(slot, env)[slot.key] = buffer
+            self._room(slot, size, pattern)[slot.key] = buffer
+            fresh.add(slot.key)
 
-    def _room(self, slot: Slot, env: Environment) -> Environment:
-        return self._saved if slot.role == SAVED else env
+    def _input(self, slot: Slot, size: int, pattern: int, fresh: set[tuple[str, str]]) -> Buffer:
+        """The buffer of an input, made up unless something has written it; see the module."""
+        room = self._room(slot, size, pattern)
+        handed = slot.role in _HANDED and slot.key not in fresh
+        if handed or slot.key not in room:
+            example = self._examples.get((size, slot.key))
+            if example is None:
+                example = _example(slot, self._network.patterns[pattern].constants, self._rng)
+            if handed:
+                self._examples[size, slot.key] = example
+            room[slot.key], event = self._device.upload(example)
+            event.wait()
+        fresh.add(slot.key)
+        return room[slot.key]
+
+    def _room(self, slot: Slot, size: int, pattern: int) -> Environment:
+        if slot.role == SAVED:  # the names of saved tensors are a layer's own
+            return self._saved[size, pattern]
+        return self._passing[size] if slot.role in _PASSING else self._kept
+
+
+_HANDED = (CUT, TANGENT, INPUT)  # a layer gets them from its neighbour, or from the controller
+_PASSING = (*_HANDED, LOSS, COUNT)
 
 
 def _donated(slot: Slot, program: Program) -> bool:

@@ -125,6 +125,30 @@ _Ref = tuple[str, Any]
 
 def dump_graph(graph: fx.GraphModule | fx.Graph) -> bytes:
     """Serialise a canonical graph; `load_graph` restores it in another process."""
+    return pickle.dumps(_rows(graph))
+
+
+def graph_structure(graph: fx.GraphModule | fx.Graph) -> list[tuple[Any, ...]]:
+    """The graph without names: two graphs with equal structures run alike.
+
+    The site of a random operator is a name, too: it says which numbers are drawn, not how many.
+    """
+    structure = []
+    for op, _, target, args, kwargs, val, _, steady, checked in _rows(graph):
+        if op != "call_function":
+            target = ""
+        elif target in _DRAWING:
+            args = [arg for index, arg in enumerate(args[1]) if index != _SITE]
+        structure.append((op, target, args, sorted(kwargs.items()), val, steady, checked))
+    return structure
+
+
+_DRAWING = ("hetpipe.keep_mask.default", "hetpipe.uniform.default")
+_SITE = 1  # the argument of these operators that numbers the call in the model
+
+
+def _rows(graph: fx.GraphModule | fx.Graph) -> list[tuple[Any, ...]]:
+    """A row of plain values per node; nodes among the arguments are the numbers of their rows."""
     index: dict[fx.Node, int] = {}
 
     def pack(value: Any) -> Any:
@@ -149,7 +173,7 @@ def dump_graph(graph: fx.GraphModule | fx.Graph) -> bytes:
              node.meta.get("layer"), bool(node.meta.get("steady")), node.meta.get("checked"))
         )  # fmt: skip
         index[node] = len(index)
-    return pickle.dumps(rows)
+    return rows
 
 
 def load_graph(data: bytes) -> fx.GraphModule:

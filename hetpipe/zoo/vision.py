@@ -7,6 +7,7 @@ classes. Names of modules follow torchvision's.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -48,7 +49,7 @@ class ResNet18(nn.Sequential):
         widths = (64, 64, 128, 256, 512)
         blocks = [
             block
-            for inner, outer in zip(widths, widths[1:], strict=False)
+            for inner, outer in pairwise(widths)
             for block in (
                 BasicBlock(inner, outer, 1 + (inner != outer)),
                 BasicBlock(outer, outer, 1),
@@ -70,7 +71,8 @@ class LayerNorm2d(nn.LayerNorm):
     """Over the channels of (n, c, h, w)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        normed: torch.Tensor = super().forward(x.permute(0, 2, 3, 1))
+        return normed.permute(0, 3, 1, 2)
 
 
 class ConvNeXtBlock(nn.Module):
@@ -87,7 +89,8 @@ class ConvNeXtBlock(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
         y = self.narrow(functional.gelu(self.widen(y))).permute(0, 3, 1, 2)
-        return x + self.layer_scale * y
+        summed: torch.Tensor = x + self.layer_scale * y
+        return summed
 
 
 class ConvNeXtTiny(nn.Sequential):

@@ -22,14 +22,23 @@ def document(name):
 def test_a_plan_of_version_2_without_costs():
     plan, costs = read_plan(DATA / "plan.json")
     assert (plan.cuts, plan.schedule, plan.mini_batch) == ((1,), "1f1b", 8)
-    assert json.loads(json.dumps(plan.to_json())) == document("plan.json")
+    now = {"version": 3, "interval_s": None}
+    assert json.loads(json.dumps(plan.to_json())) == document("plan.json") | now
     assert costs is None
 
 
-def test_a_cost_table_as_profile_writes_it():
+def test_a_cost_table_of_version_1():
+    """It has no probe and no spread; its times are as they were."""
     costs = read_costs(DATA / "costs.json")
     assert list(costs.devices) == ["numpy:cpu:0#0", "numpy:cpu:0#1"]
-    assert costs.to_json() == document("costs.json")
+    data = json.loads(json.dumps(costs.to_json()))
+    assert CostTable.from_json(data) == costs
+    for device in data["devices"].values():
+        assert [device.pop(key) for key in ("spread", "alone", "probe", "probe_alone")] == [
+            0.0, 1.0, None, None,
+        ]  # fmt: skip
+        assert [layer.pop("spread") for layer in device["layers"]] == [0.0] * len(costs.layers)
+    assert data | {"version": 1} == document("costs.json")
 
 
 def test_a_timeline():
@@ -63,7 +72,7 @@ def test_a_plan_keeps_its_costs(tmp_path):
     [
         (lambda costs: costs["layers"][1].update(name="other"), PlanError, "costs.layers has 2"),
         (lambda costs: costs["layers"][1].pop("name"), CostError, "costs: layers.1 lacks the key"),
-        (lambda costs: costs.update(version=9), CostError, "has version 9, this hetpipe reads 1"),
+        (lambda costs: costs.update(version=9), CostError, "has version 9, this hetpipe reads 2"),
     ],
 )
 def test_costs_that_do_not_fit_the_plan(tmp_path, change, error, match):

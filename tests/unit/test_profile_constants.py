@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from hetpipe.capture import capture
-from hetpipe.profile.profiler import measure_layers
+from hetpipe.profile.patterns import Network
+from hetpipe.profile.profiler import Session, Taken
 from hetpipe.sdk.registry import get_backend, open_device
 
 
@@ -31,5 +32,7 @@ def test_a_0d_constant_stays_0d(backend: str) -> None:
     model = capture(Masked(), F.mse_loss, (torch.randn(2, 3), torch.randn(2, 4)))
     table = get_backend(backend).decompositions()
     stages = model.stage_graphs([], [table], [2], None)
-    (times,) = measure_layers(open_device(f"{backend}:cpu:0"), stages, 2)
-    assert not isinstance(times, str), times
+    session, taken = Session(open_device(f"{backend}:cpu:0"), Network.of(stages), 1.0), Taken()
+    assert not session.refused
+    session.walk(2, session.able, taken)
+    assert taken.runs == 2

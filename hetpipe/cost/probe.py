@@ -1,0 +1,94 @@
+"""Probe: seconds of two short fixed programs on a device. Their change is the device's drift.
+
+Costs are as old as their profile, and machines are shared, throttle and change. A probe tells by
+how much, without a layer being measured again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from hetpipe.errors import CostError
+from hetpipe.records import Number, Positive
+
+AboveZero = Annotated[float, Number(most=1e9, above=True)]
+Relative = Annotated[float, Number(most=1e9)]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Seconds of a fixed matrix product and of a fixed elementwise pass.
+
+    `spread` is relative, the larger of both: half of the quartiles' distance, over the median.
+    """
+
+    arithmetic_s: AboveZero
+    memory_s: AboveZero
+    spread: Relative
+    order: Positive  # rows and columns of the product's matrices
+    nbytes: Positive  # that the elementwise pass reads
+
+    def __post_init__(self) -> None:
+        for name, time_s in (("product", self.arithmetic_s), ("pass", self.memory_s)):
+            if not 0.0 < time_s < math.inf:
+                raise CostError(
+                    f"a probe's {name} takes {time_s} s: it must take more than 0 s; check the "
+                    "clock of the device's machine"
+                )
+
+    def scaled(self, arithmetic: float, memory: float) -> Probe:
+        """The probe with both times multiplied."""
+        return replace(
+            self,
+            arithmetic_s=self.arithmetic_s * arithmetic,
+            memory_s=self.memory_s * memory,
+        )
+
+    def towards(self, other: Probe, share: float) -> Probe:
+        """A probe between this one (`share` 0) and `other` (`share` 1)."""
+        rest = 1 - share
+        return replace(
+            self,
+            arithmetic_s=rest * self.arithmetic_s + share * other.arithmetic_s,
+            memory_s=rest * self.memory_s + share * other.memory_s,
+            spread=max(self.spread, other.spread),
+        )
+
+
+@dataclass(frozen=True)
+class Drift:
+    """A device's time now over its time when its costs were measured; above 1 it is slower now."""
+
+    arithmetic: float
+    memory: float
+    noise: float = 0.0  # relative spread of both probes
+
+    @property
+    def factor(self) -> float:
+        """The factor of costs: layers compute and move memory, so both count."""
+        return math.sqrt(self.arithmetic * self.memory)
+
+    @property
+    def spread(self) -> float:
+        """Relative spread of `factor`: of the probes, and by how much the two ratios disagree.
+
+        A layer's own factor lies between the two, so they are the ends of its interval, and the
+        quartiles are half as far apart.
+        """
+        return math.hypot(self.noise, abs(math.log(self.arithmetic / self.memory)) / 4)
+
+
+def drift(then: Probe, now: Probe) -> Drift:
+    """The drift from one probe of a device to another. Raises `CostError` for unlike programs."""
+    if (then.order, then.nbytes) != (now.order, now.nbytes):
+        raise CostError(
+            f"probes of {then.order} rows and {then.nbytes} bytes, and of {now.order} and "
+            f"{now.nbytes}, cannot be compared: take the second one like the first"
+        )
+    return Drift(
+        now.arithmetic_s / then.arithmetic_s,
+        now.memory_s / then.memory_s,
+        math.hypot(then.spread, now.spread),
+    )

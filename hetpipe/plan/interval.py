@@ -1,0 +1,73 @@
+"""The interval in which a step is expected: four of five measured steps should lie in it.
+
+A spread is half of the distance between the quartiles, relative to the median. Of a stage it is
+
+    sqrt(D^2 + sum_l (t_l max(0, s_l^2 - D^2)^(1/2))^2 / (sum_l t_l)^2 + M^2)
+
+with D the spread of the device (of the whole network's time on it, and of the probes by which its
+costs were corrected), t_l and s_l time and spread of its layers, and M that of the simulator. D is
+common to all layers of a device and does not average out; what a layer's spread has beyond it does.
+Stages with replicas have the largest spread of their devices. Other work on a machine disturbs all
+its devices at once. So the ends of the interval are simulations with all passes slower, and all
+quicker, by their own spread times `WIDTH`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from hetpipe.cost.table import CostTable
+from hetpipe.plan.plan import Plan, StagePlan
+from hetpipe.plan.pricing import predicted_step_s
+from hetpipe.plan.times import stage_times
+
+WIDTH = 1.2816 / 0.6745  # of a normal distribution: 80 % of it, over the distance to a quartile
+SIMULATOR = 0.02  # spread of measured steps around simulated ones, where costs are exact
+
+
+def with_interval(plan: Plan, table: CostTable) -> Plan:
+    """The plan with its interval by the spreads of `table`, by which it was made."""
+    return replace(plan, interval_s=interval_s(plan, table, as_planned=True))
+
+
+def interval_s(
+    plan: Plan, table: CostTable, *, as_planned: bool = False
+) -> tuple[float, float] | None:
+    """The ends of the interval of a step; None if the table knows no spread of these devices.
+
+    Passes are priced by the table, or `as_planned`.
+    """
+    if all(table.devices[device].spread == 0.0 for device in plan.all_devices):
+        return None
+    factors = [1 + WIDTH * stage_spread(stage, table) for stage in plan.stages]
+    times = stage_times(plan, table, as_planned)
+
+    def step_s(scales: list[float]) -> float:
+        def scaled(times_s: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(s * time_s for s, time_s in zip(scales, times_s, strict=False))
+
+        disturbed = replace(
+            times,
+            forward_s=scaled(times.forward_s),
+            backward_s=scaled(times.backward_s),
+            update_s=scaled(times.update_s),
+        )
+        return predicted_step_s(plan, table, disturbed)
+
+    return step_s([1 / factor for factor in factors]), step_s(factors)
+
+
+def stage_spread(stage: StagePlan, table: CostTable) -> float:
+    """The relative spread of a stage's passes, as the module says."""
+    return max(_spread(table, device, stage.lo, stage.hi) for device in stage.devices)
+
+
+def _spread(table: CostTable, device: str, lo: int, hi: int) -> float:
+    cost = table.devices[device]
+    layers = cost.layers[lo:hi]
+    times_s = [layer.forward_s + layer.backward_s for layer in layers]
+    own = [math.sqrt(max(0.0, layer.spread**2 - cost.spread**2)) for layer in layers]
+    varying_s = math.hypot(*(t * s for t, s in zip(times_s, own, strict=True)))
+    share = varying_s / sum(times_s) if varying_s else 0.0
+    return math.hypot(cost.spread, share, SIMULATOR)

@@ -1,0 +1,101 @@
+"""Times that a measurement believes: a pass takes more than nothing and less than ten minutes.
+
+A clock may stop, go back, or jump by an hour when a machine sleeps, and a device may report
+nonsense. Such times are kept apart; costs are made of the others, or refused.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from hetpipe.errors import CostError
+from hetpipe.worker.emulation import stretch
+
+LONGEST_S = 600.0
+QUARTILES = 4
+
+
+class ClockWarning(UserWarning):
+    """Some times could not be believed; costs are made of the others."""
+
+
+def now_s() -> float:
+    """The clock of all measurements in a worker."""
+    return time.monotonic()
+
+
+def since_s(start_s: float, speed: float) -> float:
+    """Seconds since `start_s`, after a wait that emulates the speed.
+
+    Nothing waits for a time that cannot be believed; it is returned as it is.
+    """
+    time_s = now_s() - start_s
+    if speed == 1.0 or not credible(time_s):
+        return time_s
+    return stretch(start_s, speed) - start_s
+
+
+def credible(time_s: float) -> bool:
+    """Whether a pass may have taken this time; NaN may not."""
+    return 0.0 < time_s <= LONGEST_S
+
+
+@dataclass
+class Samples:
+    """Seconds of one thing, time after time."""
+
+    good: list[float] = field(default_factory=list)
+    bad: list[float] = field(default_factory=list)
+
+    @staticmethod
+    def of(times_s: Iterable[float]) -> Samples:
+        """The samples of these times."""
+        samples = Samples()
+        samples.extend(times_s)
+        return samples
+
+    def extend(self, times_s: Iterable[float]) -> None:
+        """Add times."""
+        for time_s in times_s:
+            (self.good if credible(time_s) else self.bad).append(time_s)
+
+    def check(self, subject: str) -> None:
+        """Raises `CostError` if most of the times cannot be believed."""
+        if len(self.bad) > len(self.good):
+            raise CostError(
+                f"{subject} took {self.bad[-1]} s, in {len(self.bad)} of "
+                f"{len(self.bad) + len(self.good)} measurements; a pass takes more than 0 s and at "
+                f"most {LONGEST_S:.0f} s: check the clock of this machine, or leave the device out"
+            )
+
+    @property
+    def median_s(self) -> float:
+        """The median of the good ones."""
+        return statistics.median(self.good)
+
+    @property
+    def spread(self) -> float:
+        """Half of the distance between the quartiles, over the median."""
+        return half_width_s(self.good) / self.median_s
+
+    @property
+    def error_s(self) -> float:
+        """Half of an interval for the median: the notch of a box plot (McGill, Tukey, Larsen 1978).
+
+        It is infinite for fewer than three times.
+        """
+        if len(self.good) < 3:
+            return float("inf")
+        return 1.57 * 2 * half_width_s(self.good) / math.sqrt(len(self.good))
+
+
+def half_width_s(times_s: Sequence[float]) -> float:
+    """Half of the distance between the quartiles; 0 for fewer than two times."""
+    if len(times_s) < 2:
+        return 0.0
+    quartiles_s = statistics.quantiles(times_s, n=QUARTILES, method="inclusive")
+    return float(quartiles_s[2] - quartiles_s[0]) / 2

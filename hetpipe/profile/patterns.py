@@ -1,0 +1,73 @@
+"""Patterns: layers whose programs differ in names alone cost the same, and are measured once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hetpipe.capture.program import CONSTANT, Program, StageGraphs
+from hetpipe.sdk.graph import graph_structure
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network cut after every layer, with the graphs of one layer per pattern: the first one.
+
+    `layers` has the pattern of every layer, by number.
+    """
+
+    patterns: tuple[StageGraphs, ...]
+    layers: tuple[int, ...]
+
+    @staticmethod
+    def of(stages: Sequence[StageGraphs]) -> Network:
+        """The network of `stages`, a stage per layer."""
+        numbers: dict[str, int] = {}
+        layers = tuple(numbers.setdefault(pattern_of(stage), len(numbers)) for stage in stages)
+        return Network(tuple(stages[layers.index(n)] for n in range(len(numbers))), layers)
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """The layer whose graphs stand for each pattern."""
+        return tuple(self.layers.index(n) for n in range(len(self.patterns)))
+
+    def nbytes(self, pattern: int, samples: int) -> int:
+        """Bytes that a forward of this pattern reads and writes."""
+        forward = self.patterns[pattern].passes[samples].forward
+        return sum(slot.nbytes for slot in (*forward.inputs, *forward.outputs))
+
+
+def pattern_of(stage: StageGraphs) -> str:
+    """A key of a stage's programs without the names of layers, values and nodes.
+
+    Stages with equal keys have the same operators, arguments, shapes and dtypes at every size of
+    micro-batch, the same roles of inputs and outputs, and the same constants. Which inputs and
+    outputs are one value is part of it; names serve for nothing else.
+    """
+    digest = hashlib.sha256()
+    names: dict[tuple[str, str], int] = {}
+    for label, program in _programs(stage):
+        slots = [
+            (slot.role, names.setdefault(slot.key, len(names)), slot.shape, slot.dtype)
+            for slot in (*program.inputs, *program.outputs)
+        ]
+        digest.update(repr((label, len(program.inputs), slots)).encode())
+        digest.update(repr(graph_structure(program.graph)).encode())
+    for (role, name), number in names.items():
+        if role == CONSTANT:
+            value = np.asarray(stage.constants[name])
+            digest.update(repr((number, value.shape, value.dtype.str)).encode() + value.tobytes())
+    return digest.hexdigest()
+
+
+def _programs(stage: StageGraphs) -> Iterator[tuple[Any, Program]]:
+    for size, passes in sorted(stage.passes.items()):
+        yield (size, "forward"), passes.forward
+        if passes.backward is not None:
+            yield (size, "backward"), passes.backward
+    if stage.update is not None:
+        yield "update", stage.update

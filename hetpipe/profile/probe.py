@@ -1,0 +1,184 @@
+"""Takes probes: short fixed programs on the devices of a crew, all at once as in training.
+
+The programs are graphs like a layer's: a square matrix product, and an elementwise pass over some
+MiB. They grow with the device until a run takes `ENOUGH_S`; later probes of a device have the sizes
+of its first.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+
+import torch
+
+from hetpipe.cost.probe import Probe
+from hetpipe.crew.crew import Crew
+from hetpipe.profile import clock
+from hetpipe.profile.clock import ClockWarning, Samples
+from hetpipe.profile.fixed import compiled, filled
+from hetpipe.sdk.backend import Buffer, Device, Executable
+
+ORDERS = (128, 256, 512, 1024, 2048, 4096)
+NBYTES = (16 << 20, 64 << 20, 256 << 20)
+SHARE = 16  # the programs take at most 1/16 of a device's memory
+ENOUGH_S = 5e-4
+TAKE_S = 0.02
+LEAST = 3  # runs of each program in a take
+
+Run = Callable[[], float]
+"""Runs a program and waits for it; its seconds."""
+Sizes = tuple[int, int]
+"""Rows of the product's matrices, bytes that the elementwise pass reads."""
+Taken = tuple[list[float], list[float]]
+"""Seconds of every run of the two."""
+
+_own = threading.local()
+"""A worker's programs: all its calls come on one thread, and workers may share a process."""
+
+
+def prepare(device: Device, speed: float, sizes: Sizes | None) -> Sizes | None:
+    """Compile both programs, at the `sizes` of an earlier probe if there was one. Their sizes; None
+    if the device cannot run them."""
+    room = device.info.memory_nbytes // SHARE
+    orders = [n for n in ORDERS if 12 * n * n <= room] if sizes is None else [sizes[0]]
+    nbytes = [n for n in NBYTES if 2 * n <= room] if sizes is None else [sizes[1]]
+    product = _fitting(device, speed, orders or [ORDERS[0]], _product)
+    elementwise = _fitting(device, speed, nbytes or [max(room // 2, 4)], _elementwise)
+    if product is None or elementwise is None:
+        return None
+    _own.runs = product[1], elementwise[1]
+    return product[0], elementwise[0]
+
+
+def take(device: Device) -> Taken:
+    """Run both in turn for `TAKE_S`, and `LEAST` times at least."""
+    product, elementwise = _own.runs
+    taken: Taken = ([], [])
+    begin_s = time.perf_counter()
+    while len(taken[0]) < LEAST or time.perf_counter() - begin_s < TAKE_S:
+        taken[0].append(product())
+        taken[1].append(elementwise())
+    return taken
+
+
+def release(device: Device) -> None:
+    """Free the programs and their memory."""
+    del _own.runs
+
+
+class Probes:
+    """Probes of some members of a crew; a context manager, which frees the programs.
+
+    Members whose devices cannot run the programs have no probe.
+    """
+
+    def __init__(
+        self, crew: Crew, members: Sequence[str], like: Mapping[str, Probe] | None = None
+    ) -> None:
+        self._crew = crew
+        speeds = {member.id: member.speed for member in crew.cluster.members}
+        earlier = {id: (probe.order, probe.nbytes) for id, probe in (like or {}).items()}
+        arguments = {id: (speeds[id], earlier.get(id)) for id in members}
+        sizes = crew.call_each("hetpipe.profile.probe:prepare", arguments)
+        self._sizes: dict[str, Sizes] = {id: own for id, own in sizes.items() if own is not None}
+
+    def together(self, turns: int = 1) -> dict[str, Probe]:
+        """The probe of every member, while the others take theirs; the median of `turns`."""
+        taken = [self._take(list(self._sizes)) for _ in range(turns)]
+        return {member: median_probe([one[member] for one in taken]) for member in self._sizes}
+
+    def alone(self, member: str) -> Probe | None:
+        """The probe of a member while the others are idle."""
+        return self._take([member])[member] if member in self._sizes else None
+
+    def _take(self, members: Sequence[str]) -> dict[str, Probe]:
+        taken = self._crew.call(members, "hetpipe.profile.probe:take")
+        pairs = zip(members, taken, strict=True)
+        return {member: self._made(member, times) for member, times in pairs}
+
+    def _made(self, member: str, taken: Taken) -> Probe:
+        name = f"{member} ({self._crew.infos[member].id})"
+        product, elementwise = (Samples.of(times_s) for times_s in taken)
+        for subject, samples in (("product", product), ("elementwise pass", elementwise)):
+            samples.check(f"{name}: the probe's {subject}")
+            warn_of_bad(f"{name}: the probe's {subject}", samples)
+        spread = max(product.spread, elementwise.spread)
+        return Probe(product.median_s, elementwise.median_s, spread, *self._sizes[member])
+
+    def __enter__(self) -> Probes:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:  # else the workers may be gone
+            self._crew.call(list(self._sizes), "hetpipe.profile.probe:release")
+
+
+def median_probe(probes: Sequence[Probe]) -> Probe:
+    """The probe of several, taken some time apart: their medians, and the spread between them."""
+    if len(probes) == 1:
+        return probes[0]
+    product, elementwise = (
+        Samples.of(getattr(probe, name) for probe in probes)
+        for name in ("arithmetic_s", "memory_s")
+    )
+    spread = max(product.spread, elementwise.spread)
+    return Probe(product.median_s, elementwise.median_s, spread, probes[0].order, probes[0].nbytes)
+
+
+def warn_of_bad(subject: str, samples: Samples) -> None:
+    """Warns of times that cannot be believed and were left out."""
+    if samples.bad:
+        text = (
+            f"{subject} took {samples.bad[0]} s, which cannot be: {len(samples.bad)} of "
+            f"{len(samples.bad) + len(samples.good)} times are left out"
+        )
+        warnings.warn(text, ClockWarning, stacklevel=2)
+
+
+def _product(device: Device, order: int) -> tuple[Executable, list[Buffer]] | None:
+    shape = (order, order)
+    program = compiled(device, torch.ops.aten.mm.default, shape, shape)
+    return None if program is None else (program, [filled(device, shape) for _ in range(2)])
+
+
+def _elementwise(device: Device, nbytes: int) -> tuple[Executable, list[Buffer]] | None:
+    shape = (nbytes // 4,)
+    program = compiled(device, torch.ops.aten.neg.default, shape)
+    return None if program is None else (program, [filled(device, shape)])
+
+
+def _fitting(
+    device: Device,
+    speed: float,
+    sizes: Sequence[int],
+    make: Callable[[Device, int], tuple[Executable, list[Buffer]] | None],
+) -> tuple[int, Run] | None:
+    """The first of these sizes at which a run takes long enough, or the last; and the run."""
+    for size in sizes:
+        program = make(device, size)
+        if program is None:
+            return None
+        run = _run(*program, speed)
+        run()  # the first one is slower
+        if size == sizes[-1] or run() >= ENOUGH_S:
+            break
+    return size, run
+
+
+def _run(executable: Executable, inputs: list[Buffer], speed: float) -> Run:
+    def run() -> float:
+        start_s = clock.now_s()
+        _, event, _ = executable.run(inputs)
+        event.wait()
+        return clock.since_s(start_s, speed)
+
+    return run

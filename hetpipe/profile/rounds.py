@@ -1,0 +1,199 @@
+"""Rounds: all devices of a crew measure the patterns of a network at the same time.
+
+A slice is some rounds of every worker, and then a probe. All sizes of micro-batches take turns
+within a round, and all devices work on until the slowest has done its round, so a disturbance hits
+all alike. A pattern whose median is known well enough is left out of further rounds. There are two
+halves, some time apart; of halves that other work disturbed only the least disturbed one counts,
+and none if the other was quiet.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from hetpipe.cost.probe import Probe
+from hetpipe.crew.crew import Crew
+from hetpipe.profile import contention
+from hetpipe.profile.estimate import Series
+from hetpipe.profile.patterns import Network
+from hetpipe.profile.probe import Probes, median_probe
+from hetpipe.profile.profiler import Prepared, Taken
+
+LEAST = 3  # rounds in a half
+MOST = 50  # rounds in a slice
+SLICE_S = 0.1
+HALF_S = 0.3  # a half's least: shares of cores are counted in hundredths of a second
+BUDGET_S = 0.6  # a half's most for each size, after the least rounds
+UPDATES = 3  # the first does not count
+ALONE = 2  # rounds of a device alone, after a half
+
+WORKER = "hetpipe.profile.profiler"
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What a profile took, over all devices."""
+
+    layers: int
+    patterns: int
+    compilations: int
+    runs: int
+    measured_s: float
+
+
+@dataclass
+class _Half:
+    """The slices of a half, and the share of the cores that other work took in it."""
+
+    taken: dict[str, list[Taken]]
+    probes: dict[str, list[Probe]] = field(default_factory=dict)
+    foreign: float = 0.0
+
+
+class Rounds:
+    """The measurement of a network, given by member in the operators of its backend."""
+
+    def __init__(self, crew: Crew, networks: Mapping[str, Network], sizes: Sequence[int]) -> None:
+        self._crew = crew
+        self._networks = networks
+        self._members = list(networks)
+        self._sizes = list(sizes)
+        self._halves: list[_Half] = []
+        self._alone: dict[str, list[Taken]] = {member: [] for member in networks}
+        self._alone_probes: dict[str, list[Probe]] = {member: [] for member in networks}
+        self._updates: dict[str, list[Taken]] = {}
+        self._begin_s = time.perf_counter()
+        speeds = {member.id: member.speed for member in crew.cluster.members}
+        arguments = {member: (own, speeds[member]) for member, own in networks.items()}
+        self._prepared: dict[str, Prepared] = crew.call_each(f"{WORKER}:prepare", arguments)
+        self._able = {member: list(self._series(member, ()).able) for member in networks}
+        warm_up = self._slice({member: self._everything(member) for member in networks}, 0.0, 1)
+        self._runs = sum(taken.runs for taken in warm_up.values())
+        self._slice_s = self._slowest_s(warm_up)
+
+    def half(self, probes: Probes) -> float:
+        """Measure until all patterns are known well enough, or time is up.
+
+        Returns the share of the cores that other work took.
+        """
+        half = _Half({member: [] for member in self._members})
+        self._halves.append(half)
+        before = self._usage()
+        begin_s = time.perf_counter()
+        while True:
+            active = {member: self._uncertain(member) for member in self._members}
+            spent_s = time.perf_counter() - begin_s
+            if self._is_enough(half, any(active.values()), spent_s):
+                break
+            latest = self._slice(
+                {member: own or self._everything(member) for member, own in active.items()},
+                self._slice_s,
+                MOST,
+            )
+            for member, taken in latest.items():
+                half.taken[member].append(taken)
+            for member, probe in probes.together().items():
+                half.probes.setdefault(member, []).append(probe)
+            self._slice_s = self._slowest_s(latest)
+        half.foreign = contention.foreign_share(before, self._usage())
+        self._measure_alone(probes)
+        return half.foreign
+
+    def finish(self) -> dict[str, Series]:
+        """Measure the updates, and free what the workers have prepared. The rounds that count.
+
+        Raises `CostError` for times that cannot be believed.
+        """
+        taken = self._crew.call(self._members, f"{WORKER}:updates", self._sizes, UPDATES)
+        self._updates = {member: [own] for member, own in zip(self._members, taken, strict=True)}
+        self._crew.call(self._members, f"{WORKER}:release")
+        series = {member: self._series(member, self._counting) for member in self._members}
+        for own in series.values():
+            own.check(self._sizes)
+        return series
+
+    @property
+    def foreign(self) -> float:
+        """The share of the cores that other work took while the rounds that count were run."""
+        return max(half.foreign for half in self._counting)
+
+    @property
+    def effort(self) -> Effort:
+        """Layers, patterns, compilations and runs so far."""
+        network = self._networks[self._members[0]]
+        slices = (own for half in self._halves for own in half.taken.values())
+        taken = chain(*slices, *self._alone.values(), *self._updates.values())
+        return Effort(
+            len(network.layers),
+            len(network.patterns),
+            sum(prepared.compilations for prepared in self._prepared.values()),
+            self._runs + sum(one.runs for one in taken),
+            time.perf_counter() - self._begin_s,
+        )
+
+    def probes(self, member: str) -> tuple[Probe | None, Probe | None]:
+        """The probe of a member beside the others, and that of it alone if there are others."""
+        beside = [probe for half in self._counting for probe in half.probes.get(member, [])]
+        alone = self._alone_probes[member]
+        return median_probe(beside) if beside else None, median_probe(alone) if alone else None
+
+    @property
+    def alone_size(self) -> int:
+        """The size at which devices were measured alone."""
+        return min(self._sizes)
+
+    @property
+    def _counting(self) -> list[_Half]:
+        quiet = [half for half in self._halves if half.foreign <= contention.LIMIT]
+        return quiet or [min(self._halves, key=lambda half: half.foreign)]
+
+    def _series(self, member: str, halves: Sequence[_Half]) -> Series:
+        return Series(
+            f"{member} ({self._crew.infos[member].id})",
+            self._networks[member],
+            self._prepared[member].refused,
+            [taken for half in halves for taken in half.taken[member]],
+            self._alone[member],
+            self._updates.get(member, []),
+        )
+
+    def _everything(self, member: str) -> dict[int, list[int]]:
+        return dict.fromkeys(self._sizes, self._able[member])
+
+    def _uncertain(self, member: str) -> dict[int, list[int]]:
+        """By size, the patterns to measure again; sizes without any are left out."""
+        series = self._series(member, self._halves)
+        uncertain = {size: series.uncertain(size) for size in self._sizes}
+        return {size: patterns for size, patterns in uncertain.items() if patterns}
+
+    def _is_enough(self, half: _Half, uncertain: bool, spent_s: float) -> bool:
+        rounds = [sum(len(one.rounds_s) for one in own) for own in half.taken.values()]
+        if min(rounds) < LEAST or spent_s < HALF_S:
+            return False
+        return not uncertain or spent_s >= BUDGET_S * len(self._sizes)
+
+    def _slice(
+        self, active: Mapping[str, Mapping[int, Sequence[int]]], least_s: float, most: int
+    ) -> dict[str, Taken]:
+        arguments = {member: (own, least_s, most) for member, own in active.items()}
+        return self._crew.call_each(f"{WORKER}:rounds", arguments)
+
+    def _slowest_s(self, latest: Mapping[str, Taken]) -> float:
+        """The length of a slice in which the slowest device ends a round."""
+        return max(SLICE_S, *(min(taken.rounds_s) for taken in latest.values()))
+
+    def _measure_alone(self, probes: Probes) -> None:
+        """Some rounds of each device while the others are idle, at the smallest size."""
+        if len(self._members) == 1:
+            return
+        for member in self._members:
+            active = {member: {self.alone_size: self._able[member]}}
+            self._alone[member].append(self._slice(active, 0.0, ALONE)[member])
+            if (probe := probes.alone(member)) is not None:
+                self._alone_probes[member].append(probe)
+
+    def _usage(self) -> list[contention.Usage]:
+        return self._crew.call(self._members, "hetpipe.profile.contention:usage")

@@ -1,0 +1,171 @@
+"""Costs follow their devices: probes, drift, corrected predictions, and devices alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import MLP
+from tables import make_table
+
+import hetpipe as hp
+from hetpipe.capture import Captured
+from hetpipe.cluster import Cluster, Member
+from hetpipe.cost.probe import Drift, Probe, drift
+from hetpipe.cost.table import CostTable
+from hetpipe.crew.crew import Crew
+from hetpipe.plan import explore, make_plan, predict
+from hetpipe.plan.replicated import replicated_plan, staged_plan
+from hetpipe.profile import measure
+from hetpipe.profile.drift import corrected, drifts_since, probe_again
+from hetpipe.profile.measure import profile
+from hetpipe.profile.probe import Probes, median_probe
+
+THEN = Probe(2e-3, 4e-3, 0.0, 256, 1 << 20)
+
+
+def probed(table: CostTable, **changes: Any) -> CostTable:
+    """The table with the same probe, and these fields, on every device."""
+    devices = {id: replace(cost, probe=THEN, **changes) for id, cost in table.devices.items()}
+    return replace(table, devices=devices)
+
+
+def now(**factors: float) -> dict[str, Probe]:
+    """Probes after these drifts."""
+    return {id: THEN.scaled(factor, factor) for id, factor in factors.items()}
+
+
+def test_a_drift_lies_between_that_of_arithmetic_and_that_of_memory() -> None:
+    measured = drift(replace(THEN, spread=0.03), replace(THEN.scaled(1.0, 4.0), spread=0.04))
+    assert measured == Drift(1.0, 4.0, pytest.approx(0.05))
+    assert measured.factor == 2.0
+    assert measured.spread > 0.3
+    assert drift(THEN, THEN.scaled(2.0, 2.0)).spread == 0.0
+
+
+def test_the_median_of_probes_has_the_spread_between_them() -> None:
+    probes = [replace(THEN.scaled(factor, 1.0), spread=9.0) for factor in (1.0, 1.1, 0.9, 1.0, 5.0)]
+    median = median_probe(probes)
+    assert (median.arithmetic_s, median.memory_s) == (THEN.arithmetic_s, THEN.memory_s)
+    assert median.spread == pytest.approx(0.05)
+    assert median_probe(probes[:1]) == probes[0]
+
+
+def test_costs_with_probes_go_through_json() -> None:
+    table = probed(make_table({"a": 1.0, "b": 0.5}), probe_alone=THEN, alone=0.75, spread=0.125)
+    assert CostTable.from_json(json.loads(json.dumps(table.to_json()))) == table
+
+
+def test_costs_after_a_drift_have_the_probes_of_now() -> None:
+    table = probed(make_table({"a": 1.0, "b": 0.5}))
+    present = table.drifted({"a": Drift(2.0, 2.0, 0.1)})
+    assert present.devices["b"] == table.devices["b"]
+    assert present.forward_s("a", 0, 3) == 2 * table.forward_s("a", 0, 3)
+    assert present.devices["a"].spread == pytest.approx(0.1)
+    again = drifts_since(present, now(a=2.0, b=1.0), 2)
+    assert [one.factor for one in again.values()] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("slower", "factor"), [({"a": 2.0, "b": 2.0}, 2.0), ({}, 1.0)])
+def test_a_prediction_is_corrected(slower: Mapping[str, float], factor: float) -> None:
+    table = probed(make_table({"a": 1.0, "b": 0.5}))
+    plan = make_plan(table, ["a", "b"], mini_batch=16, microbatches=4)
+    correction = corrected(plan, table, now(**slower))
+    assert correction.raw_s == plan.step_s
+    assert correction.corrected_s == pytest.approx(factor * plan.step_s)
+    assert correction.drifts == pytest.approx(slower)
+    assert (f"corrected for drift {1e3 * correction.corrected_s:.1f}" in str(correction)) == bool(
+        slower
+    )
+
+
+def test_a_prediction_with_replicas_is_corrected_by_the_slowest() -> None:
+    tables = {4: probed(make_table({"a": 1.0, "b": 1.0})),
+              8: probed(make_table({"a": 1.0, "b": 1.0}, samples=8))}  # fmt: skip
+    plan = staged_plan(tables, [["a", "b"]], [], mini_batch=16, microbatches=2, schedule="gpipe")
+    correction = corrected(plan, tables[8], now(a=1.0, b=3.0))
+    assert correction.corrected_s == pytest.approx(3 * plan.step_s)
+
+
+def test_a_device_that_computes_alone_is_quicker() -> None:
+    """Its costs are of the time when all compute; the planner knows what it gains alone."""
+    table = probed(make_table({"a": 1.0, "b": 0.25}), alone=0.5, probe_alone=THEN.scaled(0.5, 0.5))
+    alone = make_plan(table, ["a"], mini_batch=16, microbatches=4)
+    both = make_plan(table, ["a", "b"], mini_batch=16, microbatches=4)
+    plain = make_table({"a": 1.0, "b": 0.25})
+    assert alone.step_s == make_plan(plain, ["a"], mini_batch=16, microbatches=4).step_s / 2
+    assert both.step_s == make_plan(plain, ["a", "b"], mini_batch=16, microbatches=4).step_s
+    best = explore({4: table}, ["a", "b"], mini_batch=16)
+    assert best[0].all_devices == ("a",)
+    assert explore({4: plain}, ["a", "b"], mini_batch=16)[0].all_devices == ("a", "b")
+    for plan in (alone, both):  # the timeline says the same as the plan
+        assert predict(plan, table).total_s == pytest.approx(plan.step_s)
+        assert corrected(plan, table, {}).corrected_s == plan.step_s
+    assert corrected(alone, table, now(a=0.5)).corrected_s == pytest.approx(alone.step_s)
+    assert corrected(both, table, now(a=1.0, b=1.0)).corrected_s == pytest.approx(both.step_s)
+
+
+def test_two_of_three_devices_are_between() -> None:
+    table = probed(make_table({"a": 1.0, "b": 1.0, "c": 1.0}), alone=0.5, probe_alone=THEN)
+    times_s = [table.beside(count).forward_s("a", 0, 1) for count in (1, 2, 3)]
+    assert times_s == [0.5, 0.75, 1.0]
+    assert table.beside(2).beside(2) == table.beside(2)
+    tables = {samples: replace(table, samples=samples) for samples in (1, 2, 4, 8)}
+    whole = replicated_plan(tables, ["a", "b", "c"], mini_batch=12, microbatches=1)
+    two = replicated_plan(tables, ["a", "b"], mini_batch=12, microbatches=1)
+    assert two.stages[0].forward_s == pytest.approx(0.75 * whole.stages[0].forward_s)
+
+
+@pytest.fixture
+def crew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Two devices in this process."""
+    monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path))
+    members = (Member("a", "numpy:cpu:0"), Member("b", "pytorch:cpu:0"))
+    with Crew.start(Cluster(members, transport="local")) as crew:
+        yield crew
+
+
+def test_later_probes_run_the_programs_of_the_first(crew: Crew) -> None:
+    with Probes(crew, ["a", "b"]) as probes:
+        first, alone = probes.together(2), probes.alone("b")
+    assert list(first) == ["a", "b"]
+    assert alone is not None
+    table = make_table({"a": 1.0, "b": 1.0})
+    devices = {id: replace(table.devices[id], probe=probe) for id, probe in first.items()}
+    again = probe_again(crew, replace(table, devices=devices), ["a", "b"])
+    for member, probe in again.items():
+        assert (probe.order, probe.nbytes) == (first[member].order, first[member].nbytes)
+    assert probe_again(crew, table, ["a", "b"]) == {}, "costs without a probe have no drift"
+
+
+def test_stored_costs_are_corrected_when_they_serve_again(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a small drift they stay as they are, so that equal plans are made of them."""
+    torch.manual_seed(0)
+    captured = Captured(MLP(), F.cross_entropy, (torch.randn(8, 20), torch.randint(0, 5, (8,))))
+    monkeypatch.setattr(measure.contention, "foreign_share", lambda before, after: 0.0)
+    efforts: list[Any] = []
+    first = profile(captured, crew, hp.optim.sgd(0.1), [4], report=efforts.append)[4]
+    assert efforts[0].layers == len(first.layers)
+    for id, cost in first.devices.items():
+        assert cost.probe is not None, id
+        assert cost.probe_alone is not None, id
+        assert 0 < cost.alone <= 1
+    factors = {"a": 2.0, "b": 1.02}
+    drifted = {
+        id: cost.probe.scaled(factors[id], factors[id])
+        for id, cost in first.devices.items()
+        if cost.probe is not None
+    }
+    monkeypatch.setattr(measure, "probe_again", lambda crew, table, members: drifted)
+    again = profile(captured, crew, hp.optim.sgd(0.1), [4], report=efforts.append)[4]
+    assert len(efforts) == 1, "nothing was measured"
+    assert again.devices["b"] == first.devices["b"]
+    assert again.forward_s("a", 0, 2) == pytest.approx(2 * first.forward_s("a", 0, 2))

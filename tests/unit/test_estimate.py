@@ -1,0 +1,103 @@
+"""From times of rounds to costs: medians, precision that a layer needs, spread, and time alone."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hetpipe as hp
+from hetpipe.capture import Captured
+from hetpipe.errors import CostError
+from hetpipe.profile.clock import ClockWarning
+from hetpipe.profile.estimate import Series
+from hetpipe.profile.patterns import Network
+from hetpipe.profile.profiler import BACKWARD, FORWARD, UPDATE, Taken
+from hetpipe.sdk.registry import get_backend
+
+SIZE = 4
+
+
+@pytest.fixture(scope="module")
+def network() -> Network:
+    """Five layers of three patterns; the one in the middle counts three times."""
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(5)))
+    captured = Captured(model, F.mse_loss, (torch.randn(4, 3), torch.randn(4, 3)))
+    tables = [get_backend("numpy").decompositions()] * 5
+    return Network.of(captured.stage_graphs(range(1, 5), tables, [SIZE], hp.optim.sgd(0.1)))
+
+
+def taken(*rounds: dict[int, float]) -> Taken:
+    """Rounds: by pattern, the seconds of a forward; a backward takes twice as long."""
+    own = Taken()
+    for each in rounds:
+        for pattern, time_s in each.items():
+            own.times_s[SIZE, pattern, FORWARD].append(time_s)
+            own.times_s[SIZE, pattern, BACKWARD].append(2 * time_s)
+        own.rounds_s.append(3 * sum(each.values()))
+    return own
+
+
+def even(pattern_s: float = 1.0) -> dict[int, float]:
+    return {0: pattern_s, 1: pattern_s, 2: pattern_s}
+
+
+def series(network: Network, *beside: Taken, **options: object) -> Series:
+    return Series("a (numpy:cpu:0)", network, {}, beside, **options)  # type: ignore[arg-type]
+
+
+def test_alike_layers_have_the_cost_of_their_pattern(network: Network) -> None:
+    own = series(network, taken({0: 1.0, 1: 2.0, 2: 3.0}, {0: 1.0, 1: 4.0, 2: 3.0}))
+    costs = own.layers(SIZE)
+    assert [cost.forward_s for cost in costs] == [1.0, 3.0, 3.0, 3.0, 3.0]
+    assert [cost.backward_s for cost in costs] == [2.0, 6.0, 6.0, 6.0, 6.0]
+    assert [round(cost.spread, 6) for cost in costs] == [0.0, *[round(1 / 6, 6)] * 3, 0.0]
+
+
+def test_the_first_update_does_not_count(network: Network) -> None:
+    updates = taken(even(9.0), even(1.5), even(1.5))
+    for pattern in range(3):
+        updates.times_s[0, pattern, UPDATE] = [9.0, 0.25, 0.25]
+    costs = series(network, taken(even(), even()), updates=[updates]).layers(SIZE)
+    assert [cost.update_s for cost in costs] == [0.25 + 1.5] * 5
+
+
+def test_a_small_layer_needs_less_precision(network: Network) -> None:
+    """Both vary by half; one takes a thousandth of the network, the other most of it."""
+    rows = [{0: 1e-4 * n, 1: 0.05, 2: 0.1 * n} for n in (1.0, 1.5, 1.0, 1.5, 1.0, 1.5)]
+    assert series(network, taken(*rows)).uncertain(SIZE) == [2]
+    steady = [even() for _ in range(3)]
+    assert series(network, taken(*steady)).uncertain(SIZE) == []
+    assert series(network, taken(*steady[:2])).uncertain(SIZE) == [0, 1, 2], "two are too few"
+
+
+def test_rounds_without_some_patterns_count_for_the_spread(network: Network) -> None:
+    whole, part = taken(even(1.0), even(1.2)), taken({1: 1.1}, {1: 1.1})
+    assert series(network, whole, part).spread(SIZE) == pytest.approx(0.05 / 2.2)
+    assert series(network, taken(even(), even(), even())).spread(SIZE) == 0.0
+
+
+def test_time_alone_over_time_beside_others(network: Network) -> None:
+    beside = [taken(even(), even())]
+    assert series(network, *beside, alone=[taken(even(0.5))]).alone_factor(SIZE) == 0.5
+    assert series(network, *beside, alone=[taken(even(1.5))]).alone_factor(SIZE) == 1.0
+    assert series(network, *beside).alone_factor(SIZE) == 1.0
+
+
+def test_bad_times_are_left_out_of_everything(network: Network) -> None:
+    nan = float("nan")
+    own = series(network, taken(even(), even(nan), even(-1.0), even(), even()))
+    with pytest.warns(
+        ClockWarning, match=r"a \(numpy:cpu:0\): a pass took nan s.*: 12 of 30 times"
+    ):
+        own.check([SIZE])
+    assert [cost.forward_s for cost in own.layers(SIZE)] == [1.0] * 5
+    assert own.spread(SIZE) == 0.0
+    with pytest.raises(CostError, match=r"a forward of layer 0 took 0\.0 s, in 2 of 3"):
+        series(network, taken(even(), even(0.0), even(0.0))).check([SIZE])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        series(network, taken(even())).check([SIZE])
