@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -17,6 +18,9 @@ from hetpipe.capture.sources import UnknownCodeError, digest_of, identity, libra
 if TYPE_CHECKING:
     from hetpipe.capture.joint import Decompositions
     from hetpipe.optim.rule import Optimizer
+
+
+COMPOSED = "torch._export.utils"
 
 
 class Identity:
@@ -83,7 +87,13 @@ def optimizer_identity(optimizer: Optimizer | None, names: Sequence[str]) -> obj
 
 
 def _table_identity(table: Mapping[Any, Callable[..., Any]]) -> object:
-    return sorted((str(operator), repr(_of(function))) for operator, function in table.items())
+    """Without torch's own entries for operators that are made of others: there is one for each of
+    the operators of this kind that happen to be imported."""
+    return sorted(
+        (str(operator), repr(_of(function)))
+        for operator, function in table.items()
+        if not (isinstance(function, partial) and function.func.__module__ == COMPOSED)
+    )
 
 
 def _of(function: Any) -> object:
