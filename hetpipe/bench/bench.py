@@ -7,7 +7,7 @@ reversed each time, never two at once; the figures are medians.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hetpipe.bench.outcome import Linked, Outcome, Setting
 from hetpipe.bench.peer import refusal
-from hetpipe.bench.rows import Pace, PeerRow, PipelineRow, PlainRow, Row, Task
+from hetpipe.bench.rows import AtOnceRow, Pace, PeerRow, PipelineRow, PlainRow, Row, Task
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Link, available_cores
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import PlanError
+from hetpipe.pipeline.options import PlanOptions
+from hetpipe.pipeline.planning import Planning
 from hetpipe.plan.baselines import even_plan, link_blind_plan, speed_blind_plan
 from hetpipe.plan.planner import explore
 from hetpipe.plan.replicated import replicated_plan
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from hetpipe.simulate.timeline import Timeline
 
 COUNTS = (8, 16)  # micro-batches that pipelines explore
+STREAMS = (("pipedream", "stash"), ("pipedream", "pipeoptim"))
+"""Schedules and weights of the asynchronous rows; a mini-batch is one micro-batch there."""
 FEWER = (2, 4)  # more counts for rows in which each device has the whole model
 PLAIN_COUNTS = (1, 2, 4)  # for plain torch, which does not gain from more
 PEER_COUNTS = (8, 16, 32)
@@ -78,7 +82,7 @@ def _timelines(outcome: Outcome) -> tuple[Timeline, ...]:
 
 def _profile(task: Task, setting: Setting, progress: Progress) -> dict[int, CostTable]:
     """A table of costs for every micro-batch size that a row may have."""
-    counts = (setting.microbatches,) if setting.microbatches else (*FEWER, *COUNTS)
+    counts = (setting.microbatches,) if setting.microbatches else (1, *FEWER, *COUNTS)
     sizes = sorted({-(-task.mini_batch // min(count, task.mini_batch)) for count in counts})
     with Crew.start(task.cluster) as crew:
         return profile(task.captured, crew, optimizer_of(task.workload), sizes[::-1], progress)
@@ -173,11 +177,19 @@ def _open(task: Task, setting: Setting, progress: Progress) -> Iterator[Outcome]
         )
         for make in (even_plan, speed_blind_plan)
     )  # fmt: skip
-    without_peer = refusal(task.workload, task.cluster, task.mini_batch, PEER_COUNTS)
+    without_peer = (
+        "it is in the long form"
+        if not setting.peer
+        else refusal(task.workload, task.cluster, task.mini_batch, PEER_COUNTS)
+    )
     replicated, without_parallel = _replicated(task)
     twin = None if setting.twice is None else _twin(task, setting.twice)
     with ExitStack() as stack:
         rows = _Rows(stack, setting, progress)
+        alone = tuple(
+            rows.pipeline(task, f"{member} alone", _alone_plan(task, member))
+            for member in task.cluster.ids
+        )
         yield Outcome(
             setting,
             task,
@@ -189,13 +201,13 @@ def _open(task: Task, setting: Setting, progress: Progress) -> Iterator[Outcome]
             if without_peer
             else rows.open("torch's own pipeline", lambda: PeerRow(task, PEER_COUNTS)),
             without_peer=without_peer,
-            alone=tuple(
-                rows.pipeline(task, f"{member} alone", _alone_plan(task, member))
-                for member in task.cluster.ids
-            ),
+            alone=alone,
+            at_once=_at_once(rows, task, alone),
             even=rows.pipeline(task, "even split", even),
             blind=rows.pipeline(task, "best split ignoring speeds", blind),
             balanced=rows.pipeline(task, "balanced pipeline", balanced),
+            auto=rows.pipeline(task, "auto", _auto_plan(task)),
+            streams=tuple(_streams(rows, task, setting)),
             parallel=None
             if replicated is None
             else rows.pipeline(task, "data parallel", replicated),
@@ -205,6 +217,36 @@ def _open(task: Task, setting: Setting, progress: Progress) -> Iterator[Outcome]
             linked=_linked(rows, task, setting),
             timelines=(),
         )
+
+
+def _at_once(rows: _Rows, task: Task, alone: Sequence[PipelineRow]) -> AtOnceRow | None:
+    if len(alone) < 2:
+        return None
+    return rows.open("all alone, at once", partial(AtOnceRow, task, "all alone, at once", alone))
+
+
+def _streams(rows: _Rows, task: Task, setting: Setting) -> Iterator[PipelineRow]:
+    """Asynchronous pipelines over all devices, where the optimizer and the schedule allow them."""
+    whole = {size: table for size, table in task.tables.items() if size == task.mini_batch}
+    if len(task.cluster.ids) < 2 or not whole or setting.schedule != "auto":
+        return
+    for schedule, weights in STREAMS:
+        plan = explore(
+            whole, task.cluster.ids, mini_batch=task.mini_batch, schedules=(schedule,),
+            use_all=True, weights=weights,
+        )[0]  # fmt: skip
+        yield rows.pipeline(task, f"{schedule}, {weights}", plan)
+
+
+def _auto_plan(task: Task) -> Plan:
+    """The plan of a pipeline whose user says nothing."""
+    captured = task.captured
+    planning = Planning(
+        captured.name, captured.layer_names, task.cluster.ids, task.mini_batch,
+        lambda sizes: {size: task.tables[size] for size in sizes if size in task.tables},
+        whole_batch_statistics=bool(captured.updated_buffers),
+    )  # fmt: skip
+    return planning.choose(PlanOptions())[0]
 
 
 def _twice(rows: _Rows, twin: Task, setting: Setting) -> PipelineRow:
@@ -245,7 +287,7 @@ def _linked(rows: _Rows, task: Task, setting: Setting) -> Linked | None:
 def _identity(plan: Plan) -> tuple[Any, ...]:
     """A key of a plan: plans with equal keys run the same."""
     where = tuple((stage.devices, stage.shares) for stage in plan.stages)
-    return where, plan.cuts, plan.schedule, plan.microbatches, plan.in_flight
+    return where, plan.cuts, plan.schedule, plan.weights, plan.microbatches, plan.in_flight
 
 
 def _balanced_plan(task: Task, setting: Setting) -> Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hetpipe.bench.rows import PeerRow, PipelineRow, PlainRow, Row, Task
+from hetpipe.bench.rows import AtOnceRow, PeerRow, PipelineRow, PlainRow, Row, Task
 from hetpipe.cluster import Cluster, Link
 
 if TYPE_CHECKING:
@@ -18,7 +18,8 @@ class Setting:
 
     `microbatches` None: explored for every row. `steps` None: the steps of a second, at most 4.
     `twice` adds a row: two workers like this member. `link` adds two rows, if there are several
-    devices: this link is emulated between all of them.
+    devices: this link is emulated between all of them. Without `peer` there is no row of torch's
+    own pipeline.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Setting:
     seed: int = 0
     twice: str | None = None
     link: Link | None = None
+    peer: bool = True
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,10 @@ class Linked:
 class Outcome:
     """The rows of one setting, and timelines of the last steps of balanced pipelines.
 
-    `parallel`: the whole model on each device. If `peer` or `parallel` is missing, `without_peer`
-    or `without_parallel` has the reason. Rows with the same plan are one row.
+    `parallel`: the whole model on each device. `at_once`: the devices alone, all computing at the
+    same time. `streams`: asynchronous pipelines, without a bubble. `auto`: the plan that a user
+    gets who says nothing. If `peer` or `parallel` is missing, `without_peer` or `without_parallel`
+    has the reason. Rows with the same plan are one row.
     """
 
     setting: Setting
@@ -56,9 +60,12 @@ class Outcome:
     peer: PeerRow | None
     without_peer: str
     alone: tuple[PipelineRow, ...]
+    at_once: AtOnceRow | None
     even: PipelineRow
     blind: PipelineRow
     balanced: PipelineRow
+    auto: PipelineRow
+    streams: tuple[PipelineRow, ...]
     parallel: PipelineRow | None
     without_parallel: str
     twice: PipelineRow | None
@@ -71,8 +78,11 @@ class Outcome:
         """All rows in the order of the table."""
         peer = () if self.peer is None else (self.peer,)
         linked = () if self.linked is None else (self.linked.blind, self.linked.aware)
-        pipelines = (*self.alone, self.even, self.blind, *self.together, *self.twins, *linked)
-        return tuple(dict.fromkeys((*self.plain, *peer, *pipelines)))
+        at_once = () if self.at_once is None else (self.at_once,)
+        pipelines = (self.even, self.blind, *self.together, self.auto, *self.streams)
+        more = (*self.twins, *linked)
+        every = (*self.plain, *peer, *self.alone, *at_once, *pipelines, *more)
+        return tuple(dict.fromkeys(every))
 
     @property
     def together(self) -> tuple[PipelineRow, ...]:
@@ -88,6 +98,16 @@ class Outcome:
     def ideal(self) -> float:
         """Sum of the devices' own rates, samples per second."""
         return sum(row.rate for row in self.alone)
+
+    @property
+    def together_ideal(self) -> float | None:
+        """The sum of the devices' rates while all compute; None if there is one device."""
+        return None if self.at_once is None else self.at_once.rate
+
+    @property
+    def sum_rate(self) -> float:
+        """The sum of the devices' rates as they are in a pipeline: while all compute."""
+        return self.ideal if self.at_once is None else self.at_once.rate
 
     @property
     def efficiency(self) -> float:
@@ -170,7 +190,12 @@ class Outcome:
             "fill_limit": plan.fill_limit,
             "efficiency": self.efficiency,
             "predicted_step_s": plan.step_s,
-            "corrected_step_s": self.balanced.correction.corrected_s,
+            "auto_samples_per_s": self.auto.rate,
+            "at_once_samples_per_s": self.together_ideal,
+            "streams": [
+                {"name": row.name, "samples_per_s": row.rate, "of_sum": row.rate / self.sum_rate}
+                for row in self.streams
+            ],
             "measured_step_s": self.task.mini_batch / self.balanced.rate,
             "max_loss_rel_diff": self.balanced.difference,
             "plan": plan.to_json(),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -18,11 +20,12 @@ from hetpipe.pipeline.pipeline import Pipeline
 from hetpipe.zoo.load import optimizer_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from hetpipe.capture import Captured
     from hetpipe.cluster import Cluster
     from hetpipe.cost.table import CostTable
+    from hetpipe.pipeline.pipeline import Result
     from hetpipe.plan.plan import Plan
     from hetpipe.profile.drift import Correction
     from hetpipe.zoo.workload import Workload
@@ -168,7 +171,8 @@ class PeerRow(TorchRow):
 
 
 class PipelineRow(Row):
-    """A plan on a crew of its own. Starts with the check of its losses against torch's."""
+    """A plan on a crew of its own. Starts with the check of its losses against torch's, or of an
+    asynchronous plan, which trains on older weights, that they are finite."""
 
     def __init__(self, task: Task, name: str, plan: Plan) -> None:
         super().__init__(task)
@@ -176,11 +180,16 @@ class PipelineRow(Row):
         self.plan = plan
         self.corrections: list[Correction] = []  # one of every turn
         self._batches = task.workload.batches(task.mini_batch, task.seed)
+        self._results: Iterator[Result] | None = None  # of a plan without flushes
         cluster = _only(task.cluster, [name for stage in plan.stages for name in stage.devices])
         self._crew = Crew.start(cluster)
         try:
             self.pipe = self._open(cluster)
-            self.difference = self._check()
+            self.difference: float | None = None
+            if plan.rule.flushes:
+                self.difference = self._check()
+            else:
+                self._begin_stream()
         except BaseException:
             self.close()
             raise
@@ -189,6 +198,8 @@ class PipelineRow(Row):
 
     def step_s(self) -> float:
         pace = self.task.pace
+        if self._results is not None:
+            return self._stream_step_s(self._results)
         with one_thread():
             fed = list(islice(self._batches, pace.warm_up + pace.timed))
             for x, y in fed[: pace.warm_up]:
@@ -200,7 +211,8 @@ class PipelineRow(Row):
 
     def measure(self) -> None:
         super().measure()
-        self.corrections.append(self.pipe.corrected())
+        if self._results is None:  # the probe would flush a stream, and it would fill anew
+            self.corrections.append(self.pipe.corrected())
 
     @property
     def measured_s(self) -> float:
@@ -208,8 +220,10 @@ class PipelineRow(Row):
         return self.task.mini_batch / self.rate
 
     @property
-    def correction(self) -> Correction:
-        """The prediction as corrected for drift, the median over rounds."""
+    def correction(self) -> Correction | None:
+        """The prediction as corrected for drift, the median over rounds; None for a stream."""
+        if not self.corrections:
+            return None
         ordered = sorted(self.corrections, key=lambda correction: correction.corrected_s)
         return ordered[len(ordered) // 2]
 
@@ -221,9 +235,9 @@ class PipelineRow(Row):
         return {
             **super().to_json(),
             "predicted_step_s": self.plan.step_s,
-            "corrected_step_s": correction.corrected_s,
-            "interval_s": correction.interval_s,
-            "drifts": correction.drifts,
+            "corrected_step_s": None if correction is None else correction.corrected_s,
+            "interval_s": None if correction is None else correction.interval_s,
+            "drifts": None if correction is None else correction.drifts,
             "measured_step_s": self.measured_s,
             "max_loss_rel_diff": self.difference,
             "plan": self.plan.to_json(),
@@ -244,6 +258,23 @@ class PipelineRow(Row):
             crew=self._crew,
         )
 
+    def _stream_step_s(self, results: Iterator[Result]) -> float:
+        """Mean seconds between results of a stream that is full again after its pause."""
+        pace = self.task.pace
+        with one_thread():
+            for _ in range(pace.warm_up + max(self.plan.in_flight)):
+                next(results)
+            begin_s = time.perf_counter()
+            for _ in range(pace.timed):
+                next(results)
+            return (time.perf_counter() - begin_s) / pace.timed
+
+    def _begin_stream(self) -> None:
+        """Some results, which raise an error unless their losses are finite."""
+        self._results = self.pipe.run(self._batches)
+        for _ in range(self.task.pace.warm_up):
+            next(self._results)
+
     def _check(self) -> float:
         """The largest relative difference to unpartitioned torch over the first steps."""
         expected = self.task.expected(self.plan.microbatches)
@@ -251,6 +282,46 @@ class PipelineRow(Row):
             self.task.workload, self.pipe, len(expected), seed=self.task.seed, expected=expected
         )
         return max(step.difference for step in steps)
+
+
+class AtOnceRow(Row):
+    """Devices that compute at the same time, each on the whole model: their rates, summed.
+
+    Cores that share a bus or a clock are slower together than one by one.
+    """
+
+    label = "measured"
+
+    def __init__(self, task: Task, name: str, alone: Sequence[PipelineRow]) -> None:
+        super().__init__(task)
+        self.name = name
+        self.microbatches = max(row.microbatches for row in alone)
+        self.label = next((row.label for row in alone if row.label != self.label), self.label)
+        self._alone = alone
+
+    def step_s(self) -> float:
+        """The mini-batch's seconds at the sum of the devices' rates, over one common window."""
+        pace = self.task.pace
+        window_s = pace.timed * max(row.plan.step_s for row in self._alone)
+        begin = threading.Barrier(len(self._alone))
+
+        def rate(row: PipelineRow) -> float:
+            batches = list(islice(self.task.workload.batches(self.task.mini_batch, 0), 8))
+            for x, y in batches[: pace.warm_up]:
+                row.pipe.step(x, y)
+            begin.wait()
+            begin_s = time.perf_counter()
+            end_s, count = begin_s, 0
+            while end_s < begin_s + window_s:  # the others are at work until this ends
+                row.pipe.step(*batches[count % len(batches)])
+                end_s, count = time.perf_counter(), count + 1
+            return count / (end_s - begin_s)
+
+        with one_thread(), ThreadPoolExecutor(len(self._alone)) as pool:
+            return 1 / sum(pool.map(rate, self._alone))
+
+    def close(self) -> None:
+        """The rows alone close themselves."""
 
 
 def _only(cluster: Cluster, used: Sequence[str]) -> Cluster:

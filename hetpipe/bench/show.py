@@ -74,13 +74,29 @@ def outcome_lines(outcome: Outcome) -> list[str]:
     plan = outcome.balanced.plan
     efficiency = outcome.efficiency
     lines = [
-        f"devices alone, summed: {format_rate(outcome.ideal)}; balanced pipeline: "
-        f"{format_rate(outcome.balanced.rate)} = {efficiency:.1%} of it ({plan.label})",
+        f"devices alone, one after the other, summed: {format_rate(outcome.ideal)}; balanced "
+        f"pipeline: {format_rate(outcome.balanced.rate)} = {efficiency:.1%} of it ({plan.label})",
         f"fill limit M/(M+N-1) with M = {plan.microbatches}, N = {len(plan.stages)}: "
         f"{plan.fill_limit:.1%}; efficiency over fill limit: {efficiency / plan.fill_limit:.1%}",
         f"balanced over even split: {outcome.balanced.rate / outcome.even.rate:.2f}, over the best "
         f"split that ignores speeds: {outcome.balanced.rate / outcome.blind.rate:.2f}",
     ]
+    if outcome.at_once is not None:
+        shares = [
+            f"{row.name} {row.rate / outcome.sum_rate:.1%}"
+            for row in (outcome.balanced, *outcome.streams)
+        ]
+        lines.append(
+            f"devices alone, all at once, summed: {format_rate(outcome.sum_rate)}; of it: "
+            f"{', '.join(shares)}"
+        )
+    best = max(
+        (*outcome.alone, outcome.even, outcome.blind, *outcome.together), key=lambda row: row.rate
+    )
+    lines.append(
+        f"auto, the plan without any choice given: {format_rate(outcome.auto.rate)} = "
+        f"{outcome.auto.rate / best.rate:.1%} of the best synchronous row, {best.name}"
+    )
     if outcome.over_peer is None:
         lines.append(f"no row of torch.distributed.pipelining: {outcome.without_peer}")
     else:
@@ -193,21 +209,25 @@ def closing(outcomes: Sequence[Outcome]) -> list[str]:
 def _against_plan(row: Row) -> tuple[str, str, str, str]:
     if not isinstance(row, PipelineRow):
         return "", "", "", ""
+    raw = f"{format_s(row.plan.step_s)} ({row.plan.step_s / row.measured_s - 1:+.1%})"
     correction = row.correction
+    if correction is None:
+        return raw, "", "", "older weights"
     interval_s = correction.interval_s
     return (
-        f"{format_s(row.plan.step_s)} ({row.plan.step_s / row.measured_s - 1:+.1%})",
+        raw,
         f"{format_s(correction.corrected_s)} ({correction.corrected_s / row.measured_s - 1:+.1%})",
         "" if interval_s is None else " .. ".join(map(format_s, interval_s)),
-        f"{row.difference:.0e}",
+        "" if row.difference is None else f"{row.difference:.0e}",
     )
 
 
 def prediction_line(rows: Sequence[PipelineRow]) -> str:
     """How far predictions were from measured steps, raw and corrected, over these rows."""
     raw = [abs(row.plan.step_s / row.measured_s - 1) for row in rows]
-    corrected = [abs(row.correction.corrected_s / row.measured_s - 1) for row in rows]
-    spans = [(row.measured_s, row.correction.interval_s) for row in rows]
+    pairs = [(row.measured_s, row.correction) for row in rows if row.correction is not None]
+    corrected = [abs(each.corrected_s / step_s - 1) for step_s, each in pairs]
+    spans = [(step_s, each.interval_s) for step_s, each in pairs]
     within = [span[0] <= step_s <= span[1] for step_s, span in spans if span is not None]
     return (
         f"predicted steps of {len(rows)} plans: raw {_errors(raw)}, corrected for drift "

@@ -28,7 +28,11 @@ if TYPE_CHECKING:
     from hetpipe.bench.outcome import Outcome, Setting
     from hetpipe.cluster import Cluster, Link
 
-WORKLOADS = ("digits", "gpt", "lstm")
+SHORT = ("digits", "gpt")
+FULL = ("digits", "gpt", "lstm")
+REHEARSED = "pytorch:cpu:0"
+LINK = "1 Gb/s, 1 ms"
+SHORT_ROUNDS, FULL_ROUNDS = 3, 4
 
 
 def command(
@@ -38,27 +42,47 @@ def command(
             "--workload",
             metavar="MODEL",
             help="Zoo name or package.module:factory; may be repeated. "
-            "\\[default: digits, gpt, lstm]",
+            "\\[default: digits, gpt; with --full lstm, too]",
         ),
     ] = None,
+    full: Annotated[
+        bool,
+        typer.Option("--full", help="The long form: everything below, and torch's own pipeline."),
+    ] = False,
     matmul: Annotated[
-        bool, typer.Option(help="Matrix products of the processors first, against torch's.")
-    ] = True,
+        bool | None,
+        typer.Option(help="Matrix products of the processors first, against torch's."),
+    ] = None,
     rehearse: Annotated[
-        str,
-        typer.Option(metavar="ID", help="Two workers on this device, one at half speed; '' none."),
-    ] = "pytorch:cpu:0",
+        str | None,
+        typer.Option(
+            metavar="ID",
+            help="Two workers on this device, one at half speed; '' none. "
+            f"\\[default with --full: {REHEARSED}]",
+        ),
+    ] = None,
     twice: Annotated[
         str | None,
         typer.Option(
             metavar="ID",
-            help="Also two workers like this one; '' none. \\[default: the first here]",
+            help="Also two workers like this one; '' none. \\[default with --full: the first]",
         ),
     ] = None,
     link: Annotated[
-        str, typer.Option(metavar="LINK", help="Emulated between devices as well; '' none.")
-    ] = "1 Gb/s, 1 ms",
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Turns of every row.")] = 4,
+        str | None,
+        typer.Option(
+            metavar="LINK",
+            help=f"Emulated between devices as well; '' none. \\[default with --full: {LINK}]",
+        ),
+    ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            "--rounds",
+            min=1,
+            help=f"Turns of every row. \\[default: {SHORT_ROUNDS}, with --full {FULL_ROUNDS}]",
+        ),
+    ] = None,
     steps: Annotated[
         int | None,
         typer.Option(
@@ -83,35 +107,36 @@ def command(
 ) -> None:
     """Measure workloads on devices alone and together.
 
-    Without a cluster, devices or speeds: each workload on the devices of this machine, and on two
-    workers of one of them; and the first workload with one of two workers at half speed (emulated).
+    The short form takes some minutes. The long form has more workloads and rows; without a cluster,
+    devices or speeds also two workers of one device, and one of two at half speed (emulated).
     """
     from hetpipe.cluster.file import parse_link
     from hetpipe.zoo.load import check_name
 
     output = Output(json)
-    models = workload or WORKLOADS
+    models = workload or (FULL if full else SHORT)
     for model in models:
         check_name(model)
     check_synchronous(schedule)
     check_picture(picture)
+    link = LINK if link is None and full else link
     slow = parse_link(link) if link else None
     here = make_cluster(cluster, devices, backends, emulate_speed)
-    if cluster or devices or backends or emulate_speed:
-        rehearse = ""
-    elif twice is None:
-        twice = here.ids[0]
+    if full and not (cluster or devices or backends or emulate_speed):
+        rehearse = REHEARSED if rehearse is None else rehearse
+        twice = here.ids[0] if twice is None else twice
     common = {
         "mini_batch": mini_batch, "microbatches": microbatches, "schedule": schedule,
-        "rounds": rounds, "steps": steps, "seed": seed,
+        "rounds": rounds or (FULL_ROUNDS if full else SHORT_ROUNDS), "steps": steps, "seed": seed,
+        "peer": full,
     }  # fmt: skip
     from hetpipe.bench.bench import run
     from hetpipe.bench.machine import describe, machine, versions
 
-    settings = _settings(here, models, twice or None, slow, rehearse, common)
+    settings = _settings(here, models, twice or None, slow, rehearse or "", common)
     _check_models(models, microbatches, mini_batch)
     output.text(describe())
-    products = _matmul(output) if matmul else []
+    products = _matmul(output) if (full and matmul is None) or matmul else []
     outcomes: list[Outcome] = []
     for setting in settings:
         with progress_bar() as progress:

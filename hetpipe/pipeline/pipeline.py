@@ -123,6 +123,7 @@ class Pipeline:
                 partial(profile, *measured, progress=progress, report=self._efforts.append),
                 partial(stored_costs, *measured),
                 self._captured.layer_graph, self._crew.label,
+                bool(self._captured.updated_buffers),
             )  # fmt: skip
             self.plan, self.costs = planning.choose(planned)
             check_fit(self.plan, infos, optimizer, updates, self._captured.sync_batch_norm)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -51,6 +51,8 @@ class Planning:
     stored: Tables | None = None  # those that need no measurement; None: all
     graph: Callable[[int], LayerGraph] | None = None  # for micro-batches of a size
     label: Label = "measured"  # of speeds on these members
+    whole_batch_statistics: bool = True
+    """Whether the training changes where replicas divide micro-batches, as with batch norms."""
 
     def choose(self, asked: PlanOptions) -> tuple[Plan, CostTable | None]:
         """The quickest predicted plan that meets the options, and its costs. A plan among the
@@ -93,13 +95,26 @@ class Planning:
                 weights=policy.name,
             )  # fmt: skip
             best = with_notes(plans, members)
-            return best, tables[self._samples(best.microbatches)]
+            if asked.schedule == "auto" and not self.whole_batch_statistics:
+                best = min(best, *self._data_parallel(tables), key=lambda plan: plan.step_s)
+            return best, self._nearest(tables, best)
         table = tables[self._samples(counts[0])]
         plan = make_plan(
             table, members[: len(asked.cuts) + 1], mini_batch=self.mini_batch,
             microbatches=counts[0], schedule=schedules[0], weights=policy.name, cuts=asked.cuts,
         )  # fmt: skip
         return plan, table
+
+    def _data_parallel(self, tables: Mapping[int, CostTable]) -> list[Plan]:
+        """The plan with the whole model on every member, if there is one."""
+        try:
+            return [replicated_plan(tables, list(self.members), (), mini_batch=self.mini_batch)]
+        except PlanError:
+            return []
+
+    def _nearest(self, tables: Mapping[int, CostTable], plan: Plan) -> CostTable:
+        """The table for the plan's micro-batches, or for about as many samples."""
+        return tables[min(tables, key=lambda size: abs(size - plan.share_samples))]
 
     def _unpriced(self, asked: PlanOptions, rule: Rule, policy: WeightPolicy) -> Plan:
         """The plan of which the user gives everything but the costs."""
@@ -152,7 +167,7 @@ class Planning:
         plan = replicated_plan(
             tables, members, cuts, mini_batch=self.mini_batch, microbatches=asked.microbatches
         )
-        return plan, tables[min(tables, key=lambda size: abs(size - plan.share_samples))]
+        return plan, self._nearest(tables, plan)
 
     def _staged(
         self, asked: PlanOptions, rule: Rule, policy: WeightPolicy, replicas: Sequence[int]
