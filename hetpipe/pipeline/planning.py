@@ -96,7 +96,7 @@ class Planning:
             )  # fmt: skip
             best = with_notes(plans, members)
             if asked.schedule == "auto" and not self.whole_batch_statistics:
-                best = min(best, *self._data_parallel(tables), key=lambda plan: plan.step_s)
+                best = min([best, *self._data_parallel(tables)], key=lambda plan: plan.step_s)
             return best, self._nearest(tables, best)
         table = tables[self._samples(counts[0])]
         plan = make_plan(
