@@ -152,7 +152,10 @@ def server_for(settings: Mapping[str, str]) -> ForkServer:
     key = os.getpid(), tuple(sorted(early.items()))
     with _starting:
         server = _servers.get(key)
-        if server is None or not server.runs:
+        if server is not None and not server.runs:
+            server.close()
+            server = None
+        if server is None:
             server = _servers[key] = ForkServer(settings)
     return server
 

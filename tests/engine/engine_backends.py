@@ -66,3 +66,13 @@ def cores(device: Any) -> list[int]:
 
 def variable(device: Any, name: str) -> str | None:
     return os.environ.get(name)
+
+
+def folder(device: Any) -> str:
+    """The working folder of a worker."""
+    return os.getcwd()
+
+
+def nap(device: Any, seconds: float) -> None:
+    """Do nothing for a while."""
+    time.sleep(seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from hetpipe.cli.selftest import run_selftest
 from hetpipe.cluster.cluster import Cluster, Member
 from hetpipe.crew.crew import Crew
 from hetpipe.crew.request import StepRequest
-from hetpipe.errors import HetpipeError
+from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.schedule.generators import generate
 from hetpipe.sdk import registry
 
@@ -116,3 +117,62 @@ def test_a_users_module_with_the_name_of_a_library_is_refused(
     with pytest.raises(HetpipeError, match=r"module 'this' of yours.* import .*this\.py .*rename"):
         Crew.start(Cluster((Member("m0", "mine:cpu:0"),)))
     del sys.modules["this"]
+
+
+def _pids(crew: Crew) -> list[int]:
+    return crew.call(list(crew.infos), "engine_backends:pid")
+
+
+def _server_of(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+    return int(status.partition("PPid:")[2].split()[0])
+
+
+def _pair(*devices: str) -> Cluster:
+    members = tuple(Member(f"m{n}", device) for n, device in enumerate(devices))
+    return Cluster(members, transport="shared-memory")
+
+
+def test_workers_come_from_one_server_with_one_thread() -> None:
+    servers = set()
+    for _ in range(2):
+        with Crew.start(_pair("numpy:cpu:0", "numpy:cpu:0")) as crew:
+            servers |= {_server_of(pid) for pid in _pids(crew)}
+    assert len(servers) == 1
+    assert len(os.listdir(f"/proc/{servers.pop()}/task")) == 1
+
+
+def test_a_worker_has_the_folder_and_the_variables_of_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Crew.start(_pair("numpy:cpu:0")) as crew:
+        (before,) = _pids(crew)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MY_VARIABLE", "mine")
+    with Crew.start(_pair("numpy:cpu:0")) as crew:
+        assert crew.call(["m0"], "engine_backends:folder") == [str(tmp_path)]
+        assert crew.call(["m0"], "engine_backends:variable", "MY_VARIABLE") == ["mine"]
+        (after,) = _pids(crew)
+    assert before != after
+
+
+def test_variables_that_a_library_reads_when_it_is_loaded_have_a_server_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    servers = []
+    for threads in ("1", "2"):
+        monkeypatch.setenv("BLIS_NUM_THREADS", threads)
+        with Crew.start(_pair("numpy:cpu:0")) as crew:
+            assert crew.call(["m0"], "engine_backends:variable", "BLIS_NUM_THREADS") == [threads]
+            servers += [_server_of(pid) for pid in _pids(crew)]
+    assert servers[0] != servers[1]
+
+
+def test_a_server_that_was_killed_is_replaced() -> None:
+    with Crew.start(_pair("numpy:cpu:0", "numpy:cpu:0")) as crew:
+        server = _server_of(_pids(crew)[0])
+        os.kill(server, signal.SIGKILL)
+        with pytest.raises(WorkerError, match="was killed by SIGKILL"):
+            crew.call(["m0"], "engine_backends:nap", 60.0)
+    with Crew.start(_pair("numpy:cpu:0")) as crew:
+        assert _server_of(_pids(crew)[0]) != server

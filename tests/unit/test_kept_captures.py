@@ -1,0 +1,226 @@
+"""A second capture of the same model comes from the disk; anything else is captured anew."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hetpipe as hp
+from hetpipe.caches import CacheWarning
+from hetpipe.capture import Captured
+from hetpipe.capture.example import Example
+from hetpipe.capture.export import with_loss
+from hetpipe.capture.precision import Precision
+from hetpipe.capture.signature import sign
+from hetpipe.sdk.graph import dump_graph
+
+MODEL = """
+import torch
+from torch import nn
+from torch.nn import functional
+from helper import activate
+
+SCALE = 2.0
+
+class Model(nn.Module):
+    def __init__(self, width=6):
+        super().__init__()
+        self.inner, self.norm = nn.Linear(4, width), nn.BatchNorm1d(width)
+        self.outer = nn.Linear(width, 3)
+        self.table = torch.arange(width) * 0.5
+
+    def forward(self, x):
+        y = self.norm(self.inner(x)) * self.table
+        return self.outer(activate(functional.dropout(y, 0.1)) * SCALE)
+"""
+HELPER = "import torch\ndef activate(x):\n    return torch.relu(x)\n"
+BATCH = (torch.linspace(-1, 1, 16).reshape(4, 4), torch.tensor([0, 1, 2, 0]))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "captures"
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ModuleType]]:
+    """Imports the model's module as it is written now."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def load(model: str = MODEL, helper: str = HELPER) -> ModuleType:
+        (tmp_path / "written.py").write_text(model)
+        (tmp_path / "helper.py").write_text(helper)
+        for name in ("written", "helper"):
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        return importlib.import_module("written")
+
+    yield load
+    for name in ("written", "helper"):
+        sys.modules.pop(name, None)
+
+
+def exports(model: nn.Module, loss_fn: Any = F.cross_entropy, **options: Any) -> int:
+    """The exports of a capture and its stages."""
+    captured = Captured(model, loss_fn, BATCH, **options)
+    captured.stage_graphs([1], [{}, {}], [2], hp.optim.adam())
+    return captured.exports
+
+
+def rows(captured: Captured, cuts: list[int], evaluation: bool = False) -> Any:
+    tables: list[Any] = [{}] * (len(cuts) + 1)
+    if evaluation:
+        stages = captured.evaluation_graphs(cuts, tables, [2])
+    else:
+        stages = captured.stage_graphs(cuts, tables, [2, 3], hp.optim.adam(), halves=True)
+    programs = [
+        program
+        for stage in stages
+        for passes in stage.passes.values()
+        for program in (*passes.programs, stage.update, stage.predict, stage.norm)
+    ]
+    graphs = [None if p is None else (dump_graph(p.graph), p.inputs, p.outputs) for p in programs]
+    return graphs, [(stage.tied, sorted(stage.constants)) for stage in stages]
+
+
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_the_same_model_is_not_exported_again(
+    module: Callable[..., ModuleType], evaluation: bool
+) -> None:
+    first = Captured(module().Model(), F.cross_entropy, BATCH)
+    expected = rows(first, [1], evaluation)
+    second = Captured(module().Model(), F.cross_entropy, BATCH)
+    assert rows(second, [1], evaluation) == expected
+    assert first.exports > 0
+    assert second.exports == 0
+    for name in ("layer_names", "fingerprint", "updated_buffers", "has_count", "trainable"):
+        assert getattr(second, name) == getattr(first, name)
+    assert second.layer_graph(4) == first.layer_graph(4)
+    assert sorted(second.buffers) == sorted(first.buffers)
+
+
+CHANGES = {
+    "a global": (MODEL.replace("SCALE = 2.0", "SCALE = 3.0"), HELPER),
+    "a constant tensor": (MODEL.replace("* 0.5", "* 0.25"), HELPER),
+    "a width": (MODEL.replace("width=6", "width=7"), HELPER),
+    "a function of another file": (MODEL, HELPER.replace("relu", "tanh")),
+    "code for real tensors alone": (
+        MODEL,
+        HELPER.replace("return", "x = x * 2 if x.device.type == 'cpu' else x\n    return"),
+    ),
+    "a name": (MODEL.replace("self.inner", "self.first"), HELPER),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_code_is_captured_anew(module: Callable[..., ModuleType], change: str) -> None:
+    assert exports(module().Model()) > 0
+    assert exports(module().Model()) == 0
+    model, helper = CHANGES[change]
+    assert exports(module(model, helper).Model()) > 0
+
+
+def test_a_value_that_is_set_in_a_run_counts(module: Callable[..., ModuleType]) -> None:
+    loaded = module()
+    exports(loaded.Model())
+    loaded.SCALE = 5.0
+    assert exports(loaded.Model()) > 0
+    loaded.SCALE = 2.0
+    assert exports(loaded.Model()) == 0
+    model = loaded.Model()
+    model.table = model.table + 1
+    assert exports(model) > 0
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    model.inner.requires_grad_(False)
+    return model
+
+
+def partly_evaluated(model: nn.Module) -> nn.Module:
+    model.norm.eval()
+    return model
+
+
+def smooth_loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out, y, label_smoothing=0.1)
+
+
+OTHERS: dict[str, Callable[[nn.Module], int]] = {
+    "frozen": lambda model: exports(frozen(model)),
+    "eval mode of a part": lambda model: exports(partly_evaluated(model)),
+    "loss": lambda model: exports(model, smooth_loss),
+    "precision": lambda model: exports(model, precision=Precision("bfloat16")),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_other_captures_of_one_model_are_their_own(
+    module: Callable[..., ModuleType], other: str
+) -> None:
+    loaded = module()
+    exports(loaded.Model())
+    assert OTHERS[other](loaded.Model()) > 0
+    assert exports(loaded.Model()) == 0
+
+
+def test_a_damaged_entry_is_made_again(module: Callable[..., ModuleType], cache: Path) -> None:
+    exports(module().Model())
+    for path in cache.iterdir():
+        path.write_bytes(path.read_bytes()[:-1])
+    with pytest.warns(CacheWarning, match="will be made again: its checksum"):
+        assert exports(module().Model()) > 0
+    assert exports(module().Model()) == 0
+
+
+def test_an_entry_of_another_user_is_not_read(
+    module: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exports(module().Model())
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.warns(CacheWarning, match="belongs to user"):
+        assert exports(module().Model()) > 0
+
+
+def test_code_without_a_file_is_captured_anew() -> None:
+    space: dict[str, Any] = {"__name__": "unwritten"}
+    sys.modules["unwritten"] = ModuleType("unwritten")
+    exec(MODEL.replace("from helper import activate", "activate = torch.relu"), space)
+    vars(sys.modules["unwritten"]).update(space)
+    assert exports(space["Model"]()) == exports(space["Model"]()) > 0
+    del sys.modules["unwritten"]
+
+
+def test_a_signature_changes_nothing(module: Callable[..., ModuleType]) -> None:
+    model = module().Model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    example = Example(*BATCH)
+    run = with_loss(model, F.cross_entropy, example)
+    signatures = {sign(run, example.tensors(2)) for _ in range(3)}
+    assert len(signatures) == 1
+    assert None not in signatures
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(p.is_meta for p in model.parameters())
+
+
+class ReadsValues(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if float(x.sum()) > 0 else x
+
+
+def test_code_that_reads_values_has_no_signature() -> None:
+    assert sign(ReadsValues(), [torch.ones(2)]) is None
