@@ -174,7 +174,7 @@ class PipelineRow(Row):
         super().__init__(task)
         self.name = name
         self.plan = plan
-        self.corrections: list[Correction] = []  # one of every turn
+        self.corrections: list[Correction] = []  # before and after every turn
         self._batches = task.workload.batches(task.mini_batch, task.seed)
         cluster = _only(task.cluster, [name for stage in plan.stages for name in stage.devices])
         self._crew = Crew.start(cluster)
@@ -199,6 +199,7 @@ class PipelineRow(Row):
             return (time.perf_counter() - begin_s) / pace.timed
 
     def measure(self) -> None:
+        self.corrections.append(self.pipe.corrected())
         super().measure()
         self.corrections.append(self.pipe.corrected())
 
@@ -209,7 +210,7 @@ class PipelineRow(Row):
 
     @property
     def correction(self) -> Correction:
-        """The prediction as corrected for drift, the median over rounds."""
+        """The prediction as corrected for drift, a median."""
         ordered = sorted(self.corrections, key=lambda correction: correction.corrected_s)
         return ordered[len(ordered) // 2]
 
