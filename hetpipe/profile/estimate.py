@@ -68,8 +68,10 @@ class Series:
         return statistics.median(ratios) if ratios else 1.0
 
     def alone_factor(self, size: int) -> float:
-        """The network's time while the other devices are idle, over the time beside them; 1 if it
-        was not measured."""
+        """The network's time while the other devices are idle, over the time beside them.
+
+        It is 1 if it was not measured, or is no further from 1 than one slice is from another.
+        """
         alone_s = beside_s = 0.0
         for pattern in self.able:
             for which in (FORWARD, BACKWARD):
@@ -78,7 +80,8 @@ class Series:
                     alone_s += self._counts[pattern] * samples.mean_s
                     beside_s += self._counts[pattern] * self._median_s(size, pattern, which)
         beside_s *= self.usual(size)
-        return min(max(alone_s / beside_s, LEAST_ALONE), 1.0) if beside_s and alone_s else 1.0
+        factor = max(alone_s / beside_s, LEAST_ALONE) if beside_s and alone_s else 1.0
+        return factor if factor < 1 - self.spread(size) else 1.0
 
     def uncertain(self, size: int) -> list[int]:
         """The patterns whose median is not known well enough: within `PRECISION` of themselves, or

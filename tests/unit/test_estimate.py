@@ -99,6 +99,9 @@ def test_time_alone_over_time_beside_others(network: Network) -> None:
     assert series(network, *beside, alone=[taken(even(0.5))]).alone_factor(SIZE) == 0.5
     assert series(network, *beside, alone=[taken(even(1.5))]).alone_factor(SIZE) == 1.0
     assert series(network, *beside).alone_factor(SIZE) == 1.0
+    noisy = [taken(even(time_s)) for time_s in (0.5, 1.0, 1.5)]
+    assert series(network, *noisy, alone=[taken(even(0.8))]).alone_factor(SIZE) == 1.0
+    assert series(network, *noisy, alone=[taken(even(0.6))]).alone_factor(SIZE) < 0.7
 
 
 def test_bad_times_are_left_out_of_everything(network: Network) -> None:
