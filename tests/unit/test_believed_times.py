@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +50,18 @@ def test_no_emulated_speed_waits_for_a_jump(jump_s: float, monkeypatch: pytest.M
     assert time.perf_counter() - begin_s < LONGEST_S
 
 
+@cache
+def perceptron() -> Captured:
+    """A small model, captured once for all tests."""
+    return Captured(MLP(), F.cross_entropy, (torch.randn(8, 20), torch.randint(0, 5, (8,))))
+
+
 def profiled(
     folder: Path, monkeypatch: pytest.MonkeyPatch, now_s: Callable[[], float]
 ) -> CostTable:
     """A profile by this clock, on one device in this process."""
     monkeypatch.setenv("HETPIPE_CACHE", str(folder))
-    torch.manual_seed(0)
-    example = (torch.randn(8, 20), torch.randint(0, 5, (8,)))
-    captured = Captured(MLP(), F.cross_entropy, example)
+    captured = perceptron()
     with Crew.start(Cluster((Member("a", "numpy:cpu:0"),), transport="local")) as crew:
         monkeypatch.setattr(clock, "now_s", now_s)
         return profile(captured, crew, hp.optim.sgd(0.1), [4])[4]
