@@ -178,7 +178,7 @@ class PipelineRow(Row):
         super().__init__(task)
         self.name = name
         self.plan = plan
-        self.corrections: list[Correction] = []  # one of every turn
+        self.corrections: list[Correction] = []  # before and after every turn
         self._batches = task.workload.batches(task.mini_batch, task.seed)
         self._results: Iterator[Result] | None = None  # of a plan without flushes
         cluster = _only(task.cluster, [name for stage in plan.stages for name in stage.devices])
@@ -210,9 +210,9 @@ class PipelineRow(Row):
             return (time.perf_counter() - begin_s) / pace.timed
 
     def measure(self) -> None:
+        self.corrections.append(self.pipe.corrected())
         super().measure()
-        if self._results is None:  # the probe would flush a stream, and it would fill anew
-            self.corrections.append(self.pipe.corrected())
+        self.corrections.append(self.pipe.corrected())
 
     @property
     def measured_s(self) -> float:
@@ -220,10 +220,8 @@ class PipelineRow(Row):
         return self.task.mini_batch / self.rate
 
     @property
-    def correction(self) -> Correction | None:
-        """The prediction as corrected for drift, the median over rounds; None for a stream."""
-        if not self.corrections:
-            return None
+    def correction(self) -> Correction:
+        """The prediction as corrected for drift, a median."""
         ordered = sorted(self.corrections, key=lambda correction: correction.corrected_s)
         return ordered[len(ordered) // 2]
 
@@ -235,9 +233,9 @@ class PipelineRow(Row):
         return {
             **super().to_json(),
             "predicted_step_s": self.plan.step_s,
-            "corrected_step_s": None if correction is None else correction.corrected_s,
-            "interval_s": None if correction is None else correction.interval_s,
-            "drifts": None if correction is None else correction.drifts,
+            "corrected_step_s": correction.corrected_s,
+            "interval_s": correction.interval_s,
+            "drifts": correction.drifts,
             "measured_step_s": self.measured_s,
             "max_loss_rel_diff": self.difference,
             "plan": self.plan.to_json(),

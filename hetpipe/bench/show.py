@@ -211,21 +211,19 @@ def _against_plan(row: Row) -> tuple[str, str, str, str]:
         return "", "", "", ""
     raw = f"{format_s(row.plan.step_s)} ({row.plan.step_s / row.measured_s - 1:+.1%})"
     correction = row.correction
-    if correction is None:
-        return raw, "", "", "older weights"
     interval_s = correction.interval_s
     return (
         raw,
         f"{format_s(correction.corrected_s)} ({correction.corrected_s / row.measured_s - 1:+.1%})",
         "" if interval_s is None else " .. ".join(map(format_s, interval_s)),
-        "" if row.difference is None else f"{row.difference:.0e}",
+        "older weights" if row.difference is None else f"{row.difference:.0e}",
     )
 
 
 def prediction_line(rows: Sequence[PipelineRow]) -> str:
     """How far predictions were from measured steps, raw and corrected, over these rows."""
     raw = [abs(row.plan.step_s / row.measured_s - 1) for row in rows]
-    pairs = [(row.measured_s, row.correction) for row in rows if row.correction is not None]
+    pairs = [(row.measured_s, row.correction) for row in rows]
     corrected = [abs(each.corrected_s / step_s - 1) for step_s, each in pairs]
     spans = [(step_s, each.interval_s) for step_s, each in pairs]
     within = [span[0] <= step_s <= span[1] for step_s, span in spans if span is not None]

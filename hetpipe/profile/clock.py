@@ -78,6 +78,11 @@ class Samples:
         return statistics.median(self.good)
 
     @property
+    def mean_s(self) -> float:
+        """The mean of the good ones."""
+        return statistics.fmean(self.good)
+
+    @property
     def spread(self) -> float:
         """Half of the distance between the quartiles, over the median."""
         return half_width_s(self.good) / self.median_s

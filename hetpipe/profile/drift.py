@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hetpipe.crew.crew import Crew
     from hetpipe.plan.plan import Plan, StagePlan
 
-TURNS = 3
+TURNS = 5
 """Takes of a probe that is compared with an earlier one."""
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from hetpipe.cost.table import LayerCost
-from hetpipe.profile.clock import Samples, credible, half_width_s
+from hetpipe.profile.clock import Samples, half_width_s
 from hetpipe.profile.patterns import Network
 from hetpipe.profile.probe import warn_of_bad
 from hetpipe.profile.profiler import BACKWARD, FORWARD, UPDATE, Taken, Times
@@ -47,35 +47,41 @@ class Series:
 
     def layers(self, size: int) -> tuple[LayerCost, ...]:
         """The costs of every layer at this size."""
-        costs = {pattern: self._cost(size, pattern) for pattern in self.able}
+        usual = self.usual(size)
+        costs = {pattern: self._cost(size, pattern).scaled(usual) for pattern in self.able}
         endless = (math.inf, math.inf, math.inf)
         refusals = {pattern: LayerCost(*endless, why) for pattern, why in self.refused.items()}
         return tuple((costs | refusals)[pattern] for pattern in self.network.layers)
 
     def spread(self, size: int) -> float:
-        """The relative spread of the network's time from round to round.
-
-        Of a round that leaves out some patterns the others are compared with their medians.
-        """
-        ratios = [
-            sum(now_s) / sum(usual_s)
-            for taken in self.beside
-            for now_s, usual_s in self._rounds(taken, size)
-            if all(map(credible, now_s))
-        ]
+        """The relative spread of the network's time from slice to slice."""
+        ratios = self._ratios(size)
         return half_width_s(ratios) / statistics.median(ratios) if len(ratios) > 1 else 0.0
 
+    def usual(self, size: int) -> float:
+        """The network's time in the usual slice over the sum of its passes' medians.
+
+        It is above 1 where something interrupts now and then: most passes do not notice, and a step
+        does.
+        """
+        ratios = self._ratios(size)
+        return statistics.median(ratios) if ratios else 1.0
+
     def alone_factor(self, size: int) -> float:
-        """The network's time while the other devices are idle, over the time beside them; 1 if it
-        was not measured."""
+        """The network's time while the other devices are idle, over the time beside them.
+
+        It is 1 if it was not measured, or is no further from 1 than one slice is from another.
+        """
         alone_s = beside_s = 0.0
         for pattern in self.able:
             for which in (FORWARD, BACKWARD):
                 samples = _samples(self.alone, size, pattern, which)
                 if samples.good:
-                    alone_s += self._counts[pattern] * samples.median_s
+                    alone_s += self._counts[pattern] * samples.mean_s
                     beside_s += self._counts[pattern] * self._median_s(size, pattern, which)
-        return min(max(alone_s / beside_s, LEAST_ALONE), 1.0) if beside_s and alone_s else 1.0
+        beside_s *= self.usual(size)
+        factor = max(alone_s / beside_s, LEAST_ALONE) if beside_s and alone_s else 1.0
+        return factor if factor < 1 - self.spread(size) else 1.0
 
     def uncertain(self, size: int) -> list[int]:
         """The patterns whose median is not known well enough: within `PRECISION` of themselves, or
@@ -123,13 +129,23 @@ class Series:
         samples = _samples(self.beside, size, pattern, which)
         return samples.median_s if samples.good else 0.0
 
-    def _rounds(self, taken: Taken, size: int) -> Iterator[tuple[list[float], list[float]]]:
-        """Of each round, the passes' times and their medians, times the layers of the pattern."""
-        places = [place for place in taken.times_s if place[0] == size]
-        counts = [self._counts[pattern] for _, pattern, _ in places]
-        usual_s = [n * self._median_s(*place) for n, place in zip(counts, places, strict=True)]
-        for row in zip(*(taken.times_s[place] for place in places), strict=True):
-            yield [n * time_s for n, time_s in zip(counts, row, strict=True)], usual_s
+    def _ratios(self, size: int) -> list[float]:
+        """Of each slice, the time of all its passes over as many medians of theirs.
+
+        A slice without some patterns is compared by those that it has.
+        """
+        ratios = []
+        for taken in self.beside:
+            now_s = usual_s = 0.0
+            for place, times_s in taken.times_s.items():
+                if place[0] == size:
+                    good = Samples.of(times_s).good
+                    count = self._counts[place[1]]
+                    now_s += count * sum(good)
+                    usual_s += count * len(good) * self._median_s(*place)
+            if usual_s > 0:
+                ratios.append(now_s / usual_s)
+        return ratios
 
 
 def step_times(usual: Times, after_update: Times) -> Times:

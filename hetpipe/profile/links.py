@@ -15,6 +15,7 @@ from hetpipe.capture.program import CUT, INPUT, LOSS, PassPrograms, Program, Slo
 from hetpipe.cost.table import LinkCost
 from hetpipe.crew.crew import Crew
 from hetpipe.crew.request import StepRequest
+from hetpipe.profile.clock import Samples
 from hetpipe.schedule.action import Action, Op
 from hetpipe.sdk.graph import canonical
 
@@ -71,8 +72,13 @@ def _transfer(crew: Crew, source: str, target: str | None, nbytes: int) -> tuple
         spans = {str(span.action): span for span in result.timeline.spans}
         if target is not None:
             transfers_s.append(spans["1RF0"].end_s - spans["0SF0"].start_s)
-    warm_s = transfers_s[WARM_UP:] or [0.0]
-    return statistics.median(warm_s), statistics.median(overheads_s[WARM_UP:])
+    overhead = Samples.of(overheads_s[WARM_UP:])
+    overhead.check(f"{source}: the controller's part of a step")
+    if target is None:
+        return 0.0, overhead.median_s
+    transfer = Samples.of(transfers_s[WARM_UP:])
+    transfer.check(f"{source} -> {target}: a tensor of {nbytes} bytes")
+    return transfer.median_s, overhead.median_s
 
 
 def _request(count: int, transfers: bool) -> StepRequest:

@@ -22,11 +22,11 @@ from hetpipe.profile.patterns import Network
 from hetpipe.profile.probe import Probes, median_probe
 from hetpipe.profile.profiler import Prepared, Taken
 
-LEAST = 3  # rounds in a half
+LEAST = 3  # slices in a half
 MOST = 50  # rounds in a slice
 SLICE_S = 0.1
 HALF_S = 0.3  # a half's least: shares of cores are counted in hundredths of a second
-BUDGET_S = 0.6  # a half's most for each size, after the least rounds
+BUDGET_S = 0.6  # a half's most for each size, after the least slices
 UPDATES = 3  # the first does not count
 ALONE = 2  # rounds of a device alone, after a half
 
@@ -72,7 +72,7 @@ class Rounds:
         self._able = {member: list(self._series(member, ()).able) for member in networks}
         warm_up = self._slice({member: self._everything(member) for member in networks}, 0.0, 1)
         self._runs = sum(taken.runs for taken in warm_up.values())
-        self._slice_s = self._slowest_s(warm_up)
+        self._slice_s = SLICE_S  # the first round of all tells little of the others
 
     def half(self, probes: Probes) -> float:
         """Measure until all patterns are known well enough, or time is up.
@@ -170,8 +170,8 @@ class Rounds:
         return {size: patterns for size, patterns in uncertain.items() if patterns}
 
     def _is_enough(self, half: _Half, uncertain: bool, spent_s: float) -> bool:
-        rounds = [sum(len(one.rounds_s) for one in own) for own in half.taken.values()]
-        if min(rounds) < LEAST or spent_s < HALF_S:
+        slices = len(half.taken[self._members[0]])
+        if slices < LEAST or spent_s < HALF_S:
             return False
         return not uncertain or spent_s >= BUDGET_S * len(self._sizes)
 

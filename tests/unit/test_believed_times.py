@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from hetpipe.crew.crew import Crew
 from hetpipe.errors import CostError
 from hetpipe.profile import clock
 from hetpipe.profile.clock import LONGEST_S, ClockWarning, Samples, since_s
+from hetpipe.profile.links import measure_links
 from hetpipe.profile.measure import profile
 
 
@@ -46,14 +50,18 @@ def test_no_emulated_speed_waits_for_a_jump(jump_s: float, monkeypatch: pytest.M
     assert time.perf_counter() - begin_s < LONGEST_S
 
 
+@cache
+def perceptron() -> Captured:
+    """A small model, captured once for all tests."""
+    return Captured(MLP(), F.cross_entropy, (torch.randn(8, 20), torch.randint(0, 5, (8,))))
+
+
 def profiled(
     folder: Path, monkeypatch: pytest.MonkeyPatch, now_s: Callable[[], float]
 ) -> CostTable:
     """A profile by this clock, on one device in this process."""
     monkeypatch.setenv("HETPIPE_CACHE", str(folder))
-    torch.manual_seed(0)
-    example = (torch.randn(8, 20), torch.randint(0, 5, (8,)))
-    captured = Captured(MLP(), F.cross_entropy, example)
+    captured = perceptron()
     with Crew.start(Cluster((Member("a", "numpy:cpu:0"),), transport="local")) as crew:
         monkeypatch.setattr(clock, "now_s", now_s)
         return profile(captured, crew, hp.optim.sgd(0.1), [4])[4]
@@ -113,3 +121,19 @@ def test_a_drift_must_be_a_factor() -> None:
         cost.drifted(Drift(0.0, 1.0))
     with pytest.raises(CostError, match=r"probes of 128 rows .* cannot be compared"):
         drift(Probe(1.0, 1.0, 0.0, 128, 1), Probe(1.0, 1.0, 0.0, 256, 1))
+
+
+def test_a_link_that_takes_no_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line through such times has no bandwidth, or one that is not a number."""
+    members = (Member("a", "numpy:cpu:0"), Member("b", "numpy:cpu:0"))
+    with Crew.start(Cluster(members, transport="local")) as crew:
+        step = crew.step
+
+        def timeless(request: Any) -> Any:
+            result = step(request)
+            spans = tuple(replace(span, start_s=0.0, end_s=0.0) for span in result.timeline.spans)
+            return replace(result, timeline=replace(result.timeline, spans=spans))
+
+        monkeypatch.setattr(crew, "step", timeless)
+        with pytest.raises(CostError, match=r"a -> b: a tensor of 4096 bytes took 0\.0 s"):
+            measure_links(crew)

@@ -50,7 +50,8 @@ def series(network: Network, *beside: Taken, **options: object) -> Series:
 
 
 def test_alike_layers_have_the_cost_of_their_pattern(network: Network) -> None:
-    own = series(network, taken({0: 1.0, 1: 2.0, 2: 3.0}, {0: 1.0, 1: 4.0, 2: 3.0}))
+    rows = {0: 1.0, 1: 2.0, 2: 3.0}, {0: 1.0, 1: 4.0, 2: 3.0}
+    own = series(network, taken(*rows), taken({0: 1.0, 1: 3.0, 2: 3.0}))
     costs = own.layers(SIZE)
     assert [cost.forward_s for cost in costs] == [1.0, 3.0, 3.0, 3.0, 3.0]
     assert [cost.backward_s for cost in costs] == [2.0, 6.0, 6.0, 6.0, 6.0]
@@ -74,10 +75,23 @@ def test_a_small_layer_needs_less_precision(network: Network) -> None:
     assert series(network, taken(*steady[:2])).uncertain(SIZE) == [0, 1, 2], "two are too few"
 
 
-def test_rounds_without_some_patterns_count_for_the_spread(network: Network) -> None:
-    whole, part = taken(even(1.0), even(1.2)), taken({1: 1.1}, {1: 1.1})
-    assert series(network, whole, part).spread(SIZE) == pytest.approx(0.05 / 2.2)
-    assert series(network, taken(even(), even(), even())).spread(SIZE) == 0.0
+def test_slices_without_some_patterns_count_for_the_spread(network: Network) -> None:
+    slices = [taken(even(0.9)), taken(even(1.0)), taken({1: 1.1}), taken({1: 1.0}), taken(even())]
+    assert series(network, *slices).spread(SIZE) == 0.0
+    slices += [taken(even(0.9)), taken({1: 1.1}), taken(even(1.1))]
+    assert series(network, *slices).spread(SIZE) == pytest.approx(0.0625)
+    assert series(network, taken(even(), even(2.0))).spread(SIZE) == 0.0, "one is not enough"
+
+
+def test_costs_are_those_of_the_usual_slice(network: Network) -> None:
+    """Of five passes one is interrupted, each time another: no median shows it, all slices do."""
+    slices = []
+    for interrupted in range(5):
+        rows = [even(3.0 if number == interrupted else 1.0) for number in range(5)]
+        slices.append(taken(*rows))
+    own = series(network, *slices)
+    assert own.usual(SIZE) == pytest.approx(1.4)
+    assert [cost.forward_s for cost in own.layers(SIZE)] == pytest.approx([1.4] * 5)
 
 
 def test_time_alone_over_time_beside_others(network: Network) -> None:
@@ -85,6 +99,9 @@ def test_time_alone_over_time_beside_others(network: Network) -> None:
     assert series(network, *beside, alone=[taken(even(0.5))]).alone_factor(SIZE) == 0.5
     assert series(network, *beside, alone=[taken(even(1.5))]).alone_factor(SIZE) == 1.0
     assert series(network, *beside).alone_factor(SIZE) == 1.0
+    noisy = [taken(even(time_s)) for time_s in (0.5, 1.0, 1.5)]
+    assert series(network, *noisy, alone=[taken(even(0.8))]).alone_factor(SIZE) == 1.0
+    assert series(network, *noisy, alone=[taken(even(0.6))]).alone_factor(SIZE) < 0.7
 
 
 def test_bad_times_are_left_out_of_everything(network: Network) -> None:
