@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hetpipe.capture.captured import Captured
-from hetpipe.capture.program import BUFFER, PARAM
 from hetpipe.checkpoint import Checkpoint
 from hetpipe.checkpoint import load as load_checkpoint
 from hetpipe.crew.crew import Crew
@@ -23,8 +22,10 @@ from hetpipe.pipeline.guard import OneThread
 from hetpipe.pipeline.launch_check import refuse_ranks
 from hetpipe.pipeline.options import PassOptions, records_of
 from hetpipe.pipeline.planning import Planning
+from hetpipe.pipeline.rebalance import HORIZON, Rebalanced, Rebalancer, fixed_by
 from hetpipe.pipeline.resume import progress_of, write
-from hetpipe.pipeline.training import Result, Subject, Training, as_tensors
+from hetpipe.pipeline.stages import Subject
+from hetpipe.pipeline.training import Result, Training, as_tensors, state_dict
 from hetpipe.plan.planner import predict
 from hetpipe.profile.measure import profile
 
@@ -33,8 +34,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from hetpipe.cluster.cluster import Cluster
+    from hetpipe.cost.table import CostTable
     from hetpipe.optim.rule import Optimizer
     from hetpipe.pipeline.options import Options
+    from hetpipe.plan.plan import Plan
     from hetpipe.profile.measure import Progress
     from hetpipe.simulate.timeline import Timeline
 
@@ -82,6 +85,7 @@ class Pipeline:
         refuse_ranks()
         optimizer = check_optimizer(optimizer)
         planned, passes, updates = records_of(options)
+        fixed = fixed_by(planned)
         progress = progress or (lambda text, done, total: None)
         progress("capturing", 0, 1)
         self._captured = captured or Captured(
@@ -114,11 +118,14 @@ class Pipeline:
                 layers, list(infos), mini_batch,
                 lambda sizes: profile(self._captured, self._crew, optimizer, sizes, progress),
             )  # fmt: skip
-            self.plan, self.costs = planning.choose(planned)
-            check_fit(self.plan, infos, optimizer, updates, self._captured.sync_batch_norm)
-            subject = Subject(self._captured, self._crew, self.plan, optimizer, passes, updates)
+            plan, costs = planning.choose(planned)
+            check_fit(plan, infos, optimizer, updates, self._captured.sync_batch_norm)
+            subject = Subject(self._captured, self._crew, plan, optimizer, passes, updates)
             self._training = Training(subject, mini_batch, resume, progress)
-            self._delivery = Delivery(self._training, self._one_thread)
+            self._rebalancer = Rebalancer(
+                self._training, self._crew, costs, fixed, planned.rebalance is not None
+            )
+            self._delivery = Delivery(self._training, self._one_thread, self._rebalancer)
         except BaseException:
             self.close()
             raise
@@ -129,14 +136,7 @@ class Pipeline:
         Under an asynchronous schedule it trains one mini-batch and flushes, which is slow; use
         `run`.
         """
-        with self._one_thread("step"):
-            if not self._training.streams:
-                return self._training.step(x, y).loss
-            self._delivery.settle()
-            self._training.admit(x, y)
-            result = self._training.collect()
-            self._delivery.settle()
-            return result.loss
+        return self._delivery.step(x, y).loss
 
     def run(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Result]:
         """Train on a stream of mini-batches; a result for each, in order.
@@ -146,13 +146,21 @@ class Pipeline:
         results may flush; no result is lost by that. If the caller stops early, the mini-batches
         under way are trained and their results dropped.
         """
-        if not self._training.streams:
-            for x, y in batches:
-                with self._one_thread("run"):
-                    result = self._training.step(x, y)
-                yield result
-            return
         yield from self._delivery.run(batches)
+
+    def rebalance(self, steps: int = HORIZON) -> Rebalanced:
+        """Move layers if the best plan by `costs` saves more in `steps` steps than the move costs.
+
+        Flushes first. Schedule, micro-batches, weights and members stay. Raises `HetpipeError` if
+        the plan, its cuts or replicas were given, or gradients are accumulated.
+        """
+        with self._one_thread("rebalance"):
+            self._delivery.settle()
+            return self._rebalancer.rebalance(steps)
+
+    def set_speed(self, member: str, speed: float) -> None:
+        """Emulate another speed on a member from now on; see `Crew.set_speed`."""
+        self._crew.set_speed(member, speed)
 
     def evaluate(self, x: Any, y: Any) -> float:
         """The mean loss of one mini-batch in eval mode, without gradients; flushes first.
@@ -180,12 +188,7 @@ class Pipeline:
         """The full model's parameters and buffers under their original names, on the CPU."""
         with self._one_thread("state_dict"):
             self._delivery.settle()
-            captured = self._captured
-            values = {**captured.parameters, **captured.buffers}
-            values.update(self._training.read(PARAM))
-            values.update(self._training.read(BUFFER))
-        names = {name: captured.aliases.get(name, name) for name in self._names}
-        return as_tensors({name: values[own] for name, own in names.items() if own in values})
+            return state_dict(self._training, self._captured, self._names)
 
     def save(self, directory: str | Path, *, force: bool = False) -> None:
         """Write a checkpoint, in place of the one in that folder; flushes first.
@@ -224,6 +227,18 @@ class Pipeline:
         return cls(model, loss_fn, example, resume=load_checkpoint(Path(directory)), **options)
 
     @property
+    def plan(self) -> Plan:
+        """The present plan."""
+        return self._training.plan
+
+    @property
+    def costs(self) -> CostTable:
+        """The costs of the profile, scaled by what the last mini-batches have taken."""
+        costs = self._rebalancer.costs
+        assert costs is not None, "planning gives costs with every plan"
+        return costs
+
+    @property
     def steps(self) -> int:
         """The number of mini-batches handed in, including those before a checkpoint."""
         return self._training.steps
@@ -244,9 +259,7 @@ class Pipeline:
 
         Raises `HetpipeError` before the first.
         """
-        recent = self._training.recent
-        if not recent:
-            raise HetpipeError("no step has been taken yet: call step() before timeline")
+        recent = self._training.taken("timeline")
         spans = tuple(span for result in recent for span in result.timeline.spans)
         return replace(recent[0].timeline, spans=spans, label=self.plan.label)
 
@@ -256,15 +269,15 @@ class Pipeline:
 
         Raises `HetpipeError` before the first step.
         """
-        recent = self._training.recent
-        if not recent:
-            raise HetpipeError("no step has been taken yet: call step() before peak_nbytes")
+        recent = self._training.taken("peak_nbytes")
         return tuple(map(max, zip(*(result.peak_nbytes for result in recent), strict=True)))
 
     @property
     def predicted(self) -> Timeline:
-        """The plan's timeline, from profiles and links alone."""
-        return predict(self.plan, self.costs)
+        """The plan's timeline, by the costs with which it was made."""
+        costs = self._rebalancer.planned_by
+        assert costs is not None, "planning gives costs with every plan"
+        return predict(self.plan, costs)
 
     def close(self) -> None:
         """Stop the workers, unless they were lent."""
