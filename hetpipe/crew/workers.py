@@ -87,6 +87,10 @@ class Workers:
             self._fleet.send(worker, say.Speed(speed))
         self.cluster = cluster
 
+    def check(self) -> None:
+        """Raises `WorkerError` if a worker has failed."""
+        self._control.check()
+
     def close(self) -> None:
         """End all workers; safe to call twice."""
         self._close()

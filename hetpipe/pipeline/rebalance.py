@@ -90,7 +90,7 @@ class Rebalancer:
         self._hysteresis = Hysteresis()
         self._seen = 0  # mini-batches in the present window
         self._awaited: tuple[int, float, float] | None = None  # step, seconds of one, promise
-        self._considered: Mapping[str, float] = {}  # factors when no other plan promised enough
+        self._considered: Mapping[str, float] = {}  # factors for which there is no better plan
         self._may_plan_s = 0.0  # a time: plans may be compared again without a change
         self._next: Proposal | None = None
         training.watch = self._saw
@@ -154,6 +154,7 @@ class Rebalancer:
         training.move(proposal.best)
         self._learning.planned(proposal.best)
         self.planned_by = table
+        self._considered = self._learning.factors
         self._seen, self._next = 0, None
         if before_s is not None:
             self._awaited = training.steps, before_s, proposal.promised

@@ -71,6 +71,7 @@ class Stages:
     def check_own(self) -> None:
         """Raises `HetpipeError` if the crew has been given other stages since."""
         if self._crew.load_count != self._own_load:
+            self._crew.check()  # a worker may have failed in a load of ours
             raise HetpipeError(
                 "this pipeline's crew has the stages of another pipeline, or of a profile, by now: "
                 "a crew serves one pipeline at a time; give each its own, or load() a checkpoint"
