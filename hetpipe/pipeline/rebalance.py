@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 GAIN = 0.05
 """The least share of a step that a plan must promise to save."""
-SWAP = 0.1
-"""The same for another order of members, beside the best plan in the present one."""
 HORIZON = 1000
 """The number of steps in which a move must have paid."""
 CHANGE = 0.1
@@ -269,7 +267,7 @@ def fixed_by(asked: PlanOptions) -> str:
 def _best(table: CostTable, plan: Plan) -> Plan:
     """The quickest plan on the members of `plan`, each with a stage, so that all stay measured.
 
-    Another order of members moves all layers, so it must promise `SWAP` more.
+    Another order of members moves all layers, so it must promise `GAIN` more.
     """
     options = {
         "mini_batch": plan.mini_batch, "microbatches": plan.microbatches,
@@ -279,7 +277,7 @@ def _best(table: CostTable, plan: Plan) -> Plan:
     if len(plan.devices) > FREE_ORDER_DEVICES:
         return best
     other = make_plan(table, plan.devices, **options)  # type: ignore[arg-type]
-    return other if other.step_s < (1 - SWAP) * best.step_s else best
+    return other if other.step_s < (1 - GAIN) * best.step_s else best
 
 
 def _moves(before: Plan, after: Plan) -> str:
