@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
@@ -20,13 +20,8 @@ LEAST = 3
 """The fewest of them whose times make sense, to learn from."""
 FARTHEST = 1e3
 """A device this many times slower or quicker than its profile: a wrong clock."""
-_PARTS = {
-    Op.FORWARD: "F",
-    Op.BACKWARD: "B",
-    Op.BACKWARD_INPUT: "B",
-    Op.BACKWARD_WEIGHT: "B",
-    Op.UPDATE: "U",
-}
+# Looked up once: a member of an enum costs more than a pass may.
+FORWARD, BACKWARD_WEIGHT, UPDATE = Op.FORWARD, Op.BACKWARD_WEIGHT, Op.UPDATE
 
 
 class Learning:
@@ -34,12 +29,14 @@ class Learning:
 
     def __init__(self, table: CostTable, plan: Plan) -> None:
         self._table, self._plan = table, plan
-        self._factors: dict[str, float] = {}
+        self._factors: dict[str, float] = {}  # under earlier plans
+        self._learned: dict[str, float] | None = {}  # None: to be computed
         self.recent: deque[Timeline] = deque(maxlen=WINDOW)
 
     def saw(self, timeline: Timeline) -> None:
         """A mini-batch of the plan's size was trained."""
         self.recent.append(timeline)
+        self._learned = None
 
     def planned(self, plan: Plan) -> None:
         """There is a new plan: earlier passes were those of other stages."""
@@ -50,12 +47,12 @@ class Learning:
     @property
     def factors(self) -> dict[str, float]:
         """By device. Devices of which no time makes sense keep theirs, or have none."""
-        ratios: dict[str, list[float]] = defaultdict(list)
-        for timeline in self.recent:
-            for device, ratio in ratios_of(timeline, self._plan, self._table).items():
-                ratios[device].append(ratio)
-        learned = {device: typical(each) for device, each in ratios.items() if len(each) >= LEAST}
-        return {**self._factors, **learned}
+        if self._learned is None:
+            ratios = ratios_of(self.recent, self._plan, self._table)
+            able = {device: each for device, each in ratios.items() if len(each) >= LEAST}
+            new = {device: typical(each) for device, each in able.items()}
+            self._learned = {**self._factors, **new}
+        return self._learned
 
     @property
     def step_s(self) -> float | None:
@@ -73,49 +70,57 @@ class Learning:
         return scaled(self._table, self.factors, emulated)
 
 
-def ratios_of(timeline: Timeline, plan: Plan, table: CostTable) -> dict[str, float]:
-    """Measured over predicted seconds of each device's passes of one mini-batch.
+def ratios_of(
+    timelines: Iterable[Timeline], plan: Plan, table: CostTable
+) -> dict[str, list[float]]:
+    """Measured over predicted seconds of each device's passes, by mini-batch.
 
-    A device is left out if it lacks some of its passes, or if one of its times makes no sense: NaN,
-    zero or less, or so long or short that no device can be meant.
+    A mini-batch is left out for a device that lacks some of its passes, or if one of its times
+    makes no sense: NaN, zero or less, or so long or short that no device can be meant.
     """
-    sums_s: dict[tuple[int, str], float] = defaultdict(float)
-    counts: Counter[tuple[int, str]] = Counter()
-    senseless: set[int] = set()
-    for span in timeline.spans:
-        stage, op = span.action.stage, span.action.op
-        if (part := _PARTS.get(op)) is None:
-            continue
-        time_s = span.end_s - span.start_s
-        if not 0 < time_s < math.inf:
-            senseless.add(stage)
-        sums_s[stage, part] += time_s
-        counts[stage, part] += op is not Op.BACKWARD_WEIGHT
-    ratios = {}
-    for number, stage_plan in enumerate(plan.stages):
-        device = stage_plan.devices[0]
-        present = {part for part in "FBU" if counts[number, part]}
-        if number in senseless or device not in table.devices or not present >= {*"FB"}:
-            continue
-        measured_s = predicted_s = 0.0
-        for part, (times, each_s) in _predicted(plan, stage_plan, table).items():
-            if part in present:
-                measured_s += times * sums_s[number, part] / counts[number, part]
-                predicted_s += times * each_s
-        ratio = measured_s / predicted_s if predicted_s > 0 else math.nan
-        if 1 / FARTHEST < ratio < FARTHEST:
-            ratios[device] = ratio
+    predicted = [_predicted(stage, table) for stage in plan.stages]
+    ratios: dict[str, list[float]] = defaultdict(list)
+    for timeline in timelines:
+        sums_s, counts = _sums(timeline)
+        for number, stage in enumerate(plan.stages):
+            parts = [part for part in "FBU" if counts[number, part]]
+            if parts[:2] != ["F", "B"]:
+                continue
+            times = {"F": plan.microbatches, "B": plan.microbatches, "U": 1}
+            measured_s = sum(
+                times[part] * sums_s[number, part] / counts[number, part] for part in parts
+            )
+            expected_s = sum(times[part] * predicted[number][part] for part in parts)
+            ratio = measured_s / expected_s if expected_s > 0 else math.nan
+            if 1 / FARTHEST < ratio < FARTHEST:
+                ratios[stage.devices[0]].append(ratio)
     return ratios
 
 
-def _predicted(plan: Plan, stage: StagePlan, table: CostTable) -> dict[str, tuple[int, float]]:
-    """How often a stage does a pass in a mini-batch, and its seconds, by part."""
+def _sums(timeline: Timeline) -> tuple[dict[tuple[int, str], float], Counter[tuple[int, str]]]:
+    """Seconds and numbers of forwards, backwards and updates, by stage and F, B or U.
+
+    A backward in two halves counts once. A time that makes no sense makes a sum of NaN.
+    """
+    sums_s: dict[tuple[int, str], float] = defaultdict(float)
+    counts: Counter[tuple[int, str]] = Counter()
+    for span in timeline.spans:
+        op = span.action.op
+        if len(op) > 1:  # a transfer
+            continue
+        key = span.action.stage, "F" if op is FORWARD else "U" if op is UPDATE else "B"
+        time_s = span.end_s - span.start_s
+        sums_s[key] += time_s if time_s > 0 else math.nan
+        counts[key] += op is not BACKWARD_WEIGHT
+    return sums_s, counts
+
+
+def _predicted(stage: StagePlan, table: CostTable) -> dict[str, float]:
+    """Seconds of a stage's forward, backward and update; 0 for a device without costs."""
+    if stage.devices[0] not in table.devices:
+        return dict.fromkeys("FBU", 0.0)
     span = (stage.devices[0], stage.lo, stage.hi)
-    return {
-        "F": (plan.microbatches, table.forward_s(*span)),
-        "B": (plan.microbatches, table.backward_s(*span)),
-        "U": (1, table.update_s(*span)),
-    }
+    return {"F": table.forward_s(*span), "B": table.backward_s(*span), "U": table.update_s(*span)}
 
 
 def typical(values: Sequence[float]) -> float:

@@ -110,10 +110,10 @@ class Stages:
         begin_s = time.monotonic()
         self._progress("moving layers", 0, 1)
         traced = self._traced(plan)
-        self.plan = plan
         members = [stage.devices for stage in plan.stages]
         both = self.sizes | self.evaluated
         self._crew.move(traced.graphs, members, self._keep(updates, step), both)
+        self.plan = plan
         self._begin(traced)
         self.took_s = time.monotonic() - begin_s
         self._progress("moving layers", 1, 1)

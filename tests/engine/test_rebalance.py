@@ -49,8 +49,8 @@ def speeds(priced: None, monkeypatch: pytest.MonkeyPatch) -> Speeds:
     """By member, how many times its cost every pass seems to take from now on; 1 if absent."""
     told: Speeds = {}
 
-    def ratios_of(timeline: Any, plan: Any, table: Any) -> Speeds:
-        return {device: told.get(device, 1.0) for device in plan.devices}
+    def ratios_of(timelines: Any, plan: Any, table: Any) -> dict[str, list[float]]:
+        return {device: [told.get(device, 1.0) for _ in timelines] for device in plan.devices}
 
     monkeypatch.setattr("hetpipe.pipeline.learning.ratios_of", ratios_of)
     return told
@@ -207,6 +207,23 @@ def test_a_worker_that_dies_in_a_move_ends_it(
     with planned(pair, mixed(), resume=hp.checkpoint.load(tmp_path)) as pipe:
         assert pipe.steps == 4
         losses(pipe, 4, 5)
+
+
+def test_a_plan_of_a_checkpoint_may_change(pair: Crew, speeds: Speeds, tmp_path: Path) -> None:
+    """It is where training goes on, and nobody has asked that it stays."""
+    with planned(pair, mixed()) as pipe:
+        losses(pipe, 0, 4)
+        pipe.save(tmp_path)
+        plan = pipe.plan
+    task = mixed(), torch.nn.functional.mse_loss, batch(0)
+    with hp.Pipeline.load(
+        tmp_path, *task, cluster=pair.cluster, crew=pair, optimizer=hp.optim.adamw(lr=1e-2),
+        rebalance="auto",
+    ) as pipe:  # fmt: skip
+        assert pipe.plan == plan
+        speeds["m0"] = 3.0
+        losses(pipe, 4, 4 + 2 * WINDOW + 1)
+        assert count(pipe.plan, "m0") < count(plan, "m0")
 
 
 def test_gradients_that_are_accumulated_do_not_move(pair: Crew, speeds: Speeds) -> None:
