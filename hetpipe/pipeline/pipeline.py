@@ -26,7 +26,6 @@ from hetpipe.pipeline.rebalance import HORIZON, Rebalanced, Rebalancer, fixed_by
 from hetpipe.pipeline.resume import progress_of, write
 from hetpipe.pipeline.stages import Subject
 from hetpipe.pipeline.training import Result, Training, as_tensors, state_dict
-from hetpipe.plan.planner import predict
 from hetpipe.profile.measure import profile
 
 if TYPE_CHECKING:
@@ -58,6 +57,7 @@ class Pipeline:
       device, `schedule="asp"` with `replicas=[R]` the whole model on the first R devices. `weights`
       says how an asynchronous schedule keeps versions of the weights (`stash`, its default,
       `vertical-sync`, `2bw`, `spectrain`, `pipeoptim`); a synchronous one has `flush`.
+      `rebalance="auto"` moves layers between steps when the devices' speeds have changed.
     - of the passes: `recompute` keeps fewer tensors for the backward and computes the others again;
       `precision` works as under `torch.autocast`, and parameters, gradients and optimizer state
       keep their dtypes; `cut_dtype`, `sync_batch_norm`, `check_finite`, `seed`.
@@ -275,9 +275,7 @@ class Pipeline:
     @property
     def predicted(self) -> Timeline:
         """The plan's timeline, by the costs with which it was made."""
-        costs = self._rebalancer.planned_by
-        assert costs is not None, "planning gives costs with every plan"
-        return predict(self.plan, costs)
+        return self._rebalancer.predicted
 
     def close(self) -> None:
         """Stop the workers, unless they were lent."""

@@ -13,7 +13,7 @@ from hetpipe.errors import HetpipeError, PlanError, WorkerError
 from hetpipe.pipeline.hysteresis import Hysteresis
 from hetpipe.pipeline.learning import WINDOW, Learning
 from hetpipe.plan.costs import StageCosts
-from hetpipe.plan.planner import FREE_ORDER_DEVICES, make_plan
+from hetpipe.plan.planner import FREE_ORDER_DEVICES, make_plan, predict
 from hetpipe.plan.pricing import Partition, Question, price
 from hetpipe.schedule.rule import rule_of
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hetpipe.pipeline.options import PlanOptions
     from hetpipe.pipeline.training import Training
     from hetpipe.plan.plan import Plan
+    from hetpipe.simulate.timeline import Timeline
 
 GAIN = 0.05
 """The least share of a step that a plan must promise to save."""
@@ -82,8 +83,7 @@ class Rebalancer:
         self, training: Training, crew: Crew, costs: CostTable | None, fixed: str, auto: bool
     ) -> None:
         self._training, self._crew = training, crew
-        self.planned_by = costs
-        """The costs by which the present plan was made."""
+        self._planned_by = costs
         self._learning = None if costs is None else Learning(costs, training.plan)
         self._fixed = fixed
         self._auto = auto and len(training.plan.stages) > 1
@@ -102,6 +102,13 @@ class Rebalancer:
             return None
         emulated = [member.id for member in self._crew.cluster.members if member.speed != 1.0]
         return self._learning.table(emulated)
+
+    @property
+    def predicted(self) -> Timeline:
+        """The present plan's timeline, by the costs with which it was made."""
+        if self._planned_by is None:
+            raise HetpipeError("no step is predicted: no layer was measured for this plan")
+        return predict(self._training.plan, self._planned_by)
 
     @property
     def due(self) -> bool:
@@ -153,7 +160,7 @@ class Rebalancer:
         text = _moves(training.plan, proposal.best)
         training.move(proposal.best)
         self._learning.planned(proposal.best)
-        self.planned_by = table
+        self._planned_by = table
         self._considered = self._learning.factors
         self._seen, self._next = 0, None
         if before_s is not None:
