@@ -20,10 +20,12 @@ def read_options(
     replicas: str | None,
     microbatches: int | None,
     mini_batch: int | None,
+    rebalance: str | None = None,
 ) -> PlanOptions:
     """The options of a plan, checked without a model. Raises `HetpipeError`."""
     from hetpipe.pipeline.fit import check_count
     from hetpipe.pipeline.options import PlanOptions
+    from hetpipe.pipeline.rebalance import fixed_by
 
     asked = PlanOptions(
         cuts=split_numbers(cuts, "--cuts"),
@@ -31,7 +33,9 @@ def read_options(
         microbatches=microbatches,
         schedule=schedule,
         weights=weights,
+        rebalance=rebalance,
     )
+    fixed_by(asked)
     if microbatches and mini_batch:
         check_count(microbatches, mini_batch)
     return asked

@@ -84,6 +84,14 @@ WeightsOption = Annotated[
         "2bw, spectrain or pipeoptim.",
     ),
 ]
+RebalanceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--rebalance",
+        metavar="auto",
+        help="auto: layers move between steps when the devices' speeds have changed.",
+    ),
+]
 SeedOption = Annotated[int, typer.Option("--seed", help="Seed of batches and dropout.")]
 JsonOption = Annotated[
     str | None,

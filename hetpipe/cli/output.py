@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +38,31 @@ class Output:
             sys.stdout.write(dump_json(data))
         elif self._target is not None:
             write_json(Path(self._target), data)
+
+
+@contextmanager
+def logged(output: Output) -> Iterator[None]:
+    """Print the lines that hetpipe logs meanwhile."""
+    logger, handler = logging.getLogger("hetpipe"), _Lines(output)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+class _Lines(logging.Handler):
+    """Prints what is logged, as it is."""
+
+    def __init__(self, output: Output) -> None:
+        super().__init__()
+        self._output = output
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._output.text(record.getMessage())
 
 
 def error_console() -> Console:

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(
-    help="Tables and figures of papers, reproduced: clockwork, learning, memory, overhead.",
+    help="Tables and figures of papers, reproduced: clockwork, learning, memory, overhead; and "
+    "rebalance, a device that slows in mid-run.",
     no_args_is_help=True,
 )
 
@@ -37,6 +38,17 @@ def learning(context: typer.Context) -> None:
     from hetpipe.papers import learning
 
     learning.main(context.args)
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def rebalance(context: typer.Context) -> None:
+    """A device slows in mid-run and recovers; `rebalance --help` has its options."""
+    from hetpipe.papers import rebalance
+
+    rebalance.main(context.args)
 
 
 @app.command()

@@ -19,6 +19,7 @@ from hetpipe.cli.options import (
     MicrobatchesOption,
     MiniBatchOption,
     ModelArgument,
+    RebalanceOption,
     ReplicasOption,
     ScheduleOption,
     SeedOption,
@@ -26,7 +27,7 @@ from hetpipe.cli.options import (
     WeightsOption,
     make_cluster,
 )
-from hetpipe.cli.output import Output
+from hetpipe.cli.output import Output, logged
 from hetpipe.cli.progress import progress_bar
 from hetpipe.errors import HetpipeError
 
@@ -75,6 +76,7 @@ def command(
     weights: WeightsOption = "auto",
     cuts: CutsOption = None,
     replicas: ReplicasOption = None,
+    rebalance: RebalanceOption = None,
     sync_batch_norm: Annotated[
         bool,
         typer.Option("--sync-batch-norm", help="Replicas share their batch norms' statistics."),
@@ -95,7 +97,7 @@ def command(
     from hetpipe.zoo.load import check_name
 
     output = Output(json)
-    asked = read_options(schedule, weights, cuts, replicas, microbatches, mini_batch)
+    asked = read_options(schedule, weights, cuts, replicas, microbatches, mini_batch, rebalance)
     stored, costs = (None, None) if plan is None else read_plan(plan)
     if plan is not None and stored is not None:
         check_plan_alone(plan, stored, asked)
@@ -109,8 +111,12 @@ def command(
     from hetpipe.zoo import load_workload
 
     workload = load_workload(model)
-    options = {**asked.keywords, "sync_batch_norm": sync_batch_norm, "plan": stored, "costs": costs}
+    options = {
+        **asked.keywords, "rebalance": rebalance, "sync_batch_norm": sync_batch_norm,
+        "plan": stored, "costs": costs,
+    }  # fmt: skip
     with (
+        logged(output),
         progress_bar() as progress,
         open_pipeline(
             workload, members, mini_batch=mini_batch, seed=seed, progress=progress, resume=resume,

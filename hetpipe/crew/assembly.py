@@ -74,13 +74,14 @@ class Assembly:
     def __init__(
         self,
         stages: Sequence[Sequence[StageGraphs]],
-        values: Mapping[str, Array],
+        values: Mapping[str, Array] | None,
         shares: Shares,
         sizes: Collection[int] = (),
     ) -> None:
+        """Without `values` they lie at the workers already."""
         self.stages = [list(replicas) for replicas in stages]
         self.shares = shares
-        self._values = values
+        self._values = values or {}
         self._wires = wires(self.stages, shares, sizes or _sizes(self.stages))
         self._slots = [_slots_of(replicas[0]) for replicas in self.stages]
         self._feeds = [[_feeds_of(stage) for stage in replicas] for replicas in self.stages]
@@ -90,7 +91,8 @@ class Assembly:
                     raise HetpipeError(
                         f"stage {stage.stage} stands at place {n}; order them by number"
                     )
-        self._check_values()
+        if values is not None:
+            self._check_values()
         self.reporters = {role: self._reporters(role) for role in (LOSS, COUNT)}
         """The numbers of workers that report losses, and counts, of a mini-batch."""
 
@@ -198,6 +200,10 @@ class Assembly:
                 raise HetpipeError(f"no {role} {name!r}; there are {len(owner)}: {_some(owner)}")
             owned.setdefault(owner[name], []).append(name)
         return dict(sorted(owned.items()))
+
+    def kept(self, stage: int) -> list[tuple[str, str]]:
+        """Role and name of the values of a stage that can be read."""
+        return [key for key in self._slots[stage] if key[0] in READABLE]
 
     def by_stage(self, role: str, values: Mapping[str, Array]) -> dict[int, dict[str, Array]]:
         """Per stage the values to write there."""

@@ -3,49 +3,44 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import TracebackType
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
-from hetpipe.capture.program import StageGraphs
-from hetpipe.cluster.cluster import Cluster, Member
-from hetpipe.cost.table import Label
+from hetpipe.capture.program import BUFFER, PARAM, STATE, StageGraphs
+from hetpipe.cluster.cluster import Cluster
 from hetpipe.crew.answers import Answers, Posted, result_of
 from hetpipe.crew.assembly import Assembly
 from hetpipe.crew.control import Patience
 from hetpipe.crew.fleet import Fleet
 from hetpipe.crew.handout import Scripts, batch_of
-from hetpipe.crew.launcher import launch
+from hetpipe.crew.moving import coming, stage_moves
 from hetpipe.crew.placement import Placement
 from hetpipe.crew.request import Apply, Part, Request, StepRequest, StepResult
+from hetpipe.crew.workers import Workers
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.closing import closing
 from hetpipe.schedule.lanes import worker_rows
-from hetpipe.sdk.info import DeviceInfo
 from hetpipe.wire import messages as say
 from hetpipe.wire.messages import Array
 from hetpipe.wire.pieces import streams
-from hetpipe.wire.shares import Shares
+from hetpipe.wire.shares import Replica, Shares
+
+Stages = StageGraphs | Sequence[StageGraphs]
+"""A stage, or its replicas."""
+Members = str | Sequence[str]
+"""The member of a stage, or those of its replicas."""
 
 
-class Crew:
-    """Workers with their devices open. A context manager; no process outlives `close`.
+class Crew(Workers):
+    """Workers with their devices open, and the stages that they have. A context manager; no process
+    outlives `close`.
 
     The first failure of a worker ends all: it is raised as `WorkerError`, then and ever after.
     """
 
     def __init__(self, cluster: Cluster, fleet: Fleet, start_timeout_s: float) -> None:
-        self._fleet = fleet
-        self._control = fleet.control
-        self._opened: dict[str, DeviceInfo] | None = None
-        self._close = weakref.finalize(self, fleet.close)
-        self.cluster = cluster
-        self._index = {member.id: i for i, member in enumerate(cluster.members)}
         self._assembly: Assembly | None = None
         self._placement = Placement((), False)
         self._scripts = Scripts()
@@ -56,68 +51,12 @@ class Crew:
         self._serial = 0
         self._origin_s = 0.0  # of timelines: the begin of the step or stream
         self._patience = Patience()
-        self._start_timeout_s = start_timeout_s
-
-    @classmethod
-    def start(
-        cls,
-        cluster: Cluster,
-        *,
-        heartbeat_s: float = 1.0,
-        silence_s: float = 8.0,
-        start_timeout_s: float = 120.0,
-        wait: bool = True,
-    ) -> Crew:
-        """Start one worker per member and open its device.
-
-        Without `wait` the first use waits for that. A worker that gives no sign of life for
-        `silence_s` is taken for dead. Raises `BackendError` for a missing device, `HetpipeError`
-        for a backend that no process can import, `WorkerError` if a worker does not come up.
-        """
-        fleet = launch(cluster, heartbeat_s, silence_s, start_timeout_s)
-        crew = cls(cluster, fleet, start_timeout_s)
-        if wait:
-            crew._await_devices()
-        return crew
-
-    @property
-    def infos(self) -> dict[str, DeviceInfo]:
-        """The open devices, by member."""
-        self._await_devices()
-        assert self._opened is not None
-        return self._opened
-
-    @property
-    def label(self) -> Label:
-        """The label of speeds that are measured with all members."""
-        emulated = any(self.label_of(m) == "emulated" for m in self.cluster.members)
-        return "emulated" if emulated or self.cluster.links else "measured"
-
-    def label_of(self, member: Member) -> Label:
-        """The label of speeds of this member."""
-        emulated = member.speed != 1.0 or self.infos[member.id].capabilities.emulated
-        return "emulated" if emulated else "measured"
-
-    def call(self, members: Sequence[str], function: str, *args: Any) -> list[Any]:
-        """Run `module:function` as `function(device, *args)` inside these workers at once.
-
-        Returns the results in the order of `members`; arguments and results must pickle. Emulated
-        speeds do not apply.
-        """
-        return list(self.call_each(function, dict.fromkeys(members, args)).values())
-
-    def call_each(self, function: str, arguments: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-        """Like `call`, with arguments of its own for each member; results by member."""
-        workers = [self._worker(member) for member in arguments]
-        with self._guarded():
-            for worker, args in zip(workers, arguments.values(), strict=True):
-                self._fleet.send(worker, say.Call(function, tuple(args)))
-            return dict(zip(arguments, self._control.gather(workers), strict=True))
+        super().__init__(cluster, fleet, start_timeout_s)
 
     def load(
         self,
-        stages: Sequence[StageGraphs | Sequence[StageGraphs]],
-        members: Sequence[str | Sequence[str]],
+        stages: Sequence[Stages],
+        members: Sequence[Members],
         values: Mapping[str, Array],
         state_init: Callable[..., Array] = np.zeros,
         keep: say.Keep = say.Keep(),  # noqa: B008 - frozen
@@ -133,15 +72,51 @@ class Crew:
         replicas of a stage share a row, unless they take turns. Replaces all stages loaded before.
         Raises `HetpipeError` if stages, members and values do not fit together.
         """
-        graphs = [[stage] if isinstance(stage, StageGraphs) else list(stage) for stage in stages]
-        shares = shares or Shares(tuple((1.0,) * len(replicas) for replicas in graphs))
-        placement = Placement(members, shares.in_turn)
-        if list(map(len, graphs)) != list(map(len, placement.members)):
-            raise HetpipeError(
-                f"{len(graphs)} stages need a member each, and one per replica, got "
-                f"{len(members)}: {list(members)}"
-            )
-        assembly = Assembly(graphs, values, shares, sizes)
+        assembly, placement = _assembled(stages, members, values, shares, sizes)
+        loads = {
+            Replica(n, r): say.StageLoad(stage, r, assembly.values_of(stage))
+            for n, replicas in enumerate(assembly.stages)
+            for r, stage in enumerate(replicas)
+        }
+        self._give(assembly, placement, loads, keep, state_init)
+
+    def move(
+        self,
+        stages: Sequence[Stages],
+        members: Sequence[Members],
+        keep: say.Keep,
+        sizes: Collection[int] = (),
+    ) -> None:
+        """Go on at rest with other stages of the same model, or with the same ones elsewhere.
+
+        Values stay on the members that have them, and others travel; gradients that would have to
+        are zero. A stage stays as it is, compiled, where its member has it already. Raises
+        `HetpipeError` for replicas and for members with several stages.
+        """
+        before, placed = self._loaded(), self._placement.members
+        assembly, placement = _assembled(stages, members, None, None, sizes)
+        moves = stage_moves(before, placed, assembly, placement.members)
+        values = {role: self.read(role, names) for role, names in coming(moves).items()}
+        named = {
+            name: value for role in (PARAM, BUFFER) for name, value in values.get(role, {}).items()
+        }
+        loads = {}
+        for n, move in enumerate(moves):
+            if not move.stays:
+                own = {name: named[name] for role, name in move.comes if role != STATE}
+                loads[Replica(n, 0)] = say.StageLoad(assembly.stages[n][0], 0, own, move.held)
+        self._give(assembly, placement, loads, keep, np.zeros)
+        self.write(STATE, values.get(STATE, {}))
+
+    def _give(
+        self,
+        assembly: Assembly,
+        placement: Placement,
+        loads: Mapping[Replica, say.StageLoad],
+        keep: say.Keep,
+        state_init: Callable[..., Array],
+    ) -> None:
+        """Load these replicas' stages; all others stay as they are."""
         for member in placement.row_of:
             self._worker(member)
         self._assembly, self._placement = None, placement
@@ -150,12 +125,11 @@ class Crew:
             streaming = {member for member, info in self.infos.items() if streams(info)}
             plugged = assembly.plug(self.cluster, placement.members, self._index, streaming)
             for member, (ends, fds) in plugged.items():
-                own = tuple(
-                    say.StageLoad(graphs[n][r], r, assembly.values_of(graphs[n][r]))
-                    for n, r in placement.replicas_of(member)
-                )
+                replicas = placement.replicas_of(member)
+                own = tuple(loads[each] for each in replicas if each in loads)
+                stay = tuple(each.stage for each in replicas if each not in loads)
                 with fds:
-                    message = say.Load(own, keep, state_init, ends, shares)
+                    message = say.Load(own, keep, state_init, ends, assembly.shares, stay)
                     self._fleet.send(self._index[member], message, fds.numbers)
             self._control.gather(self._workers)
         self._assembly, self._patience = assembly, Patience()
@@ -256,53 +230,11 @@ class Crew:
                     self._fleet.send(worker, say.Write(stage, role, share))
                     self._control.gather([worker])
 
-    def close(self) -> None:
-        """End all workers; safe to call twice."""
-        self._close()
-        self._control.fail("the crew is closed")
-
-    def __enter__(self) -> Crew:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """An error in a conversation with the workers ends them, since they are out of step."""
-        try:
-            self._await_devices()
-            self._control.check()
-            yield
-        except BaseException:
-            self.close()
-            raise
-
-    def _await_devices(self) -> None:
-        """Receive the first reply of every worker, once."""
-        if self._opened is None:
-            try:
-                opened = self._control.gather(list(self._index.values()), self._start_timeout_s)
-            except BaseException:
-                self.close()
-                raise
-            self._opened = dict(zip(self._index, opened, strict=True))
-
     def _loaded(self) -> Assembly:
         self._control.check()
         if self._assembly is None:
             raise HetpipeError("no stages are loaded; call load first")
         return self._assembly
-
-    def _worker(self, member: str) -> int:
-        if member not in self._index:
-            raise HetpipeError(f"no member {member!r}; the crew has {', '.join(self._index)}")
-        return self._index[member]
 
     @property
     def _workers(self) -> list[int]:
@@ -314,3 +246,22 @@ class Crew:
         if (scale := self._answers.to(news)) is not None:
             for worker in self._workers:
                 self._fleet.send(worker, scale)
+
+
+def _assembled(
+    stages: Sequence[Stages],
+    members: Sequence[Members],
+    values: Mapping[str, Array] | None,
+    shares: Shares | None,
+    sizes: Collection[int],
+) -> tuple[Assembly, Placement]:
+    """Raises `HetpipeError` if stages, members and values do not fit together."""
+    graphs = [[stage] if isinstance(stage, StageGraphs) else list(stage) for stage in stages]
+    shares = shares or Shares(tuple((1.0,) * len(replicas) for replicas in graphs))
+    placement = Placement(members, shares.in_turn)
+    if list(map(len, graphs)) != list(map(len, placement.members)):
+        raise HetpipeError(
+            f"{len(graphs)} stages need a member each, and one per replica, got "
+            f"{len(members)}: {list(members)}"
+        )
+    return Assembly(graphs, values, shares, sizes), placement

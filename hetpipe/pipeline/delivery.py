@@ -8,19 +8,22 @@ from typing import Any
 
 from hetpipe.errors import HetpipeError
 from hetpipe.pipeline.guard import OneThread
+from hetpipe.pipeline.rebalance import Rebalancer
 from hetpipe.pipeline.training import Result, Training
 
 
 class Delivery:
-    """The runs of a training under a schedule without flushes, one at a time.
+    """The steps and runs of a training. Layers move between mini-batches where that is due.
 
-    Other calls between two results may flush. The results that they collect wait here for the run;
-    results that no run waits for are dropped.
+    Under a schedule without flushes there is one run at a time, and other calls between two results
+    may flush. The results that they collect wait here for the run; results that no run waits for
+    are dropped.
     """
 
-    def __init__(self, training: Training, one_thread: OneThread) -> None:
+    def __init__(self, training: Training, one_thread: OneThread, rebalancer: Rebalancer) -> None:
         self._training = training
         self._one_thread = one_thread
+        self._rebalancer = rebalancer
         self._results: deque[Result] = deque()
         self._running = False
 
@@ -29,11 +32,30 @@ class Delivery:
         self._collect_all()
         self._training.flush()
 
+    def step(self, x: Any, y: Any) -> Result:
+        """Train on one mini-batch, completely."""
+        with self._one_thread("step"):
+            self._move_if_due()
+            if not self._training.streams:
+                return self._training.step(x, y)
+            self.settle()
+            self._training.admit(x, y)
+            result = self._training.collect()
+            self.settle()
+            return result
+
     def run(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Result]:
         """Train on mini-batches; a result for each, in order.
 
-        Raises `HetpipeError` while another run has results to come.
+        Raises `HetpipeError` while another run of a stream has results to come.
         """
+        if not self._training.streams:
+            for x, y in batches:
+                with self._one_thread("run"):
+                    self._move_if_due()
+                    result = self._training.step(x, y)
+                yield result
+            return
         with self._one_thread("run"):
             if self._running:
                 raise HetpipeError(
@@ -51,6 +73,7 @@ class Delivery:
         training = self._training
         for x, y in batches:
             with self._one_thread("run"):
+                self._move_if_due()
                 if not training.fits(x, y):  # new stages: nothing may be under way
                     self._collect_all()
                 training.admit(x, y)
@@ -63,6 +86,11 @@ class Delivery:
                 if not self._results:
                     self._results.append(training.collect())
             yield self._results.popleft()
+
+    def _move_if_due(self) -> None:
+        if self._rebalancer.due:
+            self.settle()
+            self._rebalancer.follow()
 
     def _collect_all(self) -> None:
         while self._training.under_way:

@@ -35,6 +35,7 @@ class Options(TypedDict, total=False):
     schedule: str
     weights: str
     priced: bool
+    rebalance: str | None
     recompute: str | Sequence[str]
     precision: str | None
     cut_dtype: str | None
@@ -65,6 +66,8 @@ class PlanOptions:
     """How versions of the weights are kept, see `hetpipe.schedule.weights`."""
     priced: bool = False
     """Whether costs are measured even if no decision needs them."""
+    rebalance: str | None = None
+    """`auto`: layers move between steps when the devices' speeds have changed."""
 
     def __post_init__(self) -> None:
         if self.asked and self.plan is not None:
@@ -74,6 +77,10 @@ class PlanOptions:
             )
         if self.microbatches is not None:
             _check_count("microbatches", self.microbatches)
+        if self.rebalance not in (None, "auto"):
+            raise HetpipeError(
+                f"rebalance={self.rebalance!r}: give 'auto', or leave it out and call rebalance()"
+            )
         for replicas in self.replicas or ():
             _check_count("replicas", replicas)
         self._check_names()

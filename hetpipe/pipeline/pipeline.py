@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from hetpipe.capture.captured import Captured
 from hetpipe.capture.example import Example
-from hetpipe.capture.program import BUFFER, PARAM
 from hetpipe.checkpoint import Checkpoint
 from hetpipe.checkpoint import load as load_checkpoint
 from hetpipe.crew.crew import Crew
@@ -24,9 +23,10 @@ from hetpipe.pipeline.guard import OneThread
 from hetpipe.pipeline.launch_check import refuse_ranks
 from hetpipe.pipeline.options import PassOptions, records_of
 from hetpipe.pipeline.planning import Planning, microbatches_of
+from hetpipe.pipeline.rebalance import HORIZON, Rebalanced, Rebalancer, fixed_by
 from hetpipe.pipeline.resume import progress_of, write
-from hetpipe.pipeline.training import Result, Subject, Training, as_tensors
-from hetpipe.plan.planner import predict
+from hetpipe.pipeline.stages import Subject
+from hetpipe.pipeline.training import Result, Training, as_tensors, state_dict
 from hetpipe.profile.drift import Correction, corrected, probe_again
 from hetpipe.profile.measure import profile, stored_costs
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from hetpipe.cost.table import CostTable
     from hetpipe.optim.rule import Optimizer
     from hetpipe.pipeline.options import Options
+    from hetpipe.plan.plan import Plan
     from hetpipe.profile.measure import Progress
     from hetpipe.profile.rounds import Effort
     from hetpipe.simulate.timeline import Timeline
@@ -59,6 +60,7 @@ class Pipeline:
       device, `schedule="asp"` with `replicas=[R]` the whole model on the first R devices. `weights`
       says how an asynchronous schedule keeps versions of the weights (`stash`, its default,
       `vertical-sync`, `2bw`, `spectrain`, `pipeoptim`); a synchronous one has `flush`.
+      `rebalance="auto"` moves layers between steps when the devices' speeds have changed.
     - of the passes: `recompute` keeps fewer tensors for the backward and computes the others again;
       `precision` works as under `torch.autocast`, and parameters, gradients and optimizer state
       keep their dtypes; `cut_dtype`, `sync_batch_norm`, `check_finite`, `seed`.
@@ -86,6 +88,7 @@ class Pipeline:
         refuse_ranks()
         optimizer = check_optimizer(optimizer)
         planned, passes, updates = records_of(options)
+        fixed = fixed_by(planned)
         progress = progress or (lambda text, done, total: None)
         if planned.costs is not None and planned.plan is None:
             raise HetpipeError(
@@ -125,11 +128,14 @@ class Pipeline:
                 self._captured.layer_graph, self._crew.label,
                 bool(self._captured.updated_buffers),
             )  # fmt: skip
-            self.plan, self.costs = planning.choose(planned)
-            check_fit(self.plan, infos, optimizer, updates, self._captured.sync_batch_norm)
-            subject = Subject(self._captured, self._crew, self.plan, optimizer, passes, updates)
+            plan, costs = planning.choose(planned)
+            check_fit(plan, infos, optimizer, updates, self._captured.sync_batch_norm)
+            subject = Subject(self._captured, self._crew, plan, optimizer, passes, updates)
             self._training = Training(subject, mini_batch, resume, progress)
-            self._delivery = Delivery(self._training, self._one_thread)
+            self._rebalancer = Rebalancer(
+                self._training, self._crew, costs, fixed, planned.rebalance is not None
+            )
+            self._delivery = Delivery(self._training, self._one_thread, self._rebalancer)
         except BaseException:
             self.close()
             raise
@@ -140,14 +146,7 @@ class Pipeline:
         Under an asynchronous schedule it trains one mini-batch and flushes, which is slow; use
         `run`.
         """
-        with self._one_thread("step"):
-            if not self._training.streams:
-                return self._training.step(x, y).loss
-            self._delivery.settle()
-            self._training.admit(x, y)
-            result = self._training.collect()
-            self._delivery.settle()
-            return result.loss
+        return self._delivery.step(x, y).loss
 
     def run(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Result]:
         """Train on a stream of mini-batches; a result for each, in order.
@@ -157,13 +156,21 @@ class Pipeline:
         results may flush; no result is lost by that. If the caller stops early, the mini-batches
         under way are trained and their results dropped.
         """
-        if not self._training.streams:
-            for x, y in batches:
-                with self._one_thread("run"):
-                    result = self._training.step(x, y)
-                yield result
-            return
         yield from self._delivery.run(batches)
+
+    def rebalance(self, steps: int = HORIZON) -> Rebalanced:
+        """Move layers if the best plan by `costs` saves more in `steps` steps than the move costs.
+
+        Flushes first. Schedule, micro-batches, weights and members stay. Raises `HetpipeError` if
+        the plan, its cuts or replicas were given, or gradients are accumulated.
+        """
+        with self._one_thread("rebalance"):
+            self._delivery.settle()
+            return self._rebalancer.rebalance(steps)
+
+    def set_speed(self, member: str, speed: float) -> None:
+        """Emulate another speed on a member from now on; see `Crew.set_speed`."""
+        self._crew.set_speed(member, speed)
 
     def evaluate(self, x: Any, y: Any) -> float:
         """The mean loss of one mini-batch in eval mode, without gradients; flushes first.
@@ -191,12 +198,7 @@ class Pipeline:
         """The full model's parameters and buffers under their original names, on the CPU."""
         with self._one_thread("state_dict"):
             self._delivery.settle()
-            captured = self._captured
-            values = {**captured.parameters, **captured.buffers}
-            values.update(self._training.read(PARAM))
-            values.update(self._training.read(BUFFER))
-        names = {name: captured.aliases.get(name, name) for name in self._names}
-        return as_tensors({name: values[own] for name, own in names.items() if own in values})
+            return state_dict(self._training, self._captured, self._names)
 
     def save(self, directory: str | Path, *, force: bool = False) -> None:
         """Write a checkpoint, in place of the one in that folder; flushes first.
@@ -235,6 +237,17 @@ class Pipeline:
         return cls(model, loss_fn, example, resume=load_checkpoint(Path(directory)), **options)
 
     @property
+    def plan(self) -> Plan:
+        """The present plan."""
+        return self._training.plan
+
+    @property
+    def costs(self) -> CostTable | None:
+        """The costs of the profile, scaled by what the last mini-batches have taken; None if
+        nothing was measured."""
+        return self._rebalancer.costs
+
+    @property
     def steps(self) -> int:
         """The number of mini-batches handed in, including those before a checkpoint."""
         return self._training.steps
@@ -255,9 +268,7 @@ class Pipeline:
 
         Raises `HetpipeError` before the first.
         """
-        recent = self._training.recent
-        if not recent:
-            raise HetpipeError("no step has been taken yet: call step() before timeline")
+        recent = self._training.taken("timeline")
         spans = tuple(span for result in recent for span in result.timeline.spans)
         return replace(recent[0].timeline, spans=spans, label=self.plan.label)
 
@@ -267,9 +278,7 @@ class Pipeline:
 
         Raises `HetpipeError` before the first step.
         """
-        recent = self._training.recent
-        if not recent:
-            raise HetpipeError("no step has been taken yet: call step() before peak_nbytes")
+        recent = self._training.taken("peak_nbytes")
         return tuple(map(max, zip(*(result.peak_nbytes for result in recent), strict=True)))
 
     @property
@@ -288,10 +297,10 @@ class Pipeline:
 
     @property
     def predicted(self) -> Timeline:
-        """The plan's timeline, from profiles and links alone.
+        """The plan's timeline, by the costs with which it was made.
 
-        Raises `HetpipeError` if there are no costs."""
-        return predict(self.plan, self._priced())
+        Raises `HetpipeError` if there are none."""
+        return self._rebalancer.predicted
 
     def corrected(self) -> Correction:
         """The plan's predicted step, corrected for the drift of its devices since their profile.
@@ -301,18 +310,9 @@ class Pipeline:
         """
         with self._one_thread("corrected"):
             self._delivery.settle()
-            costs = self._priced()
+            costs = self._rebalancer.planned_by
             now = probe_again(self._crew, costs, self.plan.all_devices)
             return corrected(self.plan, costs, now)
-
-    def _priced(self) -> CostTable:
-        """The costs. Raises `HetpipeError` if nothing was measured."""
-        if self.costs is None:
-            raise HetpipeError(
-                "this plan's step is unknown, since nothing was measured: every choice was given; "
-                "ask for costs with priced=True, or give those of the plan"
-            )
-        return self.costs
 
     def close(self) -> None:
         """Stop the workers, unless they were lent."""

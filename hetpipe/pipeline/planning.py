@@ -95,7 +95,8 @@ class Planning:
                 weights=policy.name,
             )  # fmt: skip
             best = with_notes(plans, members)
-            if asked.schedule == "auto" and not self.whole_batch_statistics:
+            free = asked.schedule == "auto" and asked.rebalance is None
+            if free and not self.whole_batch_statistics:
                 best = min([best, *self._data_parallel(tables)], key=lambda plan: plan.step_s)
             return best, self._nearest(tables, best)
         table = tables[self._samples(counts[0])]

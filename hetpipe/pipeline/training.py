@@ -5,30 +5,26 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hetpipe.capture.program import BUFFER, GRAD, PARAM, STATE
+from hetpipe.capture.program import BUFFER, GRAD, PARAM
 from hetpipe.checkpoint import Checkpoint
-from hetpipe.crew.crew import Crew
 from hetpipe.crew.request import Apply, StepRequest, StepResult
 from hetpipe.errors import HetpipeError
 from hetpipe.pipeline.batches import mean_loss, rows_of, sizes_of, slices
-from hetpipe.pipeline.loading import Loading
 from hetpipe.pipeline.lossscale import Scaling, choose_scaling, watching
-from hetpipe.pipeline.resume import ROLES, check, progress_of
-from hetpipe.pipeline.schedules import ALL, FORWARDS, SUMMING, UPDATING, Schedules
-from hetpipe.pipeline.streaming import Streaming
-from hetpipe.wire.messages import Keep
+from hetpipe.pipeline.resume import ROLES, progress_of
+from hetpipe.pipeline.schedules import ALL, FORWARDS, SUMMING, UPDATING
+from hetpipe.pipeline.stages import Stages, Subject
 
 if TYPE_CHECKING:
+    import torch
+
     from hetpipe.capture.captured import Captured
-    from hetpipe.capture.stages import Extra
-    from hetpipe.optim.rule import Optimizer
-    from hetpipe.pipeline.options import PassOptions, UpdateOptions
     from hetpipe.plan.plan import Plan
     from hetpipe.profile.measure import Progress
     from hetpipe.wire.messages import Array
@@ -51,18 +47,6 @@ class Result:
     live_versions: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Subject:
-    """The parts of a pipeline that stay the same while it lives."""
-
-    captured: Captured
-    crew: Crew
-    plan: Plan
-    optimizer: Optimizer
-    passes: PassOptions
-    updates: UpdateOptions
-
-
 class Training:
     """The state of a training on a crew's workers. Micro-batches of a new size load stages anew.
 
@@ -75,8 +59,7 @@ class Training:
     ) -> None:
         """Loads stages for a mini-batch of `mini_batch` samples."""
         plan, updates = subject.plan, subject.updates
-        self._subject, self._crew, self._plan = subject, subject.crew, plan
-        self._progress = progress
+        self._subject, self._crew = subject, subject.crew
         before = None if resume is None else progress_of(resume)
         self.steps = 0 if before is None else before.steps
         self.updates = [0] * len(plan.stages) if before is None else before.updates_under(plan)
@@ -86,19 +69,31 @@ class Training:
         if before is not None and before.loss_scale is not None:
             self.scaling.restore(before.loss_scale)
         self._clip = watching(updates.clip, self.scaling)
+        self._stages = Stages(subject, progress, norms=self._clip is not None)
         self.recent: deque[StepResult] = deque(maxlen=RECENT)
+        self.watch: Callable[[StepResult, int], None] = lambda result, samples: None
+        """It is called with the result of every mini-batch that was trained, and its samples."""
         self.not_finite: str | None = None
         """The message of the first loss that was not finite and was applied all the same."""
         self._handed_out: deque[tuple[int, tuple[int, ...]]] = deque()  # index, samples
         self._accumulated: list[float] = []  # the counts of mini-batches since the last update
-        self._evaluated: set[int] = set()
-        self._loaded: set[int] = set()
-        self._load(set(sizes_of(mini_batch, plan.microbatches)), resume)
+        self._stages.sizes |= set(sizes_of(mini_batch, plan.microbatches))
+        self._stages.load(resume, self.updates, self.steps)
+
+    @property
+    def plan(self) -> Plan:
+        """The present plan."""
+        return self._stages.plan
+
+    @property
+    def loading_s(self) -> float:
+        """Seconds of the last load or move of stages."""
+        return self._stages.took_s
 
     @property
     def streams(self) -> bool:
         """Whether mini-batches follow each other without a flush."""
-        return self._streaming is not None
+        return self._stages.streaming is not None
 
     @property
     def under_way(self) -> int:
@@ -106,14 +101,20 @@ class Training:
         return len(self._handed_out)
 
     @property
+    def accumulated(self) -> int:
+        """The number of mini-batches that are accumulated since the last update."""
+        return len(self._accumulated)
+
+    @property
     def is_full(self) -> bool:
         """Whether enough mini-batches are under way, so that one should be collected."""
-        return self._streaming is not None and self.under_way > self._streaming.window
+        streaming = self._stages.streaming
+        return streaming is not None and self.under_way > streaming.window
 
     def fits(self, x: Any, y: Any) -> bool:
         """Whether stages for the sizes of this mini-batch are loaded."""
-        samples = sizes_of(rows_of(self._subject.captured.leaves(x, y)), self._plan.microbatches)
-        return set(samples) <= self._loaded
+        samples = sizes_of(rows_of(self._subject.captured.leaves(x, y)), self.plan.microbatches)
+        return set(samples) <= self._stages.sizes
 
     def step(self, x: Any, y: Any) -> Result:
         """Train on one mini-batch, completely, under a schedule that flushes.
@@ -121,7 +122,7 @@ class Training:
         Raises `HetpipeError` if its loss is not finite. Then neither it nor the mini-batches that
         were accumulated before it are applied.
         """
-        self._check_own()
+        self._stages.check_own()
         request = self._request(x, y)
         accumulates = self._subject.updates.accumulate > 1
         ops = ALL - UPDATING - SUMMING if accumulates else ALL
@@ -134,39 +135,43 @@ class Training:
                 self._update(float("nan"))
             raise HetpipeError(f"{error} Nothing of this update was applied.") from None
         self.steps += 1
+        self.watch(result, sum(request.samples))
         if not accumulates:
             self._record(result)
         else:
             self._accumulated.append(1.0 if result.counts is None else sum(result.counts))
             if len(self._accumulated) == self._subject.updates.accumulate:
                 self.apply()
-        return Result(version, loss, (version,) * len(self._plan.stages))
+        return Result(version, loss, (version,) * len(self.plan.stages))
 
     def admit(self, x: Any, y: Any) -> None:
         """Hand in a mini-batch, under a schedule without flushes."""
-        assert self._streaming is not None
-        self._check_own()
+        self._stages.check_own()
         request = self._request(x, y)
-        if len(request.samples) != self._plan.microbatches:
+        streaming = self._stages.streaming
+        assert streaming is not None
+        if len(request.samples) != self.plan.microbatches:
             raise HetpipeError(
                 f"a mini-batch of {sum(request.samples)} samples is too small for "
-                f"{self._plan.microbatches} micro-batches, which {self._plan.schedule} cannot do "
+                f"{self.plan.microbatches} micro-batches, which {self.plan.schedule} cannot do "
                 "without; leave it out"
             )
-        if self._streaming.admitted == 0:
+        if streaming.admitted == 0:
             self.recent.clear()
-        self._streaming.admit(request)
+        streaming.admit(request)
         self._handed_out.append((self.steps, request.samples))
         self.steps += 1
 
     def collect(self) -> Result:
         """The result of the oldest mini-batch under way. Raises `HetpipeError` if its loss is not
         finite. It has been applied by then, and `not_finite` keeps the message."""
-        assert self._streaming is not None
-        self._check_own()
-        result = self._streaming.collect()
+        streaming = self._stages.streaming
+        assert streaming is not None
+        self._stages.check_own()
+        result = streaming.collect()
         self.recent.append(result)
         index, samples = self._handed_out.popleft()
+        self.watch(result, sum(samples))
         try:
             loss = mean_loss(result, samples, index)
         except HetpipeError as error:
@@ -176,9 +181,9 @@ class Training:
 
     def flush(self) -> None:
         """Apply all mini-batches that were handed in. All results must have been collected."""
-        self._check_own()
-        if self._streaming is not None:
-            applied = self._streaming.flush()
+        self._stages.check_own()
+        if (streaming := self._stages.streaming) is not None:
+            applied = streaming.flush()
             self.updates = [sum(pair) for pair in zip(self.updates, applied, strict=True)]
 
     def apply(self) -> None:
@@ -188,7 +193,7 @@ class Training:
 
     def evaluate(self, x: Any, y: Any) -> float:
         """The mean loss of one mini-batch in eval mode, at rest."""
-        self._check_own()
+        self._stages.check_own()
         request = self._request(x, y, evaluates=True)
         return mean_loss(self._run(request, FORWARDS), request.samples, self.steps)
 
@@ -203,22 +208,20 @@ class Training:
         self._crew.write(GRAD, {name: np.zeros_like(grad) for name, grad in grads.items()})
         return loss, {name: grad / self.scaling.scale for name, grad in grads.items()}
 
+    def taken(self, asked: str) -> Sequence[StepResult]:
+        """The results of the last mini-batches. Raises `HetpipeError` before the first."""
+        if not self.recent:
+            raise HetpipeError(f"no step has been taken yet: call step() before {asked}")
+        return self.recent
+
     def read(self, role: str) -> dict[str, Array]:
         """Present values of PARAM, BUFFER, STATE or GRAD, by name, at rest."""
-        self._check_own()
+        self._stages.check_own()
         return self._crew.read(role)
-
-    def _check_own(self) -> None:
-        """Raises `HetpipeError` if the crew has been given other stages since."""
-        if self._crew.load_count != self._own_load:
-            raise HetpipeError(
-                "this pipeline's crew has the stages of another pipeline, or of a profile, by now: "
-                "a crew serves one pipeline at a time; give each its own, or load() a checkpoint"
-            )
 
     def _run(self, request: StepRequest, ops: frozenset[Any]) -> StepResult:
         """Run the actions of these kinds, for one mini-batch by itself."""
-        schedule = self._schedules.of(len(request.samples), ops)
+        schedule = self._stages.schedules.of(len(request.samples), ops)
         result = self._crew.step(replace(request, schedule=schedule))
         self.recent.clear()
         self.recent.append(result)
@@ -228,8 +231,9 @@ class Training:
         subject = self._subject
         leaves = subject.captured.leaves(x, y)
         rows = rows_of(leaves)
-        samples = sizes_of(rows, self._plan.microbatches)
-        self._prepare(set(samples), self._evaluated if evaluates else self._loaded)
+        samples = sizes_of(rows, self.plan.microbatches)
+        stages = self._stages
+        self._prepare(set(samples), stages.evaluated if evaluates else stages.sizes)
         counted, scale = subject.captured.has_count, self.scaling.scale
         count = self.steps if self.streams else self.updates[0]
         return StepRequest(
@@ -253,65 +257,35 @@ class Training:
         self.flush()
         ready |= sizes
         roles = (*ROLES, *self._accumulating())
-        self._load(self._loaded, Checkpoint({}, {role: self.read(role) for role in roles}))
+        values = Checkpoint({}, {role: self.read(role) for role in roles})
+        self._stages.load(values, self.updates, self.steps)
 
-    def _load(self, sizes: set[int], values: Checkpoint | None) -> None:
-        """Give the workers the stages for these sizes, with the values of a checkpoint, if any."""
-        subject, plan, crew = self._subject, self._plan, self._crew
-        self._progress("compiling stages", 0, 1)
-        self._loaded = sizes
-        loading = Loading(
-            subject.captured, plan, subject.optimizer,
-            {member: info.backend for member, info in crew.infos.items()},
-            subject.passes.recompute, Schedules(plan).halved, self._extras,
-        )  # fmt: skip
-        stages = loading.graphs(sizes, self._evaluated)
-        tied = {(owner, others): None for stage in stages for _, owner, others in stage[0].tied}
-        self._schedules = Schedules(plan, tuple(tied))
-        stream = self._schedules.stream()
-        initial: dict[str, Any] = {**subject.captured.parameters, **subject.captured.buffers}
-        if values is not None:
-            if values.manifest:
-                check(values, [replicas[0] for replicas in stages], subject.optimizer)
-            initial.update(values.tensors[PARAM])
-            initial.update(values.tensors[BUFFER])
-        lr = subject.optimizer.lr_at(max(self.steps, 1))
-        keep = Keep(plan.policy, tuple(self.updates), lr, subject.passes.check_finite)
-        members = [stage.devices for stage in plan.stages]
-        both = sizes | self._evaluated
-        crew.load(stages, members, initial, keep=keep, shares=loading.shares, sizes=both)
-        self._own_load = crew.load_count
-        self._streaming = None if stream is None else Streaming(crew, stream, plan.policy)
-        for role in (STATE, GRAD):
-            crew.write(role, {} if values is None else values.tensors.get(role, {}))
-        self._progress("compiling stages", 1, 1)
+    def move(self, plan: Plan) -> None:
+        """Go on under a plan with other cuts or members, at rest; nothing may be accumulated.
 
-    @property
-    def _extras(self) -> tuple[Extra, ...]:
-        """The extra programs that this training needs."""
-        needed: dict[Extra, bool] = {
-            "predict": self._plan.policy.predicts,
-            "norm": self._clip is not None,
-        }
-        return tuple(extra for extra, is_needed in needed.items() if is_needed)
+        Raises `HetpipeError` before anything has moved, `WorkerError` if a worker fails.
+        """
+        self._stages.check_own()
+        self.flush()
+        self._stages.move(plan, self.updates, self.steps)
 
     def _accumulating(self) -> tuple[str, ...]:
         """GRAD if gradients are accumulated, after their owners have summed them; else nothing."""
         if not self._accumulated:
             return ()
-        if max(self._plan.replicas) > 1:
+        if max(self.plan.replicas) > 1:
             raise HetpipeError(
                 f"a mini-batch of a new size after {len(self._accumulated)} of "
                 f"{self._subject.updates.accumulate} that are accumulated on replicas: flush() "
                 "before it, or leave it out"
             )
-        schedule = self._schedules.of(self._plan.microbatches, SUMMING)
+        schedule = self._stages.schedules.of(self.plan.microbatches, SUMMING)
         self._crew.step(Apply(schedule, 0.0, self.steps, grad_scale=1.0))
         return (GRAD,)
 
     def _update(self, grad_scale: float) -> None:
         """Update with the accumulated gradients, multiplied by `grad_scale`; NaN drops them."""
-        schedule = self._schedules.of(self._plan.microbatches, UPDATING | SUMMING)
+        schedule = self._stages.schedules.of(self.plan.microbatches, UPDATING | SUMMING)
         lr = self._subject.optimizer.lr_at(self.updates[0] + 1)
         self._accumulated.clear()
         result = self._crew.step(Apply(schedule, lr, self.steps, grad_scale, self._clip))
@@ -322,6 +296,17 @@ class Training:
         """An update was made, or left out."""
         self.scaling.record(result.skipped)
         self.updates = [count + (not result.skipped) for count in self.updates]
+
+
+def state_dict(
+    training: Training, captured: Captured, names: Iterable[str]
+) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of these names in the model, at rest."""
+    values = {**captured.parameters, **captured.buffers}
+    values.update(training.read(PARAM))
+    values.update(training.read(BUFFER))
+    own = {name: captured.aliases.get(name, name) for name in names}
+    return as_tensors({name: values[of] for name, of in own.items() if of in values})
 
 
 def as_tensors(arrays: Mapping[str, Array]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -195,8 +196,13 @@ def lower_bound_s(question: Question, partition: Partition) -> float:
 
 
 def problem(question: Question, partition: Partition) -> str | None:
-    """Why the partition cannot run: an unsupported layer, or too little memory; else None."""
+    """Why the partition cannot run: an unsupported layer, too little memory, or a parameter that
+    two stages would update at different times; else None."""
     costs = question.costs
+    if not question.rule.flushes:
+        for shared in costs.table.tied:
+            if len({bisect_right(partition.cuts, layer) for layer in shared.layers}) > 1:
+                return f"cuts {list(partition.cuts)} part layers that share {shared.name}"
     used: dict[str, int] = defaultdict(int)
     capacity: dict[str, int] = defaultdict(int)
     for stage, (lo, hi) in enumerate(partition.ends(costs.count)):

@@ -94,22 +94,24 @@ class Keep:
 
 @dataclass(frozen=True)
 class StageLoad:
-    """A stage and its values."""
+    """A stage, and its values that do not lie at the worker already, in its stages so far."""
 
     graphs: StageGraphs
     replica: int
     values: Mapping[str, Array]
+    held: tuple[tuple[str, str], ...] = ()  # role and name of values that lie there
 
 
 @dataclass(frozen=True)
 class Load:
-    """Load these stages, in place of all others."""
+    """Load these stages, in place of all others but those that stay as they are."""
 
     stages: tuple[StageLoad, ...]
     keep: Keep
     state_init: Callable[..., Array]
     edges: tuple[EdgeEnd, ...]
     shares: Shares
+    stay: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,13 @@ class Step:
     batch: Apply  # a mini-batch, or an update by itself
     drain: bool  # wait until all messages are sent; else go on at once
     evaluates: bool  # forwards are in evaluation
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The emulated speed from the next action on. There is no reply."""
+
+    value: float
 
 
 @dataclass(frozen=True)

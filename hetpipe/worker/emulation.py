@@ -19,3 +19,14 @@ def stretch(start_s: float, speed: float) -> float:
         time.sleep(0)  # lets other threads of the worker run
         end_s = time.monotonic()
     return end_s
+
+
+class Emulation:
+    """The emulated speed of a worker, at most 1; it may change between two actions."""
+
+    def __init__(self, speed: float) -> None:
+        self.speed = speed
+
+    def stretch(self, start_s: float) -> float:
+        """Wait until an action that began at `start_s` has taken its time; returns the end."""
+        return stretch(start_s, self.speed)

@@ -18,7 +18,7 @@ from hetpipe.wire.pieces import Leaving
 from hetpipe.wire.shares import Replica, Shares
 from hetpipe.wire.wire import GRADIENTS as ALL_GRADIENTS
 from hetpipe.wire.wire import Content, Kind
-from hetpipe.worker.emulation import stretch
+from hetpipe.worker.emulation import Emulation
 from hetpipe.worker.exchange import Exchange, Expected
 from hetpipe.worker.lanes import HandOver, walk
 from hetpipe.worker.minibatches import MiniBatches
@@ -39,7 +39,7 @@ _RECEIVES = {
 class Runner:
     """Runs scripts on a worker's stages, and calls `tell` with losses as soon as they are known.
 
-    Each pass is stretched to its duration at `speed`; 1 is the device's own.
+    Each pass is stretched to its duration at the emulated speed; 1 is the device's own.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Runner:
         exchange: Exchange,
         updates: Updates,
         tell: Callable[[Losses], None],
-        speed: float,
+        emulation: Emulation,
         on_error: OnError,
     ) -> None:
         self.hand_over = HandOver()
@@ -57,7 +57,7 @@ class Runner:
         self._replicas: Mapping[int, int] = updates.replicas
         self._shares: Shares = updates.shares
         self._mini_batches: MiniBatches = updates.mini_batches
-        self._speed = speed
+        self._emulation = emulation
         self._on_error = on_error
         self._doing: dict[int, Action] = {}  # by lane
         self._parts: dict[tuple[int, int], float] = {}  # (stage, micro-batch): share of its rows
@@ -102,7 +102,7 @@ class Runner:
                 self._sum(action, beside=following is not None and not _waits(following))
             elif action.op is Op.UPDATE:
                 start_s = self._updates.apply(action)
-                self._spans.append((action, start_s, stretch(start_s, self._speed)))
+                self._spans.append((action, start_s, self._emulation.stretch(start_s)))
                 self._mini_batches.applied(self._updates.round(action), len(self._stages))
             else:
                 self._pass(action, lane, following)
@@ -137,7 +137,7 @@ class Runner:
         start_s, waited_s = time.monotonic(), self._exchange.waited_s
         stage.run(work, leaving)
         waited_s = self._exchange.waited_s - waited_s  # the wait for other replicas is no work
-        self._spans.append((action, start_s, stretch(start_s + waited_s, self._speed)))
+        self._spans.append((action, start_s, self._emulation.stretch(start_s + waited_s)))
         ends = action.op is Op.FORWARD and (stage.has_loss or stage.has_count)
         if ends and self._mini_batches.forwarded(n, position):
             self._report_losses(stage, batch)
@@ -171,7 +171,7 @@ class Runner:
 
         None at an emulated speed: outputs are ready later there than the device says.
         """
-        if following is None or not self._exchange.streams or self._speed != 1.0:
+        if following is None or not self._exchange.streams or self._emulation.speed != 1.0:
             return None
         send, message = following
         same = (send.stage, send.number) == (action.stage, action.number)

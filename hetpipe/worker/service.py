@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from hetpipe.errors import HetpipeError
-from hetpipe.sdk.backend import Device
+from hetpipe.sdk.backend import Buffer, Device
 from hetpipe.sdk.registry import open_device, register_backend
 from hetpipe.wire.edges import Receiver, Sender, make_receiver
 from hetpipe.wire.handover import HandoverPort
@@ -28,11 +28,14 @@ from hetpipe.wire.messages import (
     Read,
     Reply,
     Scale,
+    Speed,
     Step,
     Stop,
     Write,
 )  # fmt: skip
 from hetpipe.wire.transport import EdgeClosedError
+from hetpipe.worker.bind import Key
+from hetpipe.worker.emulation import Emulation
 from hetpipe.worker.exchange import Exchange
 from hetpipe.worker.lanes import HandOver
 from hetpipe.worker.minibatches import MiniBatches
@@ -55,6 +58,7 @@ class Service:
         self._order = order
         self._answer = answer
         self._opener = opener
+        self._emulation = Emulation(order.member.speed)
         self._inbox: SimpleQueue[tuple[Any, Sequence[int]]] = SimpleQueue()
         self._task = "start"
         self._stages: dict[int, Stage] = {}
@@ -81,6 +85,8 @@ class Service:
             with self._scaled:
                 self._scales[message.serial, message.clips] = message.value
                 self._scaled.notify_all()
+        elif isinstance(message, Speed):
+            self._emulation.speed = message.value
         else:
             self._inbox.put((message, fds))
 
@@ -131,16 +137,16 @@ class Service:
     def _load(self, message: Load, fds: Sequence[int]) -> None:
         self._close_edges()
         self._runner = None
-        self._replicas.clear()
-        self._stages.clear()  # frees the old stages' memory before the new ones take theirs
         self._scripts.clear()
+        held = self._drop_stages(message)
         for load in message.stages:
             n = load.graphs.stage
             meet = partial(self._meet, n) if len(message.shares.weights[n]) > 1 else None
             self._replicas[n] = load.replica
             self._stages[n] = Stage(
-                self._device, load.graphs, load.values, message.state_init, message.keep, meet
-            )
+                self._device, load.graphs, load.values, message.state_init, message.keep, meet,
+                {key: held.pop(key) for key in load.held},
+            )  # fmt: skip
         senders, receivers = {}, {}
         for end in message.edges:
             wire, own = end.wire, fds[slice(*end.fds)]
@@ -158,14 +164,26 @@ class Service:
             self._stages, self._replicas, message.shares, exchange, MiniBatches(),
             self._grad_scale, self._clip_factor,
         )  # fmt: skip
-        speed = self._order.member.speed
-        self._runner = Runner(exchange, updates, self._answer, speed, self.fail)
+        self._runner = Runner(exchange, updates, self._answer, self._emulation, self.fail)
         self._edges = [
             *senders.values(),
             *receivers.values(),
             self._runner.hand_over,
             self._runner.sums,
         ]
+
+    def _drop_stages(self, message: Load) -> dict[Key, Buffer]:
+        """Free the stages so far, before new ones take memory; all but those that stay, and the
+        values that new stages need, which are returned."""
+        keys = {key for load in message.stages for key in load.held}
+        held = {
+            key: buffer
+            for stage in self._stages.values()
+            for key, buffer in stage.store.lying(keys).items()
+        }
+        for n in self._stages.keys() - set(message.stay):
+            del self._stages[n], self._replicas[n]
+        return held
 
     def _step(self, message: Step, fds: Sequence[int]) -> Any:
         runner = self._runner

@@ -68,13 +68,15 @@ class Stage:
         state_init: Callable[..., Array],
         keep: Keep,
         meet: Meet | None = None,
+        held: Mapping[Key, Buffer] | None = None,
     ) -> None:
+        """`held` are values that lie on the device already, in place of those of `values`."""
         self.device = device
         self.number = graphs.stage
         self._meet = meet
         self._keep = keep
         self._binding = binding = StageBinding(graphs)
-        self.store = Store(device, binding, graphs, values, state_init)
+        self.store = Store(device, binding, graphs, values, state_init, held or {})
         predict = None if binding.predict is None else self._predict
         self.weights = make_weights(keep, graphs.stage, self.store.parameters, predict)
         self.store.weights = self.weights

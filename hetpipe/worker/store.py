@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ Entries = list[Any]
 class Store:
     """Parameters at load, and buffers, constants, gradients, optimizer state and scalars.
 
-    Gradients start at zero, state at `state_init(shape, dtype)`.
+    Gradients start at zero, state at `state_init(shape, dtype)`; `held` values stay where they are.
     """
 
     def __init__(
@@ -29,7 +29,8 @@ class Store:
         binding: StageBinding,
         graphs: StageGraphs,
         values: Mapping[str, Array],
-        state_init: Callable[..., Array] = np.zeros,
+        state_init: Callable[..., Array],
+        held: Mapping[Key, Buffer],
     ) -> None:
         self.device = device
         self.weights: Weights  # set by the stage, which chooses versions of the parameters
@@ -45,7 +46,9 @@ class Store:
         tables: dict[Table, Entries] = {table: [None] * binding.sizes[table] for table in Table}
         for key, place in self._places.items():
             slot = self._slots[key]
-            if slot.role in makers:
+            if key in held:
+                tables[place.table][place.entry] = held[key]
+            elif slot.role in makers:
                 tables[place.table][place.entry] = self.upload(makers[slot.role](slot))
         self.parameters: Version = tables[Table.PARAMS]
         """The first version."""
@@ -57,6 +60,11 @@ class Store:
         """The present value of a parameter, buffer, gradient or state, on the host."""
         table, index = self._table(key)
         return self.download(self._slots[key], table[index])
+
+    def lying(self, keys: Collection[Key]) -> dict[Key, Buffer]:
+        """The present buffers of those of these values that the stage has."""
+        tables = {key: self._table(key) for key in keys if key in self._places}
+        return {key: table[index] for key, (table, index) in tables.items()}
 
     def put(self, key: Key, value: Array) -> Buffer | None:
         """Replace a value. Returns its buffer if it had none before."""

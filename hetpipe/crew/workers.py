@@ -1,0 +1,155 @@
+"""Workers: the started workers of a cluster, one per member, with their devices open."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.cost.table import Label
+from hetpipe.crew.fleet import Fleet
+from hetpipe.crew.launcher import launch
+from hetpipe.errors import HetpipeError
+from hetpipe.sdk.info import DeviceInfo
+from hetpipe.wire import messages as say
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Workers:
+    """Workers with their devices open. A context manager; no process outlives `close`.
+
+    The first failure of a worker ends all: it is raised as `WorkerError`, then and ever after.
+    """
+
+    def __init__(self, cluster: Cluster, fleet: Fleet, start_timeout_s: float) -> None:
+        self._fleet = fleet
+        self._control = fleet.control
+        self._close = weakref.finalize(self, fleet.close)
+        self.cluster = cluster
+        self._index = {member.id: i for i, member in enumerate(cluster.members)}
+        self._opened: dict[str, DeviceInfo] | None = None
+        self._start_timeout_s = start_timeout_s
+
+    @classmethod
+    def start(
+        cls,
+        cluster: Cluster,
+        *,
+        heartbeat_s: float = 1.0,
+        silence_s: float = 8.0,
+        start_timeout_s: float = 120.0,
+        wait: bool = True,
+    ) -> Self:
+        """Start one worker per member and open its device.
+
+        Without `wait` the first use waits for that. A worker that gives no sign of life for
+        `silence_s` is taken for dead. Raises `BackendError` for a missing device, `HetpipeError`
+        for a backend that no process can import, `WorkerError` if a worker does not come up.
+        """
+        fleet = launch(cluster, heartbeat_s, silence_s, start_timeout_s)
+        workers = cls(cluster, fleet, start_timeout_s)
+        if wait:
+            workers._await_devices()
+        return workers
+
+    @property
+    def infos(self) -> dict[str, DeviceInfo]:
+        """The open devices, by member."""
+        self._await_devices()
+        assert self._opened is not None
+        return self._opened
+
+    @property
+    def label(self) -> Label:
+        """The label of speeds that are measured with all members."""
+        emulated = any(self.label_of(m) == "emulated" for m in self.cluster.members)
+        return "emulated" if emulated or self.cluster.links else "measured"
+
+    def label_of(self, member: Member) -> Label:
+        """The label of speeds of this member."""
+        emulated = member.speed != 1.0 or self.infos[member.id].capabilities.emulated
+        return "emulated" if emulated else "measured"
+
+    def call(self, members: Sequence[str], function: str, *args: Any) -> list[Any]:
+        """Run `module:function` as `function(device, *args)` inside these workers at once.
+
+        Returns the results in the order of `members`; arguments and results must pickle. Emulated
+        speeds do not apply.
+        """
+        return list(self.call_each(function, dict.fromkeys(members, args)).values())
+
+    def call_each(self, function: str, arguments: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+        """Like `call`, with arguments of its own for each member; results by member."""
+        workers = [self._worker(member) for member in arguments]
+        with self._guarded():
+            for worker, args in zip(workers, arguments.values(), strict=True):
+                self._fleet.send(worker, say.Call(function, tuple(args)))
+            return dict(zip(arguments, self._control.gather(workers), strict=True))
+
+    def set_speed(self, member: str, speed: float) -> None:
+        """Emulate another speed on a member from its next action on, also while a step runs.
+
+        The crew's `cluster` says so afterwards. Raises `ClusterError` for a speed above 1, or not
+        above 0.
+        """
+        worker = self._worker(member)
+        members = tuple(
+            replace(each, speed=speed) if each.id == member else each
+            for each in self.cluster.members
+        )
+        cluster = replace(self.cluster, members=members)
+        with self._guarded():
+            self._fleet.send(worker, say.Speed(speed))
+        self.cluster = cluster
+
+    def check(self) -> None:
+        """Raises `WorkerError` if a worker has failed."""
+        self._control.check()
+
+    def close(self) -> None:
+        """End all workers; safe to call twice."""
+        self._close()
+        self._control.fail("the crew is closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """An error in a conversation with the workers ends them, since they are out of step."""
+        try:
+            self._await_devices()
+            self._control.check()
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def _await_devices(self) -> None:
+        """Receive the first reply of every worker, once."""
+        if self._opened is None:
+            try:
+                opened = self._control.gather(list(self._index.values()), self._start_timeout_s)
+            except BaseException:
+                self.close()
+                raise
+            self._opened = dict(zip(self._index, opened, strict=True))
+
+    def _worker(self, member: str) -> int:
+        if member not in self._index:
+            raise HetpipeError(f"no member {member!r}; the crew has {', '.join(self._index)}")
+        return self._index[member]

@@ -1,0 +1,155 @@
+"""Learning: costs that follow the machine, from the passes of recent mini-batches."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import fmean
+
+from hetpipe.cost.table import CostTable, DeviceCost
+from hetpipe.plan.plan import Plan, StagePlan
+from hetpipe.schedule.action import Op
+from hetpipe.simulate.timeline import Timeline
+
+WINDOW = 8
+"""The number of mini-batches from which costs are learned."""
+LEAST = 3
+"""The fewest of them whose times make sense, to learn from."""
+FARTHEST = 1e3
+"""A device this many times slower or quicker than its profile: a wrong clock."""
+# Looked up once: a member of an enum costs more than a pass may.
+FORWARD, BACKWARD_WEIGHT, UPDATE = Op.FORWARD, Op.BACKWARD_WEIGHT, Op.UPDATE
+
+
+class Learning:
+    """The measured over the predicted time of each device's passes, by one table of costs."""
+
+    def __init__(self, table: CostTable, plan: Plan) -> None:
+        self._table, self._plan = table, plan
+        self._factors: dict[str, float] = {}  # under earlier plans
+        self._learned: dict[str, float] | None = {}  # None: to be computed
+        self.recent: deque[Timeline] = deque(maxlen=WINDOW)
+
+    def saw(self, timeline: Timeline) -> None:
+        """A mini-batch of the plan's size was trained."""
+        self.recent.append(timeline)
+        self._learned = None
+
+    def planned(self, plan: Plan) -> None:
+        """There is a new plan: earlier passes were those of other stages."""
+        self._factors = self.factors
+        self._plan = plan
+        self.recent.clear()
+
+    @property
+    def factors(self) -> dict[str, float]:
+        """By device. Devices of which no time makes sense keep theirs, or have none."""
+        if self._learned is None:
+            ratios = ratios_of(self.recent, self._plan, self._table)
+            able = {device: each for device, each in ratios.items() if len(each) >= LEAST}
+            new = {device: typical(each) for device, each in able.items()}
+            self._learned = {**self._factors, **new}
+        return self._learned
+
+    @property
+    def step_s(self) -> float | None:
+        """Measured seconds of a mini-batch; None before enough have come."""
+        if self._plan.rule.flushes:
+            steps_s = [timeline.step_s for timeline in self.recent]
+        else:  # a flush in between starts a clock anew
+            ends_s = [max(s.end_s for s in each.spans) for each in self.recent if each.spans]
+            steps_s = [after_s - before_s for before_s, after_s in pairwise(ends_s)]
+        steps_s = [step_s for step_s in steps_s if 0 < step_s < math.inf]
+        return typical(steps_s) if len(steps_s) >= LEAST else None
+
+    def table(self, emulated: Collection[str] = ()) -> CostTable:
+        """The costs as they are learned; times of `emulated` devices are labelled so."""
+        return scaled(self._table, self.factors, emulated)
+
+
+def ratios_of(
+    timelines: Iterable[Timeline], plan: Plan, table: CostTable
+) -> dict[str, list[float]]:
+    """Measured over predicted seconds of each device's passes, by mini-batch.
+
+    A mini-batch is left out for a device that lacks some of its passes, or if one of its times
+    makes no sense: NaN, zero or less, or so long or short that no device can be meant.
+    """
+    predicted = [_predicted(stage, table) for stage in plan.stages]
+    ratios: dict[str, list[float]] = defaultdict(list)
+    for timeline in timelines:
+        sums_s, counts = _sums(timeline)
+        for number, stage in enumerate(plan.stages):
+            parts = [part for part in "FBU" if counts[number, part]]
+            if parts[:2] != ["F", "B"]:
+                continue
+            times = {"F": plan.microbatches, "B": plan.microbatches, "U": 1}
+            measured_s = sum(
+                times[part] * sums_s[number, part] / counts[number, part] for part in parts
+            )
+            expected_s = sum(times[part] * predicted[number][part] for part in parts)
+            ratio = measured_s / expected_s if expected_s > 0 else math.nan
+            if 1 / FARTHEST < ratio < FARTHEST:
+                ratios[stage.devices[0]].append(ratio)
+    return ratios
+
+
+def _sums(timeline: Timeline) -> tuple[dict[tuple[int, str], float], Counter[tuple[int, str]]]:
+    """Seconds and numbers of forwards, backwards and updates, by stage and F, B or U.
+
+    A backward in two halves counts once. A time that makes no sense makes a sum of NaN.
+    """
+    sums_s: dict[tuple[int, str], float] = defaultdict(float)
+    counts: Counter[tuple[int, str]] = Counter()
+    for span in timeline.spans:
+        op = span.action.op
+        if len(op) > 1:  # a transfer
+            continue
+        key = span.action.stage, "F" if op is FORWARD else "U" if op is UPDATE else "B"
+        time_s = span.end_s - span.start_s
+        sums_s[key] += time_s if time_s > 0 else math.nan
+        counts[key] += op is not BACKWARD_WEIGHT
+    return sums_s, counts
+
+
+def _predicted(stage: StagePlan, table: CostTable) -> dict[str, float]:
+    """Seconds of a stage's forward, backward and update; 0 for a device without costs."""
+    if stage.devices[0] not in table.devices:
+        return dict.fromkeys("FBU", 0.0)
+    span = (stage.devices[0], stage.lo, stage.hi)
+    return {"F": table.forward_s(*span), "B": table.backward_s(*span), "U": table.update_s(*span)}
+
+
+def typical(values: Sequence[float]) -> float:
+    """The mean of the middle half: a few slow steps, or wrong clocks, do not move it."""
+    ordered = sorted(values)
+    aside = len(ordered) // 4
+    return fmean(ordered[aside : len(ordered) - aside])
+
+
+def scaled(
+    table: CostTable, factors: Mapping[str, float], emulated: Collection[str] = ()
+) -> CostTable:
+    """The table with every device's times multiplied by its factor; 1 without one."""
+
+    def device_of(name: str, cost: DeviceCost) -> DeviceCost:
+        factor = factors.get(name, 1.0)
+        layers = tuple(
+            replace(
+                layer,
+                forward_s=layer.forward_s * factor,
+                backward_s=layer.backward_s * factor,
+                update_s=layer.update_s * factor,
+            )
+            for layer in cost.layers
+        )
+        label = "emulated" if name in emulated else cost.label
+        return replace(cost, layers=layers, overhead_s=cost.overhead_s * factor, label=label)
+
+    if not factors:
+        return table
+    devices = {name: device_of(name, cost) for name, cost in table.devices.items()}
+    return replace(table, devices=devices)

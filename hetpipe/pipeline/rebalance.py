@@ -1,0 +1,324 @@
+"""Rebalance: a new plan when the machine has changed, and when it promises more than it costs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from hetpipe.errors import HetpipeError, PlanError, WorkerError
+from hetpipe.pipeline.hysteresis import Hysteresis
+from hetpipe.pipeline.learning import WINDOW, Learning
+from hetpipe.plan.costs import StageCosts
+from hetpipe.plan.planner import FREE_ORDER_DEVICES, make_plan, predict
+from hetpipe.plan.pricing import Partition, Question, price
+from hetpipe.schedule.rule import rule_of
+
+if TYPE_CHECKING:
+    from hetpipe.cost.table import CostTable
+    from hetpipe.crew.crew import Crew
+    from hetpipe.crew.request import StepResult
+    from hetpipe.pipeline.options import PlanOptions
+    from hetpipe.pipeline.training import Training
+    from hetpipe.plan.plan import Plan
+    from hetpipe.simulate.timeline import Timeline
+
+GAIN = 0.05
+"""The least share of a step that a plan must promise to save."""
+HORIZON = 1000
+"""The number of steps in which a move must have paid."""
+CHANGE = 0.1
+"""A change of the devices' relative speeds after which plans are compared at once."""
+PLANNING_SHARE = 0.005
+"""The most time that other comparisons may take."""
+
+log = logging.getLogger("hetpipe")
+
+
+@dataclass(frozen=True)
+class Rebalanced:
+    """The answer to `Pipeline.rebalance`. Steps are predicted, by the learned costs."""
+
+    moved: bool
+    why: str
+    before_s: float
+    """Seconds of a step under the plan so far."""
+    after_s: float
+    """Seconds of a step under the best plan."""
+    move_s: float
+    """Seconds of the move; if nothing was moved, of the last move or load."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The best plan by learned costs, and the present one, priced by the same."""
+
+    present: Plan
+    best: Plan
+    move_s: float
+
+    @property
+    def promised(self) -> float:
+        """The share of a step that the best plan saves."""
+        before_s = self.present.step_s
+        return 1 - self.best.step_s / before_s if before_s > 0 else 0.0
+
+    def pays(self, steps: int) -> bool:
+        """Whether it saves enough of a step, and in so many steps more than the move costs."""
+        saved_s = steps * (self.present.step_s - self.best.step_s)
+        return self.promised > GAIN and saved_s > self.move_s
+
+
+class Rebalancer:
+    """Learns costs from a training, and moves its layers.
+
+    With `auto` it compares plans after every window of mini-batches; then `due` says that layers
+    should move before the next one. `fixed` is the reason why none may move, or empty.
+    """
+
+    def __init__(
+        self, training: Training, crew: Crew, costs: CostTable | None, fixed: str, auto: bool
+    ) -> None:
+        self._training, self._crew = training, crew
+        self._planned_by = costs
+        self._learning = None if costs is None else Learning(costs, training.plan)
+        self._fixed = fixed
+        if max(training.plan.replicas) > 1:
+            self._fixed = "layers on several replicas do not move: choose a schedule, as '1f1b'"
+        self._auto = auto and len(training.plan.stages) > 1
+        self._hysteresis = Hysteresis()
+        self._seen = 0  # mini-batches in the present window
+        self._awaited: tuple[int, float, float] | None = None  # step, seconds of one, promise
+        self._considered: Mapping[str, float] = {}  # factors for which there is no better plan
+        self._may_plan_s = 0.0  # a time: plans may be compared again without a change
+        self._next: Proposal | None = None
+        training.watch = self._saw
+
+    @property
+    def costs(self) -> CostTable | None:
+        """The costs as they are learned so far."""
+        if self._learning is None:
+            return None
+        emulated = [member.id for member in self._crew.cluster.members if member.speed != 1.0]
+        return self._learning.table(emulated)
+
+    @property
+    def predicted(self) -> Timeline:
+        """The present plan's timeline, by the costs with which it was made."""
+        return predict(self._training.plan, self.planned_by)
+
+    @property
+    def planned_by(self) -> CostTable:
+        """The costs with which the present plan was made. Raises `HetpipeError` without any."""
+        if self._planned_by is None:
+            raise HetpipeError(
+                "this plan's step is unknown, since nothing was measured: every choice was given; "
+                "ask for costs with priced=True, or give those of the plan"
+            )
+        return self._planned_by
+
+    @property
+    def due(self) -> bool:
+        """Whether layers should move before the next mini-batch."""
+        return self._next is not None and not self._training.accumulated
+
+    def rebalance(self, steps: int) -> Rebalanced:
+        """Move layers, at rest, if the best plan saves more in `steps` steps than the move costs.
+
+        Raises `HetpipeError` if the plan is fixed, or gradients are accumulated.
+        """
+        if self._fixed:
+            raise HetpipeError(f"rebalance: {self._fixed}")
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise HetpipeError(f"rebalance: steps={steps!r}: give a whole number of 1 or more")
+        if count := self._training.accumulated:
+            raise HetpipeError(
+                f"rebalance: {count} mini-batches are accumulated since the last update, and their "
+                "gradients do not move: flush() before it, or wait for the update"
+            )
+        try:
+            proposal = self._propose()
+        except PlanError as error:
+            step_s, took_s = self._training.plan.step_s, self._training.loading_s
+            return Rebalanced(False, f"no plan fits: {error}", step_s, step_s, took_s)
+        times_s = proposal.present.step_s, proposal.best.step_s
+        if not proposal.pays(steps):
+            why = f"{_saving(proposal)}, too little for a move of {proposal.move_s:.1f} s"
+            return Rebalanced(False, f"{why} ({self._speeds()})", *times_s, proposal.move_s)
+        why = self._speeds()
+        self._move(proposal, why)
+        return Rebalanced(True, why, *times_s, self._training.loading_s)
+
+    def follow(self) -> None:
+        """Move layers, at rest, because it is `due`."""
+        proposal, self._next = self._next, None
+        assert proposal is not None
+        try:
+            self._move(proposal, self._speeds())
+        except WorkerError:
+            raise
+        except HetpipeError as error:  # nothing has moved yet
+            log.info("step %d: no layer was moved: %s", self._training.steps, error)
+            self._hysteresis.judged(kept=False)
+
+    def _move(self, proposal: Proposal, why: str) -> None:
+        assert self._learning is not None
+        training, before_s, table = self._training, self._learning.step_s, self.costs
+        text = _moves(training.plan, proposal.best)
+        training.move(proposal.best)
+        self._learning.planned(proposal.best)
+        self._planned_by = table
+        self._considered = self._learning.factors
+        self._seen, self._next = 0, None
+        if before_s is not None:
+            self._awaited = training.steps, before_s, proposal.promised
+        log.info(
+            "step %d: %s, since %s; %s; the move took %.2f s",
+            training.steps, text, why, _saving(proposal), training.loading_s,
+        )  # fmt: skip
+
+    def _saw(self, result: StepResult, samples: int) -> None:
+        """A mini-batch was trained."""
+        if self._learning is None or samples != self._training.plan.mini_batch:
+            return
+        self._learning.saw(result.timeline)
+        self._seen += 1
+        if self._seen < WINDOW:
+            return
+        self._seen = 0
+        if self._awaited is not None:
+            self._judge(*self._awaited)
+        elif self._auto and not self._hysteresis.waits() and self._has_changed():
+            self._consider()
+
+    def _has_changed(self) -> bool:
+        """Whether plans are to be compared: speeds have changed much, or it is time again."""
+        assert self._learning is not None
+        changes = [
+            factor / self._considered.get(device, 1.0)
+            for device, factor in self._learning.factors.items()
+        ]
+        if not changes:
+            return False
+        return max(changes) / min(changes) > 1 + CHANGE or time.monotonic() > self._may_plan_s
+
+    def _consider(self) -> None:
+        """Compare plans at the end of a window."""
+        assert self._learning is not None
+        begin_s = time.monotonic()
+        try:
+            proposal = self._propose()
+            promises = proposal.pays(HORIZON)
+        except PlanError:  # no plan fits the memory any more
+            promises = False
+        end_s = time.monotonic()
+        self._may_plan_s = end_s + (end_s - begin_s) / PLANNING_SHARE
+        if not promises:
+            self._considered = self._learning.factors
+        self._next = proposal if self._hysteresis.follows(promises) else None
+
+    def _judge(self, step: int, before_s: float, promised: float) -> None:
+        """Say what the last move gave."""
+        assert self._learning is not None
+        self._awaited = None
+        now_s = self._learning.step_s
+        gave = 0.0 if now_s is None else 1 - now_s / before_s
+        self._hysteresis.judged(kept=gave > promised / 2)
+        log.info(
+            "step %d: the move at step %d promised to save %.0f %% of a step, and saves %.0f %%",
+            self._training.steps, step, 100 * promised, 100 * gave,
+        )  # fmt: skip
+
+    def _propose(self) -> Proposal:
+        """The present plan and the best one, by the learned costs.
+
+        Raises `HetpipeError` if nothing was measured, `PlanError` if no plan fits.
+        """
+        plan, table = self._training.plan, self.costs
+        if table is None or not set(plan.devices) <= table.devices.keys():
+            raise HetpipeError(
+                "rebalance: no layer was measured for this plan, so no costs can be learned: give "
+                "the costs as well, or leave out options of the plan"
+            )
+        question = Question(
+            StageCosts(table), plan.schedule, plan.mini_batch, plan.microbatches, plan.weights
+        )
+        present = Partition(plan.devices, plan.cuts, plan.in_flight)
+        return Proposal(
+            price(question, present, plan.origin), _best(table, plan), self._training.loading_s
+        )
+
+    def _speeds(self) -> str:
+        """The learned factors, in words."""
+        factors = {} if self._learning is None else self._learning.factors
+        each = [f"{device} takes {factor:.2f}" for device, factor in factors.items()]
+        if not each:
+            return "no mini-batch was measured yet"
+        return f"{', '.join(each)} times its profiled time"
+
+
+def fixed_by(asked: PlanOptions) -> str:
+    """The reason why no layer of such a plan may move; empty if there is none.
+
+    Raises `HetpipeError` if `rebalance` is among the options all the same.
+    """
+    rule = None if asked.schedule == "auto" else rule_of(asked.schedule)
+    if asked.plan is not None:
+        why = "a given plan says where every layer is: leave out plan"
+    elif asked.cuts:
+        why = f"cuts {list(asked.cuts)} say where every layer is: leave out cuts"
+    elif asked.replicas is not None or (rule is not None and rule.replicates):
+        why = "layers on several replicas do not move: leave out replicas and data-parallel"
+    elif rule is not None and (rule.several_stages or not rule.averages):
+        why = f"under {rule.name} layers do not move: choose a schedule with one stage per worker"
+    else:
+        return ""
+    if asked.rebalance is not None:
+        raise HetpipeError(f"rebalance={asked.rebalance!r}: {why}, or rebalance")
+    return why
+
+
+def _best(table: CostTable, plan: Plan) -> Plan:
+    """The quickest plan on the members of `plan`, each with a stage, so that all stay measured.
+
+    Another order of members moves all layers, so it must promise `GAIN` more.
+    """
+    options = {
+        "mini_batch": plan.mini_batch, "microbatches": plan.microbatches,
+        "schedule": plan.schedule, "weights": plan.weights,
+    }  # fmt: skip
+    best = make_plan(table, plan.devices, fixed_order=True, **options)  # type: ignore[arg-type]
+    if len(plan.devices) > FREE_ORDER_DEVICES:
+        return best
+    other = make_plan(table, plan.devices, **options)  # type: ignore[arg-type]
+    return other if other.step_s < (1 - GAIN) * best.step_s else best
+
+
+def _moves(before: Plan, after: Plan) -> str:
+    """The layers that move, in words."""
+    ways = zip(before.layers, _places(before), _places(after), strict=True)
+    numbered = [(n, *way) for n, way in enumerate(ways) if way[1] != way[2]]
+    groups = [list(group) for _, group in groupby(numbered, lambda each: each[2:])]
+    texts = []
+    for group in groups:
+        (first, name, source, target), (last, *_) = group[0], group[-1]
+        span = f"layer {first} ({name})" if first == last else f"layers {first} to {last}"
+        texts.append(f"{span} moved from {source} to {target}")
+    return " and ".join(texts) or f"micro-batches in flight are {list(after.in_flight)} now"
+
+
+def _places(plan: Plan) -> Iterator[str]:
+    """The member of every layer."""
+    for stage in plan.stages:
+        yield from stage.devices[:1] * (stage.hi - stage.lo)
+
+
+def _saving(proposal: Proposal) -> str:
+    before_s, after_s = proposal.present.step_s, proposal.best.step_s
+    return (
+        f"the best plan promises {after_s * 1e3:.1f} ms a step in place of {before_s * 1e3:.1f} ms "
+        f"(-{100 * proposal.promised:.0f} %)"
+    )

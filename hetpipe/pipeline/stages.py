@@ -1,0 +1,151 @@
+"""Stages: a pipeline's stages on its crew's workers, loaded anew or moved."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hetpipe.capture.program import BUFFER, GRAD, PARAM, STATE, StageGraphs
+from hetpipe.checkpoint import Checkpoint
+from hetpipe.crew.crew import Crew
+from hetpipe.errors import HetpipeError
+from hetpipe.pipeline.loading import Loading
+from hetpipe.pipeline.resume import check
+from hetpipe.pipeline.schedules import Schedules
+from hetpipe.pipeline.streaming import Streaming
+from hetpipe.wire.messages import Keep
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hetpipe.capture.captured import Captured
+    from hetpipe.capture.stages import Extra
+    from hetpipe.optim.rule import Optimizer
+    from hetpipe.pipeline.options import PassOptions, UpdateOptions
+    from hetpipe.plan.plan import Plan
+    from hetpipe.profile.measure import Progress
+    from hetpipe.schedule.stream import Stream
+    from hetpipe.wire.shares import Shares
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The parts of a pipeline that stay the same while it lives, and its first plan."""
+
+    captured: Captured
+    crew: Crew
+    plan: Plan
+    optimizer: Optimizer
+    passes: PassOptions
+    updates: UpdateOptions
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """The graphs of a plan's stages, and their schedules."""
+
+    graphs: list[list[StageGraphs]]
+    shares: Shares
+    schedules: Schedules
+    stream: Stream | None
+
+
+class Stages:
+    """The stages of a plan at work, with programs for these sizes of micro-batches."""
+
+    def __init__(self, subject: Subject, progress: Progress, norms: bool) -> None:
+        """Nothing is loaded yet. `norms`: the training takes the norms of gradients."""
+        self._norms = norms
+        self._subject, self._crew = subject, subject.crew
+        self._progress = progress
+        self.plan = subject.plan
+        self.sizes: set[int] = set()
+        """In training."""
+        self.evaluated: set[int] = set()
+        """In evaluation."""
+        self.schedules: Schedules
+        self.streaming: Streaming | None
+        self.took_s = 0.0
+        """Seconds of the last load or move."""
+        self._own_load = 0
+
+    def check_own(self) -> None:
+        """Raises `HetpipeError` if the crew has been given other stages since."""
+        if self._crew.load_count != self._own_load:
+            self._crew.check()  # a worker may have failed in a load of ours
+            raise HetpipeError(
+                "this pipeline's crew has the stages of another pipeline, or of a profile, by now: "
+                "a crew serves one pipeline at a time; give each its own, or load() a checkpoint"
+            )
+
+    def load(self, values: Checkpoint | None, updates: Sequence[int], step: int) -> None:
+        """Give the workers the stages, with the values of a checkpoint, if any.
+
+        There were these `updates` by stage so far, and `step` mini-batches.
+        """
+        subject, crew, begin_s = self._subject, self._crew, time.monotonic()
+        self._progress("compiling stages", 0, 1)
+        traced = self._traced(self.plan)
+        initial: dict[str, Any] = {**subject.captured.parameters, **subject.captured.buffers}
+        if values is not None:
+            if values.manifest:
+                check(values, [replicas[0] for replicas in traced.graphs], subject.optimizer)
+            initial.update(values.tensors[PARAM])
+            initial.update(values.tensors[BUFFER])
+        members = [stage.devices for stage in self.plan.stages]
+        keep = self._keep(updates, step)
+        both = self.sizes | self.evaluated
+        crew.load(traced.graphs, members, initial, keep=keep, shares=traced.shares, sizes=both)
+        self._begin(traced)
+        for role in (STATE, GRAD):
+            crew.write(role, {} if values is None else values.tensors.get(role, {}))
+        self.took_s = time.monotonic() - begin_s
+        self._progress("compiling stages", 1, 1)
+
+    def move(self, plan: Plan, updates: Sequence[int], step: int) -> None:
+        """Go on with the stages of another plan, at rest. Values stay on the members that keep
+        their layers.
+
+        Raises `HetpipeError` before anything has moved, `WorkerError` if a worker fails.
+        """
+        begin_s = time.monotonic()
+        self._progress("moving layers", 0, 1)
+        traced = self._traced(plan)
+        members = [stage.devices for stage in plan.stages]
+        both = self.sizes | self.evaluated
+        self._crew.move(traced.graphs, members, self._keep(updates, step), both)
+        self.plan = plan
+        self._begin(traced)
+        self.took_s = time.monotonic() - begin_s
+        self._progress("moving layers", 1, 1)
+
+    def _traced(self, plan: Plan) -> _Traced:
+        """The graphs for the sizes in use. Raises `HetpipeError`."""
+        subject = self._subject
+        loading = Loading(
+            subject.captured, plan, subject.optimizer,
+            {member: info.backend for member, info in self._crew.infos.items()},
+            subject.passes.recompute, Schedules(plan).halved, self._extras(plan),
+        )  # fmt: skip
+        graphs = loading.graphs(self.sizes, self.evaluated)
+        tied = {(owner, others): None for stage in graphs for _, owner, others in stage[0].tied}
+        schedules = Schedules(plan, tuple(tied))
+        return _Traced(graphs, loading.shares, schedules, schedules.stream())
+
+    def _extras(self, plan: Plan) -> tuple[Extra, ...]:
+        """The extra programs that this training needs."""
+        needed: dict[Extra, bool] = {"predict": plan.policy.predicts, "norm": self._norms}
+        return tuple(extra for extra, is_needed in needed.items() if is_needed)
+
+    def _keep(self, updates: Sequence[int], step: int) -> Keep:
+        subject = self._subject
+        lr = subject.optimizer.lr_at(max(step, 1))
+        return Keep(self.plan.policy, tuple(updates), lr, subject.passes.check_finite)
+
+    def _begin(self, traced: _Traced) -> None:
+        """The workers have these stages now."""
+        self._own_load = self._crew.load_count
+        self.schedules = traced.schedules
+        stream, policy = traced.stream, self.plan.policy
+        self.streaming = None if stream is None else Streaming(self._crew, stream, policy)

@@ -1,0 +1,208 @@
+"""Costs that are learned from timelines, and plans that follow them, without a device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost, TiedBytes
+from hetpipe.errors import PlanError
+from hetpipe.pipeline.hysteresis import Hysteresis
+from hetpipe.pipeline.learning import WINDOW, Learning, ratios_of, scaled, typical
+from hetpipe.pipeline.rebalance import Rebalancer
+from hetpipe.plan.plan import Plan
+from hetpipe.plan.planner import make_plan, predict
+from hetpipe.schedule.action import Op
+from hetpipe.simulate.timeline import Timeline
+
+LAYERS = 10
+MIB = 2**20
+
+
+def table(memory_nbytes: int = 2**40) -> CostTable:
+    """Ten equal layers on two equal devices."""
+    layer = LayerCost(0.001, 0.002, 0.0005)
+    devices = {
+        name: DeviceCost((layer,) * LAYERS, 0.0002, memory_nbytes, name) for name in ("a", "b")
+    }
+    links = {("a", "b"): LinkCost(1e-6, 1e10), ("b", "a"): LinkCost(1e-6, 1e10)}
+    layers = tuple(LayerBytes(f"l{n}", MIB, 0, 0, 1000) for n in range(LAYERS))
+    return CostTable("model", 2, layers, devices, links, 0.0001)
+
+
+def plan_of(costs: CostTable, schedule: str = "1f1b", weights: str = "flush") -> Plan:
+    return make_plan(
+        costs, ["a", "b"], mini_batch=8, microbatches=4, schedule=schedule, weights=weights
+    )
+
+
+def measured(plan: Plan, costs: CostTable, factors: Mapping[str, float]) -> Timeline:
+    """A step as it would be if devices took these times their costs."""
+    return predict(plan, scaled(costs, factors))
+
+
+def disturbed(timeline: Timeline, op: Op, seconds: float) -> Timeline:
+    """The first pass of that kind on stage 0 takes so long."""
+    spans = list(timeline.spans)
+    at = next(n for n, s in enumerate(spans) if s.action.op is op and s.action.stage == 0)
+    spans[at] = replace(spans[at], end_s=spans[at].start_s + seconds)
+    return replace(timeline, spans=tuple(spans))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "pipedream"])
+def test_a_device_that_takes_twice_its_time_is_seen(schedule: str) -> None:
+    costs = table()
+    plan = plan_of(costs, schedule, "stash" if schedule == "pipedream" else "flush")
+    ratios = ratios_of([measured(plan, costs, {"a": 2.0, "b": 0.7})], plan, costs)
+    assert ratios["a"] == pytest.approx([2.0], rel=0.02)
+    assert ratios["b"] == pytest.approx([0.7], rel=0.02)
+
+
+@pytest.mark.parametrize("op", [Op.FORWARD, Op.BACKWARD, Op.UPDATE])
+@pytest.mark.parametrize("seconds", [math.nan, 0.0, -0.1, math.inf, 1e9])
+def test_a_time_that_makes_no_sense_is_left_out(op: Op, seconds: float) -> None:
+    """In that mini-batch and for that device alone."""
+    costs = table()
+    plan = plan_of(costs)
+    timeline = disturbed(measured(plan, costs, {"a": 2.0, "b": 2.0}), op, seconds)
+    ratios = ratios_of([timeline], plan, costs)
+    assert ratios.keys() == {"b"}
+    assert ratios["b"] == pytest.approx([2.0], rel=0.02)
+
+
+def test_an_hour_among_milliseconds_moves_nothing() -> None:
+    costs = table()
+    plan = plan_of(costs)
+    learning = Learning(costs, plan)
+    for number in range(WINDOW):
+        timeline = measured(plan, costs, {"a": 1.5})
+        learning.saw(disturbed(timeline, Op.FORWARD, 5.0) if number == 3 else timeline)
+    assert learning.factors == pytest.approx({"a": 1.5, "b": 1.0}, rel=0.02)
+    assert learning.table().forward_s("a", 0, 5) == pytest.approx(
+        1.5 * costs.forward_s("a", 0, 5), rel=0.02
+    )
+    assert learning.table().layers == costs.layers
+
+
+def test_factors_stay_when_stages_change() -> None:
+    """Until passes of the new stages are measured; too few of them count for nothing."""
+    costs = table()
+    plan = plan_of(costs)
+    learning = Learning(costs, plan)
+    assert learning.table() == costs
+    assert learning.step_s is None
+    for _ in range(WINDOW):
+        learning.saw(measured(plan, costs, {"a": 2.0}))
+    assert learning.step_s == pytest.approx(measured(plan, costs, {"a": 2.0}).step_s)
+    moved = plan_of(learning.table())
+    assert moved != plan
+    learning.planned(moved)
+    learning.saw(measured(moved, costs, {"a": 1.0}))
+    assert learning.factors["a"] == pytest.approx(2.0, rel=0.02)
+
+
+def test_the_typical_value_is_that_of_the_middle_half() -> None:
+    assert typical([1.0, 2.0, 3.0, 1000.0]) == 2.5
+    assert typical([1.0, 2.0]) == 1.5
+
+
+def test_a_promise_is_followed_when_it_comes_twice() -> None:
+    hysteresis = Hysteresis()
+    assert [hysteresis.follows(promise) for promise in (True, False, True, True)] == [
+        False, False, False, True,
+    ]  # fmt: skip
+    assert not hysteresis.waits()
+
+
+def test_a_pause_doubles_when_a_promise_is_not_kept() -> None:
+    hysteresis = Hysteresis()
+    pauses = []
+    for kept in (True, False, False, True):
+        hysteresis.judged(kept)
+        pauses.append(next(n for n in range(9) if not hysteresis.waits()))
+    assert pauses == [1, 2, 4, 1]
+
+
+class FakeTraining:
+    """Trains on devices of given speeds, and moves at once."""
+
+    def __init__(self, costs: CostTable, plan: Plan) -> None:
+        self.costs, self.plan = costs, plan
+        self.loading_s = 0.01
+        self.accumulated = self.steps = 0
+        self.moves: list[int] = []
+        self.watch: Any = None
+
+    def move(self, plan: Plan) -> None:
+        self.moves.append(self.steps)
+        self.plan = plan
+
+    def train(self, rebalancer: Rebalancer, factors: Iterator[Mapping[str, float]]) -> None:
+        for each in factors:
+            if rebalancer.due:
+                rebalancer.follow()
+            timeline = measured(self.plan, self.costs, each)
+            self.steps += 1
+            self.watch(SimpleNamespace(timeline=timeline), 8)
+
+
+def rebalanced(costs: CostTable, auto: bool = True) -> tuple[FakeTraining, Rebalancer]:
+    training = FakeTraining(costs, plan_of(costs))
+    crew: Any = SimpleNamespace(cluster=SimpleNamespace(members=()))
+    either: Any = training
+    return training, Rebalancer(either, crew, costs, "", auto)
+
+
+def test_a_steady_machine_moves_nothing() -> None:
+    """In 500 steps with noise of some percent, and slow steps now and then."""
+    training, rebalancer = rebalanced(table())
+    noise = (
+        {"a": 1.02 + 0.04 * math.sin(n) + (n % 31 == 0), "b": 1.0 + 0.04 * math.cos(3 * n)}
+        for n in range(500)
+    )
+    training.train(rebalancer, noise)
+    assert training.moves == []
+
+
+def test_a_device_that_slows_and_recovers_is_followed_within_30_steps() -> None:
+    training, rebalancer = rebalanced(table())
+    before = training.plan
+    for slow in (1.0, 2.5, 1.0):
+        training.train(rebalancer, iter([{"a": slow}] * 29))
+        best = plan_of(scaled(table(), {"a": slow}))
+        assert training.plan.step_s <= 1.05 * best.step_s, slow
+    assert len(training.moves) == 2
+    assert training.plan.step_s == pytest.approx(before.step_s)
+
+
+def test_a_plan_that_memory_forbids_is_never_chosen() -> None:
+    """All would go to b, which has room for 6 layers' parameters and gradients."""
+    training, rebalancer = rebalanced(table(memory_nbytes=12 * MIB + 10_000))
+    training.train(rebalancer, iter([{"a": 50.0}] * 40))
+    assert training.moves
+    assert training.plan.cuts == (4,)
+    assert max(stage.memory_nbytes for stage in training.plan.stages) <= 12 * MIB + 10_000
+
+
+def test_an_asynchronous_plan_never_parts_what_is_tied() -> None:
+    costs = replace(table(), tied=(TiedBytes("w", MIB, (3, 4, 5, 6)),))
+    assert plan_of(costs).cuts == (6,)
+    assert plan_of(costs, "pipedream", "stash").cuts in ((3,), (7,))
+    whole = replace(costs, tied=(TiedBytes("w", MIB, (0, LAYERS - 1)),))
+    with pytest.raises(PlanError, match="part layers that share w"):
+        plan_of(whole, "pipedream", "stash")
+
+
+def test_a_plan_is_followed_only_if_that_pays() -> None:
+    training, rebalancer = rebalanced(table(), auto=False)
+    training.loading_s = 5.0
+    training.train(rebalancer, iter([{"a": 2.0}] * WINDOW))
+    few, many = rebalancer.rebalance(100), rebalancer.rebalance(10_000)
+    assert (few.moved, few.move_s, many.moved) == (False, 5.0, True)
+    assert "too little for a move of 5.0 s" in few.why
+    assert few.before_s == many.before_s > many.after_s
