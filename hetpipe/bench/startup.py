@@ -138,8 +138,9 @@ def _case(model: str, first: str, second: str, cuts: str) -> dict[str, Any]:
     if cuts:
         options = {"cuts": [int(cut) for cut in cuts.split(",")], "schedule": "1f1b"}
         options["microbatches"] = MICROBATCHES
+    cluster = hp.Cluster.local(devices=[first, second])
     with hp.Pipeline(
-        workload.model, workload.loss_fn, example, cluster=hp.Cluster.local([first, second]),
+        workload.model, workload.loss_fn, example, cluster=cluster,
         optimizer=workload.optimizer, progress=clock, **options,
     ) as pipe:  # fmt: skip
         clock("first step")

@@ -12,7 +12,7 @@ from hetpipe.schedule.lanes import laned_stages, row_workers
 if TYPE_CHECKING:
     from hetpipe.capture.precision import Precision
     from hetpipe.optim.rule import Optimizer
-    from hetpipe.pipeline.options import UpdateOptions
+    from hetpipe.pipeline.options import PlanOptions, UpdateOptions
     from hetpipe.plan.plan import Plan
     from hetpipe.schedule.action import Schedule
     from hetpipe.sdk.info import DeviceInfo
@@ -37,6 +37,15 @@ def check_cuts(cuts: Sequence[int], layers: Sequence[str]) -> None:
         + "\n".join(lines)
         + (f"\n  and {more} more" if more > 0 else "")
     )
+
+
+def check_costs(planned: PlanOptions) -> None:
+    """Raises `HetpipeError` for costs without the plan that was made with them."""
+    if planned.costs is not None and planned.plan is None:
+        raise HetpipeError(
+            "costs are those that a plan was made with, and no plan is given: give plan as well, "
+            "or leave costs out"
+        )
 
 
 def check_count(microbatches: int, mini_batch: int) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hetpipe.capture.captured import Captured
@@ -15,20 +13,20 @@ from hetpipe.capture.example import Example
 from hetpipe.checkpoint import Checkpoint
 from hetpipe.checkpoint import load as load_checkpoint
 from hetpipe.crew.crew import Crew
-from hetpipe.errors import CheckpointError, HetpipeError
+from hetpipe.errors import HetpipeError
 from hetpipe.optim import check_optimizer
 from hetpipe.pipeline.delivery import Delivery
-from hetpipe.pipeline.fit import check_count, check_cuts, check_dtypes, check_fit
+from hetpipe.pipeline.effort import effort_of
+from hetpipe.pipeline.fit import check_costs, check_count, check_cuts, check_dtypes, check_fit
 from hetpipe.pipeline.guard import OneThread
 from hetpipe.pipeline.launch_check import refuse_ranks
 from hetpipe.pipeline.options import PassOptions, records_of
-from hetpipe.pipeline.planning import Planning, microbatches_of
+from hetpipe.pipeline.planning import microbatches_of, planning_for
 from hetpipe.pipeline.rebalance import HORIZON, Rebalanced, Rebalancer, fixed_by
 from hetpipe.pipeline.resume import progress_of, write
 from hetpipe.pipeline.stages import Subject
 from hetpipe.pipeline.training import Result, Training, as_tensors, state_dict
-from hetpipe.profile.drift import Correction, corrected, probe_again
-from hetpipe.profile.measure import profile, stored_costs
+from hetpipe.profile.drift import Correction, corrected_now
 
 if TYPE_CHECKING:
     import torch
@@ -54,12 +52,13 @@ class Pipeline:
 
     `options` all have a default (`hetpipe.pipeline.options` has each in a line):
     - of the plan: `plan`, or in parts `cuts`, `replicas`, `microbatches`, `schedule`, `weights`;
-      the planner chooses the parts that are left out. `costs` are those of `plan`; without them
-      the pipeline profiles. Replicas divide micro-batches by their speed, or under an asynchronous
-      schedule take mini-batches in turn. `schedule="data-parallel"` puts all stages on every
-      device, `schedule="asp"` with `replicas=[R]` the whole model on the first R devices. `weights`
-      says how an asynchronous schedule keeps versions of the weights (`stash`, its default,
-      `vertical-sync`, `2bw`, `spectrain`, `pipeoptim`); a synchronous one has `flush`.
+      the planner chooses the parts that are left out. `costs` are those of `plan`. Nothing is
+      measured where no part is left out, unless `priced`. Replicas divide micro-batches by their
+      speed, or under an asynchronous schedule take mini-batches in turn.
+      `schedule="data-parallel"` puts all stages on every device, `schedule="asp"` with
+      `replicas=[R]` the whole model on the first R devices. `weights` says how an asynchronous
+      schedule keeps versions of the weights (`stash`, its default, `vertical-sync`, `2bw`,
+      `spectrain`, `pipeoptim`); a synchronous one has `flush`.
       `rebalance="auto"` moves layers between steps when the devices' speeds have changed.
     - of the passes: `recompute` keeps fewer tensors for the backward and computes the others again;
       `precision` works as under `torch.autocast`, and parameters, gradients and optimizer state
@@ -90,13 +89,9 @@ class Pipeline:
         planned, passes, updates = records_of(options)
         fixed = fixed_by(planned)
         progress = progress or (lambda text, done, total: None)
-        if planned.costs is not None and planned.plan is None:
-            raise HetpipeError(
-                "costs are those that a plan was made with, and no plan is given: give plan as "
-                "well, or leave costs out"
-            )
         if resume is not None and planned.plan is None and not planned.asked:
             planned = replace(planned, plan=progress_of(resume).plan)
+        check_costs(planned)
         mini_batch = Example(*example).samples
         if planned.microbatches is not None:
             check_count(planned.microbatches, mini_batch)
@@ -120,14 +115,9 @@ class Pipeline:
             used = infos if planned.plan is None else planned.plan.all_devices
             precision = self._captured.precision
             check_dtypes(precision, [infos[member] for member in used if member in infos])
-            measured = self._captured, self._crew, optimizer
-            planning = Planning(
-                self._captured.name, layers, list(infos), mini_batch,
-                partial(profile, *measured, progress=progress, report=self._efforts.append),
-                partial(stored_costs, *measured),
-                self._captured.layer_graph, self._crew.label,
-                bool(self._captured.updated_buffers),
-            )  # fmt: skip
+            planning = planning_for(
+                self._captured, self._crew, optimizer, mini_batch, progress, self._efforts.append
+            )
             plan, costs = planning.choose(planned)
             check_fit(plan, infos, optimizer, updates, self._captured.sync_batch_norm)
             subject = Subject(self._captured, self._crew, plan, optimizer, passes, updates)
@@ -209,14 +199,7 @@ class Pipeline:
         """
         with self._one_thread("save"):
             self.flush()
-            training = self._training
-            if training.not_finite is not None and not force:
-                raise CheckpointError(
-                    f"not saved over what is in {directory}: {training.not_finite} The weights "
-                    "have been updated with it; load() an earlier checkpoint, or save with "
-                    "force=True"
-                )
-            write(Path(directory), training, self.plan, self._optimizer, force)
+            write(Path(directory), self._training, self.plan, self._optimizer, force)
 
     @classmethod
     def load(
@@ -243,8 +226,7 @@ class Pipeline:
 
     @property
     def costs(self) -> CostTable | None:
-        """The costs of the profile, scaled by what the last mini-batches have taken; None if
-        nothing was measured."""
+        """Those of the profile, scaled by what the last mini-batches took; None without one."""
         return self._rebalancer.costs
 
     @property
@@ -283,23 +265,12 @@ class Pipeline:
 
     @property
     def effort(self) -> dict[str, int]:
-        """Counts of the work of the start: exports and traces of the model, and of a profile its
-        layers, unlike layers, compilations and runs on all devices."""
-        counts = {"exports": self._captured.exports, "traces": self._captured.traces.count}
-        for effort in self._efforts:
-            counts |= {
-                "layers": effort.layers,
-                "unlike layers": effort.patterns,
-                "compilations": effort.compilations,
-                "profile runs": effort.runs,
-            }
-        return counts
+        """The work of the start in counts, see `hetpipe.pipeline.effort`."""
+        return effort_of(self._captured, self._efforts)
 
     @property
     def predicted(self) -> Timeline:
-        """The plan's timeline, by the costs with which it was made.
-
-        Raises `HetpipeError` if there are none."""
+        """The plan's timeline, by the costs with which it was made. Raises `HetpipeError`."""
         return self._rebalancer.predicted
 
     def corrected(self) -> Correction:
@@ -310,9 +281,7 @@ class Pipeline:
         """
         with self._one_thread("corrected"):
             self._delivery.settle()
-            costs = self._rebalancer.planned_by
-            now = probe_again(self._crew, costs, self.plan.all_devices)
-            return corrected(self.plan, costs, now)
+            return corrected_now(self._crew, self.plan, self._rebalancer.planned_by)
 
     def close(self) -> None:
         """Stop the workers, unless they were lent."""
@@ -322,12 +291,7 @@ class Pipeline:
     def __enter__(self) -> Pipeline:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hetpipe.cost.table import CostTable, Label
 from hetpipe.errors import PlanError
+from hetpipe.pipeline.unpriced import free_table, without_price
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planner import explore, make_plan
 from hetpipe.plan.pricing import check_able
 from hetpipe.plan.replicated import replicated_plan, staged_plan
-from hetpipe.plan.unpriced import unpriced_plan
 from hetpipe.plan.unused import with_notes
+from hetpipe.profile.measure import profile, stored_costs
 from hetpipe.schedule.rule import GPIPE, ONE_F_ONE_B, Rule, rule_of
 from hetpipe.schedule.weights import FLUSH, WeightPolicy, policy_for
 
 if TYPE_CHECKING:
+    from hetpipe.capture.captured import Captured
     from hetpipe.capture.layers import LayerGraph
+    from hetpipe.crew.crew import Crew
+    from hetpipe.optim.rule import Optimizer
     from hetpipe.pipeline.options import PlanOptions
+    from hetpipe.profile.measure import Progress
+    from hetpipe.profile.rounds import Effort
 
 EXPLORED_MICROBATCHES = (4, 8, 16, 32)
 EXPLORED = (ONE_F_ONE_B.name, GPIPE.name)
@@ -37,6 +44,27 @@ def microbatches_of(asked: PlanOptions) -> int:
 
 Tables = Callable[[Sequence[int]], dict[int, CostTable]]
 """Micro-batch sizes, the largest first -> the costs for each."""
+
+
+def planning_for(
+    captured: Captured,
+    crew: Crew,
+    optimizer: Optimizer,
+    mini_batch: int,
+    progress: Progress,
+    report: Callable[[Effort], None],
+) -> Planning:
+    """Planning for a model on a crew, which is profiled where costs are needed.
+
+    `report` is told what a profile took.
+    """
+    measured = captured, crew, optimizer
+    return Planning(
+        captured.name, captured.layer_names, list(crew.infos), mini_batch,
+        partial(profile, *measured, progress=progress, report=report),
+        partial(stored_costs, *measured), captured.layer_graph, crew.label,
+        bool(captured.updated_buffers),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -124,11 +152,12 @@ class Planning:
         assert asked.microbatches is not None
         members = self.members[: len(asked.cuts) + 1]
         graph = self.graph(self._samples(asked.microbatches))
-        return unpriced_plan(
-            self.model, graph, members, asked.cuts, mini_batch=self.mini_batch,
-            microbatches=asked.microbatches, schedule=rule.name, weights=policy.name,
-            label=self.label,
+        plan = make_plan(
+            free_table(self.model, graph, members, self.label), members,
+            mini_batch=self.mini_batch, microbatches=asked.microbatches, schedule=rule.name,
+            weights=policy.name, cuts=asked.cuts,
         )  # fmt: skip
+        return without_price(plan)
 
     def _check(self, plan: Plan, asked: PlanOptions) -> CostTable | None:
         """The costs for a user's plan: the user's, those that are stored, or None.
@@ -148,7 +177,8 @@ class Planning:
                 )
         if asked.costs is not None:
             return asked.costs
-        prices = self._profiled if asked.priced else self._stored
+        needed = asked.priced or asked.rebalance is not None
+        prices = self._profiled if needed else self._stored
         costs = next(iter(prices([plan.microbatches]).values()), None)
         if costs is not None:
             check_able(plan, costs)

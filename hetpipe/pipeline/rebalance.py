@@ -86,7 +86,7 @@ class Rebalancer:
         self._planned_by = costs
         self._learning = None if costs is None else Learning(costs, training.plan)
         self._fixed = fixed
-        if max(training.plan.replicas) > 1:
+        if not fixed and max(training.plan.replicas) > 1:
             self._fixed = "layers on several replicas do not move: choose a schedule, as '1f1b'"
         self._auto = auto and len(training.plan.stages) > 1
         self._hysteresis = Hysteresis()

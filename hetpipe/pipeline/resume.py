@@ -28,6 +28,7 @@ class Saved(Protocol):
     """The part of a training that a checkpoint keeps. The training must be at rest."""
 
     steps: int
+    not_finite: str | None
     updates: list[int]
     scaling: Scaling
 
@@ -38,7 +39,13 @@ class Saved(Protocol):
 def write(
     directory: Path, training: Saved, plan: Plan, optimizer: Optimizer, force: bool = False
 ) -> None:
-    """Save a training. Raises `CheckpointError`, for values that are not finite unless `force`."""
+    """Save a training. Raises `CheckpointError`, unless `force` for weights that are not finite or
+    were trained with a loss that was not."""
+    if training.not_finite is not None and not force:
+        raise CheckpointError(
+            f"not saved over what is in {directory}: {training.not_finite} The weights have been "
+            "updated with it; load() an earlier checkpoint, or save with force=True"
+        )
     values = {role: training.read(role) for role in ROLES}
     if not force:
         _check_finite(directory, values)

@@ -87,6 +87,11 @@ def corrected(plan: Plan, table: CostTable, now: Mapping[str, Probe]) -> Correct
     return Correction(plan.step_s, step_s, interval_s(slower, present), factors)
 
 
+def corrected_now(crew: Crew, plan: Plan, table: CostTable) -> Correction:
+    """The prediction for a plan made by `table`, corrected by probes that are taken now."""
+    return corrected(plan, table, probe_again(crew, table, plan.all_devices))
+
+
 def _slower(stage: StagePlan, factors: Mapping[str, float]) -> StagePlan:
     """A stage with replicas after a drift. Its times are those of the slowest for its own rows."""
     if len(stage.devices) == 1:

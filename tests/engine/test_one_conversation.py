@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from models import MLP, batches
 
 import hetpipe as hp
+from hetpipe.cluster import Cluster
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError, PlanError
 
@@ -128,13 +129,14 @@ def test_options_are_refused_before_anything_runs(options: dict[str, Any], messa
 
 
 def test_a_cut_that_is_no_layer_shows_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_crew(*args: Any, **keywords: Any) -> Any:
-        raise AssertionError("a worker was started")
+    def wait(crew: Crew) -> Any:
+        raise AssertionError("a worker was waited for")
 
-    monkeypatch.setattr(Crew, "start", no_crew)
+    monkeypatch.setattr(Crew, "_await_devices", wait)
+    cluster = Cluster.local(devices=["numpy:cpu:0"])
     with pytest.raises(PlanError, match=r"1 to \d+ of this model") as refusal:
         hp.Pipeline(
-            MLP(), F.cross_entropy, batches(1)[0], cluster=None, cuts=[20],  # type: ignore[arg-type]
+            MLP(), F.cross_entropy, batches(1)[0], cluster=cluster, cuts=[20],
             optimizer=hp.optim.sgd(lr=0.1),
         )  # fmt: skip
     assert "\n    0  " in str(refusal.value)

@@ -15,8 +15,9 @@ from reference import train
 from torch import nn
 
 import hetpipe as hp
+from hetpipe.cluster import Cluster, Member
 from hetpipe.crew.crew import Crew
-from hetpipe.errors import CaptureError, HetpipeError, PlanError
+from hetpipe.errors import CaptureError, HetpipeError, PlanError, WorkerError
 
 DEVICES = ("pytorch:cpu:0", "numpy:cpu:0")
 
@@ -137,7 +138,15 @@ def test_an_operator_that_a_device_lacks_is_named_with_who_has_it(
     other = crews(DEVICES[::-1])  # whose m0 is numpy
     message = r"numpy:cpu:0 cannot run aten.erfinv.default of layer first: .* \(m1 can\)"
     with pytest.raises(PlanError, match=message):
-        planned(other, WithErfinv(), **options)
+        planned(other, WithErfinv(), priced=True, **options)
+
+
+def test_a_lacking_operator_of_a_plan_that_is_not_priced_is_named_when_it_is_loaded() -> None:
+    members = tuple(Member(f"m{n}", device) for n, device in enumerate(DEVICES[::-1]))
+    cluster = Cluster(members, transport="local")
+    message = "numpy:cpu:0 cannot run aten.erfinv.default of layer first: the reference has no"
+    with Crew.start(cluster) as crew, pytest.raises(WorkerError, match=message):
+        planned(crew, WithErfinv(), cuts=[1], schedule="1f1b")
 
 
 def test_plan_of_another_model_is_refused(crew: Crew) -> None:

@@ -34,14 +34,14 @@ Speeds = dict[str, float]
 def priced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made-up costs in place of a profile."""
 
-    def profile(captured: Any, crew: Any, optimizer: Any, samples: Any, progress: Any) -> Any:
+    def profile(captured: Any, crew: Any, optimizer: Any, samples: Any, **how: Any) -> Any:
         layers = [layer.name for layer in captured.layer_graph(12).layers]
         near = (0, 1) if "near.bias" in captured.parameters else ()
         short = {} if "first.bias" in captured.parameters else {"layer_s": 1e-3}
         members = list(crew.infos)
         return {size: table_of(layers, members, size, tied=near, **short) for size in samples}
 
-    monkeypatch.setattr("hetpipe.pipeline.pipeline.profile", profile)
+    monkeypatch.setattr("hetpipe.pipeline.planning.profile", profile)
 
 
 @pytest.fixture
@@ -258,7 +258,7 @@ def test_what_forbids_a_move_is_named(
     def nothing(*args: Any) -> Any:
         raise AssertionError("nothing may be measured")
 
-    monkeypatch.setattr("hetpipe.pipeline.pipeline.profile", nothing)
+    monkeypatch.setattr("hetpipe.pipeline.planning.profile", nothing)
     with pytest.raises(HetpipeError, match=f"rebalance='auto': .*{why}"):
         planned(pair, mixed(far=False), rebalance="auto", **options)
     given = {"plan": plan, "costs": costs, "schedule": "auto", "microbatches": None}
