@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+
+import pytest
 
 # `python -m pytest` puts the project's folder on the path, where `kernels` and `backends` would
 # pass for packages of other projects (transformers looks for one called `kernels`).
@@ -21,3 +24,11 @@ with suppress(ImportError, AttributeError):
 
     _export._materialize_cpp_cia_ops = functools.cache(_export._materialize_cpp_cia_ops)
 gc.set_threshold(50_000, 20, 100)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def module_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Captures, costs and plans of a file's tests are kept for that file alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HETPIPE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield

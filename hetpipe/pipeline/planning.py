@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from hetpipe.cost.table import CostTable, Label
 from hetpipe.errors import PlanError
+from hetpipe.pipeline.earlier import EarlierPlans
 from hetpipe.pipeline.unpriced import free_table, without_price
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planner import explore, make_plan
 from hetpipe.plan.pricing import check_able
 from hetpipe.plan.replicated import replicated_plan, staged_plan
 from hetpipe.plan.unused import with_notes
-from hetpipe.profile.measure import profile, stored_costs
+from hetpipe.profile.measure import cost_parts, profile, stored_costs
 from hetpipe.schedule.rule import GPIPE, ONE_F_ONE_B, Rule, rule_of
 from hetpipe.schedule.weights import FLUSH, WeightPolicy, policy_for
 
@@ -63,7 +64,7 @@ def planning_for(
         captured.name, captured.layer_names, list(crew.infos), mini_batch,
         partial(profile, *measured, progress=progress, report=report),
         partial(stored_costs, *measured), captured.layer_graph, crew.label,
-        bool(captured.updated_buffers),
+        bool(captured.updated_buffers), EarlierPlans(cost_parts(*measured)),
     )  # fmt: skip
 
 
@@ -81,6 +82,7 @@ class Planning:
     label: Label = "measured"  # of speeds on these members
     whole_batch_statistics: bool = True
     """Whether the training changes where replicas divide micro-batches, as with batch norms."""
+    earlier: EarlierPlans | None = None
 
     def choose(self, asked: PlanOptions) -> tuple[Plan, CostTable | None]:
         """The quickest predicted plan that meets the options, and its costs. A plan among the
@@ -126,6 +128,8 @@ class Planning:
             free = asked.schedule == "auto" and asked.rebalance is None
             if free and not self.whole_batch_statistics:
                 best = min([best, *self._data_parallel(tables)], key=lambda plan: plan.step_s)
+            if self.earlier is not None:
+                best = self.earlier.settle(best, tables, asked.keywords)
             return best, self._nearest(tables, best)
         table = tables[self._samples(counts[0])]
         plan = make_plan(

@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from hetpipe.errors import HetpipeError, PlanError, WorkerError
+from hetpipe.pipeline.earlier import GAIN
 from hetpipe.pipeline.hysteresis import Hysteresis
 from hetpipe.pipeline.learning import WINDOW, Learning
 from hetpipe.plan.costs import StageCosts
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from hetpipe.plan.plan import Plan
     from hetpipe.simulate.timeline import Timeline
 
-GAIN = 0.05
-"""The least share of a step that a plan must promise to save."""
 HORIZON = 1000
 """The number of steps in which a move must have paid."""
 CHANGE = 0.1

@@ -137,7 +137,13 @@ def _entries(
     captured: Captured, crew: Crew, optimizer: Optimizer, samples: Sequence[int]
 ) -> dict[int, str]:
     """The names in the cache, by micro-batch size: they differ if costs may differ."""
-    parts = {
+    parts = cost_parts(captured, crew, optimizer)
+    return {size: cache.key({**parts, "samples": size}) for size in samples}
+
+
+def cost_parts(captured: Captured, crew: Crew, optimizer: Optimizer) -> dict[str, object]:
+    """Everything on which the costs of any micro-batch depend."""
+    return {
         "model": captured.fingerprint,
         "optimizer": [optimizer.name, *map(list, optimizer.hyperparameters)],
         "versions": [hetpipe.__version__, torch.__version__, RULES],
@@ -147,7 +153,6 @@ def _entries(
         "links": sorted([sorted(pair), asdict(link)] for pair, link in crew.cluster.links.items()),
         "transport": crew.cluster.transport,
     }
-    return {size: cache.key({**parts, "samples": size}) for size in samples}
 
 
 def _warn_of_contention(foreign: float, sizes: Sequence[int]) -> None:

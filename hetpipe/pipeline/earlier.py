@@ -1,0 +1,56 @@
+"""Earlier plans: the plan of a start serves the next one too, unless another promises clearly more.
+
+Costs of two starts differ by noise and by drift, and plans that are nearly as good by one are the
+best by the other. The programs of the earlier plan are on the disk; those of another must be made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from hetpipe.cost.table import CostTable
+from hetpipe.errors import HetpipeError
+from hetpipe.plan.plan import Plan
+from hetpipe.plan.planner import make_plan
+from hetpipe.profile import cache
+
+GAIN = 0.05
+"""The least share of a step that another plan must promise to save."""
+
+
+@dataclass(frozen=True)
+class EarlierPlans:
+    """The plans of starts that had the same `parts`: all on which costs depend."""
+
+    parts: Mapping[str, object]
+
+    def settle(
+        self, best: Plan, tables: Mapping[int, CostTable], asked: Mapping[str, object]
+    ) -> Plan:
+        """The earlier plan for what is `asked`, by these costs; or the `best`, if there is no such
+        plan, it fits no longer, or `best` saves more than `GAIN` of its step."""
+        entry = cache.key({**self.parts, "mini_batch": best.mini_batch, "asked": dict(asked)})
+        earlier = _load(entry, tables)
+        if earlier is not None and best.step_s > (1 - GAIN) * earlier.step_s:
+            return earlier
+        cache.store(entry, best.to_json())
+        return best
+
+
+def _load(entry: str, tables: Mapping[int, CostTable]) -> Plan | None:
+    content = cache.load(entry)
+    if content is None:
+        return None
+    try:
+        plan = Plan.from_json(content)
+        table = tables[-(-plan.mini_batch // plan.microbatches)]
+        if max(plan.replicas) > 1:
+            return None
+        again = make_plan(
+            table, plan.devices, mini_batch=plan.mini_batch, microbatches=plan.microbatches,
+            schedule=plan.schedule, weights=plan.weights, cuts=plan.cuts,
+        )  # fmt: skip
+    except (HetpipeError, KeyError):  # of another time, or without room
+        return None
+    return replace(again, origin=plan.origin, notes=(*again.notes, *plan.notes))

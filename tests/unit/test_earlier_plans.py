@@ -1,0 +1,61 @@
+"""The plan of an earlier start stays until another promises clearly more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost
+from hetpipe.pipeline.earlier import EarlierPlans
+from hetpipe.pipeline.options import PlanOptions
+from hetpipe.pipeline.planning import Planning
+from hetpipe.plan.plan import Plan
+
+LAYERS = [f"layer{n}" for n in range(10)]
+MEMBERS = ["m0", "m1"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path))
+
+
+def table(samples: int, factor: float) -> CostTable:
+    """Ten layers of 1 s on the first device, and `factor` s on the second."""
+    rows = {
+        member: DeviceCost((LayerCost(time_s, time_s, 0.0),) * len(LAYERS), 0.0, 2**40, member)
+        for member, time_s in zip(MEMBERS, (1.0, factor), strict=True)
+    }
+    links = {(a, b): LinkCost(0.0, 1e12) for a in MEMBERS for b in MEMBERS if a != b}
+    nbytes = tuple(LayerBytes(name, 100, 0, 0, 8) for name in LAYERS)
+    return CostTable("case", samples, nbytes, rows, links)
+
+
+def plan_with(factor: float, model: str = "a", schedule: str = "1f1b") -> Plan:
+    """The plan of a start in which the second device takes so many times its time."""
+    planning = Planning(
+        "case", LAYERS, MEMBERS, 8, lambda sizes: {size: table(size, factor) for size in sizes},
+        earlier=EarlierPlans({"model": model}),
+    )  # fmt: skip
+    return planning.choose(PlanOptions(schedule=schedule, microbatches=4))[0]
+
+
+def test_a_small_change_keeps_the_plan_with_the_present_times() -> None:
+    first = plan_with(1.0)
+    again = plan_with(1.04)
+    assert (again.cuts, again.devices) == (first.cuts, first.devices)
+    n = first.devices.index("m1")
+    assert again.stages[n].forward_s == pytest.approx(1.04 * first.stages[n].forward_s)
+
+
+def test_a_large_change_makes_a_new_plan_which_then_stays() -> None:
+    first = plan_with(1.0)
+    changed = plan_with(3.0)
+    assert changed.cuts == plan_with(3.0, model="b").cuts != first.cuts
+    assert plan_with(3.04).cuts == changed.cuts
+
+
+def test_other_questions_have_plans_of_their_own() -> None:
+    plan_with(1.0)
+    assert plan_with(1.0, schedule="gpipe").schedule == "gpipe"
