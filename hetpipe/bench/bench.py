@@ -31,9 +31,11 @@ from hetpipe.profile import cache
 from hetpipe.profile.drift import drifts_since, probe_again
 from hetpipe.profile.links import measure_links
 from hetpipe.profile.measure import profile
+from hetpipe.profile.probe import median_probe
 from hetpipe.zoo.load import load_workload, optimizer_of
 
 if TYPE_CHECKING:
+    from hetpipe.cost.probe import Probe
     from hetpipe.cost.table import CostTable
     from hetpipe.plan.plan import Plan
     from hetpipe.profile.measure import Progress
@@ -115,10 +117,18 @@ def _moved(task: Task, cluster: Cluster, like: Mapping[str, str]) -> Task:
         for size, table in task.tables.items():
             devices = {member: table.devices[other] for member, other in like.items()}
             tables[size] = replace(table, devices=devices, links=links, step_overhead_s=overhead_s)
-        now = probe_again(crew, next(iter(tables.values())), cluster.ids)
+        now = _alike(probe_again(crew, next(iter(tables.values())), cluster.ids), like)
     for size, table in tables.items():
         tables[size] = table.drifted(drifts_since(table, now, len(cluster.ids)))
     return replace(task, cluster=cluster, tables=tables)
+
+
+def _alike(probes: Mapping[str, Probe], like: Mapping[str, str]) -> dict[str, Probe]:
+    """Workers of one device have one probe, so that their shares of a mini-batch are equal."""
+    groups: dict[str, list[Probe]] = {}
+    for member, probe in probes.items():
+        groups.setdefault(like[member], []).append(probe)
+    return {member: median_probe(groups[like[member]]) for member in probes}
 
 
 @contextmanager
@@ -206,7 +216,7 @@ def _open(task: Task, setting: Setting, progress: Progress) -> Iterator[Outcome]
             even=rows.pipeline(task, "even split", even),
             blind=rows.pipeline(task, "best split ignoring speeds", blind),
             balanced=rows.pipeline(task, "balanced pipeline", balanced),
-            auto=rows.pipeline(task, "auto", _auto_plan(task)),
+            auto=rows.pipeline(task, "auto", _auto_plan(task, setting)),
             streams=tuple(_streams(rows, task, setting)),
             parallel=None
             if replicated is None
@@ -238,15 +248,16 @@ def _streams(rows: _Rows, task: Task, setting: Setting) -> Iterator[PipelineRow]
         yield rows.pipeline(task, f"{schedule}, {weights}", plan)
 
 
-def _auto_plan(task: Task) -> Plan:
-    """The plan of a pipeline whose user says nothing."""
+def _auto_plan(task: Task, setting: Setting) -> Plan:
+    """The plan of a pipeline whose user says nothing but what the setting does."""
     captured = task.captured
+    asked = PlanOptions(microbatches=setting.microbatches, schedule=setting.schedule)
     planning = Planning(
         captured.name, captured.layer_names, task.cluster.ids, task.mini_batch,
         lambda sizes: {size: task.tables[size] for size in sizes if size in task.tables},
         whole_batch_statistics=bool(captured.updated_buffers),
     )  # fmt: skip
-    return planning.choose(PlanOptions())[0]
+    return planning.choose(asked)[0]
 
 
 def _twice(rows: _Rows, twin: Task, setting: Setting) -> PipelineRow:

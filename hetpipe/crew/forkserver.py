@@ -13,7 +13,6 @@ come from different servers. A server serves all crews of the process, and ends 
 
 from __future__ import annotations
 
-import atexit
 import math
 import os
 import select
@@ -23,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
@@ -36,7 +36,6 @@ READ_WHEN_LOADED = (
 )  # fmt: skip
 """How the names of variables begin that Python, glibc, torch and its libraries read when they are
 loaded. All others are set in the worker."""
-LEAVE_S = 2.0  # that a server may take to end
 
 
 class WorkerProcess:
@@ -123,11 +122,8 @@ class ForkServer:
     def close(self) -> None:
         """End the server, and any worker that is left."""
         self._channel.close()
-        try:
-            self._process.wait(LEAVE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.kill()
+        self._process.wait()
 
 
 _servers: dict[tuple[int, tuple[tuple[str, str], ...]], ForkServer] = {}
@@ -160,9 +156,12 @@ def server_for(settings: Mapping[str, str]) -> ForkServer:
     return server
 
 
-@atexit.register
 def close_servers() -> None:
     """End the servers of this process."""
     with _starting:
         for key in [key for key in _servers if key[0] == os.getpid()]:
             _servers.pop(key).close()
+
+
+# At exit finalizers run in the reverse order of their making: those of crews before this one.
+weakref.finalize(ForkServer, close_servers)

@@ -197,9 +197,9 @@ def test_warnings_are_one_line(tmp_path: Path) -> None:
 
 def test_bench_figures_agree_with_each_other(home: Path) -> None:
     done = run(
-        home, "bench", "--workload", "mlp", "--no-matmul", "--devices", TWO, "--emulate-speed",
-        SLOW, "--microbatches", 4, "--rounds", 1, "--steps", 1, "--json", "out/bench.json",
-        "--picture", "out/bench.png", "--twice", "pytorch:cpu:0#1",
+        home, "bench", "--full", "--workload", "mlp", "--no-matmul", "--devices", TWO,
+        "--emulate-speed", SLOW, "--microbatches", 4, "--rounds", 1, "--steps", 1,
+        "--json", "out/bench.json", "--picture", "out/bench.png", "--twice", "pytorch:cpu:0#1",
     )  # fmt: skip
     assert "no row of torch.distributed.pipelining: mlp does not say" in done.stdout
     report = json.loads((home / "out" / "bench.json").read_text())
@@ -236,7 +236,7 @@ def test_bench_figures_agree_with_each_other(home: Path) -> None:
 
 def test_bench_of_one_device_has_no_link(home: Path) -> None:
     done = run(
-        home, "bench", "--workload", "mlp", "--no-matmul", "--devices", "pytorch:cpu:0",
+        home, "bench", "--full", "--workload", "mlp", "--no-matmul", "--devices", "pytorch:cpu:0",
         "--microbatches", 2, "--rounds", 1, "--steps", 1, "--json", "out/one.json",
     )  # fmt: skip
     (found,) = json.loads((home / "out" / "one.json").read_text())["workloads"]
