@@ -1,7 +1,7 @@
 """Captures that are kept on disk, so that a second start of the same model need not export it.
 
-An entry is a file of its own, in the user's cache folder: a checksum, and pickled records. It is
-written beside its place and renamed, so that a reader sees all of it or nothing. Entries that are
+An entry is a file of its own, in the user's cache folder: a checksum, and pickled records. A reader
+sees all of it or nothing. Entries that are
 damaged are made again; files of other users are not read.
 """
 
@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-import tempfile
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hetpipe.caches import CacheWarning, cache_folder
+from hetpipe.errors import HetpipeError
+from hetpipe.files import write_beside
 
 ENVIRONMENT = "HETPIPE_CACHE"
 MOST = 200  # entries; beyond, the oldest go
@@ -51,19 +53,13 @@ def store(key: str, content: Any) -> None:
     """Store an entry. Warns with `CacheWarning` if that fails, as on a full disk, and goes on."""
     path = _path(key)
     data = pickle.dumps(content, protocol=5)
+    checksum = hashlib.sha256(data).digest()
     try:
-        descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{key[:8]}-")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(hashlib.sha256(data).digest())
-                file.write(data)
-            os.replace(beside, path)
-        except BaseException:
-            os.unlink(beside)
-            raise
-        _prune(path.parent)
-    except OSError as error:
-        warnings.warn(f"cannot write the cache entry {path}: {error}", CacheWarning, stacklevel=2)
+        write_beside(path, lambda beside: beside.write_bytes(checksum + data))
+    except HetpipeError as error:
+        warnings.warn(str(error), CacheWarning, stacklevel=2)
+        return
+    _prune(path.parent)
 
 
 def _path(key: str) -> Path:
@@ -74,7 +70,8 @@ def _prune(folder: Path) -> None:
     """Delete the oldest entries where there are too many."""
     entries = sorted(folder.glob("*.pickle"), key=_age_s)
     for path in entries[:-MOST]:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # another process deletes it, or it is not ours
+            path.unlink()
 
 
 def _age_s(path: Path) -> float:

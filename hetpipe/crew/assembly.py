@@ -8,7 +8,6 @@ from collections.abc import Collection, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -54,12 +53,7 @@ class Descriptors:
     def __enter__(self) -> Descriptors:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for fd in self.numbers:
             with suppress(OSError):
                 os.close(fd)

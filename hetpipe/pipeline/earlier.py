@@ -53,4 +53,4 @@ def _load(entry: str, tables: Mapping[int, CostTable]) -> Plan | None:
         )  # fmt: skip
     except (HetpipeError, KeyError):  # of another time, or without room
         return None
-    return replace(again, origin=plan.origin, notes=(*again.notes, *plan.notes))
+    return replace(again, origin=plan.origin)

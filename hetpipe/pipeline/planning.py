@@ -124,13 +124,13 @@ class Planning:
                 tables, members, mini_batch=self.mini_batch, schedules=schedules,
                 weights=policy.name,
             )  # fmt: skip
-            best = with_notes(plans, members)
+            best = plans[0]
             free = asked.schedule == "auto" and asked.rebalance is None
             if free and not self.whole_batch_statistics:
                 best = min([best, *self._data_parallel(tables)], key=lambda plan: plan.step_s)
             if self.earlier is not None:
                 best = self.earlier.settle(best, tables, asked.keywords)
-            return best, self._nearest(tables, best)
+            return with_notes([best, *plans], members), self._nearest(tables, best)
         table = tables[self._samples(counts[0])]
         plan = make_plan(
             table, members[: len(asked.cuts) + 1], mini_batch=self.mini_batch,

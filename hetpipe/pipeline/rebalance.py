@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -285,14 +286,14 @@ def _best(table: CostTable, plan: Plan) -> Plan:
 
     Another order of members moves all layers, so it must promise `GAIN` more.
     """
-    options = {
-        "mini_batch": plan.mini_batch, "microbatches": plan.microbatches,
-        "schedule": plan.schedule, "weights": plan.weights,
-    }  # fmt: skip
-    best = make_plan(table, plan.devices, fixed_order=True, **options)  # type: ignore[arg-type]
+    make = partial(
+        make_plan, table, plan.devices, mini_batch=plan.mini_batch,
+        microbatches=plan.microbatches, schedule=plan.schedule, weights=plan.weights,
+    )  # fmt: skip
+    best = make(fixed_order=True)
     if len(plan.devices) > FREE_ORDER_DEVICES:
         return best
-    other = make_plan(table, plan.devices, **options)  # type: ignore[arg-type]
+    other = make()
     return other if other.step_s < (1 - GAIN) * best.step_s else best
 
 

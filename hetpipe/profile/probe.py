@@ -11,7 +11,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 
 import torch
 
@@ -113,13 +112,8 @@ class Probes:
     def __enter__(self) -> Probes:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:  # else the workers may be gone
+    def __exit__(self, *error: object) -> None:
+        if error[0] is None:  # else the workers may be gone
             self._crew.call(list(self._sizes), "hetpipe.profile.probe:release")
 
 
