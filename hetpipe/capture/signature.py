@@ -11,6 +11,7 @@ has the same calls to record.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -43,6 +44,10 @@ class UnsignedError(Exception):
 def sign(run: nn.Module, leaves: list[torch.Tensor]) -> str | None:
     """The signature of `run(*leaves)`; None if the code needs the values of tensors, or other
     arguments than tensors and plain values. Neither modules nor leaves are changed."""
+    try:
+        run = _copied(run)
+    except Exception:  # an attribute that cannot be copied, such as a lock
+        return None
     names: dict[str, torch.Tensor] = {**dict(run.named_parameters()), **dict(run.named_buffers())}
     recorder = _Recorder()
     metas = {name: recorder.named(name, value) for name, value in names.items()}
@@ -53,6 +58,17 @@ def sign(run: nn.Module, leaves: list[torch.Tensor]) -> str | None:
     except Exception:  # the export will say what is wrong, if anything is
         return None
     return recorder.digest.hexdigest()
+
+
+def _copied(run: nn.Module) -> nn.Module:
+    """The modules with the same tensors: what code writes to its attributes is the copy's."""
+    values = (value for module in run.modules() for value in vars(module).values())
+    tensors = [
+        *run.parameters(),
+        *run.buffers(),
+        *(value for value in values if isinstance(value, torch.Tensor)),
+    ]
+    return copy.deepcopy(run, {id(tensor): tensor for tensor in tensors})
 
 
 class _Recorder(TorchFunctionMode):

@@ -75,7 +75,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 def exports(model: nn.Module, loss_fn: Any = F.cross_entropy, **options: Any) -> int:
     """The exports of a capture and its stages."""
     captured = Captured(model, loss_fn, BATCH, **options)
-    captured.stage_graphs([1], [{}, {}], [2], hp.optim.adam())
+    cuts = [1] if len(captured.layer_names) > 1 else []
+    captured.stage_graphs(cuts, [{}] * (len(cuts) + 1), [2], hp.optim.adam())
     return captured.exports
 
 
@@ -215,6 +216,26 @@ def test_a_signature_changes_nothing(module: Callable[..., ModuleType]) -> None:
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(p.is_meta for p in model.parameters())
+
+
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls, self.last = nn.Linear(4, 3), 0, None
+        self.sizes: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.last = self.inner(x)
+        self.sizes.append(len(x))
+        return self.last
+
+
+def test_what_a_model_remembers_of_its_calls_stays() -> None:
+    model = Remembers()
+    assert exports(model) > 0
+    assert (model.calls, model.last, model.sizes) == (0, None, [])
+    assert exports(model) == 0
 
 
 class ReadsValues(nn.Module):
