@@ -57,7 +57,7 @@ class OpenCLBackend(Backend):
             known_ids = ", ".join(self._found) or "none"
             raise BackendError(f"no OpenCL device {info.id!r} here; found: {known_ids}")
         device, entry = self._found[info.id]
-        opened: OpenCLDevice = OpenCLDevice(info, device, drains=bool(entry and entry.drains))
+        opened: OpenCLDevice = OpenCLDevice(info, device, entry)
         return opened
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:

@@ -15,12 +15,14 @@ from hetpipe.sdk.backend import DONE, Buffer, Device, Event, Executable
 from hetpipe.sdk.graph import require_support
 from hetpipe.sdk.info import HOST_MEMORY, DeviceInfo
 
+from .binaries import Binaries
 from .ceiling import fma_ceiling
 from .driver import driver, errors
 from .events import CommandEvent, LaterEvent, when_done
 from .executable import OpenCLExecutable
 from .lowering import lower
 from .memory import GRANULE_NBYTES, Bytes, MemoryPool, OpenCLBuffer, computes_in_host
+from .names import Runtime
 from .programs import Programs
 from .queues import PassQueue
 from .support import refusal
@@ -33,11 +35,11 @@ class OpenCLDevice(Device):
     Memory goes from one queue to another only when the first has finished with it.
     """
 
-    def __init__(self, info: DeviceInfo, cl_device: Any, drains: bool) -> None:
+    def __init__(self, info: DeviceInfo, cl_device: Any, runtime: Runtime | None) -> None:
         cl = driver()
         self.info = info
         self.retired: deque[Any] = deque()
-        self._drains = drains
+        self._drains = runtime is not None and runtime.drains
         self.target = Target(
             info,
             max_work_group_size=cl_device.max_work_group_size,
@@ -62,7 +64,10 @@ class OpenCLDevice(Device):
         self.memory = MemoryPool(
             self.context, info.id, host_queue, lambda: tuple(q.last for q in self.pass_queues)
         )
-        self.programs = Programs(self.context, info.id)
+        forgets = runtime is not None and runtime.forgets
+        self.programs = Programs(
+            self.context, info.id, Binaries(cl_device, info.id) if forgets else None
+        )
         self._held: deque[tuple[Any, tuple[Any, ...]]] = deque()
         self._lock = threading.RLock()
         self.enqueueing = threading.Lock()

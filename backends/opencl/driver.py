@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -14,6 +16,8 @@ from hetpipe.errors import BackendError
 from .runtimes import EMULATORS, POCL, prepare
 
 NOISE = b"Unknown host CPU"
+_warnings_lock = threading.Lock()
+"""Held while warnings are off: the filters are those of the whole process."""
 
 
 @cache
@@ -65,6 +69,14 @@ def platforms() -> list[Any]:
             "driver of your device"
         )
     return platforms
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hide pyopencl's warnings, of a compiler's remarks and of kernels of one name."""
+    with _warnings_lock, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @contextmanager

@@ -23,6 +23,8 @@ class Runtime:
     """Whether results leave while a pass runs, as on the hardware that it emulates."""
     drains: bool = False
     """Whether a wait for an event returns only when its whole queue is empty."""
+    forgets: bool = False
+    """Whether it keeps no compiled programs from one process to the next."""
 
 
 RUNTIMES = (
@@ -33,10 +35,10 @@ RUNTIMES = (
     # The emulator's pool must not be bounded: kernels joined by channels hang in a small pool.
     Runtime(
         "intel-fpga-emulator", "FPGA Emulation", "fpga", emulated=True, queues=2, streams=True,
-        drains=True,
+        drains=True, forgets=True,
     ),
     Runtime(
-        "intel-cpu", "Intel(R) OpenCL", "cpu", drains=True,
+        "intel-cpu", "Intel(R) OpenCL", "cpu", drains=True, forgets=True,
         threads=("CL_CONFIG_CPU_TBB_NUM_WORKERS", "DPCPP_CPU_NUM_CUS"),
     ),
     # Its one device claims to be of every type at once.

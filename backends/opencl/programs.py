@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
+from .binaries import Binaries
 from .builder import Kernel, kernel_source
-from .driver import driver, errors
+from .driver import driver, errors, quiet
 
 HELPERS = {"exact_erf(": "erf.cl"}
 """The file that defines each function that generated kernels may call."""
-_warnings_lock = threading.Lock()
 
 
 class Programs:
     """Builds each (source, options) once; new generated kernels share one program."""
 
-    def __init__(self, context: Any, device_id: str) -> None:
+    def __init__(self, context: Any, device_id: str, binaries: Binaries | None = None) -> None:
+        """With `binaries`, programs are also kept on disk."""
         self._context = context
         self._device_id = device_id
+        self._binaries = binaries
         self._built: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._lock = threading.Lock()
 
@@ -44,15 +45,22 @@ class Programs:
         """A new `cl.Kernel`, with arguments of its own."""
         doing = f"looking up kernel {kernel.name}"
         # pyopencl writes a caller for each kernel, and warns where two kernels have one name.
-        with _warnings_lock, warnings.catch_warnings(), errors(self._device_id, doing):
-            warnings.simplefilter("ignore")
+        with quiet(), errors(self._device_id, doing):
             return driver().Kernel(self._built[kernel.source, kernel.options], kernel.name)
 
     def _build(self, source: str, options: tuple[str, ...], name: str) -> Any:
+        kept = self._binaries
+        program = None if kept is None else kept.load(self._context, source, options)
+        if program is None:
+            program = self._compile(source, options, name)
+            if kept is not None:
+                kept.store(program, source, options)
+        return program
+
+    def _compile(self, source: str, options: tuple[str, ...], name: str) -> Any:
         cl = driver()
         doing = f"building kernel {name} with options {options}"
-        with _warnings_lock, warnings.catch_warnings(), errors(self._device_id, doing):
-            warnings.simplefilter("ignore")
+        with quiet(), errors(self._device_id, doing):
             program = cl.Program(self._context, source)
             # Reading from the program makes pyopencl build it without its own disk cache: the
             # cache's lock survives a killed process and stops the next one for a minute.

@@ -35,6 +35,7 @@ POCL = "apt install pocl-opencl-icd"
 OURS = "HETPIPE_SET_"
 """Prefix of variables that tell a child process which variables this module has set."""
 SLOTS = 256
+TARGET_ARCH = "CL_CONFIG_CPU_TARGET_ARCH"
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,8 @@ def _register(libraries: list[Path]) -> list[Finding]:
 
 def _target_arch(libraries: list[Path]) -> list[Finding]:
     """Name a CPU to Intel's runtimes, which run scalar code, 60 times slower, on an unknown one."""
-    flags = _cpu_flags()
-    if not libraries or _user_set("CL_CONFIG_CPU_TARGET_ARCH") or "GenuineIntel" in flags:
+    flags = cpu_flags()
+    if not libraries or _user_set(TARGET_ARCH) or "GenuineIntel" in flags:
         return []
     if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags:
         arch = "skx"
@@ -103,8 +104,13 @@ def _target_arch(libraries: list[Path]) -> list[Finding]:
         arch = "core-avx2"
     else:
         return []
-    _set("CL_CONFIG_CPU_TARGET_ARCH", arch)
-    return [("repaired", f"CL_CONFIG_CPU_TARGET_ARCH={arch}: Intel's runtimes know the CPU", "")]
+    _set(TARGET_ARCH, arch)
+    return [("repaired", f"{TARGET_ARCH}={arch}: Intel's runtimes know the CPU", "")]
+
+
+def target_arch() -> str:
+    """The CPU for which Intel's runtimes compile, if it was named to them."""
+    return os.environ.get(TARGET_ARCH, "")
 
 
 def _private_cache() -> list[Finding]:
@@ -172,7 +178,7 @@ def _cache() -> Path:
     return cache_folder("opencl")
 
 
-def _cpu_flags() -> frozenset[str]:
+def cpu_flags() -> frozenset[str]:
     """Flags of the first CPU, and its vendor."""
     try:
         text = Path("/proc/cpuinfo").read_text()

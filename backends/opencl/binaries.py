@@ -1,0 +1,52 @@
+"""Compiled programs that are kept on disk, for runtimes that would compile them in every process.
+
+Intel's take seconds for a matrix product, and milliseconds for what they made of it before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hetpipe.entries import Entries, key_of
+
+from .driver import driver, errors, quiet
+from .runtimes import cpu_flags, target_arch
+
+ENTRIES = Entries("opencl/programs", "bin", most=2000)
+
+
+class Binaries:
+    """The kept programs of one device, for the processor and the driver of today."""
+
+    def __init__(self, cl_device: Any, device_id: str) -> None:
+        platform = cl_device.platform
+        self._cl_device = cl_device
+        self._device_id = device_id
+        self._facts = (
+            platform.name, platform.version, cl_device.name, cl_device.version,
+            cl_device.driver_version, target_arch(), sorted(cpu_flags()),
+        )  # fmt: skip
+
+    def load(self, context: Any, source: str, options: tuple[str, ...]) -> Any:
+        """The built program; None if there is none. Warns with `CacheWarning` if the runtime
+        refuses what was kept."""
+        key = self._key(source, options)
+        binary = ENTRIES.load(key)
+        if binary is None:
+            return None
+        cl = driver()
+        try:
+            with quiet():
+                return cl.Program(context, [self._cl_device], [binary]).build()
+        except cl.Error as error:
+            ENTRIES.refuse(key, error)
+            return None
+
+    def store(self, program: Any, source: str, options: tuple[str, ...]) -> None:
+        """Keep what the runtime made of a source."""
+        with errors(self._device_id, "reading a compiled program"):
+            (binary,) = program.get_info(driver().program_info.BINARIES)
+        ENTRIES.store(self._key(source, options), binary)
+
+    def _key(self, source: str, options: tuple[str, ...]) -> str:
+        return key_of(self._facts, source, options)
