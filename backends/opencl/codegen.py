@@ -1,7 +1,8 @@
 """Text of fused elementwise kernels.
 
 A work-item walks whole rows of the innermost dimension, 16 elements at a time (CPU), or computes
-one element (GPU). Expressions that are constant along a row are computed once per row.
+element (GPU). Expressions that are constant along a row are computed once per row. The number
+of rows is an argument: micro-batches of all sizes have the same text.
 """
 
 from __future__ import annotations
@@ -160,9 +161,8 @@ def generate(group: Sequence[Store], target: Target, kept: Sequence[Store]) -> C
         size, local = (count,), (1,)
     args: list[Value | int | float] = list(body.tensors.values())
     parameters = [f"__global {pointed(value.dtype)} *{name}" for name, value in body.named.items()]
-    if nest.rows == 1:
-        parameters.append("const int n")
-        args.append(nest.inner)
+    parameters.append(f"const int {'n' if nest.rows == 1 else 'rows'}")
+    args.append(nest.inner if nest.rows == 1 else nest.rows)
     return finish(lines, parameters, size, local, tuple(args))
 
 
@@ -203,7 +203,7 @@ def _by_row(body: Body, group: Sequence[Store], padded: bool) -> tuple[list[str]
         f"const int end = min(begin + {span}, {nest.inner});",
         *indent(
             body.row_lines(body.coordinates("row")) + loops,
-            f"for (int row = first; row < min(first + {each}, {nest.rows}); ++row) {{",
+            f"for (int row = first; row < min(first + {each}, rows); ++row) {{",
             "}",
         ),
     ]
@@ -238,7 +238,7 @@ def _by_element(body: Body, group: Sequence[Store]) -> tuple[list[str], int]:
         return head + body.row_lines([]) + stores, count
     head = [
         "const int element = get_global_id(0);",
-        f"if (element >= {count}) return;",
+        f"if (element >= rows * {nest.inner}) return;",
         f"const int row = element / {nest.inner}, i = element % {nest.inner};",
     ]
     return head + body.row_lines(body.coordinates("row")) + stores, count

@@ -2,6 +2,8 @@
 
 Sums are deterministic: every work-item adds its own elements in order, and long sums are cut into
 segments whose results a second kernel adds in order. Shorter chains of additions round less, too.
+The numbers of results and of reduced rows are arguments: micro-batches of all sizes have the same
+text, as far as they have the same segments.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from .cnames import C_TYPES, pointed
 from .codegen import LANES, finish, indent
 from .expr import Const, Coord, Expr, Load, Value, loads, walk
 from .nest import Nest
+from .signature import Argument
 
 CHAIN = 2048
 """Longest chain of additions: a longer sum is cut into segments."""
@@ -113,22 +116,23 @@ def _by_rows(
     single = _accumulate(body, expr, how, 1)
     lo = f"segment * {each_inner}" if each_inner else "0"
     hi = f"min({inner}, ({lo}) + {each_inner})" if each_inner else str(inner)
+    numbers = {"items": outputs * segments, "rows": rows, "each": each_row}
     loop = [f"int i = {lo};", f"const int end = {hi};"]
     if wide:
         loop += indent(lanes, f"for (; i + {LANES - 1} < end; i += {LANES}) {{", "}")
     loop += indent(single, "for (; i < end; ++i) {", "}")
-    first = f"segment * {each_row}" if each_row else "0"
-    last = f"min({rows}, ({first}) + {each_row})" if each_row else "1"
+    first = "segment * each" if each_row else "0"
+    last = f"min(rows, ({first}) + each)" if each_row else "1"
     ctype, start = C_TYPES[dtype], _start(how, dtype)
     lines = [
         "const int item = get_global_id(0);",
-        f"if (item >= {outputs * segments}) return;",
+        "if (item >= items) return;",
         f"const int output = item / {segments}, segment = item % {segments};",
         f"{ctype} sum1 = {start};",
         *([f"{ctype}{LANES} sum{LANES} = ({ctype}{LANES})({start});"] if wide else []),
         *indent(
             [
-                f"const int row = output * {rows} + part;",
+                "const int row = output * rows + part;",
                 *body.row_lines(body.coordinates("row")),
                 *loop,
             ],
@@ -139,7 +143,7 @@ def _by_rows(
         "result[item] = sum1;",
     ]
     parts = _Parts(shape, segments, segment_last=True)
-    return _launch(builder, body, lines, parts, outputs * segments, dtype, how)
+    return _launch(builder, body, lines, parts, numbers, dtype, how)
 
 
 def _accumulate(body: Body, expr: Expr, how: Reduction, width: int, to: str = "") -> list[str]:
@@ -180,28 +184,28 @@ def _by_columns(
     blocks = -(-inner // block)
     lines = [
         "const int item = get_global_id(0);",
-        f"if (item >= {blocks * outer * segments}) return;",
+        "if (item >= items) return;",
         f"const int block = item % {blocks}, rest = item / {blocks};",
         f"const int output = rest % {outer}, segment = rest / {outer};",
         f"const int begin = block * {block};",
-        f"const int first = segment * {each}, last = min(first + {each}, {count});",
+        "const int first = segment * each, last = min(first + each, rows);",
     ]
     put = f"(segment * {outer} + output) * {inner}"
-    narrow = _column_loop(body, expr, how, count, 1, 1, put)
+    narrow = _column_loop(body, expr, how, 1, 1, put)
     if vectors:
-        wide = _column_loop(body, expr, how, count, LANES, vectors, put)
+        wide = _column_loop(body, expr, how, LANES, vectors, put)
         lines += indent(wide, f"if (begin + {block} <= {inner}) {{", "} else {")
         lines += indent(narrow, f"    for (int i = begin; i < {inner}; ++i) {{", "    }")
         lines.append("}")
     else:
         lines += indent(narrow, "const int i = begin; {", "}")
-    items = blocks * outer * segments
+    numbers = {"items": blocks * outer * segments, "rows": count, "each": each}
     parts = _Parts(shape, segments, segment_last=False)
-    return _launch(builder, body, lines, parts, items, expr.dtype, how)
+    return _launch(builder, body, lines, parts, numbers, expr.dtype, how)
 
 
 def _column_loop(
-    body: Body, expr: Expr, how: Reduction, rows: int, width: int, vectors: int, put: str
+    body: Body, expr: Expr, how: Reduction, width: int, vectors: int, put: str
 ) -> list[str]:
     ctype = C_TYPES[expr.dtype] + (str(width) if width > 1 else "")
     start = f"({ctype})({_start(how, expr.dtype)})"
@@ -212,7 +216,7 @@ def _column_loop(
         inside += indent([f"const int i = begin + {k * width};", *step] if width > 1 else step)
     lines += indent(
         [
-            f"const int row = output * {rows} + part;",
+            "const int row = output * rows + part;",
             *body.row_lines(body.coordinates("row")),
             *inside,
         ],
@@ -245,16 +249,20 @@ class _Parts:
 
 
 def _launch(
-    builder: Builder, body: Body, lines: list[str], parts: _Parts, items: int, dtype: str,
-    how: Reduction,
+    builder: Builder, body: Body, lines: list[str], parts: _Parts, numbers: dict[str, int],
+    dtype: str, how: Reduction,
 ) -> Value:  # fmt: skip
-    """Launch the kernel; reduce the segments too, if there are several."""
+    """Launch the kernel; reduce the segments too, if there are several.
+
+    `numbers` are its arguments: all items, and the rows that each of them reduces, or reads of.
+    """
     out = builder.new(parts.whole, dtype)
     parameters = [f"__global {pointed(v.dtype)} *{name}" for name, v in body.named.items()]
     parameters.append(f"__global {C_TYPES[dtype]} *result")
+    parameters += [f"const int {name}" for name in numbers]
     local = min(64, builder.device.max_work_group_size) if builder.device.kind == "gpu" else 1
-    size = (-(-items // local) * local,)
-    args = {**body.named, "result": out}
+    size = (-(-numbers["items"] // local) * local,)
+    args: dict[str, Argument] = {**body.named, "result": out, **numbers}
     code = finish(lines, parameters, size, (local,), tuple(args.values()))
     kernel = Kernel(code.text, code.name, generated=True)
     builder.launch(kernel, code.global_size, code.local_size, args)

@@ -30,6 +30,7 @@ class Fleet(ABC):
     """Started workers, by number."""
 
     control: Control
+    apart = True  # whether workers are processes of their own
     keep: Any = None  # an object that must live as long as the workers
 
     @abstractmethod
@@ -43,6 +44,8 @@ class Fleet(ABC):
 
 class ThreadFleet(Fleet):
     """Workers as threads of this process; workers on one device share it."""
+
+    apart = False
 
     def __init__(self, control: Control, orders: Sequence[Open]) -> None:
         self.control = control

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -85,11 +85,30 @@ class Workers:
 
     def call_each(self, function: str, arguments: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         """Like `call`, with arguments of its own for each member; results by member."""
+        return self.begin_each(function, arguments)()
+
+    def begin_each(
+        self, function: str, arguments: Mapping[str, Sequence[Any]]
+    ) -> Callable[[], dict[str, Any]]:
+        """`call_each` that goes on while the workers run; call what it returns for the results.
+
+        A worker runs its calls one after another: their results must be asked for in that order,
+        before anything else is asked of it. Workers that are threads of this process have finished
+        when this returns: torch has state that a trace and another thread's work would share.
+        """
         workers = [self._worker(member) for member in arguments]
         with self._guarded():
             for worker, args in zip(workers, arguments.values(), strict=True):
                 self._fleet.send(worker, say.Call(function, tuple(args)))
-            return dict(zip(arguments, self._control.gather(workers), strict=True))
+
+        def results() -> dict[str, Any]:
+            with self._guarded():
+                return dict(zip(arguments, self._control.gather(workers), strict=True))
+
+        if self._fleet.apart:
+            return results
+        finished = results()
+        return lambda: finished
 
     def set_speed(self, member: str, speed: float) -> None:
         """Emulate another speed on a member from its next action on, also while a step runs.

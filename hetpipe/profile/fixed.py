@@ -15,18 +15,21 @@ from hetpipe.sdk.graph import canonical
 PIECE = 1 << 20  # bytes
 PIECES = 32
 
+Shape = tuple[int, ...]
 
-def compiled(device: Device, operator: Any, *shapes: tuple[int, ...]) -> Executable | None:
-    """An operator on float32 tensors of these shapes, compiled; None if the device lacks it.
 
-    The graph is not traced: workers may be threads, and only one thread may trace.
+def compiled(device: Device, operator: Any, count: int, shape: Shape) -> Executable | None:
+    """An operator on `count` float32 tensors of a shape, with a result of that shape, compiled;
+    None if the device lacks it.
+
+    The graph is not traced: workers may be threads, and only one thread may trace. Nor is torch
+    asked for the result's shape: it would import its compilers, for two seconds.
     """
     graph = fx.Graph()
-    inputs = [graph.placeholder(f"x{index}") for index in range(len(shapes))]
-    for node, shape in zip(inputs, shapes, strict=True):
-        node.meta["val"] = torch.empty(shape, device="meta")
+    inputs = [graph.placeholder(f"x{index}") for index in range(count)]
     call = graph.call_function(operator, tuple(inputs))
-    call.meta["val"] = operator(*(node.meta["val"] for node in inputs))
+    for node in (*inputs, call):
+        node.meta["val"] = torch.empty(shape, device="meta")
     graph.output((call,))
     try:
         return device.compile(canonical(graph))
@@ -34,7 +37,7 @@ def compiled(device: Device, operator: Any, *shapes: tuple[int, ...]) -> Executa
         return None
 
 
-def filled(device: Device, shape: tuple[int, ...]) -> Buffer:
+def filled(device: Device, shape: Shape) -> Buffer:
     """A buffer on the device, of small numbers."""
     buffer, event = device.upload(np.full(shape, 0.5, np.float32))
     event.wait()
@@ -55,7 +58,7 @@ class Stirrer:
         for _ in range(nbytes // PIECE):
             if not self._ring:
                 shape = (PIECE // 4,)
-                self._executable = compiled(self._device, torch.ops.aten.neg.default, shape)
+                self._executable = compiled(self._device, torch.ops.aten.neg.default, 1, shape)
                 self._ring = [filled(self._device, shape) for _ in range(PIECES)]
             if self._executable is None:  # the device cannot: caches stay as they are
                 return

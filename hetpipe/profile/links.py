@@ -99,6 +99,12 @@ def _request(count: int, transfers: bool) -> StepRequest:
     )
 
 
+def small_stages() -> list[StageGraphs]:
+    """Stages as they are loaded to measure links and the fixed seconds of a pass."""
+    counts = [nbytes // 4 for nbytes in NBYTES]
+    return [probe_stage(0, 1, 4), *(probe_stage(n, 2, count) for count in counts for n in range(2))]
+
+
 def probe_stage(index: int, stages: int, count: int) -> StageGraphs:
     """A stage that passes a tensor of `count` floats on, or ends with its sum."""
     last = index == stages - 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from hetpipe.profile import cache, contention
 from hetpipe.profile.clock import Samples
 from hetpipe.profile.drift import drifts_since, probe_again
 from hetpipe.profile.estimate import Series
-from hetpipe.profile.links import Links, measure_links, probe_stage
+from hetpipe.profile.links import Links, measure_links, probe_stage, small_stages
 from hetpipe.profile.patterns import Network
 from hetpipe.profile.probe import Probes
 from hetpipe.profile.profiler import RULES
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from hetpipe.optim.rule import Optimizer
 
 Progress = Callable[[str, int, int], None]
-Stages = dict[str, list[StageGraphs]]
-"""The network by member, a stage per layer."""
-
 SMALL_DRIFT = 0.05
 """Stored costs stay as they are below this drift, so that equal plans are made of them."""
 
@@ -64,11 +61,12 @@ def profile(
     missing = [size for size in samples if size not in tables]
     tables = _as_now(tables, crew)
     if missing:
-        stages = _layer_stages(captured, crew, optimizer, missing)
-        networks = {member: Network.of(own) for member, own in stages.items()}
-        overheads_s = _empty_s(crew)
+        say(f"compiling for micro-batches of {_listed(missing)}", 0, 2)
+        stages: dict[str, list[StageGraphs]] = {}
+        networks = _networks(captured, crew, optimizer, missing, stages)
+        rounds = Rounds(crew, networks, missing, small_stages())
         say(f"profiling micro-batches of {_listed(missing)}", 0, 2)
-        rounds = Rounds(crew, networks, missing)
+        overheads_s = _empty_s(crew)
         with Probes(crew, list(crew.infos)) as probes:
             rounds.half(probes)
             links, step_overhead_s = _links(tables, crew)
@@ -76,16 +74,16 @@ def profile(
             rounds.half(probes)
         series = rounds.finish()
         _tell(rounds.effort, report)
-        any_member = next(iter(stages.values()))
+        any_backend = next(iter(stages.values()))
         for size in missing:
             tables[size] = CostTable(
                 model=captured.name,
                 samples=size,
-                layers=_layer_bytes(captured, any_member, size),
+                layers=_layer_bytes(captured, any_backend, size),
                 devices=_device_costs(crew, rounds, series, size, overheads_s),
                 links=links,
                 step_overhead_s=step_overhead_s,
-                tied=_tied(any_member, size),
+                tied=_tied(any_backend, size),
             )
             if rounds.foreign <= contention.LIMIT:
                 cache.store(entries[size], tables[size].to_json())
@@ -174,18 +172,28 @@ def _links(tables: Mapping[int, CostTable], crew: Crew) -> tuple[Links, float]:
     return measure_links(crew)
 
 
-def _layer_stages(
-    captured: Captured, crew: Crew, optimizer: Optimizer, sizes: Sequence[int]
-) -> Stages:
-    """The network cut after every layer, by member: in the operators of its backend."""
+def _networks(
+    captured: Captured,
+    crew: Crew,
+    optimizer: Optimizer,
+    sizes: Sequence[int],
+    stages: dict[str, list[StageGraphs]],
+) -> Iterator[tuple[list[str], Network]]:
+    """The network cut after every layer, in the operators of each backend, and the members that
+    have it; its stages go into `stages`, by backend.
+
+    Backends that decompose the most come first: they are those that compile the longest.
+    """
     count = len(captured.layer_graph(sizes[0]).layers)
-    by_backend: dict[str, list[StageGraphs]] = {}
-    for name in dict.fromkeys(info.backend for info in crew.infos.values()):
-        tables = [decompositions_of(name)] * count
-        by_backend[name] = captured.stage_graphs(
-            range(1, count), tables, sizes, optimizer, extras=()
+    members: dict[str, list[str]] = {}
+    for member, info in crew.infos.items():
+        members.setdefault(info.backend, []).append(member)
+    tables = {name: decompositions_of(name) for name in members}
+    for name in sorted(members, key=lambda name: -len(tables[name])):
+        stages[name] = captured.stage_graphs(
+            range(1, count), [tables[name]] * count, sizes, optimizer, extras=()
         )
-    return {member: by_backend[info.backend] for member, info in crew.infos.items()}
+        yield members[name], Network.of(stages[name])
 
 
 def _device_costs(

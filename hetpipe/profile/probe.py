@@ -141,13 +141,13 @@ def warn_of_bad(subject: str, samples: Samples) -> None:
 
 def _product(device: Device, order: int) -> tuple[Executable, list[Buffer]] | None:
     shape = (order, order)
-    program = compiled(device, torch.ops.aten.mm.default, shape, shape)
+    program = compiled(device, torch.ops.aten.mm.default, 2, shape)
     return None if program is None else (program, [filled(device, shape) for _ in range(2)])
 
 
 def _elementwise(device: Device, nbytes: int) -> tuple[Executable, list[Buffer]] | None:
     shape = (nbytes // 4,)
-    program = compiled(device, torch.ops.aten.neg.default, shape)
+    program = compiled(device, torch.ops.aten.neg.default, 1, shape)
     return None if program is None else (program, [filled(device, shape)])
 
 

@@ -65,20 +65,32 @@ class Taken:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Why patterns cannot run, by number, and how many graphs were compiled."""
+    """Why patterns cannot run, by number; how many graphs were compiled, and run once."""
 
     refused: dict[int, str]
     compilations: int
+    runs: int
 
 
 _own = threading.local()
 """The session of a worker, all of whose calls come on one thread; workers may share a process."""
 
 
-def prepare(device: Device, network: Network, speed: float, seed: int = 0) -> Prepared:
-    """Compile the patterns; they wait for `rounds`. Below 1, `speed` emulates a slower device."""
-    _own.session = Session(device, network, speed, seed)
-    return Prepared(_own.session.refused, _own.session.compilations)
+def prepare(
+    device: Device, network: Network, sizes: Sequence[int], speed: float, seed: int = 0
+) -> Prepared:
+    """Compile the patterns, and run each once; they wait for `rounds`.
+
+    Some runtimes compile when a program first runs. Below 1, `speed` emulates a slower device, from
+    then on.
+    """
+    session = _own.session = Session(device, network, 1.0, seed)
+    taken = Taken()
+    for size in sizes:
+        session.walk(size, session.able, taken)
+    session.update(taken)
+    session.speed = speed
+    return Prepared(session.refused, session.compilations, taken.runs)
 
 
 def rounds(device: Device, active: Mapping[int, Sequence[int]], least_s: float, most: int) -> Taken:
@@ -135,7 +147,7 @@ class Session:
     def __init__(self, device: Device, network: Network, speed: float, seed: int = 0) -> None:
         self._device = device
         self._network = network
-        self._speed = speed
+        self.speed = speed
         self._rng = np.random.default_rng(seed)
         self._firsts = network.firsts
         self._stirrer = Stirrer(device)
@@ -198,7 +210,7 @@ class Session:
         start_s = clock.now_s()
         outputs, event, _ = executable.run(inputs, donate)
         event.wait()
-        taken.times_s[place].append(clock.since_s(start_s, self._speed))
+        taken.times_s[place].append(clock.since_s(start_s, self.speed))
         taken.runs += 1
         for slot, buffer in zip(program.outputs, outputs, strict=True):
             self._room(slot, size, pattern)[slot.key] = buffer

@@ -10,10 +10,11 @@ and none if the other was quiet.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
+from hetpipe.capture.program import StageGraphs
 from hetpipe.cost.probe import Probe
 from hetpipe.crew.crew import Crew
 from hetpipe.profile import contention
@@ -54,24 +55,41 @@ class _Half:
 
 
 class Rounds:
-    """The measurement of a network, given by member in the operators of its backend."""
+    """The measurement of a network.
 
-    def __init__(self, crew: Crew, networks: Mapping[str, Network], sizes: Sequence[int]) -> None:
+    `networks` has it in the operators of each backend, with the members that have that backend. The
+    members of one compile it while the next one is made, and the `small` stages before.
+    """
+
+    def __init__(
+        self,
+        crew: Crew,
+        networks: Iterable[tuple[Sequence[str], Network]],
+        sizes: Sequence[int],
+        small: Sequence[StageGraphs] = (),
+    ) -> None:
         self._crew = crew
-        self._networks = networks
-        self._members = list(networks)
         self._sizes = list(sizes)
-        self._halves: list[_Half] = []
-        self._alone: dict[str, list[Taken]] = {member: [] for member in networks}
-        self._alone_probes: dict[str, list[Probe]] = {member: [] for member in networks}
-        self._updates: dict[str, list[Taken]] = {}
         self._begin_s = time.perf_counter()
         speeds = {member.id: member.speed for member in crew.cluster.members}
-        arguments = {member: (own, speeds[member]) for member, own in networks.items()}
-        self._prepared: dict[str, Prepared] = crew.call_each(f"{WORKER}:prepare", arguments)
-        self._able = {member: list(self._series(member, ()).able) for member in networks}
-        warm_up = self._slice({member: self._everything(member) for member in networks}, 0.0, 1)
-        self._runs = sum(taken.runs for taken in warm_up.values())
+        warm = crew.begin_each("hetpipe.profile.warm:warm_up", dict.fromkeys(speeds, (small,)))
+        begun: list[Callable[[], dict[str, Prepared]]] = []
+        network_of: dict[str, Network] = {}
+        for members, network in networks:
+            arguments = {id: (network, self._sizes, speeds[id]) for id in members}
+            begun.append(crew.begin_each(f"{WORKER}:prepare", arguments))
+            network_of |= dict.fromkeys(members, network)
+        self._members = [id for id in speeds if id in network_of]
+        self._networks = {id: network_of[id] for id in self._members}
+        warm()
+        self._prepared: dict[str, Prepared] = {}
+        for results in begun:
+            self._prepared |= results()
+        self._halves: list[_Half] = []
+        self._alone: dict[str, list[Taken]] = {member: [] for member in self._members}
+        self._alone_probes: dict[str, list[Probe]] = {member: [] for member in self._members}
+        self._updates: dict[str, list[Taken]] = {}
+        self._able = {member: list(self._series(member, ()).able) for member in self._members}
         self._slice_s = SLICE_S  # the first round of all tells little of the others
 
     def half(self, probes: Probes) -> float:
@@ -130,7 +148,8 @@ class Rounds:
             len(network.layers),
             len(network.patterns),
             sum(prepared.compilations for prepared in self._prepared.values()),
-            self._runs + sum(one.runs for one in taken),
+            sum(prepared.runs for prepared in self._prepared.values())
+            + sum(one.runs for one in taken),
             time.perf_counter() - self._begin_s,
         )
 

@@ -31,18 +31,15 @@ WORK_ITEM __kernel void pad_channels_last(__global const float* restrict x, __gl
   __global const float* in = x + (image * channels + c0) * height * width;
   int row = first / width + top, col = left;
   for (int p = first; p < last; p += LANES) {
-    float16 r[LANES];
+    float tile[LANES * LANES];
     if (count >= LANES && p + LANES <= last) {
-#pragma unroll
-      for (int i = 0; i < LANES; i++) r[i] = vload16(0, in + i * height * width + p);
-      transpose_rows(r);
-#pragma unroll
+      for (int i = 0; i < LANES; i++) vstore16(vload16(0, in + i * height * width + p), i, tile);
+      transpose16(tile);
       for (int i = 0; i < LANES; i++) {
-        vstore16(r[i], 0, out + (row * cols + col) * channels);
+        vstore16(vload16(i, tile), 0, out + (row * cols + col) * channels);
         NEXT_PIXEL;
       }
     } else {
-      float tile[LANES * LANES];
       for (int i = 0; i < LANES; i++)
         vstore16(i < count ? load_upto(in + i * height * width + p, last - p) : (float16)(0.0f), i, tile);
       transpose16(tile);

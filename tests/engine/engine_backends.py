@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from dataclasses import replace
 from typing import Any
@@ -45,6 +46,11 @@ class FaultyDevice(NumpyDevice):
             if kind == "hang":
                 time.sleep(1000)
         return super()._run(program, inputs, donate)
+
+
+def imported(device: Any) -> set[str]:
+    """The modules of a worker."""
+    return set(sys.modules)
 
 
 def pid(device: Any) -> int:

@@ -20,6 +20,7 @@ from hetpipe.cluster.cluster import Cluster, Member
 from hetpipe.crew.crew import Crew
 from hetpipe.crew.request import StepRequest
 from hetpipe.errors import HetpipeError, WorkerError
+from hetpipe.profile.links import small_stages
 from hetpipe.schedule.generators import generate
 from hetpipe.sdk import registry
 
@@ -176,3 +177,13 @@ def test_a_server_that_was_killed_is_replaced() -> None:
             crew.call(["m0"], "engine_backends:nap", 60.0)
     with Crew.start(_pair("numpy:cpu:0")) as crew:
         assert _server_of(_pids(crew)[0]) != server
+
+
+def test_workers_do_without_the_compilers_of_torch() -> None:
+    """They take seconds to import, and any shape function of torch imports them."""
+    cluster = Cluster((Member("m0", "pytorch:cpu:0"),), transport="shared-memory")
+    with Crew.start(cluster) as crew:
+        crew.call(["m0"], "hetpipe.profile.warm:warm_up", small_stages())
+        (names,) = crew.call(["m0"], "engine_backends:imported")
+    assert "torch" in names
+    assert not names & {"sympy", "torch._dynamo", "torch._inductor"}
