@@ -54,9 +54,6 @@ class NumpyBackend(Backend):
         core = graphs.core_decompositions(keep=["hetpipe.lstm", "hetpipe.lstm_backward"])
         return {**core, **get_decompositions(composed)}
 
-    def worker_environment(self, info: DeviceInfo, cores: int) -> dict[str, str]:
-        return {"OMP_NUM_THREADS": str(cores), "OPENBLAS_NUM_THREADS": str(cores)}
-
 
 class NumpyBuffer(Buffer):
     """A C-contiguous array."""

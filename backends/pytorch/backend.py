@@ -17,15 +17,6 @@ from .cpu import CpuDevice, SynchronizedDevice
 from .device import DTYPES, TorchDevice
 from .streams import StreamDevice
 
-KEEP_MEMORY = {
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # glibc takes no more
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-    "MALLOC_TOP_PAD_": str(64 << 20),
-}
-"""For glibc: freed activations stay with the process. By default they go back to the system, and
-every micro-batch faults its pages in anew: a tenth of a step."""
-
 
 class PyTorchBackend(Backend):
     """torch as installed: `pytorch:cpu:0`, and for each accelerator one such as `pytorch:cuda:0`.
@@ -52,9 +43,7 @@ class PyTorchBackend(Backend):
         return {}
 
     def worker_environment(self, info: DeviceInfo, cores: int) -> dict[str, str]:
-        threads = str(cores if info.kind == "cpu" else 1)
-        settings = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-        return settings | (KEEP_MEMORY if info.kind == "cpu" else {})
+        return {} if info.kind == "cpu" else {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def _cpu() -> DeviceInfo:

@@ -10,6 +10,7 @@ from typing import Any
 
 from hetpipe import process
 from hetpipe.cluster import available_cores
+from hetpipe.crew.settings import usual_settings
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.sdk.registry import discover_devices, get_backend
@@ -41,7 +42,7 @@ def _asked(device: str, infos: Sequence[DeviceInfo]) -> dict[str, Any]:
 
 
 def _measure(info: DeviceInfo) -> dict[str, Any] | None:
-    settings = get_backend(info.backend).worker_environment(info, 1)
+    settings = usual_settings(1) | get_backend(info.backend).worker_environment(info, 1)
     core = available_cores()[0]
 
     def pin() -> None:
@@ -50,7 +51,7 @@ def _measure(info: DeviceInfo) -> dict[str, Any] | None:
 
     done = subprocess.run(
         process.command("hetpipe.bench.matmul", "--json", info.id),
-        env=process.environment({**settings, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}),
+        env=process.environment(settings),
         preexec_fn=pin,
         capture_output=True,
         text=True,

@@ -15,7 +15,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from hetpipe.crew.control import Control
-from hetpipe.crew.forkserver import WorkerProcess, server_for, start_worker
+from hetpipe.crew.forkserver import WorkerProcess, start_worker
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.registry import open_device
 from hetpipe.wire.channel import Channel
@@ -144,8 +144,6 @@ class ProcessFleet(Fleet):
         try:
             # The workers inherit this: Ctrl-C is the controller's from their first instruction on.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            for settings in self._settings:  # all servers import torch at the same time
-                server_for(settings)
             for order, settings in zip(self._orders, self._settings, strict=True):
                 self._start(order, settings)
             for channel, order in zip(self._channels, self._orders, strict=True):

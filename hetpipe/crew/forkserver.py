@@ -91,12 +91,17 @@ class ForkServer:
     def __init__(self, variables: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                process.command("hetpipe.worker.forkserver", theirs.fileno(), os.getpid()),
-                env=process.environment(variables),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-            )
+            # It inherits the mask: Ctrl-C is the controller's from its first instruction on.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                self._process = subprocess.Popen(
+                    process.command("hetpipe.worker.forkserver", theirs.fileno(), os.getpid()),
+                    env=process.environment(variables),
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._channel = Channel(ours)
 
     @property

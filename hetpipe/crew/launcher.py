@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 
 from hetpipe.cluster.cluster import Cluster, Member
 from hetpipe.cluster.transports import transport_of
 from hetpipe.crew.control import Control
 from hetpipe.crew.fleet import Fleet, ProcessFleet, ThreadFleet
+from hetpipe.crew.forkserver import server_for
+from hetpipe.crew.settings import settings_of
 from hetpipe.errors import BackendError, ClusterError, HetpipeError
 from hetpipe.process import shadow
 from hetpipe.sdk.info import DeviceInfo
-from hetpipe.sdk.registry import backend_reference, blamed, devices_of, get_backend
+from hetpipe.sdk.registry import backend_reference, devices_of
 from hetpipe.wire.messages import Meeting, Open
 
 
 @dataclass(frozen=True)
 class _Worker:
-    """A member, its device, and the reference of its backend for a process (None: a thread)."""
+    """A member and its device. For a process also the reference of its backend, and the variables
+    to set."""
 
     member: Member
     info: DeviceInfo
-    backend: str | None
+    backend: str | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout_s: float) -> Fleet:
@@ -50,7 +54,7 @@ def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout
     control = Control([f"worker {m.id!r} ({m.device})" for m in members])
     if transport.in_threads:
         return ThreadFleet(control, orders)
-    fleet = ProcessFleet(control, orders, [_settings(w) for w in workers], silence_s)
+    fleet = ProcessFleet(control, orders, [worker.settings for worker in workers], silence_s)
     fleet.keep = host
     return fleet
 
@@ -58,8 +62,12 @@ def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout
 def _worker(member: Member, in_thread: bool, place: str | None) -> _Worker:
     """A member's worker. Errors begin with `place`, the device's line in a cluster file."""
     try:
-        backend = None if in_thread else _reference(member)
-        return _Worker(member, _info(member), backend)
+        if in_thread:
+            return _Worker(member, _info(member))
+        backend, info = _reference(member), _info(member)
+        settings = settings_of(member, info)
+        server_for(settings)  # it imports torch while the next member's device is looked for
+        return _Worker(member, info, backend, settings)
     except HetpipeError as error:
         if place is None:
             raise
@@ -94,13 +102,3 @@ def _reference(member: Member) -> str:
 
 def _backend(member: Member) -> str:
     return member.device.partition(":")[0]
-
-
-def _settings(worker: _Worker) -> dict[str, str]:
-    """The environment variables of a worker's process."""
-    cores = len(worker.member.cores) or len(os.sched_getaffinity(0))
-    # Members share this host: gloo must not look the host's name up to find an interface.
-    defaults = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
-    name = worker.info.backend
-    with blamed(name, f"fails to give the settings of {worker.info.id}"):
-        return defaults | get_backend(name).worker_environment(worker.info, cores)

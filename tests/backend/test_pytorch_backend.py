@@ -21,6 +21,7 @@ from hetpipe.backends.pytorch import PyTorchBackend, streams
 from hetpipe.backends.pytorch.device import TorchBuffer
 from hetpipe.backends.pytorch.program import Program
 
+from hetpipe.crew.settings import usual_settings
 from hetpipe.errors import BackendError
 
 aten = torch.ops.aten
@@ -211,9 +212,6 @@ print(min(faults() for _ in range(6)), torch.get_num_threads())
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="settings of glibc's allocator")
 def test_workers_have_their_threads_and_keep_the_memory_that_they_free() -> None:
-    backend = PyTorchBackend()
-    (info,) = [i for i in backend.discover() if i.id == "pytorch:cpu:0"]
-
     def faults(settings: dict[str, str]) -> list[int]:
         done = subprocess.run(
             [sys.executable, "-c", FAULTS],
@@ -224,7 +222,7 @@ def test_workers_have_their_threads_and_keep_the_memory_that_they_free() -> None
         )
         return [int(word) for word in done.stdout.split()]
 
-    found, threads = faults(backend.worker_environment(info, 1))
+    found, threads = faults(usual_settings(1))
     usual, _ = faults({})
     assert threads == 1
     assert found < 100 < usual
