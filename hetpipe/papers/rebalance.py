@@ -1,14 +1,16 @@
 """A device that slows in mid-run, and recovers: `python -m hetpipe.papers.rebalance`.
 
 Two torch workers train a model under `rebalance="auto"`. One of them is slowed, by an emulated
-speed or by a process that computes on its core, and left alone again. Beside the throughput of
-every ten steps stands that of a plan that is made afresh for the speeds of that time.
+speed or by a process that computes on its core, and left alone again. A second pair of workers on
+the same cores is slowed with it, and has a plan that is made afresh for each of these phases. The
+two trainings make their steps in turn, so that other work on the machine hits both.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import logging
 import os
 import subprocess
@@ -41,42 +43,44 @@ Slow = Callable[[bool], None]
 
 
 class Trainings:
-    """Trainings of one model on one crew, captured once."""
+    """Two trainings of one model, on a crew each, captured once."""
 
-    def __init__(self, model: str, crew: Crew, options: dict[str, Any]) -> None:
-        self.workload = load_workload(model)
-        self.crew, self._options = crew, options
-        self._example = next(self.workload.batches(self.workload.mini_batch, SEED))
-        own = self.workload
+    def __init__(self, model: str, crew: Crew, fresh: Crew, options: dict[str, Any]) -> None:
+        self._workload = load_workload(model)
+        self._crew, self._fresh, self._options = crew, fresh, options
+        self._example = next(self._workload.batches(self._workload.mini_batch, SEED))
+        own = self._workload
         self._captured = Captured(own.model, own.loss_fn, self._example)
 
-    def pipeline(self, **options: Any) -> tuple[Workload, Pipeline]:
+    def rates(self, phases: int, length: int, slow: Slow) -> list[tuple[float, float]]:
+        """Samples per second of each group of steps: under `auto`, and of the phase's own plan.
+
+        Every second phase is slow.
+        """
+        workload, pipe = self._pipeline(self._crew, rebalance="auto")
+        times_s: list[tuple[float, float]] = []
+        with pipe:
+            steps = train(workload, pipe, phases * length, seed=SEED)
+            for phase in range(phases):
+                slow(phase % 2 == 1)
+                other, planned = self._pipeline(self._fresh)
+                with planned:
+                    others = train(other, planned, length, seed=SEED)
+                    pairs = zip(itertools.islice(steps, length), others, strict=True)
+                    times_s += [(step.time_s, best.time_s) for step, best in pairs]
+        groups = [list(zip(*times_s[n : n + GROUP], strict=True))
+                  for n in range(0, len(times_s), GROUP)]  # fmt: skip
+        rates = [[workload.mini_batch / median(own) for own in group] for group in groups]
+        return [(auto, best) for auto, best in rates]
+
+    def _pipeline(self, crew: Crew, **options: Any) -> tuple[Workload, Pipeline]:
         """A pipeline for a copy of the model, planned for the present speeds."""
-        own = replace(self.workload, model=copy.deepcopy(self.workload.model))
+        own = replace(self._workload, model=copy.deepcopy(self._workload.model))
         pipe = Pipeline(
-            own.model, own.loss_fn, self._example, cluster=self.crew.cluster, crew=self.crew,
+            own.model, own.loss_fn, self._example, cluster=crew.cluster, crew=crew,
             captured=self._captured, optimizer=optimizer_of(own), **self._options, **options,
         )  # fmt: skip
         return own, pipe
-
-    def rates(self, phases: int, length: int, slow: Slow) -> list[float]:
-        """Samples per second of each group of steps under `auto`; every second phase is slow."""
-        workload, pipe = self.pipeline(rebalance="auto")
-        times_s: list[float] = []
-        with pipe:
-            for step in train(workload, pipe, phases * length, seed=SEED):
-                times_s.append(step.time_s)
-                if len(times_s) % length == 0:
-                    slow(len(times_s) // length % 2 == 1 and len(times_s) < phases * length)
-        groups = range(0, len(times_s), GROUP)
-        return [workload.mini_batch / median(times_s[n : n + GROUP]) for n in groups]
-
-    def best(self) -> float:
-        """Samples per second of a plan that is made for the present speeds."""
-        workload, pipe = self.pipeline()
-        with pipe:
-            times_s = [step.time_s for step in train(workload, pipe, 4 * GROUP, seed=SEED)]
-        return workload.mini_batch / median(times_s[GROUP:])
 
 
 @contextmanager
@@ -99,23 +103,25 @@ def neighbour(core: int) -> Iterator[Slow]:
 
 
 @contextmanager
-def emulated(crew: Crew, member: str) -> Iterator[Slow]:
-    """A member at an emulated speed, when it is told to."""
-    yield lambda on: crew.set_speed(member, SLOW if on else 1.0)
-    crew.set_speed(member, 1.0)
+def emulated(crews: Sequence[Crew], member: str) -> Iterator[Slow]:
+    """A member of each crew at an emulated speed, when it is told to."""
+
+    def slow(on: bool) -> None:
+        for crew in crews:
+            crew.set_speed(member, SLOW if on else 1.0)
+
+    yield slow
 
 
-def table_of(rates: Sequence[float], bests: Sequence[float], length: int) -> Iterator[str]:
-    """Lines: the steps, their throughput, and its share of the best plan's for that phase."""
+def table_of(rates: Sequence[tuple[float, float]], length: int) -> Iterator[str]:
+    """Lines: the steps, their throughput, and its share of that of the phase's own plan."""
     yield "    steps   samples/s   best plan   share"
-    for number, rate in enumerate(rates):
-        best = bests[number * GROUP // length % 2]
+    for number, (rate, best) in enumerate(rates):
         first = number * GROUP
         yield f"{first:4d}..{first + GROUP - 1:<4d} {rate:9.1f} {best:11.1f} {rate / best:7.2f}"
     for change in range(length, len(rates) * GROUP, length):
-        best = bests[change // length % 2]
-        since = range(change // GROUP, min(change + length, len(rates) * GROUP) // GROUP)
-        back = next((n for n in since if rates[n] >= BACK * best), None)
+        since = range(change // GROUP, (change + length) // GROUP)
+        back = next((n for n in since if rates[n][0] >= BACK * rates[n][1]), None)
         when = (
             "not in this phase" if back is None else f"within {(back + 1) * GROUP - change} steps"
         )
@@ -141,18 +147,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = {
         "schedule": asked.schedule, "weights": asked.weights, "microbatches": asked.microbatches
     }  # fmt: skip
-    with Crew.start(cluster) as crew:
-        trainings = Trainings(asked.model, crew, options)
+    with Crew.start(cluster) as crew, Crew.start(cluster) as fresh:
+        trainings = Trainings(asked.model, crew, fresh, options)
         core = (*first.cores, *sorted(os.sched_getaffinity(0)))[0]
-        with neighbour(core) if asked.neighbour else emulated(crew, first.id) as slow:
+        slowing = neighbour(core) if asked.neighbour else emulated([crew, fresh], first.id)
+        with slowing as slow:
             rates = trainings.rates(3, asked.steps, slow)
-            bests = [trainings.best()]
-            slow(True)
-            bests.append(trainings.best())
-            slow(False)
     kind = "a process on its core" if asked.neighbour else f"an emulated speed of {SLOW}"
     print(f"{asked.model}, {asked.schedule}, {first.id} slowed by {kind}")
-    print(*table_of(rates, bests, asked.steps), sep="\n")
+    print(*table_of(rates, asked.steps), sep="\n")
 
 
 if __name__ == "__main__":

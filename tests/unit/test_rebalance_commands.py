@@ -48,7 +48,8 @@ def test_lines_that_are_logged_are_shown() -> None:
 def test_the_table_says_when_a_training_is_back() -> None:
     """In the second group of the slow phase, and not in the phase after it."""
     rates = [100.0, 100.0, 100.0, 30.0, 58.0, 60.0, 60.0, 60.0, 60.0]
-    lines = list(table_of(rates, [100.0, 60.0], 3 * GROUP))
+    bests = [100.0, 100.0, 100.0, 60.0, 60.0, 60.0, 100.0, 100.0, 100.0]
+    lines = list(table_of(list(zip(rates, bests, strict=True)), 3 * GROUP))
     assert len(lines) == 1 + len(rates) + 2
     assert lines[5].split() == ["40..49", "58.0", "60.0", "0.97"]
     assert lines[-2] == "change at step 30: back at 0.90 of the best plan within 20 steps"
