@@ -193,6 +193,7 @@ def _open(task: Task, setting: Setting, progress: Progress) -> Iterator[Outcome]
         else refusal(task.workload, task.cluster, task.mini_batch, PEER_COUNTS)
     )
     replicated, without_parallel = _replicated(task)
+    streams, without_streams = _stream_plans(task, setting)
     twin = None if setting.twice is None else _twin(task, setting.twice)
     with ExitStack() as stack:
         rows = _Rows(stack, setting, progress)
@@ -217,7 +218,10 @@ def _open(task: Task, setting: Setting, progress: Progress) -> Iterator[Outcome]
             blind=rows.pipeline(task, "best split ignoring speeds", blind),
             balanced=rows.pipeline(task, "balanced pipeline", balanced),
             auto=rows.pipeline(task, "auto", _auto_plan(task, setting)),
-            streams=tuple(_streams(rows, task, setting)),
+            streams=tuple(
+                rows.pipeline(task, f"{plan.schedule}, {plan.weights}", plan) for plan in streams
+            ),
+            without_streams=without_streams,
             parallel=None
             if replicated is None
             else rows.pipeline(task, "data parallel", replicated),
@@ -235,17 +239,19 @@ def _at_once(rows: _Rows, task: Task, alone: Sequence[PipelineRow]) -> AtOnceRow
     return rows.open("all alone, at once", partial(AtOnceRow, task, "all alone, at once", alone))
 
 
-def _streams(rows: _Rows, task: Task, setting: Setting) -> Iterator[PipelineRow]:
-    """Asynchronous pipelines over all devices, where the optimizer and the schedule allow them."""
+def _stream_plans(task: Task, setting: Setting) -> tuple[list[Plan], str]:
+    """Asynchronous pipelines over all devices, or the reason why there is none."""
     whole = {size: table for size, table in task.tables.items() if size == task.mini_batch}
-    if len(task.cluster.ids) < 2 or not whole or setting.schedule != "auto":
-        return
-    for schedule, weights in STREAMS:
-        plan = explore(
-            whole, task.cluster.ids, mini_batch=task.mini_batch, schedules=(schedule,),
-            use_all=True, weights=weights,
-        )[0]  # fmt: skip
-        yield rows.pipeline(task, f"{schedule}, {weights}", plan)
+    if len(task.cluster.ids) < 2:
+        return [], "there is one device"
+    if not whole or setting.schedule != "auto":
+        return [], "schedule or micro-batches are given"
+    explored = partial(explore, whole, task.cluster.ids, mini_batch=task.mini_batch, use_all=True)
+    try:
+        plans = [explored(schedules=(rule,), weights=weights)[0] for rule, weights in STREAMS]
+    except PlanError as error:
+        return [], str(error)
+    return plans, ""
 
 
 def _auto_plan(task: Task, setting: Setting) -> Plan:

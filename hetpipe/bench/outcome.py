@@ -50,7 +50,7 @@ class Outcome:
 
     `parallel`: the whole model on each device. `at_once`: the devices alone, all computing at the
     same time. `streams`: asynchronous pipelines, without a bubble. `auto`: the plan that a user
-    gets who says nothing. If `peer` or `parallel` is missing, `without_peer` or `without_parallel`
+    gets who says nothing. If `peer`, `parallel` or `streams` is missing, `without_peer` and so on
     has the reason. Rows with the same plan are one row.
     """
 
@@ -66,6 +66,7 @@ class Outcome:
     balanced: PipelineRow
     auto: PipelineRow
     streams: tuple[PipelineRow, ...]
+    without_streams: str
     parallel: PipelineRow | None
     without_parallel: str
     twice: PipelineRow | None

@@ -7,6 +7,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -20,12 +21,11 @@ from hetpipe.pipeline.pipeline import Pipeline
 from hetpipe.zoo.load import optimizer_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from hetpipe.capture import Captured
     from hetpipe.cluster import Cluster
     from hetpipe.cost.table import CostTable
-    from hetpipe.pipeline.pipeline import Result
     from hetpipe.plan.plan import Plan
     from hetpipe.profile.drift import Correction
     from hetpipe.zoo.workload import Workload
@@ -46,7 +46,7 @@ class Pace:
         def within(seconds: float, least: int, most: int) -> int:
             return max(least, min(most, round(seconds / step_s)))
 
-        return Pace(within(0.4, 1, 3), timed or within(0.8, 1, 4), within(3.0, 4, 20))
+        return Pace(within(0.4, 1, 3), timed or within(0.8, 1, 4), within(1.5, 4, 20))
 
 
 @dataclass
@@ -180,7 +180,6 @@ class PipelineRow(Row):
         self.plan = plan
         self.corrections: list[Correction] = []  # before and after every turn
         self._batches = task.workload.batches(task.mini_batch, task.seed)
-        self._results: Iterator[Result] | None = None  # of a plan without flushes
         cluster = _only(task.cluster, [name for stage in plan.stages for name in stage.devices])
         self._crew = Crew.start(cluster)
         try:
@@ -189,7 +188,7 @@ class PipelineRow(Row):
             if plan.rule.flushes:
                 self.difference = self._check()
             else:
-                self._begin_stream()
+                self._stream_step_s()  # raises an error unless its losses are finite
         except BaseException:
             self.close()
             raise
@@ -198,8 +197,8 @@ class PipelineRow(Row):
 
     def step_s(self) -> float:
         pace = self.task.pace
-        if self._results is not None:
-            return self._stream_step_s(self._results)
+        if not self.plan.rule.flushes:
+            return self._stream_step_s()
         with one_thread():
             fed = list(islice(self._batches, pace.warm_up + pace.timed))
             for x, y in fed[: pace.warm_up]:
@@ -256,22 +255,19 @@ class PipelineRow(Row):
             crew=self._crew,
         )
 
-    def _stream_step_s(self, results: Iterator[Result]) -> float:
-        """Mean seconds between results of a stream that is full again after its pause."""
+    def _stream_step_s(self) -> float:
+        """Mean seconds between results of a new stream, once it is full.
+
+        A stream that pauses goes on to compute: its next results would be there already.
+        """
         pace = self.task.pace
-        with one_thread():
+        with one_thread(), closing(self.pipe.run(self._batches)) as results:
             for _ in range(pace.warm_up + max(self.plan.in_flight)):
                 next(results)
             begin_s = time.perf_counter()
             for _ in range(pace.timed):
                 next(results)
             return (time.perf_counter() - begin_s) / pace.timed
-
-    def _begin_stream(self) -> None:
-        """Some results, which raise an error unless their losses are finite."""
-        self._results = self.pipe.run(self._batches)
-        for _ in range(self.task.pace.warm_up):
-            next(self._results)
 
     def _check(self) -> float:
         """The largest relative difference to unpartitioned torch over the first steps."""

@@ -111,6 +111,8 @@ def outcome_lines(outcome: Outcome) -> list[str]:
             f"fill limit; over plain torch on all cores: "
             f"{outcome.over_all_cores(outcome.twice):.2f}"
         )
+    if not outcome.streams:
+        lines.append(f"no asynchronous row: {outcome.without_streams}")
     if outcome.parallel is None:
         lines.append(f"no data-parallel row: {outcome.without_parallel}")
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 from hetpipe.errors import HetpipeError
@@ -44,7 +44,7 @@ class Delivery:
             self.settle()
             return result
 
-    def run(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Result]:
+    def run(self, batches: Iterable[tuple[Any, Any]]) -> Generator[Result, None, None]:
         """Train on mini-batches; a result for each, in order.
 
         Raises `HetpipeError` while another run of a stream has results to come.

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,7 +138,7 @@ class Pipeline:
         """
         return self._delivery.step(x, y).loss
 
-    def run(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Result]:
+    def run(self, batches: Iterable[tuple[Any, Any]]) -> Generator[Result, None, None]:
         """Train on a stream of mini-batches; a result for each, in order.
 
         An asynchronous schedule goes on from one mini-batch to the next without a flush, also from
