@@ -13,6 +13,7 @@ from hetpipe.cost.table import CostTable
 from hetpipe.errors import HetpipeError
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planner import make_plan
+from hetpipe.plan.replicated import replicated_again
 from hetpipe.profile import cache
 
 GAIN = 0.05
@@ -44,9 +45,9 @@ def _load(entry: str, tables: Mapping[int, CostTable]) -> Plan | None:
         return None
     try:
         plan = Plan.from_json(content)
-        table = tables[-(-plan.mini_batch // plan.microbatches)]
         if max(plan.replicas) > 1:
-            return None
+            return replicated_again(tables, plan)
+        table = tables[-(-plan.mini_batch // plan.microbatches)]
         again = make_plan(
             table, plan.devices, mini_batch=plan.mini_batch, microbatches=plan.microbatches,
             schedule=plan.schedule, weights=plan.weights, cuts=plan.cuts,

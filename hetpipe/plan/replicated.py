@@ -53,10 +53,32 @@ def replicated_plan(
             f"more, and their shares of a mini-batch of {mini_batch} lie between the measured "
             f"sizes {min(tables)} and {max(tables)}; profile others, or use a pipeline"
         )
-    best = min(plans, key=lambda plan: plan.step_s)
-    check_able(best, next(iter(tables.values())))
-    nearest = min(tables, key=lambda size: abs(size - best.share_samples))
-    return with_interval(best, tables[nearest])
+    return _finished(min(plans, key=lambda plan: plan.step_s), tables)
+
+
+def replicated_again(tables: Mapping[int, CostTable], plan: Plan) -> Plan:
+    """A plan of `replicated_plan` with its shares as they are, priced by these tables.
+
+    Raises `PlanError` if its sizes are not among the measured ones, or it does not fit.
+    """
+    devices = plan.stages[0].devices
+    tables = {size: table.beside(len(devices)) for size, table in tables.items()}
+    rows = {
+        device: round(share) for device, share in zip(devices, plan.stages[0].shares, strict=True)
+    }
+    again = _with(tables, devices, plan.cuts, plan.mini_batch, plan.microbatches, rows)
+    if again is None:
+        raise PlanError(
+            f"shares of {', '.join(map(str, rows.values()))} rows lie beyond the measured sizes "
+            f"{min(tables)} to {max(tables)}: profile others"
+        )
+    return _finished(again, tables)
+
+
+def _finished(plan: Plan, tables: Mapping[int, CostTable]) -> Plan:
+    check_able(plan, next(iter(tables.values())))
+    nearest = min(tables, key=lambda size: abs(size - plan.share_samples))
+    return with_interval(plan, tables[nearest])
 
 
 def staged_plan(
@@ -153,12 +175,16 @@ def _with(
     cuts: Sequence[int],
     mini_batch: int,
     microbatches: int,
+    rows: Mapping[str, int] | None = None,
 ) -> Plan | None:
-    """The plan with `count` micro-batches; None if its sizes were not measured."""
+    """The plan with so many micro-batches; None if its sizes were not measured.
+
+    `rows` of a micro-batch for each device are by default those with which the slowest ends first.
+    """
     samples = -(-mini_batch // microbatches)
     layers = len(next(iter(tables.values())).layers)
     times = {device: _Times(tables, device, 0, layers) for device in devices}
-    rows = _rows(times, samples)
+    rows = rows or _rows(times, samples)
     if not all(times[device].knows(count) for device, count in rows.items()):
         return None
     stages = []

@@ -21,11 +21,11 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path))
 
 
-def table(samples: int, factor: float) -> CostTable:
-    """Ten layers of 1 s on the first device, and `factor` s on the second."""
+def table(samples: int, factor: float, layer_s: float = 1.0) -> CostTable:
+    """Ten layers of `layer_s` on the first device, and `factor` times that on the second."""
     rows = {
         member: DeviceCost((LayerCost(time_s, time_s, 0.0),) * len(LAYERS), 0.0, 2**40, member)
-        for member, time_s in zip(MEMBERS, (1.0, factor), strict=True)
+        for member, time_s in zip(MEMBERS, (layer_s, factor * layer_s), strict=True)
     }
     links = {(a, b): LinkCost(0.0, 1e12) for a in MEMBERS for b in MEMBERS if a != b}
     nbytes = tuple(LayerBytes(name, 100, 0, 0, 8) for name in LAYERS)
@@ -59,3 +59,22 @@ def test_a_large_change_makes_a_new_plan_which_then_stays() -> None:
 def test_other_questions_have_plans_of_their_own() -> None:
     plan_with(1.0)
     assert plan_with(1.0, schedule="gpipe").schedule == "gpipe"
+
+
+def test_shares_of_a_replicated_plan_stay_too() -> None:
+    """Other shares of a mini-batch are other programs."""
+
+    def plan(factor: float) -> Plan:
+        planning = Planning(
+            "case", LAYERS, MEMBERS, 64, lambda sizes: {s: table(s, factor, s) for s in sizes},
+            whole_batch_statistics=False, earlier=EarlierPlans({"model": "a"}),
+        )  # fmt: skip
+        return planning.choose(PlanOptions())[0]
+
+    first = plan(1.0)
+    assert first.schedule == "data-parallel"
+    assert first.stages[0].shares[0] == first.stages[0].shares[1]
+    again = plan(1.04)
+    assert again.stages[0].shares == first.stages[0].shares
+    assert again.step_s == pytest.approx(1.04 * first.step_s, rel=0.02)
+    assert plan(3.0).stages[0].shares[0] > first.stages[0].shares[0]
