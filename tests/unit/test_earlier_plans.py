@@ -77,4 +77,4 @@ def test_shares_of_a_replicated_plan_stay_too() -> None:
     again = plan(1.04)
     assert again.stages[0].shares == first.stages[0].shares
     assert again.step_s == pytest.approx(1.04 * first.step_s, rel=0.02)
-    assert plan(3.0).stages[0].shares[0] > first.stages[0].shares[0]
+    assert plan(3.0).stages[0].shares != first.stages[0].shares
