@@ -11,6 +11,7 @@ from rich.table import Table
 from hetpipe.bench.rows import PipelineRow
 from hetpipe.report.tables import make_table
 from hetpipe.report.units import format_rate, format_s
+from hetpipe.simulate.occupation import occupation
 
 if TYPE_CHECKING:
     from hetpipe.bench.outcome import Outcome
@@ -90,6 +91,11 @@ def outcome_lines(outcome: Outcome) -> list[str]:
             f"devices alone, all at once, summed: {format_rate(outcome.sum_rate)}; of it: "
             f"{', '.join(shares)}"
         )
+    lines += [
+        f"{row.name}, of its last step on {len(row.plan.all_devices)} devices ({row.label}): "
+        f"{occupation(row.pipe.timeline)}"
+        for row in dict.fromkeys((outcome.balanced, *outcome.streams))
+    ]
     best = max(
         (*outcome.alone, outcome.even, outcome.blind, *outcome.together), key=lambda row: row.rate
     )
