@@ -16,7 +16,7 @@ from hetpipe.pipeline.hysteresis import Hysteresis
 from hetpipe.pipeline.learning import WINDOW, Learning
 from hetpipe.plan.costs import StageCosts
 from hetpipe.plan.planner import FREE_ORDER_DEVICES, make_plan, predict
-from hetpipe.plan.pricing import Partition, Question, price
+from hetpipe.plan.pricing import Partition, Question, price, problem
 from hetpipe.schedule.rule import rule_of
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ class Rebalancer:
         self._considered: Mapping[str, float] = {}  # factors for which there is no better plan
         self._may_plan_s = 0.0  # a time: plans may be compared again without a change
         self._next: Proposal | None = None
+        self._ran = {_partition(training.plan): None}  # in their order
         training.watch = self._saw
 
     @property
@@ -170,6 +171,7 @@ class Rebalancer:
         text = _moves(training.plan, proposal.best)
         training.move(proposal.best)
         self._learning.planned(proposal.best)
+        self._ran[_partition(proposal.best)] = None
         self._planned_by = table
         self._considered = self._learning.factors
         self._seen, self._next = 0, None
@@ -235,6 +237,8 @@ class Rebalancer:
     def _propose(self) -> Proposal:
         """The present plan and the best one, by the learned costs.
 
+        A partition that has run in this training is the best unless another promises `GAIN` more:
+        how long a device takes for layers that it never had is known from its other layers alone.
         Raises `HetpipeError` if nothing was measured, `PlanError` if no plan fits.
         """
         plan, table = self._training.plan, self.costs
@@ -246,10 +250,14 @@ class Rebalancer:
         question = Question(
             StageCosts(table), plan.schedule, plan.mini_batch, plan.microbatches, plan.weights
         )
-        present = Partition(plan.devices, plan.cuts, plan.in_flight)
-        return Proposal(
-            price(question, present, plan.origin), _best(table, plan), self._training.loading_s
-        )
+        present = price(question, _partition(plan), plan.origin)
+        best = _best(table, plan)
+        ran = [price(question, each, plan.origin) for each in self._ran
+               if problem(question, each) is None]  # fmt: skip
+        tried = min(ran, key=lambda plan: plan.step_s, default=best)
+        if best.step_s > (1 - GAIN) * tried.step_s:
+            best = tried
+        return Proposal(present, best, self._training.loading_s)
 
     def _speeds(self) -> str:
         """The learned factors, in words."""
@@ -258,6 +266,10 @@ class Rebalancer:
         if not each:
             return "no mini-batch was measured yet"
         return f"{', '.join(each)} times its profiled time"
+
+
+def _partition(plan: Plan) -> Partition:
+    return Partition(plan.devices, plan.cuts, plan.in_flight)
 
 
 def fixed_by(asked: PlanOptions) -> str:

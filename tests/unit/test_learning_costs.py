@@ -180,6 +180,20 @@ def test_a_device_that_slows_and_recovers_is_followed_within_30_steps() -> None:
     assert training.plan.step_s == pytest.approx(before.step_s)
 
 
+def test_a_plan_that_has_run_is_preferred_to_one_that_promises_little_more() -> None:
+    """When `a` recovers it is taken for a little quicker than it was."""
+    training, rebalancer = rebalanced(table())
+    before = training.plan
+    factor = next(
+        factor for factor in (1.0 - n / 1000 for n in range(400))
+        if plan_of(scaled(table(), {"a": factor})).cuts != before.cuts
+    )  # fmt: skip
+    for slow in (2.5, factor):
+        training.train(rebalancer, iter([{"a": slow}] * 40))
+    assert len(training.moves) == 2
+    assert training.plan.cuts == before.cuts
+
+
 def test_a_plan_that_memory_forbids_is_never_chosen() -> None:
     """All would go to b, which has room for 6 layers' parameters and gradients."""
     training, rebalancer = rebalanced(table(memory_nbytes=12 * MIB + 10_000))
