@@ -1,4 +1,5 @@
-# make bench: measure this machine.   make test: every check that the project has.
+# make bench: measure this machine.   make test: the project's checks.
+#   SHARE=all           make test runs every case of its wide tables, not the share of this commit
 #   PYTHON=python3.12   the interpreter that makes the virtual environment (3.10 or newer)
 #   TORCH_INDEX=URL     another package index for torch alone, for instance one with CPU-only builds
 #   ARGS='...'          more options for the benchmark, see `hetpipe bench --help`
@@ -7,6 +8,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 ARGS ?=
+SHARE ?= commit
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
@@ -21,7 +23,7 @@ test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --share $(SHARE)
 
 install: $(STAMP)
 

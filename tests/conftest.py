@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import shares
 
 # `python -m pytest` puts the project's folder on the path, where `kernels` and `backends` would
 # pass for packages of other projects (transformers looks for one called `kernels`).
@@ -26,9 +27,31 @@ with suppress(ImportError, AttributeError):
 gc.set_threshold(50_000, 20, 100)
 
 
+@pytest.fixture(scope="session")
+def captures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Captures of all tests: their keys hold all that they depend on."""
+    return tmp_path_factory.mktemp("captures")
+
+
 @pytest.fixture(scope="module", autouse=True)
-def module_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Captures, costs and plans of a file's tests are kept for that file alone."""
+def module_cache(captures: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Costs and plans of a file's tests are kept for that file alone."""
+    folder = tmp_path_factory.mktemp("cache")
+    (folder / "captures").symlink_to(captures)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HETPIPE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("HETPIPE_CACHE", str(folder))
         yield
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    shares.add_option(parser)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    share = shares.share_of(config)
+    taken = "all cases" if share is None else f"share {share} of {shares.SHARES}"
+    return f"wide tests: {taken}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    shares.choose(config, items)

@@ -62,6 +62,7 @@ CASES: dict[str, tuple[torch.Tensor, list[int], Callable[..., Any], int, bool]] 
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("device_id", DEVICES)
 def test_legal_indices_are_taken_and_others_refused(device_id: str, case: str) -> None:

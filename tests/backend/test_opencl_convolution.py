@@ -69,6 +69,7 @@ def backward(shape: Shape, mask: list[bool]) -> Any:
     return fn
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("device_id", OPENCL)
 def test_forward(device_id: str, name: str) -> None:
@@ -76,6 +77,7 @@ def test_forward(device_id: str, name: str) -> None:
     check_sums(device_id, forward(SHAPES[name]), (x, weight, bias), weight[0].numel() + 1)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("device_id", OPENCL)
 def test_gradients(device_id: str, name: str) -> None:

@@ -52,6 +52,7 @@ def blocks(depth: int) -> list[str]:
     return ["matmul"] * (-(-depth // DEPTH_BLOCK) - 1) + ["matmul_"]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @on_every_device
 def test_residual_through_a_reshape(device_id: str, size: tuple[int, int, int]) -> None:
@@ -64,6 +65,7 @@ def test_residual_through_a_reshape(device_id: str, size: tuple[int, int, int]) 
     check(device_id, fn, *inputs, runs=blocks(k))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @on_every_device
 def test_gelu_with_its_derivative(device_id: str, size: tuple[int, int, int]) -> None:
@@ -235,12 +237,14 @@ def random_program(seed: int) -> Callable[..., list[torch.Tensor]]:
     return fn
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("seed", range(6))
 @on_every_device
 def test_random_graphs(device_id: str, seed: int) -> None:
     check(device_id, random_program(seed), *tensors((36, 36), (36, 36)), runs=None)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("seed", range(10))
 def test_random_graphs_with_donated_inputs(seed: int) -> None:
     device, fn = opencl_device(OPENCL[0]), random_program(seed)

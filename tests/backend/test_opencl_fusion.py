@@ -107,6 +107,7 @@ def random_program(seed: int) -> Callable[..., list[torch.Tensor]]:
     return fn
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("seed", range(12))
 def test_random_graphs(device_id: str, seed: int) -> None:
     close_to_torch(opencl_device(device_id), random_program(seed), *tensors((6, 20), (6, 20)))

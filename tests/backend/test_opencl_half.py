@@ -19,6 +19,7 @@ def device_id(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_casts_round_as_torch_does(device_id: str, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)

@@ -62,6 +62,7 @@ def likelihood(shape: tuple[int, ...]) -> tuple[Any, Any, list[torch.Tensor]]:
     return aten.nll_loss_forward.default, aten.nll_loss_backward.default, inputs
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("reduction", range(3))
 @pytest.mark.parametrize("shape", SCORES, ids=str)

@@ -25,6 +25,7 @@ def test_mm(device_id: str, shape: tuple[int, int, int]) -> None:
     check_sums(device_id, aten.mm.default, (random(m, k), random(k, n)), k)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("device_id", OPENCL)
 def test_transposed_operands_are_read_in_place(device_id: str, shape: tuple[int, int, int]) -> None:

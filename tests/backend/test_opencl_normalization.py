@@ -65,6 +65,7 @@ def test_variance_survives_a_large_mean(device_id: str) -> None:
     torch.testing.assert_close(rstd.double(), (wide + 1e-5).rsqrt(), rtol=1e-4, atol=0)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("mask", [[True, True, True], [True, False, False], [False, True, True]])
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("shape", BATCH, ids=str)

@@ -68,6 +68,7 @@ def test_max_pool_takes_the_first_of_equals_and_lets_nan_through(device_id: str)
     assert y.isnan().flatten().tolist() == [False, False, False, True]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("divisor", [None, 5])
 @pytest.mark.parametrize("include", [True, False])
 @pytest.mark.parametrize("name", POOLS)

@@ -18,6 +18,7 @@ def normal(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(3))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("shape", [(3, 4, 37), (5, 33, 2), (1, 6, 130)], ids=str)
 def test_dims(device_id: str, shape: tuple[int, ...], dims: tuple[int, ...]) -> None:
@@ -52,6 +53,7 @@ def test_places(device_id: str) -> None:
     )
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("shape", [(70001,), (5003, 20), (20, 5003), (2, 9, 4099)], ids=str)
 def test_long_ones_are_exact_and_the_same_twice(device_id: str, shape: tuple[int, ...]) -> None:
     device = opencl_device(device_id)

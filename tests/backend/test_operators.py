@@ -83,6 +83,7 @@ def must_run(form: str, backend: str, case: Case) -> bool:
     return backend == "pytorch"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("device_id", DEVICES)
 @pytest.mark.parametrize("form", ["own", "whole"])

@@ -62,6 +62,7 @@ def of(rule: Optimizer, env: Env, name: str) -> tuple[dict[str, Any], tuple[Any,
     return values, tuple(env[STATE, f"{slot}/{name}"].double() for slot in rule.state)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("device_id", DEVICES)
 def test_update(device_id: str, name: str) -> None:
@@ -80,6 +81,7 @@ def test_update(device_id: str, name: str) -> None:
     check(device_id, trace_update(rule, SHAPES, {}, Formulas(table)), env, expected)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", [name for name in RULES if RULES[name].predict is not None])
 @pytest.mark.parametrize("device_id", DEVICES)
 def test_prediction(device_id: str, name: str) -> None:

@@ -106,6 +106,7 @@ GRAPHS: dict[str, tuple[Any, list[tuple[int, ...]]]] = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", GRAPHS)
 @pytest.mark.parametrize("donate", [(), (0,), (1,), (0, 1)])
 def test_donation_changes_no_result(name: str, donate: tuple[int, ...]) -> None:

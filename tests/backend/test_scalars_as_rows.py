@@ -40,6 +40,7 @@ INDEXED: dict[str, Callable[..., Any]] = {
 CASES = REDUCTIONS | INDEXED
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("device_id", DEVICES)
 def test_a_0d_tensor_is_one_row(device_id: str, name: str) -> None:

@@ -73,11 +73,13 @@ def crew() -> Iterator[Crew]:
         yield started
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("row", ROWS, ids="-".join)
 def test_layers_of_one_module_equal_unpartitioned(crew: Crew, row: Sequence[str]) -> None:
     check_equal(crew, row, LANGUAGE)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("row", RUNTIME_ROWS, ids="-".join)
 def test_layers_of_their_own_equal_unpartitioned(crew: Crew, row: Sequence[str]) -> None:
     check_equal(crew, row, RECURRENT)

@@ -72,6 +72,7 @@ def capture(name: str) -> Captured:
     return Captured(fresh(name), case.loss_fn, case.batch(torch.Generator().manual_seed(2)))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("name", list(CASES))
 def test_pipeline_equals_unpartitioned(crew: tuple[Crew, str], name: str, stages: int) -> None:

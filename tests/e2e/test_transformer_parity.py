@@ -96,6 +96,7 @@ def crew() -> Iterator[Crew]:
         yield started
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("row", ROWS, ids="-".join)
 def test_pipeline_equals_unpartitioned(crew: Crew, row: Sequence[str]) -> None:
     check_equal(crew, row, SGD)

@@ -102,12 +102,14 @@ def crew() -> Iterator[Crew]:
         yield started
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("row", TORCH_ROWS, ids="-".join)
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_on_torch_equals_unpartitioned(crew: Crew, name: str, row: Sequence[str]) -> None:
     check_equal(crew, row, RUNS[name])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("row", OPENCL_ROWS, ids="-".join)
 @pytest.mark.parametrize("name", ["gpt2", "gpt2-padded", "bert"])
 def test_on_opencl_equals_unpartitioned(crew: Crew, name: str, row: Sequence[str]) -> None:

@@ -68,6 +68,7 @@ def assert_alike(crew: Crew, replicas: int) -> None:
             assert all(np.array_equal(value, other[name]) for name, value in first.items())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("pair", [SGD, ADAM], ids=["sgd", "adam"])

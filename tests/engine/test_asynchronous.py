@@ -74,6 +74,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize(
     ("policy", "depth", "pair"),
@@ -90,6 +91,7 @@ def test_equals_the_sequential_reference(
     assert distance(state, wanted.last) < 1e-5
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("pair", [SGD, ADAM], ids=["sgd", "adam"])
 def test_two_buffered_weights(crew: Crew, stages: int, pair: Any) -> None:

@@ -36,6 +36,7 @@ def close(found: Any, wanted: Any) -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("backend", ["numpy", "pytorch"])
 def test_equals_plain_training(crews: Crews, transport: str, backend: str) -> None:

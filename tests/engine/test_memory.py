@@ -141,6 +141,7 @@ def test_recompute_holds_less(crew: Crew) -> None:
         assert inputs[stage] < cut[stage] < none[stage]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream"])
 @pytest.mark.parametrize("model", ["perceptron", "encoder"])
 def test_prediction_is_the_count_and_buffers_of_the_cuts(

@@ -97,6 +97,7 @@ def change(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: state[name] - value for name, value in net().state_dict().items()}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("precision", "schedule", "cut_dtype", "recompute"),
     [

@@ -36,6 +36,7 @@ def divided(
     )  # fmt: skip
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("case", ["mlp", "tied_autoencoder"])
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize(

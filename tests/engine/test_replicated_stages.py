@@ -55,6 +55,7 @@ def compare(
         torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("case", "shares"),
     [

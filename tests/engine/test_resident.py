@@ -75,6 +75,7 @@ def opencl_ids() -> list[str]:
     return [info.id for info in infos if not info.capabilities.reference]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("device", opencl_ids())
 @pytest.mark.parametrize("stages", [1, 2])
 def test_only_cuts_batch_and_loss_cross(device: str, stages: int, crossings: Counter[Any]) -> None:

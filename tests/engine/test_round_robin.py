@@ -56,6 +56,7 @@ def delays(policy: str, replicas: Sequence[int], depths: Sequence[int]) -> tuple
     return rules[policy]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("replicas", "deeper"),
     [((2, 1), 0), ((2, 1), 2), ((1, 2), 0), ((1, 2, 1), 0), ((3, 1), 1), ((2, 2), 0)],

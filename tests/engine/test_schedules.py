@@ -20,6 +20,7 @@ ADAMW = hp.optim.adamw(lr=1e-2)
 SGD = hp.optim.sgd(lr=0.1, momentum=0.9)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("schedule", "members"),
     [

@@ -82,6 +82,7 @@ HALVES = slice(0, 8), slice(8, 16)
 """The micro-batches of a mini-batch."""
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "shares",
     [((1,),), ((1, 1),), ((4, 2, 2),), ((1,), (2, 1)), ((2, 1), (1,)), ((1, 1), (2, 1))],

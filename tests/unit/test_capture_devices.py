@@ -58,6 +58,7 @@ def _close(value: torch.Tensor, expected: torch.Tensor) -> bool:
     return float((value - expected).abs().max()) <= 2e-5 * scale
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("mode", [INPUTS, MIN_CUT])
 @pytest.mark.parametrize("name", ["residual", "attention"])
 @pytest.mark.parametrize("device_id", DEVICES)
@@ -81,6 +82,7 @@ def test_gradients(device_id: str, name: str, mode: str) -> None:
             assert torch.equal(found[key], again[key]), key
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["residual", "attention"])
 @pytest.mark.parametrize("device_id", DEVICES)
 def test_evaluation(device_id: str, name: str) -> None:

@@ -67,6 +67,7 @@ def _eager(model: nn.Module, loss_fn: Callable[..., Any], batch: tuple[Any, Any]
     return loss
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("cuts", [[], [1], [2], [1, 2]])
 def test_losses_equal_eager(cuts: list[int], table: str) -> None:
@@ -81,6 +82,7 @@ def test_losses_equal_eager(cuts: list[int], table: str) -> None:
         assert torch.equal(value, before[name]), "evaluation changes no statistics"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "name", ["residual", "masked", "embedder", "repeated", "recurrent", "bert"]
 )

@@ -44,6 +44,7 @@ def _check_equal(model: Captured, graphs: list[StageGraphs], batch: tuple[object
             assert torch.equal(value, other[name]), name
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("stages", "table", "mode"),
     [(3, "core", NONE), (3, "aten", INPUTS), (2, "core", MIN_CUT)],
@@ -144,6 +145,7 @@ def test_convolutions_are_divided() -> None:
     assert all(mask[0] is False and mask[1] is True for mask in masks[1])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", CASES)
 def test_slots(name: str) -> None:
     for graph in _graphs(name, 3)[1]:

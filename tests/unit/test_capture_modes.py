@@ -92,6 +92,7 @@ def _check(
             compare(state.buffers[name], buffer, name)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("device_id", DEVICES)
 def test_a_backbone_in_eval_mode_on_every_backend(device_id: str) -> None:
     """It trained with batch statistics and dropout, and its running statistics changed."""

@@ -43,6 +43,7 @@ def _captured(net: nn.Module) -> Captured:
     return Captured(net, F.cross_entropy, _batch())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("norm", NORMS)
 def test_they_are_cut_like_other_models(norm: Norm) -> None:
     """The whole model was one layer."""
@@ -52,6 +53,7 @@ def test_they_are_cut_like_other_models(norm: Norm) -> None:
         assert {name.partition(".")[0] for name in layer.parameters} == {layer.name}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("mode", [True, False])
 @pytest.mark.parametrize("norm", NORMS)
 def test_gradients_and_buffers_are_torchs(norm: Norm, mode: bool) -> None:

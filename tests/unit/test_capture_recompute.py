@@ -38,6 +38,7 @@ def _roles(passes: PassPrograms, role: str) -> set[str]:
     return {slot.name for slot in passes.backward.inputs if slot.role == role}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("stages", "table", "mode"), PLANS)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_equal_eager(name: str, stages: int, table: str, mode: str) -> None:
@@ -49,6 +50,7 @@ def test_gradients_equal_eager(name: str, stages: int, table: str, mode: str) ->
     check(make(name), model, graphs, SIZES)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("name", CASES)
 def test_only_stage_inputs_are_kept(name: str, table: str) -> None:
@@ -60,6 +62,7 @@ def test_only_stage_inputs_are_kept(name: str, table: str) -> None:
             assert _roles(passes, role) <= entering
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", CASES)
 def test_a_minimum_cut_repeats_nothing_costly(name: str) -> None:
     for none, cut in zip(_passes(name, NONE, 2), _passes(name, MIN_CUT, 2), strict=True):
@@ -113,6 +116,7 @@ class _Norms(nn.Module):
         return self.second(x.square() * old)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("mode", MODES)
 def test_statistics_that_the_gradient_reads_are_kept_as_they_were(mode: str, table: str) -> None:

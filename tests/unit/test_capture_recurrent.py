@@ -47,6 +47,7 @@ def model(hidden: int = 4, **settings: Any) -> Recurrent:
     return Recurrent(network, features).double()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize(
     "settings",

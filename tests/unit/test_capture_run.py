@@ -35,6 +35,7 @@ PLANS = [(1, "aten"), (2, "core"), (3, "aten"), (3, "core")]
 ONE_PLAN = ("gpt2_eager", "bert_eager", "recurrent")  # the others' twins, or long
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "stages", "table"),
     [(n, *plan) for n in CASES for plan in (PLANS[1:2] if n in ONE_PLAN else PLANS)],
@@ -74,6 +75,7 @@ def _depends_on(program: Program, roles: tuple[str, ...]) -> set[str]:
     return {slot.name for slot, node in zip(program.outputs, results, strict=True) if node in found}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("name", [*CASES, "dropout"])
 def test_nothing_saved_depends_on_parameters_alone(name: str, table: str) -> None:
@@ -88,6 +90,7 @@ def test_nothing_saved_depends_on_parameters_alone(name: str, table: str) -> Non
         assert {(SAVED, key) for key in saved} <= read, "saved but never read"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", CASES)
 def test_slots_are_in_the_documented_order(name: str) -> None:
     model = captured(name)

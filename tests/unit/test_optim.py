@@ -70,6 +70,7 @@ def test_rule_equals_reference(name: str, dtype: torch.dtype, tolerance: float) 
     assert float((param - start).abs().max()) > 0.1, "nothing was learnt"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("name", RULES)
 def test_program_equals_reference(name: str, table: str) -> None:

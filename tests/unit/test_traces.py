@@ -47,6 +47,7 @@ def programs(passes: PassPrograms) -> list[Any]:
     return [rows(p) for p in (passes.forward, passes.backward, *halves)]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("dropout", [0.0, 0.1])  # every dropout draws numbers of its own
 @pytest.mark.parametrize("recompute", ["none", "inputs", "min-cut"])
 def test_a_copied_trace_is_the_piece_s_own(

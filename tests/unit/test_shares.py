@@ -1,0 +1,69 @@
+"""Shares of wide tables: together they are everything, and each has a part of every table."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from shares import SHARES, share_of_commit
+
+TABLE = """
+import pytest
+
+@pytest.mark.wide
+@pytest.mark.parametrize("n", range(10))
+def test_wide(n):
+    pass
+
+@pytest.mark.parametrize("n", range(2))
+def test_narrow(n):
+    pass
+"""
+CONFTEST = """
+import shares
+
+pytest_addoption = shares.add_option
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "wide: ")
+
+def pytest_collection_modifyitems(config, items):
+    shares.choose(config, items)
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "test_table.py").write_text(TABLE)
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    return tmp_path
+
+
+def collected(project: Path, *options: str) -> list[str]:
+    """The cases that a run with these options has."""
+    helpers = Path(sys.modules["shares"].__file__ or "").parent
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", *options, str(project),
+         "-p", "no:cacheprovider", "-o", f"pythonpath={helpers}", "--rootdir", str(project)],
+        capture_output=True, text=True, cwd=project,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
+def test_every_case_is_in_one_share_and_narrow_ones_in_all(project: Path) -> None:
+    everything = collected(project)
+    assert len(everything) == 12
+    shares = [collected(project, "--share", str(n)) for n in range(1, SHARES + 1)]
+    wide = [[case for case in share if "wide" in case] for share in shares]
+    assert sorted(chain(*wide)) == sorted(case for case in everything if "wide" in case)
+    assert {len(own) for own in wide} == {2, 3}
+    assert all(len(share) - len(own) == 2 for share, own in zip(shares, wide, strict=True))
+
+
+def test_a_commit_has_one_share_and_without_one_it_is_the_first(project: Path) -> None:
+    assert [share_of_commit(f"{n:040x}") for n in range(5)] == [1, 2, 3, 4, 1]
+    assert collected(project, "--share", "commit") == collected(project, "--share", "1")
