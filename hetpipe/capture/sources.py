@@ -20,6 +20,7 @@ import hetpipe
 
 _VERSIONED = ("torch", "numpy", "hetpipe", "sympy")
 """Packages that are known by their version, or by `library_digest`."""
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
 class UnknownCodeError(Exception):
@@ -106,4 +107,4 @@ def _is_versioned(name: str, module: ModuleType) -> bool:
         return top in sys.stdlib_module_names and top != "__main__"
     if any(part in ("site-packages", "dist-packages") for part in Path(file).parts):
         return False
-    return Path(file).is_relative_to(sysconfig.get_path("stdlib"))
+    return Path(file).is_relative_to(_STANDARD_LIBRARY)
