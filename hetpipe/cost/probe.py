@@ -81,14 +81,27 @@ class Drift:
 
 
 def drift(then: Probe, now: Probe) -> Drift:
-    """The drift from one probe of a device to another. Raises `CostError` for unlike programs."""
+    """The drift from one probe of a device to another. Raises `CostError` for unlike programs.
+
+    Two probes of a device that is as it was differ by their noise. So of a change d (the logarithm
+    of a ratio) with the noise n, the share max(0, 1 - n^2 / d^2) counts: James and Stein's
+    estimate, "Estimation with quadratic loss" (1961), of a change whose size is not known before.
+    """
     if (then.order, then.nbytes) != (now.order, now.nbytes):
         raise CostError(
             f"probes of {then.order} rows and {then.nbytes} bytes, and of {now.order} and "
             f"{now.nbytes}, cannot be compared: take the second one like the first"
         )
+    noise = math.hypot(then.spread, now.spread)
     return Drift(
-        now.arithmetic_s / then.arithmetic_s,
-        now.memory_s / then.memory_s,
-        math.hypot(then.spread, now.spread),
+        _credible(now.arithmetic_s / then.arithmetic_s, noise),
+        _credible(now.memory_s / then.memory_s, noise),
+        noise,
     )
+
+
+def _credible(ratio: float, noise: float) -> float:
+    change = math.log(ratio)
+    if abs(change) <= noise:
+        return 1.0
+    return math.exp(change * (1 - (noise / change) ** 2))
