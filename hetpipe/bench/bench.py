@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 COUNTS = (8, 16)  # micro-batches that pipelines explore
 STREAMS = (("pipedream", "stash"), ("pipedream", "pipeoptim"))
-"""Schedules and weights of the asynchronous rows; a mini-batch is one micro-batch there."""
+"""Schedules and weights of the asynchronous rows."""
 FEWER = (2, 4)  # more counts for rows in which each device has the whole model
 PLAIN_COUNTS = (1, 2, 4)  # for plain torch, which does not gain from more
 PEER_COUNTS = (8, 16, 32)
@@ -241,12 +241,13 @@ def _at_once(rows: _Rows, task: Task, alone: Sequence[PipelineRow]) -> AtOnceRow
 
 def _stream_plans(task: Task, setting: Setting) -> tuple[list[Plan], str]:
     """Asynchronous pipelines over all devices, or the reason why there is none."""
-    whole = {size: table for size, table in task.tables.items() if size == task.mini_batch}
     if len(task.cluster.ids) < 2:
         return [], "there is one device"
-    if not whole or setting.schedule != "auto":
-        return [], "schedule or micro-batches are given"
-    explored = partial(explore, whole, task.cluster.ids, mini_batch=task.mini_batch, use_all=True)
+    if setting.schedule != "auto":
+        return [], "a schedule is given"
+    explored = partial(
+        explore, task.tables, task.cluster.ids, mini_batch=task.mini_batch, use_all=True
+    )
     try:
         plans = [explored(schedules=(rule,), weights=weights)[0] for rule, weights in STREAMS]
     except PlanError as error:

@@ -1,4 +1,4 @@
-"""The workload `gpt`: a small GPT on Python's help pages. 13 MB of weights.
+"""The workloads `gpt` and `gpt-untied`: a small GPT on Python's help pages. 13 MB of weights.
 
 The network follows GPT-2 (Radford et al., "Language models are unsupervised multitask learners",
 2019): output weights are the token embedding's, and weights begin normal, smaller by the root of
@@ -6,11 +6,16 @@ the number of sums where a block adds to the stream. Their deviation is root(2 /
 here (Nguyen and Salazar, "Transformers without tears", 2019): with GPT-2's own 0.02, made for wider
 networks, and at a learning rate of 1e-3, training stays at the tokens' frequencies for long. There
 is no dropout.
+
+Asynchronous pipelines update the first stage and the last at different times, so they cannot share
+weights: `gpt-untied` has output weights of its own.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -86,13 +91,15 @@ class GPT(nn.Module):
         width: int = WIDTH,
         heads: int = HEADS,
         blocks: int = BLOCKS,
+        tied: bool = True,
     ) -> None:
         super().__init__()
         self.embedding = Embedding(vocabulary, length, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(blocks)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.embedding.tokens.weight
+        if tied:
+            self.head.weight = self.embedding.tokens.weight
         self._initialise()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -111,6 +118,15 @@ class GPT(nn.Module):
 
 
 def workload() -> Workload:
-    """The workload, with weights of a fixed seed."""
+    """The workload `gpt`, with weights of a fixed seed."""
+    return _workload("gpt", GPT)
+
+
+def untied_workload() -> Workload:
+    """The workload `gpt-untied`, with weights of a fixed seed."""
+    return _workload("gpt-untied", partial(GPT, tied=False))
+
+
+def _workload(name: str, model: Callable[[], nn.Module]) -> Workload:
     blocks = tuple(f"blocks.{index}" for index in range(BLOCKS))
-    return text_workload("gpt", GPT, LENGTH, optim.adamw(lr=6e-4), blocks)
+    return text_workload(name, model, LENGTH, optim.adamw(lr=6e-4), blocks)

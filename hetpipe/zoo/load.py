@@ -18,6 +18,7 @@ ZOO = {
     "digits": "hetpipe.zoo.digits:workload",
     "mlp": "hetpipe.zoo.mlp:workload",
     "gpt": "hetpipe.zoo.gpt:workload",
+    "gpt-untied": "hetpipe.zoo.gpt:untied_workload",
     "lstm": "hetpipe.zoo.lstm:workload",
 }
 
