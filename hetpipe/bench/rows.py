@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from hetpipe.bench.eager import micro_sizes
@@ -18,6 +18,7 @@ from hetpipe.bench.plain import PlainTorch
 from hetpipe.bench.training import one_thread, torch_losses, train
 from hetpipe.crew.crew import Crew
 from hetpipe.pipeline.pipeline import Pipeline
+from hetpipe.profile.drift import mean_correction
 from hetpipe.zoo.load import optimizer_of
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ class PipelineRow(Row):
         super().__init__(task)
         self.name = name
         self.plan = plan
-        self.corrections: list[Correction] = []  # before and after every turn
+        self.corrections: list[tuple[Correction, Correction]] = []  # before and after every turn
         self._batches = task.workload.batches(task.mini_batch, task.seed)
         cluster = _only(task.cluster, [name for stage in plan.stages for name in stage.devices])
         self._crew = Crew.start(cluster)
@@ -209,9 +210,9 @@ class PipelineRow(Row):
             return (time.perf_counter() - begin_s) / pace.timed
 
     def measure(self) -> None:
-        self.corrections.append(self.pipe.corrected())
+        before = self.pipe.corrected()
         super().measure()
-        self.corrections.append(self.pipe.corrected())
+        self.corrections.append((before, self.pipe.corrected()))
 
     @property
     def measured_s(self) -> float:
@@ -220,9 +221,13 @@ class PipelineRow(Row):
 
     @property
     def correction(self) -> Correction:
-        """The prediction as corrected for drift, a median."""
-        ordered = sorted(self.corrections, key=lambda correction: correction.corrected_s)
-        return ordered[len(ordered) // 2]
+        """The prediction as corrected for the drift around the turn of the median rate.
+
+        Of an even number of turns it is around both that make the median.
+        """
+        turns = sorted(range(len(self.steps_s)), key=self.steps_s.__getitem__)
+        middle = turns[(len(turns) - 1) // 2 : len(turns) // 2 + 1]
+        return mean_correction(list(chain.from_iterable(self.corrections[turn] for turn in middle)))
 
     def close(self) -> None:
         self._crew.close()

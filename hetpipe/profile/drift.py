@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from hetpipe.cost.probe import Drift, drift
@@ -43,6 +44,18 @@ class Correction:
             f"predicted {1e3 * self.raw_s:.1f} ms, corrected for drift "
             f"{1e3 * self.corrected_s:.1f} ms{span}; {factors}"
         )
+
+
+def mean_correction(corrections: Sequence[Correction]) -> Correction:
+    """The mean of corrections of one plan, taken at several times."""
+    first = corrections[0]
+    intervals = [one.interval_s for one in corrections if one.interval_s is not None]
+    return Correction(
+        first.raw_s,
+        fmean(one.corrected_s for one in corrections),
+        (fmean(lo for lo, _ in intervals), fmean(hi for _, hi in intervals)) if intervals else None,
+        {id: fmean(one.drifts[id] for one in corrections) for id in first.drifts},
+    )
 
 
 def probe_again(crew: Crew, table: CostTable, members: Collection[str]) -> dict[str, Probe]:

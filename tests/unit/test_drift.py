@@ -16,6 +16,7 @@ from models import MLP
 from tables import make_table
 
 import hetpipe as hp
+from hetpipe.bench.rows import PipelineRow
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Member
 from hetpipe.cost.probe import Drift, Probe, drift
@@ -24,7 +25,13 @@ from hetpipe.crew.crew import Crew
 from hetpipe.plan import explore, make_plan, predict
 from hetpipe.plan.replicated import replicated_plan, staged_plan
 from hetpipe.profile import measure
-from hetpipe.profile.drift import corrected, drifts_since, probe_again
+from hetpipe.profile.drift import (
+    Correction,
+    corrected,
+    drifts_since,
+    mean_correction,
+    probe_again,
+)
 from hetpipe.profile.measure import profile
 from hetpipe.profile.probe import Probes, median_probe
 
@@ -58,6 +65,21 @@ def test_a_change_within_the_noise_of_two_probes_is_none() -> None:
     beyond = drift(then, replace(THEN.scaled(1.1, 2.0), spread=0.04))
     assert beyond.arithmetic == pytest.approx(1.1 ** (1 - (0.05 / math.log(1.1)) ** 2))
     assert 1.99 < beyond.memory < 2.0
+
+
+def test_a_row_is_corrected_around_its_median_turn() -> None:
+    def at(corrected_s: float) -> Correction:
+        return Correction(1.0, corrected_s, (0.5 * corrected_s, 2.0), {"a": corrected_s})
+
+    row = object.__new__(PipelineRow)
+    row.steps_s = [3.0, 1.0, 2.0]
+    row.corrections = [(at(9.0), at(9.0)), (at(5.0), at(5.0)), (at(1.0), at(3.0))]
+    assert row.correction == Correction(1.0, 2.0, (1.0, 2.0), {"a": 2.0})
+    row.steps_s.append(4.0)
+    row.corrections.append((at(7.0), at(7.0)))
+    assert row.correction.corrected_s == pytest.approx((1.0 + 3.0 + 9.0 + 9.0) / 4)
+    blind = Correction(1.0, 1.0, None, {})
+    assert mean_correction([blind, blind]) == blind
 
 
 def test_the_median_of_probes_has_the_spread_between_them() -> None:
