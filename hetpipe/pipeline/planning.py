@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from hetpipe.cost.between import with_sizes_between
 from hetpipe.cost.table import CostTable, Label
 from hetpipe.errors import PlanError
 from hetpipe.pipeline.earlier import EarlierPlans
@@ -113,30 +114,62 @@ class Planning:
         counts = [asked.microbatches] if asked.microbatches else list(EXPLORED_MICROBATCHES)
         if asked.microbatches is None and not (rule.flushes or policy.accumulates):
             counts = [1]  # updates as soon as they can be
-        given = asked.cuts is not None and asked.microbatches and asked.schedule != "auto"
-        tables = self._stored(counts) if given and not asked.priced else self._profiled(counts)
+        if asked.cuts is None:
+            return self._by_cost(asked, rule, policy, counts)
+        given = asked.microbatches and asked.schedule != "auto"
+        prices = self._stored if given and not asked.priced else self._profiled
+        tables = prices(counts[:1])
         if not tables:
             return self._unpriced(asked, rule, policy), None
-        schedules = EXPLORED if asked.schedule == "auto" else (rule.name,)
+        schedule = ONE_F_ONE_B.name if asked.schedule == "auto" else rule.name
         members = list(self.members)
-        if asked.cuts is None:
+        table = tables[self._samples(counts[0])]
+        plan = make_plan(
+            table, members[: len(asked.cuts) + 1], mini_batch=self.mini_batch,
+            microbatches=counts[0], schedule=schedule, weights=policy.name, cuts=asked.cuts,
+        )  # fmt: skip
+        return plan, table
+
+    def _by_cost(
+        self, asked: PlanOptions, rule: Rule, policy: WeightPolicy, counts: Sequence[int]
+    ) -> tuple[Plan, CostTable]:
+        """The quickest plan with one of these numbers of micro-batches, or on replicas."""
+        members = list(self.members)
+        free = asked.schedule == "auto" and asked.rebalance is None
+        schedules = EXPLORED if asked.schedule == "auto" else (rule.name,)
+
+        def quickest(tables: Mapping[int, CostTable]) -> list[Plan]:
             plans = explore(
                 tables, members, mini_batch=self.mini_batch, schedules=schedules,
                 weights=policy.name,
             )  # fmt: skip
-            best = plans[0]
-            free = asked.schedule == "auto" and asked.rebalance is None
             if free and not self.whole_batch_statistics:
-                best = min([best, *self._data_parallel(tables)], key=lambda plan: plan.step_s)
-            if self.earlier is not None:
-                best = self.earlier.settle(best, tables, asked.keywords)
-            return with_notes([best, *plans], members), self._nearest(tables, best)
-        table = tables[self._samples(counts[0])]
-        plan = make_plan(
-            table, members[: len(asked.cuts) + 1], mini_batch=self.mini_batch,
-            microbatches=counts[0], schedule=schedules[0], weights=policy.name, cuts=asked.cuts,
-        )  # fmt: skip
-        return plan, table
+                plans = self._data_parallel(tables) + plans
+                plans.sort(key=lambda plan: plan.step_s)
+            return plans
+
+        tables, plans = self._measured(counts, quickest)
+        best = plans[0]
+        if self.earlier is not None:
+            best = self.earlier.settle(best, tables, asked.keywords)
+        return with_notes([best, *plans], members), self._nearest(tables, best)
+
+    def _measured(
+        self, counts: Sequence[int], quickest: Callable[[Mapping[int, CostTable]], list[Plan]]
+    ) -> tuple[dict[int, CostTable], list[Plan]]:
+        """Measured costs, and the plans by them, the quickest first.
+
+        Every size has programs of its own to compile. So the ends are measured, and what is stored;
+        of the others only the size of the best plan by costs that are modelled between those.
+        """
+        sizes = self._sizes(counts)
+        ends = self._sizes([counts[0], counts[-1]])
+        tables = self.tables(sorted({*ends, *self._stored(counts)}, reverse=True))
+        plans = quickest(with_sizes_between(tables, sizes))
+        size = self._samples(plans[0].microbatches)
+        if size not in tables and max(plans[0].replicas) == 1:
+            tables |= self.tables([size])
+        return tables, quickest(tables)
 
     def _data_parallel(self, tables: Mapping[int, CostTable]) -> list[Plan]:
         """The plan with the whole model on every member, if there is one."""

@@ -1,0 +1,59 @@
+"""Costs at a micro-batch size that was not measured, between two that were."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost
+
+
+def with_sizes_between(
+    tables: Mapping[int, CostTable], sizes: Sequence[int]
+) -> dict[int, CostTable]:
+    """The measured tables, and one for each of `sizes` between two of theirs."""
+    modelled = {
+        size: _between(tables[low], tables[high], size)
+        for low, high in pairwise(sorted(tables))
+        for size in sizes
+        if low < size < high
+    }
+    return {**tables, **modelled}
+
+
+def _between(low: CostTable, high: CostTable, samples: int) -> CostTable:
+    """Times and bytes grow evenly with the samples: a fixed part, and one for each sample."""
+    share = (samples - low.samples) / (high.samples - low.samples)
+    devices = {id: _device(cost, high.devices[id], share) for id, cost in low.devices.items()}
+    layers = tuple(_bytes(*pair, share) for pair in zip(low.layers, high.layers, strict=True))
+    return replace(low, samples=samples, layers=layers, devices=devices)
+
+
+def _device(low: DeviceCost, high: DeviceCost, share: float) -> DeviceCost:
+    layers = tuple(_layer(*pair, share) for pair in zip(low.layers, high.layers, strict=True))
+    overhead_s = _mean(low.overhead_s, high.overhead_s, share)
+    return replace(low, layers=layers, overhead_s=overhead_s, label="modelled")
+
+
+def _layer(low: LayerCost, high: LayerCost, share: float) -> LayerCost:
+    if low.impossible:
+        return low
+    return replace(
+        low,
+        forward_s=_mean(low.forward_s, high.forward_s, share),
+        backward_s=_mean(low.backward_s, high.backward_s, share),
+        update_s=_mean(low.update_s, high.update_s, share),
+    )
+
+
+def _bytes(low: LayerBytes, high: LayerBytes, share: float) -> LayerBytes:
+    return replace(
+        low,
+        saved_nbytes=round(_mean(low.saved_nbytes, high.saved_nbytes, share)),
+        cut_nbytes=round(_mean(low.cut_nbytes, high.cut_nbytes, share)),
+    )
+
+
+def _mean(low: float, high: float, share: float) -> float:
+    return low + share * (high - low)
