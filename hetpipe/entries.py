@@ -28,7 +28,7 @@ def key_of(*parts: object) -> str:
 @dataclass(frozen=True)
 class Entries:
     """The entries of one kind, in a folder of the user's caches: at most `most`, then the oldest
-    go. `variable` of the environment may name another place for the caches."""
+    tenth goes. `variable` of the environment may name another place for the caches."""
 
     kind: str
     suffix: str
@@ -76,7 +76,7 @@ class Entries:
         """Delete the oldest entries where there are too many."""
         entries = list(folder.glob(f"*.{self.suffix}"))
         if len(entries) > self.most:
-            for path in sorted(entries, key=_age_s)[: -self.most]:
+            for path in sorted(entries, key=_age_s)[: len(entries) - (self.most - self.most // 10)]:
                 with suppress(OSError):  # another process deletes it, or it is not ours
                     path.unlink()
 

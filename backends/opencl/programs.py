@@ -9,13 +9,14 @@ from typing import Any
 from .binaries import Binaries
 from .builder import Kernel, kernel_source
 from .driver import driver, errors, quiet
+from .groups import groups_of
 
 HELPERS = {"exact_erf(": "erf.cl"}
 """The file that defines each function that generated kernels may call."""
 
 
 class Programs:
-    """Builds each (source, options) once; new generated kernels share one program."""
+    """Builds each (source, options) once; new generated kernels share a program."""
 
     def __init__(self, context: Any, device_id: str, binaries: Binaries | None = None) -> None:
         """With `binaries`, programs are also kept on disk."""
@@ -29,13 +30,14 @@ class Programs:
         """Build the missing programs. Raises `BackendError` with the compiler's log."""
         with self._lock:
             new = [k for k in dict.fromkeys(kernels) if (k.source, k.options) not in self._built]
-            fresh = [kernel for kernel in new if kernel.generated]
-            if fresh:
-                text = "\n".join(kernel.source for kernel in fresh)
+            generated = [kernel for kernel in new if kernel.generated]
+            names = {kernel.source: kernel.name for kernel in generated}
+            for sources in groups_of(generated):
+                text = "\n".join(sources)
                 helpers = [kernel_source(f) for call, f in HELPERS.items() if call in text]
-                text = "\n".join([*helpers, text])
-                program = self._build(text, (), fresh[0].name)
-                self._built |= {(kernel.source, ()): program for kernel in fresh}
+                name = next(names[source] for source in sources if source in names)
+                program = self._build("\n".join([*helpers, text]), (), name)
+                self._built |= {(source, ()): program for source in sources}
             for kernel in new:
                 key = (kernel.source, kernel.options)
                 if key not in self._built:

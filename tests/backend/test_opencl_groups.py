@@ -1,0 +1,76 @@
+"""Generated kernels share the programs that they shared in earlier processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hetpipe.backends.opencl import groups
+from hetpipe.backends.opencl.codegen import Kernel
+from hetpipe.backends.opencl.programs import Programs
+
+from hetpipe.caches import CacheWarning
+
+
+def kernel(name: str) -> Kernel:
+    return Kernel(f"__kernel void {name}() {{}}", name, generated=True)
+
+
+A, B, C, D = map(kernel, "abcd")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    entries = groups.Entries("groups", "json", most=100, variable="OWN_CACHE")
+    monkeypatch.setattr(groups, "ENTRIES", entries)
+    monkeypatch.setenv("OWN_CACHE", str(tmp_path))
+    return tmp_path / "groups"
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels of each program that is built, in order."""
+    texts: list[str] = []
+
+    def build(self: Programs, source: str, options: tuple[str, ...], name: str) -> Any:
+        texts.append("".join(each for each in "abcd" if f"void {each}(" in source))
+        return object()
+
+    monkeypatch.setattr(Programs, "_build", build)
+    return texts
+
+
+def process() -> Programs:
+    """The programs of a device in a process of its own."""
+    return Programs(None, "opencl:none:0")
+
+
+def test_the_next_process_makes_the_same_programs(built: list[str]) -> None:
+    first = process()
+    first.prepare([A, B])
+    first.prepare([A, B, C])
+    assert built == ["ab", "c"]
+    process().prepare([C, B, A])
+    assert sorted(built[2:]) == ["ab", "c"]
+
+
+def test_a_kernel_that_no_process_had_joins_none(built: list[str]) -> None:
+    process().prepare([A, B])
+    second = process()
+    second.prepare([B, D, C])
+    assert built == ["ab", "ab", "cd"]
+    second.prepare([A, D])
+    assert len(built) == 3
+
+
+def test_of_a_damaged_entry_a_warning_tells_and_it_is_made_anew(
+    built: list[str], folder: Path
+) -> None:
+    process().prepare([A])
+    (entry,) = folder.iterdir()
+    entry.write_bytes(entry.read_bytes()[:-3])
+    with pytest.warns(CacheWarning, match="checksum"):
+        process().prepare([A, B])
+    process().prepare([A])
+    assert built == ["a", "ab", "ab"]
