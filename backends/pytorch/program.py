@@ -16,6 +16,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from hetpipe.errors import BackendError
+from hetpipe.sdk.custom import function_of
 from hetpipe.sdk.graph import operator_name
 from hetpipe.sdk.indices import index_bounds
 from hetpipe.sdk.inputs import form_of
@@ -141,6 +142,8 @@ QUICK = frozenset((
 
 def _callable(target: OpOverload) -> Callable[..., Any]:
     """The operator's Python function if it has one: that parses arguments 0.5 us faster."""
+    if (own := function_of(target)) is not None:
+        return own
     namespace, name, _ = str(target).split(".")
     if namespace != "aten" or name.rstrip("_") not in QUICK:
         return target

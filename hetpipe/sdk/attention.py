@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
+from hetpipe.sdk.custom import operator
+
 aten = torch.ops.aten
 
 
-@torch.library.custom_op("hetpipe::attention", mutates_args=())
+@operator("attention")
 def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,7 +33,7 @@ def attention(
     return out.view(_like(query, value)), logsumexp.view(query.shape[:-1])
 
 
-@torch.library.custom_op("hetpipe::attention_backward", mutates_args=())
+@operator("attention_backward")
 def attention_backward(
     grad_out: torch.Tensor,
     query: torch.Tensor,

@@ -12,6 +12,8 @@ import math
 
 import torch
 
+from hetpipe.sdk.custom import operator
+
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
@@ -56,7 +58,7 @@ def _draw(
     return ((drawn >> 8).to(torch.float32) * 2.0**-24).contiguous()
 
 
-@torch.library.custom_op("hetpipe::keep_mask", mutates_args=())
+@operator("keep_mask")
 def keep_mask(
     rng: torch.Tensor, site: int, size: list[int], keep: float, batch_dim: int, samples: int
 ) -> torch.Tensor:
@@ -75,7 +77,7 @@ def _(
     return torch.empty(size, dtype=torch.bool, device=rng.device)
 
 
-@torch.library.custom_op("hetpipe::uniform", mutates_args=())
+@operator("uniform")
 def uniform(
     rng: torch.Tensor, site: int, size: list[int], batch_dim: int, samples: int
 ) -> torch.Tensor:

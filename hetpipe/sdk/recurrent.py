@@ -18,10 +18,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from hetpipe.sdk.custom import define, operator
+
 aten = torch.ops.aten
 
 
-@torch.library.custom_op("hetpipe::lstm", mutates_args=())
+@operator("lstm")
 def lstm(
     gates_x: torch.Tensor, h0: torch.Tensor, c0: torch.Tensor, w_hh: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -39,7 +41,7 @@ def lstm(
     return y, c, gates
 
 
-@torch.library.custom_op("hetpipe::lstm_backward", mutates_args=())
+@operator("lstm_backward")
 def lstm_backward(
     grad_y: torch.Tensor,
     grad_last_c: torch.Tensor | None,
@@ -181,16 +183,13 @@ def layer_backward(
 _X = "Tensor x, Tensor h0, Tensor c0, Tensor w_ih, Tensor w_hh, Tensor? bias"
 _Y = "Tensor y, Tensor last_c, Tensor c, Tensor gates"
 
-lstm_layer = torch.library.custom_op(
-    "hetpipe::lstm_layer", layer, mutates_args=(), schema=f"({_X}) -> ({_Y})"
-)
+lstm_layer = define("lstm_layer", layer, schema=f"({_X}) -> ({_Y})")
 """(y, last_c, c, gates). Only `lstm_layer_backward` reads c and gates: a backend with the whole
 layer may return other tensors, of any shape, in their place."""
 
-lstm_layer_backward = torch.library.custom_op(
-    "hetpipe::lstm_layer_backward",
+lstm_layer_backward = define(
+    "lstm_layer_backward",
     layer_backward,
-    mutates_args=(),
     schema=f"(Tensor grad_y, Tensor? grad_last_c, {_X}, {_Y})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from hetpipe.sdk.custom import operator
 
-@torch.library.custom_op("hetpipe::replica_sum", mutates_args=())
+
+@operator("replica_sum")
 def replica_sum(x: torch.Tensor) -> torch.Tensor:
     """The sum of x over all replicas of the stage, in their order: bit for bit the same on each."""
     return x.clone()

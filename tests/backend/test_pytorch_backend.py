@@ -363,3 +363,32 @@ def test_a_device_error_reaches_who_asks(accelerator: streams.StreamDevice) -> N
         with pytest.raises(BackendError, match="illegal access"):
             broken.wait(20)
     assert not result.any()
+
+
+def test_own_operators_need_no_compiler_of_torch() -> None:
+    """Importing it takes a second, which the first step would wait for."""
+    code = """
+import operator
+import sys
+import torch
+from hetpipe.backends.pytorch.program import Program
+from hetpipe.sdk.attention import attention
+
+graph = torch.fx.Graph()
+query = graph.placeholder("query")
+query.meta["val"] = torch.empty(1, 2, 3, 4)
+both = graph.call_function(torch.ops.hetpipe.attention.default, (query, query, query, True, 0.5))
+both.meta["val"] = (torch.empty(1, 2, 3, 4), torch.empty(1, 2, 3))
+first = graph.call_function(operator.getitem, (both, 0))
+first.meta["val"] = both.meta["val"][0]
+graph.output((first,))
+module = torch.fx.GraphModule({}, graph)
+program = Program(module, frozenset(), torch.device("cpu"), "here")
+values = torch.randn(1, 2, 3, 4)
+(result,) = program.call([values])
+loaded = sorted({"torch._dynamo", "sympy"} & set(sys.modules))
+assert torch.equal(result, attention(values, values, values, True, 0.5)[0])
+sys.exit(", ".join(loaded) or 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,32 @@
+"""hetpipe's own operators: torch knows them, and backends may call the functions that they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._library.custom_ops import CustomOpDef
+from torch._ops import OpOverload
+
+_functions: dict[str, Callable[..., Any]] = {}
+
+
+def define(name: str, function: Callable[..., Any], schema: str | None = None) -> CustomOpDef:
+    """An operator `hetpipe::name` that computes what `function` does, and changes no argument."""
+    _functions[f"hetpipe.{name}"] = function
+    return torch.library.custom_op(f"hetpipe::{name}", function, mutates_args=(), schema=schema)
+
+
+def operator(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
+    """Decorates the function of an operator; see `define`."""
+    return lambda function: define(name, function)
+
+
+def function_of(target: OpOverload) -> Callable[..., Any] | None:
+    """The Python function of one of these operators; None for any other.
+
+    It takes the operator's arguments. To call the operator torch first imports its compiler, which
+    takes a second.
+    """
+    return _functions.get(str(target).rpartition(".")[0])
