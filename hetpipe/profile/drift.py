@@ -58,13 +58,14 @@ def mean_correction(corrections: Sequence[Correction]) -> Correction:
     )
 
 
+def probes_of(table: CostTable) -> dict[str, Probe]:
+    """The probes that were taken with a table's costs; devices without one are left out."""
+    return {id: cost.probe for id, cost in table.devices.items() if cost.probe is not None}
+
+
 def probe_again(crew: Crew, table: CostTable, members: Collection[str]) -> dict[str, Probe]:
     """Probes of these members now, all at once, of the sizes that the table's have."""
-    like = {
-        id: probe
-        for id in members
-        if id in table.devices and (probe := table.devices[id].probe) is not None
-    }
+    like = {id: probe for id, probe in probes_of(table).items() if id in members}
     if not like:
         return {}
     with Probes(crew, list(like), like) as probes:

@@ -18,7 +18,7 @@ from hetpipe.crew.crew import Crew
 from hetpipe.errors import CostError
 from hetpipe.profile import cache, contention
 from hetpipe.profile.clock import Samples
-from hetpipe.profile.drift import drifts_since, probe_again
+from hetpipe.profile.drift import drifts_since, probe_again, probes_of
 from hetpipe.profile.estimate import Series
 from hetpipe.profile.links import Links, measure_links, probe_stage, small_stages
 from hetpipe.profile.patterns import Network
@@ -29,6 +29,7 @@ from hetpipe.sdk.registry import decompositions_of
 from hetpipe.wire.pieces import streams
 
 if TYPE_CHECKING:
+    from hetpipe.cost.probe import Probe
     from hetpipe.optim.rule import Optimizer
 
 Progress = Callable[[str, int, int], None]
@@ -67,7 +68,7 @@ def profile(
         rounds = Rounds(crew, networks, missing, small_stages())
         say(f"profiling micro-batches of {_listed(missing)}", 0, 2)
         overheads_s = _empty_s(crew)
-        with Probes(crew, list(crew.infos)) as probes:
+        with Probes(crew, list(crew.infos), _probes_of_any(tables)) as probes:
             rounds.half(probes)
             links, step_overhead_s = _links(tables, crew)
             say(f"profiling micro-batches of {_listed(missing)}", 1, 2)
@@ -106,16 +107,23 @@ def _stored(entries: Mapping[int, str]) -> dict[int, CostTable]:
 
 def _as_now(tables: dict[int, CostTable], crew: Crew) -> dict[int, CostTable]:
     """Stored tables, corrected where a device has drifted by more than a little."""
-    if not tables:
-        return {}
     members = list(crew.infos)
-    now = probe_again(crew, next(iter(tables.values())), members)
+    # Tables of one profile have one probe, those of several can have probes of other programs.
+    now: dict[frozenset[tuple[str, int, int]], dict[str, Probe]] = {}
     corrected = {}
     for size, table in tables.items():
-        drifts = drifts_since(table, now, len(members))
+        programs = frozenset((id, p.order, p.nbytes) for id, p in probes_of(table).items())
+        if programs not in now:
+            now[programs] = probe_again(crew, table, members)
+        drifts = drifts_since(table, now[programs], len(members))
         large = {id: one for id, one in drifts.items() if abs(one.factor - 1) > SMALL_DRIFT}
         corrected[size] = table.drifted(large)
     return corrected
+
+
+def _probes_of_any(tables: Mapping[int, CostTable]) -> dict[str, Probe]:
+    """Probes whose programs the next ones should have; none if there is no table."""
+    return next((probes_of(table) for table in tables.values()), {})
 
 
 def _tell(effort: Effort, report: Callable[[Effort], None] | None) -> None:

@@ -31,9 +31,10 @@ from hetpipe.profile.drift import (
     drifts_since,
     mean_correction,
     probe_again,
+    probes_of,
 )
 from hetpipe.profile.measure import profile
-from hetpipe.profile.probe import Probes, median_probe
+from hetpipe.profile.probe import NBYTES, ORDERS, Probes, median_probe
 
 THEN = Probe(2e-3, 4e-3, 0.0, 256, 1 << 20)
 
@@ -204,3 +205,22 @@ def test_stored_costs_are_corrected_when_they_serve_again(
     factor = drifts_since(first, drifted, 2)["a"].factor
     assert factor > 2.0
     assert again.forward_s("a", 0, 2) == pytest.approx(factor * first.forward_s("a", 0, 2))
+
+
+def test_costs_of_several_profiles_are_corrected_by_the_programs_of_each(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    captured = Captured(MLP(), F.cross_entropy, (torch.randn(8, 20), torch.randint(0, 5, (8,))))
+    monkeypatch.setattr(measure.contention, "foreign_share", lambda before, after: 0.0)
+
+    def programs(samples: int, enough_s: float, *others: int) -> list[tuple[int, int]]:
+        """Of the probes of these costs, if programs must take that long."""
+        monkeypatch.setattr("hetpipe.profile.probe.ENOUGH_S", enough_s)
+        tables = profile(captured, crew, hp.optim.sgd(0.1), [samples, *others])
+        return [(one.order, one.nbytes) for one in probes_of(tables[samples]).values()]
+
+    short, long = programs(4, 0.0), programs(2, 4e-3)
+    assert short == 2 * [(ORDERS[0], NBYTES[0])] != long
+    assert programs(1, 0.0, 2) == long, "new costs have the programs of those that are there"
+    assert programs(4, 0.0, 2, 1) == short
