@@ -25,6 +25,7 @@ from .memory import GRANULE_NBYTES, Bytes, MemoryPool, OpenCLBuffer, computes_in
 from .names import Runtime
 from .programs import Programs
 from .queues import PassQueue
+from .second_compiler import SecondCompiler
 from .support import refusal
 from .target import Target
 
@@ -65,8 +66,12 @@ class OpenCLDevice(Device):
             self.context, info.id, host_queue, lambda: tuple(q.last for q in self.pass_queues)
         )
         forgets = runtime is not None and runtime.forgets
+        late = runtime is not None and runtime.late
         self.programs = Programs(
-            self.context, info.id, Binaries(cl_device, info.id) if forgets else None
+            self.context,
+            info.id,
+            Binaries(cl_device, info.id) if forgets else None,
+            SecondCompiler(self.context, cl_device, info.id) if late else None,
         )
         self._held: deque[tuple[Any, tuple[Any, ...]]] = deque()
         self._lock = threading.RLock()
@@ -77,8 +82,16 @@ class OpenCLDevice(Device):
         return refusal(self.info, node)
 
     def compile(self, graph: fx.GraphModule) -> Executable:
-        require_support(self, graph)
-        return OpenCLExecutable(self, lower(graph, self.target))
+        return self.compile_all([graph])[0]
+
+    def compile_all(self, graphs: Sequence[fx.GraphModule]) -> list[Executable]:
+        """New kernels of all graphs share programs: a runtime takes some time for each."""
+        for graph in graphs:
+            require_support(self, graph)
+        lowered = [lower(graph, self.target) for graph in graphs]
+        launches = [launch for each in lowered for launch in each.launches]
+        self.programs.prepare((launch.kernel for launch in launches), launches)
+        return [OpenCLExecutable(self, each) for each in lowered]
 
     def upload(
         self, src: np.ndarray[Any, Any], dst: Buffer | None = None, after: Sequence[Event] = ()

@@ -42,10 +42,10 @@ class OpenCLExecutable(Executable):
     """Launches in order; only the arguments for inputs and outputs change between runs."""
 
     def __init__(self, device: OpenCLDevice, lowered: Lowered) -> None:
+        """The programs of all launches are built."""
         self._device = device
         self._lowered = lowered
         self._forms = tuple((value.shape, value.dtype) for value in lowered.inputs)
-        device.programs.prepare(launch.kernel for launch in lowered.launches)
         slots = {value.id: index for index, value in enumerate(lowered.inputs)}
         for index, output in enumerate(lowered.outputs):
             if output.value is not None:

@@ -14,6 +14,8 @@ from hetpipe.entries import Entries, key_of
 
 from .codegen import Kernel
 
+MOST = 24
+"""New kernels of a program: the runtimes' two compilers share the programs among them."""
 ENTRIES = Entries("opencl/groups", "json", most=5000)
 
 Sources = tuple[str, ...]
@@ -35,10 +37,11 @@ def groups_of(kernels: Sequence[Kernel]) -> Iterator[Sources]:
             grouped.update(sources)
             yield sources
     rest = tuple(kernel.source for kernel in new if kernel.source not in grouped)
-    if rest:
-        for source in rest:
-            ENTRIES.store(key_of(source), json.dumps(rest).encode())
-        yield rest
+    for begin in range(0, len(rest), MOST):
+        group = rest[begin : begin + MOST]
+        for source in group:
+            ENTRIES.store(key_of(source), json.dumps(group).encode())
+        yield group
 
 
 def _load(kernel: Kernel) -> Sources | None:

@@ -25,11 +25,13 @@ class Runtime:
     """Whether a wait for an event returns only when its whole queue is empty."""
     forgets: bool = False
     """Whether it keeps no compiled programs from one process to the next."""
+    late: bool = False
+    """Whether it compiles a kernel when that is first launched, one kernel at a time."""
 
 
 RUNTIMES = (
     Runtime(
-        "pocl", "Portable Computing Language", "cpu",
+        "pocl", "Portable Computing Language", "cpu", late=True,
         threads=("POCL_MAX_PTHREAD_COUNT", "POCL_CPU_MAX_CU_COUNT"),
     ),
     # The emulator's pool must not be bounded: kernels joined by channels hang in a small pool.

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from .arena import nbytes
 from .binaries import Binaries
-from .builder import Kernel, kernel_source
+from .builder import Kernel, Launch, kernel_source
 from .driver import driver, errors, quiet
+from .expr import Value
 from .groups import groups_of
+from .memory import room_nbytes
+from .second_compiler import SecondCompiler
+from .specialise import FirstLaunch, Job, build
 
 HELPERS = {"exact_erf(": "erf.cl"}
 """The file that defines each function that generated kernels may call."""
@@ -18,30 +24,35 @@ HELPERS = {"exact_erf(": "erf.cl"}
 class Programs:
     """Builds each (source, options) once; new generated kernels share a program."""
 
-    def __init__(self, context: Any, device_id: str, binaries: Binaries | None = None) -> None:
+    def __init__(
+        self,
+        context: Any,
+        device_id: str,
+        binaries: Binaries | None = None,
+        second: SecondCompiler | None = None,
+    ) -> None:
         """With `binaries`, programs are also kept on disk."""
         self._context = context
         self._device_id = device_id
         self._binaries = binaries
         self._built: dict[tuple[str, tuple[str, ...]], Any] = {}
+        self._second = second
         self._lock = threading.Lock()
 
-    def prepare(self, kernels: Iterable[Kernel]) -> None:
-        """Build the missing programs. Raises `BackendError` with the compiler's log."""
+    def prepare(self, kernels: Iterable[Kernel], launches: Sequence[Launch] = ()) -> None:
+        """Build the missing programs. Raises `BackendError` with the compiler's log.
+
+        A runtime that compiles when it launches is given the `launches` to come.
+        """
         with self._lock:
-            new = [k for k in dict.fromkeys(kernels) if (k.source, k.options) not in self._built]
-            generated = [kernel for kernel in new if kernel.generated]
-            names = {kernel.source: kernel.name for kernel in generated}
-            for sources in groups_of(generated):
-                text = "\n".join(sources)
-                helpers = [kernel_source(f) for call, f in HELPERS.items() if call in text]
-                name = next(names[source] for source in sources if source in names)
-                program = self._build("\n".join([*helpers, text]), (), name)
-                self._built |= {(source, ()): program for source in sources}
-            for kernel in new:
-                key = (kernel.source, kernel.options)
-                if key not in self._built:
-                    self._built[key] = self._build(*key, kernel.name)
+            missing = list(self._missing(kernels))
+            built = {}
+            if self._second is not None and launches:
+                built = self._second.compile([program.job(launches) for program in missing])
+            for program in missing:
+                key = program.source, program.options
+                of_runtime = built.get(key) or self._build(*key, program.name)
+                self._built |= {(part, program.options): of_runtime for part in program.parts}
 
     def kernel(self, kernel: Kernel) -> Any:
         """A new `cl.Kernel`, with arguments of its own."""
@@ -49,6 +60,19 @@ class Programs:
         # pyopencl writes a caller for each kernel, and warns where two kernels have one name.
         with quiet(), errors(self._device_id, doing):
             return driver().Kernel(self._built[kernel.source, kernel.options], kernel.name)
+
+    def _missing(self, kernels: Iterable[Kernel]) -> Iterator[_Program]:
+        new = [k for k in dict.fromkeys(kernels) if (k.source, k.options) not in self._built]
+        generated = [kernel for kernel in new if kernel.generated]
+        names = {kernel.source: kernel.name for kernel in generated}
+        for sources in groups_of(generated):
+            text = "\n".join(sources)
+            helpers = [kernel_source(f) for call, f in HELPERS.items() if call in text]
+            name = next(names[source] for source in sources if source in names)
+            yield _Program("\n".join([*helpers, text]), (), sources, name)
+        others = {(k.source, k.options): k.name for k in new if not k.generated}
+        for (source, options), name in others.items():
+            yield _Program(source, options, (source,), name)
 
     def _build(self, source: str, options: tuple[str, ...], name: str) -> Any:
         kept = self._binaries
@@ -60,12 +84,31 @@ class Programs:
         return program
 
     def _compile(self, source: str, options: tuple[str, ...], name: str) -> Any:
-        cl = driver()
         doing = f"building kernel {name} with options {options}"
         with quiet(), errors(self._device_id, doing):
-            program = cl.Program(self._context, source)
-            # Reading from the program makes pyopencl build it without its own disk cache: the
-            # cache's lock survives a killed process and stops the next one for a minute.
-            program.get_info(cl.program_info.CONTEXT)
-            # "-w", because PoCL prints warnings to the terminal.
-            return program.build([*options, "-w"])
+            return build(driver(), self._context, source, options)
+
+
+@dataclass(frozen=True)
+class _Program:
+    """A program to build: the sources of `parts` and what they call. `name` is that of a kernel."""
+
+    source: str
+    options: tuple[str, ...]
+    parts: tuple[str, ...]
+    name: str
+
+    def job(self, launches: Sequence[Launch]) -> Job:
+        """With those of the `launches` that run its kernels, one for each local size."""
+        first: dict[tuple[object, ...], FirstLaunch] = {}
+        for launch in launches:
+            kernel = launch.kernel
+            if kernel.options == self.options and kernel.source in self.parts:
+                sizes = launch.local_size or launch.global_size  # else the runtime chooses
+                first.setdefault((kernel.name, sizes), _first(launch))
+        return Job(self.source, self.options, list(first.values()))
+
+
+def _first(launch: Launch) -> FirstLaunch:
+    args = [[room_nbytes(nbytes(arg))] if isinstance(arg, Value) else arg for arg in launch.args]
+    return FirstLaunch(launch.kernel.name, launch.global_size, launch.local_size, args)

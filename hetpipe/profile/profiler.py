@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from torch import fx
 
 from hetpipe.capture.program import (
     CONSTANT,
@@ -40,7 +41,7 @@ from hetpipe.profile import clock
 from hetpipe.profile.fixed import Stirrer
 from hetpipe.profile.patterns import Network
 from hetpipe.sdk.backend import Buffer, Device, Executable
-from hetpipe.sdk.graph import of_one_replica
+from hetpipe.sdk.graph import of_one_replica, require_support
 
 Environment = dict[tuple[str, str], Buffer]
 Times = tuple[float, float, float]
@@ -156,13 +157,24 @@ class Session:
         self._saved: dict[tuple[int, int], Environment] = defaultdict(dict)
         self._examples: dict[tuple[int, tuple[str, str]], Any] = {}  # on the host
         self._programs: dict[Place, tuple[Program, Executable]] = {}
-        self.compilations = 0
         self.refused: dict[int, str] = {}
+        programs: dict[Place, Program] = {}
+        graphs: dict[Place, fx.GraphModule] = {}
         for pattern, stage in enumerate(network.patterns):
+            own = _programs(pattern, stage)
+            alone = {place: of_one_replica(program.graph) for place, program in own.items()}
             try:
-                self._compile(pattern, stage)
+                for graph in alone.values():
+                    require_support(device, graph)
             except UnsupportedOperatorError as error:
                 self.refused[pattern] = str(error)
+            else:
+                programs |= own
+                graphs |= alone
+        executables = device.compile_all(list(graphs.values()))
+        self.compilations = len(executables)
+        for (place, program), executable in zip(programs.items(), executables, strict=True):
+            self._programs[place] = program, executable
         self.able = frozenset(range(len(network.patterns))) - self.refused.keys()
 
     def walk(self, size: int, active: frozenset[int], taken: Taken) -> None:
@@ -186,17 +198,6 @@ class Session:
         """The updates of all patterns."""
         for pattern in sorted(self.able):
             self._run((0, pattern, UPDATE), 0, taken, set())
-
-    def _compile(self, pattern: int, stage: StageGraphs) -> None:
-        programs: dict[Place, Program | None] = {(0, pattern, UPDATE): stage.update}
-        for size, passes in stage.passes.items():
-            programs[size, pattern, FORWARD] = passes.forward
-            programs[size, pattern, BACKWARD] = passes.backward
-        for place, program in programs.items():
-            if program is not None:
-                executable = self._device.compile(of_one_replica(program.graph))
-                self._programs[place] = program, executable
-                self.compilations += 1
 
     def _run(self, place: Place, size: int, taken: Taken, fresh: set[tuple[str, str]]) -> None:
         if place not in self._programs:
@@ -239,6 +240,14 @@ class Session:
 
 _HANDED = (CUT, TANGENT, INPUT)  # a layer gets them from its neighbour, or from the controller
 _PASSING = (*_HANDED, LOSS, COUNT)
+
+
+def _programs(pattern: int, stage: StageGraphs) -> dict[Place, Program]:
+    programs: dict[Place, Program | None] = {(0, pattern, UPDATE): stage.update}
+    for size, passes in stage.passes.items():
+        programs[size, pattern, FORWARD] = passes.forward
+        programs[size, pattern, BACKWARD] = passes.backward
+    return {place: program for place, program in programs.items() if program is not None}
 
 
 def _donated(slot: Slot, program: Program) -> bool:

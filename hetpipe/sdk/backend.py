@@ -116,6 +116,13 @@ class Device(ABC):
         Raises `UnsupportedOperatorError` for a node that `supports` refuses.
         """
 
+    def compile_all(self, graphs: Sequence[torch.fx.GraphModule]) -> list[Executable]:
+        """Compile several graphs, in their order; errors are those of `compile`.
+
+        Override it where graphs that are compiled together take less time, or less memory.
+        """
+        return [self.compile(graph) for graph in graphs]
+
     @abstractmethod
     def upload(
         self,

@@ -131,6 +131,13 @@ class StageBinding:
             frozenset(i for i, slot in enumerate(program.inputs) if slot.role == PARAM),
         )
 
+    def used(self, *, predicts: bool) -> list[Binding]:
+        """The bindings of any training: all but the norm."""
+        passes = [bound for p in self.passes.values() for bound in (p.forward, *p.backwards)]
+        predict = self.predict if predicts else None
+        more = (self.update, predict, *self.evaluation.values())
+        return [bound for bound in (*passes, *more) if bound is not None]
+
     def _passes(self, passes: PassPrograms) -> PassBindings:
         whole = (passes.backward,) if passes.backward is not None else ()
         forward = self.bind(passes.forward)

@@ -50,11 +50,17 @@ def exchanges(replicas: Sequence[StageGraphs]) -> dict[Kind, Layout]:
     }
 
 
-def compile_program(device: Device, program: Program, meet: Meet | None) -> Executable:
-    """A program as one executable. Without `meet` the only replica has all rows."""
-    if meet is None or not has_sums(program):
-        return device.compile(of_one_replica(program.graph))
-    return _Divided(device, divide(program), meet)
+def compile_programs(
+    device: Device, programs: Sequence[Program], meet: Meet | None
+) -> list[Executable]:
+    """Each program as one executable. Without `meet` the only replica has all rows."""
+    divided = [meet is not None and has_sums(program) for program in programs]
+    whole = [p for p, parts in zip(programs, divided, strict=True) if not parts]
+    executables = iter(device.compile_all([of_one_replica(program.graph) for program in whole]))
+    return [
+        _Divided(device, divide(program), meet) if parts and meet else next(executables)
+        for program, parts in zip(programs, divided, strict=True)
+    ]
 
 
 class _Compiled:

@@ -20,7 +20,7 @@ from hetpipe.wire.messages import Keep
 from hetpipe.wire.pieces import Leaving
 from hetpipe.wire.wire import Array, host_dtype
 from hetpipe.worker.bind import Binding, Key, StageBinding, Table
-from hetpipe.worker.divided import Meet, compile_program
+from hetpipe.worker.divided import Meet, compile_programs
 from hetpipe.worker.frames import Frames, Results
 from hetpipe.worker.memory import Memory, nbytes_of
 from hetpipe.worker.store import Entries, Store
@@ -81,8 +81,7 @@ class Stage:
         self.weights = make_weights(keep, graphs.stage, self.store.parameters, predict)
         self.store.weights = self.weights
         self._executables: dict[int, Executable] = {}  # by the identity of their bindings
-        for bound in self._bindings():
-            self._executables[id(bound)] = compile_program(device, bound.program, meet)
+        self._compile(binding.used(predicts=isinstance(self.weights, Predicted)))
         self.frames = Frames(binding)
         self.results = Results(binding, self.store)
         self._between: dict[int, Version] = {}  # weights of half-done backwards
@@ -182,8 +181,7 @@ class Stage:
         if binding is None:
             return 0.0
         if id(binding) not in self._executables:  # compiled at its first use
-            executable = compile_program(self.device, binding.program, self._meet)
-            self._executables[id(binding)] = executable
+            self._compile([binding])
         self._put_scalars({"grad_scale": grad_scale})
         frame = self.frames.empty()
         self._run(binding, self.weights.present, frame)
@@ -215,13 +213,11 @@ class Stage:
         if (buffer := self.store.put(key, value)) is not None:
             self.memory.stay(buffer)
 
-    def _bindings(self) -> list[Binding]:
-        """The bindings that are compiled at load."""
-        binding = self._binding
-        passes = [bound for p in binding.passes.values() for bound in (p.forward, *p.backwards)]
-        predict = binding.predict if isinstance(self.weights, Predicted) else None
-        more = (binding.update, predict, *binding.evaluation.values())
-        return [bound for bound in (*passes, *more) if bound is not None]
+    def _compile(self, bindings: Sequence[Binding]) -> None:
+        programs = [binding.program for binding in bindings]
+        executables = compile_programs(self.device, programs, self._meet)
+        for binding, executable in zip(bindings, executables, strict=True):
+            self._executables[id(binding)] = executable
 
     def _run(
         self,

@@ -19,7 +19,7 @@ from hetpipe.capture.program import CUT, GRAD, PARAM, Program, Slot
 from hetpipe.sdk.graph import canonical, core_decompositions, operator_name
 from hetpipe.sdk.registry import get_backend, open_device
 from hetpipe.sdk.replicas import replica_sum
-from hetpipe.worker.divided import Array, compile_program
+from hetpipe.worker.divided import Array, compile_programs
 
 aten = torch.ops.aten
 SUM = "hetpipe.replica_sum.default"
@@ -140,7 +140,7 @@ def test_a_divided_program() -> None:
 
     def replica(number: int) -> None:
         device = open_device("numpy:cpu:0")
-        executable = compile_program(device, program, partial(meet, number))
+        executable = compile_programs(device, [program], partial(meet, number))[0]
         inputs = [device.upload(value[number])[0] for value in values]
         outputs, event, chunks = executable.run(inputs, frozenset({2}))
         event.wait()

@@ -1,0 +1,124 @@
+"""Builds programs and launches each of their kernels once, on zeros: PoCL compiles a kernel at its
+first launch.
+
+Run as a script it is the second compiler (`second_compiler.py`). It imports nothing of hetpipe,
+since torch alone takes a second to import.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+CACHE = "POCL_CACHE_DIR"
+"""Variable with the folder in which PoCL keeps what it compiled."""
+MOST_NBYTES = 256 << 20
+"""Arguments of a launch that take more memory are not made up: its kernel is compiled later."""
+
+
+@dataclass(frozen=True)
+class FirstLaunch:
+    """A kernel to launch. An argument is a number, or a list of one: the bytes of a tensor."""
+
+    name: str
+    global_size: Sequence[int]
+    local_size: Sequence[int] | None
+    args: Sequence[int | float | Sequence[int]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(arg[0] for arg in self.args if isinstance(arg, Sequence))
+
+
+@dataclass(frozen=True)
+class Job:
+    """A program to build, and the launches that make the runtime compile its kernels."""
+
+    source: str
+    options: Sequence[str]
+    launches: Sequence[FirstLaunch]
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str) -> Job:
+        """The job of a line."""
+        fields = json.loads(line)
+        fields["launches"] = [FirstLaunch(**launch) for launch in fields["launches"]]
+        return cls(**fields)
+
+
+def build(cl: Any, context: Any, source: str, options: Sequence[str]) -> Any:
+    """The built program of a source. Raises pyopencl's errors."""
+    program = cl.Program(context, source)
+    # Reading from the program makes pyopencl build it without its own disk cache: the
+    # cache's lock survives a killed process and stops the next one for a minute.
+    program.get_info(cl.program_info.CONTEXT)
+    # "-w", because PoCL prints warnings to the terminal.
+    return program.build([*options, "-w"])
+
+
+def specialise(cl: Any, queue: Any, job: Job) -> Any:
+    """Build a job's program and launch its kernels; the program. Raises pyopencl's errors."""
+    context = queue.context
+    program = build(cl, context, job.source, job.options)
+    for launch in job.launches:
+        if launch.nbytes <= MOST_NBYTES:
+            kernel = cl.Kernel(program, launch.name)
+            args = [_argument(cl, context, arg) for arg in launch.args]
+            kernel.set_args(*args)
+            cl.enqueue_nd_range_kernel(queue, kernel, launch.global_size, launch.local_size)
+            queue.finish()  # `args` live until here
+    return program
+
+
+def _argument(cl: Any, context: Any, arg: int | float | Sequence[int]) -> Any:
+    if isinstance(arg, Sequence):
+        flags = cl.mem_flags
+        zeros = np.zeros(max(arg[0], 1), np.uint8)  # a zero is a valid index of any dimension
+        return cl.Buffer(context, flags.READ_WRITE | flags.COPY_HOST_PTR, hostbuf=zeros)
+    return np.float32(arg) if isinstance(arg, float) else np.int32(arg)
+
+
+def main(platform: str, device: str, cores: str, folder: str) -> None:
+    """Do the jobs that are read, a line each, on these cores, with PoCL's cache in `folder`. The
+    answer to each is a line: an empty string or an error, in JSON.
+
+    When the input ends, so has the process that gave the jobs: nobody needs the folder.
+    """
+    os.sched_setaffinity(0, map(int, cores.split(",")))
+    os.environ[CACHE] = folder
+    warnings.simplefilter("ignore")
+    import pyopencl as cl
+
+    (chosen,) = (
+        each
+        for one in cl.get_platforms()
+        if one.name == platform
+        for each in one.get_devices()
+        if each.name == device
+    )
+    queue = cl.CommandQueue(cl.Context([chosen]))
+    for line in sys.stdin:
+        error = ""
+        try:
+            specialise(cl, queue, Job.from_json(line))
+        except cl.Error as its:
+            error = str(its)
+        print(json.dumps(error), flush=True)
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

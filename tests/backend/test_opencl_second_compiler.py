@@ -1,0 +1,170 @@
+"""Many kernels are compiled by two processes, for PoCL, which compiles one at a time."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import pytest
+from hetpipe.backends.opencl import second_compiler
+from hetpipe.backends.opencl.device import OpenCLDevice
+from hetpipe.backends.opencl.driver import driver, quiet
+from hetpipe.backends.opencl.second_compiler import CACHE, SecondCompiler
+from hetpipe.backends.opencl.specialise import MOST_NBYTES, FirstLaunch, Job, specialise
+from opencl_devices import IDS, opencl_device
+
+from hetpipe.errors import BackendError
+
+POCL = "opencl:pocl:0"
+pytestmark = pytest.mark.skipif(POCL not in IDS, reason="no PoCL: apt install pocl-opencl-icd")
+
+SOURCE = """
+__kernel void twice_NAME(__global float *a, const float b) { a[get_global_id(0)] += a[0] + b; }
+__kernel void thrice_NAME(__global float *a, const int b) { a[get_global_id(0)] *= b; }
+"""
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> SecondCompiler:
+    """One that finds it worth while, on any machine."""
+    monkeypatch.setattr(second_compiler, "WORTH_S", 0.0)
+    cores = frozenset(os.sched_getaffinity(0))
+    monkeypatch.setattr(second_compiler, "_other_cores", lambda: cores)
+    device = opencl_device(POCL)
+    return SecondCompiler(device.context, device.context.devices[0], POCL)
+
+
+def job() -> Job:
+    """Of two kernels that no process has compiled."""
+    name = uuid4().hex
+    launches = [
+        FirstLaunch(f"twice_{name}", (4,), (2,), ([64], 1.0)),
+        FirstLaunch(f"thrice_{name}", (4,), None, ([64], 3)),
+    ]
+    return Job(SOURCE.replace("NAME", name), (), launches)
+
+
+def folders(job: Job) -> list[Path]:
+    """What PoCL's cache has of the kernels of a job."""
+    cache = Path(os.environ[CACHE])
+    return [path for launch in job.launches for path in cache.glob(f"*/*/{launch.name}/*/*.so")]
+
+
+def leaves_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process compiles nothing while the other one has something to do."""
+
+    def wait(self: SecondCompiler, queue: SimpleQueue[Job]) -> dict[Any, Any]:
+        while not queue.empty():
+            time.sleep(0.01)
+        return {}
+
+    monkeypatch.setattr(SecondCompiler, "_compile_here", wait)
+
+
+def values(device: OpenCLDevice, program: Any, job: Job) -> list[float]:
+    """Two elements after both kernels of a job, from zeros."""
+    array = np.zeros(16, np.float32)
+    flags = driver().mem_flags
+    memory = driver().Buffer(device.context, flags.COPY_HOST_PTR, hostbuf=array)
+    for launch, argument in zip(job.launches, (np.float32(1), np.int32(3)), strict=True):
+        kernel = driver().Kernel(program, launch.name)
+        kernel.set_args(memory, argument)
+        driver().enqueue_nd_range_kernel(device.queue, kernel, (4,), launch.local_size)
+    driver().enqueue_copy(device.queue, array, memory)
+    return [float(array[1]), float(array[5])]
+
+
+def test_a_job_goes_through_json() -> None:
+    first = job()
+    again = Job.from_json(first.to_json())
+    assert again.to_json() == first.to_json()
+    assert again.launches[0].nbytes == 64
+    assert [type(arg) for launch in again.launches for arg in launch.args] == [
+        list,
+        float,
+        list,
+        int,
+    ]
+
+
+def test_another_process_compiles_for_this_one(
+    compiler: SecondCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = [job(), job()]
+    with monkeypatch.context() as patched:
+        leaves_all(patched)
+        assert compiler.compile(jobs) == {}
+    device = opencl_device(POCL)
+    for each in jobs:
+        assert len(folders(each)) == 2
+        with quiet():
+            program = specialise(driver(), device.queue, Job(each.source, (), []))
+        assert values(device, program, each) == pytest.approx([6.0, 0.0])
+        assert len(folders(each)) == 2, "nothing was compiled again"
+    assert not list(Path(os.environ[CACHE]).glob("tmp*")), "the other process's cache is gone"
+    assert compiler.compile(jobs) == {}, "all is known, so nothing is to do"
+
+
+def test_both_compile_all(compiler: SecondCompiler) -> None:
+    jobs = [job() for _ in range(8)]
+    built = compiler.compile(jobs)
+    assert all(len(folders(each)) == 2 for each in jobs)
+    device = opencl_device(POCL)
+    for each in jobs:
+        if (program := built.get((each.source, ()))) is not None:
+            assert values(device, program, each) == pytest.approx([6.0, 0.0])
+
+
+def test_little_is_compiled_by_one(
+    compiler: SecondCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(second_compiler, "WORTH_S", 1.0)
+    few = job()
+    assert compiler.compile([few]) == {}
+    monkeypatch.setattr(second_compiler, "WORTH_S", 0.0)
+    monkeypatch.setattr(second_compiler, "_other_cores", lambda: None)
+    assert compiler.compile([few]) == {}
+    assert folders(few) == []
+
+
+@pytest.mark.parametrize("command", ["/bin/false", "/nowhere"])
+def test_another_process_that_fails_is_replaced(
+    compiler: SecondCompiler, monkeypatch: pytest.MonkeyPatch, command: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sys, "executable", command)
+    jobs = [job() for _ in range(4)]
+    with caplog.at_level(logging.INFO, second_compiler.__name__):
+        built = compiler.compile(jobs)
+    assert len(built) >= 3, "at most one job went to the process that failed"
+    assert "the second compiler of opencl:pocl:0 failed" in caplog.text
+
+
+def test_an_error_is_that_of_the_compiler(
+    compiler: SecondCompiler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong = Job("__kernel void wrong() { nothing; }", (), [FirstLaunch("wrong", (1,), (1,), ())])
+    monkeypatch.setattr(sys, "executable", "/nowhere")
+    monkeypatch.setattr(SecondCompiler, "_compile_elsewhere", lambda *arguments: None)
+    with pytest.raises(BackendError, match="use of undeclared identifier 'nothing'"):
+        compiler.compile([wrong])
+    monkeypatch.undo()
+    monkeypatch.setattr(second_compiler, "WORTH_S", 0.0)
+    leaves_all(monkeypatch)
+    with caplog.at_level(logging.INFO, second_compiler.__name__):
+        compiler.compile([wrong])  # it is reported when the program is built here
+    assert "undeclared identifier" in caplog.text
+
+
+def test_a_launch_with_much_memory_waits(compiler: SecondCompiler) -> None:
+    large = job()
+    launch = FirstLaunch(large.launches[0].name, (4,), (2,), ([MOST_NBYTES + 1], 1.0))
+    compiler.compile([Job(large.source, (), [launch, large.launches[1]])])
+    assert [path.parents[1].name for path in folders(large)] == [large.launches[1].name]
