@@ -29,14 +29,23 @@ class EarlierPlans:
     def settle(
         self, best: Plan, tables: Mapping[int, CostTable], asked: Mapping[str, object]
     ) -> Plan:
-        """The earlier plan for what is `asked`, by these costs; or the `best`, if there is no such
-        plan, it fits no longer, or `best` saves more than `GAIN` of its step."""
-        entry = cache.key({**self.parts, "mini_batch": best.mini_batch, "asked": dict(asked)})
-        earlier = _load(entry, tables)
-        if earlier is not None and best.step_s > (1 - GAIN) * earlier.step_s:
-            return earlier
-        cache.store(entry, best.to_json())
-        return best
+        """The earlier plan if it is to be kept; else the `best`, which later starts will keep."""
+        kept = self.kept(best, tables, asked)
+        if kept is None:
+            cache.store(self._entry(best.mini_batch, asked), best.to_json())
+        return kept or best
+
+    def kept(
+        self, best: Plan, tables: Mapping[int, CostTable], asked: Mapping[str, object]
+    ) -> Plan | None:
+        """The earlier plan for what is `asked`, by these costs. None if there is no such plan, it
+        fits no longer, or `best` promises to save more than `GAIN` of its step."""
+        earlier = _load(self._entry(best.mini_batch, asked), tables)
+        worse = earlier is not None and best.step_s <= (1 - GAIN) * earlier.step_s
+        return None if worse else earlier
+
+    def _entry(self, mini_batch: int, asked: Mapping[str, object]) -> str:
+        return cache.key({**self.parts, "mini_batch": mini_batch, "asked": dict(asked)})
 
 
 def _load(entry: str, tables: Mapping[int, CostTable]) -> Plan | None:

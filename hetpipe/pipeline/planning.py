@@ -148,28 +148,21 @@ class Planning:
                 plans.sort(key=lambda plan: plan.step_s)
             return plans
 
-        tables, plans = self._measured(counts, quickest)
-        best = plans[0]
-        if self.earlier is not None:
-            best = self.earlier.settle(best, tables, asked.keywords)
-        return with_notes([best, *plans], members), self._nearest(tables, best)
-
-    def _measured(
-        self, counts: Sequence[int], quickest: Callable[[Mapping[int, CostTable]], list[Plan]]
-    ) -> tuple[dict[int, CostTable], list[Plan]]:
-        """Measured costs, and the plans by them, the quickest first.
-
-        Every size has programs of its own to compile. So the ends are measured, and what is stored;
-        of the others only the size of the best plan by costs that are modelled between those.
-        """
-        sizes = self._sizes(counts)
+        # Every size has programs of its own to compile. So the ends are measured, and what is
+        # stored; of the others only the size of the best plan by costs modelled between those.
         ends = self._sizes([counts[0], counts[-1]])
         tables = self.tables(sorted({*ends, *self._stored(counts)}, reverse=True))
-        plans = quickest(with_sizes_between(tables, sizes))
-        size = self._samples(plans[0].microbatches)
-        if size not in tables and max(plans[0].replicas) == 1:
-            tables |= self.tables([size])
-        return tables, quickest(tables)
+        best = quickest(with_sizes_between(tables, self._sizes(counts)))[0]
+        kept = None if self.earlier is None else self.earlier.kept(best, tables, asked.keywords)
+        if kept is None:
+            size = self._samples(best.microbatches)
+            if size not in tables and max(best.replicas) == 1:
+                tables |= self.tables([size])
+        plans = quickest(tables)
+        best = kept or plans[0]
+        if self.earlier is not None and kept is None:
+            best = self.earlier.settle(best, tables, asked.keywords)
+        return with_notes([best, *plans], members), self._nearest(tables, best)
 
     def _data_parallel(self, tables: Mapping[int, CostTable]) -> list[Plan]:
         """The plan with the whole model on every member, if there is one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,30 @@ def test_shares_of_a_replicated_plan_stay_too() -> None:
     assert again.stages[0].shares == first.stages[0].shares
     assert again.step_s == pytest.approx(1.04 * first.step_s, rel=0.02)
     assert plan(3.0).stages[0].shares != first.stages[0].shares
+
+
+def test_a_plan_that_stays_needs_no_other_sizes() -> None:
+    """Whatever is modelled of the sizes between, only a clear gain is worth their measurement."""
+    measured: list[int] = []
+
+    def tables(sizes: Sequence[int], factor: float) -> dict[int, CostTable]:
+        measured.extend(set(sizes) - set(measured))
+        return {size: table(size, factor, 0.1 * size + 0.02) for size in sizes}
+
+    def plan(factor: float) -> tuple[Plan, list[int]]:
+        known = list(measured)
+        planning = Planning(
+            "case", LAYERS, MEMBERS, 64, lambda sizes: tables(sizes, factor),
+            stored=lambda sizes: {size: table(size, 1.0) for size in sizes if size in known},
+            earlier=EarlierPlans({"model": "a"}),
+        )  # fmt: skip
+        return planning.choose(PlanOptions(schedule="1f1b"))[0], measured[len(known) :]
+
+    first, sizes = plan(1.0)
+    assert len(sizes) == 3, "the ends, and the best size between"
+    best = sizes[-1]
+    assert first.mini_batch == best * first.microbatches
+    again, sizes = plan(1.04)
+    assert (again.microbatches, again.cuts, sizes) == (first.microbatches, first.cuts, [])
+    changed, sizes = plan(30.0)
+    assert changed.cuts != first.cuts
