@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from hetpipe.bench.eager import micro_sizes
@@ -221,13 +221,17 @@ class PipelineRow(Row):
 
     @property
     def correction(self) -> Correction:
-        """The prediction as corrected for the drift around the turn of the median rate.
+        """The prediction, corrected for drift, that errs by the median of the turns' errors.
 
-        Of an even number of turns it is around both that make the median.
+        A turn's own prediction is corrected by the probes before and after it, and compared with
+        its own time; here it is scaled to the row's. Of an even number two make the median.
         """
-        turns = sorted(range(len(self.steps_s)), key=self.steps_s.__getitem__)
-        middle = turns[(len(turns) - 1) // 2 : len(turns) // 2 + 1]
-        return mean_correction(list(chain.from_iterable(self.corrections[turn] for turn in middle)))
+        turns = [
+            mean_correction(pair).scaled(self.measured_s / step_s)
+            for pair, step_s in zip(self.corrections, self.steps_s, strict=True)
+        ]
+        turns.sort(key=lambda turn: turn.corrected_s)
+        return mean_correction(turns[(len(turns) - 1) // 2 : len(turns) // 2 + 1])
 
     def close(self) -> None:
         self._crew.close()
@@ -238,6 +242,7 @@ class PipelineRow(Row):
             **super().to_json(),
             "predicted_step_s": self.plan.step_s,
             "corrected_step_s": correction.corrected_s,
+            "corrected_rounds_s": [mean_correction(pair).corrected_s for pair in self.corrections],
             "interval_s": correction.interval_s,
             "drifts": correction.drifts,
             "measured_step_s": self.measured_s,

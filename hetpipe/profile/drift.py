@@ -31,6 +31,13 @@ class Correction:
     interval_s: tuple[float, float] | None  # of the corrected one
     drifts: dict[str, float]  # by member; those without a probe are left out
 
+    def scaled(self, factor: float) -> Correction:
+        """The same prediction, with its interval, multiplied. The raw one stays."""
+        interval_s = self.interval_s
+        if interval_s is not None:
+            interval_s = factor * interval_s[0], factor * interval_s[1]
+        return replace(self, corrected_s=factor * self.corrected_s, interval_s=interval_s)
+
     def __str__(self) -> str:
         if not self.drifts:
             return f"predicted {1e3 * self.raw_s:.1f} ms (no device has a probe to correct it by)"

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,19 +69,26 @@ def test_a_change_within_the_noise_of_two_probes_is_none() -> None:
     assert 1.99 < beyond.memory < 2.0
 
 
-def test_a_row_is_corrected_around_its_median_turn() -> None:
+def test_a_row_errs_by_the_median_of_its_turns_errors() -> None:
     def at(corrected_s: float) -> Correction:
-        return Correction(1.0, corrected_s, (0.5 * corrected_s, 2.0), {"a": corrected_s})
+        return Correction(1.0, corrected_s, (0.5 * corrected_s, 2 * corrected_s), {"a": 1.5})
 
     row = object.__new__(PipelineRow)
+    row.task = SimpleNamespace(mini_batch=1)  # type: ignore[assignment]
     row.steps_s = [3.0, 1.0, 2.0]
-    row.corrections = [(at(9.0), at(9.0)), (at(5.0), at(5.0)), (at(1.0), at(3.0))]
-    assert row.correction == Correction(1.0, 2.0, (1.0, 2.0), {"a": 2.0})
-    row.steps_s.append(4.0)
-    row.corrections.append((at(7.0), at(7.0)))
-    assert row.correction.corrected_s == pytest.approx((1.0 + 3.0 + 9.0 + 9.0) / 4)
+    row.corrections = [(at(3.0), at(3.0)), (at(0.4), at(0.6)), (at(2.0), at(4.0))]
+    assert row.measured_s == pytest.approx(2.0)
+    exact = row.correction  # the first turn's; the others predict half and one and a half
+    assert exact.raw_s == 1.0
+    assert exact.corrected_s == pytest.approx(2.0)
+    assert exact.interval_s == pytest.approx((1.0, 4.0))
+    assert exact.drifts == pytest.approx({"a": 1.5})
+    row.steps_s.append(2.0)
+    row.corrections.append((at(4.0), at(4.0)))
+    assert row.correction.corrected_s == pytest.approx(2.0 * (1.0 + 1.5) / 2)
     blind = Correction(1.0, 1.0, None, {})
     assert mean_correction([blind, blind]) == blind
+    assert blind.scaled(2.0) == replace(blind, corrected_s=2.0)
 
 
 def test_the_median_of_probes_has_the_spread_between_them() -> None:
