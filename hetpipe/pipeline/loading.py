@@ -42,8 +42,8 @@ class Loading:
         devices = [stage.devices for stage in self.plan.stages]
         graphs: list[list[StageGraphs]] = [[] for _ in devices]
         for replica in range(max(map(len, devices))):
-            chosen = [names[min(replica, len(names) - 1)] for names in devices]
-            stages = self._traced(chosen, set(sizes), set(evaluated))
+            replicas = [Replica(n, min(replica, len(names) - 1)) for n, names in enumerate(devices)]
+            stages = self._traced(replicas, set(sizes), set(evaluated))
             for n, (names, stage) in enumerate(zip(devices, stages, strict=True)):
                 if replica < len(names):
                     graphs[n].append(self._own(stage, replica, set(sizes)))
@@ -55,15 +55,18 @@ class Loading:
         return replace(stage, passes={n: p for n, p in stage.passes.items() if n in rows})
 
     def _traced(
-        self, devices: Sequence[str], sizes: set[int], evaluated: set[int]
+        self, replicas: Sequence[Replica], sizes: set[int], evaluated: set[int]
     ) -> list[StageGraphs]:
-        """All stages in the operators of these devices, at every size that any replica needs."""
+        """All stages, in the operators of a replica of each, at every size that one of them has;
+        in evaluation at every size that any replica has."""
+        stages_of = zip(self.plan.stages, replicas, strict=True)
+        devices = [stage.devices[replica.number] for stage, replica in stages_of]
         tables = [decompositions_of(self.backends[name]) for name in devices]
         modes = self.recompute
         stages = self.captured.stage_graphs(
             self.plan.cuts,
             tables,
-            self._rows(sizes),
+            self._rows(replicas, sizes),
             self.optimizer,
             [modes] * len(devices) if isinstance(modes, str) else modes,
             self.halves,
@@ -71,7 +74,9 @@ class Loading:
         )
         if not evaluated:
             return stages
-        forwards = self.captured.evaluation_graphs(self.plan.cuts, tables, self._rows(evaluated))
+        every = [r for stage in range(len(devices)) for r in self.shares.replicas(stage)]
+        rows = self._rows(every, evaluated)
+        forwards = self.captured.evaluation_graphs(self.plan.cuts, tables, rows)
         return [
             replace(
                 stage,
@@ -81,10 +86,8 @@ class Loading:
             for stage, other in zip(stages, forwards, strict=True)
         ]
 
-    def _rows(self, sizes: set[int]) -> list[int]:
-        """The numbers of rows that replicas do of such micro-batches, the largest first."""
-        stages = range(len(self.plan.stages))
-        replicas = [replica for n in stages for replica in self.shares.replicas(n)]
+    def _rows(self, replicas: Sequence[Replica], sizes: set[int]) -> list[int]:
+        """The numbers of rows that they do of such micro-batches, the largest first."""
         counts = {self._count(replica, size) for replica in replicas for size in sizes}
         return sorted(counts, reverse=True)
 
