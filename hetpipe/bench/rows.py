@@ -221,17 +221,13 @@ class PipelineRow(Row):
 
     @property
     def correction(self) -> Correction:
-        """The prediction, corrected for drift, that errs by the median of the turns' errors.
+        """The prediction, corrected for drift, of all turns together.
 
-        A turn's own prediction is corrected by the probes before and after it, and compared with
-        its own time; here it is scaled to the row's. Of an even number two make the median.
+        A turn's own prediction is corrected by the probes before and after it. Their sum errs by
+        some share of the turns' time, and so does this prediction of the row's step.
         """
-        turns = [
-            mean_correction(pair).scaled(self.measured_s / step_s)
-            for pair, step_s in zip(self.corrections, self.steps_s, strict=True)
-        ]
-        turns.sort(key=lambda turn: turn.corrected_s)
-        return mean_correction(turns[(len(turns) - 1) // 2 : len(turns) // 2 + 1])
+        turns = [mean_correction(pair) for pair in self.corrections]
+        return mean_correction(turns).scaled(self.measured_s / statistics.fmean(self.steps_s))
 
     def close(self) -> None:
         self._crew.close()

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from hetpipe.cost.probe import Probe
 from hetpipe.cost.table import LayerCost
 from hetpipe.profile.clock import Samples, half_width_s
 from hetpipe.profile.patterns import Network
-from hetpipe.profile.probe import warn_of_bad
+from hetpipe.profile.probe import median_probe, warn_of_bad
 from hetpipe.profile.profiler import BACKWARD, FORWARD, UPDATE, Taken, Times
 
 PRECISION = 0.02  # relative error of a median that is small enough
@@ -83,6 +84,19 @@ class Series:
         factor = max(alone_s / beside_s, LEAST_ALONE) if beside_s and alone_s else 1.0
         return factor if factor < 1 - self.spread(size) else 1.0
 
+    def usual_probe(self, probes: Sequence[Probe], sizes: Collection[int]) -> Probe | None:
+        """The probe of the usual slice, from those that followed the slices; None without any.
+
+        Where other work slowed a slice it slowed its probe too. So each is divided by the slice's
+        time over the usual one: costs and probe are then of one and the same speed.
+        """
+        ratios = [self._ratio(taken, sizes) for taken in self.beside]
+        pairs = [(p, ratio) for p, ratio in zip(probes, ratios, strict=True) if ratio is not None]
+        if not pairs:
+            return None
+        usual = statistics.median(ratio for _, ratio in pairs)
+        return median_probe([p.scaled(usual / ratio, usual / ratio) for p, ratio in pairs])
+
     def uncertain(self, size: int) -> list[int]:
         """The patterns whose median is not known well enough: within `PRECISION` of themselves, or
         of an even share of the network."""
@@ -130,22 +144,23 @@ class Series:
         return samples.median_s if samples.good else 0.0
 
     def _ratios(self, size: int) -> list[float]:
-        """Of each slice, the time of all its passes over as many medians of theirs.
+        """`_ratio` of each slice that has passes of this size."""
+        ratios = (self._ratio(taken, {size}) for taken in self.beside)
+        return [ratio for ratio in ratios if ratio is not None]
 
-        A slice without some patterns is compared by those that it has.
+    def _ratio(self, taken: Taken, sizes: Collection[int]) -> float | None:
+        """The time of a slice's passes of these sizes over as many medians of theirs.
+
+        A slice without some patterns is compared by those that it has; None if it has none.
         """
-        ratios = []
-        for taken in self.beside:
-            now_s = usual_s = 0.0
-            for place, times_s in taken.times_s.items():
-                if place[0] == size:
-                    good = Samples.of(times_s).good
-                    count = self._counts[place[1]]
-                    now_s += count * sum(good)
-                    usual_s += count * len(good) * self._median_s(*place)
-            if usual_s > 0:
-                ratios.append(now_s / usual_s)
-        return ratios
+        now_s = usual_s = 0.0
+        for place, times_s in taken.times_s.items():
+            if place[0] in sizes:
+                good = Samples.of(times_s).good
+                count = self._counts[place[1]]
+                now_s += count * sum(good)
+                usual_s += count * len(good) * self._median_s(*place)
+        return now_s / usual_s if usual_s > 0 else None
 
 
 def step_times(usual: Times, after_update: Times) -> Times:

@@ -157,7 +157,11 @@ class Rounds:
         """The probe of a member beside the others, and that of it alone if there are others."""
         beside = [probe for half in self._counting for probe in half.probes.get(member, [])]
         alone = self._alone_probes[member]
-        return median_probe(beside) if beside else None, median_probe(alone) if alone else None
+        series = self._series(member, self._counting)
+        return (
+            series.usual_probe(beside, self._sizes) if beside else None,
+            median_probe(alone) if alone else None,
+        )
 
     @property
     def alone_size(self) -> int:

@@ -69,23 +69,20 @@ def test_a_change_within_the_noise_of_two_probes_is_none() -> None:
     assert 1.99 < beyond.memory < 2.0
 
 
-def test_a_row_errs_by_the_median_of_its_turns_errors() -> None:
+def test_a_row_is_corrected_by_all_its_turns() -> None:
     def at(corrected_s: float) -> Correction:
         return Correction(1.0, corrected_s, (0.5 * corrected_s, 2 * corrected_s), {"a": 1.5})
 
     row = object.__new__(PipelineRow)
     row.task = SimpleNamespace(mini_batch=1)  # type: ignore[assignment]
-    row.steps_s = [3.0, 1.0, 2.0]
-    row.corrections = [(at(3.0), at(3.0)), (at(0.4), at(0.6)), (at(2.0), at(4.0))]
+    row.steps_s = [6.0, 1.0, 2.0]
+    row.corrections = [(at(3.0), at(6.0)), (at(1.0), at(2.0)), (at(2.0), at(4.0))]
     assert row.measured_s == pytest.approx(2.0)
-    exact = row.correction  # the first turn's; the others predict half and one and a half
-    assert exact.raw_s == 1.0
-    assert exact.corrected_s == pytest.approx(2.0)
-    assert exact.interval_s == pytest.approx((1.0, 4.0))
-    assert exact.drifts == pytest.approx({"a": 1.5})
-    row.steps_s.append(2.0)
-    row.corrections.append((at(4.0), at(4.0)))
-    assert row.correction.corrected_s == pytest.approx(2.0 * (1.0 + 1.5) / 2)
+    correction = row.correction  # 9 s are predicted, and took 9 s
+    assert correction.raw_s == 1.0
+    assert correction.corrected_s == pytest.approx(2.0)
+    assert correction.interval_s == pytest.approx((1.0, 4.0))
+    assert correction.drifts == pytest.approx({"a": 1.5})
     blind = Correction(1.0, 1.0, None, {})
     assert mean_correction([blind, blind]) == blind
     assert blind.scaled(2.0) == replace(blind, corrected_s=2.0)

@@ -11,6 +11,7 @@ from torch import nn
 
 import hetpipe as hp
 from hetpipe.capture import Captured
+from hetpipe.cost.probe import Probe
 from hetpipe.errors import CostError
 from hetpipe.profile.clock import ClockWarning
 from hetpipe.profile.estimate import Series
@@ -118,3 +119,24 @@ def test_bad_times_are_left_out_of_everything(network: Network) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         series(network, taken(even())).check([SIZE])
+
+
+def test_a_probe_is_that_of_the_usual_slice(network: Network) -> None:
+    """Other work slows slices and their probes alike; costs and probe are of one speed."""
+    paces = (1.0, 1.0, 2.0, 4.0, 1.0)
+    slices = [taken(even(pace), even(pace)) for pace in paces]
+    probes = [Probe(1e-3 * pace, 2e-3 * pace, 0.5, 128, 1024) for pace in paces]
+    probe = series(network, *slices).usual_probe(probes, [SIZE])
+    assert probe is not None
+    assert (probe.arithmetic_s, probe.memory_s) == (pytest.approx(1e-3), pytest.approx(2e-3))
+    assert probe.spread == pytest.approx(0.0)
+    # Most probes met other work, and their slices did not.
+    alone = [Probe(1e-3, 2e-3, 0.5, 128, 1024), *3 * [Probe(2e-3, 4e-3, 0.5, 128, 1024)]]
+    steady = [taken(even()) for _ in alone]
+    usual = series(network, *steady).usual_probe(alone, [SIZE])
+    assert usual is not None
+    assert usual.arithmetic_s == pytest.approx(2e-3)
+    assert series(network, Taken(), *slices).usual_probe([probes[3], *probes], [SIZE]) == (
+        series(network, *slices).usual_probe(probes, [SIZE])
+    ), "a slice without passes tells nothing"
+    assert series(network, Taken()).usual_probe(probes[:1], [SIZE]) is None
