@@ -15,7 +15,7 @@ from hetpipe.entries import Entries, key_of
 from .codegen import Kernel
 
 MOST = 24
-"""New kernels of a program: the runtimes' two compilers share the programs among them."""
+"""The most new kernels in a program: two compilers divide programs between them, not kernels."""
 ENTRIES = Entries("opencl/groups", "json", most=5000)
 
 Sources = tuple[str, ...]

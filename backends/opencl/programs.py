@@ -31,7 +31,8 @@ class Programs:
         binaries: Binaries | None = None,
         second: SecondCompiler | None = None,
     ) -> None:
-        """With `binaries`, programs are also kept on disk."""
+        """With `binaries`, programs are also kept on disk; of many, `second` has another process
+        compile a part."""
         self._context = context
         self._device_id = device_id
         self._binaries = binaries

@@ -56,18 +56,25 @@ class SecondCompiler:
         """Have the runtime compile all jobs. The programs that were built here, by source and
         options; the others will be built from the runtime's cache.
 
-        Does nothing where there is little to compile, or no second core. Raises `BackendError` with
-        the compiler's log.
+        Does nothing where there is little to compile, no second core, or no room in the cache.
+        Raises `BackendError` with the compiler's log.
         """
         cores = _other_cores()
+        if cores is None:
+            return {}
         new = [job for job in map(_unknown, jobs) if job.launches]
         work_s = sum(BUILD_S + KERNEL_S * len(job.launches) for job in new)
-        if cores is None or work_s < WORTH_S:
+        if work_s < WORTH_S:
             return {}
         queue: SimpleQueue[Job] = SimpleQueue()
         for job in sorted(new, key=lambda job: -len(job.source)):  # the longest ones first
             queue.put(job)
-        with TemporaryDirectory(dir=os.environ[CACHE]) as folder:
+        try:
+            own_cache = TemporaryDirectory(dir=os.environ[CACHE])
+        except OSError as error:
+            log.info("the second compiler of %s has no cache: %s", self._device_id, error)
+            return {}
+        with own_cache as folder:
             other = threading.Thread(
                 target=self._compile_elsewhere, args=(queue, cores, folder), name="second compiler"
             )
@@ -82,12 +89,13 @@ class SecondCompiler:
 
     def _compile_here(self, queue: SimpleQueue[Job]) -> dict[tuple[str, tuple[str, ...]], Any]:
         built = {}
-        with quiet(), errors(self._device_id, "compiling kernels"):
-            commands = driver().CommandQueue(self._context)
-            for job in _rest(queue):
+        commands = driver().CommandQueue(self._context)
+        for job in _rest(queue):
+            doing = f"compiling kernel {job.launches[0].name} with options {tuple(job.options)}"
+            with quiet(), errors(self._device_id, doing):
                 program = specialise.specialise(driver(), commands, job)
-                built[job.source, tuple(job.options)] = program
-                _remember(job)
+            built[job.source, tuple(job.options)] = program
+            _remember(job)
         return built
 
     def _compile_elsewhere(
@@ -142,7 +150,9 @@ def _other_cores() -> frozenset[int] | None:
     """
     if not hasattr(os, "sched_getaffinity"):
         return None
-    own, given = os.sched_getaffinity(0), os.sched_getaffinity(os.getppid())
+    own = given = os.sched_getaffinity(0)
+    with suppress(OSError):  # the parent may have ended
+        given = os.sched_getaffinity(os.getppid())
     if given - own:
         return frozenset(given - own)
     return frozenset(own) if len(own) > 1 else None
@@ -155,10 +165,11 @@ def _unknown(job: Job) -> Job:
 
 
 def _remember(job: Job) -> None:
-    for launch in job.launches:
-        place = _place(job, launch)
-        place.parent.mkdir(exist_ok=True)
-        place.touch()
+    with suppress(OSError):  # a cache without room: the next process compiles it again
+        for launch in job.launches:
+            place = _place(job, launch)
+            place.parent.mkdir(exist_ok=True)
+            place.touch()
 
 
 def _place(job: Job, launch: FirstLaunch) -> Path:
@@ -172,5 +183,6 @@ def _move(source: Path, target: Path) -> None:
     for program in source.glob("*/*/program.bc"):
         folder = target / program.parent.relative_to(source)
         if not folder.exists():
-            folder.parent.mkdir(exist_ok=True)
-            program.parent.rename(folder)
+            with suppress(OSError):  # a cache without room: it is built here again
+                folder.parent.mkdir(exist_ok=True)
+                program.parent.rename(folder)

@@ -50,7 +50,7 @@ Place = tuple[int, int, int]
 """Of a time: micro-batch size, pattern and pass. An update has the size 0."""
 
 FORWARD, BACKWARD, UPDATE = range(3)
-RULES = 3  # version of the measurement: cached costs of another one are not read
+RULES = 4  # version of the measurement: cached costs of another one are not read
 ROUNDS = 12  # of `smallest`
 MOST_STIRRED = 32 << 20  # bytes: more than most caches hold
 

@@ -151,12 +151,10 @@ def test_an_error_is_that_of_the_compiler(
     compiler: SecondCompiler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     wrong = Job("__kernel void wrong() { nothing; }", (), [FirstLaunch("wrong", (1,), (1,), ())])
-    monkeypatch.setattr(sys, "executable", "/nowhere")
-    monkeypatch.setattr(SecondCompiler, "_compile_elsewhere", lambda *arguments: None)
-    with pytest.raises(BackendError, match="use of undeclared identifier 'nothing'"):
-        compiler.compile([wrong])
-    monkeypatch.undo()
-    monkeypatch.setattr(second_compiler, "WORTH_S", 0.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(SecondCompiler, "_compile_elsewhere", lambda *arguments: None)
+        with pytest.raises(BackendError, match=r"(?s)compiling kernel wrong.*identifier 'nothing'"):
+            compiler.compile([wrong])
     leaves_all(monkeypatch)
     with caplog.at_level(logging.INFO, second_compiler.__name__):
         compiler.compile([wrong])  # it is reported when the program is built here
@@ -168,3 +166,17 @@ def test_a_launch_with_much_memory_waits(compiler: SecondCompiler) -> None:
     launch = FirstLaunch(large.launches[0].name, (4,), (2,), ([MOST_NBYTES + 1], 1.0))
     compiler.compile([Job(large.source, (), [launch, large.launches[1]])])
     assert [path.parents[1].name for path in folders(large)] == [large.launches[1].name]
+
+
+def test_without_room_in_the_cache_the_runtime_goes_on(
+    compiler: SecondCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "touch", full)
+    (own,) = jobs = [job()]
+    assert set(compiler.compile(jobs)) <= {(own.source, ())}
+    assert len(folders(own)) == 2, "it is compiled, though nobody will remember"
+    monkeypatch.setattr(second_compiler, "TemporaryDirectory", full)
+    assert compiler.compile([job()]) == {}

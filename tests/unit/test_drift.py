@@ -73,8 +73,8 @@ def test_a_row_is_corrected_by_all_its_turns() -> None:
     def at(corrected_s: float) -> Correction:
         return Correction(1.0, corrected_s, (0.5 * corrected_s, 2 * corrected_s), {"a": 1.5})
 
-    row = object.__new__(PipelineRow)
-    row.task = SimpleNamespace(mini_batch=1)  # type: ignore[assignment]
+    row: Any = object.__new__(PipelineRow)
+    row.task = SimpleNamespace(mini_batch=1)
     row.steps_s = [6.0, 1.0, 2.0]
     row.corrections = [(at(3.0), at(6.0)), (at(1.0), at(2.0)), (at(2.0), at(4.0))]
     assert row.measured_s == pytest.approx(2.0)
@@ -170,6 +170,14 @@ def crew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         yield crew
 
 
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> Captured:
+    """A model, profiled as if nothing else were at work."""
+    monkeypatch.setattr(measure.contention, "foreign_share", lambda before, after: 0.0)
+    torch.manual_seed(0)
+    return Captured(MLP(), F.cross_entropy, (torch.randn(8, 20), torch.randint(0, 5, (8,))))
+
+
 def test_later_probes_run_the_programs_of_the_first(crew: Crew) -> None:
     with Probes(crew, ["a", "b"]) as probes:
         first, alone = probes.together(2), probes.alone("b")
@@ -184,12 +192,9 @@ def test_later_probes_run_the_programs_of_the_first(crew: Crew) -> None:
 
 
 def test_stored_costs_are_corrected_when_they_serve_again(
-    crew: Crew, monkeypatch: pytest.MonkeyPatch
+    crew: Crew, captured: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For a small drift they stay as they are, so that equal plans are made of them."""
-    torch.manual_seed(0)
-    captured = Captured(MLP(), F.cross_entropy, (torch.randn(8, 20), torch.randint(0, 5, (8,))))
-    monkeypatch.setattr(measure.contention, "foreign_share", lambda before, after: 0.0)
     efforts: list[Any] = []
     first = profile(captured, crew, hp.optim.sgd(0.1), [4], report=efforts.append)[4]
     assert efforts[0].layers == len(first.layers)
@@ -213,11 +218,8 @@ def test_stored_costs_are_corrected_when_they_serve_again(
 
 
 def test_costs_of_several_profiles_are_corrected_by_the_programs_of_each(
-    crew: Crew, monkeypatch: pytest.MonkeyPatch
+    crew: Crew, captured: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.manual_seed(0)
-    captured = Captured(MLP(), F.cross_entropy, (torch.randn(8, 20), torch.randint(0, 5, (8,))))
-    monkeypatch.setattr(measure.contention, "foreign_share", lambda before, after: 0.0)
 
     def programs(samples: int, enough_s: float, *others: int) -> list[tuple[int, int]]:
         """Of the probes of these costs, if programs must take that long."""
