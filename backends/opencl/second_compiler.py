@@ -56,24 +56,22 @@ class SecondCompiler:
         """Have the runtime compile all jobs. The programs that were built here, by source and
         options; the others will be built from the runtime's cache.
 
-        Does nothing where there is little to compile, no second core, or no room in the cache.
-        Raises `BackendError` with the compiler's log.
+        Where there is little to compile, no second core, or no room in the cache, they are all
+        built here. Raises `BackendError` with the compiler's log.
         """
-        cores = _other_cores()
-        if cores is None:
-            return {}
         new = [job for job in map(_unknown, jobs) if job.launches]
         work_s = sum(BUILD_S + KERNEL_S * len(job.launches) for job in new)
-        if work_s < WORTH_S:
-            return {}
         queue: SimpleQueue[Job] = SimpleQueue()
         for job in sorted(new, key=lambda job: -len(job.source)):  # the longest ones first
             queue.put(job)
+        cores = _other_cores() if work_s >= WORTH_S else None
+        if cores is None:
+            return self._compile_here(queue)
         try:
             own_cache = TemporaryDirectory(dir=os.environ[CACHE])
         except OSError as error:
             log.info("the second compiler of %s has no cache: %s", self._device_id, error)
-            return {}
+            return self._compile_here(queue)
         with own_cache as folder:
             other = threading.Thread(
                 target=self._compile_elsewhere, args=(queue, cores, folder), name="second compiler"

@@ -95,8 +95,8 @@ class ProcessFleet(Fleet):
     """Workers as processes. A thread of the controller, the watcher, starts them, receives all
     their messages and ends them.
 
-    Only the watcher appends to lists, before the first reply arrives; `send` reads them after it.
-    Other threads change nothing but `_closing`, and ring the bell, which wakes the watcher.
+    A message may be sent before its worker has started: it waits in the channel. Only the watcher
+    changes lists; other threads change nothing but `_closing`, and ring the bell, which wakes it.
     """
 
     def __init__(
@@ -114,7 +114,11 @@ class ProcessFleet(Fleet):
         self._silence_s = silence_s
         self._tick_s = min(1.0, orders[0].heartbeat_s)
         self._children: list[WorkerProcess] = []
-        self._channels: list[Channel] = []
+        pairs = [socket.socketpair() for _ in orders]
+        self._channels = [Channel(ours) for ours, _ in pairs]
+        self._theirs = [theirs for _, theirs in pairs]
+        for channel, order in zip(self._channels, orders, strict=True):
+            channel.send(order)
         self._heard_s: dict[int, float] = {}
         self._closing = False
         self._alarm, self._bell = socket.socketpair()
@@ -144,23 +148,16 @@ class ProcessFleet(Fleet):
         try:
             # The workers inherit this: Ctrl-C is the controller's from their first instruction on.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            for order, settings in zip(self._orders, self._settings, strict=True):
-                self._start(order, settings)
-            for channel, order in zip(self._channels, self._orders, strict=True):
-                with suppress(OSError):  # it died at once: its channel ends, see below
-                    channel.send(order)
+            for end, order, settings in zip(
+                self._theirs, self._orders, self._settings, strict=True
+            ):
+                self._children.append(start_worker(end, order.member.cores, settings))
+                end.close()  # else it would not end with its worker
             self._listen()
         except Exception as error:
             self.control.fail(f"the workers cannot be started: {type(error).__name__}: {error}")
         finally:
             self._bury()
-
-    def _start(self, order: Open, settings: Mapping[str, str]) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            child = start_worker(theirs, order.member.cores, settings)
-        self._children.append(child)
-        self._channels.append(Channel(ours))
 
     def _listen(self) -> None:
         sources: list[Any] = [*self._channels, self._alarm]
@@ -233,6 +230,8 @@ class ProcessFleet(Fleet):
             child.kill()
         for channel in self._channels:  # a worker that begins only now reads the end of its channel
             channel.close()
+        for end in self._theirs:
+            end.close()
         for child in self._children:
             child.wait()
         self._alarm.close()

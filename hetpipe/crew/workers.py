@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +20,8 @@ from hetpipe.wire import messages as say
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from hetpipe.capture.program import StageGraphs
+
 
 class Workers:
     """Workers with their devices open. A context manager; no process outlives `close`.
@@ -33,6 +36,7 @@ class Workers:
         self.cluster = cluster
         self._index = {member.id: i for i, member in enumerate(cluster.members)}
         self._opened: dict[str, DeviceInfo] | None = None
+        self._begun: deque[Callable[[], object]] = deque()  # calls whose replies are still to come
         self._start_timeout_s = start_timeout_s
 
     @classmethod
@@ -90,25 +94,42 @@ class Workers:
     def begin_each(
         self, function: str, arguments: Mapping[str, Sequence[Any]]
     ) -> Callable[[], dict[str, Any]]:
-        """`call_each` that goes on while the workers run; call what it returns for the results.
+        """`call_each` that goes on while the workers run, or still start; call what it returns for
+        the results.
 
-        A worker runs its calls one after another: their results must be asked for in that order,
-        before anything else is asked of it. Workers that are threads of this process have finished
-        when this returns: torch has state that a trace and another thread's work would share.
+        Whatever else is asked of the workers later waits for these calls. Workers that are threads
+        of this process have finished when this returns: torch has state that a trace and another
+        thread's work would share.
         """
         workers = [self._worker(member) for member in arguments]
-        with self._guarded():
+        try:
             for worker, args in zip(workers, arguments.values(), strict=True):
                 self._fleet.send(worker, say.Call(function, tuple(args)))
+        except BaseException:
+            self.close()
+            raise
+        results: dict[str, Any] = {}
 
-        def results() -> dict[str, Any]:
-            with self._guarded():
-                return dict(zip(arguments, self._control.gather(workers), strict=True))
+        def receive() -> None:
+            results.update(zip(arguments, self._control.gather(workers), strict=True))
 
-        if self._fleet.apart:
-            return results
-        finished = results()
-        return lambda: finished
+        def finish() -> dict[str, Any]:
+            with self._guarded():  # receives the replies of all calls, in their order
+                return results
+
+        self._begun.append(receive)
+        if not self._fleet.apart:
+            finish()
+        return finish
+
+    def compiles_ahead(self, member: str) -> bool:
+        """Whether it is worth while to have a member `compile_ahead`."""
+        return self._fleet.apart and self.infos[member].capabilities.compiles_ahead
+
+    def compile_ahead(self, stages: Mapping[str, Sequence[StageGraphs]]) -> None:
+        """Have those members that can begin to compile stages, and go on meanwhile."""
+        able = {member: (own,) for member, own in stages.items() if self.compiles_ahead(member)}
+        self.begin_each("hetpipe.worker.ahead:compile_ahead", able)
 
     def set_speed(self, member: str, speed: float) -> None:
         """Emulate another speed on a member from its next action on, also while a step runs.
@@ -143,9 +164,12 @@ class Workers:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """An error in a conversation with the workers ends them, since they are out of step."""
+        """A conversation with the workers, after the calls that go on. An error in it ends them,
+        since they are out of step."""
         try:
             self._await_devices()
+            while self._begun:
+                self._begun.popleft()()
             self._control.check()
             yield
         except BaseException:

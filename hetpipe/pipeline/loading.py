@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -13,18 +13,19 @@ from hetpipe.wire.shares import Replica, Shares
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
     from hetpipe.capture.stages import Extra
+    from hetpipe.crew.workers import Workers
     from hetpipe.optim.rule import Optimizer
     from hetpipe.plan.plan import Plan
 
 
 @dataclass(frozen=True)
 class Loading:
-    """Makes the graphs of a plan. `backends` is by member, `recompute` a mode or one per stage."""
+    """Makes the graphs of a plan for a crew. `recompute` is a mode or one per stage."""
 
     captured: Captured
     plan: Plan
     optimizer: Optimizer
-    backends: Mapping[str, str]
+    crew: Workers
     recompute: str | Sequence[str]
     halves: bool  # backwards in two
     extras: Collection[Extra]
@@ -38,16 +39,30 @@ class Loading:
 
     def graphs(self, sizes: Iterable[int], evaluated: Iterable[int]) -> list[list[StageGraphs]]:
         """Per stage its replicas' graphs, for whole micro-batches of these sizes, and in evaluation
-        for those of `evaluated`. Raises `CaptureError`, `HetpipeError`."""
+        for those of `evaluated`. Raises `CaptureError`, `HetpipeError`.
+
+        Members that compile ahead begin with their stages while those of others are traced.
+        """
         devices = [stage.devices for stage in self.plan.stages]
-        graphs: list[list[StageGraphs]] = [[] for _ in devices]
-        for replica in range(max(map(len, devices))):
-            replicas = [Replica(n, min(replica, len(names) - 1)) for n, names in enumerate(devices)]
+        graphs: dict[tuple[int, int], StageGraphs] = {}  # by stage and replica
+        for number in self._order(devices):
+            replicas = [Replica(n, min(number, len(names) - 1)) for n, names in enumerate(devices)]
             stages = self._traced(replicas, set(sizes), set(evaluated))
             for n, (names, stage) in enumerate(zip(devices, stages, strict=True)):
-                if replica < len(names):
-                    graphs[n].append(self._own(stage, replica, set(sizes)))
-        return graphs
+                if number < len(names):
+                    graphs[n, number] = self._own(stage, number, set(sizes))
+                    if max(map(len, devices)) > 1:
+                        self.crew.compile_ahead({names[number]: [graphs[n, number]]})
+        return [[graphs[n, r] for r in range(len(names))] for n, names in enumerate(devices)]
+
+    def _order(self, devices: Sequence[Sequence[str]]) -> list[int]:
+        """The numbers of replicas, first those with a member that compiles ahead."""
+
+        def waits(number: int) -> bool:
+            own = [names[number] for names in devices if number < len(names)]
+            return not any(map(self.crew.compiles_ahead, own))
+
+        return sorted(range(max(map(len, devices))), key=waits)
 
     def _own(self, stage: StageGraphs, replica: int, sizes: set[int]) -> StageGraphs:
         """The stage with only the passes for a replica's rows."""
@@ -61,7 +76,7 @@ class Loading:
         in evaluation at every size that any replica has."""
         stages_of = zip(self.plan.stages, replicas, strict=True)
         devices = [stage.devices[replica.number] for stage, replica in stages_of]
-        tables = [decompositions_of(self.backends[name]) for name in devices]
+        tables = [decompositions_of(self.crew.infos[name].backend) for name in devices]
         modes = self.recompute
         stages = self.captured.stage_graphs(
             self.plan.cuts,

@@ -96,6 +96,17 @@ class PlanOptions:
             )
 
     @property
+    def decided(self) -> bool:
+        """Whether the options say everything that costs would decide."""
+        parts = (self.cuts, self.microbatches, None if self.schedule == "auto" else self.schedule)
+        return self.plan is not None or (self.replicas is None and None not in parts)
+
+    @property
+    def measures(self) -> bool:
+        """Whether costs are needed, to decide or otherwise."""
+        return not self.decided or self.priced or self.rebalance is not None
+
+    @property
     def asked(self) -> list[str]:
         """The names of the options in use that a plan decides."""
         return [name for name, value in self.keywords.items() if value not in (None, "auto")]

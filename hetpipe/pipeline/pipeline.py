@@ -26,6 +26,7 @@ from hetpipe.pipeline.rebalance import HORIZON, Rebalanced, Rebalancer, fixed_by
 from hetpipe.pipeline.resume import progress_of, write
 from hetpipe.pipeline.stages import Subject
 from hetpipe.pipeline.training import Result, Training, as_tensors, state_dict
+from hetpipe.profile import warm
 from hetpipe.profile.drift import Correction, corrected_now
 
 if TYPE_CHECKING:
@@ -103,18 +104,19 @@ class Pipeline:
         self._crew = crew or Crew.start(cluster, wait=False)  # workers begin while we capture
         try:
             progress("capturing", 0, 1)
+            if planned.measures:
+                warm.begin(self._crew)
             self._captured = captured or Captured(
                 model, loss_fn, example, passes.dtypes, passes.sync_batch_norm,
                 samples=-(-mini_batch // microbatches_of(planned)),
             )  # fmt: skip
             _check_captured(self._captured, passes)
             self._captured.leaves(*example)
-            layers = self._captured.layer_names
-            check_cuts(planned.cuts or (), layers)
+            check_cuts(planned.cuts or (), self._captured.layer_names)
             infos = self._crew.infos
             used = infos if planned.plan is None else planned.plan.all_devices
-            precision = self._captured.precision
-            check_dtypes(precision, [infos[member] for member in used if member in infos])
+            members = [infos[member] for member in used if member in infos]
+            check_dtypes(self._captured.precision, members)
             planning = planning_for(
                 self._captured, self._crew, optimizer, mini_batch, progress, self._efforts.append
             )

@@ -116,8 +116,7 @@ class Planning:
             counts = [1]  # updates as soon as they can be
         if asked.cuts is None:
             return self._by_cost(asked, rule, policy, counts)
-        given = asked.microbatches and asked.schedule != "auto"
-        prices = self._stored if given and not asked.priced else self._profiled
+        prices = self._stored if asked.decided and not asked.priced else self._profiled
         tables = prices(counts[:1])
         if not tables:
             return self._unpriced(asked, rule, policy), None

@@ -124,9 +124,8 @@ class Stages:
         """The graphs for the sizes in use. Raises `HetpipeError`."""
         subject = self._subject
         loading = Loading(
-            subject.captured, plan, subject.optimizer,
-            {member: info.backend for member, info in self._crew.infos.items()},
-            subject.passes.recompute, Schedules(plan).halved, self._extras(plan),
+            subject.captured, plan, subject.optimizer, self._crew, subject.passes.recompute,
+            Schedules(plan).halved, self._extras(plan),
         )  # fmt: skip
         graphs = loading.graphs(self.sizes, self.evaluated)
         tied = {(owner, others): None for stage in graphs for _, owner, others in stage[0].tied}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from functools import cache
 from itertools import permutations
 from typing import Any
 
@@ -99,6 +100,7 @@ def _request(count: int, transfers: bool) -> StepRequest:
     )
 
 
+@cache
 def small_stages() -> list[StageGraphs]:
     """Stages as they are loaded to measure links and the fixed seconds of a pass."""
     counts = [nbytes // 4 for nbytes in NBYTES]

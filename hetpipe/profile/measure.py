@@ -16,11 +16,11 @@ from hetpipe.capture.program import PARAM, StageGraphs
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, TiedBytes
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import CostError
-from hetpipe.profile import cache, contention
+from hetpipe.profile import cache, contention, warm
 from hetpipe.profile.clock import Samples
 from hetpipe.profile.drift import drifts_since, probe_again, probes_of
 from hetpipe.profile.estimate import Series
-from hetpipe.profile.links import Links, measure_links, probe_stage, small_stages
+from hetpipe.profile.links import Links, measure_links, probe_stage
 from hetpipe.profile.patterns import Network
 from hetpipe.profile.probe import Probes
 from hetpipe.profile.profiler import RULES
@@ -63,9 +63,10 @@ def profile(
     tables = _as_now(tables, crew)
     if missing:
         say(f"compiling for micro-batches of {_listed(missing)}", 0, 2)
+        warm.begin(crew)
         stages: dict[str, list[StageGraphs]] = {}
         networks = _networks(captured, crew, optimizer, missing, stages)
-        rounds = Rounds(crew, networks, missing, small_stages())
+        rounds = Rounds(crew, networks, missing)
         say(f"profiling micro-batches of {_listed(missing)}", 0, 2)
         overheads_s = _empty_s(crew)
         with Probes(crew, list(crew.infos), _probes_of_any(tables)) as probes:
@@ -190,17 +191,23 @@ def _networks(
     """The network cut after every layer, in the operators of each backend, and the members that
     have it; its stages go into `stages`, by backend.
 
-    Backends that decompose the most come first: they are those that compile the longest.
+    Backends that compile ahead come first, and begin with the first size.
     """
     count = len(captured.layer_graph(sizes[0]).layers)
     members: dict[str, list[str]] = {}
     for member, info in crew.infos.items():
         members.setdefault(info.backend, []).append(member)
-    tables = {name: decompositions_of(name) for name in members}
-    for name in sorted(members, key=lambda name: -len(tables[name])):
-        stages[name] = captured.stage_graphs(
-            range(1, count), [tables[name]] * count, sizes, optimizer, extras=()
-        )
+
+    def traced(backend: str, sizes: Sequence[int]) -> list[StageGraphs]:
+        tables = [decompositions_of(backend)] * count
+        return captured.stage_graphs(range(1, count), tables, sizes, optimizer, extras=())
+
+    ahead = {name for name, own in members.items() if any(map(crew.compiles_ahead, own))}
+    for name in sorted(members, key=lambda name: name not in ahead):
+        if name in ahead and len(sizes) > 1:
+            patterns = Network.of(traced(name, sizes[:1])).patterns
+            crew.compile_ahead(dict.fromkeys(members[name], patterns))
+        stages[name] = traced(name, sizes)
         yield members[name], Network.of(stages[name])
 
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from hetpipe.capture.program import StageGraphs
 from hetpipe.cost.probe import Probe
 from hetpipe.crew.crew import Crew
 from hetpipe.profile import contention
@@ -58,7 +57,7 @@ class Rounds:
     """The measurement of a network.
 
     `networks` has it in the operators of each backend, with the members that have that backend. The
-    members of one compile it while the next one is made, and the `small` stages before.
+    members of one compile it while the next one is made.
     """
 
     def __init__(
@@ -66,13 +65,11 @@ class Rounds:
         crew: Crew,
         networks: Iterable[tuple[Sequence[str], Network]],
         sizes: Sequence[int],
-        small: Sequence[StageGraphs] = (),
     ) -> None:
         self._crew = crew
         self._sizes = list(sizes)
         self._begin_s = time.perf_counter()
         speeds = {member.id: member.speed for member in crew.cluster.members}
-        warm = crew.begin_each("hetpipe.profile.warm:warm_up", dict.fromkeys(speeds, (small,)))
         begun: list[Callable[[], dict[str, Prepared]]] = []
         network_of: dict[str, Network] = {}
         for members, network in networks:
@@ -81,7 +78,6 @@ class Rounds:
             network_of |= dict.fromkeys(members, network)
         self._members = [id for id in speeds if id in network_of]
         self._networks = {id: network_of[id] for id in self._members}
-        warm()
         self._prepared: dict[str, Prepared] = {}
         for results in begun:
             self._prepared |= results()

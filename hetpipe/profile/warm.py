@@ -1,23 +1,41 @@
 """Runs the small programs of a measurement once, so that what a runtime compiles for them is there.
 
-The workers do it while the controller traces the network (`hetpipe.profile.rounds`).
+The workers do it while the controller captures the model.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 from hetpipe.capture.program import StageGraphs
+from hetpipe.crew.workers import Workers
 from hetpipe.profile import probe
+from hetpipe.profile.links import small_stages
 from hetpipe.profile.patterns import Network
 from hetpipe.profile.profiler import Session, Taken
 from hetpipe.sdk.backend import Device
+from hetpipe.worker.ahead import compile_ahead
+
+_own = threading.local()
+"""Whether a worker is warm: all its calls come on one thread, and workers may share a process."""
+
+
+def begin(crew: Workers) -> None:
+    """Have all workers warm up, and go on meanwhile. A second time it does nothing."""
+    stages = small_stages()
+    arguments = {member.id: (stages,) for member in crew.cluster.members}
+    crew.begin_each("hetpipe.profile.warm:warm_up", arguments)
 
 
 def warm_up(device: Device, stages: Sequence[StageGraphs]) -> None:
     """Compile and run these stages, for one sample, and the probes."""
+    if getattr(_own, "warm", False):
+        return
+    compile_ahead(device, stages)
     for stage in stages:
         session = Session(device, Network.of([stage]), 1.0)
         session.walk(1, session.able, Taken())
     if probe.prepare(device, 1.0, None) is not None:
         probe.release(device)
+    _own.warm = True

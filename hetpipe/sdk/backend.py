@@ -123,6 +123,13 @@ class Device(ABC):
         """
         return [self.compile(graph) for graph in graphs]
 
+    def compile_ahead(self, graphs: Sequence[torch.fx.GraphModule]) -> None:  # noqa: B027
+        """Begin with the graphs that will be compiled soon, while others are being traced.
+
+        Called where `capabilities.compiles_ahead`. Override both where something is kept that makes
+        the later `compile_all` quick, such as built programs; errors are those of `compile`.
+        """
+
     @abstractmethod
     def upload(
         self,

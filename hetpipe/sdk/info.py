@@ -32,6 +32,8 @@ class Capabilities:
     """An emulator of other hardware: its times say nothing about that hardware."""
     reference: bool = False
     """A reference: correct, not fast."""
+    compiles_ahead: bool = False
+    """Whether `compile_ahead` makes a later compilation quick."""
     hidden_threads: bool = True
     """CPU-type device whose compute threads follow the worker's core affinity."""
 

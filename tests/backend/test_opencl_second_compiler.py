@@ -125,13 +125,18 @@ def test_both_compile_all(compiler: SecondCompiler) -> None:
 def test_little_is_compiled_by_one(
     compiler: SecondCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def never(*arguments: Any) -> None:
+        raise AssertionError("another process was started")
+
+    monkeypatch.setattr(SecondCompiler, "_compile_elsewhere", never)
+    few, alone = job(), job()
     monkeypatch.setattr(second_compiler, "WORTH_S", 1.0)
-    few = job()
-    assert compiler.compile([few]) == {}
+    assert set(compiler.compile([few])) == {(few.source, ())}
     monkeypatch.setattr(second_compiler, "WORTH_S", 0.0)
     monkeypatch.setattr(second_compiler, "_other_cores", lambda: None)
-    assert compiler.compile([few]) == {}
-    assert folders(few) == []
+    assert set(compiler.compile([alone])) == {(alone.source, ())}
+    assert len(folders(few)) == len(folders(alone)) == 2, "before their first launch"
+    assert compiler.compile([few, alone]) == {}, "all is known, so nothing is to do"
 
 
 @pytest.mark.parametrize("command", ["/bin/false", "/nowhere"])
@@ -179,4 +184,5 @@ def test_without_room_in_the_cache_the_runtime_goes_on(
     assert set(compiler.compile(jobs)) <= {(own.source, ())}
     assert len(folders(own)) == 2, "it is compiled, though nobody will remember"
     monkeypatch.setattr(second_compiler, "TemporaryDirectory", full)
-    assert compiler.compile([job()]) == {}
+    (other,) = jobs = [job()]
+    assert set(compiler.compile(jobs)) == {(other.source, ())}, "this process compiles all"

@@ -14,6 +14,7 @@ from hetpipe.backends.numpy import NumpyBackend, NumpyDevice
 
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Buffer
+from hetpipe.sdk.graph import graph_structure
 from hetpipe.sdk.info import DeviceInfo
 
 KINDS = ("good", "raise", "hang", "die", "shut")
@@ -82,3 +83,41 @@ def folder(device: Any) -> str:
 def nap(device: Any, seconds: float) -> None:
     """Do nothing for a while."""
     time.sleep(seconds)
+
+
+class EarlyBackend(NumpyBackend):
+    """A device that compiles ahead, and remembers what; without sines."""
+
+    name = "early"
+
+    def discover(self) -> list[DeviceInfo]:
+        (info,) = super().discover()
+        able = replace(info.capabilities, compiles_ahead=True)
+        return [replace(info, id="early:cpu:0", backend="early", capabilities=able)]
+
+    def open(self, info: DeviceInfo) -> NumpyDevice:
+        return EarlyDevice(info)
+
+
+class EarlyDevice(NumpyDevice):
+    def __init__(self, info: DeviceInfo) -> None:
+        super().__init__(info)
+        self.ahead: list[str] = []
+        self.compiled: list[str] = []
+
+    def supports(self, node: Any) -> str | None:
+        return "no sines here" if "sin" in str(node.target) else super().supports(node)
+
+    def compile_ahead(self, graphs: Any) -> None:
+        self.ahead += [repr(graph_structure(graph)) for graph in graphs]
+
+    def compile(self, graph: Any) -> Any:
+        self.compiled.append(repr(graph_structure(graph)))
+        return super().compile(graph)
+
+
+def forecasts(device: EarlyDevice) -> tuple[list[str], list[str]]:
+    """The graphs that were announced, and those that were compiled, since the last call."""
+    seen = device.ahead, device.compiled
+    device.ahead, device.compiled = [], []
+    return seen

@@ -1,0 +1,33 @@
+"""Compiles the programs of stages ahead: the worker's device begins while others are traced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hetpipe.capture.division import has_sums
+from hetpipe.capture.program import Program, StageGraphs
+from hetpipe.errors import UnsupportedOperatorError
+from hetpipe.sdk.backend import Device
+from hetpipe.sdk.graph import of_one_replica, require_support
+
+
+def compile_ahead(device: Device, stages: Sequence[StageGraphs]) -> None:
+    """Let the device begin with what it supports; whoever loads the rest refuses it."""
+    graphs = []
+    for stage in stages:
+        for program in _programs(stage):
+            if has_sums(program):  # its parts depend on the replicas
+                continue
+            graph = of_one_replica(program.graph)
+            try:
+                require_support(device, graph)
+            except UnsupportedOperatorError:
+                continue
+            graphs.append(graph)
+    device.compile_ahead(graphs)
+
+
+def _programs(stage: StageGraphs) -> list[Program]:
+    passes = [program for own in stage.passes.values() for program in own.programs]
+    extras = (stage.update, stage.predict, stage.norm)
+    return [*passes, *(p for p in extras if p is not None), *stage.evaluation.values()]
