@@ -8,7 +8,8 @@ the parameters, the store, and the micro-batch's frame) and files its outputs th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,8 +31,7 @@ CHECKED = (CUT, LOSS, TANGENT, GRAD, PARAM)
 """Roles of the outputs of passes and updates that `check_finite` checks."""
 
 
-@dataclass(frozen=True)
-class Pass:
+class Pass(NamedTuple):
     """One pass of a micro-batch of `samples`: a forward, a backward or half of one.
 
     `feed` are the leaves of the batch, `rng` (seed, step, index of the first sample); `lag` and
@@ -43,7 +43,7 @@ class Pass:
     op: Op
     microbatch: int
     samples: int
-    feed: Mapping[str, Array] = field(default_factory=dict)
+    feed: Mapping[str, Array] = MappingProxyType({})
     rng: tuple[int, int, int] = (0, 0, 0)
     lag: int = 0
     ahead: int = 0
