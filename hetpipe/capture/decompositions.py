@@ -32,6 +32,9 @@ def before_cut(sync_batch_norm: bool = False) -> dict[Any, Callable[..., Any]]:
         aten.lstm.input: _unmixed(partial(lstm, projected=_unrolled(unrolled[aten.lstm.input]))),
         aten.copy.default: copy,
         aten.as_strided.default: as_strided,
+        aten.adaptive_avg_pool1d.default: adaptive_avg_pool,
+        aten.adaptive_avg_pool2d.default: adaptive_avg_pool,
+        aten.adaptive_avg_pool3d.default: adaptive_avg_pool,
         **(synchronised if sync_batch_norm else {}),
         **{operator: _unmixed(_unrolled(unrolled[operator])) for operator in recurrent},
     }
@@ -55,6 +58,19 @@ def as_strided(
     for extent, step in zip(size, stride, strict=True):
         index = index.unsqueeze(-1) + torch.arange(extent) * step
     return x.reshape(-1).index_select(0, index.reshape(-1)).reshape(size)
+
+
+def adaptive_avg_pool(x: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    """`adaptive_avg_pool1d`, `2d` and `3d`, whatever the layout of `x`.
+
+    torch's own mean over everything takes `as_strided` of a tensor in channels-last order.
+    """
+    if all(extent == 1 for extent in size):
+        return x.mean([dim - len(size) for dim in range(len(size))], keepdim=True)
+    if len(size) == 1:
+        return aten._adaptive_avg_pool2d(x.unsqueeze(-2), [1, *size]).squeeze(-2)
+    pool = aten._adaptive_avg_pool2d if len(size) == 2 else aten._adaptive_avg_pool3d
+    return pool(x, list(size))
 
 
 def batch_norm(

@@ -50,6 +50,28 @@ class Residual(nn.Module):
         return self.head(F.adaptive_avg_pool2d(F.relu(x + y), 1).flatten(1))
 
 
+class ChannelsLast(nn.Module):
+    """It normalises channels last, so what it pools is not row-major."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4 * 7, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.stem(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        rows, space = y.flatten(2), y.unsqueeze(2)
+        pooled = [
+            F.adaptive_avg_pool2d(y, 1),
+            F.adaptive_avg_pool2d(y, (2, 1)),
+            F.adaptive_avg_pool1d(rows, 1),
+            F.adaptive_avg_pool1d(rows, 2),
+            F.adaptive_avg_pool3d(space, 1),
+        ]
+        return self.head(torch.cat([one.flatten(1) for one in pooled], 1))
+
+
 class TwoBranch(nn.Module):
     """The entry is read by the last layer (relayed unused) and by both branches (relayed, used)."""
 
@@ -238,6 +260,7 @@ def _labels(classes: int = 4) -> torch.Tensor:
 CASES: dict[str, Case] = {
     "mlp": Case(Mlp, F.mse_loss, lambda: (_vectors(6), _vectors(4))),
     "residual": Case(Residual, F.cross_entropy, lambda: (_vectors(3, 6, 6), _labels())),
+    "channels_last": Case(ChannelsLast, F.cross_entropy, lambda: (_vectors(3, 6, 6), _labels())),
     "two_branch": Case(TwoBranch, F.cross_entropy, lambda: (_vectors(6), _labels())),
     "tied": Case(Tied, F.cross_entropy, lambda: (_vectors(6), _labels())),
     "masked": Case(

@@ -47,6 +47,15 @@ def test_programs_equal_eager(name: str, stages: int, table: str) -> None:
     check(make(name), model, graphs, SIZES)
 
 
+def test_a_pool_of_another_layout_reads_no_strides() -> None:
+    """Only the trace of a whole stage would show them, after the profile of its layers."""
+    (stage,) = captured("channels_last").stage_graphs([], [TABLES["core"]], [8], None)
+    programs = stage.passes[8].programs
+    operators = {str(node.target) for program in programs for node in program.graph.graph.nodes}
+    assert "aten.mean.dim" in operators
+    assert not any("strided" in operator for operator in operators)
+
+
 @pytest.mark.parametrize("name", ["residual", "two_branch", "masked", "tied", "repeated"])
 def test_a_stage_per_layer(name: str) -> None:
     model = captured(name)
