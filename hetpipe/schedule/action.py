@@ -81,6 +81,21 @@ class Message(NamedTuple):
     number: int  # micro-batch, or mini-batch; 0 for G and P
 
 
+_ENDS: dict[Op, tuple[str, int | None, int | None]] = {
+    Op.SEND_FORWARD: ("F", 0, 1),
+    Op.RECV_FORWARD: ("F", -1, 0),
+    Op.SEND_BACKWARD: ("B", 0, -1),
+    Op.RECV_BACKWARD: ("B", 1, 0),
+    Op.SEND_TIED_GRAD: ("G", 0, None),
+    Op.RECV_TIED_GRAD: ("G", None, 0),
+    Op.SEND_TIED_PARAM: ("P", 0, None),
+    Op.RECV_TIED_PARAM: ("P", None, 0),
+    **{op: (op[1], 0, 0) for op in Op if len(op) == 2 and op[1] in "AKV"},
+}
+"""The kind of an action's message, its source and its target: as steps from the action's stage, or
+None for the stage that the action's number says."""
+
+
 @dataclass(frozen=True, order=True)
 class Action:
     """Stage `stage` does `op` with micro-batch (or peer stage) `number`."""
@@ -96,18 +111,15 @@ class Action:
     @property
     def message(self) -> Message | None:
         """The message that the action sends or receives; None if it does neither."""
-        if len(self.op) == 1:
+        ends = _ENDS.get(self.op)
+        if ends is None:
             return None
-        kind = self.op[1]
-        if kind in "GP":
-            peer, number = self.number, 0
-        elif kind in "AKV":
-            peer, number = self.stage, self.number
-        else:
-            ahead = self.op in (Op.SEND_FORWARD, Op.RECV_BACKWARD)
-            peer, number = self.stage + (1 if ahead else -1), self.number
-        ends = (self.stage, peer) if self.op.is_send else (peer, self.stage)
-        return Message(*ends, kind, number)
+        kind, source, target = ends
+        if source is None:
+            return Message(self.number, self.stage, kind, 0)
+        if target is None:
+            return Message(self.stage, self.number, kind, 0)
+        return Message(self.stage + source, self.stage + target, kind, self.number)
 
     @staticmethod
     def parse(text: str) -> Action:
