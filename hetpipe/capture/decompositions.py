@@ -68,9 +68,10 @@ def adaptive_avg_pool(x: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
     if all(extent == 1 for extent in size):
         return x.mean([dim - len(size) for dim in range(len(size))], keepdim=True)
     if len(size) == 1:
-        return aten._adaptive_avg_pool2d(x.unsqueeze(-2), [1, *size]).squeeze(-2)
+        return adaptive_avg_pool(x.unsqueeze(-2), [1, *size]).squeeze(-2)
     pool = aten._adaptive_avg_pool2d if len(size) == 2 else aten._adaptive_avg_pool3d
-    return pool(x, list(size))
+    pooled: torch.Tensor = pool(x, list(size))
+    return pooled
 
 
 def batch_norm(
