@@ -20,6 +20,7 @@ from hetpipe.schedule.requirements import (
     needed_by,
     required_of,
 )
+from hetpipe.schedule.tables import is_valid
 from hetpipe.schedule.turns import places, round_of
 
 
@@ -36,6 +37,8 @@ def validate(
     may wait for their backward, and `replicas` those of each stage if they take turns and have a
     row each. Raises `ScheduleError`.
     """
+    if mini_batches == 1 and not replicas and is_valid(schedule, microbatches, in_flight):
+        return
     laned = laned_stages(schedule)
     rows = places(replicas)
     stages = _check_stages(schedule, laned, rows)

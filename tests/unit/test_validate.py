@@ -7,8 +7,10 @@ from graphlib import CycleError, TopologicalSorter
 import pytest
 
 from hetpipe.errors import ScheduleError
+from hetpipe.schedule import validate as validator
 from hetpipe.schedule.action import Action
-from hetpipe.schedule.generators import generate
+from hetpipe.schedule.generators import generate, max_in_flight
+from hetpipe.schedule.tables import is_valid
 from hetpipe.schedule.validate import validate
 
 
@@ -207,4 +209,43 @@ def test_swapped_actions_are_refused_where_they_must_be(name, stages, microbatch
                 assert accepted == judge(mutant, complete), (str(row[i]), str(row[j]))
                 verdicts[accepted] += 1
     assert verdicts[True] > 0  # a send may move behind a receive
+    assert verdicts[False] > verdicts[True]
+
+
+def mutants(valid):
+    """Schedules with two actions of a row swapped, or one dropped, repeated or moved elsewhere."""
+    for worker, row in enumerate(valid):
+        changes = [row[:i] + row[i + 1 :] for i in range(len(row))]
+        changes += [row[: i + 1] + row[i:] for i in range(len(row))]
+        changes += [
+            (*row[:i], row[j], *row[i + 1 : j], row[i], *row[j + 1 :])
+            for j in range(len(row))
+            for i in range(j)
+        ]
+        for changed in changes:
+            yield (*valid[:worker], changed, *valid[worker + 1 :])
+        for i, action in enumerate(row):
+            rest = [list(own) for own in valid]
+            del rest[worker][i]
+            rest[(worker + 1) % len(rest)].append(action)
+            yield tuple(map(tuple, rest))
+
+
+@pytest.mark.parametrize(("name", "stages", "microbatches", "options"), CASES)
+def test_tables_accept_what_the_validator_accepts(name, stages, microbatches, options, monkeypatch):
+    valid = generate(name, stages, microbatches, **options)
+    plain = name != "fbp" and "tied" not in options
+    monkeypatch.setattr(validator, "is_valid", lambda *arguments: False)
+    verdicts = Counter()
+    shallow = [max(1, depth - 1) for depth in max_in_flight(valid)]
+    for mutant in (valid, *mutants(valid)):
+        for bound in (None, shallow):
+            try:
+                validate(mutant, microbatches, bound)
+                accepted = True
+            except ScheduleError:
+                accepted = False
+            verdicts[accepted] += 1
+            assert is_valid(mutant, microbatches, bound) == (accepted and plain), mutant
+    assert verdicts[True] > 1
     assert verdicts[False] > verdicts[True]
