@@ -10,6 +10,8 @@ The rules are the engine's:
 - A worker does one sum over replicas at a time, beside the passes that follow. An update waits for
   the sums. Where replicas have a row each, a sum begins when all of them have come to it.
 - A replica that sends a gradient to all the others uses an edge of its own to each of them.
+
+Plain schedules need no clock (`hetpipe.simulate.walk`).
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
+from operator import itemgetter
 
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import AFTER_SUMS, Action, Message, Op, Schedule
 from hetpipe.schedule.lanes import row_names, row_workers
 from hetpipe.simulate.timeline import Span, Timeline
 from hetpipe.simulate.times import StageTimes
+from hetpipe.simulate.walk import walk
 
 ARRIVAL, RESUME = 0, 1  # at one instant messages arrive before workers look for them
 
@@ -162,7 +166,7 @@ class _Run:
         self.times = times
         self.clock = _Clock()
         self.arrived: set[tuple[Message, int]] = set()  # with the lane that receives it
-        self.spans: list[tuple[int, Action, float, float]] = []
+        self.spans: list[Span] = []
         self._workers = row_workers(schedule)
         cells = [(index, action) for index, row in enumerate(schedule) for action in row]
         self._targets: dict[Message, list[int]] = defaultdict(list)  # the lanes that receive it
@@ -182,7 +186,7 @@ class _Run:
             self.clock.at(0.0, RESUME, lane.resume)
 
     def record(self, lane: int, action: Action, start_s: float, end_s: float) -> None:
-        self.spans.append((lane, action, start_s, end_s))
+        self.spans.append(Span(lane, action, start_s, end_s))
 
     def gather(self, lane: _Lane, action: Action) -> None:
         """A lane has come to a sum; the last begins it."""
@@ -249,15 +253,16 @@ def simulate(
             f"{len(times.forward_s)} stages and names for {len(workers) or count} workers"
         )
     names = row_names(schedule, workers)
+    spans = walk(schedule, times) or _by_clock(schedule, times, names)
+    spans.sort(key=itemgetter(2, 3, 0))
+    return Timeline(names, tuple(spans), label, times.step_overhead_s)
+
+
+def _by_clock(schedule: Schedule, times: StageTimes, names: Sequence[str]) -> list[Span]:
+    """The spans of any schedule. Raises `ScheduleError` for a deadlock."""
     run = _Run(schedule, times)
     run.clock.run()
     for lane in run.lanes:
         if lane.current is not None:
             raise ScheduleError(f"{names[lane.index]} waits for ever in {lane.current}")
-    spans = sorted(run.spans, key=lambda span: (span[2], span[3], span[0]))
-    return Timeline(
-        names,
-        tuple(Span(*span) for span in spans),
-        label,
-        times.step_overhead_s,
-    )
+    return run.spans

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from hetpipe.errors import ScheduleError
 from hetpipe.records import Count, Number, Parsed, Source
@@ -13,8 +13,7 @@ from hetpipe.schedule.action import Action
 VERSION = 1
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """One action on one worker; seconds since the step began."""
 
     worker: int

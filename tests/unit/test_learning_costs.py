@@ -50,7 +50,7 @@ def disturbed(timeline: Timeline, op: Op, seconds: float) -> Timeline:
     """The first pass of that kind on stage 0 takes so long."""
     spans = list(timeline.spans)
     at = next(n for n, s in enumerate(spans) if s.action.op is op and s.action.stage == 0)
-    spans[at] = replace(spans[at], end_s=spans[at].start_s + seconds)
+    spans[at] = spans[at]._replace(end_s=spans[at].start_s + seconds)
     return replace(timeline, spans=tuple(spans))
 
 

@@ -1,4 +1,4 @@
-"""The length of a step in one pass equals the simulator's, bit for bit."""
+"""What is computed in one pass equals what the simulator's clock says, bit for bit."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import pytest
 
 from hetpipe.schedule.generators import generate, max_in_flight
 from hetpipe.schedule.rule import rule_of
+from hetpipe.simulate import simulator
 from hetpipe.simulate.quick import order_of
 from hetpipe.simulate.simulator import simulate
 from hetpipe.simulate.times import StageTimes, Transfer
+from hetpipe.simulate.walk import walk
 
 STRAIGHT = ["naive", "gpipe", "1f1b", "1f1b-sno", "1f1b-so", "zb-h1"]
 SEVERAL = ["interleaved", "zb-v"]
@@ -58,3 +60,31 @@ def test_the_same_as_the_simulator(name: str) -> None:
 @pytest.mark.parametrize("name", ["fbp", "pipedream"])
 def test_lanes_and_streams_are_left_to_the_simulator(name: str) -> None:
     assert order_of(rule_of(name), 2, 4, (4, 2), 2) is None
+
+
+@pytest.mark.parametrize("name", [*STRAIGHT, *SEVERAL, "pipedream"])
+def test_a_walk_gives_the_spans_of_the_clock(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(name)
+    for _ in range(20):
+        workers = rng.randint(1, 4)
+        stages = 2 * workers if name in SEVERAL else workers
+        tied = [(0, [stages - 1])] if stages > 1 and name != "pipedream" else []
+        schedule = generate(
+            name, stages, workers * rng.randint(1, 4), workers=workers, tied=tied,
+            mini_batches=3 if name == "pipedream" else 1,
+        )  # fmt: skip
+        times = random_times(rng, stages, ((0, stages - 1),))
+        assert walk(schedule, times) is not None
+        walked = simulate(schedule, times)
+        with monkeypatch.context() as patched:
+            patched.setattr(simulator, "walk", lambda *arguments: None)
+            assert walked == simulate(schedule, times)
+
+
+def test_what_needs_the_clock_is_not_walked() -> None:
+    halves = StageTimes((1.0, 1.0), (2.0, 2.0), chunks=(2, 1))
+    whole = StageTimes((1.0, 1.0), (2.0, 2.0))
+    assert walk(generate("1f1b", 2, 2), halves) is None
+    assert walk(generate("fbp", 2, 4), whole) is None
+    assert walk(generate("1f1b", 2, 2, replicas=[2, 1]), whole) is None
+    assert walk(generate("pipedream", 2, 1, mini_batches=4, replicas=[2, 1]), whole) is None
