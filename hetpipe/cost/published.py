@@ -1,0 +1,269 @@
+"""Published profiles: PipeDream's `graph.txt`, which DAPPLE's profiles follow. It needs no torch.
+
+A node is a line `name -- description -- forward_compute_time=ms, backward_compute_time=ms,
+activation_size=bytes, parameter_size=bytes`; an edge is an indented line `name -- name`. Several
+outputs are written `[bytes; bytes]`, and their sum counts. Times are those of one mini-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from heapq import heapify, heappop, heappush
+from pathlib import Path
+
+from hetpipe.errors import CostError
+from hetpipe.files import write_beside
+
+SEPARATOR = " -- "
+FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
+MOST = 1e18  # milliseconds or bytes: no profile comes near it
+
+Edge = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class ProfileNode:
+    """One operator, with its costs for one mini-batch. Raises `CostError` for impossible ones."""
+
+    name: str
+    description: str
+    forward_s: float
+    backward_s: float
+    activation_nbytes: int
+    params_nbytes: int
+
+    def __post_init__(self) -> None:
+        if not self.name or any(letter.isspace() for letter in self.name):
+            raise CostError(f"a node is named {self.name!r}; give it a name without spaces")
+        if {"\n", "\r"} & set(self.description):
+            raise CostError(f"the description of {self.name} has several lines; write it in one")
+        for field in ("forward_s", "backward_s", "activation_nbytes", "params_nbytes"):
+            value = getattr(self, field)
+            if not 0 <= value < math.inf:  # not a number is not, either
+                raise CostError(f"{field} of {self.name} is {value}; give a finite one from 0")
+
+
+@dataclass(frozen=True)
+class ChainCosts:
+    """The costs of a chain of layers, one entry a layer, for one mini-batch.
+
+    `cut_nbytes[i]` crosses a cut after layer i: the activations of layers up to i that a later
+    layer reads, each counted once. The last entry is 0. Raises `CostError` for unequal lengths.
+    """
+
+    names: tuple[str, ...]
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    activation_nbytes: tuple[int, ...]
+    params_nbytes: tuple[int, ...]
+    cut_nbytes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name, values in vars(self).items():
+            if len(values) != len(self.names):
+                raise CostError(
+                    f"{name} has {len(values)} entries, the chain {len(self.names)} layers: "
+                    "give one each"
+                )
+
+
+@dataclass(frozen=True)
+class ProfileGraph:
+    """The nodes of a profile in file order, and its edges from writer to reader."""
+
+    nodes: tuple[ProfileNode, ...]
+    edges: tuple[Edge, ...]
+
+    def without_inputs(self) -> ProfileGraph:
+        """The graph without Input nodes, whose forward is the loading of data."""
+        nodes = tuple(node for node in self.nodes if not node.description.startswith("Input"))
+        names = {node.name for node in nodes}
+        return ProfileGraph(nodes, tuple(edge for edge in self.edges if names.issuperset(edge)))
+
+    def order(self) -> tuple[ProfileNode, ...]:
+        """The nodes, writers before readers; of the free ones the first in the file comes first.
+
+        Raises `CostError` for a circle.
+        """
+        if circle := self.circle():
+            raise CostError(f"the edges go in a circle, {_names(circle)}; remove one of them")
+        return self._ordered()
+
+    def circle(self) -> tuple[Edge, ...]:
+        """The edges of one circle, in its order; none if there is none."""
+        ordered = {node.name for node in self._ordered()}
+        rest = [node.name for node in self.nodes if node.name not in ordered]
+        if not rest:
+            return ()
+        into = {edge[1]: edge for edge in self.edges if edge[0] not in ordered}
+        backwards = [into[rest[0]]]
+        while (edge := into[backwards[-1][0]]) not in backwards:
+            backwards.append(edge)
+        return tuple(backwards[backwards.index(edge) :][::-1])
+
+    def chain(self) -> ChainCosts:
+        """The costs of the layers in the order of `order`. Raises `CostError` for a circle."""
+        layers = self.order()
+        places = {layer.name: place for place, layer in enumerate(layers)}
+        last_reader = dict.fromkeys(places, 0)
+        for writer, reader in self.edges:
+            last_reader[writer] = max(last_reader[writer], places[reader])
+        cut_nbytes = [0] * len(layers)
+        for place, layer in enumerate(layers):
+            for cut in range(place, last_reader[layer.name]):
+                cut_nbytes[cut] += layer.activation_nbytes
+        return ChainCosts(
+            names=tuple(layer.name for layer in layers),
+            forward_s=tuple(layer.forward_s for layer in layers),
+            backward_s=tuple(layer.backward_s for layer in layers),
+            activation_nbytes=tuple(layer.activation_nbytes for layer in layers),
+            params_nbytes=tuple(layer.params_nbytes for layer in layers),
+            cut_nbytes=tuple(cut_nbytes),
+        )
+
+    def _ordered(self) -> tuple[ProfileNode, ...]:
+        """The nodes in order, without those of a circle and those behind it."""
+        places = {node.name: place for place, node in enumerate(self.nodes)}
+        readers: dict[str, list[str]] = {name: [] for name in places}
+        writers = dict.fromkeys(places, 0)
+        for writer, reader in self.edges:
+            readers[writer].append(reader)
+            writers[reader] += 1
+        free = [place for name, place in places.items() if not writers[name]]
+        heapify(free)
+        ordered = []
+        while free:
+            node = self.nodes[heappop(free)]
+            ordered.append(node)
+            for reader in readers[node.name]:
+                writers[reader] -= 1
+                if not writers[reader]:
+                    heappush(free, places[reader])
+        return tuple(ordered)
+
+
+def read_profile(path: Path) -> ProfileGraph:
+    """The profile in a file.
+
+    Raises `CostError` if it cannot be read, or for a line that is wrong, with file and line.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CostError(f"cannot read the profile {path}: {error}; give a graph.txt") from error
+    node_lines: dict[str, int] = {}
+    edge_lines: dict[Edge, int] = {}
+    nodes: list[ProfileNode] = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            if line[0].isspace():
+                edge_lines.setdefault(_edge(line), number)
+                continue
+            node = _node(line)
+            if node.name in node_lines:
+                raise CostError(
+                    f"{node.name} is there twice, first in line {node_lines[node.name]}; "
+                    "give each node its own name"
+                )
+        except CostError as error:
+            raise CostError(f"{path}:{number}: {error}") from error
+        node_lines[node.name] = number
+        nodes.append(node)
+    if not nodes:
+        raise CostError(f"{path}:1: the profile has no nodes; give one with a layer or more")
+    for edge, number in edge_lines.items():
+        if unknown := [name for name in edge if name not in node_lines]:
+            why = f"the edge names {unknown[0]!r}, which is no node; name one of the file's"
+            raise CostError(f"{path}:{number}: {why}")
+    graph = ProfileGraph(tuple(nodes), tuple(edge_lines))
+    if circle := graph.circle():
+        number = max(edge_lines[edge] for edge in circle)
+        raise CostError(f"{path}:{number}: the edge closes a circle, {_names(circle)}; remove it")
+    return graph
+
+
+def write_profile(profile: ProfileGraph, path: Path) -> None:
+    """Write a profile that `read_profile` reads as an equal one. Raises `HetpipeError`."""
+    lines = []
+    for node in profile.nodes:
+        values = (
+            _milliseconds(node.forward_s),
+            _milliseconds(node.backward_s),
+            str(node.activation_nbytes),
+            str(node.params_nbytes),
+        )
+        costs = ", ".join(f"{key}={value}" for key, value in zip(FIELDS, values, strict=True))
+        lines.append(SEPARATOR.join((node.name, node.description, costs)))
+    lines += ["\t" + SEPARATOR.join(edge) for edge in profile.edges]
+    text = "\n".join(lines) + "\n"
+    write_beside(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+
+
+def _edge(line: str) -> Edge:
+    names = tuple(line.strip().split(SEPARATOR))
+    if len(names) != 2:
+        raise CostError(f"an edge has {len(names)} names; write two as `node1{SEPARATOR}node2`")
+    return names[0], names[1]
+
+
+def _node(line: str) -> ProfileNode:
+    name, _, rest = line.partition(SEPARATOR)
+    description, separator, costs = rest.rpartition(SEPARATOR)
+    if not separator:
+        why = "a node lacks one of its parts; write"
+        raise CostError(f"{why} `name{SEPARATOR}description{SEPARATOR}costs`")
+    values = dict(_item(item) for item in costs.split(","))
+    forward_ms, backward_ms, activation_nbytes, params_nbytes = (
+        _number(values, field) for field in FIELDS
+    )
+    return ProfileNode(
+        name,
+        description,
+        float(forward_ms.scaleb(-3)),
+        float(backward_ms.scaleb(-3)),
+        _whole("activation_size", activation_nbytes),
+        _whole("parameter_size", params_nbytes),
+    )
+
+
+def _names(circle: Sequence[Edge]) -> str:
+    return " -> ".join((circle[0][0], *(reader for _, reader in circle)))
+
+
+def _item(item: str) -> tuple[str, str]:
+    key, _, value = item.partition("=")
+    return key.strip(), value.strip()
+
+
+def _number(values: Mapping[str, str], field: str) -> Decimal:
+    """The field's number, or the sum of `[a; b]`."""
+    if field not in values:
+        raise CostError(f"{field} is missing; give all of {', '.join(FIELDS)}")
+    text = values[field]
+    parts = text[1:-1].split(";") if text.startswith("[") and text.endswith("]") else [text]
+    total = Decimal(0)
+    for part in parts:
+        try:
+            number = Decimal(part.strip())
+        except InvalidOperation as error:
+            raise CostError(f"{field} is {text!r}; give a number") from error
+        if not number.is_finite() or not 0 <= number <= MOST:
+            raise CostError(f"{field} is {text}; give a number from 0 to {MOST:g}")
+        total += number
+    return total
+
+
+def _whole(field: str, number: Decimal) -> int:
+    if number != number.to_integral_value():
+        raise CostError(f"{field} is {number}; give whole bytes")
+    return int(number)
+
+
+def _milliseconds(time_s: float) -> str:
+    """Decimal digits that lose nothing: the reader gets the same float back."""
+    return format(Decimal(repr(float(time_s))).scaleb(3), "f")
