@@ -6,7 +6,21 @@ from typing import Annotated
 
 import typer
 
-from hetpipe.cli import bench, devices, doctor, matmul, papers, plan, profile, train
+from hetpipe.cli import (
+    bench,
+    boards,
+    capacity,
+    compare,
+    devices,
+    doctor,
+    matmul,
+    papers,
+    plan,
+    profile,
+    simulate,
+    train,
+    whatif,
+)
 
 app = typer.Typer(
     help="Train one PyTorch model across every accelerator in the room, whoever made it.",
@@ -15,7 +29,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for module in (doctor, devices, profile, plan, train, bench, matmul):
+COMMANDS = (
+    doctor, devices, boards, profile, plan, simulate, compare, whatif, capacity, train, bench,
+    matmul,
+)  # fmt: skip
+for module in COMMANDS:
     app.command(name=module.__name__.rpartition(".")[2])(module.command)
 app.add_typer(papers.app, name="papers")
 

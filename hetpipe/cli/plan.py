@@ -1,13 +1,17 @@
-"""`hetpipe plan MODEL`: the stages, their devices, and the predicted time of a step."""
+"""`hetpipe plan`: the stages, their devices, and the predicted time of a step.
+
+Costs are measured on attached devices, or read from a file; a cluster with boards, a published
+profile or a planner by name makes it a study (`hetpipe.study`).
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hetpipe.cli.check import check_devices, read_options
+from hetpipe.cli.check import check_devices, check_picture, read_options
 from hetpipe.cli.options import (
     BackendsOption,
     ClusterOption,
@@ -15,8 +19,6 @@ from hetpipe.cli.options import (
     DevicesOption,
     JsonOption,
     MicrobatchesOption,
-    MiniBatchOption,
-    ModelArgument,
     ReplicasOption,
     ScheduleOption,
     SpeedOption,
@@ -26,22 +28,41 @@ from hetpipe.cli.options import (
 )
 from hetpipe.cli.output import Output
 from hetpipe.cli.progress import progress_bar
+from hetpipe.cli.study import (
+    GlobalBatchOption,
+    MaybeModelArgument,
+    PictureOption,
+    PlannerOption,
+    ProfiledOnOption,
+    ProfileOption,
+    RecomputeOption,
+    SamplesOption,
+    TraceOption,
+    draw,
+    subject_from,
+)
 from hetpipe.errors import PlanError
 
 if TYPE_CHECKING:
+    from hetpipe.cluster import Cluster
     from hetpipe.cost.table import CostTable
     from hetpipe.pipeline.options import PlanOptions
     from hetpipe.plan.plan import Plan
+    from hetpipe.study.subject import Subject
 
 
 def command(
-    model: ModelArgument,
+    model: MaybeModelArgument = None,
+    profile: ProfileOption = None,
+    samples: SamplesOption = None,
+    profiled_on: ProfiledOnOption = "v100-pcie-16",
+    planner: PlannerOption = None,
     cluster: ClusterOption = None,
     devices: DevicesOption = None,
     backends: BackendsOption = None,
     emulate_speed: SpeedOption = None,
     microbatches: MicrobatchesOption = None,
-    mini_batch: MiniBatchOption = None,
+    mini_batch: GlobalBatchOption = None,
     schedule: ScheduleOption = "auto",
     weights: WeightsOption = "auto",
     cuts: CutsOption = None,
@@ -58,16 +79,31 @@ def command(
         Path | None,
         typer.Option("--out", metavar="FILE", help="Keep plan and costs for `train`."),
     ] = None,
+    recompute: RecomputeOption = False,
+    picture: PictureOption = None,
+    trace: TraceOption = None,
     json: JsonOption = None,
 ) -> None:
     """Plan a model on the cluster: the layers of each device, and the predicted cost."""
     from hetpipe.plan.file import write_plan
+    from hetpipe.plan.pricing import predict
     from hetpipe.zoo.load import check_name
 
     output = Output(json)
+    check_picture(picture)
     asked = read_options(schedule, weights, cuts, replicas, microbatches, mini_batch)
-    check_name(model)
-    if costs is None:
+    if model is not None:
+        check_name(model)
+    members = make_cluster(cluster, None, None, emulate_speed) if cluster else None
+    if profile or planner or recompute or (members is not None and members.described):
+        if costs is not None:
+            raise PlanError(f"--costs {costs} is for a plan of its own devices: leave it out")
+        members = members or make_cluster(None, devices, backends, emulate_speed)
+        subject = subject_from(model, profile, samples, profiled_on, mini_batch)
+        chosen = _studied(subject, members, planner or "auto", asked, recompute)
+    elif model is None:
+        raise PlanError("no model: give MODEL, or --profile FILE")
+    elif costs is None:
         chosen = _measured(model, (cluster, devices, backends, emulate_speed), mini_batch, asked)
     else:
         options = {"--cluster": cluster, "--backends": backends, "--emulate-speed": emulate_speed}
@@ -79,7 +115,45 @@ def command(
     if out is not None:
         write_plan(out, best, table)
         output.text(f"written to {out}")
-    output.finish(best.to_json())
+    if picture or trace:
+        for path in draw([predict(best, table)], picture, trace, f"{best.model}, {best.origin}"):
+            output.text(f"written to {path}")
+    output.finish(summary(best))
+
+
+def summary(plan: Plan) -> dict[str, Any]:
+    """The plan's JSON, with its first and last layers and its figures by plain names."""
+    data = plan.to_json()
+    for stage in data["stages"]:
+        stage["layers"] = [stage["lo"], stage["hi"] - 1]
+    return data | {
+        "planner": plan.origin,
+        "predicted_step_s": plan.step_s,
+        "peak_nbytes": max(stage.memory_nbytes for stage in plan.stages),
+    }
+
+
+def _studied(
+    subject: Subject, members: Cluster, planner: str, asked: PlanOptions, recompute: bool
+) -> tuple[Plan, CostTable]:
+    """The plan of a planner by name. Raises `PlanError` for options that it would choose itself."""
+    from hetpipe.plan.proposal import PlannerOptions
+    from hetpipe.study.planning import plan
+
+    if asked.cuts or asked.replicas:
+        raise PlanError(
+            f"the planner {planner} chooses cuts and replicas: leave out --cuts and --replicas"
+        )
+    options = PlannerOptions(
+        subject.mini_batch,
+        () if asked.microbatches is None else (asked.microbatches,),
+        () if asked.schedule == "auto" else (asked.schedule,),
+        asked.weights,
+        recompute=recompute,
+    )
+    with progress_bar() as progress:
+        progress("planning", 0, 1)
+        return plan(subject, members, options, planner)
 
 
 def _measured(

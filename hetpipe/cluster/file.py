@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from hetpipe.cluster import cluster
-from hetpipe.cluster.cluster import Cluster, Link, Member
+from hetpipe.cluster.cluster import Cluster, Link, Member, choices
+from hetpipe.cluster.topology import DUPLEXES, SHAPES, Server, Topology
 from hetpipe.cluster.transports import TRANSPORTS
-from hetpipe.errors import ClusterError
+from hetpipe.errors import ClusterError, CostError
 from hetpipe.records import (
     Count,
     Entries,
@@ -20,32 +23,48 @@ from hetpipe.records import (
     Number,
     OneOf,
     Parsed,
-    Place,
     Source,
+    Whole,
     read_text,
     short,
 )
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from hetpipe.toml import Lines, parse_toml
 
 PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
             "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}  # fmt: skip
 NUMBER = r"([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*"
 MOST_S = 1e9
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+MOST_DEVICES = 100_000
+USUAL_BPS = (1e6, 25e9)
+"""Networks between servers are quicker than the first and slower than the second."""
 
-
+_TOPOLOGY = {
+    "": 'write { shape = "switch", bandwidth = "25 Gb/s" }',
+    ".bandwidth": 'write bandwidth = "25 Gb/s"',
+    ".latency": 'write latency = "5 us"',
+    ".all_reduce": 'write all_reduce = "50 GB/s"',
+}
 CURES = {
     "device": "write each as a [[device]] table",
-    "device.device": 'write device = "backend:name:index"',
+    "device.count": "write how many there are: count = 8",
     "device.cores": "write whole numbers: cores = [0, 1]",
     "device.speed": "write a number above 0, at most 1",
+    "server": "write each as a [[server]] table",
+    "server.name": 'write name = "a"',
+    "server.count": "write how many there are: count = 2",
+    **{
+        f"{place}{key}": _TOPOLOGY[key]
+        for place in ("server.inside", "network")
+        for key in _TOPOLOGY
+    },
     "link": "write each as a [[link]] table",
     "link.between": 'write between = ["one", "other"]',
 }
+
+
+class BandwidthWarning(UserWarning):
+    """A bandwidth is possible, but bits were written as bytes, perhaps."""
 
 
 def parse_bandwidth(text: str) -> float:
@@ -86,14 +105,55 @@ def parse_link(text: str) -> Link:
     return Link(parse_time(latency), parse_bandwidth(bandwidth))
 
 
+Many = Annotated[int | None, Whole(1, MOST_DEVICES)]
+
+
 @dataclass(frozen=True)
 class _Device:
     """A [[device]] table."""
 
-    device: Name
-    id: Name = ""  # empty: the device's id
+    device: Name = ""
+    board: Name = ""
+    id: Name = ""  # empty: the device's id, or the board's with a number
+    count: Many = None  # None: one, under the id itself
+    server: Name = ""
     cores: tuple[Count, ...] = ()
     speed: Annotated[float, Number(0.0, 1.0, above=True)] = 1.0
+
+
+@dataclass(frozen=True)
+class _Topology:
+    """A [network] table, or a server's `inside`."""
+
+    bandwidth: Annotated[float, Parsed(parse_bandwidth)]
+    latency: Annotated[float, Parsed(parse_time)] = 0.0
+    shape: Annotated[str, OneOf(SHAPES)] = SHAPES[0]
+    duplex: Annotated[str, OneOf(DUPLEXES)] = DUPLEXES[0]
+    all_reduce: Annotated[float | None, Parsed(parse_bandwidth)] = None
+
+    def topology(self) -> Topology | None:
+        if self is _ABSENT:
+            return None
+        return Topology(self.latency, self.bandwidth, self.shape, self.duplex, self.all_reduce)
+
+
+_ABSENT = _Topology(0.0)
+
+
+@dataclass(frozen=True)
+class _Server:
+    """A [[server]] table."""
+
+    name: Name
+    count: Many = None  # None: one, under the name itself
+    inside: _Topology = _ABSENT
+
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """The names of the servers."""
+        if self.count is None:
+            return (self.name,)
+        return tuple(f"{self.name}.{copy}" for copy in range(self.count))
 
 
 @dataclass(frozen=True)
@@ -112,55 +172,145 @@ class _Tables:
     transport: Annotated[str, OneOf(TRANSPORTS)] = "auto"
     device: tuple[_Device, ...] = ()
     link: tuple[_Link, ...] = ()
+    server: tuple[_Server, ...] = ()
+    network: _Topology = _ABSENT
 
 
 def load(path: Path) -> Cluster:
-    """Read and check a cluster file. Raises `ClusterError` as `file:line: place and fault`."""
+    """Read and check a cluster file. Raises `ClusterError` as `file:line: place and fault`.
+
+    Warns with a `BandwidthWarning` of a network that hardly exists.
+    """
     text = read_text(path, ClusterError)
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        line = re.search(r"line (\d+)", str(error))
-        raise ClusterError(f"{path}:{line[1] if line else 1}: {error}") from error
-    except ValueError as error:  # a whole number too long for Python
-        raise ClusterError(f"{path}:1: {error}") from error
-    except RecursionError as error:
-        raise ClusterError(f"{path}:1: values are nested too deeply; make it flat") from error
-    lines = _Lines(text)
+    data = parse_toml(text, path, ClusterError)
+    lines = Lines(text)
     source = Source("the cluster", ClusterError, lambda at: f"{path}:{lines.at(at)}", CURES)
     tables = source.record(_Tables, data)
-    ids = [table.id or table.device for table in tables.device]
-    _check_devices(tables, ids, source)
-    links = _links(tables, ids, source)
-    members = tuple(
-        Member(id, table.device, table.cores, table.speed)
-        for id, table in zip(ids, tables.device, strict=True)
-    )
-    places = {id: f"{path}:{lines.at(('device', index, 'device'))}" for index, id in enumerate(ids)}
-    return Cluster(members, links, tables.transport, places)
+    servers = _servers(tables, source)
+    _check_devices(tables, source)
+    members: dict[str, Member] = {}
+    places: dict[str, str] = {}
+    for index, member in _members(tables):
+        table = tables.device[index]
+        key = "board" if table.board else "device"
+        if member.id in members:
+            why = f"is {short(member.id)}: two devices have the id, and ids are unique"
+            raise source.fault(("device", index, "id" if table.id else key), why)
+        members[member.id] = member
+        places[member.id] = f"{path}:{lines.at(('device', index, key))}"
+    links, network = _links(tables, members, source), tables.network.topology()
+    if network is not None:
+        _warn_of_unusual(tables.network.bandwidth, f"{path}:{lines.at(('network', 'bandwidth'))}")
+    return Cluster(tuple(members.values()), links, tables.transport, places, servers, network)
 
 
-def _check_devices(tables: _Tables, ids: list[str], source: Source) -> None:
-    """Raises `ClusterError` for ids that are used twice and for cores that do not exist."""
-    if not ids:
+def _servers(tables: _Tables, source: Source) -> tuple[Server, ...]:
+    servers: dict[str, Server] = {}
+    for index, table in enumerate(tables.server):
+        for name in table.copies:
+            if name in servers:
+                why = f"is {short(name)}: two servers have the name, and names are unique"
+                raise source.fault(("server", index, "name"), why)
+            servers[name] = Server(name, table.inside.topology())
+    return tuple(servers.values())
+
+
+def _check_devices(tables: _Tables, source: Source) -> None:
+    """Raises `ClusterError` for tables of devices that cannot be, each by itself."""
+    if not tables.device:
         raise source.fault((), "has no device; give it one or more [[device]] tables")
+    copies = {table.name: len(table.copies) for table in tables.server} | {"": 1}
+    total = 0
     for index, table in enumerate(tables.device):
-        if ids[index] in ids[:index]:
-            why = f"is {short(ids[index])}: two devices have the id, and ids are unique"
-            raise source.fault(("device", index, "id" if table.id else "device"), why)
-        absent = sorted(set(table.cores) - set(cluster.available_cores()))
-        if absent:
-            there = ", ".join(map(str, cluster.available_cores()))
-            why = f"has cores {short(absent)}, which are not among this machine's: {there}"
-            raise source.fault(("device", index, "cores"), why)
+        _check_hardware(table, index, source)
+        if table.server not in copies:
+            there = choices(table.server, [name for name in copies if name]) or "none"
+            why = f"names no server: {short(table.server)}; there is {there}"
+            raise source.fault(("device", index, "server"), why)
+        total += (table.count or 1) * copies[table.server]
+        if total > MOST_DEVICES:
+            why = f"makes {total} devices of the cluster; it has at most {MOST_DEVICES}"
+            raise source.fault(("device", index), why, "count")
 
 
-def _links(tables: _Tables, ids: list[str], source: Source) -> dict[frozenset[str], Link]:
+def _check_hardware(table: _Device, index: int, source: Source) -> None:
+    """Raises `ClusterError` for a table without a device, with an unknown board, or absent cores."""
+    if bool(table.device) == bool(table.board):
+        both = "both a device and a board" if table.board else "neither a device nor a board"
+        why = f'has {both}; write device = "backend:name:index" or board = "v100-sxm-16"'
+        raise source.fault(("device", index), why, "board" if table.board else "")
+    if table.board:
+        from hetpipe.cost.board import board
+
+        try:
+            board(table.board)
+        except CostError as error:
+            raise source.fault(("device", index, "board"), f"is unknown: {error}") from error
+        for key in ("cores", "speed"):
+            if getattr(table, key) != getattr(_Device, key):
+                why = "is of attached devices alone, and this is a board; leave it out"
+                raise source.fault(("device", index, key), why)
+    absent = set(table.cores) - set(cluster.available_cores()) if table.cores else ()
+    if absent:
+        there = ", ".join(map(str, cluster.available_cores()))
+        why = f"has cores {short(sorted(absent))}, which are not among this machine's: {there}"
+        raise source.fault(("device", index, "cores"), why)
+
+
+def _members(tables: _Tables) -> Iterator[tuple[int, Member]]:
+    """The members, each with its table's number; a server with a count goes on as a whole.
+
+    Those that are counted have the numbers 0, 1, ... behind their prefix, all over the cluster.
+    """
+    numbers: Counter[str] = Counter()
+    copies = {table.name: table.copies for table in tables.server if table.count is not None}
+    written: set[str] = set()
+    for index, table in enumerate(tables.device):
+        if table.server in written:
+            continue
+        devices = [(index, table)]
+        if table.server in copies:
+            written.add(table.server)
+            devices = [row for row in enumerate(tables.device) if row[1].server == table.server]
+        for server in copies.get(table.server, (table.server,)):
+            for own, device in devices:
+                for id in _ids(device, server != device.server, numbers):
+                    yield own, _member(device, id, server)
+
+
+def _ids(table: _Device, copied: bool, numbers: Counter[str]) -> Iterator[str]:
+    prefix = table.id or table.device or table.board
+    if table.count is None and not copied and (table.id or table.device):
+        yield prefix
+        return
+    for _ in range(table.count or 1):
+        yield f"{prefix}.{numbers[prefix]}"
+        numbers[prefix] += 1
+
+
+def _member(table: _Device, id: str, server: str) -> Member:
+    return Member(id, table.device, table.cores, table.speed, table.board, server)
+
+
+def _warn_of_unusual(bandwidth_Bps: float, where: str) -> None:
+    least, most = USUAL_BPS
+    if least <= bandwidth_Bps < most:
+        return
+    text = (
+        f"{where}: the network has {bandwidth_Bps:g} B/s, which is {8 * bandwidth_Bps:g} b/s; "
+        "networks are sold by bits: write Gb/s if those are meant"
+    )
+    warnings.warn(text, BandwidthWarning, stacklevel=3)
+
+
+def _links(
+    tables: _Tables, members: dict[str, Member], source: Source
+) -> dict[frozenset[str], Link]:
     links: dict[frozenset[str], Link] = {}
     for index, table in enumerate(tables.link):
         for end, id in enumerate(table.between):
-            if id not in ids:
-                why = f"names no device: {short(id)}; there is {', '.join(ids)}"
+            if id not in members:
+                why = f"names no device: {short(id)}; there is {choices(id, list(members))}"
                 raise source.fault(("link", index, "between", end), why)
         pair = frozenset(table.between)
         if len(pair) != 2:
@@ -171,46 +321,3 @@ def _links(tables: _Tables, ids: list[str], source: Source) -> dict[frozenset[st
             raise source.fault(("link", index), why)
         links[pair] = Link(table.latency, table.bandwidth)
     return links
-
-
-class _Lines:
-    """Lines of a TOML text: finds a table by counting headers."""
-
-    def __init__(self, text: str) -> None:
-        self._lines = text.split("\n")
-
-    def at(self, place: Place) -> int:
-        """The line that sets the value at a place, or opens its table; else 1."""
-        if not place:
-            return 1
-        kind, *rest = place
-        if not rest or not isinstance(rest[0], int):
-            return self._find(str(kind), 1)
-        header = self._header(str(kind), rest[0])
-        if header is None:  # the file writes tables in another way
-            return self._find(str(kind), 1)
-        return self._find(str(rest[1]), header, inside=True) if len(rest) > 1 else header
-
-    def _header(self, kind: str, index: int) -> int | None:
-        """Line of the index-th [[kind]]."""
-        header = re.compile(rf"\s*\[\[\s*{kind}\s*\]\]")
-        numbers = [n for n, text in enumerate(self._lines, 1) if header.match(text)]
-        return numbers[index] if index < len(numbers) else None
-
-    def _find(self, key: str, start: int, inside: bool = False) -> int:
-        """First line from `start` on that sets `key` (or opens a table of it); else `start`.
-
-        With `inside`, `start` is the header of a table, and the search ends at the next header.
-        """
-        setting = re.compile(rf"""\s*(\[+\s*)?["']?{re.escape(key)}["']?\s*(=|\.|\])""")
-        for number in range(start + inside, len(self._lines) + 1):
-            text = self._lines[number - 1]
-            if inside and _is_header(text):
-                break
-            if setting.match(text):
-                return number
-        return start
-
-
-def _is_header(line: str) -> bool:
-    return line.lstrip().startswith("[[")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost
+from hetpipe.errors import CostError
 
 
 def with_sizes_between(
@@ -20,6 +21,21 @@ def with_sizes_between(
         if low < size < high
     }
     return {**tables, **modelled}
+
+
+def at_size(tables: Mapping[int, CostTable], samples: int) -> CostTable:
+    """The costs at any size: measured, between two sizes, or on the line through the last two."""
+    if samples in tables:
+        return tables[samples]
+    sizes = sorted(tables)
+    if len(sizes) == 1:
+        raise CostError(
+            f"costs are known for micro-batches of {sizes[0]} samples alone, not of {samples}: "
+            "profile another size, so that there is a line through both"
+        )
+    above = next((place for place, size in enumerate(sizes) if size > samples), len(sizes) - 1)
+    low, high = sizes[max(above - 1, 0)], sizes[max(above, 1)]
+    return _between(tables[low], tables[high], samples)
 
 
 def _between(low: CostTable, high: CostTable, samples: int) -> CostTable:

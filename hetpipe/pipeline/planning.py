@@ -15,7 +15,7 @@ from hetpipe.pipeline.unpriced import free_table, without_price
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planner import explore, make_plan
 from hetpipe.plan.pricing import check_able
-from hetpipe.plan.replicated import replicated_plan, staged_plan
+from hetpipe.plan.replicated import Passes, replicated_plan, staged_plan
 from hetpipe.plan.unused import with_notes
 from hetpipe.profile.measure import cost_parts, profile, stored_costs
 from hetpipe.schedule.rule import GPIPE, ONE_F_ONE_B, Rule, rule_of
@@ -244,10 +244,8 @@ class Planning:
         groups = [[next(names) for _ in range(count)] for count in replicas]
         parts = sorted({1, *replicas}) if rule.flushes else [1]
         tables = self._profiled([microbatches * part for part in parts])
-        plan = staged_plan(
-            tables, groups, asked.cuts or (), mini_batch=self.mini_batch,
-            microbatches=microbatches, schedule=rule.name, weights=policy.name,
-        )  # fmt: skip
+        passes = Passes(rule.name, microbatches, policy.name)
+        plan = staged_plan(tables, groups, asked.cuts or (), passes, mini_batch=self.mini_batch)
         return plan, tables[self._samples(microbatches)]
 
     def _samples(self, microbatches: int) -> int:

@@ -123,8 +123,11 @@ class Stages:
     def _traced(self, plan: Plan) -> _Traced:
         """The graphs for the sizes in use. Raises `HetpipeError`."""
         subject = self._subject
+        recompute = subject.passes.recompute
+        if plan.recompute and recompute == "none":
+            recompute = "inputs"  # the plan counts on it
         loading = Loading(
-            subject.captured, plan, subject.optimizer, self._crew, subject.passes.recompute,
+            subject.captured, plan, subject.optimizer, self._crew, recompute,
             Schedules(plan).halved, self._extras(plan),
         )  # fmt: skip
         graphs = loading.graphs(self.sizes, self.evaluated)

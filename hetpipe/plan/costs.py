@@ -24,10 +24,15 @@ Array = Any  # an index or time, or a numpy array of them
 
 
 class StageCosts:
-    """Prices stages of one cost table."""
+    """Prices stages of one cost table.
 
-    def __init__(self, table: CostTable) -> None:
+    With `recompute` a stage keeps its input alone for the backward, which begins with the forward
+    once more; one micro-batch at a time has all that a forward saves.
+    """
+
+    def __init__(self, table: CostTable, recompute: bool = False) -> None:
         self.table = table
+        self.recompute = recompute
         self.count = len(table.layers)
         weights = [2 * layer.params_nbytes + layer.state_nbytes for layer in table.layers]
         self._weights = _prefix(weights)
@@ -43,7 +48,7 @@ class StageCosts:
     def _stage_passes_s(self, device: str, lo: int, hi: int) -> tuple[float, float, float]:
         """Forward, backward and update of one stage."""
         table, span = self.table, (device, lo, hi)
-        return table.forward_s(*span), table.backward_s(*span), table.update_s(*span)
+        return passes_s(table, span, self.recompute)
 
     def _stage_compute_s(self, device: str, lo: int, hi: int) -> float:
         return float(self.compute_s(device, lo, hi))
@@ -51,20 +56,31 @@ class StageCosts:
     def _stage_memory_nbytes(self, lo: int, hi: int, in_flight: int, versions: int) -> int:
         return int(self.memory_nbytes(lo, hi, in_flight, versions))
 
-    def memory_nbytes(self, lo: Array, hi: Array, in_flight: int, versions: int = 1) -> Array:
+    def params_nbytes(self, lo: Array, hi: Array) -> Array:
+        """Bytes of the parameters; one that layers of the stage share counts once."""
+        return self._params[hi] - self._params[lo] - self._repeated(lo, hi)
+
+    def memory_nbytes(
+        self, lo: Array, hi: Array, in_flight: int, versions: int = 1, share: float = 1.0
+    ) -> Array:
         """Weights x versions, gradients, optimizer state, saved x in-flight, buffers of the cuts.
 
         A parameter that layers of the stage share counts once. A cut has two buffers on each side:
-        the tensors that cross forward and their gradients.
+        the tensors that cross forward and their gradients. `share` is a replica's of micro-batches.
         """
         return (
             self._weights[hi]
             - self._weights[lo]
             - (1 + versions) * self._repeated(lo, hi)
             + (versions - 1) * (self._params[hi] - self._params[lo])
-            + in_flight * (self._saved[hi] - self._saved[lo])
-            + 2 * (self._cuts[lo] + self._cuts[hi])
+            + share * self._saved_nbytes(lo, hi, in_flight)
+            + share * 2 * (self._cuts[lo] + self._cuts[hi])
         )
+
+    def _saved_nbytes(self, lo: Array, hi: Array, in_flight: int) -> Array:
+        """Bytes that are kept for the backwards of the micro-batches in flight."""
+        saved = self._saved[hi] - self._saved[lo]
+        return saved + in_flight * self._cuts[lo] if self.recompute else in_flight * saved
 
     def _repeated(self, lo: Array, hi: Array) -> Array:
         """Bytes of the parameters that a layer shares with an earlier one of the same stage."""
@@ -80,7 +96,7 @@ class StageCosts:
     def compute_s(self, device: str, lo: Array, hi: Array) -> Array:
         """Forward and backward of one micro-batch; infinite with a layer that it cannot run."""
         if device not in self._passes:
-            self._passes[device] = _passes(self.table.devices[device])
+            self._passes[device] = _passes(self.table.devices[device], 1 + self.recompute)
         seconds, unsupported, overhead_s = self._passes[device]
         able = unsupported[hi] == unsupported[lo]
         return np.where(able, overhead_s + seconds[hi] - seconds[lo], math.inf)
@@ -127,15 +143,24 @@ class StageCosts:
         return np.where(fits, self.stage_s(devices, stage, lo, hi, objective), math.inf)
 
 
-def _passes(cost: DeviceCost) -> tuple[Array, Array, float]:
-    """Prefix seconds without the fixed overhead, prefix count of unsupported layers, overhead."""
+def passes_s(
+    table: CostTable, span: tuple[str, int, int], recompute: bool = False
+) -> tuple[float, float, float]:
+    """Forward, backward and update of a span: a device, and layers lo..hi (hi excluded)."""
+    forward_s, backward_s = table.forward_s(*span), table.backward_s(*span)
+    return forward_s, backward_s + recompute * forward_s, table.update_s(*span)
+
+
+def _passes(cost: DeviceCost, forwards: int) -> tuple[Array, Array, float]:
+    """Prefix seconds of `forwards` forwards and a backward without the fixed overhead, prefix count
+    of unsupported layers, overhead."""
     seconds, unsupported = [], []
     for layer in cost.layers:
-        times_s = (layer.forward_s, layer.backward_s)
+        times_s = (*(layer.forward_s,) * forwards, layer.backward_s)
         unsupported.append(math.isinf(sum(times_s)))
         own_s = sum(max(time_s - cost.overhead_s, 0.0) for time_s in times_s)
         seconds.append(0.0 if unsupported[-1] else own_s)
-    return _prefix(seconds), _prefix(unsupported), 2 * cost.overhead_s
+    return _prefix(seconds), _prefix(unsupported), (1 + forwards) * cost.overhead_s
 
 
 def _prefix(values: Sequence[float]) -> Array:

@@ -13,8 +13,12 @@ from hetpipe.records import Count, Entries, Number, Placed, Positive, Seconds, S
 from hetpipe.schedule.rule import Rule, rule_of
 from hetpipe.schedule.weights import WeightPolicy, policy_of
 
-VERSION = 3
-BEFORE = 2  # plans of this version are read, too: they have no interval
+VERSION = 4
+SINCE: dict[int, dict[str, Any]] = {
+    2: {"interval_s": None},
+    3: {"recompute": False, "lower_bound_s": None},
+}
+"""Plans of earlier versions are read, too: the fields that each lacks, and what stands for them."""
 MOST_MICROBATCHES = 2**16
 MOST_IN_FLIGHT = 2**10  # the limit, or the micro-batches if they are more
 
@@ -66,6 +70,8 @@ class Plan:
     notes: tuple[str, ...] = ()
     weights: str = "flush"  # how versions of the weights are kept
     interval_s: tuple[Seconds, Seconds] | None = None  # predicted: four of five steps lie in it
+    recompute: bool = False  # whether stages keep only their inputs for the backward
+    lower_bound_s: Seconds | None = None  # no plan on these devices has a shorter step
 
     def __post_init__(self) -> None:
         if self.microbatches > self.mini_batch:
@@ -136,6 +142,11 @@ class Plan:
         return self.mini_batch / self.step_s if self.step_s else math.inf
 
     @property
+    def gap(self) -> float | None:
+        """How far the step may be above the best plan's, relative to the lower bound."""
+        return self.step_s / self.lower_bound_s - 1 if self.lower_bound_s else None
+
+    @property
     def fill_limit(self) -> float:
         """The share of the step that workers can be busy at best: M / (M + N - 1) for GPipe, 1F1B.
 
@@ -160,11 +171,19 @@ class Plan:
 
         Raises `PlanError` for another version, and for a wrong entry, with its place.
         """
-        if isinstance(data, Mapping) and data.get("version") == BEFORE:
-            data = {**data, "version": VERSION, "interval_s": None}
-        return Source("the plan", PlanError, where).versioned(Plan, data, VERSION)
+        return Source("the plan", PlanError, where).versioned(Plan, _upgraded(data), VERSION)
 
     def __str__(self) -> str:
         from hetpipe.plan.text import format_plan
 
         return format_plan(self)
+
+
+def _upgraded(data: Any) -> Any:
+    """A plan of an earlier version as one of this version; anything else as it is."""
+    version = data.get("version") if isinstance(data, Mapping) else None
+    if type(version) is not int or version not in SINCE:
+        return data
+    later = [fields for since, fields in SINCE.items() if since >= version]
+    return {**data, **{name: value for each in later for name, value in each.items()},
+            "version": VERSION}  # fmt: skip

@@ -104,6 +104,7 @@ def price(question: Question, partition: Partition, origin: str) -> Plan:
         origin=origin,
         notes=tuple(_notes(table, partition.devices)),
         weights=question.weights,
+        recompute=costs.recompute,
     )
     return replace(plan, step_s=predicted_step_s(plan, table, stage_times(plan, table, True)))
 
@@ -114,16 +115,26 @@ def predicted_step_s(plan: Plan, table: CostTable, times: StageTimes | None = No
     `times` of stages are by default those that the table gives.
     """
     times = times or stage_times(plan, table)
+    pairs = tuple((owner, o) for owner, others in tied_stages(plan, table) for o in others)
     streams = max(times.chunks, default=1.0) > 1
-    if plan.rule.flushes and not streams and max(plan.replicas) == 1:
-        pairs = tuple((owner, o) for owner, others in tied_stages(plan, table) for o in others)
-        workers = len(set(plan.devices))
+    alone = max(plan.replicas) == 1
+    if plan.rule.flushes and not streams and (alone or not (plan.rule.several_stages or pairs)):
         order = order_of(
-            plan.rule, len(plan.stages), plan.microbatches, plan.in_flight, workers, pairs
-        )
+            plan.rule, len(plan.stages), plan.microbatches, plan.in_flight,
+            len(set(plan.devices)), pairs,
+        )  # fmt: skip
         if order is not None:
-            return order.step_s(times) + times.step_overhead_s
+            return order.step_s(times if alone else _summed(times)) + times.step_overhead_s
     return step_s(plan, predict(plan, table, times=times))
+
+
+def _summed(times: StageTimes) -> StageTimes:
+    """Times in which an update begins with its sum over replicas.
+
+    A worker of one stage, which shares no parameter, does nothing between the two.
+    """
+    both_s = zip(times.update_s, times.all_reduce_s, strict=True)
+    return replace(times, update_s=tuple(map(sum, both_s)), all_reduce_s=())
 
 
 def step_s(plan: Plan, timeline: Timeline) -> float:

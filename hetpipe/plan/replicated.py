@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import numpy as np
 
+from hetpipe.cost.between import with_sizes_between
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import PlanError
-from hetpipe.plan.costs import StageCosts
+from hetpipe.plan.costs import StageCosts, passes_s
 from hetpipe.plan.interval import with_interval
 from hetpipe.plan.plan import Plan, StagePlan
-from hetpipe.plan.pricing import check_able, label_of, predict, step_s
+from hetpipe.plan.pricing import check_able, label_of, predict, predicted_step_s, step_s
+from hetpipe.plan.times import stage_times
 from hetpipe.schedule.generators import generate, max_in_flight
 from hetpipe.schedule.rule import rule_of
 from hetpipe.schedule.turns import noam
+from hetpipe.schedule.weights import policy_of
+from hetpipe.simulate.times import ring_s
 
 BEYOND = 1.25
 """The factor above the largest measured micro-batch up to which times are extrapolated."""
@@ -81,15 +85,24 @@ def _finished(plan: Plan, tables: Mapping[int, CostTable]) -> Plan:
     return with_interval(plan, tables[nearest])
 
 
+@dataclass(frozen=True)
+class Passes:
+    """How stages do a mini-batch. `in_flight` is by default the schedule's own, by stage."""
+
+    schedule: str
+    microbatches: int
+    weights: str = "flush"
+    in_flight: tuple[int, ...] = ()
+    recompute: bool = False
+
+
 def staged_plan(
     tables: Mapping[int, CostTable],
     groups: Sequence[Sequence[str]],
     cuts: Sequence[int],
+    passes: Passes,
     *,
     mini_batch: int,
-    microbatches: int,
-    schedule: str,
-    weights: str = "flush",
 ) -> Plan:
     """The plan whose stages, between these cuts, have these devices for replicas.
 
@@ -97,6 +110,7 @@ def staged_plan(
     time counts. `tables` are by size, of whole micro-batches and of replicas' parts. Raises
     `PlanError`.
     """
+    schedule, microbatches = passes.schedule, passes.microbatches
     samples = -(-mini_batch // microbatches)
     count = len({device for group in groups for device in group})
     tables = {size: table.beside(count) for size, table in tables.items()}
@@ -105,12 +119,17 @@ def staged_plan(
     _check(groups, cuts, layers)
     asynchronous = not rule_of(schedule).flushes
     replicas = [len(group) for group in groups]
-    depths = noam(replicas) if asynchronous else _depths(schedule, len(groups), microbatches)
+    if passes.in_flight:
+        depths = list(passes.in_flight)
+    else:
+        depths = noam(replicas) if asynchronous else _depths(schedule, len(groups), microbatches)
+    policy = policy_of(passes.weights)
     stages = []
-    for group, lo, hi, depth in zip(groups, (0, *cuts), (*cuts, layers), depths, strict=True):
-        times = {device: _Times(tables, device, lo, hi) for device in group}
+    for number, (group, lo, hi) in enumerate(zip(groups, (0, *cuts), (*cuts, layers), strict=True)):
+        times = {device: _Times(tables, device, lo, hi, passes.recompute) for device in group}
         rows = dict.fromkeys(group, samples) if asynchronous else _rows(times, samples)
-        stages.append(_stage(tables, times, rows, lo, hi, depth))
+        versions = policy.versions(depths, number, microbatches)
+        stages.append(_stage(tables, times, rows, _Span(lo, hi, depths[number], versions)))
     plan = Plan(
         table.model,
         tuple(layer.name for layer in table.layers),
@@ -122,10 +141,12 @@ def staged_plan(
         tuple(table.layers[cut - 1].cut_nbytes for cut in cuts),
         label_of(table, [device for group in groups for device in group]),
         "user",
-        weights=weights,
+        weights=passes.weights,
+        recompute=passes.recompute,
     )
     check_able(plan, table)
-    return with_interval(replace(plan, step_s=step_s(plan, predict(plan, table))), table)
+    priced_s = predicted_step_s(plan, table, stage_times(plan, table, as_planned=True))
+    return with_interval(replace(plan, step_s=priced_s), table)
 
 
 def _check(groups: Sequence[Sequence[str]], cuts: Sequence[int], layers: int) -> None:
@@ -145,24 +166,34 @@ def _depths(schedule: str, stages: int, microbatches: int) -> list[int]:
     return max_in_flight(generate(schedule, stages, microbatches))
 
 
+@dataclass(frozen=True)
+class _Span:
+    """Layers lo..hi (hi excluded) of a stage, its forwards in flight and versions of weights."""
+
+    lo: int
+    hi: int
+    in_flight: int = 1
+    versions: int = 1
+
+
 def _stage(
     tables: Mapping[int, CostTable],
     times: Mapping[str, _Times],
     rows: Mapping[str, int],
-    lo: int,
-    hi: int,
-    depth: int,
+    span: _Span,
 ) -> StagePlan:
     """A stage on the devices of `times`, each with its number of rows of a micro-batch."""
-    devices = tuple(times)
+    devices, lo, hi = tuple(times), span.lo, span.hi
     most = max(rows.values())
-    table = tables[min(tables, key=lambda size: abs(size - most))]
+    between = with_sizes_between(tables, [most])
+    table = between[min(between, key=lambda size: abs(size - most))]
     slowest = max(devices, key=lambda device: sum(times[device].at(rows[device])))
     forward_s, backward_s = times[slowest].at(rows[slowest])
+    costs = StageCosts(table, times[slowest].recompute)
     return StagePlan(
-        lo, hi, devices, depth, forward_s, backward_s,
+        lo, hi, devices, span.in_flight, forward_s, backward_s,
         max(table.update_s(device, lo, hi) for device in devices),
-        int(StageCosts(table).memory_nbytes(lo, hi, depth)),
+        int(costs.memory_nbytes(lo, hi, span.in_flight, span.versions)),
         min(table.devices[device].memory_nbytes for device in devices),
         tuple(float(rows[device]) for device in devices),
         _all_reduce_s(table, devices, lo, hi) if len(devices) > 1 else 0.0,
@@ -190,7 +221,7 @@ def _with(
     stages = []
     for lo, hi in zip((0, *cuts), (*cuts, layers), strict=True):
         parts = {device: _Times(tables, device, lo, hi) for device in devices}
-        stages.append(_stage(tables, parts, rows, lo, hi, 1))
+        stages.append(_stage(tables, parts, rows, _Span(lo, hi)))
     table = tables[min(tables, key=lambda size: abs(size - samples // len(devices)))]
     plan = Plan(
         table.model,
@@ -213,11 +244,19 @@ class _Times:
     More rows never take less time here: if a measurement says so, it is noise.
     """
 
-    def __init__(self, tables: Mapping[int, CostTable], device: str, lo: int, hi: int) -> None:
+    def __init__(
+        self,
+        tables: Mapping[int, CostTable],
+        device: str,
+        lo: int,
+        hi: int,
+        recompute: bool = False,
+    ) -> None:
         self.sizes = sorted(tables)
-        costs = [tables[size] for size in self.sizes]
-        self._forward_s = _rising([table.forward_s(device, lo, hi) for table in costs])
-        self._backward_s = _rising([table.backward_s(device, lo, hi) for table in costs])
+        self.recompute = recompute
+        passes = [passes_s(tables[size], (device, lo, hi), recompute) for size in self.sizes]
+        self._forward_s = _rising([forward_s for forward_s, _, _ in passes])
+        self._backward_s = _rising([backward_s for _, backward_s, _ in passes])
 
     def knows(self, rows: int) -> bool:
         """Whether this number of rows is within or near the measured ones."""
@@ -239,9 +278,13 @@ def _rising(times_s: Sequence[float]) -> list[float]:
 
 
 def _rows(times: Mapping[str, _Times], samples: int) -> dict[str, int]:
-    """Rows for each device so that the slowest ends first, by moving rows one at a time."""
-    share, over = divmod(samples, len(times))
-    rows = {device: share + (index < over) for index, device in enumerate(times)}
+    """Rows for each device so that the slowest ends first.
+
+    They begin in the ratio of speeds at equal shares, and move one at a time.
+    """
+    share = max(1, round(samples / len(times)))
+    speeds = [1 / max(sum(each.at(share)), 1e-12) for each in times.values()]
+    rows = dict(zip(times, _divided(samples, speeds), strict=True))
 
     def end_s(device: str, more: int = 0) -> float:
         return sum(times[device].at(rows[device] + more))
@@ -256,9 +299,34 @@ def _rows(times: Mapping[str, _Times], samples: int) -> dict[str, int]:
     return rows
 
 
+def _divided(samples: int, speeds: Sequence[float]) -> list[int]:
+    """Whole numbers in the ratio of `speeds` whose sum is `samples`; each 1 or more if it can be.
+
+    The first of equal ones get what is left over.
+    """
+    exact = [samples * speed / sum(speeds) for speed in speeds]
+    rows = [max(1, int(part)) if samples >= len(speeds) else int(part) for part in exact]
+    order = sorted(range(len(rows)), key=lambda n: rows[n] - exact[n])
+    for n in order[: max(0, samples - sum(rows))]:
+        rows[n] += 1
+    while sum(rows) > samples:
+        rows[max(range(len(rows)), key=lambda n: rows[n] - exact[n])] -= 1
+    return rows
+
+
 def _all_reduce_s(table: CostTable, devices: Sequence[str], lo: int, hi: int) -> float:
-    """Seconds in which replicas send each other all gradients, sum them and upload the sums."""
+    """Seconds in which replicas sum their gradients.
+
+    On links of this machine they send each other all of them, and upload the sums. On links that
+    are only described they sum in a ring, as vendors' libraries do: over its slowest link go
+    2 (r - 1) / r of the bytes.
+    """
     nbytes = sum(layer.params_nbytes for layer in table.layers[lo:hi])
+    ring = [table.link(here, there) for here, there in pairwise((*devices, devices[0]))]
+    if all(link.label == "modelled" for link in ring):
+        latency_s = max(link.latency_s for link in ring)
+        bandwidth_Bps = min(link.bandwidth_Bps for link in ring)
+        return ring_s(len(devices), nbytes, latency_s, bandwidth_Bps)
     seconds = []
     for here in devices:
         links = [table.link(here, there) for there in devices if there != here]

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from itertools import pairwise, permutations
 
 from hetpipe.cost.table import CostTable, LinkCost
+from hetpipe.plan.costs import passes_s
 from hetpipe.plan.plan import Plan, StagePlan
 from hetpipe.schedule.generators import generate
 from hetpipe.sdk.info import HOST_MEMORY
@@ -48,8 +49,8 @@ def stage_times(plan: Plan, table: CostTable, as_planned: bool = False) -> Stage
     for cut, (here, there) in enumerate(pairwise(plan.devices)):
         for n, device in ((cut, here), (cut + 1, there)):
             if _copies(table, device, table.link(here, there)):
-                forward_s[n] += sum(ahead_links[cut]) / 2
-                backward_s[n] += sum(back_links[cut]) / 2
+                forward_s[n] += _alone_s(ahead_links[cut]) / 2
+                backward_s[n] += _alone_s(back_links[cut]) / 2
     streams = [table.devices[device].execution == "async" for device in plan.devices]
     return StageTimes(
         tuple(forward_s),
@@ -75,7 +76,7 @@ def _passes_s(
             times_s = stage.forward_s, stage.backward_s, stage.update_s
         else:
             span = (stage.devices[0], stage.lo, stage.hi)
-            times_s = table.forward_s(*span), table.backward_s(*span), table.update_s(*span)
+            times_s = passes_s(table, span, plan.recompute)
         forward_s.append(times_s[0])
         backward_s.append(times_s[1])
         update_s.append(times_s[2])
@@ -122,7 +123,7 @@ def _gradient_link(table: CostTable, stage: StagePlan) -> Transfer:
     """The transfer of all gradients of a stage to another replica, on the slowest link."""
     nbytes = sum(layer.params_nbytes for layer in table.layers[stage.lo : stage.hi])
     ways = permutations(stage.devices, 2)
-    return max((_transfer(table, *way, nbytes) for way in ways), key=sum, default=FREE)
+    return max((_transfer(table, *way, nbytes) for way in ways), key=_alone_s, default=FREE)
 
 
 def _copying_s(table: CostTable, stage: StagePlan, link: Transfer) -> float:
@@ -133,9 +134,14 @@ def _copying_s(table: CostTable, stage: StagePlan, link: Transfer) -> float:
     count = len(stage.devices)
     ways = permutations(stage.devices, 2)
     copied = any(_copies(table, here, table.link(here, there)) for here, there in ways)
-    return sum(link) * (count - 1) / count if copied else 0.0
+    return _alone_s(link) * (count - 1) / count if copied else 0.0
 
 
 def _transfer(table: CostTable, source: str, target: str, nbytes: int) -> Transfer:
     link = table.link(source, target)
     return Transfer(link.latency_s, nbytes / link.bandwidth_Bps)
+
+
+def _alone_s(transfer: Transfer) -> float:
+    """Seconds from the posting of a message to its arrival, if nothing else is on its way."""
+    return transfer.latency_s + transfer.occupancy_s

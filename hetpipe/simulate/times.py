@@ -11,13 +11,55 @@ from hetpipe.schedule.action import Action, Message, Op
 
 
 class Transfer(NamedTuple):
-    """One message on an edge: it holds the edge for `occupancy_s` and arrives `latency_s` later."""
+    """One message on an edge: it holds the edge for `occupancy_s` and arrives `latency_s` later.
+
+    `media` names what it shares with messages of other edges while it is on its own: a bus, a
+    half-duplex link, a switch's uplink. `occupancy_s` is for a message that is alone there.
+    """
 
     latency_s: float = 0.0
     occupancy_s: float = 0.0
+    media: tuple[str, ...] = ()
 
 
 FREE = Transfer()
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A sum over replicas: 2 (r - 1) rounds, in each of which 1 / r of the bytes go on.
+
+    `bandwidth_Bps` is that of the slowest link, `media` is as in `Transfer`. Raises `ScheduleError`
+    for numbers that no ring can have.
+    """
+
+    replicas: int
+    nbytes: int
+    latency_s: float
+    bandwidth_Bps: float
+    media: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        ring_s(self.replicas, self.nbytes, self.latency_s, self.bandwidth_Bps)
+
+    @property
+    def transfer(self) -> Transfer:
+        """All rounds as one message: its bytes, and then the rounds' latencies."""
+        bytes_s = ring_s(self.replicas, self.nbytes, 0.0, self.bandwidth_Bps)
+        return Transfer(2 * (self.replicas - 1) * self.latency_s, bytes_s, self.media)
+
+
+def ring_s(replicas: int, nbytes: int, latency_s: float, bandwidth_Bps: float) -> float:
+    """Seconds of a ring's sum: 2 (r - 1) (latency + nbytes / (r bandwidth)).
+
+    Raises `ScheduleError` for numbers that no ring can have.
+    """
+    if replicas < 1 or bandwidth_Bps <= 0:
+        raise ScheduleError(
+            f"a ring of {replicas} replicas at {bandwidth_Bps} bytes/s: give 1 replica or more, "
+            "and more than 0 bytes/s"
+        )
+    return 2 * (replicas - 1) * (latency_s + nbytes / (replicas * bandwidth_Bps))
 
 
 @dataclass(frozen=True)
@@ -43,6 +85,7 @@ class StageTimes:
     chunks: tuple[float, ...] = ()  # empty: 1
     all_reduce_s: tuple[float, ...] = ()  # empty: free
     gradient_links: tuple[Transfer, ...] = ()  # from replica to replica of a stage; empty: free
+    rings: tuple[Ring, ...] = ()  # the sums over replicas, in place of `all_reduce_s`
 
     def __post_init__(self) -> None:
         stages = len(self.forward_s)
@@ -54,6 +97,7 @@ class StageTimes:
             "chunks": (len(self.chunks) or stages, stages),
             "all_reduce_s": (len(self.all_reduce_s) or stages, stages),
             "gradient_links": (len(self.gradient_links) or stages, stages),
+            "rings": (len(self.rings) or stages, stages),
             "forward_links": (len(self.forward_links) or stages - 1, stages - 1),
             "backward_links": (len(self.backward_links) or stages - 1, stages - 1),
         }
@@ -62,6 +106,15 @@ class StageTimes:
                 raise ScheduleError(f"{name} has {count} entries, {stages} stages need {needed}")
         if min(self.chunks, default=1) < 1:
             raise ScheduleError(f"chunks {list(self.chunks)}: each must be 1 or more")
+        if self.rings and self.all_reduce_s:
+            raise ScheduleError("there are rings and all_reduce_s for the same sums: give one")
+
+    @property
+    def shares_media(self) -> bool:
+        """Whether any message or sum has a medium that others may be on."""
+        links = *self.forward_links, *self.backward_links, *self.gradient_links
+        rings = (ring.transfer for ring in self.rings)
+        return any(each.media for each in (*links, *self.tied.values(), *rings))
 
     def compute_s(self, action: Action) -> float:
         """Seconds that a pass, sum or update takes on a whole device."""
@@ -75,8 +128,15 @@ class StageTimes:
         if op is Op.BACKWARD_WEIGHT:
             return self.weight_s[stage] if self.weight_s else self.backward_s[stage] / 2
         if op is Op.ALL_REDUCE:
-            return self.all_reduce_s[stage] if self.all_reduce_s else 0.0
+            transfer = self.sum_of(stage)
+            return transfer.latency_s + transfer.occupancy_s
         return self.update_s[stage] if self.update_s else 0.0
+
+    def sum_of(self, stage: int) -> Transfer:
+        """The cost of a sum over the stage's replicas."""
+        if self.rings:
+            return self.rings[stage].transfer
+        return Transfer(0.0, self.all_reduce_s[stage]) if self.all_reduce_s else FREE
 
     def transfer(self, message: Message) -> Transfer:
         """The cost of a message on its edge."""

@@ -24,7 +24,7 @@ from hetpipe.cost.probe import Drift, Probe, drift
 from hetpipe.cost.table import CostTable
 from hetpipe.crew.crew import Crew
 from hetpipe.plan import explore, make_plan, predict
-from hetpipe.plan.replicated import replicated_plan, staged_plan
+from hetpipe.plan.replicated import Passes, replicated_plan, staged_plan
 from hetpipe.profile import measure
 from hetpipe.profile.drift import (
     Correction,
@@ -127,7 +127,7 @@ def test_a_prediction_is_corrected(slower: Mapping[str, float], factor: float) -
 def test_a_prediction_with_replicas_is_corrected_by_the_slowest() -> None:
     tables = {4: probed(make_table({"a": 1.0, "b": 1.0})),
               8: probed(make_table({"a": 1.0, "b": 1.0}, samples=8))}  # fmt: skip
-    plan = staged_plan(tables, [["a", "b"]], [], mini_batch=16, microbatches=2, schedule="gpipe")
+    plan = staged_plan(tables, [["a", "b"]], [], Passes("gpipe", 2), mini_batch=16)
     correction = corrected(plan, tables[8], now(a=1.0, b=3.0))
     assert correction.corrected_s == pytest.approx(3 * plan.step_s)
 

@@ -10,7 +10,7 @@ from tables import make_table
 from hetpipe.errors import PlanError
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.pricing import predict
-from hetpipe.plan.replicated import replicated_plan, staged_plan
+from hetpipe.plan.replicated import Passes, replicated_plan, staged_plan
 from hetpipe.plan.times import stage_times
 
 
@@ -101,12 +101,12 @@ def test_gradients_of_each_mini_batch_hide_behind_passes(replicas):
     """Per round the slowest replica's passes, and on each all its updates."""
     named = {f"d{n}": 1.0 + n for n in range(replicas)}
     known = tables(named, (8,), latency_s=0.5, bandwidth=float(1 << 20))
-    plan = staged_plan(
-        known, [tuple(named)], [], mini_batch=8, microbatches=1, schedule="asp", weights="stash"
-    )
+    plan = staged_plan(known, [tuple(named)], [], Passes("asp", 1, "stash"), mini_batch=8)
     (stage,) = plan.stages
     assert stage.forward_s + stage.backward_s == pytest.approx(8 * 3 * 2)
     assert plan.step_s == pytest.approx((8 * 3 * 2) / replicas + 0.8)
     assert predict(plan, known[8]).workers == tuple(named)
     links = stage_times(plan, known[8]).gradient_links
-    assert sum(links[0]) == pytest.approx(8.5 if replicas > 1 else 0.0)  # 8 MiB at 1 MiB/s
+    assert links[0].latency_s + links[0].occupancy_s == pytest.approx(
+        8.5 if replicas > 1 else 0.0
+    )  # 8 MiB at 1 MiB/s

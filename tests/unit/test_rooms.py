@@ -15,20 +15,20 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-FLOORS = ("cli", "papers", "bench", "pipeline", "profile", "crew", "worker", "wire")
+FLOORS = ("cli", "papers", "study", "bench", "pipeline", "profile", "crew", "worker", "wire")
 """From top to bottom; each may import all below it, and everything in GROUND.
 
-Commands show what papers and benchmarks measure, of pipelines as users make them. A pipeline
+Commands show what papers, studies and benchmarks find out about pipelines as users make them. A pipeline
 profiles, plans and then drives a crew; a profile asks a crew's workers; the crew's controller
 starts workers and shares their vocabulary; workers talk over wires, which know of neither.
 """
 GROUND = {
     "capture": {"optim", "sdk"},  # graphs in the operators of a backend, and of its updates
     "checkpoint": {"capture"},  # the roles of what it stores
-    "cluster": {"sdk"},  # devices are there or not
+    "cluster": {"cost", "sdk"},  # devices are there or not; boards have costs
     "cost": set(),
     "optim": set(),
-    "plan": {"cost", "schedule", "sdk", "simulate"},  # neither torch nor a driver
+    "plan": {"cluster", "cost", "schedule", "sdk", "simulate"},  # neither torch nor a driver
     "report": {"cost", "schedule", "sdk", "simulate"},
     "schedule": set(),
     "sdk": set(),

@@ -1,0 +1,109 @@
+"""`hetpipe boards`: hardware that is described, not attached; every number and its source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hetpipe.cli.options import JsonOption
+from hetpipe.cli.output import Output
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from hetpipe.cost.board import Board
+
+
+def command(
+    id: Annotated[
+        str | None, typer.Argument(metavar="[ID]", help="A board, for all of its numbers.")
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--folder", metavar="FOLDER", help="Boards of this folder's TOML files."),
+    ] = None,
+    json: JsonOption = None,
+) -> None:
+    """List the boards that plans can count on unseen: cards, FPGAs and processors by data sheet."""
+    from dataclasses import asdict
+
+    from hetpipe.cost.board import boards, named
+
+    output = Output(json)
+    every = boards(folder)
+    chosen = every if id is None else {id: named(every, id)}
+    output.console.print(_overview(chosen) if id is None else _page(chosen[id]))
+    output.finish({"boards": [asdict(board) for board in chosen.values()]})
+
+
+def _overview(boards: dict[str, Board]) -> Table:
+    """A line for each board."""
+    from hetpipe.report.tables import make_table
+
+    numbers = ("memory", "bandwidth", "to its host", "to its equal")
+    table = make_table(
+        "Boards, one way of each link", ("board", "kind", *numbers, "computes"), numbers
+    )
+    for board in boards.values():
+        table.add_row(
+            board.id,
+            board.kind,
+            _shown("memory_nbytes", board.memory_nbytes),
+            _shown("memory_Bps", board.memory_Bps),
+            _shown("host_Bps", board.host_Bps),
+            "-" if board.peer_Bps is None else _shown("peer_Bps", board.peer_Bps),
+            _arithmetic(board),
+        )
+    return table
+
+
+def _page(board: Board) -> Table:
+    """A line for each number of a board."""
+    from hetpipe.report.tables import make_table
+
+    title = f"{board.id}: {board.name} ({board.kind}, {board.execution})"
+    table = make_table(title, ("key", "value", "source"), ("value",))
+    for key, source in board.sources.items():
+        table.add_row(key, _shown(key, _number(board, key)), source)
+    return table
+
+
+def _arithmetic(board: Board) -> str:
+    if board.fabric is not None:
+        return f"{board.fabric.dsp} DSP at {_shown('clock_Hz', board.fabric.clock_Hz)}"
+    peaks = board.peak_flops.items()
+    return ", ".join(f"{_shown('peak_flops', peak)} {dtype}" for dtype, peak in peaks)
+
+
+def _number(board: Board, key: str) -> float:
+    """The number of a key such as `fabric.dsp`."""
+    value: Any = board
+    for part in key.split("."):
+        value = value[part] if isinstance(value, dict) else getattr(value, part)
+    return float(value)
+
+
+def _shown(key: str, value: float) -> str:
+    """A number with its unit, which its key tells."""
+    from hetpipe.report.units import format_nbytes, format_s
+
+    if key.endswith("_nbytes"):
+        return format_nbytes(value)
+    if key.endswith("_s"):
+        return format_s(value)
+    if "dsp" in key:
+        return f"{value:g} DSP"
+    for part, unit in (("_Bps", "B/s"), ("_Hz", "Hz"), ("peak_flops", "FLOP/s")):
+        if part in key:
+            return _prefixed(value, unit)
+    return f"{100 * value:.3g} %"
+
+
+def _prefixed(value: float, unit: str) -> str:
+    """9e11 B/s -> "900 GB/s"."""
+    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if value >= factor:
+            return f"{value / factor:.4g} {prefix}{unit}"
+    return f"{value:.4g} {unit}"

@@ -1,0 +1,67 @@
+"""`hetpipe capacity`: the largest model or micro-batch that a cluster holds."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from hetpipe.cli.options import JsonOption, MicrobatchesOption
+from hetpipe.cli.output import Output
+from hetpipe.cli.progress import progress_bar
+from hetpipe.cli.study import (
+    ClusterNameOption,
+    GlobalBatchOption,
+    MaybeModelArgument,
+    ProfiledOnOption,
+    ProfileOption,
+    SamplesOption,
+    cluster_from,
+    subject_from,
+)
+from hetpipe.errors import PlanError
+
+
+def command(
+    model: MaybeModelArgument = None,
+    profile: ProfileOption = None,
+    samples: SamplesOption = None,
+    profiled_on: ProfiledOnOption = "v100-pcie-16",
+    cluster: ClusterNameOption = None,
+    repeat: Annotated[
+        str | None,
+        typer.Option(
+            "--repeat",
+            metavar="FIRST:LAST",
+            help="Count repetitions of these layers. [default: samples of a micro-batch]",
+        ),
+    ] = None,
+    global_batch: GlobalBatchOption = None,
+    microbatches: MicrobatchesOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Find the largest model or micro-batch that 1, 2, 4, ... devices of a cluster hold."""
+    from hetpipe.report.tables import make_table
+    from hetpipe.study.largest import capacity
+
+    output = Output(json)
+    block = None if repeat is None else parse_block(repeat)
+    members = cluster_from(cluster)
+    subject = subject_from(model, profile, samples, profiled_on, global_batch)
+    with progress_bar() as progress:
+        progress("planning", 0, 1)
+        answer = capacity(subject, members, microbatches, block)
+    columns = ["method", *(f"{count} devices" for count in answer.devices)]
+    table = make_table(f"{answer.subject}: {answer.counted}, at most", columns, columns[1:])
+    for method, counts in answer.largest.items():
+        table.add_row(str(method), *map(str, counts))
+    output.console.print(table)
+    output.finish(answer.to_json())
+
+
+def parse_block(text: str) -> tuple[int, int]:
+    """`"2:9"` -> `(2, 9)`. Raises `PlanError`."""
+    first, colon, last = text.partition(":")
+    if not colon or not first.strip().isdigit() or not last.strip().isdigit():
+        raise PlanError(f"--repeat {text!r}: write first and last layer, for instance 2:9")
+    return int(first), int(last)

@@ -1,0 +1,122 @@
+"""`hetpipe compare`: the plans of all planners on one cluster, side by side."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hetpipe.cli.check import check_picture
+from hetpipe.cli.options import JsonOption, MicrobatchesOption, split_names
+from hetpipe.cli.output import Output
+from hetpipe.cli.progress import progress_bar
+from hetpipe.cli.study import (
+    ClusterNameOption,
+    GlobalBatchOption,
+    MaybeModelArgument,
+    PictureOption,
+    ProfiledOnOption,
+    ProfileOption,
+    RecomputeOption,
+    SamplesOption,
+    SchedulesOption,
+    TraceOption,
+    cluster_from,
+    draw,
+    options_from,
+    subject_from,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from hetpipe.simulate.timeline import Timeline
+    from hetpipe.study.comparison import Comparison
+
+DRAWN = 4
+"""The number of plans in a picture, the quickest ones."""
+
+
+def command(
+    model: MaybeModelArgument = None,
+    profile: ProfileOption = None,
+    samples: SamplesOption = None,
+    profiled_on: ProfiledOnOption = "v100-pcie-16",
+    cluster: ClusterNameOption = None,
+    planners: Annotated[
+        str | None, typer.Option("--planners", metavar="LIST", help="Only these planners.")
+    ] = None,
+    global_batch: GlobalBatchOption = None,
+    microbatches: MicrobatchesOption = None,
+    schedules: SchedulesOption = None,
+    recompute: RecomputeOption = False,
+    picture: PictureOption = None,
+    trace: TraceOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Compare the plans of all planners, and plans made by hand, in one simulator."""
+    from hetpipe.plan.planners.registry import PLANNERS
+    from hetpipe.study.comparison import BY_HAND, compare
+
+    output = Output(json)
+    check_picture(picture)
+    members = cluster_from(cluster)
+    subject = subject_from(model, profile, samples, profiled_on, global_batch)
+    options = options_from(subject, schedules, microbatches, recompute)
+    with progress_bar() as progress:
+        progress("planning", 0, 1)
+        comparison = compare(
+            subject, members, options, split_names(planners) or (*PLANNERS, *BY_HAND)
+        )
+    output.console.print(comparison_table(comparison))
+    for row in comparison.rows:
+        if row.why_not:
+            output.text(f"{row.planner}: {row.why_not}")
+    for path in draw(timelines(comparison), picture, trace, f"{subject.name}, by planner"):
+        output.text(f"written to {path}")
+    output.finish(comparison.to_json())
+
+
+def timelines(comparison: Comparison) -> list[Timeline]:
+    """The simulated steps of the quickest plans, each labelled by its planner."""
+    from hetpipe.plan.pricing import predict
+
+    return [
+        replace(timeline, label=f"{row.planner}, {timeline.label}")
+        for row in [row for row in comparison.rows if row.plan is not None][:DRAWN]
+        for timeline in [predict(row.plan, row.costs)]  # type: ignore[arg-type]
+    ]
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """A row for each planner, the quickest predicted first."""
+    from hetpipe.report.tables import make_table
+    from hetpipe.report.units import format_nbytes, format_s
+
+    columns = [
+        "planner", "stages", "devices", "schedule", "M", "step", "samples/s", "of the sum",
+        "above the bound", "peak memory", "measured",
+    ]  # fmt: skip
+    table = make_table(
+        f"{comparison.subject}, mini-batches of {comparison.mini_batch}", columns, columns[4:]
+    )
+    for row in comparison.rows:
+        if row.plan is None:
+            table.add_row(row.planner, "no plan")
+            continue
+        plan, gap, share = row.plan, row.plan.gap, comparison.share(row)
+        table.add_row(
+            row.planner,
+            str(len(plan.stages)),
+            str(len(set(plan.all_devices))),
+            plan.schedule,
+            str(plan.microbatches),
+            f"{format_s(plan.step_s)} {plan.label}",
+            f"{plan.samples_per_s:.1f}",
+            f"{100 * (share or 0):.0f} %",
+            "" if gap is None else f"{100 * gap:.0f} %",
+            format_nbytes(max(stage.memory_nbytes for stage in plan.stages)),
+            "" if row.measured_s is None else format_s(row.measured_s),
+        )
+    return table

@@ -1,0 +1,74 @@
+"""`hetpipe simulate PLAN`: a plan's step on a virtual clock, without the devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hetpipe.cli.check import check_picture
+from hetpipe.cli.options import JsonOption
+from hetpipe.cli.output import Output
+from hetpipe.cli.study import PictureOption, TraceOption, draw
+from hetpipe.errors import PlanError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from hetpipe.study.simulation import Simulation
+
+
+def command(
+    plan: Annotated[
+        Path, typer.Argument(metavar="PLAN", help="A file of `hetpipe plan --out FILE`.")
+    ],
+    costs: Annotated[
+        Path | None,
+        typer.Option("--costs", metavar="FILE", help="Costs, if the plan's file has none."),
+    ] = None,
+    picture: PictureOption = None,
+    trace: TraceOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Simulate a plan: its step, the bubble and peak memory of each worker, bytes of each link."""
+    from hetpipe.cost import read_costs
+    from hetpipe.plan.file import read_plan
+    from hetpipe.study.simulation import simulate
+
+    output = Output(json)
+    check_picture(picture)
+    kept, table = read_plan(plan)
+    if costs is not None:
+        table = read_costs(costs)
+    if table is None:
+        raise PlanError(f"{plan} has no costs: give --costs FILE, of `hetpipe profile --json FILE`")
+    simulation = simulate(kept, table)
+    output.text(str(kept))
+    output.console.print(worker_table(simulation))
+    for (source, target), nbytes in sorted(simulation.outcome.link_nbytes.items()):
+        names = simulation.outcome.workers
+        output.text(f"{names[source]} -> {names[target]}: {nbytes} bytes a step")
+    for path in draw([simulation.timeline], picture, trace, f"{kept.model}, {kept.schedule}"):
+        output.text(f"written to {path}")
+    output.finish(simulation.to_json())
+
+
+def worker_table(simulation: Simulation) -> Table:
+    """A row for each worker of the step."""
+    from hetpipe.report.tables import make_table
+    from hetpipe.report.units import format_nbytes
+
+    columns = ["worker", "busy", "bubble", "peak memory"]
+    step = f"{1e3 * simulation.outcome.step_s:.2f} ms, {simulation.timeline.label}"
+    table = make_table(f"Step of {step}", columns, columns[1:])
+    rows = zip(
+        simulation.outcome.workers, simulation.outcome.bubble, simulation.outcome.peak_nbytes,
+        strict=True,
+    )  # fmt: skip
+    for worker, bubble, peak_nbytes in rows:
+        table.add_row(
+            worker, f"{100 * (1 - bubble):.1f} %", f"{100 * bubble:.1f} %",
+            format_nbytes(peak_nbytes),
+        )  # fmt: skip
+    return table

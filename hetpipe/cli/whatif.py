@@ -1,0 +1,84 @@
+"""`hetpipe whatif`: a cluster with another device, one less, or another link."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from hetpipe.cli.options import JsonOption, MicrobatchesOption
+from hetpipe.cli.output import Output
+from hetpipe.cli.progress import progress_bar
+from hetpipe.cli.study import (
+    ClusterNameOption,
+    GlobalBatchOption,
+    MaybeModelArgument,
+    PlannerOption,
+    ProfiledOnOption,
+    ProfileOption,
+    RecomputeOption,
+    SamplesOption,
+    SchedulesOption,
+    cluster_from,
+    options_from,
+    subject_from,
+)
+
+
+def command(
+    model: MaybeModelArgument = None,
+    profile: ProfileOption = None,
+    samples: SamplesOption = None,
+    profiled_on: ProfiledOnOption = "v100-pcie-16",
+    cluster: ClusterNameOption = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--change",
+            metavar="CHANGE",
+            help="-ID, +BOARD, +BOARD@SERVER, ID=BOARD, 'a~b=10 Gb/s, 5 us' or 'network=10 Gb/s, "
+            "5 us'. Repeatable; each counts by itself. [default: each device left out]",
+        ),
+    ] = None,
+    planner: PlannerOption = None,
+    global_batch: GlobalBatchOption = None,
+    microbatches: MicrobatchesOption = None,
+    schedules: SchedulesOption = None,
+    recompute: RecomputeOption = False,
+    json: JsonOption = None,
+) -> None:
+    """Show the step time after changes of a cluster."""
+    from hetpipe.report.tables import make_table
+    from hetpipe.report.units import format_s
+    from hetpipe.study.changes import whatif
+
+    output = Output(json)
+    members = cluster_from(cluster)
+    subject = subject_from(model, profile, samples, profiled_on, global_batch)
+    options = options_from(subject, schedules, microbatches, recompute)
+    with progress_bar() as progress:
+        progress("planning", 0, 1)
+        answer = whatif(
+            subject, members, change or [f"-{id}" for id in members.ids], options, planner or "auto"
+        )
+    columns = ["change", "step", "of the step now", "devices", "stages", "schedule"]
+    table = make_table(
+        f"{subject.name}, mini-batches of {subject.mini_batch}", columns, columns[1:5]
+    )
+    for row in (answer.now, *answer.changes):
+        if row.plan is None:
+            table.add_row(row.change, "no plan")
+            continue
+        table.add_row(
+            row.change or "as it is",
+            f"{format_s(row.plan.step_s)} {row.plan.label}",
+            f"{100 * (answer.factor(row) or 1):.1f} %",
+            str(len(set(row.plan.all_devices))),
+            str(len(row.plan.stages)),
+            row.plan.schedule,
+        )
+    output.console.print(table)
+    for row in (answer.now, *answer.changes):
+        if row.why_not:
+            output.text(f"{row.change or 'as it is'}: {row.why_not}")
+    output.finish(answer.to_json())

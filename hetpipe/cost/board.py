@@ -1,0 +1,237 @@
+"""Boards: hardware that is described, not measured. Every number says where it is from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Annotated, Any
+
+from hetpipe.errors import CostError
+from hetpipe.records import (
+    Name,
+    Number,
+    OneOf,
+    Place,
+    Positive,
+    Source,
+    read_text,
+    short,
+)
+from hetpipe.toml import Lines, parse_toml
+
+KINDS = ("gpu", "fpga", "cpu")
+EXECUTIONS = ("sync", "async")
+PEAK_DTYPES = ("float32", "float16", "bfloat16", "tensorfloat32")
+MAC_DTYPES = ("float32", "float16", "int16")
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """The programmable part of an FPGA."""
+
+    dsp: int  # DSP slices (AMD) or DSP blocks (Intel)
+    clock_Hz: float  # at which designs for deep learning run on it
+    on_chip_nbytes: int  # block and ultra RAM
+    dsp_per_mac: dict[str, float]  # by dtype: "float32", "float16", "int16"
+    usable: float  # share of the DSPs that a design can use
+    efficiency: float  # share of the cycles in which those do useful work
+
+
+@dataclass(frozen=True)
+class Board:
+    """A graphics card, an FPGA board or a processor, by its data sheet."""
+
+    id: str  # the file's stem: "v100-sxm-16"
+    name: str
+    kind: str  # "gpu", "fpga" or "cpu"
+    execution: str  # "sync": sends results whole; "async": while it makes them
+    memory_nbytes: int
+    memory_Bps: float
+    peak_flops: dict[str, float]  # by dtype; a multiplication and an addition are two; FPGA: empty
+    launch_s: float  # fixed seconds of one kernel or pass
+    host_Bps: float  # one way to its host
+    peer_Bps: float | None  # one way to an equal board by direct links, if it has them
+    fabric: Fabric | None  # of an FPGA
+    sources: dict[str, str]  # by key of the file, "fabric.dsp": where the number is from
+
+
+def read_board(path: Path) -> Board:
+    """The board that a TOML file describes. Raises `CostError` as `file:line: key and fault`."""
+    text = read_text(path, CostError)
+    lines = Lines(text)
+    source = Source("the board", CostError, lambda at: f"{path}:{lines.at(at)}", _CURES)
+    data = parse_toml(text, path, CostError)
+    fabric: Fabric | None = None
+    peak_flops: dict[str, float] = {}
+    tables: _Tables
+    if data.get("kind") == "fpga":
+        tables = fpga = source.record(_Fpga, data)
+        fabric = _fabric(fpga.fabric, source)
+    else:
+        tables = processor = source.record(_Processor, data)
+        peak_flops = _by_dtype(processor.peak_flops, PEAK_DTYPES, ("peak_flops",), source)
+    return Board(
+        path.stem,
+        tables.name,
+        tables.kind,
+        tables.execution,
+        tables.memory_nbytes.value,
+        tables.memory_Bps.value,
+        peak_flops,
+        tables.launch_s.value,
+        tables.host_Bps.value,
+        tables.peer_Bps.value or None,
+        fabric,
+        dict(_sources(data)),
+    )
+
+
+def boards(folder: Path | None = None) -> dict[str, Board]:
+    """All boards by id: those that come along, or those of a folder. Raises `CostError`."""
+    if folder is None:
+        return dict(_own_boards())
+    if not folder.is_dir():
+        raise CostError(f"{folder} is no folder; name one that has a TOML file for each board")
+    return {path.stem: read_board(path) for path in sorted(folder.glob("*.toml"))}
+
+
+def board(id: str) -> Board:
+    """The board that has this id, of those that come along. Raises `CostError`."""
+    return named(_own_boards(), id)
+
+
+def named(boards: Mapping[str, Board], id: str) -> Board:
+    """The board that has this id. Raises `CostError` with ids near to it."""
+    if id not in boards:
+        low = id.lower()
+        parts = [known for known in boards if low and (low in known or known in low)]
+        near = parts or get_close_matches(low, boards, n=3, cutoff=0.4)
+        guess = f"near it: {', '.join(near)}; " if near else ""
+        raise CostError(
+            f"there is no board {short(id)}; {guess}`hetpipe boards` lists all {len(boards)}"
+        )
+    return boards[id]
+
+
+@cache
+def _own_boards() -> dict[str, Board]:
+    with as_file(files("hetpipe.boards")) as folder:
+        return boards(folder)
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A whole number and its source."""
+
+    value: Positive
+    source: Name
+
+
+@dataclass(frozen=True)
+class _Number:
+    """A number above 0 and its source."""
+
+    value: Annotated[float, Number(above=True)]
+    source: Name
+
+
+@dataclass(frozen=True)
+class _Share:
+    """A number above 0 and at most 1, and its source."""
+
+    value: Annotated[float, Number(most=1.0, above=True)]
+    source: Name
+
+
+_ABSENT = _Number(0.0, "")
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """The keys that the files of all kinds have."""
+
+    name: Name
+    kind: Annotated[str, OneOf(KINDS)]
+    execution: Annotated[str, OneOf(EXECUTIONS)]
+    memory_nbytes: _Whole
+    memory_Bps: _Number
+    launch_s: _Number
+    host_Bps: _Number
+    peer_Bps: _Number = field(default=_ABSENT, kw_only=True)
+
+
+@dataclass(frozen=True)
+class _Processor(_Tables):
+    """A graphics card's file, or a processor's."""
+
+    peak_flops: dict[str, _Number]
+
+
+@dataclass(frozen=True)
+class _Fabric:
+    """The [fabric] table of an FPGA."""
+
+    dsp: _Whole
+    clock_Hz: _Number
+    on_chip_nbytes: _Whole
+    dsp_per_mac: dict[str, _Number]
+    usable: _Share
+    efficiency: _Share
+
+
+@dataclass(frozen=True)
+class _Fpga(_Tables):
+    """An FPGA board's file."""
+
+    fabric: _Fabric
+
+
+_NUMBERS = (
+    *("memory_nbytes", "memory_Bps", "launch_s", "host_Bps", "peer_Bps"),
+    *("fabric.dsp", "fabric.clock_Hz", "fabric.on_chip_nbytes"),
+    *("fabric.usable", "fabric.efficiency"),
+    *(f"peak_flops.{dtype}" for dtype in PEAK_DTYPES),
+    *(f"fabric.dsp_per_mac.{dtype}" for dtype in MAC_DTYPES),
+)
+_CURES = {
+    key: f'write {key.rpartition(".")[2]} = {{ value = NUMBER, source = "TITLE OF A DOCUMENT" }}'
+    for key in _NUMBERS
+}
+
+
+def _fabric(table: _Fabric, source: Source) -> Fabric:
+    place: Place = ("fabric", "dsp_per_mac")
+    return Fabric(
+        table.dsp.value,
+        table.clock_Hz.value,
+        table.on_chip_nbytes.value,
+        _by_dtype(table.dsp_per_mac, MAC_DTYPES, place, source),
+        table.usable.value,
+        table.efficiency.value,
+    )
+
+
+def _by_dtype(
+    numbers: Mapping[str, _Number], known: tuple[str, ...], place: Place, source: Source
+) -> dict[str, float]:
+    """The numbers of a table whose keys are dtypes, float32 and others. Raises `CostError`."""
+    for dtype in numbers:
+        if dtype not in known:
+            why = f"has an unknown key {short(dtype)}; known: {', '.join(known)}"
+            raise source.fault(place, why, dtype)
+    if "float32" not in numbers:
+        raise source.fault(place, "lacks the key 'float32', by which boards are compared")
+    return {dtype: number.value for dtype, number in numbers.items()}
+
+
+def _sources(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Every number's key, from the top of the file, and its source."""
+    for key, entry in table.items():
+        if isinstance(entry, Mapping) and "source" in entry:
+            yield prefix + key, entry["source"]
+        elif isinstance(entry, Mapping):
+            yield from _sources(entry, f"{prefix}{key}.")

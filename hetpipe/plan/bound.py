@@ -1,0 +1,76 @@
+"""The lower bound of a step on given devices, whatever the partition, replicas and schedule.
+
+A micro-batch's work on layer l may go to any device, in any shares x_ld. The slowest device then
+takes T = min over x of max_d sum_l x_ld t_ld, a linear programme. Its dual is
+
+    T = max over y >= 0, sum y = 1, of sum_l min_d y_d t_ld
+
+so every choice of y gives a lower bound, however good it is. It is raised by the subgradient, which
+is the load that each device would have. A step takes at least the micro-batches' work, and one
+micro-batch at least its passes through all layers, each on the quickest device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from hetpipe.cost.table import CostTable
+from hetpipe.plan.costs import Array
+from hetpipe.plan.proposal import PlannerOptions, Tables
+
+ROUNDS = 400
+SLOW_S = 1e12
+"""Stands for the time of a layer that a device cannot run."""
+
+
+def lower_bound_s(tables: Tables, devices: Iterable[str], options: PlannerOptions) -> float:
+    """Seconds below which no step on (some of) these devices can come, at any size of the tables.
+
+    Sizes between those that `options` allow are not among them: a plan's micro-batches are of one
+    size, and a replica's share costs no less per sample than the smallest time per sample known.
+    """
+    names = list(dict.fromkeys(devices))
+    per_sample_s = np.min(
+        [_passes_s(table, names) / size for size, table in tables.items()], axis=0
+    )
+    shortest_s = np.min([_passes_s(table, names) for table in tables.values()], axis=0)
+    way_s = float(shortest_s.min(axis=0).sum())
+    return max(options.mini_batch * shared_s(per_sample_s), way_s)
+
+
+def shared_s(times_s: Array) -> float:
+    """A lower bound of the slowest device's time if layers are divided freely.
+
+    `times_s[d, l]` is the time of layer l on device d. Devices without a difference count as one.
+    """
+    kinds, counts = np.unique(times_s, axis=0, return_counts=True)
+    weights = 1 / kinds.sum(axis=1)  # the exact dual where devices differ by a factor alone
+    best_s = 0.0
+    for number in range(ROUNDS):
+        weights = weights / (weights @ counts)
+        priced = weights[:, None] * kinds
+        chosen = priced.argmin(axis=0)
+        best_s = max(best_s, float(priced.min(axis=0).sum()))
+        loads_s = np.bincount(chosen, kinds[chosen, range(kinds.shape[1])], len(kinds)) / counts
+        rate = 0.5 / np.sqrt(1 + number)
+        weights = weights * np.exp(rate * (loads_s / max(loads_s.mean(), 1e-300) - 1).clip(-1, 1))
+    return best_s
+
+
+def _passes_s(table: CostTable, devices: list[str]) -> Array:
+    """Forward and backward of every layer on every device, without the fixed overhead."""
+    costs = [table.devices[device] for device in devices]
+    return np.array(
+        [
+            [
+                SLOW_S
+                if layer.impossible
+                else max(layer.forward_s - cost.overhead_s, 0.0)
+                + max(layer.backward_s - cost.overhead_s, 0.0)
+                for layer in cost.layers
+            ]
+            for cost in costs
+        ]
+    )

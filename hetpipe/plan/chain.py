@@ -1,0 +1,31 @@
+"""Chains: a cost table as the planners for equal devices see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf, isfinite
+
+from hetpipe.cost.published import ChainCosts
+from hetpipe.cost.table import CostTable
+
+
+def chain_of(table: CostTable, devices: Sequence[str]) -> ChainCosts:
+    """The layers' costs on a device that has the mean times of these.
+
+    Devices that cannot run a layer do not count there; where none can, its time is infinite.
+    """
+    costs = [table.devices[device] for device in devices]
+    rows = list(zip(*(cost.layers for cost in costs), strict=True))
+    return ChainCosts(
+        names=tuple(layer.name for layer in table.layers),
+        forward_s=tuple(_mean([entry.forward_s for entry in row]) for row in rows),
+        backward_s=tuple(_mean([entry.backward_s for entry in row]) for row in rows),
+        activation_nbytes=tuple(layer.saved_nbytes for layer in table.layers),
+        params_nbytes=tuple(layer.params_nbytes for layer in table.layers),
+        cut_nbytes=(*(layer.cut_nbytes for layer in table.layers[:-1]), 0),
+    )
+
+
+def _mean(times_s: Sequence[float]) -> float:
+    finite = [time_s for time_s in times_s if isfinite(time_s)]
+    return sum(finite) / len(finite) if finite else inf

@@ -1,0 +1,116 @@
+"""BaPipe: balanced stages on a chain of unlike devices, then the schedule (section 3.3).
+
+1. Cuts between layers by the devices' speeds, moved while that lowers the slowest stage.
+2. Where a transfer takes longer than the ideal stage, only cuts that their link moves in that time
+   remain, and the network between those is cut anew; too few of them mean fewer stages.
+3. Where a stage lacks memory, boundary layers move to neighbours with room.
+4. All schedules that the devices' execution models allow, at all sizes of micro-batches, and data
+   parallelism; the prediction chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.plan.costs import Array, StageCosts
+from hetpipe.plan.exact import exact, stage_times
+from hetpipe.plan.partition import balanced
+from hetpipe.plan.plan import Plan
+from hetpipe.plan.planners.choice import chosen
+from hetpipe.plan.proposal import (
+    PlannerOptions,
+    Priced,
+    Proposal,
+    Tables,
+    grouped,
+    in_flight,
+)
+
+SYNCHRONOUS = ("1f1b-sno", "1f1b-so")
+"""Schedules for devices that send a result when it is complete (table 1)."""
+STREAMING = ("1f1b-as", "fbp")
+"""Schedules for devices that send while they compute."""
+
+
+def plan(costs: Tables, cluster: Cluster, options: PlannerOptions) -> Plan:
+    """The quickest of BaPipe's plans. Raises `PlanError`."""
+    return chosen("bapipe", proposals, costs, cluster, options)
+
+
+def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
+    """Partitions for each schedule and size of micro-batch, and data parallelism."""
+    options, members = priced.options, cluster.ids
+    table = next(iter(priced.tables.values()))
+    streaming = all(table.devices[member].execution == "async" for member in members)
+    own = STREAMING if streaming else SYNCHRONOUS
+    for count in options.counts(priced.tables):
+        if options.replicas and len(members) > 1:
+            yield Proposal((), (members,), "data-parallel", count)
+        for schedule in options.among(own):
+            for stages in range(min(len(members), len(table.layers)), 0, -1):
+                bare = Proposal((), grouped(members[:stages]), schedule, count)
+                cuts = partition(priced, bare)
+                if cuts is not None:
+                    yield Proposal(cuts, bare.groups, schedule, count)
+                    break  # fewer stages only where these have too few cuts, or no room
+
+
+def partition(priced: Priced, bare: Proposal) -> tuple[int, ...] | None:
+    """The balanced cuts of a proposal; None if its links or memory leave too few."""
+    costs = priced.costs(bare)
+    devices = [group[0] for group in bare.groups]
+    depths = in_flight(bare.schedule, len(devices), bare.microbatches)
+    whole_s = [float(costs.compute_s(device, 0, costs.count)) for device in devices]
+    ideal_s = 1 / sum(1 / time_s for time_s in whole_s)
+    compute_s = [_computes(costs, device) for device in devices]
+    cuts = balanced(compute_s, whole_s)
+    slowest_s = max(stage_times(compute_s, cuts))
+    points = list(range(costs.count + 1))
+    if _longest_transfer_s(costs, devices, cuts) > slowest_s:
+        points = coarse_points(costs, devices, ideal_s)
+        if len(points) < len(devices) + 1:
+            return None
+        cuts = _between(points, compute_s, whole_s)
+    room = [
+        np.where(np.isfinite(costs.matrix(devices, n, depths[n], "max")), matrix, np.inf)
+        for n, matrix in enumerate(compute_s)
+    ]
+    if np.isfinite(max(stage_times(room, cuts))):
+        return cuts
+    tuned = exact([matrix[np.ix_(points, points)] for matrix in room])
+    return None if tuned is None else tuple(points[cut] for cut in tuned)
+
+
+def coarse_points(costs: StageCosts, devices: Sequence[str], ideal_s: float) -> list[int]:
+    """The ends of the coarse network's layers: cuts that every link moves in the ideal time."""
+    links = list(pairwise(devices))
+    kept = [
+        cut
+        for cut in range(1, costs.count)
+        if all(costs.transfer_s(here, there, cut) <= ideal_s for here, there in links)
+    ]
+    return [0, *kept, costs.count]
+
+
+def _between(
+    points: Sequence[int], compute_s: Sequence[Array], whole_s: Sequence[float]
+) -> tuple[int, ...]:
+    """The balanced cuts among these points."""
+    coarse = [matrix[np.ix_(points, points)] for matrix in compute_s]
+    return tuple(points[cut] for cut in balanced(coarse, whole_s))
+
+
+def _computes(costs: StageCosts, device: str) -> Array:
+    """Seconds of all [lo, hi] on a device, without transfers; infinite where empty."""
+    lo = np.arange(costs.count + 1)[:, None]
+    hi = np.arange(costs.count + 1)[None, :]
+    return np.where(lo < hi, costs.compute_s(device, lo, hi), np.inf)
+
+
+def _longest_transfer_s(costs: StageCosts, devices: Sequence[str], cuts: Sequence[int]) -> float:
+    ways = zip(devices[:-1], devices[1:], cuts, strict=True)
+    return max((float(costs.transfer_s(*way)) for way in ways), default=0.0)

@@ -1,0 +1,82 @@
+"""Exact: the lowest slowest stage, for the cluster's order of devices and for better ones.
+
+One stage on each device; for a fixed order the partition is optimal (`hetpipe.plan.exact`). Other
+orders come from exchanges of two devices while these lower the slowest stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.plan.exact import stage_times
+from hetpipe.plan.groups import group_matrix
+from hetpipe.plan.plan import Plan
+from hetpipe.plan.planners.choice import chosen
+from hetpipe.plan.proposal import (
+    PlannerOptions,
+    Priced,
+    Proposal,
+    Tables,
+    grouped,
+    in_flight,
+)
+from hetpipe.plan.search import best_cuts, partitioned
+
+EXCHANGES = 60
+"""How many exchanges of devices are tried at most."""
+
+
+def plan(costs: Tables, cluster: Cluster, options: PlannerOptions) -> Plan:
+    """The quickest of the exact partitions. Raises `PlanError`."""
+    return chosen("exact", proposals, costs, cluster, options)
+
+
+def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
+    """The optimal cuts for each order, schedule and number of micro-batches."""
+    for order in orders(priced, cluster.ids):
+        yield from partitioned(priced, grouped(order))
+
+
+def orders(priced: Priced, members: Sequence[str]) -> list[tuple[str, ...]]:
+    """The given order, and if the options allow others the one that exchanges lead to."""
+    given = tuple(members)
+    if not priced.options.free_order or len(members) < 2:
+        return [given]
+    return list(dict.fromkeys([given, _exchanged(priced, given)]))
+
+
+def _exchanged(priced: Priced, order: tuple[str, ...]) -> tuple[str, ...]:
+    """The order after exchanges of the slowest stage's device that lower the slowest stage."""
+    slowest_s, slowest = _slowest(priced, order)
+    left, improving = EXCHANGES, True
+    while improving and left > 0:
+        improving = False
+        for other in range(len(order)):
+            if left <= 0 or other == slowest:
+                continue
+            left -= 1
+            exchanged = list(order)
+            exchanged[slowest], exchanged[other] = order[other], order[slowest]
+            trial_s, trial = _slowest(priced, tuple(exchanged))
+            if trial_s < slowest_s:
+                order, slowest_s, slowest, improving = tuple(exchanged), trial_s, trial, True
+                break
+    return order
+
+
+def _slowest(priced: Priced, order: tuple[str, ...]) -> tuple[float, int]:
+    """Seconds and number of the slowest stage under the best cuts for an order."""
+    count = priced.options.counts(priced.tables)[-1]
+    depths = in_flight("1f1b", len(order), count)
+    bare = Proposal((), grouped(order), "1f1b", count, depths)
+    best = float("inf"), 0
+    costs = priced.costs(bare)
+    matrices = [
+        group_matrix(costs, bare.groups, stage, depths[stage], "sum", count)
+        for stage in range(len(order))
+    ]
+    for cuts in best_cuts(priced, bare):
+        times_s = stage_times(matrices, cuts)
+        best = min(best, (max(times_s), times_s.index(max(times_s))))
+    return best

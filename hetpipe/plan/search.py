@@ -1,0 +1,186 @@
+"""Local search over proposals, each move priced by simulation.
+
+A move shifts a boundary layer, exchanges two stages' devices, joins two neighbours into replicas or
+parts them, leaves a device out, or takes other micro-batches, another schedule or depth. The best
+one of a round is kept, until none helps or the prices are spent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import combinations
+
+import numpy as np
+
+from hetpipe.errors import CostError, PlanError, ScheduleError
+from hetpipe.plan.costs import Objective
+from hetpipe.plan.exact import exact
+from hetpipe.plan.groups import group_matrix
+from hetpipe.plan.partition import moves
+from hetpipe.plan.plan import Plan
+from hetpipe.plan.proposal import Priced, Proposal, deep_in_flight, in_flight
+from hetpipe.schedule.rule import rule_of
+
+KNOWN = ("1f1b", "gpipe")
+"""Schedules among which a search chooses where the user names none."""
+FEW = 10
+"""Up to this number of partitions all are tried."""
+PRICES = 120
+"""How many plans a search prices at most."""
+GAIN = 1e-6
+"""Relative; a smaller gain ends the search."""
+OBJECTIVES: tuple[Objective, ...] = ("sum", "max")
+
+Groups = tuple[tuple[str, ...], ...]
+
+
+def partitioned(
+    priced: Priced, groups: Groups, counts: Iterable[int] = (), recompute: bool | None = None
+) -> Iterator[Proposal]:
+    """Proposals with these groups as stages: the best cuts by two objectives, for all numbers of
+    micro-batches, schedules and depths that the options allow."""
+    options = priced.options
+    modes = (False, True) if options.recompute else (False,)
+    for count in counts or options.counts(priced.tables):
+        for mode in modes if recompute is None else (recompute,):
+            for schedule, depths in _schedules(priced, groups, count):
+                bare = Proposal((), groups, schedule, count, depths, mode)
+                yield from fitting(priced, bare)
+
+
+def fitting(priced: Priced, bare: Proposal) -> list[Proposal]:
+    """The proposal with its best cuts; with fewer micro-batches in flight if it lacks memory."""
+    while True:
+        cuts = best_cuts(priced, bare)
+        if cuts or max(bare.in_flight) == 1 or not rule_of(bare.schedule).any_depth:
+            return [replace(bare, cuts=each) for each in cuts]
+        most = max(bare.in_flight) // 2
+        bare = replace(bare, in_flight=tuple(min(depth, most) for depth in bare.in_flight))
+
+
+def best_cuts(priced: Priced, bare: Proposal) -> list[tuple[int, ...]]:
+    """Cuts with which the slowest stage of a proposal is quickest; all cuts if they are few."""
+    costs, stages = priced.costs(bare), len(bare.groups)
+    if stages > costs.count:
+        return []
+    if math.comb(costs.count - 1, stages - 1) <= FEW:
+        return list(combinations(range(1, costs.count), stages - 1))
+    best = []
+    versions = priced.versions(bare)
+    for objective in OBJECTIVES:
+        matrices = [
+            group_matrix(
+                costs, bare.groups, stage, bare.in_flight[stage], objective, bare.microbatches,
+                versions[stage],
+            )
+            for stage in range(stages)
+        ]  # fmt: skip
+        cuts = exact(matrices)
+        if cuts is not None:
+            best.append(cuts)
+    return list(dict.fromkeys(best))
+
+
+def improved(plan: Plan, priced: Priced, prices: int = PRICES) -> Plan:
+    """The plan after the moves that make its predicted step quicker."""
+    best, left = plan, prices
+    while left > 0:
+        bounds_s = {move: priced.bound_s(move) for move in _moves(best, priced)}
+        better = best
+        for move, bound_s in sorted(bounds_s.items(), key=lambda item: item[1]):
+            if bound_s >= better.step_s * (1 - GAIN) or left <= 0:
+                break
+            left -= 1
+            try:
+                moved = priced.plan(move, plan.origin)
+            except (CostError, PlanError, ScheduleError):
+                continue
+            if moved.step_s < better.step_s * (1 - GAIN):
+                better = moved
+        if better is best:
+            break
+        best = better
+    return best
+
+
+def proposal_of(plan: Plan) -> Proposal:
+    """The proposal of which a plan was made."""
+    groups = tuple(stage.devices for stage in plan.stages)
+    return Proposal(
+        plan.cuts, groups, plan.schedule, plan.microbatches, plan.in_flight, plan.recompute
+    )
+
+
+def _moves(plan: Plan, priced: Priced) -> Iterator[Proposal]:
+    here = proposal_of(plan)
+    for cuts in moves(here.cuts, len(plan.layers)):
+        yield replace(here, cuts=cuts)
+    if rule_of(plan.schedule).replicates:
+        return
+    yield from _other_passes(plan, priced)
+    for groups in dict.fromkeys(_regrouped(here.groups, plan, priced)):
+        yield from partitioned(priced, groups, [plan.microbatches], plan.recompute)
+
+
+def _other_passes(plan: Plan, priced: Priced) -> Iterator[Proposal]:
+    """The same stages with other micro-batches, schedules and depths."""
+    here, options = proposal_of(plan), priced.options
+    counts = options.counts(priced.tables)
+    near = [count for count in counts if count in (plan.microbatches // 2, 2 * plan.microbatches)]
+    modes = (False, True) if options.recompute else (False,)
+    for count in (plan.microbatches, *near):
+        for schedule, depths in _schedules(priced, here.groups, count):
+            for mode in modes:
+                other = Proposal(here.cuts, here.groups, schedule, count, depths, mode)
+                if other != here:
+                    yield other
+
+
+def _regrouped(groups: Groups, plan: Plan, priced: Priced) -> Iterator[Groups]:
+    """Groups after one exchange, join, parting or omission, around the slowest stage."""
+    busy_s = [stage.forward_s + stage.backward_s for stage in plan.stages]
+    slowest = int(np.argmax(busy_s))
+    count = len(groups)
+    if priced.options.free_order:
+        for other in range(count):
+            if other != slowest:
+                exchanged = list(groups)
+                exchanged[slowest], exchanged[other] = groups[other], groups[slowest]
+                yield tuple(exchanged)
+    if priced.options.replicas:
+        for first in {slowest - 1, slowest} & set(range(count - 1)):
+            yield (*groups[:first], groups[first] + groups[first + 1], *groups[first + 2 :])
+        if len(groups[slowest]) > 1:
+            half = len(groups[slowest]) // 2
+            parts = groups[slowest][:half], groups[slowest][half:]
+            yield (*groups[:slowest], *parts, *groups[slowest + 1 :])
+    if count > 1:
+        for number in {slowest, int(np.argmin(busy_s))}:
+            yield (*groups[:number], *groups[number + 1 :])
+
+
+def _schedules(
+    priced: Priced, groups: Groups, microbatches: int
+) -> list[tuple[str, tuple[int, ...]]]:
+    """The schedules that may run these groups, with the micro-batches in flight of each stage."""
+    replicated = max(map(len, groups)) > 1
+    chosen = []
+    for schedule in priced.options.among(KNOWN):
+        if rule_of(schedule).several_stages or (replicated and not rule_of(schedule).averages):
+            continue
+        chosen += [(schedule, depths) for depths in _depths(schedule, len(groups), microbatches)]
+    return chosen
+
+
+@cache
+def _depths(schedule: str, stages: int, microbatches: int) -> Sequence[tuple[int, ...]]:
+    """Depths worth a price: the schedule's own, and where it may be chosen also a deeper one."""
+    rule = rule_of(schedule)
+    if not rule.flushes and microbatches > 1:
+        return ()
+    own = in_flight(schedule, stages, microbatches)
+    deeper = [deep_in_flight(stages, microbatches)] if rule.any_depth else []
+    return tuple(dict.fromkeys([own, *deeper]))

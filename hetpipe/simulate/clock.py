@@ -1,0 +1,271 @@
+"""Clock: the simulator's rules for any schedule (`hetpipe.simulate.simulator` states them).
+
+Each row is a generator. It goes on until something takes time, and yields when that ends:
+
+    pass, update        at once known, unless lanes share the device
+    receive             when the message arrives; if it has not been sent, the send will say
+    after sums          when the last of them ends; if one has not begun, that one will say
+
+Where nothing shares a medium, the end of a message or sum is known when it is posted, and is a
+number. Else messages and sums have events of their own (`hetpipe.simulate.network`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Generator, Sequence
+from heapq import heappop, heappush
+
+from hetpipe.schedule.action import Action, Op, Schedule
+from hetpipe.simulate.media import ALONE, Event, Media
+from hetpipe.simulate.network import Channel, Load, Network
+from hetpipe.simulate.steps import COMPUTE, RECEIVE, SEND, SUM, Step, Steps
+from hetpipe.simulate.times import FREE, StageTimes, Transfer
+
+Row = Generator[float | None, float, None]
+"""Yields when it goes on, or None if something else will set that event; takes the time then."""
+
+NOTHING, SUMS = -1, -2
+"""In place of the key of a message that a row waits for."""
+
+
+class Clock:
+    """One simulation. `workers` has the worker of each row. Spans are (row, action, start, end)."""
+
+    def __init__(self, schedule: Schedule, times: StageTimes, workers: Sequence[int]) -> None:
+        self.spans: list[tuple[int, Action, float, float]] = []
+        self.stuck: dict[int, Action] = {}
+        """By row, the action for which it waits until something else sets its event."""
+        self._schedule = schedule
+        self._times = times
+        self._workers = workers
+        self._lanes = Counter(workers)
+        self._events: list[Event] = []
+        self._media = Media(self._events)
+        self._network = Network(self._media, len(schedule)) if times.shares_media else None
+        self._free_s: dict[Channel, float] = {}  # when it is free; without a network
+        self._open: dict[tuple[int, int], int] = {}  # loads by key and target; with a network
+        self._targets: dict[int, list[int]] = {}  # of a message, the rows that receive it
+        self._takers: Counter[int] = Counter()  # of a sum, the number of rows that take part
+        self._gathering: dict[int, list[int]] = {}  # those that have come to it
+        steps = Steps(times)
+        self._steps = [[steps[action.op, action.stage] for action in row] for row in schedule]
+        for row, (own, actions) in enumerate(zip(self._steps, schedule, strict=True)):
+            for step, action in zip(own, actions, strict=True):
+                if step.code == RECEIVE:
+                    self._targets.setdefault(step.key(action.number), []).append(row)
+                elif step.code == SUM:
+                    self._takers[step.key(action.number)] += 1
+        self._arrivals_s: list[dict[int, float]] = [{} for _ in schedule]  # by row and key
+        self._awaited = [NOTHING] * len(schedule)  # the key of the message that a row waits for
+        self._sums = [0] * len(schedule)  # that a row has begun, and that have not ended
+        self._summed_s = [0.0] * len(schedule)  # when the last one that has ended, did
+
+    def run(self) -> None:
+        """Go through all events. Rows that are `stuck` then will be for ever."""
+        events, rows = self._events, len(self._schedule)
+        resume = []
+        for number in range(rows):
+            row = self._row(number)
+            next(row)
+            resume.append(row.send)
+            events.append((0.0, number, ALONE))
+        while events:
+            now_s, number, state = heappop(events)
+            if state != ALONE and not self._media.ends(number, state, now_s):
+                continue
+            if number >= rows:
+                self._leave(number, now_s)
+                continue
+            until_s = resume[number](now_s)
+            if until_s is not None:
+                heappush(events, (until_s, number, ALONE))
+
+    def _row(self, row: int) -> Row:
+        """Do the actions of a row in order."""
+        actions, arrivals_s, record = self._schedule[row], self._arrivals_s[row], self.spans.append
+        is_lane = self._lanes[self._workers[row]] > 1
+        first_s: float | None = None  # when the pass before made the first chunk of its result
+        now_s = yield None
+        for index, step in enumerate(self._steps[row]):
+            action, code = actions[index], step.code
+            if step.after_sums:
+                now_s = yield from self._wait_for_sums(row, action, now_s)
+            start_s = now_s
+            if code == COMPUTE:
+                if step.chunks > 1 and self._is_sent_next(row, index):
+                    now_s, first_s = yield from self._stream(row, index, now_s, is_lane)
+                elif is_lane:
+                    self._share_device(row, step.compute_s, now_s)
+                    now_s = yield None
+                else:
+                    now_s = yield now_s + step.compute_s
+                record((row, action, start_s, now_s))
+            elif code == SEND:
+                self._post(row, step, action, first_s, now_s)
+                first_s = None
+            elif code == RECEIVE:
+                key = step.first_key + step.key_step * action.number
+                arrival_s = arrivals_s.get(key)
+                if arrival_s is None:
+                    self._awaited[row], self.stuck[row] = key, action
+                    now_s = yield None
+                    del self.stuck[row]
+                elif arrival_s > now_s:
+                    now_s = yield arrival_s
+                record((row, action, start_s, now_s))
+            else:
+                self._gather(row, step, action, now_s)
+        yield None
+
+    def _share_device(self, row: int, work_s: float, now_s: float) -> None:
+        """Begin some work on a device that has several lanes, which sets the event of its end."""
+        self._media.begin(row, work_s, (self._workers[row],), now_s)
+
+    # Results that leave in chunks, from the first one on.
+
+    def _is_sent_next(self, row: int, index: int) -> bool:
+        """Whether the action after that at `index` sends its result."""
+        actions = self._schedule[row]
+        if index + 1 == len(actions):
+            return False
+        sender, maker, step = actions[index + 1], actions[index], self._steps[row][index]
+        same = sender.op is step.sent_by and sender.stage == maker.stage
+        return same and sender.number == maker.number
+
+    def _stream(
+        self, row: int, index: int, now_s: float, is_lane: bool
+    ) -> Generator[float | None, float, tuple[float, float]]:
+        """Do a pass that makes chunks. Returns when it and its first chunk were done."""
+        step = self._steps[row][index]
+        rest_s, chunk_s = step.compute_s, step.compute_s / step.chunks
+        first_s = now_s + chunk_s
+        if chunk_s and (is_lane or self._network is not None):
+            if is_lane:
+                self._share_device(row, chunk_s, now_s)
+                now_s = yield None
+            else:
+                now_s = yield first_s
+            first_s, rest_s = now_s, rest_s - chunk_s
+        self._send_early(row, index + 1, now_s)
+        if is_lane:
+            self._share_device(row, rest_s, now_s)
+            now_s = yield None
+        else:
+            now_s = yield now_s + rest_s
+        return now_s, first_s
+
+    def _send_early(self, row: int, index: int, now_s: float) -> None:
+        """Put a message on its edges, where others share media, before it is complete."""
+        if self._network is None:
+            return
+        step, action = self._steps[row][index], self._schedule[row][index]
+        key, worker = step.key(action.number), self._workers[row]
+        for target in self._targets.get(key, ()):
+            if self._workers[target] != worker:
+                load = self._load(row, target, step, action, is_open=True)
+                self._open[key, target] = self._network.put(load, now_s)
+
+    # Messages.
+
+    def _post(
+        self, row: int, step: Step, action: Action, first_s: float | None, now_s: float
+    ) -> None:
+        """Put a message on its edges, behind those already there; within a worker it is free."""
+        key, worker = step.first_key + step.key_step * action.number, self._workers[row]
+        for target in self._targets.get(key, ()):
+            edge = worker, self._workers[target]
+            if worker == edge[1]:
+                self._arrive(row, target, action, key, now_s, now_s)
+            elif self._network is None:
+                latency_s, occupancy_s, _ = step.transfer or self._transfer(action)
+                start_s = max(now_s if first_s is None else first_s, self._free_s.get(edge, 0.0))
+                left_s = start_s + occupancy_s
+                if first_s is not None:  # at least the last chunk leaves now
+                    left_s = max(left_s, now_s + occupancy_s / step.chunks)
+                self._free_s[edge] = left_s
+                self._arrive(row, target, action, key, start_s, left_s + latency_s)
+            elif first_s is None:
+                self._network.put(self._load(row, target, step, action), now_s)
+            else:
+                load = self._open.pop((key, target))
+                least_s = (step.transfer or self._transfer(action)).occupancy_s / step.chunks
+                self._network.close(load, least_s, now_s)
+
+    def _load(
+        self, row: int, target: int, step: Step, action: Action, is_open: bool = False
+    ) -> Load:
+        edge = self._workers[row], self._workers[target]
+        transfer, key = step.transfer or self._transfer(action), step.key(action.number)
+        return Load(action, key, (row, target), transfer, (edge,), is_open=is_open)
+
+    def _transfer(self, action: Action) -> Transfer:
+        """The cost of a message between tied stages, of which its number names one."""
+        assert action.message is not None
+        return self._times.transfer(action.message)
+
+    def _arrive(
+        self, row: int, target: int, action: Action, key: int, start_s: float, end_s: float
+    ) -> None:
+        """A message arrives at `end_s`, or will."""
+        self.spans.append((row, action, start_s, end_s))
+        self._arrivals_s[target][key] = end_s
+        if self._awaited[target] == key:
+            self._awaited[target] = NOTHING
+            heappush(self._events, (end_s, target, ALONE))
+
+    def _leave(self, number: int, now_s: float) -> None:
+        """A message or a sum has left its media."""
+        assert self._network is not None
+        load = self._network.leave(number, now_s)
+        if load is None or load.start_s is None:
+            return
+        if load.action.op is Op.ALL_REDUCE:
+            self._summed(load.rows, load.action, load.start_s, now_s)
+        else:
+            row, target = load.rows
+            end_s = now_s + load.transfer.latency_s
+            self._arrive(row, target, load.action, load.key, load.start_s, end_s)
+
+    # Sums over replicas.
+
+    def _gather(self, row: int, step: Step, action: Action, now_s: float) -> None:
+        """A row has come to a sum; the last begins it."""
+        self._sums[row] += 1
+        key = step.key(action.number)
+        rows = self._gathering.setdefault(key, [])
+        rows.append(row)
+        if len(rows) < self._takers[key]:
+            return
+        transfer = step.transfer or FREE
+        workers = [*dict.fromkeys(self._workers[each] for each in rows)]
+        if self._network is not None:
+            load = Load(action, key, rows, transfer, workers, hold_s=transfer.latency_s)
+            self._network.put(load, now_s)
+            return
+        start_s = max(now_s, *(self._free_s.get(worker, 0.0) for worker in workers))
+        end_s = start_s + (transfer.latency_s + transfer.occupancy_s)
+        self._free_s.update(dict.fromkeys(workers, end_s))
+        self._summed(rows, action, start_s, end_s)
+
+    def _summed(self, rows: Sequence[int], action: Action, start_s: float, end_s: float) -> None:
+        """A sum ends at `end_s`, or will."""
+        for row in rows:
+            self.spans.append((row, action, start_s, end_s))
+            self._sums[row] -= 1
+            self._summed_s[row] = max(self._summed_s[row], end_s)
+            if self._awaited[row] == SUMS and not self._sums[row]:
+                self._awaited[row] = NOTHING
+                heappush(self._events, (self._summed_s[row], row, ALONE))
+
+    def _wait_for_sums(
+        self, row: int, action: Action, now_s: float
+    ) -> Generator[float | None, float, float]:
+        """Wait for all sums that the row has begun. Returns the time then."""
+        if self._sums[row]:
+            self._awaited[row], self.stuck[row] = SUMS, action
+            now_s = yield None
+            del self.stuck[row]
+        elif self._summed_s[row] > now_s:
+            now_s = yield self._summed_s[row]
+        return now_s

@@ -1,0 +1,149 @@
+"""Outcome: what a step costs each worker and link: its bubble, its memory over time, its bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hetpipe.errors import ScheduleError
+from hetpipe.schedule.action import Message, Op
+from hetpipe.schedule.lanes import row_workers
+from hetpipe.simulate.timeline import Span, Timeline
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a stage.
+
+    `resident_nbytes` lives for ever: weights, gradients, optimizer state, buffers. A micro-batch
+    keeps `saved_nbytes` from its forward's start to its backward's end. Where a backward has two
+    halves, they live until the first half ends, and `deferred_nbytes` of them until the second
+    does. `cut_nbytes` crosses to the next stage, and as gradients back.
+    """
+
+    resident_nbytes: int = 0
+    saved_nbytes: int = 0
+    deferred_nbytes: int = 0
+    cut_nbytes: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryUse:
+    """A worker's bytes as a step function: `nbytes[i]` from `seconds[i]` to `seconds[i + 1]`."""
+
+    seconds: Array
+    nbytes: Array
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most bytes at any time."""
+        return int(self.nbytes.max())
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """A step by worker; its bubble is 1 - its busy share. Lanes of a worker count together.
+
+    Replicas that do the same row count as one worker, since a timeline has one row for them.
+    """
+
+    workers: tuple[str, ...]
+    step_s: float
+    bubble: tuple[float, ...]
+    memory: tuple[MemoryUse, ...]
+    link_nbytes: Mapping[tuple[int, int], int]
+    """By source and target worker, bytes of activations and their gradients."""
+
+    @property
+    def peak_nbytes(self) -> tuple[int, ...]:
+        """The most bytes at any time, by worker."""
+        return tuple(each.peak_nbytes for each in self.memory)
+
+
+def outcome(timeline: Timeline, memory: Sequence[Memory]) -> Outcome:
+    """The outcome of a step, with `memory` by stage.
+
+    Raises `ScheduleError` if there is memory for another number of stages.
+    """
+    stages = 1 + max((span.action.stage for span in timeline.spans), default=-1)
+    if stages != len(memory):
+        raise ScheduleError(
+            f"the timeline has {stages} stages, but there is memory for {len(memory)}: give one "
+            "entry for each stage"
+        )
+    rows: list[list[Span]] = [[] for _ in timeline.workers]
+    for span in timeline.spans:
+        rows[span.worker].append(span)
+    worker_of = row_workers(tuple(tuple(span.action for span in row) for row in rows))
+    spans: list[list[Span]] = [[] for _ in set(worker_of)]
+    for worker, row in zip(worker_of, rows, strict=True):
+        spans[worker] += row
+    begin_s = min((span.start_s for span in timeline.spans), default=0.0)
+    return Outcome(
+        _names(timeline.workers, worker_of),
+        timeline.step_s,
+        tuple(_bubble(own, timeline.step_s) for own in spans),
+        tuple(_memory_use(own, memory, begin_s) for own in spans),
+        _link_nbytes(timeline.spans, worker_of, memory),
+    )
+
+
+def _names(rows: Sequence[str], worker_of: Sequence[int]) -> tuple[str, ...]:
+    """The workers' names, without the lanes of those that have several."""
+    names: dict[int, str] = {}
+    for row, worker in zip(rows, worker_of, strict=True):
+        several = worker_of.count(worker) > 1
+        names.setdefault(worker, row.removesuffix(" lane 0") if several else row)
+    return tuple(names.values())
+
+
+def _bubble(spans: Iterable[Span], step_s: float) -> float:
+    """The share of a step in which none of these spans computes."""
+    busy_s, until_s = 0.0, -np.inf
+    computing = [(s.start_s, s.end_s) for s in spans if s.action.op.is_compute]
+    for start_s, end_s in sorted(computing):
+        busy_s += max(0.0, end_s - max(start_s, until_s))
+        until_s = max(until_s, end_s)
+    return 1.0 - busy_s / step_s if step_s else 0.0
+
+
+def _memory_use(spans: Sequence[Span], memory: Sequence[Memory], begin_s: float) -> MemoryUse:
+    """The bytes of a worker over time. What is freed and kept at one instant is one change."""
+    stages = {span.action.stage for span in spans}
+    changes = Counter({begin_s: sum(memory[stage].resident_nbytes for stage in stages)})
+    for _, action, start_s, end_s in spans:
+        own = memory[action.stage]
+        if action.op is Op.FORWARD:
+            changes[start_s] += own.saved_nbytes
+        elif action.op is Op.BACKWARD:
+            changes[end_s] -= own.saved_nbytes
+        elif action.op is Op.BACKWARD_INPUT:
+            changes[end_s] -= own.saved_nbytes - own.deferred_nbytes
+        elif action.op is Op.BACKWARD_WEIGHT:
+            changes[end_s] -= own.deferred_nbytes
+    seconds = sorted(changes)
+    return MemoryUse(np.array(seconds), np.cumsum([changes[each] for each in seconds]))
+
+
+def _link_nbytes(
+    spans: Sequence[Span], worker_of: Sequence[int], memory: Sequence[Memory]
+) -> dict[tuple[int, int], int]:
+    """By source and target worker, the bytes of what crosses cuts, both ways."""
+    target_of: dict[Message | None, int] = {
+        span.action.message: worker_of[span.worker]
+        for span in spans
+        if span.action.op in (Op.RECV_FORWARD, Op.RECV_BACKWARD)
+    }
+    nbytes: Counter[tuple[int, int]] = Counter()
+    for span in spans:
+        message = span.action.message if span.action.op.is_send else None
+        if message in target_of and message is not None:
+            link = worker_of[span.worker], target_of[message]
+            nbytes[link] += memory[min(message.source, message.target)].cut_nbytes
+    return {link: count for link, count in nbytes.items() if link[0] != link[1]}

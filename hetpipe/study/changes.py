@@ -1,0 +1,136 @@
+"""The new step time if a cluster had another device, one less, or another link."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.cluster.file import parse_link
+from hetpipe.errors import ClusterError, HetpipeError
+from hetpipe.plan.plan import Plan
+from hetpipe.plan.proposal import PlannerOptions
+from hetpipe.study.planning import plan as planned
+from hetpipe.study.subject import Subject
+
+FORMS = (
+    "-ID (without a device), +BOARD or +BOARD@SERVER (one more), ID=BOARD (another in its place), "
+    'ID~ID=LINK or network=LINK (LINK is "10 Gb/s, 5 us")'
+)
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A change of a cluster and the plan that follows, or why there is none."""
+
+    change: str  # empty: the cluster as it is
+    plan: Plan | None
+    why_not: str = ""
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """The cluster as it is, and each change by itself."""
+
+    subject: str
+    now: Alternative
+    changes: tuple[Alternative, ...]
+
+    def factor(self, changed: Alternative) -> float | None:
+        """The step after a change over the step before; below 1 is quicker."""
+        if changed.plan is None or self.now.plan is None:
+            return None
+        return changed.plan.step_s / self.now.plan.step_s
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict that `json` can write."""
+        return {
+            "subject": self.subject,
+            "rows": [
+                {
+                    "change": row.change,
+                    "step_s": None if row.plan is None else row.plan.step_s,
+                    "factor": self.factor(row),
+                    "why_not": row.why_not,
+                    "plan": None if row.plan is None else row.plan.to_json(),
+                }
+                for row in (self.now, *self.changes)
+            ],
+        }
+
+
+def whatif(
+    subject: Subject,
+    cluster: Cluster,
+    changes: Sequence[str],
+    options: PlannerOptions | None = None,
+    planner: str = "auto",
+) -> WhatIf:
+    """The planner's step on the cluster as it is, and after each of the changes by itself.
+
+    Raises `ClusterError` for a change that is written in no form of `FORMS`, or names nothing.
+    """
+    clusters = [(change, changed(cluster, change)) for change in changes]
+
+    def alternative(change: str, there: Cluster) -> Alternative:
+        try:
+            return Alternative(change, planned(subject, there, options, planner)[0])
+        except HetpipeError as error:
+            return Alternative(change, None, str(error))
+
+    now = alternative("", cluster)
+    return WhatIf(subject.name, now, tuple(alternative(*each) for each in clusters))
+
+
+def changed(cluster: Cluster, change: str) -> Cluster:
+    """The cluster after a change. Raises `ClusterError`."""
+    text = change.strip()
+    if text.startswith("-"):
+        return _without(cluster, text[1:].strip())
+    if text.startswith("+"):
+        board, _, server = (part.strip() for part in text[1:].partition("@"))
+        return _with(cluster, board, server)
+    name, equals, value = (part.strip() for part in text.partition("="))
+    if not equals or not name or not value:
+        raise ClusterError(f"change {change!r}: write {FORMS}")
+    if name == "network":
+        return _with_network(cluster, value)
+    if "~" in name:
+        ends = [cluster.member(end.strip()).id for end in name.split("~")]
+        return replace(cluster, links={**cluster.links, frozenset(ends): parse_link(value)})
+    return _replaced(cluster, name, value)
+
+
+def _without(cluster: Cluster, gone: str) -> Cluster:
+    """Without a member and its links."""
+    gone = cluster.member(gone).id
+    members = tuple(member for member in cluster.members if member.id != gone)
+    links = {pair: link for pair, link in cluster.links.items() if gone not in pair}
+    return replace(cluster, members=members, links=links)
+
+
+def _with(cluster: Cluster, board: str, server: str) -> Cluster:
+    """With one more board, at the end, in a server if that is named."""
+    taken = [re.fullmatch(rf"{re.escape(board)}\.(\d+)", id) for id in cluster.ids]
+    number = max((int(match[1]) for match in taken if match), default=-1) + 1
+    new = Member(f"{board}.{number}", "", board=board, server=server)
+    return replace(cluster, members=(*cluster.members, new))
+
+
+def _replaced(cluster: Cluster, name: str, board: str) -> Cluster:
+    """With a board in the place of a member, under its id."""
+    old = cluster.member(name)
+    new = replace(old, device="", board=board)
+    members = tuple(new if member is old else member for member in cluster.members)
+    return replace(cluster, members=members)
+
+
+def _with_network(cluster: Cluster, text: str) -> Cluster:
+    """With another network between servers, of the same shape."""
+    if cluster.network is None:
+        raise ClusterError("the cluster has no network between servers; change a link, as a~b=LINK")
+    link = parse_link(text)
+    network = replace(cluster.network, bandwidth_Bps=link.bandwidth_Bps, latency_s=link.latency_s)
+    return replace(cluster, network=network)

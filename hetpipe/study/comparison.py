@@ -1,0 +1,142 @@
+"""A comparison of plans: every planner's, and those that one would make by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cost.table import CostTable
+from hetpipe.errors import HetpipeError, PlanError
+from hetpipe.plan.plan import Plan
+from hetpipe.plan.planners.choice import finished
+from hetpipe.plan.planners.registry import PLANNERS
+from hetpipe.plan.planners.registry import plan as planned
+from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, grouped
+from hetpipe.study.planning import costs_for
+from hetpipe.study.subject import Subject, sizes_of
+
+BY_HAND = ("even", "speed-sorted", "data-parallel")
+"""Plans that one would make by hand."""
+
+Measure = Callable[[Plan, CostTable], float]
+"""A plan and its costs -> the seconds of a step, measured."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A plan by the name of its planner, or why there is none."""
+
+    planner: str
+    plan: Plan | None = None
+    costs: CostTable | None = None
+    why_not: str = ""
+    measured_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Plans of one subject on one cluster, the quickest predicted first."""
+
+    subject: str
+    mini_batch: int
+    rows: tuple[Row, ...]
+    sum_samples_per_s: float
+    """Samples per second of all devices, each with the whole model and all the memory it needs."""
+
+    @property
+    def best(self) -> Plan:
+        """The plan with the quickest predicted step. Raises `PlanError` if none can run."""
+        for row in self.rows:
+            if row.plan is not None:
+                return row.plan
+        raise PlanError("no planner has a plan: " + "; ".join(row.why_not for row in self.rows))
+
+    def share(self, row: Row) -> float | None:
+        """The predicted throughput of a row as a share of the sum of all devices'."""
+        return None if row.plan is None else row.plan.samples_per_s / self.sum_samples_per_s
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict that `json` can write."""
+        return {
+            "subject": self.subject,
+            "mini_batch": self.mini_batch,
+            "sum_samples_per_s": self.sum_samples_per_s,
+            "rows": [
+                {
+                    "planner": row.planner,
+                    "why_not": row.why_not,
+                    "measured_step_s": row.measured_s,
+                    "share_of_sum": self.share(row),
+                    "plan": None if row.plan is None else row.plan.to_json(),
+                }
+                for row in self.rows
+            ],
+        }
+
+
+def compare(
+    subject: Subject,
+    cluster: Cluster,
+    options: PlannerOptions | None = None,
+    planners: Sequence[str] = (*PLANNERS, *BY_HAND),
+    measure: Measure | None = None,
+) -> Comparison:
+    """The plans of these planners, priced by one cost model and one simulator.
+
+    `measure` runs a plan on attached devices. Raises `HetpipeError` where costs are missing.
+    """
+    options = options or PlannerOptions(subject.mini_batch)
+    tables = subject.costs(cluster, sizes_of(options.mini_batch))
+    priced = Priced(tables, options)
+    rows = [_row(planner, priced, cluster) for planner in planners]
+    if measure is not None:
+        rows = [
+            row if row.plan is None or row.costs is None
+            else replace(row, measured_s=measure(row.plan, row.costs))
+            for row in rows
+        ]  # fmt: skip
+    rows.sort(key=lambda row: row.plan.step_s if row.plan else float("inf"))
+    return Comparison(subject.name, options.mini_batch, tuple(rows), together(tables, cluster))
+
+
+def by_hand(name: str, priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
+    """The proposals of a way to plan by hand: equal layers for the devices, in the cluster's order
+    or the quickest first, or the whole model on each."""
+    options, members = priced.options, list(cluster.ids)
+    table = priced.tables[max(priced.tables)]
+    layers = len(table.layers)
+    if name == "speed-sorted":
+        members.sort(key=lambda member: sum(one.forward_s for one in table.devices[member].layers))
+    stages = min(len(members), layers)
+    cuts = tuple(round(layers * stage / stages) for stage in range(1, stages))
+    for count in options.counts(priced.tables):
+        if name == "data-parallel":
+            yield Proposal((), (tuple(members),), name, count)
+        else:
+            yield Proposal(cuts, grouped(members[:stages]), "1f1b", count)
+
+
+def together(tables: Mapping[int, CostTable], cluster: Cluster) -> float:
+    """Samples per second of all devices, each with the whole model at its best micro-batch."""
+    total = 0.0
+    for member in cluster.ids:
+        steps_s = []
+        for size, table in tables.items():
+            span = member, 0, len(table.layers)
+            steps_s.append((table.forward_s(*span) + table.backward_s(*span)) / size)
+        total += 1 / min(steps_s)
+    return total
+
+
+def _row(planner: str, priced: Priced, cluster: Cluster) -> Row:
+    try:
+        if planner in BY_HAND:
+            quickest = priced.quickest(by_hand(planner, priced, cluster), planner)
+            plan = finished(quickest, priced, cluster)
+        else:
+            plan = planned(priced.tables, cluster, priced.options, planner)
+    except HetpipeError as error:
+        return Row(planner, why_not=str(error))
+    return Row(planner, plan, costs_for(priced, plan))

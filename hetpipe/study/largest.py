@@ -1,0 +1,151 @@
+"""The largest model, or the largest micro-batch, that a cluster holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cost.between import at_size
+from hetpipe.cost.table import CostTable
+from hetpipe.errors import PlanError
+from hetpipe.plan.costs import StageCosts
+from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, grouped, in_flight
+from hetpipe.plan.search import best_cuts
+from hetpipe.schedule.rule import rule_of
+from hetpipe.study.subject import Subject, sizes_of
+
+MOST = 2**20
+"""Nobody's cluster holds more repetitions, or samples."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to train: a schedule with its weights, or data parallelism; with recompute or not."""
+
+    schedule: str
+    weights: str = "auto"
+    recompute: bool = False
+
+    def __str__(self) -> str:
+        weights = "" if self.weights == "auto" else f", {self.weights}"
+        return self.schedule + weights + (", recompute" if self.recompute else "")
+
+
+METHODS = (
+    Method("data-parallel"),
+    Method("gpipe"),
+    Method("gpipe", recompute=True),
+    Method("1f1b"),
+    Method("1f1b", recompute=True),
+    Method("pipedream", "stash"),
+    Method("pipedream", "2bw"),
+    Method("pipedream", "pipeoptim"),
+)
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """By method, the largest count on the first so many devices of the cluster; 0: none fits."""
+
+    subject: str
+    counted: str  # "repetitions of layers 2..9", "samples of a micro-batch"
+    devices: tuple[int, ...]
+    largest: Mapping[Method, tuple[int, ...]]
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict that `json` can write."""
+        return {
+            "subject": self.subject,
+            "counted": self.counted,
+            "devices": list(self.devices),
+            "rows": [
+                {"method": str(method), "largest": list(counts)}
+                for method, counts in self.largest.items()
+            ],
+        }
+
+
+def capacity(
+    subject: Subject,
+    cluster: Cluster,
+    microbatches: int | None = None,
+    block: tuple[int, int] | None = None,
+    methods: Sequence[Method] = METHODS,
+) -> Capacity:
+    """The most repetitions of a block of layers (first, last) that fit, or without a block the most
+    samples of a micro-batch, on 1, 2, 4, ... devices of the cluster.
+
+    A stage on each device, with the best cuts for its memory. `microbatches` of a mini-batch are by
+    default two for each stage. Raises `PlanError` for a block that the model has not.
+    """
+    tables = subject.costs(cluster, sizes_of(subject.mini_batch))
+    layers = len(next(iter(tables.values())).layers)
+    if block is not None and not 0 <= block[0] <= block[1] < layers:
+        raise PlanError(
+            f"block {block[0]}..{block[1]}: the model has layers 0..{layers - 1}; give a first and "
+            "a last of them"
+        )
+    counts = tuple(2**k for k in range(len(cluster.ids).bit_length()) if 2**k <= len(cluster.ids))
+
+    def largest(method: Method, count: int) -> int:
+        members, parts = cluster.ids[:count], microbatches or 2 * count
+        if block is None:
+            return _largest(lambda size: _fits(at_size(tables, size), members, method, parts))
+        size = min(tables, key=lambda size: abs(size - subject.mini_batch // parts))
+        table = tables[size]
+        return _largest(lambda n: _fits(repeated(table, *block, n), members, method, parts))
+
+    return Capacity(
+        subject.name,
+        "samples of a micro-batch"
+        if block is None
+        else f"repetitions of layers {block[0]}..{block[1]}",
+        counts,
+        {method: tuple(largest(method, count) for count in counts) for method in methods},
+    )
+
+
+def repeated(table: CostTable, first: int, last: int, times: int) -> CostTable:
+    """The table of a model whose layers first..last stand there `times` times, one after another.
+
+    Parameters that layers share are shared no more.
+    """
+
+    def again(entries: Sequence[Any]) -> tuple[Any, ...]:
+        block = tuple(entries[first : last + 1])
+        return (*entries[:first], *block * times, *entries[last + 1 :])
+
+    devices = {id: replace(cost, layers=again(cost.layers)) for id, cost in table.devices.items()}
+    return replace(table, layers=again(table.layers), devices=devices, tied=())
+
+
+def _fits(table: CostTable, members: Sequence[str], method: Method, microbatches: int) -> bool:
+    """Whether some cuts give every stage enough memory."""
+    if rule_of(method.schedule).replicates:
+        costs = StageCosts(table, method.recompute)
+        need = costs.memory_nbytes(0, costs.count, 1)
+        return all(need <= table.devices[member].memory_nbytes for member in members)
+    if not rule_of(method.schedule).flushes:
+        microbatches = 1
+    depths = in_flight(method.schedule, len(members), microbatches)
+    options = PlannerOptions(table.samples * microbatches, (microbatches,), weights=method.weights)
+    priced = Priced({table.samples: table}, options)
+    groups = grouped(members)
+    bare = Proposal((), groups, method.schedule, microbatches, depths, method.recompute)
+    return any(priced.holds(replace(bare, cuts=cuts)) for cuts in best_cuts(priced, bare))
+
+
+def _largest(fits: Callable[[int], bool]) -> int:
+    """The largest number that fits, where all smaller ones do; 0 if not even 1 does."""
+    if not fits(1):
+        return 0
+    low = 1
+    while low < MOST and fits(2 * low):
+        low *= 2
+    high = 2 * low
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

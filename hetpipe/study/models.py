@@ -1,0 +1,135 @@
+"""Models and profiles as subjects: a workload of the user's, or a file of costs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.costs import link_costs
+from hetpipe.cost.board import board
+from hetpipe.cost.table import CostTable
+from hetpipe.errors import CostError
+from hetpipe.plan.plan import Plan
+from hetpipe.records import read_json
+from hetpipe.study.subject import Subject, of_chain, of_profile, of_table
+
+if TYPE_CHECKING:
+    from hetpipe.capture.captured import Captured
+    from hetpipe.zoo.workload import Workload
+
+MEASURED_PARTS = (4, 32)
+"""The sizes that are measured on attached devices: a mini-batch over these numbers."""
+WARM_STEPS, TIMED_STEPS = 2, 5
+
+
+class Model:
+    """A workload as a subject: counted for boards, profiled on attached devices."""
+
+    def __init__(self, workload: Workload, mini_batch: int | None = None) -> None:
+        self.workload = workload
+        self.mini_batch = mini_batch or workload.mini_batch
+        self.captured = cache(self._captured)
+
+    @property
+    def subject(self) -> Subject:
+        """The subject of studies."""
+        return Subject(self.workload.name, self.mini_batch, self.costs)
+
+    def costs(self, cluster: Cluster, sizes: Sequence[int]) -> dict[int, CostTable]:
+        """The costs of all members; boards' are modelled, those of attached devices measured.
+
+        Raises `HetpipeError` where a device cannot be opened or a link is not described.
+        """
+        boards = {member.id: board(member.board) for member in cluster.described}
+        attached = tuple(member for member in cluster.members if not member.board)
+        if not attached:
+            return self._described(cluster, sorted({min(sizes), *sizes[::3], max(sizes)}))
+        chosen = sorted({-(-self.mini_batch // parts) for parts in MEASURED_PARTS})
+        links = {
+            pair: link for pair, link in cluster.links.items() if pair <= {m.id for m in attached}
+        }
+        tables = self._measured(replace(cluster, members=attached, links=links), chosen)
+        if not boards:
+            return tables
+        modelled = self._described(cluster, chosen)
+        return {size: _joined(table, modelled[size]) for size, table in tables.items()}
+
+    def measure(self, cluster: Cluster, plan: Plan, costs: CostTable) -> float:
+        """Seconds of a step of the plan on attached devices, the median of some."""
+        from hetpipe.bench.open import open_pipeline
+
+        with open_pipeline(
+            self.workload, cluster, plan=plan, costs=costs, captured=self.captured()
+        ) as pipe:
+            batches = self.workload.batches(plan.mini_batch, 0)
+            steps_s = []
+            for _ in range(WARM_STEPS + TIMED_STEPS):
+                batch = next(batches)
+                begin_s = time.perf_counter()
+                pipe.step(*batch)
+                steps_s.append(time.perf_counter() - begin_s)
+        return statistics.median(steps_s[WARM_STEPS:])
+
+    def _captured(self) -> Captured:
+        from hetpipe.capture import Captured
+
+        example = next(self.workload.batches(self.mini_batch, 0))
+        samples = -(-self.mini_batch // MEASURED_PARTS[0])
+        return Captured(self.workload.model, self.workload.loss_fn, example, samples=samples)
+
+    def _described(self, cluster: Cluster, sizes: Sequence[int]) -> dict[int, CostTable]:
+        from hetpipe.profile.described import described_table
+        from hetpipe.zoo.load import optimizer_of
+
+        boards = {member.id: board(member.board) for member in cluster.described}
+        links, optimizer = link_costs(cluster), optimizer_of(self.workload)
+        return {
+            size: described_table(self.captured(), boards, links, size, optimizer) for size in sizes
+        }
+
+    def _measured(self, cluster: Cluster, sizes: Sequence[int]) -> dict[int, CostTable]:
+        from hetpipe.crew.crew import Crew
+        from hetpipe.profile.measure import profile
+        from hetpipe.zoo.load import optimizer_of
+
+        with Crew.start(cluster) as crew:
+            return profile(self.captured(), crew, optimizer_of(self.workload), sizes)
+
+
+def _joined(measured: CostTable, modelled: CostTable) -> CostTable:
+    """Both tables' devices; links as they are measured, and else as they are described."""
+    return replace(
+        measured,
+        devices={**modelled.devices, **measured.devices},
+        links={**modelled.links, **measured.links},
+    )
+
+
+def of_model(name: str, mini_batch: int | None = None) -> Model:
+    """A workload by name. Raises `HetpipeError` if there is none of that name."""
+    from hetpipe.zoo.load import load_workload
+
+    return Model(load_workload(name), mini_batch)
+
+
+def of_file(path: Path, samples: int | None, mini_batch: int | None, profiled_on: str) -> Subject:
+    """The costs in a file, of the form that its content shows. Raises `CostError`."""
+    if path.suffix == ".json":
+        data = read_json(path, CostError)
+        if isinstance(data, dict) and "devices" in data and "version" in data:
+            table = CostTable.from_json(data, str(path))
+            return of_table(table, mini_batch or 8 * table.samples)
+    if samples is None:
+        raise CostError(f"{path} does not say its micro-batch; give it, as --samples 32")
+    total = mini_batch or 8 * samples
+    if path.suffix != ".json":
+        return of_profile(path, samples, total, profiled_on)
+    from hetpipe.cost.importers import read_chain
+
+    return of_chain(path.stem, read_chain(path), samples, total, profiled_on)

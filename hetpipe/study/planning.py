@@ -1,0 +1,30 @@
+"""Plans of a subject for a cluster."""
+
+from __future__ import annotations
+
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cost.table import CostTable
+from hetpipe.plan.plan import Plan
+from hetpipe.plan.planners.registry import plan as planned
+from hetpipe.plan.proposal import PlannerOptions, Priced
+from hetpipe.study.subject import Subject, sizes_of
+
+
+def plan(
+    subject: Subject,
+    cluster: Cluster,
+    options: PlannerOptions | None = None,
+    planner: str = "auto",
+) -> tuple[Plan, CostTable]:
+    """The plan of a planner, and the costs at its micro-batches. Raises `HetpipeError`."""
+    options = options or PlannerOptions(subject.mini_batch)
+    tables = subject.costs(cluster, sizes_of(options.mini_batch))
+    chosen = planned(tables, cluster, options, planner)
+    return chosen, costs_for(Priced(tables, options), chosen)
+
+
+def costs_for(priced: Priced, plan: Plan) -> CostTable:
+    """The costs at a plan's micro-batches, or at the nearest size that is known."""
+    size = priced.options.size(plan.microbatches)
+    least, most = min(priced.tables), max(priced.tables)
+    return priced.table(min(max(size, least), most))

@@ -1,0 +1,75 @@
+"""A plan in the simulator: its timeline, and what the step does to memory and links."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hetpipe.cost.table import CostTable
+from hetpipe.plan.costs import StageCosts
+from hetpipe.plan.plan import Plan
+from hetpipe.plan.pricing import predict
+from hetpipe.simulate.outcome import Memory, Outcome, outcome
+from hetpipe.simulate.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The timeline of one step (without flushes, of some mini-batches), and its outcome."""
+
+    plan: Plan
+    timeline: Timeline
+    outcome: Outcome
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict that `json` can write."""
+        names, outcome = self.outcome.workers, self.outcome
+        return {
+            "plan": self.plan.to_json(),
+            "step_s": outcome.step_s,
+            "label": self.timeline.label,
+            "workers": [
+                {
+                    "name": name,
+                    "bubble": outcome.bubble[number],
+                    "peak_nbytes": outcome.peak_nbytes[number],
+                    "memory": [
+                        outcome.memory[number].seconds.tolist(),
+                        outcome.memory[number].nbytes.tolist(),
+                    ],
+                }
+                for number, name in enumerate(names)
+            ],
+            "links": [
+                {"source": names[source], "target": names[target], "nbytes": nbytes}
+                for (source, target), nbytes in sorted(outcome.link_nbytes.items())
+            ],
+            "timeline": self.timeline.to_json(),
+        }
+
+
+def simulate(plan: Plan, costs: CostTable) -> Simulation:
+    """Simulate a plan by the costs at its micro-batches; devices need not be there.
+
+    Raises `CostError` or `PlanError` where the costs lack a device or link of the plan.
+    """
+    timeline = predict(plan, costs)
+    return Simulation(plan, timeline, outcome(timeline, memories(plan, costs)))
+
+
+def memories(plan: Plan, costs: CostTable) -> tuple[Memory, ...]:
+    """By stage, the bytes that stay, and those that each micro-batch in flight adds.
+
+    Half of them are taken to wait for the second half of a backward, where it has two.
+    """
+    stages = StageCosts(costs, plan.recompute)
+    parts = []
+    for number, stage in enumerate(plan.stages):
+        versions = plan.policy.versions(plan.in_flight, number, plan.microbatches)
+        share = max(stage.shares) / sum(stage.shares)
+        with_one = int(stages.memory_nbytes(stage.lo, stage.hi, 1, versions, share))
+        with_two = int(stages.memory_nbytes(stage.lo, stage.hi, 2, versions, share))
+        saved = with_two - with_one
+        cut_nbytes = plan.cut_nbytes[number] if number < len(plan.cut_nbytes) else 0
+        parts.append(Memory(with_one - saved, saved, saved // 2, cut_nbytes))
+    return tuple(parts)

@@ -1,0 +1,81 @@
+"""TOML files that people write: their data, and the line of every value for error messages."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from hetpipe.errors import HetpipeError
+from hetpipe.records import Place
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_NAME = r"""(?:"[^"]*"|'[^']*'|[\w-]+)"""
+_NAMES = rf"\s*({_NAME}(?:\s*\.\s*{_NAME})*)\s*"
+_HEADER = re.compile(rf"\s*(\[\[?){_NAMES}\]")
+_SETTING = re.compile(rf"{_NAMES}=")
+
+
+def parse_toml(text: str, path: Path, error: type[HetpipeError]) -> dict[str, Any]:
+    """The data of a file's text. Raises `error` as `path:line: fault`."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as fault:
+        line = re.search(r"line (\d+)", str(fault))
+        raise error(f"{path}:{line[1] if line else 1}: {fault}") from fault
+    except ValueError as fault:  # a whole number too long for Python
+        raise error(f"{path}:1: {fault}") from fault
+    except RecursionError as fault:
+        raise error(f"{path}:1: values are nested too deeply; make it flat") from fault
+
+
+class Lines:
+    """The lines of a TOML text: every header opens a table, every `key =` sets a value in it."""
+
+    def __init__(self, text: str) -> None:
+        self._lines: dict[Place, int] = {}
+        table: Place = ()
+        for number, line in enumerate(text.split("\n"), 1):
+            if header := _HEADER.match(line):
+                table = self._opened(_names(header[2]), repeated=header[1] == "[[")
+                self._note(table, number)
+            elif setting := _SETTING.match(line):
+                self._note((*table, *_names(setting[1])), number)
+
+    def at(self, place: Place) -> int:
+        """The line that sets the value at a place, or opens its nearest table; else 1."""
+        for end in range(len(place), 0, -1):
+            if place[:end] in self._lines:
+                return self._lines[place[:end]]
+        return 1
+
+    def _note(self, place: Place, number: int) -> None:
+        for end in range(1, len(place) + 1):
+            self._lines.setdefault(place[:end], number)
+
+    def _opened(self, names: list[str], repeated: bool) -> Place:
+        """The place of a header's table; a name of repeated tables means the last of them."""
+        place: Place = ()
+        for name in names[:-1]:
+            place = (*place, name)
+            if count := self._count(place):
+                place = (*place, count - 1)
+        place = (*place, names[-1])
+        return (*place, self._count(place)) if repeated else place
+
+    def _count(self, place: Place) -> int:
+        """How many `[[ ]]` headers the table at a place has so far."""
+        count = 0
+        while (*place, count) in self._lines:
+            count += 1
+        return count
+
+
+def _names(text: str) -> list[str]:
+    """`a."b.c"` -> `["a", "b.c"]`."""
+    return [name.strip("\"'") for name in re.findall(_NAME, text)]

@@ -1,0 +1,127 @@
+"""`hetpipe boards`: a table of all, a page of one, and both as JSON; and the page on adding one."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hetpipe.cli.app import app
+from hetpipe.cost.board import boards, read_board
+from hetpipe.errors import CostError
+
+PAGE = (Path(__file__).parents[2] / "docs" / "boards.md").read_text(encoding="utf-8")
+
+
+def printed(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["boards", *arguments])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def cells(text: str) -> dict[str, list[str]]:
+    """The cells of a printed table's rows, by the first of each."""
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines()]
+    return {row[0]: row[1:] for row in rows if row and row[0]}
+
+
+def test_all_boards_are_in_the_table() -> None:
+    rows = cells(printed())
+    assert set(rows) == set(boards())
+    assert rows["v100-sxm-16"] == [
+        *("gpu", "16 GiB", "900 GB/s", "15.75 GB/s", "50 GB/s"),
+        "15.7 TFLOP/s float32, 125 TFLOP/s float16",
+    ]
+    assert rows["vcu118"][-2:] == ["12.5 GB/s", "6840 DSP at 250 MHz"]
+    assert rows["t4"][4] == "-", "it has no direct link"
+
+
+def test_a_boards_page_has_every_number_with_its_unit_and_source() -> None:
+    text = printed("u280")
+    rows, there = cells(text), boards()["u280"]
+    assert "u280: AMD Alveo U280 (fpga, async)" in text
+    assert list(rows) == list(there.sources)
+    assert {key: row[0] for key, row in rows.items()} == {
+        "memory_nbytes": "8 GiB",
+        "memory_Bps": "460 GB/s",
+        "launch_s": "10 us",
+        "host_Bps": "15.75 GB/s",
+        "peer_Bps": "12.5 GB/s",
+        "fabric.dsp": "9024 DSP",
+        "fabric.clock_Hz": "236 MHz",
+        "fabric.on_chip_nbytes": "42.6 MiB",
+        "fabric.usable": "85 %",
+        "fabric.efficiency": "83 %",
+        "fabric.dsp_per_mac.float32": "5 DSP",
+        "fabric.dsp_per_mac.float16": "2 DSP",
+        "fabric.dsp_per_mac.int16": "1 DSP",
+    }
+    assert all(there.sources[key].startswith(row[1]) for key, row in rows.items())
+
+
+def answer(*arguments: str) -> Any:
+    """The JSON on standard output; tables go to standard error meanwhile."""
+    done = CliRunner().invoke(app, ["boards", *arguments, "--json", "-"])
+    return json.loads(done.stdout)
+
+
+def test_json_has_all_of_a_board() -> None:
+    every = answer()
+    assert every["version"] == 1
+    assert [there["id"] for there in every["boards"]] == list(boards())
+    (one,) = answer("vcu129")["boards"]
+    assert one in every["boards"]
+    assert one["fabric"]["dsp"] == 12288
+    assert one["sources"]["fabric.dsp"] == boards()["vcu129"].sources["fabric.dsp"]
+
+
+def test_an_unknown_board_is_refused() -> None:
+    done = CliRunner().invoke(app, ["boards", "v100"])
+    with pytest.raises(CostError, match="no board 'v100'; near it: v100-pcie-16, v100-pcie-32"):
+        raise done.exception or AssertionError(done.output)
+
+
+def test_the_command_needs_neither_torch_nor_a_driver() -> None:
+    code = (
+        "import sys; from hetpipe.cli.app import app\n"
+        "try: app(['boards', 'h100'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit(len({'torch', 'pyopencl', 'numpy', 'matplotlib'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    """The board of the page."""
+    block = re.search(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    assert block is not None
+    path = tmp_path / "my-card.toml"
+    path.write_text(block[1], encoding="utf-8")
+    return path
+
+
+def test_the_pages_board_is_one(example: Path) -> None:
+    assert read_board(example).id == "my-card"
+    assert cells(printed("--folder", str(example.parent))).keys() == {"my-card"}
+
+
+def test_the_pages_error_is_the_one_that_is_raised(example: Path) -> None:
+    example.write_text(example.read_text().replace("900e9", "-900e9"))
+    with pytest.raises(CostError) as caught:
+        read_board(example)
+    assert f"\n    {caught.value}\n".replace(f"{example.parent}/", "") in PAGE
+
+
+def test_the_page_explains_every_key() -> None:
+    explained = set(re.findall(r"^\| `([\w.]+)` \|", PAGE, re.MULTILINE))
+    kinds = {key for there in boards().values() for key in there.sources}
+    tables = {"peak_flops", "fabric.dsp_per_mac"}
+    keys = {key.rpartition(".")[0] if key.rpartition(".")[0] in tables else key for key in kinds}
+    assert explained == keys | {"name", "kind", "execution"}
