@@ -17,6 +17,7 @@ from hetpipe.cli import (
     papers,
     plan,
     profile,
+    reproduce,
     simulate,
     train,
     whatif,
@@ -30,8 +31,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 COMMANDS = (
-    doctor, devices, boards, profile, plan, simulate, compare, whatif, capacity, train, bench,
-    matmul,
+    doctor, devices, boards, profile, plan, simulate, compare, whatif, capacity, reproduce, train,
+    bench, matmul,
 )  # fmt: skip
 for module in COMMANDS:
     app.command(name=module.__name__.rpartition(".")[2])(module.command)

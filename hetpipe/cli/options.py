@@ -17,7 +17,12 @@ ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="A zoo name, or package.module:factory.")
 ]
 ClusterOption = Annotated[
-    Path | None, typer.Option("--cluster", metavar="FILE", help="Cluster description, TOML.")
+    Path | None,
+    typer.Option(
+        "--cluster",
+        metavar="FILE",
+        help="Cluster description, TOML; or the name of a published cluster, as pipedream-a.",
+    ),
 ]
 DevicesOption = Annotated[
     str | None,
@@ -135,13 +140,14 @@ def make_cluster(
 ) -> Cluster:
     """The cluster that the options describe, else the local one. Raises `ClusterError`."""
     from hetpipe.cluster import Cluster
+    from hetpipe.cluster.published import file_or_published
 
     emulated = parse_speeds(speeds)
     if file is None:
         return Cluster.local(split_names(backends), split_names(devices), emulated)
     if devices or backends:
         raise ClusterError("--cluster lists the devices already: leave out --devices, --backends")
-    cluster = Cluster.load(file)
+    cluster = file_or_published(str(file))
     members = {cluster.member(member).id: speed for member, speed in emulated.items()}
     return replace(
         cluster,

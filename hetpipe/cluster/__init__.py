@@ -8,6 +8,8 @@ __getattr__, __dir__, __all__ = lazy(
         "Cluster": "cluster",
         "Link": "cluster",
         "Member": "cluster",
+        "Server": "topology",
+        "Topology": "topology",
         "available_cores": "cluster",
         "parse_bandwidth": "file",
         "parse_time": "file",

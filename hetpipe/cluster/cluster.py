@@ -5,70 +5,150 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 
+from hetpipe.cluster.topology import Layout, Server, Topology, check_link
+from hetpipe.cluster.topology import Link as Link  # who has a cluster's links need not look there
 from hetpipe.cluster.transports import transport_of
 from hetpipe.errors import ClusterError
 from hetpipe.sdk.info import DeviceInfo
 
+MOST_LISTED = 20
+"""More names than these are not listed in an error."""
+
 
 @dataclass(frozen=True)
 class Member:
-    """One device of a cluster. `id` is unique in the cluster; `device` is a `DeviceInfo.id`."""
+    """One device of a cluster, attached or only described. `id` is unique in the cluster.
+
+    An attached one has `device`, a `DeviceInfo.id`; a described one has `board`, a `Board.id`.
+    """
 
     id: str
     device: str
     cores: tuple[int, ...] = ()  # CPU cores its worker is pinned to; empty: not pinned
     speed: float = 1.0  # at most 1; 0.5 (emulated) doubles the time of every compute action
-
-
-@dataclass(frozen=True)
-class Link:
-    """An emulated link, both ways. None: as the transport is."""
-
-    latency_s: float | None = None
-    bandwidth_Bps: float | None = None
+    board: str = ""
+    server: str = ""  # empty: it is by itself
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices in pipeline order, links by pair of ids (either order).
+    """Devices in pipeline order, links by pair of ids (either order), servers and their network.
 
-    A described cluster may be absent: its devices are looked up when their workers start.
-    Raises `ClusterError` for values that are invalid in themselves.
+    Attached devices may be absent: they are looked up when their workers start. A link goes before
+    servers and network. Raises `ClusterError` for values that are invalid in themselves.
     """
 
     members: tuple[Member, ...]
     links: dict[frozenset[str], Link] = field(default_factory=dict)
     transport: str = "auto"  # see `hetpipe.cluster.transports`
     places: Mapping[str, str] = field(default_factory=dict, compare=False)  # file:line by member id
+    servers: tuple[Server, ...] = ()
+    network: Topology | None = None  # between servers; a device by itself counts as one
 
     def __post_init__(self) -> None:
         transport_of(self.transport)
         if not self.members:
             raise ClusterError("the cluster has no device; give it one or more")
-        for index, member in enumerate(self.members):
-            if member.id in self.ids[:index]:
-                raise ClusterError(f"two devices have the id {member.id!r}; ids are unique")
+        servers = _unique([server.name for server in self.servers], "servers", "name")
+        _unique(self.ids, "devices", "id")
+        for member in self.members:
             _check_member(member)
+            if member.server and member.server not in servers:
+                there = choices(member.server, tuple(servers)) or "none"
+                raise ClusterError(
+                    f"{member.id}: no server {member.server!r}; the cluster has {there}"
+                )
         for pair, link in self.links.items():
-            _check_link(pair, link, self.ids)
+            _check_link(pair, link, self._by_id)
 
-    @property
+    @cached_property
     def ids(self) -> tuple[str, ...]:
         """The members' ids, in order."""
         return tuple(member.id for member in self.members)
 
+    @property
+    def described(self) -> tuple[Member, ...]:
+        """The members that are boards: nobody can start a worker on them."""
+        return tuple(member for member in self.members if member.board)
+
     def member(self, member_id: str) -> Member:
         """The member of that id. Raises `ClusterError`."""
-        for member in self.members:
-            if member.id == member_id:
-                return member
-        raise ClusterError(f"no device {member_id!r}; the cluster has {', '.join(self.ids)}")
+        if member_id not in self._by_id:
+            there = choices(member_id, self.ids)
+            raise ClusterError(f"no device {member_id!r}; the cluster has {there}")
+        return self._by_id[member_id]
 
     def link(self, one: str, other: str) -> Link:
-        """The link between two members; without a description, the transport's own."""
-        return self.links.get(frozenset((one, other)), Link())
+        """The link between two members: the latencies of its hops together, the least bandwidth.
+
+        Without a description it is the transport's own. Raises `ClusterError` where that cannot be,
+        since one of them is a board, and for unknown members.
+        """
+        first, second = self.member(one), self.member(other)
+        if first is second:
+            return Link(0.0, math.inf)
+        link = self._layout.link(one, other)
+        if own := self._own_link(one, other):
+            latency_s = link.latency_s if own.latency_s is None else own.latency_s
+            bandwidth_Bps = link.bandwidth_Bps if own.bandwidth_Bps is None else own.bandwidth_Bps
+            link = Link(latency_s, bandwidth_Bps)
+        if link.bandwidth_Bps is None and (first.board or second.board):
+            raise ClusterError(
+                f"nothing describes the bandwidth between {one} and {other}: add a [[link]] "
+                f"between them, or {self._layout.lack(one, other)}"
+            )
+        return link
+
+    def way(self, one: str, other: str) -> tuple[str, ...]:
+        """The shared media that a message occupies on its way from one member to another.
+
+        Empty where it shares nothing with messages of other pairs, or of the other direction.
+        Raises `ClusterError` for unknown members.
+        """
+        if self.member(one) is self.member(other):
+            return ()
+        own = self._own_link(one, other)
+        apart = own is not None and own.bandwidth_Bps is not None
+        return () if apart else self._layout.way(one, other)
+
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """The members' ids by server, in order; one without a server is by itself."""
+        return self._layout.groups
+
+    def levels(self) -> tuple[tuple[int, float], ...]:
+        """Components and bandwidth_Bps of every level, the innermost first: devices, then servers.
+
+        Raises `ClusterError` if servers differ, if a link by itself makes some pair unlike the
+        others, or if a bandwidth is not known.
+        """
+        if not self.links:
+            return self._layout.levels()
+        count, (first, *rest) = len(self.members), self.links.values()
+        if any(link.bandwidth_Bps != first.bandwidth_Bps for link in rest):
+            raise ClusterError("the cluster is irregular: its links have several bandwidths")
+        if len(self.links) < count * (count - 1) // 2 or first.bandwidth_Bps is None:
+            pairs = f"{len(self.links)} of {count * (count - 1) // 2} pairs"
+            raise ClusterError(
+                f"the cluster is irregular: {pairs} have a link of their own; give all pairs one, "
+                "with a bandwidth, or leave links to servers and the network"
+            )
+        return ((count, first.bandwidth_Bps),)
+
+    def _own_link(self, one: str, other: str) -> Link | None:
+        return self.links.get(frozenset((one, other))) if self.links else None
+
+    @cached_property
+    def _by_id(self) -> dict[str, Member]:
+        return {member.id: member for member in self.members}
+
+    @cached_property
+    def _layout(self) -> Layout:
+        devices = [(member.id, member.server) for member in self.members]
+        return Layout(devices, self.servers, self.network)
 
     @staticmethod
     def load(path: str | Path) -> Cluster:
@@ -76,6 +156,13 @@ class Cluster:
         from hetpipe.cluster.file import load
 
         return load(Path(path))
+
+    @staticmethod
+    def published(name: str) -> Cluster:
+        """A cluster of a paper, such as "pipedream-a" (docs/clusters.md). Raises `ClusterError`."""
+        from hetpipe.cluster.published import published
+
+        return published(name)
 
     @staticmethod
     def local(
@@ -100,25 +187,46 @@ def available_cores() -> tuple[int, ...]:
     return tuple(range(os.cpu_count() or 1))
 
 
+def choices(name: str, known: Sequence[str]) -> str:
+    """The known names for an error message; of many only those that are near to the wrong one."""
+    if len(known) <= MOST_LISTED:
+        return ", ".join(known)
+    near = get_close_matches(name, known, n=3)
+    return f"{len(known)} of them{', near it: ' if near else ''}{', '.join(near)}"
+
+
+def _unique(names: Sequence[str], kind: str, key: str) -> set[str]:
+    there: set[str] = set()
+    for name in names:
+        if name in there:
+            raise ClusterError(f"two {kind} have the {key} {name!r}; {key}s are unique")
+        there.add(name)
+    return there
+
+
 def _check_member(member: Member) -> None:
+    if bool(member.device) == bool(member.board):
+        both = "both a device and a board" if member.board else "neither a device nor a board"
+        raise ClusterError(f"{member.id}: it has {both}; give it one of the two")
+    if member.board and (member.cores or member.speed != 1.0):
+        raise ClusterError(
+            f"{member.id}: it is a board, {member.board}, and only attached devices have cores and "
+            "an emulated speed: leave them out"
+        )
     if not 0 < member.speed <= 1:  # a device can be held back, not hurried
         raise ClusterError(f"{member.id}: speed is {member.speed}, it must be above 0, at most 1")
-    absent = sorted(set(member.cores) - set(available_cores()))
+    absent = sorted(set(member.cores) - set(available_cores())) if member.cores else []
     if absent:
         present = ", ".join(map(str, available_cores()))
         raise ClusterError(f"{member.id}: cores {absent} are not among this machine's: {present}")
 
 
-def _check_link(pair: frozenset[str], link: Link, ids: Sequence[str]) -> None:
+def _check_link(pair: frozenset[str], link: Link, members: Mapping[str, Member]) -> None:
     for member_id in sorted(pair):
-        if member_id not in ids:
-            raise ClusterError(f"a link names {member_id!r}; the cluster has {', '.join(ids)}")
+        if member_id not in members:
+            there = choices(member_id, tuple(members))
+            raise ClusterError(f"a link names {member_id!r}; the cluster has {there}")
     name = " - ".join(sorted(pair))
     if len(pair) != 2:
         raise ClusterError(f"link {name}: it joins two different devices")
-    if link.bandwidth_Bps is not None and not 0 < link.bandwidth_Bps < math.inf:
-        why = f"bandwidth is {link.bandwidth_Bps} B/s, must be above 0 and finite"
-        raise ClusterError(f"link {name}: {why}")
-    if link.latency_s is not None and not 0 <= link.latency_s < math.inf:
-        why = f"latency is {link.latency_s} s, must be 0 or more and finite"
-        raise ClusterError(f"link {name}: {why}")
+    check_link(name, link.latency_s, link.bandwidth_Bps)

@@ -34,7 +34,7 @@ PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
             "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}  # fmt: skip
 NUMBER = r"([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*"
 MOST_S = 1e9
-SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 MOST_DEVICES = 100_000
 USUAL_BPS = (1e6, 25e9)
 """Networks between servers are quicker than the first and slower than the second."""
@@ -87,11 +87,11 @@ def parse_bandwidth(text: str) -> float:
 def parse_time(text: str) -> float:
     """Seconds of `1 ms`. Raises `ClusterError`."""
     match = re.fullmatch(rf"{NUMBER}([a-z]+)", text.strip())
-    if match is None or match[2] not in SECONDS:
+    if match is None or match[2] not in PER_SECOND:
         raise ClusterError(
-            f'latency {short(text)}: write a number and one of {", ".join(SECONDS)}: "1 ms"'
+            f'latency {short(text)}: write a number and one of {", ".join(PER_SECOND)}: "1 ms"'
         )
-    time_s = float(match[1]) * SECONDS[match[2]]
+    time_s = float(match[1]) / PER_SECOND[match[2]]
     if time_s > MOST_S:
         raise ClusterError(f"latency is {time_s} s, must be at most {MOST_S:g}")
     return time_s
@@ -132,12 +132,13 @@ class _Topology:
     all_reduce: Annotated[float | None, Parsed(parse_bandwidth)] = None
 
     def topology(self) -> Topology | None:
-        if self is _ABSENT:
+        """What it describes; None for a table that is left out."""
+        if not self.bandwidth:
             return None
         return Topology(self.latency, self.bandwidth, self.shape, self.duplex, self.all_reduce)
 
 
-_ABSENT = _Topology(0.0)
+_ABSENT = _Topology(0.0)  # no file has such a bandwidth
 
 
 @dataclass(frozen=True)
@@ -205,14 +206,16 @@ def load(path: Path) -> Cluster:
 
 
 def _servers(tables: _Tables, source: Source) -> tuple[Server, ...]:
-    servers: dict[str, Server] = {}
+    servers: list[Server] = []
+    taken: set[str] = set()
     for index, table in enumerate(tables.server):
-        for name in table.copies:
-            if name in servers:
-                why = f"is {short(name)}: two servers have the name, and names are unique"
+        for name in {table.name, *table.copies}:
+            if name in taken:
+                why = f"gives {short(name)}: two servers have the name, and names are unique"
                 raise source.fault(("server", index, "name"), why)
-            servers[name] = Server(name, table.inside.topology())
-    return tuple(servers.values())
+            taken.add(name)
+        servers += [Server(name, table.inside.topology()) for name in table.copies]
+    return tuple(servers)
 
 
 def _check_devices(tables: _Tables, source: Source) -> None:
@@ -234,7 +237,7 @@ def _check_devices(tables: _Tables, source: Source) -> None:
 
 
 def _check_hardware(table: _Device, index: int, source: Source) -> None:
-    """Raises `ClusterError` for a table without a device, with an unknown board, or absent cores."""
+    """Raises `ClusterError` for a device or a board that cannot be, and for absent cores."""
     if bool(table.device) == bool(table.board):
         both = "both a device and a board" if table.board else "neither a device nor a board"
         why = f'has {both}; write device = "backend:name:index" or board = "v100-sxm-16"'
@@ -264,18 +267,18 @@ def _members(tables: _Tables) -> Iterator[tuple[int, Member]]:
     """
     numbers: Counter[str] = Counter()
     copies = {table.name: table.copies for table in tables.server if table.count is not None}
-    written: set[str] = set()
+    together: dict[str, list[tuple[int, _Device]]] = {name: [] for name in copies}
     for index, table in enumerate(tables.device):
-        if table.server in written:
-            continue
-        devices = [(index, table)]
+        if table.server in together:
+            together[table.server].append((index, table))
+    for index, table in enumerate(tables.device):
+        rows = [(index, table)]
         if table.server in copies:
-            written.add(table.server)
-            devices = [row for row in enumerate(tables.device) if row[1].server == table.server]
+            rows = together.pop(table.server, [])  # none where an earlier table brought them along
         for server in copies.get(table.server, (table.server,)):
-            for own, device in devices:
-                for id in _ids(device, server != device.server, numbers):
-                    yield own, _member(device, id, server)
+            for row, device in rows:
+                for id in _ids(device, table.server in copies, numbers):
+                    yield row, _member(device, id, server)
 
 
 def _ids(table: _Device, copied: bool, numbers: Counter[str]) -> Iterator[str]:

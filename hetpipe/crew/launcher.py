@@ -33,13 +33,18 @@ class _Worker:
 def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout_s: float) -> Fleet:
     """Start one worker per member; they open their devices and then reply.
 
-    Raises `ClusterError` if there are no members or two have one id, `BackendError` for a missing
-    device, `HetpipeError` for a backend that no process can import.
+    Raises `ClusterError` if there are no members, two have one id or one is a board, `BackendError`
+    for a missing device, `HetpipeError` for a backend that no process can import.
     """
     transport, members = transport_of(cluster.transport), cluster.members
     if not members or len({member.id for member in members}) != len(members):
         raise ClusterError(
             f"a crew needs members with different ids, got {[member.id for member in members]}"
+        )
+    if boards := cluster.described:
+        raise ClusterError(
+            f"{boards[0].id} is a board, which is only described: plan and simulate with it, or "
+            "name an attached device"
         )
     threads, places = transport.in_threads, cluster.places
     workers = [_worker(member, threads, places.get(member.id)) for member in members]

@@ -77,6 +77,14 @@ class StageCosts:
             + share * 2 * (self._cuts[lo] + self._cuts[hi])
         )
 
+    def additive_nbytes(self, in_flight: int, versions: int, share: float) -> tuple[Array, Array]:
+        """`memory_nbytes` in two parts, by cut: prefix sums over the layers, and the buffers.
+
+        They are its whole where no parameter is tied and nothing is computed again.
+        """
+        sums = self._weights + (versions - 1) * self._params + share * in_flight * self._saved
+        return sums, share * 2 * self._cuts
+
     def _saved_nbytes(self, lo: Array, hi: Array, in_flight: int) -> Array:
         """Bytes that are kept for the backwards of the micro-batches in flight."""
         saved = self._saved[hi] - self._saved[lo]
@@ -93,11 +101,16 @@ class StageCosts:
             nbytes = nbytes + np.maximum(inside - 1, 0) * shared.nbytes
         return nbytes
 
-    def compute_s(self, device: str, lo: Array, hi: Array) -> Array:
-        """Forward and backward of one micro-batch; infinite with a layer that it cannot run."""
+    def prefixes(self, device: str) -> tuple[Array, Array, float]:
+        """By cut, seconds of all layers before it without the fixed overhead, and the number of
+        those that the device cannot run; and the overhead."""
         if device not in self._passes:
             self._passes[device] = _passes(self.table.devices[device], 1 + self.recompute)
-        seconds, unsupported, overhead_s = self._passes[device]
+        return self._passes[device]
+
+    def compute_s(self, device: str, lo: Array, hi: Array) -> Array:
+        """Forward and backward of one micro-batch; infinite with a layer that it cannot run."""
+        seconds, unsupported, overhead_s = self.prefixes(device)
         able = unsupported[hi] == unsupported[lo]
         return np.where(able, overhead_s + seconds[hi] - seconds[lo], math.inf)
 

@@ -7,7 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hetpipe.plan.bisection import Stage, fixed_order
 from hetpipe.plan.costs import Array, Objective, StageCosts
+from hetpipe.plan.exact import exact
+
+MATRICES = 2**17
+"""Up to so many entries in all matrices of a partition the dynamic programme is the quicker one."""
 
 Groups = Sequence[Sequence[str]]
 """By stage, the devices of its replicas."""
@@ -21,16 +26,17 @@ def group_matrix(
     objective: Objective,
     microbatches: int,
     versions: int = 1,
+    bounded: bool = True,
 ) -> Array:
     """Seconds of a micro-batch in stage `stage`, for all [lo, hi]; infinite where it cannot be.
 
     Replicas divide a micro-batch by their speed; their ring counts for its share of a mini-batch.
-    `versions` of the weights live at once.
+    `versions` of the weights live at once. Memory counts if `bounded`.
     """
     heads = [group[0] for group in groups]
     group = groups[stage]
     if len(group) == 1:
-        return costs.matrix(heads, stage, in_flight, objective, versions=versions)
+        return costs.matrix(heads, stage, in_flight, objective, bounded, versions)
     lo = np.arange(costs.count + 1)[:, None]
     hi = np.arange(costs.count + 1)[None, :]
     with np.errstate(divide="ignore"):
@@ -48,5 +54,74 @@ def group_matrix(
     ring_Bps = min(link.bandwidth_Bps for link in links)
     seconds = seconds + 2 * (1 - share) * costs.params_nbytes(lo, hi) / ring_Bps / microbatches
     capacity = min(costs.table.devices[device].memory_nbytes for device in group)
+    capacity = capacity if bounded else math.inf
     fits = (lo < hi) & (costs.memory_nbytes(lo, hi, in_flight, versions, share) <= capacity)
     return np.where(fits, seconds, math.inf)
+
+
+def best_partition(
+    costs: StageCosts,
+    groups: Groups,
+    in_flight: Sequence[int],
+    objective: Objective,
+    microbatches: int,
+    versions: Sequence[int],
+) -> tuple[int, ...] | None:
+    """The cuts with the lowest slowest stage, one stage on each group; None if there are none.
+
+    Large partitions are bisected, small ones and those whose memory is not additive (tied
+    parameters, recompute, unlike replicas) are left to the dynamic programme.
+    """
+    alike = all(_alike(costs, group) for group in groups)
+    additive = alike and not costs.table.tied and not costs.recompute
+    if additive and len(groups) * costs.count**2 > MATRICES:
+        stages = [
+            _line(costs, groups, n, in_flight[n], microbatches, versions[n])
+            for n in range(len(groups))
+        ]
+        best = fixed_order(stages, objective)
+        return None if best is None else tuple(placement.lo for placement in best[1][1:])
+    return exact(
+        [
+            group_matrix(costs, groups, n, in_flight[n], objective, microbatches, versions[n])
+            for n in range(len(groups))
+        ]
+    )
+
+
+def _alike(costs: StageCosts, group: Sequence[str]) -> bool:
+    """Whether replicas take equal times."""
+    first, *others = (costs.table.devices[device] for device in group)
+    return all(o.layers == first.layers and o.overhead_s == first.overhead_s for o in others)
+
+
+def _line(
+    costs: StageCosts,
+    groups: Groups,
+    number: int,
+    in_flight: int,
+    microbatches: int,
+    versions: int,
+) -> Stage:
+    """The stage of a group as prefix sums, with the times and bytes of `group_matrix`."""
+    heads, group = [group[0] for group in groups], groups[number]
+    share, cuts = 1 / len(group), np.arange(costs.count + 1)
+    seconds, unsupported, overhead_s = costs.prefixes(heads[number])
+    ring_s = 0.0
+    if len(group) > 1:
+        links = [costs.table.link(group[n - 1], device) for n, device in enumerate(group)]
+        ring_Bps = min(link.bandwidth_Bps for link in links)
+        ring_s = 2 * (1 - share) * costs.params_nbytes(0, cuts) / ring_Bps / microbatches
+    none = np.zeros(costs.count + 1)
+    arrive_s, leave_s = none, none
+    if number > 0:
+        arrive_s = share * costs.transfer_s(heads[number], heads[number - 1], cuts)
+    if number + 1 < len(heads):
+        leave_s = share * costs.transfer_s(heads[number], heads[number + 1], cuts)
+    nbytes, buffers = costs.additive_nbytes(in_flight, versions, share)
+    blocked = np.searchsorted(unsupported, unsupported, "right") - 1
+    return Stage(
+        number, number + 1, share * seconds + ring_s, share * overhead_s, arrive_s, leave_s,
+        blocked, nbytes, buffers,
+        min(costs.table.devices[device].memory_nbytes for device in group),
+    )  # fmt: skip

@@ -138,9 +138,9 @@ class Priced:
         check_memory(plan)
         return replace(plan, origin=origin)
 
-    def holds(self, proposal: Proposal) -> bool:
-        """Whether every stage of a proposal without replicas can run, and has enough memory."""
-        return problem(self._question(proposal), self._partition(proposal)) is None
+    def why_not(self, proposal: Proposal) -> str | None:
+        """Why a proposal without replicas cannot run, or lacks memory; None if it can."""
+        return problem(self._question(proposal), self._partition(proposal))
 
     def bound_s(self, proposal: Proposal) -> float:
         """A lower bound of the step, at a fraction of the price."""

@@ -126,7 +126,7 @@ def staged_plan(
     policy = policy_of(passes.weights)
     stages = []
     for number, (group, lo, hi) in enumerate(zip(groups, (0, *cuts), (*cuts, layers), strict=True)):
-        times = {device: _Times(tables, device, lo, hi, passes.recompute) for device in group}
+        times = _times_of(tables, group, lo, hi, passes.recompute)
         rows = dict.fromkeys(group, samples) if asynchronous else _rows(times, samples)
         versions = policy.versions(depths, number, microbatches)
         stages.append(_stage(tables, times, rows, _Span(lo, hi, depths[number], versions)))
@@ -192,7 +192,7 @@ def _stage(
     costs = StageCosts(table, times[slowest].recompute)
     return StagePlan(
         lo, hi, devices, span.in_flight, forward_s, backward_s,
-        max(table.update_s(device, lo, hi) for device in devices),
+        max(table.update_s(device, lo, hi) for device in _one_of_each_kind(table, devices)),
         int(costs.memory_nbytes(lo, hi, span.in_flight, span.versions)),
         min(table.devices[device].memory_nbytes for device in devices),
         tuple(float(rows[device]) for device in devices),
@@ -214,13 +214,13 @@ def _with(
     """
     samples = -(-mini_batch // microbatches)
     layers = len(next(iter(tables.values())).layers)
-    times = {device: _Times(tables, device, 0, layers) for device in devices}
+    times = _times_of(tables, devices, 0, layers)
     rows = rows or _rows(times, samples)
     if not all(times[device].knows(count) for device, count in rows.items()):
         return None
     stages = []
     for lo, hi in zip((0, *cuts), (*cuts, layers), strict=True):
-        parts = {device: _Times(tables, device, lo, hi) for device in devices}
+        parts = _times_of(tables, devices, lo, hi)
         stages.append(_stage(tables, parts, rows, _Span(lo, hi)))
     table = tables[min(tables, key=lambda size: abs(size - samples // len(devices)))]
     plan = Plan(
@@ -273,8 +273,32 @@ class _Times:
         return float(np.interp(rows, self.sizes, times_s))
 
 
+def _times_of(
+    tables: Mapping[int, CostTable],
+    devices: Sequence[str],
+    lo: int,
+    hi: int,
+    recompute: bool = False,
+) -> dict[str, _Times]:
+    """The times of layers lo..hi on each device; devices of one kind, with one tuple of costs,
+    share theirs."""
+    kinds: dict[tuple[int, ...], _Times] = {}
+    times = {}
+    for device in devices:
+        kind = tuple(id(table.devices[device].layers) for table in tables.values())
+        if kind not in kinds:
+            kinds[kind] = _Times(tables, device, lo, hi, recompute)
+        times[device] = kinds[kind]
+    return times
+
+
 def _rising(times_s: Sequence[float]) -> list[float]:
     return list(accumulate(times_s, max))
+
+
+def _one_of_each_kind(table: CostTable, devices: Sequence[str]) -> list[str]:
+    """The first of the devices that share a tuple of costs."""
+    return list({id(table.devices[device].layers): device for device in reversed(devices)}.values())
 
 
 def _rows(times: Mapping[str, _Times], samples: int) -> dict[str, int]:

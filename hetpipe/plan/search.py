@@ -17,8 +17,7 @@ import numpy as np
 
 from hetpipe.errors import CostError, PlanError, ScheduleError
 from hetpipe.plan.costs import Objective
-from hetpipe.plan.exact import exact
-from hetpipe.plan.groups import group_matrix
+from hetpipe.plan.groups import best_partition
 from hetpipe.plan.partition import moves
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.proposal import Priced, Proposal, deep_in_flight, in_flight
@@ -28,8 +27,10 @@ KNOWN = ("1f1b", "gpipe")
 """Schedules among which a search chooses where the user names none."""
 FEW = 10
 """Up to this number of partitions all are tried."""
-PRICES = 120
-"""How many plans a search prices at most."""
+PRICES, FRUGAL_PRICES = 120, 16
+"""How many plans a search prices at most; and where each takes long."""
+LARGE = 2_000
+"""Stages x layers from which on a partition and a price take long: fewer of them are tried."""
 GAIN = 1e-6
 """Relative; a smaller gain ends the search."""
 OBJECTIVES: tuple[Objective, ...] = ("sum", "max")
@@ -44,11 +45,25 @@ def partitioned(
     micro-batches, schedules and depths that the options allow."""
     options = priced.options
     modes = (False, True) if options.recompute else (False,)
-    for count in counts or options.counts(priced.tables):
+    for count in counts or worth_trying(priced, groups):
         for mode in modes if recompute is None else (recompute,):
             for schedule, depths in _schedules(priced, groups, count):
                 bare = Proposal((), groups, schedule, count, depths, mode)
                 yield from fitting(priced, bare)
+
+
+def is_large(priced: Priced, groups: Sequence[Sequence[str]]) -> bool:
+    """Whether few partitions and prices of so many stages can be afforded."""
+    return len(groups) * len(next(iter(priced.tables.values())).layers) > LARGE
+
+
+def worth_trying(priced: Priced, groups: Groups) -> Sequence[int]:
+    """Numbers of micro-batches: all, or those near 2 and 4 times as many as there are stages."""
+    counts = priced.options.counts(priced.tables)
+    if not is_large(priced, groups):
+        return counts
+    near = [min(counts, key=lambda m: abs(m - times * len(groups))) for times in (2, 4)]
+    return list(dict.fromkeys(near))
 
 
 def fitting(priced: Priced, bare: Proposal) -> list[Proposal]:
@@ -70,23 +85,19 @@ def best_cuts(priced: Priced, bare: Proposal) -> list[tuple[int, ...]]:
         return list(combinations(range(1, costs.count), stages - 1))
     best = []
     versions = priced.versions(bare)
-    for objective in OBJECTIVES:
-        matrices = [
-            group_matrix(
-                costs, bare.groups, stage, bare.in_flight[stage], objective, bare.microbatches,
-                versions[stage],
-            )
-            for stage in range(stages)
-        ]  # fmt: skip
-        cuts = exact(matrices)
+    for objective in OBJECTIVES[:1] if is_large(priced, bare.groups) else OBJECTIVES:
+        cuts = best_partition(
+            costs, bare.groups, bare.in_flight, objective, bare.microbatches, versions
+        )
         if cuts is not None:
             best.append(cuts)
     return list(dict.fromkeys(best))
 
 
-def improved(plan: Plan, priced: Priced, prices: int = PRICES) -> Plan:
+def improved(plan: Plan, priced: Priced) -> Plan:
     """The plan after the moves that make its predicted step quicker."""
-    best, left = plan, prices
+    groups = [stage.devices for stage in plan.stages]
+    best, left = plan, FRUGAL_PRICES if is_large(priced, groups) else PRICES
     while left > 0:
         bounds_s = {move: priced.bound_s(move) for move in _moves(best, priced)}
         better = best
@@ -116,13 +127,25 @@ def proposal_of(plan: Plan) -> Proposal:
 
 def _moves(plan: Plan, priced: Priced) -> Iterator[Proposal]:
     here = proposal_of(plan)
+    large = is_large(priced, here.groups)
     for cuts in moves(here.cuts, len(plan.layers)):
-        yield replace(here, cuts=cuts)
+        if not large or _relieves(plan, cuts):
+            yield replace(here, cuts=cuts)
     if rule_of(plan.schedule).replicates:
         return
     yield from _other_passes(plan, priced)
+    if large:
+        return
     for groups in dict.fromkeys(_regrouped(here.groups, plan, priced)):
         yield from partitioned(priced, groups, [plan.microbatches], plan.recompute)
+
+
+def _relieves(plan: Plan, cuts: Sequence[int]) -> bool:
+    """Whether the slowest stage has fewer layers with these cuts."""
+    slowest = max(plan.stages, key=lambda stage: stage.forward_s + stage.backward_s)
+    number = plan.stages.index(slowest)
+    ends = (0, *cuts, len(plan.layers))
+    return ends[number + 1] - ends[number] < slowest.hi - slowest.lo
 
 
 def _other_passes(plan: Plan, priced: Priced) -> Iterator[Proposal]:
@@ -168,7 +191,8 @@ def _schedules(
     """The schedules that may run these groups, with the micro-batches in flight of each stage."""
     replicated = max(map(len, groups)) > 1
     chosen = []
-    for schedule in priced.options.among(KNOWN):
+    large = is_large(priced, groups)
+    for schedule in priced.options.among(KNOWN[:1] if large else KNOWN):
         if rule_of(schedule).several_stages or (replicated and not rule_of(schedule).averages):
             continue
         chosen += [(schedule, depths) for depths in _depths(schedule, len(groups), microbatches)]

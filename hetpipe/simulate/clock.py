@@ -34,8 +34,6 @@ class Clock:
 
     def __init__(self, schedule: Schedule, times: StageTimes, workers: Sequence[int]) -> None:
         self.spans: list[tuple[int, Action, float, float]] = []
-        self.stuck: dict[int, Action] = {}
-        """By row, the action for which it waits until something else sets its event."""
         self._schedule = schedule
         self._times = times
         self._workers = workers
@@ -58,6 +56,7 @@ class Clock:
                     self._takers[step.key(action.number)] += 1
         self._arrivals_s: list[dict[int, float]] = [{} for _ in schedule]  # by row and key
         self._awaited = [NOTHING] * len(schedule)  # the key of the message that a row waits for
+        self._waits_at = [0] * len(schedule)  # the index of the action that waits for it
         self._sums = [0] * len(schedule)  # that a row has begun, and that have not ended
         self._summed_s = [0.0] * len(schedule)  # when the last one that has ended, did
 
@@ -81,25 +80,38 @@ class Clock:
             if until_s is not None:
                 heappush(events, (until_s, number, ALONE))
 
+    @property
+    def stuck(self) -> dict[int, Action]:
+        """By row, the action that waits for what has not been sent, or for a sum."""
+        return {
+            row: self._schedule[row][self._waits_at[row]]
+            for row, awaited in enumerate(self._awaited)
+            if awaited != NOTHING
+        }
+
     def _row(self, row: int) -> Row:
         """Do the actions of a row in order."""
         actions, arrivals_s, record = self._schedule[row], self._arrivals_s[row], self.spans.append
         is_lane = self._lanes[self._workers[row]] > 1
-        first_s: float | None = None  # when the pass before made the first chunk of its result
+        network, first_s = self._network, None  # when the pass before made its first chunk
+        meets_others = is_lane or network is not None
         now_s = yield None
         for index, step in enumerate(self._steps[row]):
             action, code = actions[index], step.code
             if step.after_sums:
-                now_s = yield from self._wait_for_sums(row, action, now_s)
+                now_s = yield from self._wait_for_sums(row, index, now_s)
             start_s = now_s
             if code == COMPUTE:
+                work_s = step.compute_s
                 if step.chunks > 1 and self._is_sent_next(row, index):
-                    now_s, first_s = yield from self._stream(row, index, now_s, is_lane)
-                elif is_lane:
-                    self._share_device(row, step.compute_s, now_s)
-                    now_s = yield None
-                else:
-                    now_s = yield now_s + step.compute_s
+                    chunk_s = work_s / step.chunks
+                    if chunk_s and meets_others:
+                        now_s = yield self._until_s(row, chunk_s, now_s)
+                        work_s, chunk_s = work_s - chunk_s, 0.0
+                    first_s = now_s + chunk_s
+                    if network is not None:
+                        self._send_early(network, row, index + 1, now_s)
+                now_s = yield self._until_s(row, work_s, now_s) if is_lane else now_s + work_s
                 record((row, action, start_s, now_s))
             elif code == SEND:
                 self._post(row, step, action, first_s, now_s)
@@ -108,9 +120,8 @@ class Clock:
                 key = step.first_key + step.key_step * action.number
                 arrival_s = arrivals_s.get(key)
                 if arrival_s is None:
-                    self._awaited[row], self.stuck[row] = key, action
+                    self._awaited[row], self._waits_at[row] = key, index
                     now_s = yield None
-                    del self.stuck[row]
                 elif arrival_s > now_s:
                     now_s = yield arrival_s
                 record((row, action, start_s, now_s))
@@ -118,9 +129,12 @@ class Clock:
                 self._gather(row, step, action, now_s)
         yield None
 
-    def _share_device(self, row: int, work_s: float, now_s: float) -> None:
-        """Begin some work on a device that has several lanes, which sets the event of its end."""
+    def _until_s(self, row: int, work_s: float, now_s: float) -> float | None:
+        """When the row's device will have done some work; None if its other lanes decide that."""
+        if self._lanes[self._workers[row]] == 1:
+            return now_s + work_s
         self._media.begin(row, work_s, (self._workers[row],), now_s)
+        return None
 
     # Results that leave in chunks, from the first one on.
 
@@ -133,38 +147,14 @@ class Clock:
         same = sender.op is step.sent_by and sender.stage == maker.stage
         return same and sender.number == maker.number
 
-    def _stream(
-        self, row: int, index: int, now_s: float, is_lane: bool
-    ) -> Generator[float | None, float, tuple[float, float]]:
-        """Do a pass that makes chunks. Returns when it and its first chunk were done."""
-        step = self._steps[row][index]
-        rest_s, chunk_s = step.compute_s, step.compute_s / step.chunks
-        first_s = now_s + chunk_s
-        if chunk_s and (is_lane or self._network is not None):
-            if is_lane:
-                self._share_device(row, chunk_s, now_s)
-                now_s = yield None
-            else:
-                now_s = yield first_s
-            first_s, rest_s = now_s, rest_s - chunk_s
-        self._send_early(row, index + 1, now_s)
-        if is_lane:
-            self._share_device(row, rest_s, now_s)
-            now_s = yield None
-        else:
-            now_s = yield now_s + rest_s
-        return now_s, first_s
-
-    def _send_early(self, row: int, index: int, now_s: float) -> None:
-        """Put a message on its edges, where others share media, before it is complete."""
-        if self._network is None:
-            return
+    def _send_early(self, network: Network, row: int, index: int, now_s: float) -> None:
+        """Put a message on its edges, whose media others share, before it is complete."""
         step, action = self._steps[row][index], self._schedule[row][index]
         key, worker = step.key(action.number), self._workers[row]
         for target in self._targets.get(key, ()):
             if self._workers[target] != worker:
                 load = self._load(row, target, step, action, is_open=True)
-                self._open[key, target] = self._network.put(load, now_s)
+                self._open[key, target] = network.put(load, now_s)
 
     # Messages.
 
@@ -174,10 +164,10 @@ class Clock:
         """Put a message on its edges, behind those already there; within a worker it is free."""
         key, worker = step.first_key + step.key_step * action.number, self._workers[row]
         for target in self._targets.get(key, ()):
-            edge = worker, self._workers[target]
-            if worker == edge[1]:
+            if self._workers[target] == worker:
                 self._arrive(row, target, action, key, now_s, now_s)
             elif self._network is None:
+                edge = worker, self._workers[target]
                 latency_s, occupancy_s, _ = step.transfer or self._transfer(action)
                 start_s = max(now_s if first_s is None else first_s, self._free_s.get(edge, 0.0))
                 left_s = start_s + occupancy_s
@@ -259,13 +249,12 @@ class Clock:
                 heappush(self._events, (self._summed_s[row], row, ALONE))
 
     def _wait_for_sums(
-        self, row: int, action: Action, now_s: float
+        self, row: int, index: int, now_s: float
     ) -> Generator[float | None, float, float]:
         """Wait for all sums that the row has begun. Returns the time then."""
         if self._sums[row]:
-            self._awaited[row], self.stuck[row] = SUMS, action
+            self._awaited[row], self._waits_at[row] = SUMS, index
             now_s = yield None
-            del self.stuck[row]
         elif self._summed_s[row] > now_s:
             now_s = yield self._summed_s[row]
         return now_s

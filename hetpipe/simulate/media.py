@@ -20,9 +20,9 @@ class _Flow:
     media: Sequence[Medium]
     left_s: float  # seconds of work that were left at `since_s`, if it were alone
     since_s: float
-    among: int = 0  # it goes on at 1 / this number
+    is_open: bool  # more work may come, so it does not end
+    among: int = 1  # it goes on at 1 / this number
     state: int = 0
-    is_open: bool = False  # more work may come, so it does not end
 
 
 class Media:
@@ -47,11 +47,12 @@ class Media:
         is_open: bool = False,
     ) -> None:
         """Begin a flow that would take `work_s` alone."""
-        flow = self._flows[number] = _Flow(media, work_s, now_s, is_open=is_open)
+        flow = self._flows[number] = _Flow(media, work_s, now_s, is_open)
         for medium in media:
-            self._on.setdefault(medium, {})[number] = flow
-        if not media:
-            self._set(number, flow, 1, now_s)
+            flows = self._on.setdefault(medium, {})
+            flows[number] = flow
+            flow.among = max(flow.among, len(flows))
+        self._set(number, flow)
         self._share(media, now_s)
 
     def ends(self, number: int, state: int, now_s: float) -> bool:
@@ -71,9 +72,10 @@ class Media:
     def close(self, number: int, least_s: float, now_s: float) -> None:
         """Let an open flow end, after `least_s` seconds of work from now or more."""
         flow = self._flows[number]
-        self._settle(flow, now_s)
-        flow.left_s, flow.is_open = max(flow.left_s, least_s), False
-        self._set(number, flow, flow.among, now_s)
+        done_s = (now_s - flow.since_s) / flow.among
+        flow.left_s, flow.since_s = max(flow.left_s - done_s, least_s), now_s
+        flow.is_open = False
+        self._set(number, flow)
 
     def _share(self, media: Sequence[Medium], now_s: float) -> None:
         """Give all flows on these media their present speed."""
@@ -84,15 +86,12 @@ class Media:
                 if len(flow.media) > 1:
                     among = max(len(self._on[own]) for own in flow.media)
                 if among != flow.among:
-                    self._settle(flow, now_s)
-                    self._set(number, flow, among, now_s)
+                    done_s = (now_s - flow.since_s) / flow.among
+                    flow.left_s, flow.since_s = max(0.0, flow.left_s - done_s), now_s
+                    flow.among = among
+                    self._set(number, flow)
 
-    def _settle(self, flow: _Flow, now_s: float) -> None:
-        if flow.among:
-            flow.left_s = max(0.0, flow.left_s - (now_s - flow.since_s) / flow.among)
-        flow.since_s = now_s
-
-    def _set(self, number: int, flow: _Flow, among: int, now_s: float) -> None:
-        self._states += 1
-        flow.among, flow.state = among, self._states
-        heappush(self._events, (now_s + flow.left_s * among, number, flow.state))
+    def _set(self, number: int, flow: _Flow) -> None:
+        """Set the event of the flow's end at its present speed."""
+        self._states = flow.state = self._states + 1
+        heappush(self._events, (flow.since_s + flow.left_s * flow.among, number, flow.state))

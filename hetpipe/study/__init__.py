@@ -1,7 +1,7 @@
 """Studies: plans for clusters that are attached or only described, and what they would gain.
 
 The functions have the names of the commands: `plan`, `simulate`, `compare`, `whatif`, `capacity`,
-`coverage`, `reproduce`. None of them needs the devices, unless it is asked to measure.
+`coverage`. None of them needs the devices, unless it is asked to measure.
 """
 
 from hetpipe._lazy import lazy
@@ -15,7 +15,6 @@ __getattr__, __dir__, __all__ = lazy(
         "compare": "comparison",
         "coverage": "lacking",
         "plan": "planning",
-        "reproduce": "reproduction",
         "simulate": "simulation",
         "subject_of": "subject",
         "whatif": "changes",

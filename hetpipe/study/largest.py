@@ -90,7 +90,8 @@ def capacity(
     counts = tuple(2**k for k in range(len(cluster.ids).bit_length()) if 2**k <= len(cluster.ids))
 
     def largest(method: Method, count: int) -> int:
-        members, parts = cluster.ids[:count], microbatches or 2 * count
+        stages = 1 if rule_of(method.schedule).replicates else count
+        members, parts = cluster.ids[:count], microbatches or 2 * stages
         if block is None:
             return _largest(lambda size: _fits(at_size(tables, size), members, method, parts))
         size = min(tables, key=lambda size: abs(size - subject.mini_batch // parts))
@@ -134,7 +135,7 @@ def _fits(table: CostTable, members: Sequence[str], method: Method, microbatches
     priced = Priced({table.samples: table}, options)
     groups = grouped(members)
     bare = Proposal((), groups, method.schedule, microbatches, depths, method.recompute)
-    return any(priced.holds(replace(bare, cuts=cuts)) for cuts in best_cuts(priced, bare))
+    return any(not priced.why_not(replace(bare, cuts=cuts)) for cuts in best_cuts(priced, bare))
 
 
 def _largest(fits: Callable[[int], bool]) -> int:

@@ -48,14 +48,16 @@ def joint_case(seed: int) -> tuple[dict[int, CostTable], Cluster]:
             "case",
             samples,
             tuple(
-                LayerBytes(f"l{n}", params[n], 2 * params[n], int(saved[n] * share), int(cut[n] * share))
+                LayerBytes(
+                    f"l{n}", params[n], 2 * params[n], int(saved[n] * share), int(cut[n] * share)
+                )
                 for n in range(layers)
             ),
             {
                 device: DeviceCost(
                     tuple(
-                        LayerCost(fixed_s[device] + share * time_s, fixed_s[device] + 2 * share * time_s, 0.01)
-                        for time_s in times_s[device]
+                        LayerCost(fixed_s[device] + time_s, fixed_s[device] + 2 * time_s, 0.01)
+                        for time_s in (share * each_s for each_s in times_s[device])
                     ),
                     fixed_s[device], memory[device], device,
                 )

@@ -3,7 +3,9 @@
 import pytest
 
 from hetpipe.cluster.cluster import Cluster, Link, Member
-from hetpipe.cluster.file import parse_bandwidth, parse_link, parse_time
+from hetpipe.cluster.file import BandwidthWarning, parse_bandwidth, parse_link, parse_time
+from hetpipe.cluster.topology import Server, Topology
+from hetpipe.crew.crew import Crew
 from hetpipe.errors import ClusterError
 from hetpipe.sdk.info import Capabilities, DeviceInfo
 
@@ -125,10 +127,12 @@ def test_links_hold_both_ways():
     slow = Link(0.001, 1e6)
     cluster = Cluster((Member("a", "x"), Member("b", "x")), {frozenset("ab"): slow})
     assert cluster.link("a", "b") == cluster.link("b", "a") == slow
-    assert Cluster((Member("a", "x"),)).link("a", "z") == Link()
+    assert Cluster((Member("a", "x"), Member("b", "x"))).link("a", "b") == Link()
+    assert cluster.link("a", "a") == Link(0.0, float("inf"))
     assert cluster.member("b").device == "x"
-    with pytest.raises(ClusterError, match="no device 'c'; the cluster has a, b"):
-        cluster.member("c")
+    for ask in (cluster.member, lambda id: cluster.link("a", id), lambda id: cluster.way(id, "a")):
+        with pytest.raises(ClusterError, match="no device 'c'; the cluster has a, b"):
+            ask("c")
 
 
 A, B = Member("a", "x"), Member("b", "x")
@@ -148,6 +152,11 @@ A, B = Member("a", "x"), Member("b", "x")
         ((Member("a", "x", (), -1.0),), {}, "auto", "speed is -1.0"),
         ((Member("a", "x", (), 1.5),), {}, "auto", "speed is 1.5, it must be above 0, at most 1"),
         ((Member("a", "x", (), float("nan")),), {}, "auto", "speed is nan"),
+        ((Member("a", ""),), {}, "auto", "a: it has neither a device nor a board"),
+        ((Member("a", "x", board="t4"),), {}, "auto", "a: it has both a device and a board"),
+        ((Member("a", "", (4,), board="t4"),), {}, "auto", "a: it is a board, t4, and only att"),
+        ((Member("a", "", (), 0.5, "t4"),), {}, "auto", "a: it is a board, t4, and only attached"),
+        ((Member("a", "x", server="s"),), {}, "auto", "a: no server 's'; the cluster has none"),
     ],
 )
 def test_what_is_wrong_in_itself_is_refused(machine, members, links, transport, message):
@@ -208,9 +217,9 @@ def test_a_cluster_file(write):
             'device = "torchy:cpu:0"\n',
             "",
             4,
-            '0 lacks the key .device.; write device = "backend:name:index"',
+            r'device\.0 has neither a device nor a board; write device = "backend:name:index" or',
         ),
-        ("speed = 0.5", "sped = 0.5", 8, "'sped'; known: device, id, cores, speed"),
+        ("speed = 0.5", "sped = 0.5", 8, "'sped'; known: device, board, id, count, server, c"),
         ("speed = 0.5", "speed = 0", 8, "speed is 0, it should be above 0; write a number"),
         ("speed = 0.5", "speed = 2", 8, "speed is 2, it should be at most 1; write a number"),
         ("speed = 0.5", 'speed = "half"', 8, "speed is 'half', it should be a number"),
@@ -277,6 +286,123 @@ def test_what_no_cluster_needs_is_refused_with_its_line(write, old, new, line, m
     with pytest.raises(ClusterError, match=message) as caught:
         Cluster.load(path)
     assert str(caught.value).startswith(f"{path}:{line}: ")
+
+
+DESCRIBED = """\
+[[device]]
+device = "torchy:cpu:0"
+
+[[device]]
+board = "t4"
+count = 3
+server = "a"
+
+[[server]]
+name = "a"
+count = 2
+inside = { shape = "bus", bandwidth = "10 GB/s", latency = "5 us", duplex = "half" }
+
+[[device]]
+id = "odd"
+board = "a100-40"
+server = "b"
+
+[[device]]
+board = "t4"
+server = "a"
+
+[[server]]
+name = "b"
+
+[network]
+shape = "switch"
+bandwidth = "10 Gb/s"
+all_reduce = "2 GB/s"
+
+[[link]]
+between = ["odd", "t4.7"]
+bandwidth = "1 GB/s"
+"""
+
+
+def test_a_file_of_servers_with_boards_and_an_attached_device(write):
+    path = write(DESCRIBED)
+    cluster = Cluster.load(path)
+    t4s = tuple(
+        Member(f"t4.{n}", "", board="t4", server="a.0" if n < 4 else "a.1") for n in range(8)
+    )
+    odd = Member("odd", "", board="a100-40", server="b")
+    inside = Topology(5e-6, 1e10, "bus", "half")
+    assert cluster == Cluster(
+        (Member("torchy:cpu:0", "torchy:cpu:0"), *t4s, odd),
+        {frozenset(("odd", "t4.7")): Link(None, 1e9)},
+        servers=(Server("a.0", inside), Server("a.1", inside), Server("b")),
+        network=Topology(0.0, 1.25e9, "switch", "full", 2e9),
+    )
+    assert cluster.described == (*t4s, odd)
+    assert cluster.places["t4.6"] == f"{path}:5"
+    assert cluster.places["t4.7"] == f"{path}:20"  # the second table's, in a server's second copy
+    assert cluster.places["odd"] == f"{path}:16"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "message"),
+    [
+        ('"t4"', '"t3"', 5, r"device\.1\.board is unknown: there is no board 't3'; near it: t4"),
+        ('board = "t4"\n', 'board = "t4"\ndevice = "a:b:0"\n', 5, r"device\.1 has both a dev"),
+        ("count = 3", "count = 0", 6, r"device\.1\.count is 0, it should be at least 1; write"),
+        ("count = 3", "count = 100001", 6, "count is 100001, it should be at most 100000"),
+        ("count = 3", "count = 60000", 6, "makes 120001 devices of the cluster; it has at most "),
+        ("count = 3", "cores = [4]", 6, r"device\.1\.cores is of attached devices alone"),
+        ("count = 3", "speed = 0.5", 6, r"device\.1\.speed is of attached devices alone"),
+        ('server = "a"', 'server = "c"', 7, "names no server: 'c'; there is a, b"),
+        ('name = "a"', "", 9, r'server\.0 lacks the key .name.; write name = "a"'),
+        ('name = "b"', 'name = "a.1"', 24, r"server\.1\.name gives 'a\.1': two servers have"),
+        ('name = "b"', 'name = "a"', 24, r"server\.1\.name gives 'a': two servers have the name"),
+        ("count = 2", "count = 0", 11, r"server\.0\.count is 0, it should be at least 1; write"),
+        ('"bus"', '"ring"', 12, r"server\.0\.inside\.shape is 'ring', it should be 'point-to-p"),
+        ('"half"', '"quarter"', 12, r"server\.0\.inside\.duplex is 'quarter', it should be 'full'"),
+        ("10 GB/s", "10 Gbps", 12, r"server\.0\.inside\.bandwidth: bandwidth '10 Gbps': write"),
+        ("5 us", "5 GB/s", 12, r"server\.0\.inside\.latency: latency '5 GB/s': write a number and"),
+        ("{ shape", "{ shap", 12, r"server\.0\.inside has an unknown key 'shap'; known: bandwidth"),
+        ('"switch"', '"swich"', 27, r"network\.shape is 'swich', it should be 'point-to-point', "),
+        ('bandwidth = "10 Gb/s"\n', "", 26, r"network lacks the key .bandwidth.; write bandwidth"),
+        ("2 GB/s", "2 s", 29, r"network\.all_reduce: bandwidth '2 s': write a number and b/s"),
+        ("[network]", "[[network]]", 26, r"network is .*, it should be an object; write \{ shape"),
+        ('id = "odd"', 'id = "t4.0"', 15, r"device\.2\.id is 't4\.0': two devices have the id"),
+        ('"t4.7"', '"t4.8"', 32, r"names no device: 't4\.8'; there is torchy:cpu:0, t4\.0, t4\.1"),
+    ],
+)  # fmt: skip
+def test_errors_in_servers_and_networks_point_at_the_line(write, old, new, line, message):
+    assert old in DESCRIBED
+    path = write(DESCRIBED.replace(old, new, 1))
+    with pytest.raises(ClusterError, match=message) as caught:
+        Cluster.load(path)
+    assert str(caught.value).startswith(f"{path}:{line}: ")
+
+
+@pytest.mark.parametrize("bandwidth", ["25 GB/s", "100 GB/s", "1 Mb/s"])
+def test_a_network_that_hardly_exists_is_warned_of(write, bandwidth):
+    path = write(DESCRIBED.replace("10 Gb/s", bandwidth))
+    with pytest.warns(BandwidthWarning, match=r"toml:28: the network has .* write Gb/s if those"):
+        loaded = Cluster.load(path)
+    assert loaded.network is not None
+    assert loaded.network.bandwidth_Bps == parse_bandwidth(bandwidth)
+
+
+def test_a_file_may_name_many_devices_and_an_error_does_not_list_them(write):
+    text = DESCRIBED.replace("count = 3", "count = 4999")
+    assert len(Cluster.load(write(text)).ids) == 10_002
+    with pytest.raises(ClusterError, match=r"no device: 't4\.77x'; there is 10002 of them, near"):
+        Cluster.load(write(text.replace('"t4.7"', '"t4.77x"')))
+
+
+@pytest.mark.parametrize("transport", ["local", "shared-memory"])
+def test_no_worker_is_started_on_a_board(transport):
+    members = Member("here", "numpy:cpu:0"), Member("t4.0", "", board="t4")
+    why = "t4.0 is a board, which is only described: plan and simulate with it, or name an attached"
+    with pytest.raises(ClusterError, match=why):
+        Crew.start(Cluster(members, transport=transport))
 
 
 def test_files_that_hold_nothing(write, tmp_path):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hetpipe.cluster import Cluster, cluster
 from hetpipe.cluster.cluster import Link
+from hetpipe.cluster.published import published_names
+from hetpipe.cluster.topology import SHAPES
 from hetpipe.cluster.transports import TRANSPORTS
 from hetpipe.errors import ClusterError
 
@@ -30,6 +33,34 @@ def test_the_pages_file_is_a_cluster(example: Path) -> None:
     loaded = Cluster.load(example)
     assert [(member.id, member.speed) for member in loaded.members] == [("fast", 1), ("slow", 0.5)]
     assert loaded.link("slow", "fast") == Link(1e-3, 1.25e8)
+
+
+def test_the_described_cluster_of_the_page_is_as_the_page_says(tmp_path: Path) -> None:
+    _, block = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    path = tmp_path / "described.toml"
+    path.write_text(block, encoding="utf-8")
+    cluster = Cluster.load(path)
+    assert len(cluster.described) == len(cluster.ids) == 17
+    assert [(len(group), group[0]) for group in cluster.groups()] == [
+        (8, "v100-sxm-16.0"), (8, "v100-sxm-16.8"), (1, "fpga")
+    ]  # fmt: skip
+    for call, answer in re.findall(
+        r"^    (cluster\.(?:link|way)\(.*\)) +# (.*)$", PAGE, re.MULTILINE
+    ):
+        assert eval(call) == eval(answer), call
+    with pytest.raises(ClusterError, match="1 of 136 pairs have a link of their own"):
+        cluster.levels()  # there is the FPGA board
+    without = tuple(member for member in cluster.members if member.id != "fpga")
+    regular = replace(cluster, members=without, links={})
+    comment = re.search(r"cluster\.levels\(\) +# (\(\(.*?\)\)), but", PAGE)
+    assert comment is not None
+    assert regular.levels() == eval(comment[1])
+
+
+def test_the_page_names_every_shape_and_every_published_cluster() -> None:
+    firsts = [line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| `")]
+    named = [name for cell in firsts for name in re.findall(r"`([\w-]+)`", cell)]
+    assert {*SHAPES, *published_names()} <= set(named)
 
 
 def test_the_pages_error_is_the_one_that_is_raised(example: Path) -> None:

@@ -18,9 +18,10 @@ ROOT = Path(__file__).parents[2]
 FLOORS = ("cli", "papers", "study", "bench", "pipeline", "profile", "crew", "worker", "wire")
 """From top to bottom; each may import all below it, and everything in GROUND.
 
-Commands show what papers, studies and benchmarks find out about pipelines as users make them. A pipeline
-profiles, plans and then drives a crew; a profile asks a crew's workers; the crew's controller
-starts workers and shares their vocabulary; workers talk over wires, which know of neither.
+Commands show what papers, studies and benchmarks find out about pipelines as users make them. A
+pipeline profiles, plans and then drives a crew; a profile asks a crew's workers; the crew's
+controller starts workers and shares their vocabulary; workers talk over wires, which know of
+neither.
 """
 GROUND = {
     "capture": {"optim", "sdk"},  # graphs in the operators of a backend, and of its updates

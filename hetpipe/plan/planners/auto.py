@@ -12,14 +12,17 @@ from itertools import combinations
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.errors import HetpipeError
 from hetpipe.plan.plan import Plan
-from hetpipe.plan.planners.choice import check_members, finished
+from hetpipe.plan.planners.choice import check_members, finished, quickest
 from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, Tables
 from hetpipe.plan.search import improved, partitioned
 from hetpipe.schedule.rule import rule_of
 
-OTHERS = ("exact", "bapipe")
+OTHERS = ("exact", "bapipe", "pipedream")
 FREE_ORDER_DEVICES = 4
 """Up to this number of devices all orders, subsets and groups are tried."""
+
+FEW = 16
+"""Up to this number of devices the fastest 1, 2, 3, ... of them are tried."""
 
 Groups = tuple[tuple[str, ...], ...]
 
@@ -28,7 +31,7 @@ def plan(costs: Tables, cluster: Cluster, options: PlannerOptions) -> Plan:
     """The quickest predicted plan of all. Raises `PlanError`."""
     check_members(costs, cluster)
     priced = Priced(costs, options)
-    best = priced.quickest(proposals(priced, cluster), "auto")
+    best = quickest(priced, proposals(priced, cluster), cluster, "auto")
     return finished(improved(best, priced), priced, cluster)
 
 
@@ -40,34 +43,62 @@ def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
             yield from list(other.proposals(priced, cluster))
         except HetpipeError:
             continue  # a planner that cannot plan here proposes nothing
-    yield from _alone(priced, cluster)
+    yield from _fastest(priced, cluster)
     if priced.options.replicas:
         yield from _replicated(priced, cluster.ids)
+        yield from _in_kinds(priced, cluster.ids)
     if len(cluster.ids) <= FREE_ORDER_DEVICES:
         for groups in _all_groups(cluster.ids, priced.options):
             yield from partitioned(priced, groups)
 
 
-def _alone(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
-    """The whole model on the quickest device of each kind, that is, of each time."""
-    kinds: dict[float, str] = {}
+def _fastest(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
+    """A stage on each of the fastest devices, in the cluster's order, for many counts of them."""
+    speeds_s = _whole_s(priced, cluster.ids)
+    by_speed = sorted(cluster.ids, key=speeds_s.__getitem__)
+    count = len(by_speed)
+    sizes = set(range(1, count)) if count <= FEW else {count >> shift for shift in range(1, 7)}
+    for size in sorted(sizes - {0}):
+        chosen = set(by_speed[:size])
+        yield from partitioned(
+            priced, tuple((member,) for member in cluster.ids if member in chosen)
+        )
+
+
+def _whole_s(priced: Priced, members: Sequence[str]) -> dict[str, float]:
+    """Seconds of the whole model's forward on each device."""
     table = priced.tables[max(priced.tables)]
-    for member in cluster.ids:
-        kinds.setdefault(sum(one.forward_s for one in table.devices[member].layers), member)
-    for member in kinds.values():
-        yield from partitioned(priced, ((member,),))
+    return {m: sum(one.forward_s for one in table.devices[m].layers) for m in members}
 
 
 def _replicated(priced: Priced, members: Sequence[str]) -> Iterator[Proposal]:
     """Data parallelism on all devices, and on all but the slowest."""
-    table = priced.tables[max(priced.tables)]
-    by_speed = sorted(
-        members, key=lambda member: sum(one.forward_s for one in table.devices[member].layers)
-    )
+    by_speed = sorted(members, key=_whole_s(priced, members).__getitem__)
     counts = {len(members) >> shift for shift in range(len(members).bit_length())}
     for count in sorted(counts - {0, 1}, reverse=True):
         for microbatches in priced.options.counts(priced.tables):
             yield Proposal((), (tuple(by_speed[:count]),), "data-parallel", microbatches)
+
+
+def _in_kinds(priced: Priced, members: Sequence[str]) -> Iterator[Proposal]:
+    """Stages on 2, 4, 8, ... replicas of one kind each, the kinds in the cluster's order.
+
+    A kind's last stage has the devices that are left.
+    """
+    table = priced.tables[max(priced.tables)]
+    kinds: dict[float, list[str]] = {}
+    for member in members:
+        kinds.setdefault(sum(one.forward_s for one in table.devices[member].layers), []).append(
+            member
+        )
+    most = max(map(len, kinds.values()))
+    for replicas in (2**k for k in range(1, most.bit_length())):
+        groups = tuple(
+            tuple(kind[first : first + replicas])
+            for kind in kinds.values()
+            for first in range(0, len(kind), replicas)
+        )
+        yield from partitioned(priced, groups)
 
 
 def _all_groups(members: Sequence[str], options: PlannerOptions) -> Iterator[Groups]:

@@ -29,6 +29,7 @@ from hetpipe.plan.proposal import (
     grouped,
     in_flight,
 )
+from hetpipe.plan.search import worth_trying
 
 SYNCHRONOUS = ("1f1b-sno", "1f1b-so")
 """Schedules for devices that send a result when it is complete (table 1)."""
@@ -47,7 +48,7 @@ def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
     table = next(iter(priced.tables.values()))
     streaming = all(table.devices[member].execution == "async" for member in members)
     own = STREAMING if streaming else SYNCHRONOUS
-    for count in options.counts(priced.tables):
+    for count in worth_trying(priced, grouped(members)):
         if options.replicas and len(members) > 1:
             yield Proposal((), (members,), "data-parallel", count)
         for schedule in options.among(own):

@@ -8,9 +8,13 @@ from dataclasses import replace
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.errors import PlanError
 from hetpipe.plan.bound import lower_bound_s
+from hetpipe.plan.cures import why_not
 from hetpipe.plan.interval import with_interval
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, Tables
+
+MOST_LISTED = 8
+"""More devices than these are not listed in an error."""
 
 Proposals = Callable[[Priced, Cluster], Iterable[Proposal]]
 
@@ -25,7 +29,21 @@ def chosen(
     """
     check_members(costs, cluster)
     priced = Priced(costs, options)
-    return finished(priced.quickest(proposals(priced, cluster), planner), priced, cluster)
+    return finished(quickest(priced, proposals(priced, cluster), cluster, planner), priced, cluster)
+
+
+def quickest(priced: Priced, proposed: Iterable[Proposal], cluster: Cluster, planner: str) -> Plan:
+    """The quickest plan of the proposals. Raises `PlanError` with a cure if none can run."""
+    proposed = list(proposed)
+    try:
+        return priced.quickest(proposed, planner)
+    except PlanError as error:
+        if proposed and "lacking" not in str(error):
+            raise
+        members = ", ".join(cluster.ids[:MOST_LISTED])
+        raise PlanError(
+            f"no plan of {planner} for {members}: {why_not(priced, cluster.ids)}"
+        ) from error
 
 
 def finished(best: Plan, priced: Priced, cluster: Cluster) -> Plan:

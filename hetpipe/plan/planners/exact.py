@@ -21,7 +21,7 @@ from hetpipe.plan.proposal import (
     grouped,
     in_flight,
 )
-from hetpipe.plan.search import best_cuts, partitioned
+from hetpipe.plan.search import best_cuts, is_large, partitioned
 
 EXCHANGES = 60
 """How many exchanges of devices are tried at most."""
@@ -39,9 +39,12 @@ def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
 
 
 def orders(priced: Priced, members: Sequence[str]) -> list[tuple[str, ...]]:
-    """The given order, and if the options allow others the one that exchanges lead to."""
+    """The given order, and if the options allow others the one that exchanges lead to.
+
+    Among many layers the order of devices matters little, so large cases have the given one.
+    """
     given = tuple(members)
-    if not priced.options.free_order or len(members) < 2:
+    if not priced.options.free_order or len(members) < 2 or is_large(priced, grouped(given)):
         return [given]
     return list(dict.fromkeys([given, _exchanged(priced, given)]))
 

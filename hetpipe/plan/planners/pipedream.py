@@ -16,7 +16,8 @@ from hetpipe.plan.chain import chain_of
 from hetpipe.plan.pipedream import Level, PipeDreamStage, SyncRule, plan_pipedream
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planners.choice import chosen
-from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, Tables
+from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, Tables, grouped
+from hetpipe.plan.search import is_large, worth_trying
 from hetpipe.schedule.rule import rule_of
 
 FLUSHING = ("1f1b",)
@@ -34,15 +35,16 @@ def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
     levels = levels_of(priced, cluster)
     if not options.replicas:
         raise PlanError("the planner pipedream replicates stages: allow replicas, or take another")
-    for count in options.counts(priced.tables):
+    large = is_large(priced, grouped(cluster.ids))
+    for count in worth_trying(priced, grouped(cluster.ids)):
         schedules = [name for name in options.among(FLUSHING) if _takes(name, count)]
         if not schedules:
             continue
         table = priced.table(options.size(count)).beside(len(cluster.ids))
         chain = chain_of(table, cluster.ids)
         least = min(table.devices[member].memory_nbytes for member in cluster.ids)
-        for rule in RULES:
-            for capacity_nbytes in (None, least):
+        for rule in RULES[:1] if large else RULES:
+            for capacity_nbytes in (None,) if large else (None, least):
                 try:
                     stages = plan_pipedream(chain, levels, rule, capacity_nbytes).stages
                 except PlanError:

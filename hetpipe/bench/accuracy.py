@@ -1,0 +1,226 @@
+"""Predicted steps against measured ones: `python -m hetpipe.bench.accuracy [--json FILE]`.
+
+Models run on devices of this machine that are held back to 0.45 of their speed or less, so that up
+to four workers compete for no core, over links that are emulated at 1 and 10 Gb/s. Each setting is
+profiled once; then plans that differ in partition, schedule and micro-batches take turns of some
+steps. A turn is compared with the prediction corrected for the drift of its devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from hetpipe.bench.training import one_thread, train
+from hetpipe.capture import Captured
+from hetpipe.cluster.cluster import Cluster, Link, Member
+from hetpipe.cost.table import CostTable
+from hetpipe.crew.crew import Crew
+from hetpipe.errors import HetpipeError
+from hetpipe.files import write_json
+from hetpipe.pipeline.pipeline import Pipeline
+from hetpipe.plan.plan import Plan
+from hetpipe.plan.planners import plan as planned
+from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, grouped
+from hetpipe.profile.drift import mean_correction
+from hetpipe.profile.measure import profile
+from hetpipe.report.tables import make_table
+from hetpipe.zoo.load import load_workload, optimizer_of
+from hetpipe.zoo.workload import Workload
+
+TORCH = "pytorch:cpu:0"
+CLUSTERS: tuple[tuple[tuple[str, float], ...], ...] = (
+    ((TORCH, 0.45), ("opencl", 0.4)),
+    ((TORCH, 0.45), (TORCH, 0.3), ("opencl", 0.3)),
+    ((TORCH, 0.45), (TORCH, 0.35), (TORCH, 0.25), ("opencl", 0.4)),
+)
+"""Members: the device and its share of its own speed."""
+BANDWIDTHS_Gbps = (1, 10)
+LATENCY_S = 1e-4
+COUNTS = (4, 8, 16)
+WARM_UP, TIMED, TURNS = 2, 4, 3
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One plan in one setting: its step as predicted, corrected for drift, and measured."""
+
+    model: str
+    workers: int
+    bandwidth_Gbps: int
+    planner: str
+    schedule: str
+    microbatches: int
+    cuts: tuple[int, ...]
+    predicted_s: float
+    corrected_s: float
+    measured_s: float
+    turns_s: tuple[float, ...]
+
+    @property
+    def error(self) -> float:
+        """Of the corrected prediction, relative to the measurement."""
+        return self.corrected_s / self.measured_s - 1
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure all settings and print the errors."""
+    parser = argparse.ArgumentParser(prog="python -m hetpipe.bench.accuracy", description=__doc__)
+    parser.add_argument("--model", action="append", help="zoo names; default digits, mlp, gpt")
+    parser.add_argument("--workers", type=int, action="append", help="default 2, 3, 4")
+    parser.add_argument("--json", type=Path, help="write all plans and their figures")
+    chosen = parser.parse_args(arguments)
+    console, rows = Console(), []
+    for model in chosen.model or ("digits", "mlp", "gpt"):
+        for members in CLUSTERS:
+            if chosen.workers and len(members) not in chosen.workers:
+                continue
+            for bandwidth_Gbps in BANDWIDTHS_Gbps:
+                for row in measure(load_workload(model), members, bandwidth_Gbps):
+                    setting = f"{row.model} on {row.workers} at {row.bandwidth_Gbps} Gb/s"
+                    figures = 1e3 * row.corrected_s, 1e3 * row.measured_s, 100 * row.error
+                    times = "predicted {:.1f} ms, measured {:.1f} ms, {:+.1f} %".format(*figures)
+                    console.print(f"{setting}, {row.planner}: {times}")
+                    rows.append(row)
+                if chosen.json:
+                    write_json(chosen.json, {"rows": [asdict(row) for row in rows]})
+    report(console, rows)
+
+
+def measure(
+    workload: Workload, members: Sequence[tuple[str, float]], bandwidth_Gbps: int
+) -> Iterator[Measured]:
+    """The plans of one setting, each measured in turns."""
+    cluster = cluster_of(members, bandwidth_Gbps)
+    samples = workload.mini_batch
+    captured = Captured(
+        workload.model, workload.loss_fn, next(workload.batches(samples, 0)),
+        samples=-(-samples // COUNTS[0]),
+    )  # fmt: skip
+    with one_thread(), closing(Crew.start(cluster)) as crew:
+        sizes = [-(-samples // count) for count in COUNTS]
+        tables = profile(captured, crew, optimizer_of(workload), sizes)
+        for plan in plans(tables, cluster, samples):
+            costs = tables[-(-samples // plan.microbatches)]
+            predicted_s, corrected_s, turns_s = _turns(workload, captured, crew, plan, costs)
+            yield Measured(
+                workload.name, len(members), bandwidth_Gbps, plan.origin, plan.schedule,
+                plan.microbatches, plan.cuts, predicted_s, corrected_s,
+                statistics.median(turns_s), turns_s,
+            )  # fmt: skip
+
+
+def plans(tables: dict[int, CostTable], cluster: Cluster, samples: int) -> list[Plan]:
+    """What auto chooses, and others with their own cuts, schedules and micro-batches."""
+    options = PlannerOptions(samples, COUNTS, replicas=False)
+    priced = Priced(tables, options)
+    layers, stages = len(tables[min(tables)].layers), len(cluster.ids)
+    even = tuple(round(layers * n / stages) for n in range(1, stages))
+    chosen = [planned(tables, cluster, options)]
+    exact = planned(
+        tables, cluster, PlannerOptions(samples, COUNTS[1:2], free_order=False), "exact"
+    )
+    pairs = [
+        (exact.cuts, "1f1b", 8),
+        (exact.cuts, "gpipe", 4),
+        (even, "1f1b", 8),
+        (even, "gpipe", 16),
+    ]
+    for cuts, schedule, count in pairs:
+        members = cluster.ids[: len(cuts) + 1]
+        try:
+            proposal = Proposal(cuts, grouped(members), schedule, count)
+            chosen.append(priced.plan(proposal, f"{schedule} x {count}, cuts {list(cuts)}"))
+        except HetpipeError:
+            continue  # the devices cannot run this one
+    return chosen
+
+
+def cluster_of(members: Sequence[tuple[str, float]], bandwidth_Gbps: int) -> Cluster:
+    """Workers on these devices, each with its own id, and emulated links between all of them."""
+    from hetpipe.sdk import discover_devices
+
+    infos, _ = discover_devices(None)
+    ids = [f"worker {number}" for number in range(len(members))]
+    devices = [
+        next((i.id for i in infos if _is(i.id, device) and not i.capabilities.emulated), device)
+        for device, _ in members
+    ]
+    named = tuple(
+        Member(id, device, speed=speed)
+        for id, device, (_, speed) in zip(ids, devices, members, strict=True)
+    )
+    link = Link(LATENCY_S, bandwidth_Gbps * 1e9 / 8)
+    pairs = [frozenset((here, there)) for here in ids for there in ids if here < there]
+    return Cluster(named, dict.fromkeys(pairs, link))
+
+
+def _is(id: str, device: str) -> bool:
+    return f"{id}:".startswith(f"{device}:")
+
+
+def _turns(
+    workload: Workload, captured: Captured, crew: Crew, plan: Plan, costs: CostTable
+) -> tuple[float, float, tuple[float, ...]]:
+    """Seconds of a step: predicted, corrected, and measured in each turn."""
+    example = next(workload.batches(plan.mini_batch, 0))
+    with Pipeline(
+        workload.model, workload.loss_fn, example, cluster=crew.cluster, crew=crew,
+        optimizer=optimizer_of(workload), plan=plan, costs=costs, captured=captured,
+    ) as pipe:  # fmt: skip
+        corrections, turns_s = [], []
+        for _ in range(TURNS):
+            before = pipe.corrected()
+            steps = list(train(workload, pipe, WARM_UP + TIMED, seed=0))
+            corrections.append(mean_correction([before, pipe.corrected()]))
+            turns_s.append(statistics.fmean(step.time_s for step in steps[WARM_UP:]))
+    corrected_s = statistics.median(each.corrected_s for each in corrections)
+    return plan.step_s, corrected_s, tuple(turns_s)
+
+
+def report(console: Console, rows: Sequence[Measured]) -> None:
+    """Print median and worst error, rank correlation, and what auto's choice costs."""
+    errors = [abs(row.error) for row in rows]
+    raw = [abs(row.predicted_s / row.measured_s - 1) for row in rows]
+    repeats = [abs(max(row.turns_s) / min(row.turns_s) - 1) for row in rows]
+    settings: dict[tuple[str, int, int], list[Measured]] = {}
+    for row in rows:
+        settings.setdefault((row.model, row.workers, row.bandwidth_Gbps), []).append(row)
+    table = make_table(
+        f"{len(rows)} plans, emulated speeds and links", ["figure", "value"], ["value"]
+    )
+    table.add_row("median error, corrected", f"{100 * statistics.median(errors):.1f} %")
+    table.add_row("worst error, corrected", f"{100 * max(errors):.1f} %")
+    table.add_row("median error, as planned", f"{100 * statistics.median(raw):.1f} %")
+    table.add_row("slowest over quickest turn, median", f"{100 * statistics.median(repeats):.1f} %")
+    ranks = rank_correlation([row.corrected_s for row in rows], [row.measured_s for row in rows])
+    table.add_row("rank correlation, all plans", f"{ranks:.3f}")
+    for (model, workers, bandwidth_Gbps), group in settings.items():
+        best_s = min(row.measured_s for row in group)
+        auto = next(row for row in group if row.planner == "auto")
+        name = f"auto over the best, {model} on {workers} at {bandwidth_Gbps} Gb/s"
+        table.add_row(name, f"{auto.measured_s / best_s:.3f}")
+    console.print(table)
+
+
+def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
+    """Spearman's rank correlation of two series without ties; 1 for fewer than two."""
+    count = len(left)
+    if count < 2:
+        return 1.0
+    ranks = [
+        {place: rank for rank, place in enumerate(sorted(range(count), key=series.__getitem__))}
+        for series in (left, right)
+    ]
+    differences = sum((ranks[0][place] - ranks[1][place]) ** 2 for place in range(count))
+    return 1 - 6 * differences / (count * (count**2 - 1))
+
+
+if __name__ == "__main__":
+    main()

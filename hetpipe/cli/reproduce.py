@@ -1,0 +1,42 @@
+"""`hetpipe reproduce PAPER [TABLE]`: tables of the papers beside ours."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from hetpipe.cli.options import JsonOption
+from hetpipe.cli.output import Output
+from hetpipe.cli.progress import progress_bar
+
+
+def command(
+    paper: Annotated[
+        str, typer.Argument(metavar="PAPER", help="pipedream, dapple, bapipe or pipeoptim.")
+    ],
+    table: Annotated[
+        str | None, typer.Argument(metavar="[TABLE]", help="One table; a wrong one lists them.")
+    ] = None,
+    json: JsonOption = None,
+) -> None:
+    """Compute a paper's tables with our planners and simulator, and show them beside the paper's.
+
+    HETPIPE_DATA names the folder of the published profiles and figures.
+    """
+    from hetpipe.papers.reproduced import reproduce
+    from hetpipe.report.tables import make_table
+
+    output = Output(json)
+    with progress_bar() as progress:
+        progress("planning", 0, 1)
+        tables = reproduce(paper, table)
+    for each in tables:
+        shown = make_table(
+            f"{each.paper}, table {each.name}: {each.title}",
+            ["figure", "paper", "ours (modelled)", "difference"],
+        )
+        for row in each.rows:
+            shown.add_row(row.name, row.paper, row.ours, row.note)
+        output.console.print(shown)
+    output.finish({"tables": [each.to_json() for each in tables]})

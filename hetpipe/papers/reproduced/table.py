@@ -1,0 +1,96 @@
+"""The tables that can be reproduced, by paper and name."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from hetpipe.errors import HetpipeError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+DATA = "HETPIPE_DATA"
+"""The variable that names the folder of published profiles and figures."""
+
+PAPERS: dict[str, tuple[str, ...]] = {
+    "pipedream": ("plans",),
+    "dapple": ("4", "7"),
+    "bapipe": ("3", "4", "6"),
+    "pipeoptim": ("5",),
+}
+"""The tables of each paper, by their numbers or names."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure: as the paper has it, as we have it, and the difference in a line."""
+
+    name: str
+    paper: str
+    ours: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a paper; all figures of ours are modelled or simulated."""
+
+    paper: str
+    name: str
+    title: str
+    rows: tuple[Row, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict that `json` can write."""
+        return asdict(self)
+
+
+Maker = Callable[[Path], tuple[str, list[Row]]]
+"""The folder of published data -> a title and rows."""
+
+
+def reproduce(paper: str, name: str | None = None, data: Path | None = None) -> list[Table]:
+    """The tables of a paper, or one of them. `data` is by default what HETPIPE_DATA names.
+
+    Raises `HetpipeError` for an unknown paper or table, or without the data.
+    """
+    if paper not in PAPERS:
+        raise HetpipeError(f"no paper {paper!r}; choose one of {', '.join(PAPERS)}")
+    if name is not None and name not in PAPERS[paper]:
+        raise HetpipeError(
+            f"no table {name!r} of {paper} can be reproduced; choose of {', '.join(PAPERS[paper])}"
+        )
+    folder = data or _data()
+    makers: Mapping[str, Maker] = import_module(f"hetpipe.papers.reproduced.{paper}").TABLES
+    tables = []
+    for each in PAPERS[paper] if name is None else (name,):
+        title, rows = makers[each](folder)
+        tables.append(Table(paper, each, title, tuple(rows)))
+    return tables
+
+
+def expected(data: Path, paper: str) -> dict[str, Any]:
+    """The published figures of a paper. Raises `HetpipeError`."""
+    path = data / "expected" / f"{paper}.toml"
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise HetpipeError(f"cannot read {path}: {error}; {DATA} names the folder") from error
+
+
+def _data() -> Path:
+    folder = os.environ.get(DATA)
+    if not folder:
+        raise HetpipeError(
+            f"{DATA} is unset: set it to the folder of the published profiles and figures, which "
+            "has profiles/ and expected/"
+        )
+    return Path(folder)

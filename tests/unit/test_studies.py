@@ -1,0 +1,253 @@
+"""Studies of described clusters: plans, comparisons, changes and capacity, and their commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hetpipe.cli.app import app
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cost.published import ProfileGraph, ProfileNode, write_profile
+from hetpipe.errors import ClusterError, CostError, HetpipeError, PlanError
+from hetpipe.plan.plan import Plan
+from hetpipe.plan.proposal import PlannerOptions
+from hetpipe.study.changes import changed, whatif
+from hetpipe.study.comparison import compare
+from hetpipe.study.largest import METHODS, Method, capacity
+from hetpipe.study.planning import plan as planned
+from hetpipe.study.simulation import simulate
+from hetpipe.study.subject import Subject, of_profile
+
+LAYERS, SAMPLES, MINI_BATCH = 12, 16, 64
+MIB = 1 << 20
+
+CLUSTER = """
+[[device]]
+board = "v100-pcie-16"
+count = 2
+server = "gpus"
+
+[[device]]
+board = "vcu129"
+count = 2
+
+[[device]]
+board = "desktop-cpu"
+
+[[server]]
+name = "gpus"
+inside = { shape = "point-to-point", bandwidth = "12 GB/s", latency = "5 us" }
+
+[network]
+shape = "switch"
+bandwidth = "10 Gb/s"
+latency = "20 us"
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cluster file and a profile of equal layers, 10 ms forward and 20 ms backward."""
+    folder = tmp_path_factory.mktemp("study")
+    nodes = tuple(
+        ProfileNode(f"node{n}", f"Linear{n}", 0.010, 0.020, 4 * MIB, 16 * MIB)
+        for n in range(LAYERS)
+    )
+    edges = tuple((f"node{n}", f"node{n + 1}") for n in range(LAYERS - 1))
+    write_profile(ProfileGraph(nodes, edges), folder / "equal.txt")
+    (folder / "mixed.toml").write_text(CLUSTER, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def subject(folder: Path) -> Subject:
+    return of_profile(folder / "equal.txt", SAMPLES, MINI_BATCH)
+
+
+@pytest.fixture
+def cluster(folder: Path) -> Cluster:
+    return Cluster.load(folder / "mixed.toml")
+
+
+def test_all_planners_are_priced_alike(subject: Subject, cluster: Cluster) -> None:
+    comparison = compare(subject, cluster)
+    by_name = {row.planner: row for row in comparison.rows}
+    assert set(by_name) == {
+        *("auto", "bapipe", "dapple", "exact", "pipedream"),
+        *("even", "speed-sorted", "data-parallel"),
+    }
+    steps_s = [row.plan.step_s for row in comparison.rows if row.plan]
+    assert steps_s == sorted(steps_s)
+    assert comparison.best.origin == "auto", "it weighs what all the others propose"
+    for row in comparison.rows:
+        assert row.plan is not None, row.why_not
+        assert row.plan.label == "modelled"
+        assert row.plan.lower_bound_s is not None
+        assert row.plan.lower_bound_s <= row.plan.step_s
+        share = comparison.share(row)
+        assert share is not None
+        assert 0 < share <= 1
+
+
+def test_a_plan_simulated_by_itself_has_its_own_step(subject: Subject, cluster: Cluster) -> None:
+    plan, costs = planned(subject, cluster, planner="exact")
+    simulation = simulate(plan, costs)
+    assert plan.label == "modelled"
+    assert simulation.outcome.step_s == pytest.approx(plan.step_s, rel=1e-9)
+    for peak_nbytes, stage in zip(simulation.outcome.peak_nbytes, plan.stages, strict=True):
+        assert peak_nbytes <= stage.memory_nbytes
+
+
+class TestChanges:
+    def test_each_by_itself(self, subject: Subject, cluster: Cluster) -> None:
+        changes = ["-vcu129.1", "+a100-40", "desktop-cpu.0=h100", "network=100 Gb/s, 5 us"]
+        answer = whatif(subject, cluster, changes)
+        assert [row.change for row in answer.changes] == changes
+        factors = [answer.factor(row) for row in answer.changes]
+        assert all(factor is not None for factor in factors)
+        less, more, better, quicker = (factor or 0.0 for factor in factors)
+        assert less >= 1 - 1e-9
+        assert more < 1
+        assert better < 1
+        assert quicker <= 1.02
+
+    def test_the_cluster_itself_stays(self, cluster: Cluster) -> None:
+        before = cluster.ids
+        assert "vcu129.1" not in changed(cluster, "-vcu129.1").ids
+        assert changed(cluster, "+vcu129").ids[-1] == "vcu129.2"
+        assert changed(cluster, "+v100-pcie-16@gpus").members[-1].server == "gpus"
+        assert cluster.ids == before
+
+    @pytest.mark.parametrize(
+        ("change", "why"),
+        [
+            ("more", "write -ID"),
+            ("-nobody", "no device 'nobody'"),
+            ("a~b=1 Gb/s, 1 ms", "no device 'a'"),
+            ("network=fast", 'write bandwidth and latency, as "1 Gb/s, 1 ms"'),
+        ],
+    )
+    def test_what_is_refused(self, cluster: Cluster, change: str, why: str) -> None:
+        with pytest.raises(HetpipeError, match=why):
+            changed(cluster, change)
+
+    def test_a_network_where_there_is_none(self) -> None:
+        alone = Cluster.published("bapipe-4-vcu118")
+        if alone.network is None:
+            with pytest.raises(ClusterError, match="no network between servers"):
+                changed(alone, "network=10 Gb/s, 1 us")
+
+
+class TestCapacity:
+    def test_it_grows_with_devices_and_recompute(self, subject: Subject) -> None:
+        cluster = Cluster.published("bapipe-4-v100")
+        answer = capacity(subject, cluster, block=(1, LAYERS - 1))
+        assert answer.devices == (1, 2, 4)
+        for counts in answer.largest.values():
+            assert list(counts) == sorted(counts)
+        assert len(set(answer.largest[Method("data-parallel")])) == 1, "each device has it whole"
+        once, again = (answer.largest[Method("1f1b", recompute=mode)] for mode in (False, True))
+        assert again[-1] > once[-1], "the first stage has 4 micro-batches in flight"
+        stash, one = (answer.largest[Method("pipedream", w)] for w in ("stash", "pipeoptim"))
+        assert all(a >= b for a, b in zip(one, stash, strict=True))
+
+    def test_one_more_does_not_fit(self, subject: Subject) -> None:
+        """By the bytes of a device that has the model whole: 4 copies of 16 MiB a layer."""
+        cluster = Cluster.published("bapipe-4-v100")
+        answer = capacity(subject, cluster, 2, (0, LAYERS - 1), [Method("data-parallel")])
+        (counts,) = answer.largest.values()
+        layer_nbytes = 3 * 16 * MIB + 2 * 4 * MIB  # weights, gradients, momentum; 32 samples
+        held = 16 * 1024 * MIB // (layer_nbytes * LAYERS)
+        assert abs(counts[0] - held) <= 1
+
+    def test_samples(self, subject: Subject) -> None:
+        answer = capacity(subject, Cluster.published("bapipe-4-v100"), 8)
+        assert answer.counted == "samples of a micro-batch"
+        assert min(answer.largest[METHODS[0]]) > SAMPLES
+
+    def test_a_block_that_is_not_there(self, subject: Subject, cluster: Cluster) -> None:
+        with pytest.raises(PlanError, match=r"block 3..12: the model has layers 0..11"):
+            capacity(subject, cluster, block=(3, 12))
+
+
+def run(*arguments: str) -> Any:
+    """A command's JSON."""
+    done = CliRunner().invoke(app, [*arguments, "--json", "-"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout[done.stdout.index("{") :])
+
+
+class TestCommands:
+    def asked(self, folder: Path) -> list[str]:
+        profile = ["--profile", str(folder / "equal.txt"), "--samples", str(SAMPLES)]
+        return [
+            *profile,
+            "--cluster",
+            str(folder / "mixed.toml"),
+            "--global-batch",
+            str(MINI_BATCH),
+        ]
+
+    def test_plan_and_simulate(self, folder: Path, tmp_path: Path) -> None:
+        out, trace = tmp_path / "plan.json", tmp_path / "trace.json"
+        data = run("plan", *self.asked(folder), "--planner", "exact", "--out", str(out))
+        assert data["planner"] == "exact"
+        assert data["stages"][0]["layers"][0] == 0
+        assert data["stages"][-1]["layers"][1] == LAYERS - 1
+        assert 0 < data["lower_bound_s"] <= data["predicted_step_s"]
+        assert data["peak_nbytes"] > 0
+        again = run("simulate", str(out), "--trace", str(trace))
+        assert again["step_s"] == pytest.approx(data["predicted_step_s"])
+        assert [worker["name"] for worker in again["workers"]] == list(
+            Plan.from_json({key: data[key] for key in again["plan"]} | again["plan"]).devices
+        )
+        assert json.loads(trace.read_text())["traceEvents"]
+
+    def test_compare_with_a_picture(self, folder: Path, tmp_path: Path) -> None:
+        picture = tmp_path / "plans.svg"
+        asked = [*self.asked(folder), "--planners", "auto,even", "--picture", str(picture)]
+        data = run("compare", *asked)
+        assert [row["planner"] for row in data["rows"]] == ["auto", "even"]
+        assert "<svg" in picture.read_text()
+
+    def test_whatif_leaves_out_each_device(self, folder: Path) -> None:
+        data = run("whatif", *self.asked(folder), "--planner", "exact", "--microbatches", "8")
+        assert [row["change"] for row in data["rows"]][:2] == ["", "-v100-pcie-16.0"]
+        assert data["rows"][0]["factor"] == 1.0
+
+    def test_capacity(self, folder: Path) -> None:
+        data = run("capacity", *self.asked(folder), "--repeat", "1:11")
+        assert data["counted"] == "repetitions of layers 1..11"
+        assert len(data["rows"]) == len(METHODS)
+
+    @pytest.mark.parametrize(
+        ("arguments", "why"),
+        [
+            ([], "give MODEL or --profile FILE"),
+            (["digits", "--profile", "x.txt"], "give MODEL or --profile FILE"),
+            (["--profile", "absent.txt", "--samples", "4"], "absent.txt"),
+        ],
+    )
+    def test_refusals(self, folder: Path, arguments: list[str], why: str) -> None:
+        with pytest.raises(HetpipeError, match=why):
+            CliRunner().invoke(
+                app,
+                ["compare", *arguments, "--cluster", str(folder / "mixed.toml")],
+                catch_exceptions=False,
+            )
+
+    def test_a_profile_needs_its_micro_batch(self, folder: Path) -> None:
+        asked = ["compare", "--profile", str(folder / "equal.txt"), "--cluster", "dapple-b"]
+        with pytest.raises(CostError, match="does not say its micro-batch"):
+            CliRunner().invoke(app, asked, catch_exceptions=False)
+
+
+def test_a_cluster_that_is_too_small_says_what_lacks_and_a_cure(folder: Path) -> None:
+    subject = of_profile(folder / "equal.txt", SAMPLES, 2**20)
+    one = Cluster.load(folder / "mixed.toml")
+    with pytest.raises(PlanError, match="bytes are lacking; it fits with micro-batches of"):
+        planned(subject, one, PlannerOptions(2**20, (1,), replicas=False), "exact")
