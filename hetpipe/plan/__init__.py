@@ -10,6 +10,7 @@ __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
         "Plan": "plan",
+        "Split": "split",
         "StagePlan": "plan",
         "even_plan": "baselines",
         "explore": "planner",

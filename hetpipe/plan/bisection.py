@@ -112,11 +112,13 @@ def fixed_order(
     trial_s = low_s * (1 + 100 * COARSE) or 1e-12
     while math.isfinite(low_s) and low_s < high_s * STRICTLY:
         placements = search.below(trial_s)
-        if placements is None:
+        slowest_s = math.inf
+        if placements is not None:
+            slowest_s = max(p.stage.seconds(p.lo, p.hi, objective) for p in placements)
+        if slowest_s >= high_s or placements is None:  # a rounding above the limit is none below it
             low_s = trial_s
         else:
-            best = placements
-            high_s = max(p.stage.seconds(p.lo, p.hi, objective) for p in placements)
+            best, high_s = placements, slowest_s
         if best is None:
             if trial_s >= min(high_s, search.most_s):
                 return None
@@ -174,7 +176,7 @@ class _Search:
         lasts, firsts = self._farthest(limit_s), self._nearest(limit_s)
         bands, alive = [_Band(0, np.ones(1, bool))], 0
         for end in range(1, self.devices + 1):
-            low, high = max(end, firsts[end]), lasts[end]
+            low, high = max(self._before[end], firsts[end]), lasts[end]
             if high < low:
                 bands.append(_Band(0, np.zeros(0, bool)))
                 continue

@@ -53,8 +53,8 @@ def group_matrix(
     links = [costs.table.link(group[n - 1], device) for n, device in enumerate(group)]
     ring_Bps = min(link.bandwidth_Bps for link in links)
     seconds = seconds + 2 * (1 - share) * costs.params_nbytes(lo, hi) / ring_Bps / microbatches
-    capacity = min(costs.table.devices[device].memory_nbytes for device in group)
-    capacity = capacity if bounded else math.inf
+    least = min(costs.table.devices[device].memory_nbytes for device in group)
+    capacity = least if bounded else math.inf
     fits = (lo < hi) & (costs.memory_nbytes(lo, hi, in_flight, versions, share) <= capacity)
     return np.where(fits, seconds, math.inf)
 

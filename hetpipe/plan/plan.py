@@ -3,20 +3,23 @@ back, and prints as a table."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 from hetpipe.errors import PlanError
+from hetpipe.plan.split import Split
 from hetpipe.records import Count, Entries, Number, Placed, Positive, Seconds, Source, Whole
 from hetpipe.schedule.rule import Rule, rule_of
 from hetpipe.schedule.weights import WeightPolicy, policy_of
 
-VERSION = 4
+VERSION = 5
 SINCE: dict[int, dict[str, Any]] = {
     2: {"interval_s": None},
     3: {"recompute": False, "lower_bound_s": None},
+    4: {"splits": []},
 }
 """Plans of earlier versions are read, too: the fields that each lacks, and what stands for them."""
 MOST_MICROBATCHES = 2**16
@@ -72,6 +75,7 @@ class Plan:
     interval_s: tuple[Seconds, Seconds] | None = None  # predicted: four of five steps lie in it
     recompute: bool = False  # whether stages keep only their inputs for the backward
     lower_bound_s: Seconds | None = None  # no plan on these devices has a shorter step
+    splits: tuple[Annotated[Split, Placed()], ...] = ()  # `layers` has two names for each
 
     def __post_init__(self) -> None:
         if self.microbatches > self.mini_batch:
@@ -91,10 +95,23 @@ class Plan:
                 f"{len(self.stages)} stages have {len(self.stages) - 1} cuts, "
                 f"but cut_nbytes has {len(self.cut_nbytes)} entries"
             )
+        self._check_splits()
         for number, stage in enumerate(self.stages):
             most = max(self.microbatches, MOST_IN_FLIGHT)
             if stage.in_flight > most:
                 raise PlanError(f"stages.{number}.in_flight is {stage.in_flight}, above {most}")
+
+    def _check_splits(self) -> None:
+        """Raises `PlanError` unless the layers have the parts of every split, side by side."""
+        neighbours = set(itertools.pairwise(self.layers))
+        for split in self.splits:
+            if split.layers not in neighbours:
+                first, second = split.layers
+                raise PlanError(
+                    f"splits: {split.layer} after {split.channels} channels is the layers {first} "
+                    f"and {second}, and the plan's {len(self.layers)} layers have no such "
+                    "neighbours: make the plan for the model as it is split"
+                )
 
     @property
     def rule(self) -> Rule:

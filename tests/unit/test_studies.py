@@ -153,7 +153,7 @@ class TestCapacity:
         once, again = (answer.largest[Method("1f1b", recompute=mode)] for mode in (False, True))
         assert again[-1] > once[-1], "the first stage has 4 micro-batches in flight"
         stash, one = (answer.largest[Method("pipedream", w)] for w in ("stash", "pipeoptim"))
-        assert all(a >= b for a, b in zip(one, stash, strict=True))
+        assert one[-1] > stash[-1], "two versions at most, not four"
 
     def test_one_more_does_not_fit(self, subject: Subject) -> None:
         """By the bytes of a device that has the model whole: 4 copies of 16 MiB a layer."""

@@ -17,7 +17,7 @@ from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, Tables
 from hetpipe.plan.search import improved, partitioned
 from hetpipe.schedule.rule import rule_of
 
-OTHERS = ("exact", "bapipe", "pipedream")
+OTHERS = ("exact", "bapipe", "dapple", "pipedream")
 FREE_ORDER_DEVICES = 4
 """Up to this number of devices all orders, subsets and groups are tried."""
 

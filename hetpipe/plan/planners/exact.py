@@ -6,9 +6,13 @@ orders come from exchanges of two devices while these lower the slowest stage.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from hetpipe.cluster.cluster import Cluster
+from hetpipe.plan.device_types import DeviceType, free_order
 from hetpipe.plan.exact import stage_times
 from hetpipe.plan.groups import group_matrix
 from hetpipe.plan.plan import Plan
@@ -21,8 +25,10 @@ from hetpipe.plan.proposal import (
     grouped,
     in_flight,
 )
-from hetpipe.plan.search import best_cuts, is_large, partitioned
+from hetpipe.plan.search import best_cuts, is_large, partitioned, worth_trying
 
+STATES = 2**16
+"""Up to so many counts of devices by kind their best order is computed."""
 EXCHANGES = 60
 """How many exchanges of devices are tried at most."""
 
@@ -36,6 +42,36 @@ def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
     """The optimal cuts for each order, schedule and number of micro-batches."""
     for order in orders(priced, cluster.ids):
         yield from partitioned(priced, grouped(order))
+    if priced.options.free_order and len(cluster.ids) > 1:
+        order = typed_order(priced, cluster.ids)
+        yield from partitioned(priced, grouped(order))
+
+
+def typed_order(priced: Priced, members: Sequence[str]) -> tuple[str, ...]:
+    """The order that is best where transfers cost nothing and members of one kind are alike.
+
+    It leaves out members whose work the others do as quickly; where kinds are many, it is the order
+    that is given.
+    """
+    table = priced.table(priced.options.size(worth_trying(priced, grouped(members))[-1]))
+    kinds: dict[int, list[str]] = {}
+    for member in members:
+        kinds.setdefault(id(table.devices[member].layers), []).append(member)
+    if math.prod(len(names) + 1 for names in kinds.values()) > STATES:
+        return tuple(members)
+    types = []
+    for names in kinds.values():
+        cost = table.devices[names[0]]
+        own_s = [
+            max(layer.forward_s + layer.backward_s - 2 * cost.overhead_s, 0.0)
+            for layer in cost.layers
+        ]
+        types.append(DeviceType(names[0], len(names), np.array(own_s), 2 * cost.overhead_s))
+    answer = free_order(types)
+    if answer is None:
+        return tuple(members)
+    names_of = [iter(names) for names in kinds.values()]
+    return tuple(next(names_of[stage.kind]) for stage in answer[1])
 
 
 def orders(priced: Priced, members: Sequence[str]) -> list[tuple[str, ...]]:

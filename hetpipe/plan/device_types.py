@@ -1,0 +1,175 @@
+"""The exact partition in a free order, for devices of a few types.
+
+Where transfers do not depend on the order, only the number of devices of each type counts: the
+farthest cut that a of one type and b of another reach, within a limit, follows from those of one
+device fewer. A cut whose transfer takes longer than the limit is passed over. The limit is bisected
+until no partition is below the best one; devices may be left out. (Algorithm of section 7 in
+Benoit, Rehn-Sonigo, Robert 2007 for few types; the general problem is NP-complete.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetpipe.errors import PlanError
+from hetpipe.plan.costs import Array
+
+STRICTLY = 1 - 1e-12
+CLOSE = 1e-6
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceType:
+    """`count` equal devices. `layers_s` are the seconds of each layer, infinite where they cannot
+    run it; a stage takes `overhead_s` besides, and its layers' `nbytes` need `capacity`."""
+
+    name: str
+    count: int
+    layers_s: Array
+    overhead_s: float = 0.0
+    nbytes: Array | None = None
+    capacity: float = np.inf
+
+
+@dataclass(frozen=True)
+class TypedStage:
+    """Layers `lo` to `hi` (excluded) on a device of the type `kind`, by its place."""
+
+    kind: int
+    lo: int
+    hi: int
+
+
+def free_order(
+    types: Sequence[DeviceType], transfers_s: Array | None = None
+) -> tuple[float, tuple[TypedStage, ...]] | None:
+    """The lowest slowest stage over all orders of the devices; None if none can run all layers.
+
+    `transfers_s[c]` is the time of the transfer at cut c, 0 to L, beside the computation. Takes
+    time in proportion to the product of the counts. Raises `PlanError` for unequal lengths.
+    """
+    search = _Search(types, transfers_s)
+    high_s, best = search.most_s, search.within(search.most_s)
+    if best is None:
+        return None
+    high_s, low_s = search.slowest_s(best), search.least_s()
+    while low_s < high_s * STRICTLY:
+        close = high_s - low_s <= CLOSE * high_s
+        trial_s = high_s * STRICTLY if close else (low_s + high_s) / 2
+        stages = search.within(trial_s)
+        slowest_s = np.inf if stages is None else search.slowest_s(stages)
+        if stages is None or slowest_s >= high_s:  # a rounding above the limit is none below it
+            low_s = trial_s
+        else:
+            high_s, best = slowest_s, stages
+    return high_s, best
+
+
+class _Search:
+    """The farthest cuts by counts of devices, for one limit after another."""
+
+    def __init__(self, types: Sequence[DeviceType], transfers_s: Array | None) -> None:
+        self.types = types
+        self.layers = len(types[0].layers_s)
+        self.transfers_s = np.zeros(self.layers + 1) if transfers_s is None else transfers_s
+        for kind in types:
+            if len(kind.layers_s) != self.layers or len(self.transfers_s) != self.layers + 1:
+                raise PlanError(
+                    f"{kind.name} has {len(kind.layers_s)} layers and {len(self.transfers_s)} cuts "
+                    f"have a transfer: give {self.layers} layers, and {self.layers + 1} cuts"
+                )
+        able = [np.isfinite(kind.layers_s) for kind in types]
+        self.seconds = [
+            _sums(np.where(runs, kind.layers_s, 0.0))
+            for kind, runs in zip(types, able, strict=True)
+        ]
+        self.unable = [_sums(~runs) for runs in able]
+        self.nbytes = [
+            _sums(np.zeros(self.layers) if kind.nbytes is None else kind.nbytes) for kind in types
+        ]
+        self.most_s = float(self.transfers_s.max()) + max(
+            kind.overhead_s + float(sums[-1])
+            for kind, sums in zip(types, self.seconds, strict=True)
+        )
+        self.levels = _levels([kind.count for kind in types])
+
+    def least_s(self) -> float:
+        """Less than any slowest stage: the quickest time of each layer, shared by all devices."""
+        quickest_s = np.min([kind.layers_s for kind in self.types if kind.count], axis=0)
+        return float(quickest_s.sum() / sum(kind.count for kind in self.types)) * STRICTLY
+
+    def slowest_s(self, stages: Sequence[TypedStage]) -> float:
+        """The slowest stage or transfer of a partition."""
+        return max(
+            max(
+                self.types[stage.kind].overhead_s
+                + float(self.seconds[stage.kind][stage.hi] - self.seconds[stage.kind][stage.lo]),
+                float(self.transfers_s[stage.hi]) if stage.hi < self.layers else 0.0,
+            )
+            for stage in stages
+        )
+
+    def within(self, limit_s: float) -> tuple[TypedStage, ...] | None:
+        """A partition whose stages and transfers take `limit_s` at most; None if there is none."""
+        reach = [self._reach(n, limit_s) for n in range(len(self.types))]
+        farthest = [np.array([0, self.layers + 1])]  # by level; the last entry is no state
+        for parents in self.levels:
+            reached = [reach[n][farthest[-1][states]] for n, states in enumerate(parents)]
+            most = reached[0]
+            for other in reached[1:]:
+                most = np.maximum(most, other)
+            farthest.append(np.append(most, self.layers + 1))
+        if farthest[-1][0] < self.layers:
+            return None
+        state, stages = 0, []
+        for level in range(len(self.levels), 0, -1):
+            hi = int(farthest[level][state])
+            for n, parents in enumerate(self.levels[level - 1]):
+                lo = int(farthest[level - 1][parents[state]])
+                if reach[n][lo] == hi and lo <= self.layers:
+                    break
+            if lo < hi:
+                stages.append(TypedStage(n, lo, hi))
+            state = int(self.levels[level - 1][n][state])
+        return tuple(reversed(stages))
+
+    def _reach(self, kind: int, limit_s: float) -> Array:
+        """By cut, the farthest cut that one more device of a type reaches, or the cut itself."""
+        own, seconds = self.types[kind], self.seconds[kind]
+        cuts = np.arange(self.layers + 1)
+        # A sum of differences may be a rounding above the limit that it was taken from.
+        room_s = (limit_s - own.overhead_s) * (1 + 1e-14)
+        last = seconds.searchsorted(seconds + room_s, "right") - 1
+        able = self.unable[kind].searchsorted(self.unable[kind], "right") - 1
+        roomy = self.nbytes[kind].searchsorted(self.nbytes[kind] + own.capacity, "right") - 1
+        allowed = (self.transfers_s <= limit_s) | (cuts == self.layers)
+        nearest = np.maximum.accumulate(np.where(allowed, cuts, 0))  # the last such cut
+        ends = nearest[np.minimum(np.minimum(last, able), roomy)]
+        return np.append(np.maximum(cuts, ends), 0)  # no state reaches nothing
+
+
+def _levels(counts: Sequence[int]) -> list[list[Array]]:
+    """States are counts of devices by type, those of 1, 2, ... devices a level.
+
+    For each state of a level and each type, the place in the level before of the state with one
+    device of that type fewer; -1, the entry after the last, where there is none.
+    """
+    states = np.indices([count + 1 for count in counts]).reshape(len(counts), -1)
+    totals = states.sum(axis=0)
+    place = np.empty(len(totals), np.int64)
+    order = np.argsort(totals, kind="stable")
+    groups = np.split(order, np.cumsum(np.bincount(totals))[:-1])
+    for group in groups:
+        place[group] = np.arange(len(group))
+    strides = [int(np.prod([count + 1 for count in counts[n + 1 :]])) for n in range(len(counts))]
+    return [
+        [np.where(states[n][group] > 0, place[group - strides[n]], -1) for n in range(len(counts))]
+        for group in groups[1:]
+    ]
+
+
+def _sums(values: Array) -> Array:
+    return np.concatenate(([0.0], np.cumsum(values)))

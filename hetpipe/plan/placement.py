@@ -1,0 +1,129 @@
+"""Placement: which devices of which servers a stage gets (DAPPLE, section 4.2, figure 5).
+
+An occupancy, and a group of devices alike, is a tuple of counts, one a server. Devices of a server
+are alike, and fresh servers are taken in their order: so identical servers give one state, not many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from hetpipe.errors import PlanError
+
+Counts = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A kind of link: bytes per second of a transfer and of an all-reduce. Raises `PlanError`."""
+
+    p2p_Bps: float
+    all_reduce_Bps: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("p2p_Bps", "all_reduce_Bps"):
+            if not getattr(self, name) > 0:
+                raise PlanError(f"{name} is {getattr(self, name)} bytes/s; give more than 0")
+        if not 0 <= self.latency_s < inf:
+            raise PlanError(f"latency_s is {self.latency_s}; give a finite one from 0")
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Servers of equal devices: `counts` of each, links `inside` and `between` the servers.
+
+    `between` is what one server sends or receives, with all its devices together.
+    Raises `PlanError` without a device.
+    """
+
+    counts: Counts
+    inside: Wire
+    between: Wire
+
+    def __post_init__(self) -> None:
+        if not self.counts or min(self.counts) < 1:
+            raise PlanError(f"the servers have {list(self.counts)} devices; give 1 or more each")
+
+    @property
+    def devices(self) -> int:
+        return sum(self.counts)
+
+    def transfer_s(self, nbytes: float, source: Counts, target: Counts) -> float:
+        """Seconds that the samples of a cut take from one group to the other, one way.
+
+        A replica has an equal share of the samples, the groups' shares come in the order of
+        their devices, and what both sides have on a server stays inside it. The fullest server
+        and the fullest device decide: between servers of one device each, m replicas send to n
+        at max(1 / m, 1 / n) of the bytes.
+        """
+        sent = [count / sum(source) for count in source]
+        received = [count / sum(target) for count in target]
+        kept = [min(shares) for shares in zip(sent, received, strict=True)]
+        leaving = max(s - k for s, k in zip(sent, kept, strict=True))
+        arriving = max(r - k for r, k in zip(received, kept, strict=True))
+        across, within = max(leaving, arriving), max(kept)
+        times_s = [0.0]
+        if across > 0:
+            times_s.append(self.between.latency_s + across * nbytes / self.between.p2p_Bps)
+        if within > 0:
+            widest = max(
+                max(k / s, k / r) for k, s, r in zip(kept, source, target, strict=True) if k > 0
+            )
+            times_s.append(self.inside.latency_s + widest * nbytes / self.inside.p2p_Bps)
+        return max(times_s)
+
+    def all_reduce_s(self, nbytes: float, group: Counts) -> float:
+        """Seconds of a ring over the group: 2 (r-1) (latency + nbytes / (r slowest link))."""
+        replicas = sum(group)
+        wire = self.between if sum(count > 0 for count in group) > 1 else self.inside
+        rounds = 2 * (replicas - 1)
+        return rounds * (wire.latency_s + nbytes / (replicas * wire.all_reduce_Bps))
+
+
+def places(counts: Counts, used: Counts, replicas: int) -> tuple[Counts, ...]:
+    """The groups of `replicas` free devices that the three policies give, each once.
+
+    Fresh First takes servers without a used device first, Append First those with one; both fill
+    a server before the next. Scatter First deals devices out in turn, among the servers in use,
+    or among all where all are fresh. A policy whose servers are full goes on with the others.
+    """
+    servers = range(len(counts))
+    free = tuple(count - taken for count, taken in zip(counts, used, strict=True))
+    fresh = [server for server in servers if not used[server]]
+    begun = [server for server in servers if used[server]]
+    groups = (
+        _fill(free, fresh + begun, replicas),
+        _fill(free, begun + fresh, replicas),
+        _scatter(free, begun or fresh, fresh, replicas),
+    )
+    return tuple(dict.fromkeys(groups))
+
+
+def numbers(counts: Counts, used: Counts, group: Counts) -> tuple[int, ...]:
+    """The group's device numbers, which count server by server; used ones come first."""
+    first, devices = 0, []
+    for count, taken, more in zip(counts, used, group, strict=True):
+        devices += range(first + taken, first + taken + more)
+        first += count
+    return tuple(devices)
+
+
+def _fill(free: Counts, order: Sequence[int], replicas: int) -> Counts:
+    group = [0] * len(free)
+    for server in order:
+        group[server] = min(free[server], replicas - sum(group))
+    return tuple(group)
+
+
+def _scatter(free: Counts, among: Sequence[int], fresh: Sequence[int], replicas: int) -> Counts:
+    group = [0] * len(free)
+    while sum(group) < replicas:
+        open_servers = [server for server in among if group[server] < free[server]] or [
+            server for server in fresh if group[server] < free[server]
+        ]
+        for server in open_servers[: replicas - sum(group)]:
+            group[server] += 1
+    return tuple(group)
