@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from hetpipe.capture import kept
+from hetpipe.capture.channels import split_layers
+from hetpipe.capture.elementwise import check_elementwise
 from hetpipe.capture.example import Array, Example
 from hetpipe.capture.export import export
 from hetpipe.capture.facts import Facts, facts_of
@@ -22,6 +24,7 @@ from hetpipe.capture.joint import Decompositions
 from hetpipe.capture.labels import label, layer_graph
 from hetpipe.capture.layers import LayerGraph
 from hetpipe.capture.modes import Modes
+from hetpipe.capture.parts import Parts
 from hetpipe.capture.precision import Precision
 from hetpipe.capture.program import StageGraphs
 from hetpipe.capture.recompute import check_modes
@@ -47,7 +50,10 @@ class Captured:
     other numbers when they are asked for.
     `precision` gives the dtypes of the passes and of the cuts. With `sync_batch_norm` the batch
     norms of replicas use the statistics of the whole micro-batch, not of their own rows.
-    Raises `CaptureError`, which names the line or module, and the cure.
+    `split` makes two layers of a linear layer or convolution, by its name: the first has so many
+    of its output channels. `parts` translates names and values of the parameters that it splits.
+    Raises `PlanError` for a layer that cannot be split so, and otherwise `CaptureError`, which
+    names the line or module, and the cure.
     """
 
     def __init__(
@@ -58,6 +64,7 @@ class Captured:
         precision: Precision = Precision(),  # noqa: B008 - frozen
         sync_batch_norm: bool = False,
         samples: int | None = None,
+        split: Mapping[str, int] | None = None,
     ) -> None:
         self.name = type(model).__name__
         self._model = _on_cpu(model)
@@ -66,6 +73,7 @@ class Captured:
         self._modes.warn()
         self.precision = precision
         self.sync_batch_norm = sync_batch_norm
+        self.split = dict(split or {})
         self._example = Example(*example)
         self._flats: dict[tuple[int, bool], Flat] = {}
         self._layers: dict[int, LayerGraph] = {}
@@ -74,12 +82,13 @@ class Captured:
         parameters = dict(self._model.named_parameters())
         self.parameters = {name: _array(name, p) for name, p in parameters.items()}
         self.trainable = frozenset(name for name, p in parameters.items() if p.requires_grad)
-        options = (precision, sync_batch_norm)
+        options = (precision, sync_batch_norm, sorted(self.split.items()))
         self._identity = Identity(self._model, loss_fn, self._example, self._modes, options)
         first = samples or self._example.samples
         key = self._identity.key("facts", [first], True)
         self._facts: Facts = _kept(key, lambda: facts_of(self._flat(first)))
         self.layer_names = self._facts.layer_names
+        self.parts = Parts(self._facts.rows)
         self.buffers = {
             name: _array(name, buffer)
             for name, buffer in self._model.named_buffers()
@@ -120,13 +129,16 @@ class Captured:
         `norm` only if these are among `extras`.
         """
         self._check(cuts, decompositions)
+        if optimizer is not None:
+            check_elementwise(optimizer, self.parts.rows, self.parameters)
         modes = check_modes(recompute, len(decompositions))
         sizes = list(dict.fromkeys(samples))
 
         def trace() -> list[StageGraphs]:
             flats = [self._flat(size) for size in sizes]
+            rules = None if optimizer is None else self.parts.rules(optimizer)
             graphs = trace_stages(
-                self.traces, flats, cuts, decompositions, optimizer, modes, halves, extras
+                self.traces, flats, cuts, decompositions, rules, modes, halves, extras
             )
             mark_checked(graphs, self._facts.indices)
             return graphs
@@ -207,6 +219,7 @@ class Captured:
             flat.precision = self.precision
             facts = getattr(self, "_facts", None)  # None while they are made, from the first flat
             label(flat, self._model, (facts or flat).updated_buffers)
+            split_layers(flat, self.split, set(self.aliases.values()))
             if facts is not None:
                 _check_layers(flat, facts, "training" if training else "eval mode")
             self._flats[samples, training] = flat

@@ -24,6 +24,7 @@ class Facts:
     has_count: bool  # loss_fn returns (sum, count)
     fingerprint: str
     indices: tuple[IndexBound, ...]
+    rows: dict[str, int]  # of the first part, by parameter that is split
 
 
 def facts_of(flat: Flat) -> Facts:
@@ -37,6 +38,7 @@ def facts_of(flat: Flat) -> Facts:
         has_count=any(key[0] == COUNT for key, _ in flat.outputs),
         fingerprint=_fingerprint(flat),
         indices=index_bounds(flat),
+        rows=flat.rows,
     )
 
 

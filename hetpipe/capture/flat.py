@@ -30,7 +30,8 @@ class Flat:
     """A functional graph of `samples` samples.
 
     `free` nodes depend on no sample, parameter, or buffer that changes: each stage that uses one
-    computes it itself. `layer` numbers every other call.
+    computes it itself. `layer` numbers every other call. `rows` has the rows of the first part
+    of every parameter that is split in two.
     """
 
     samples: int
@@ -43,6 +44,7 @@ class Flat:
     layer: dict[fx.Node, int] = field(default_factory=dict)
     layer_names: tuple[str, ...] = ()
     precision: Precision = Precision()  # noqa: RUF009 - frozen
+    rows: dict[str, int] = field(default_factory=dict)
 
     @property
     def updated_buffers(self) -> frozenset[str]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from hetpipe.errors import HetpipeError, PlanError
 from hetpipe.pipeline.lossscale import LossScale
+from hetpipe.plan.split import channels_of, splits_of
 from hetpipe.schedule.rule import rule_of
 from hetpipe.schedule.weights import policy_for, policy_of
 from hetpipe.wire.messages import Clip
@@ -34,6 +35,7 @@ class Options(TypedDict, total=False):
     microbatches: int | None
     schedule: str
     weights: str
+    split: Mapping[str, int] | None
     priced: bool
     rebalance: str | None
     recompute: str | Sequence[str]
@@ -64,12 +66,15 @@ class PlanOptions:
     schedule: str = "auto"
     weights: str = "auto"
     """How versions of the weights are kept, see `hetpipe.schedule.weights`."""
+    split: Mapping[str, int] | None = None
+    """Layers that become two, see `hetpipe.plan.split`: output channels of the first, by name."""
     priced: bool = False
     """Whether costs are measured even if no decision needs them."""
     rebalance: str | None = None
     """`auto`: layers move between steps when the devices' speeds have changed."""
 
     def __post_init__(self) -> None:
+        splits_of(self.split)
         if self.asked and self.plan is not None:
             raise HetpipeError(
                 f"plan and {', '.join(self.asked)} are both given, and a plan says all of them: "
@@ -107,6 +112,11 @@ class PlanOptions:
         return not self.decided or self.priced or self.rebalance is not None
 
     @property
+    def channels(self) -> dict[str, int]:
+        """Output channels of the first part, by layer that the plan or the option splits."""
+        return channels_of(splits_of(self.split) if self.plan is None else self.plan.splits)
+
+    @property
     def asked(self) -> list[str]:
         """The names of the options in use that a plan decides."""
         return [name for name, value in self.keywords.items() if value not in (None, "auto")]
@@ -114,7 +124,7 @@ class PlanOptions:
     @property
     def keywords(self) -> dict[str, Any]:
         """The options that a plan decides, as keywords of `Pipeline`."""
-        decided = ("cuts", "replicas", "microbatches", "schedule", "weights")
+        decided = ("cuts", "replicas", "microbatches", "schedule", "weights", "split")
         return {name: getattr(self, name) for name in decided}
 
     def _check_one_stage(self) -> None:

@@ -20,7 +20,7 @@ from hetpipe.pipeline.effort import effort_of
 from hetpipe.pipeline.fit import check_costs, check_count, check_cuts, check_dtypes, check_fit
 from hetpipe.pipeline.guard import OneThread
 from hetpipe.pipeline.launch_check import refuse_ranks
-from hetpipe.pipeline.options import PassOptions, records_of
+from hetpipe.pipeline.options import PassOptions, PlanOptions, records_of
 from hetpipe.pipeline.planning import microbatches_of, planning_for
 from hetpipe.pipeline.rebalance import HORIZON, Rebalanced, Rebalancer, fixed_by
 from hetpipe.pipeline.resume import progress_of, write
@@ -53,9 +53,9 @@ class Pipeline:
 
     `options` all have a default (`hetpipe.pipeline.options` has each in a line):
     - of the plan: `plan`, or in parts `cuts`, `replicas`, `microbatches`, `schedule`, `weights`;
-      the planner chooses the parts that are left out. `costs` are those of `plan`. Nothing is
-      measured where no part is left out, unless `priced`. Replicas divide micro-batches by their
-      speed, or under an asynchronous schedule take mini-batches in turn.
+      the planner chooses the parts that are left out. `split` makes two layers of one, for a cut
+      inside it. `costs` are those of `plan`. Nothing is measured where no part is left out, unless
+      `priced`. Replicas divide micro-batches by their speed, or take mini-batches in turn.
       `schedule="data-parallel"` puts all stages on every device, `schedule="asp"` with
       `replicas=[R]` the whole model on the first R devices. `weights` says how an asynchronous
       schedule keeps versions of the weights (`stash`, its default, `vertical-sync`, `2bw`,
@@ -108,9 +108,9 @@ class Pipeline:
                 warm.begin(self._crew)
             self._captured = captured or Captured(
                 model, loss_fn, example, passes.dtypes, passes.sync_batch_norm,
-                samples=-(-mini_batch // microbatches_of(planned)),
+                samples=-(-mini_batch // microbatches_of(planned)), split=planned.channels,
             )  # fmt: skip
-            _check_captured(self._captured, passes)
+            planned = _check_captured(self._captured, planned, passes)
             self._captured.leaves(*example)
             check_cuts(planned.cuts or (), self._captured.layer_names)
             infos = self._crew.infos
@@ -214,7 +214,7 @@ class Pipeline:
     ) -> Pipeline:
         """A pipeline that goes on where `save` was called; `options` as for `Pipeline`.
 
-        Without `plan`, `cuts`, `replicas`, `microbatches`, `schedule` or `weights` it has the
+        Without `plan` and all its parts (`cuts`, `schedule`, `split` and so on) it has the
         checkpoint's plan. Training then gives the same weights as in a pipeline that was flushed
         and never saved, bit for bit on one machine. Raises `CheckpointError` for files that are
         damaged or of another model or optimizer.
@@ -297,9 +297,19 @@ class Pipeline:
         self.close()
 
 
-def _check_captured(captured: Captured, passes: PassOptions) -> None:
-    """Raises `HetpipeError` if the model was captured with other options of passes."""
+def _check_captured(captured: Captured, planned: PlanOptions, passes: PassOptions) -> PlanOptions:
+    """The options of the plan, with the splits of the captured model.
+
+    Raises `HetpipeError` if it was captured with other splits, or other options of passes.
+    """
     if passes.dtypes not in (type(passes.dtypes)(), captured.precision):
         raise HetpipeError(f"captured has {captured.precision}, not {passes.dtypes}")
     if passes.sync_batch_norm and not captured.sync_batch_norm:
         raise HetpipeError("captured has sync_batch_norm=False: capture it with True")
+    if planned.plan is None and planned.split is None:
+        return replace(planned, split=captured.split or None)
+    if planned.channels != captured.split:
+        raise HetpipeError(
+            f"captured has split={captured.split}, not {planned.channels}: capture it with that"
+        )
+    return planned

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from hetpipe.plan.plan import Plan
 from hetpipe.plan.planner import explore, make_plan
 from hetpipe.plan.pricing import check_able
 from hetpipe.plan.replicated import Passes, replicated_plan, staged_plan
+from hetpipe.plan.split import splits_of
 from hetpipe.plan.unused import with_notes
 from hetpipe.profile.measure import cost_parts, profile, stored_costs
 from hetpipe.schedule.rule import GPIPE, ONE_F_ONE_B, Rule, rule_of
@@ -94,6 +95,10 @@ class Planning:
         """
         if asked.plan is not None:
             return asked.plan, self._check(asked.plan, asked)
+        plan, costs = self._chosen(asked)
+        return replace(plan, splits=splits_of(asked.split)), costs
+
+    def _chosen(self, asked: PlanOptions) -> tuple[Plan, CostTable | None]:
         if asked.schedule == "auto":
             rule, policy = ONE_F_ONE_B, FLUSH
         else:

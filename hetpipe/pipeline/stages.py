@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from hetpipe.capture.program import BUFFER, GRAD, PARAM, STATE, StageGraphs
 from hetpipe.checkpoint import Checkpoint
@@ -87,8 +87,11 @@ class Stages:
         subject, crew, begin_s = self._subject, self._crew, time.monotonic()
         self._progress("compiling stages", 0, 1)
         traced = self._traced(self.plan)
-        initial: dict[str, Any] = {**subject.captured.parameters, **subject.captured.buffers}
+        split = subject.captured.parts.split
+        initial = split({**subject.captured.parameters, **subject.captured.buffers})
         if values is not None:
+            tensors = {role: split(named) for role, named in values.tensors.items()}
+            values = replace(values, tensors=tensors)
             if values.manifest:
                 check(values, [replicas[0] for replicas in traced.graphs], subject.optimizer)
             initial.update(values.tensors[PARAM])
@@ -111,6 +114,7 @@ class Stages:
         """
         begin_s = time.monotonic()
         self._progress("moving layers", 0, 1)
+        plan = replace(plan, splits=self.plan.splits)
         traced = self._traced(plan)
         members = [stage.devices for stage in plan.stages]
         both = self.sizes | self.evaluated

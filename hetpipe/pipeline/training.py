@@ -204,8 +204,9 @@ class Training:
         result = self._run(request, ALL - UPDATING)
         loss = mean_loss(result, request.samples, self.steps)
         grads = self.read(GRAD)
+        zeros = {name: np.zeros_like(grad) for name, grad in grads.items()}
         self._crew.write(BUFFER, buffers)
-        self._crew.write(GRAD, {name: np.zeros_like(grad) for name, grad in grads.items()})
+        self._crew.write(GRAD, self._subject.captured.parts.split(zeros))
         return loss, {name: grad / self.scaling.scale for name, grad in grads.items()}
 
     def taken(self, asked: str) -> Sequence[StepResult]:
@@ -215,9 +216,9 @@ class Training:
         return self.recent
 
     def read(self, role: str) -> dict[str, Array]:
-        """Present values of PARAM, BUFFER, STATE or GRAD, by name, at rest."""
+        """Present values of PARAM, BUFFER, STATE or GRAD, by name in the model, at rest."""
         self._stages.check_own()
-        return self._crew.read(role)
+        return self._subject.captured.parts.join(self._crew.read(role))
 
     def _run(self, request: StepRequest, ops: frozenset[Any]) -> StepResult:
         """Run the actions of these kinds, for one mini-batch by itself."""

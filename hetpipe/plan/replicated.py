@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import numpy as np
 
@@ -15,12 +15,12 @@ from hetpipe.plan.costs import StageCosts, passes_s
 from hetpipe.plan.interval import with_interval
 from hetpipe.plan.plan import Plan, StagePlan
 from hetpipe.plan.pricing import check_able, label_of, predict, predicted_step_s, step_s
+from hetpipe.plan.shares import all_reduce_s, divided
 from hetpipe.plan.times import stage_times
 from hetpipe.schedule.generators import generate, max_in_flight
 from hetpipe.schedule.rule import rule_of
 from hetpipe.schedule.turns import noam
 from hetpipe.schedule.weights import policy_of
-from hetpipe.simulate.times import ring_s
 
 BEYOND = 1.25
 """The factor above the largest measured micro-batch up to which times are extrapolated."""
@@ -196,7 +196,7 @@ def _stage(
         int(costs.memory_nbytes(lo, hi, span.in_flight, span.versions)),
         min(table.devices[device].memory_nbytes for device in devices),
         tuple(float(rows[device]) for device in devices),
-        _all_reduce_s(table, devices, lo, hi) if len(devices) > 1 else 0.0,
+        all_reduce_s(table, devices, lo, hi) if len(devices) > 1 else 0.0,
     )  # fmt: skip
 
 
@@ -308,7 +308,7 @@ def _rows(times: Mapping[str, _Times], samples: int) -> dict[str, int]:
     """
     share = max(1, round(samples / len(times)))
     speeds = [1 / max(sum(each.at(share)), 1e-12) for each in times.values()]
-    rows = dict(zip(times, _divided(samples, speeds), strict=True))
+    rows = dict(zip(times, divided(samples, speeds), strict=True))
 
     def end_s(device: str, more: int = 0) -> float:
         return sum(times[device].at(rows[device] + more))
@@ -321,38 +321,3 @@ def _rows(times: Mapping[str, _Times], samples: int) -> dict[str, int]:
         rows[slowest] -= 1
         rows[quickest] += 1
     return rows
-
-
-def _divided(samples: int, speeds: Sequence[float]) -> list[int]:
-    """Whole numbers in the ratio of `speeds` whose sum is `samples`; each 1 or more if it can be.
-
-    The first of equal ones get what is left over.
-    """
-    exact = [samples * speed / sum(speeds) for speed in speeds]
-    rows = [max(1, int(part)) if samples >= len(speeds) else int(part) for part in exact]
-    order = sorted(range(len(rows)), key=lambda n: rows[n] - exact[n])
-    for n in order[: max(0, samples - sum(rows))]:
-        rows[n] += 1
-    while sum(rows) > samples:
-        rows[max(range(len(rows)), key=lambda n: rows[n] - exact[n])] -= 1
-    return rows
-
-
-def _all_reduce_s(table: CostTable, devices: Sequence[str], lo: int, hi: int) -> float:
-    """Seconds in which replicas sum their gradients.
-
-    On links of this machine they send each other all of them, and upload the sums. On links that
-    are only described they sum in a ring, as vendors' libraries do: over its slowest link go
-    2 (r - 1) / r of the bytes.
-    """
-    nbytes = sum(layer.params_nbytes for layer in table.layers[lo:hi])
-    ring = [table.link(here, there) for here, there in pairwise((*devices, devices[0]))]
-    if all(link.label == "modelled" for link in ring):
-        latency_s = max(link.latency_s for link in ring)
-        bandwidth_Bps = min(link.bandwidth_Bps for link in ring)
-        return ring_s(len(devices), nbytes, latency_s, bandwidth_Bps)
-    seconds = []
-    for here in devices:
-        links = [table.link(here, there) for there in devices if there != here]
-        seconds.append(2 * sum(link.latency_s + nbytes / link.bandwidth_Bps for link in links))
-    return max(seconds)

@@ -81,11 +81,11 @@ def profile(
             tables[size] = CostTable(
                 model=captured.name,
                 samples=size,
-                layers=_layer_bytes(captured, any_backend, size),
+                layers=layer_bytes(captured, any_backend, size),
                 devices=_device_costs(crew, rounds, series, size, overheads_s),
                 links=links,
                 step_overhead_s=step_overhead_s,
-                tied=_tied(any_backend, size),
+                tied=tied_bytes(any_backend, size),
             )
             if rounds.foreign <= contention.LIMIT:
                 cache.store(entries[size], tables[size].to_json())
@@ -238,9 +238,10 @@ def _device_costs(
     return devices
 
 
-def _layer_bytes(
+def layer_bytes(
     captured: Captured, stages: Sequence[StageGraphs], samples: int
 ) -> tuple[LayerBytes, ...]:
+    """The bytes of every layer; every stage is one layer."""
     graph = captured.layer_graph(samples)
     return tuple(
         LayerBytes(
@@ -256,7 +257,7 @@ def _layer_bytes(
     )
 
 
-def _tied(stages: Sequence[StageGraphs], samples: int) -> tuple[TiedBytes, ...]:
+def tied_bytes(stages: Sequence[StageGraphs], samples: int) -> tuple[TiedBytes, ...]:
     """The parameters that several layers share; here every stage is one layer."""
     sizes = {
         slot.name: slot.nbytes

@@ -93,10 +93,10 @@ def capacity(
         stages = 1 if rule_of(method.schedule).replicates else count
         members, parts = cluster.ids[:count], microbatches or 2 * stages
         if block is None:
-            return _largest(lambda size: _fits(at_size(tables, size), members, method, parts))
+            return most(lambda size: fits(at_size(tables, size), members, method, parts))
         size = min(tables, key=lambda size: abs(size - subject.mini_batch // parts))
         table = tables[size]
-        return _largest(lambda n: _fits(repeated(table, *block, n), members, method, parts))
+        return most(lambda n: fits(repeated(table, *block, n), members, method, parts))
 
     return Capacity(
         subject.name,
@@ -122,8 +122,14 @@ def repeated(table: CostTable, first: int, last: int, times: int) -> CostTable:
     return replace(table, layers=again(table.layers), devices=devices, tied=())
 
 
-def _fits(table: CostTable, members: Sequence[str], method: Method, microbatches: int) -> bool:
-    """Whether some cuts give every stage enough memory."""
+def fits(
+    table: CostTable,
+    members: Sequence[str],
+    method: Method,
+    microbatches: int,
+    cuts: tuple[int, ...] | None = None,
+) -> bool:
+    """Whether these cuts, or without them some, give every stage enough memory."""
     if rule_of(method.schedule).replicates:
         costs = StageCosts(table, method.recompute)
         need = costs.memory_nbytes(0, costs.count, 1)
@@ -135,18 +141,19 @@ def _fits(table: CostTable, members: Sequence[str], method: Method, microbatches
     priced = Priced({table.samples: table}, options)
     groups = grouped(members)
     bare = Proposal((), groups, method.schedule, microbatches, depths, method.recompute)
-    return any(not priced.why_not(replace(bare, cuts=cuts)) for cuts in best_cuts(priced, bare))
+    tried = best_cuts(priced, bare) if cuts is None else [cuts]
+    return any(not priced.why_not(replace(bare, cuts=each)) for each in tried)
 
 
-def _largest(fits: Callable[[int], bool]) -> int:
+def most(holds: Callable[[int], bool]) -> int:
     """The largest number that fits, where all smaller ones do; 0 if not even 1 does."""
-    if not fits(1):
+    if not holds(1):
         return 0
     low = 1
-    while low < MOST and fits(2 * low):
+    while low < MOST and holds(2 * low):
         low *= 2
     high = 2 * low
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = (middle, high) if holds(middle) else (low, middle)
     return low

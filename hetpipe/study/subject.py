@@ -42,14 +42,25 @@ def of_profile(path: Path, samples: int, mini_batch: int, reference: str = REFER
 
 
 def of_chain(
-    name: str, chain: ChainCosts, samples: int, mini_batch: int, reference: str = REFERENCE
+    name: str,
+    chain: ChainCosts,
+    samples: int,
+    mini_batch: int,
+    reference: str = REFERENCE,
+    state_copies: int = 1,
 ) -> Subject:
-    """A chain of layers, measured at micro-batches of `samples` on the board `reference`."""
+    """A chain of layers, measured at micro-batches of `samples` on the board `reference`.
+
+    Optimizer state is `state_copies` times the parameters: 1 for momentum, 2 for Adam.
+    """
     profiled = board(reference), samples
 
     def costs(cluster: Cluster, sizes: Sequence[int]) -> dict[int, CostTable]:
         members, links = described(cluster), link_costs(cluster)
-        return {size: placed(name, chain, profiled, members, links, size) for size in sizes}
+        return {
+            size: placed(name, chain, profiled, members, links, size, state_copies)
+            for size in sizes
+        }
 
     return Subject(name, mini_batch, costs)
 

@@ -23,10 +23,11 @@ def test_a_plan_of_version_2_without_costs():
     plan, costs = read_plan(DATA / "plan.json")
     assert (plan.cuts, plan.schedule, plan.mini_batch) == ((1,), "1f1b", 8)
     now = {
-        "version": 4,
+        "version": 5,
         "interval_s": None,
         "recompute": False,
         "lower_bound_s": None,
+        "splits": [],
     }
     assert json.loads(json.dumps(plan.to_json())) == document("plan.json") | now
     assert costs is None

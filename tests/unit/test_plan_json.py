@@ -98,7 +98,7 @@ def test_a_stage_that_is_not_an_object():
 
 @pytest.mark.parametrize("version", [None, 0, 1, "2"])
 def test_another_version_is_refused(version):
-    with pytest.raises(PlanError, match="this hetpipe reads 4"):
+    with pytest.raises(PlanError, match="this hetpipe reads 5"):
         Plan.from_json({**document(), "version": version})
 
 

@@ -13,7 +13,7 @@ from hetpipe.cluster.cluster import Cluster
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import PlanError
 from hetpipe.plan.chain import chain_of
-from hetpipe.plan.dapple import Depth, candidates
+from hetpipe.plan.dapple import candidates
 from hetpipe.plan.placement import Machines, Wire
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planners.choice import chosen
@@ -22,7 +22,8 @@ from hetpipe.plan.search import is_large, worth_trying
 from hetpipe.schedule.rule import rule_of
 
 FLUSHING = ("1f1b",)
-DEPTHS: tuple[Depth, ...] = ("P_A", "P_B")
+COUNTS = 3
+"""Sizes of micro-batches for which the formula is solved; the paper has one, its profile's."""
 CANDIDATES, FEW_CANDIDATES = 8, 2
 """Plans of the formula that are simulated, by size of micro-batch; and where each takes long."""
 
@@ -39,7 +40,8 @@ def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
         raise PlanError("the planner dapple replicates stages: allow replicas, or take another")
     members = tuple(id for group in cluster.groups() for id in group)
     few = is_large(priced, grouped(members))
-    for count in worth_trying(priced, grouped(members)):
+    counts = worth_trying(priced, grouped(members))
+    for count in counts[:: max(1, len(counts) // COUNTS)]:
         size = options.size(count)
         table = priced.table(size).beside(len(members))
         plans = candidates(
@@ -57,7 +59,7 @@ def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
                 rule = rule_of(schedule)
                 if not rule.flushes or rule.several_stages:
                     continue
-                for depth in DEPTHS if rule.any_depth else ():
+                for depth in ("P_A", "P_B") if rule.any_depth else ():
                     yield Proposal(cuts, groups, schedule, count, each.in_flight(depth))
                 if not rule.any_depth:
                     yield Proposal(cuts, groups, schedule, count)

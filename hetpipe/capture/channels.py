@@ -1,0 +1,211 @@
+"""Splits a layer into two layers by output channels, so that a cut can lie between them.
+
+The first part computes the first channels. The second part computes the others from the layer's
+input, joins both and goes on with all that follows. A cut between them carries the input and the
+partial output, as BaPipe's intra-layer partition does (section 3.3.2).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from hetpipe.capture.flat import Flat
+from hetpipe.capture.parts import part_names
+from hetpipe.capture.program import PARAM
+from hetpipe.capture.slots import reachable
+from hetpipe.errors import PlanError
+from hetpipe.sdk.graph import operator_name
+
+aten = torch.ops.aten
+
+_CHANNELS: dict[Any, int] = {
+    aten.linear.default: -1,
+    aten.conv1d.default: -2,
+    aten.conv1d.padding: -2,
+    aten.conv2d.default: -3,
+    aten.conv2d.padding: -3,
+}
+"""The operators that can be split: input, weight, bias, ...; and the channels' dimension."""
+_GROUPS = 6
+"""The number of a convolution's argument."""
+
+
+def split_layers(flat: Flat, channels: Mapping[str, int], tied: Collection[str]) -> None:
+    """Split the layers that `channels` names, each after so many output channels.
+
+    `tied` are the parameters that have several names. `flat.rows` gets the rows of the first part
+    of every parameter that is split. Raises `PlanError` for a layer that cannot be split so.
+    """
+    for layer in channels:
+        if layer not in flat.layer_names:
+            near = difflib.get_close_matches(layer, flat.layer_names, 3)
+            names = f"did you mean {' or '.join(near)}" if near else ", ".join(flat.layer_names)
+            raise PlanError(f"split: the model has no layer {layer!r}: {names}")
+    for layer, count in channels.items():
+        _split(flat, layer, count, tied)
+    nodes = list(flat.graph.nodes)
+    flat.layer = {node: flat.layer[node] for node in nodes if node in flat.layer}
+    flat.inputs = {node: flat.inputs[node] for node in nodes if node in flat.inputs}
+
+
+def _split(flat: Flat, layer: str, count: int, tied: Collection[str]) -> None:
+    index = flat.layer_names.index(layer)
+    product = _product(flat, layer, index)
+    arguments = [node for node in product.args[1:3] if isinstance(node, fx.Node)]
+    chains = [_chain(node) for node in arguments]
+    for source, *_ in chains:
+        _check_source(flat, layer, source, tied)
+    channels = chains[0][0].meta["val"].shape[0]
+    if not 1 <= count < channels:
+        raise PlanError(
+            f"split: {layer} has {channels} output channels, so its first part can have 1 to "
+            f"{channels - 1}, not {count}"
+        )
+    _renumber(flat, index, product)
+    parts = [_part(flat, product, chains, count, number) for number in (0, 1)]
+    _join(flat, product, parts)
+    for source, *_ in chains:
+        flat.rows[flat.inputs[source][1]] = count
+    _erase(flat, [product, *(node for chain in chains for node in reversed(chain))])
+    names = flat.layer_names
+    flat.layer_names = (*names[:index], *part_names(layer, count), *names[index + 1 :])
+
+
+def _product(flat: Flat, layer: str, index: int) -> fx.Node:
+    """The layer's linear operator or convolution. Raises `PlanError` for other layers."""
+    weights = [
+        node
+        for node, (role, _) in flat.inputs.items()
+        if role == PARAM
+        and node.meta["val"].ndim >= 2
+        and any(flat.layer.get(reader) == index for reader in _readers(node))
+    ]
+    products = [
+        reader
+        for weight in weights
+        for reader in _readers(weight)
+        if flat.layer.get(reader) == index
+    ]
+    if len(products) != 1 or not _weighs(products[0], weights[0]):
+        operators = ", ".join(dict.fromkeys(map(operator_name, products))) or "no operator"
+        names = ", ".join(flat.inputs[weight][1] for weight in weights) or "a weight"
+        raise PlanError(
+            f"split: {layer} computes {operators} with {names}; only a layer with a single linear "
+            "operator or convolution of 1 or 2 dimensions can be split"
+        )
+    product = products[0]
+    groups = product.args[_GROUPS] if len(product.args) > _GROUPS else 1
+    if groups != 1:
+        raise PlanError(
+            f"split: {layer} is a convolution of {groups} groups; only one of 1 group can be split"
+        )
+    return product
+
+
+def _weighs(product: fx.Node, weight: fx.Node) -> bool:
+    """Whether an operator that can be split has this weight."""
+    return product.target in _CHANNELS and _chain(product.args[1])[0] is weight
+
+
+def _check_source(flat: Flat, layer: str, source: fx.Node, tied: Collection[str]) -> None:
+    """Raise `PlanError` unless `source` is a parameter that only this layer reads."""
+    role, name = flat.inputs.get(source, ("", source.name))
+    if role != PARAM:
+        raise PlanError(f"split: {layer} computes with {name}, which is not a parameter")
+    count = len(list(_readers(source)))
+    if count > 1 or name in tied:
+        why = "has several names" if name in tied else f"is read {count} times, not once"
+        raise PlanError(
+            f"split: the parameter {name} of {layer} is tied: it {why}; leave this layer whole"
+        )
+
+
+def _chain(node: object) -> list[fx.Node]:
+    """A source and the casts of it that lead to `node`."""
+    assert isinstance(node, fx.Node)
+    before = _chain(node.args[0]) if node.target is aten._to_copy.default else []
+    return [*before, node]
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes that read a node, or a cast of it."""
+    for user in node.users:
+        if user.target is aten._to_copy.default:
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _renumber(flat: Flat, index: int, product: fx.Node) -> None:
+    """Make room for a layer after `index`, which keeps the nodes that `product` needs."""
+    others = [node for node, layer in flat.layer.items() if layer != index]
+    kept = reachable([product], others)
+    for node, layer in flat.layer.items():
+        if layer > index or (layer == index and node not in kept):
+            flat.layer[node] = layer + 1
+
+
+def _part(
+    flat: Flat, product: fx.Node, chains: Sequence[Sequence[fx.Node]], count: int, number: int
+) -> fx.Node:
+    """The first `count` channels of `product`, or with `number` 1 the others, from parameters of
+    their own."""
+    layer = flat.layer[product] + number
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def resize(node: fx.Node, dimension: int) -> None:
+        copy, shape = copies[node], list(node.meta["val"].shape)
+        shape[dimension] = shape[dimension] - count if number else count
+        copy.meta = {**node.meta, "val": node.meta["val"].new_empty(shape)}
+        if node in flat.differentiable:
+            flat.differentiable.add(copy)
+
+    for source, *casts in chains:
+        role, name = flat.inputs[source]
+        part = part_names(name, count)[number]
+        with flat.graph.inserting_before(source):
+            copies[source] = flat.graph.placeholder(f"{source.name}_part{number}")
+        flat.inputs[copies[source]] = role, part
+        resize(source, 0)
+        for cast in casts:
+            _copy(flat, cast, product, copies, layer)
+            resize(cast, 0)
+    _copy(flat, product, product, copies, layer)
+    resize(product, _CHANNELS[product.target])
+    return copies[product]
+
+
+def _copy(
+    flat: Flat, node: fx.Node, before: fx.Node, copies: dict[fx.Node, fx.Node], layer: int
+) -> None:
+    """Copy a call, with the copies of its arguments, to `copies`."""
+    with flat.graph.inserting_before(before):
+        copies[node] = flat.graph.node_copy(node, lambda argument: copies.get(argument, argument))
+    flat.layer[copies[node]] = layer
+
+
+def _join(flat: Flat, product: fx.Node, parts: list[fx.Node]) -> None:
+    """Put both parts, joined, in the place of `product`."""
+    with flat.graph.inserting_before(product):
+        dimension = _CHANNELS[product.target]
+        joined = flat.graph.call_function(aten.cat.default, (parts, dimension))
+    joined.meta = dict(product.meta)
+    flat.layer[joined] = flat.layer[parts[1]]
+    if product in flat.differentiable:
+        flat.differentiable.add(joined)
+    product.replace_all_uses_with(joined)
+    flat.outputs = [(key, joined if node is product else node) for key, node in flat.outputs]
+
+
+def _erase(flat: Flat, nodes: Iterable[fx.Node]) -> None:
+    """Erase nodes that no other node reads any more."""
+    for node in nodes:
+        flat.graph.erase_node(node)
+        flat.layer.pop(node, None)
+        flat.inputs.pop(node, None)
+        flat.differentiable.discard(node)

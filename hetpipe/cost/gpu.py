@@ -1,0 +1,79 @@
+"""Modelled seconds on graphics cards and processors: a roofline for each operator.
+
+    seconds = launch + max(operations / (peak x a), bytes / (bandwidth x b))
+
+The two shares a and b are calibrated by a few measured kernels.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from hetpipe.cost.board import Board
+from hetpipe.cost.work import Kernel
+from hetpipe.errors import CostError
+
+STEPS = 40
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The shares of a board's peak and of its memory's bandwidth that kernels reach.
+
+    `error` is the median relative error of predictions, on kernels that were not calibrated by.
+    """
+
+    matrix: float
+    memory: float
+    error: float
+
+
+V100 = Shares(0.85, 0.30, 0.336)
+"""By every other layer of PipeDream's VGG-16, AlexNet and ResNet-50 on a V100 (forwards of 0.1 ms
+and more); the error is that of the layers between. A test calibrates it again."""
+
+
+def kernels_s(
+    board: Board, kernels: Iterable[Kernel], shares: Shares = V100, dtype: str = "float32"
+) -> float:
+    """Seconds of kernels one after another. Raises `CostError` for a dtype without a peak."""
+    if dtype not in board.peak_flops:
+        there = ", ".join(board.peak_flops)
+        raise CostError(f"{board.id} has no peak for {dtype}; it has {there}")
+    peak = board.peak_flops[dtype] * shares.matrix
+    bandwidth_Bps = board.memory_Bps * shares.memory
+    return sum(
+        board.launch_s + max(kernel.operations / peak, kernel.nbytes / bandwidth_Bps)
+        for kernel in kernels
+    )
+
+
+def calibrate(
+    board: Board,
+    measured: Sequence[tuple[Kernel, float]],
+    others: Sequence[tuple[Kernel, float]] = (),
+    dtype: str = "float32",
+) -> Shares:
+    """The shares with the least median error on measured kernels, with their seconds.
+
+    The error is that on `others`, or without any on the same kernels. Raises `CostError` without a
+    kernel.
+    """
+    if not measured:
+        raise CostError("no kernel to calibrate by; measure one or more")
+
+    def errors(shares: Shares, kernels: Sequence[tuple[Kernel, float]]) -> list[float]:
+        pairs = [(kernels_s(board, [kernel], shares, dtype), s) for kernel, s in kernels]
+        return [abs(predicted_s / seconds - 1) for predicted_s, seconds in pairs]
+
+    def rank(shares: Shares) -> tuple[float, float]:
+        trial = errors(shares, measured)
+        return statistics.median(trial), statistics.fmean(trial)
+
+    grid = [(n + 1) / STEPS for n in range(STEPS)]
+    trials = [Shares(a, b, 0.0) for a, b in product(grid, grid)]
+    best = min(trials, key=rank)
+    return replace(best, error=statistics.median(errors(best, others or measured)))

@@ -1,0 +1,47 @@
+"""Shares of replicas: the rows that each does, and the sum of their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import inf
+
+from hetpipe.cost.table import CostTable
+from hetpipe.simulate.times import ring_s
+
+
+def divided(samples: int, speeds: Sequence[float]) -> list[int]:
+    """Whole numbers in the ratio of `speeds` whose sum is `samples`; each 1 or more if it can be.
+
+    The first of equal ones get what is left over.
+    """
+    if not 0 < sum(speeds) < inf:  # some of them cannot do it at all: who prices it will say so
+        speeds = [1.0] * len(speeds)
+    exact = [samples * speed / sum(speeds) for speed in speeds]
+    rows = [max(1, int(part)) if samples >= len(speeds) else int(part) for part in exact]
+    order = sorted(range(len(rows)), key=lambda n: rows[n] - exact[n])
+    for n in order[: max(0, samples - sum(rows))]:
+        rows[n] += 1
+    while sum(rows) > samples:
+        rows[max(range(len(rows)), key=lambda n: rows[n] - exact[n])] -= 1
+    return rows
+
+
+def all_reduce_s(table: CostTable, devices: Sequence[str], lo: int, hi: int) -> float:
+    """Seconds in which replicas sum their gradients.
+
+    On links of this machine they send each other all of them, and upload the sums. On links that
+    are only described they sum in a ring, as vendors' libraries do: over its slowest link go
+    2 (r - 1) / r of the bytes.
+    """
+    nbytes = sum(layer.params_nbytes for layer in table.layers[lo:hi])
+    ring = [table.link(here, there) for here, there in pairwise((*devices, devices[0]))]
+    if all(link.label == "modelled" for link in ring):
+        latency_s = max(link.latency_s for link in ring)
+        bandwidth_Bps = min(link.bandwidth_Bps for link in ring)
+        return ring_s(len(devices), nbytes, latency_s, bandwidth_Bps)
+    seconds = []
+    for here in devices:
+        links = [table.link(here, there) for there in devices if there != here]
+        seconds.append(2 * sum(link.latency_s + nbytes / link.bandwidth_Bps for link in links))
+    return max(seconds)

@@ -1,0 +1,119 @@
+"""Counts the operations and bytes of captured programs, operator by operator.
+
+torch's own flop counter knows matrix products, convolutions and attention; ours are here. All other
+operators count by the bytes that they move, and views by nothing.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree
+from torch.utils.flop_counter import flop_registry
+
+from hetpipe.capture.program import Program, StageGraphs
+from hetpipe.cost.work import Kernel, LayerWork
+
+if TYPE_CHECKING:
+    from torch import fx
+
+VIEWS = frozenset(
+    {
+        "view", "_unsafe_view", "t", "transpose", "permute", "expand", "select", "slice", "split",
+        "split_with_sizes", "unsqueeze", "squeeze", "reshape", "detach", "alias", "getitem",
+        "as_strided", "unbind",
+    }
+)  # fmt: skip
+"""Operators that move no bytes."""
+
+
+def layer_work(stage: StageGraphs, samples: int) -> LayerWork:
+    """The work of a stage that is one layer."""
+    passes = stage.passes[samples]
+    return LayerWork(
+        kernels(passes.forward),
+        () if passes.backward is None else kernels(passes.backward),
+        () if stage.update is None else kernels(stage.update),
+    )
+
+
+def kernels(program: Program) -> tuple[Kernel, ...]:
+    """The operators of a program, views left out."""
+    return tuple(_kernels(program.graph.graph))
+
+
+def _kernels(graph: fx.Graph) -> Iterator[Kernel]:
+    for node in graph.nodes:
+        if node.op != "call_function" or _name(node) in VIEWS:
+            continue
+        arguments, options = _pytree.tree_map(_value, (node.args, dict(node.kwargs)))
+        result = node.meta.get("val")
+        nbytes = _nbytes(arguments) + _nbytes(options) + _nbytes(result)
+        yield Kernel(_operations(node, arguments, options, result), nbytes)
+
+
+def _operations(
+    node: fx.Node, arguments: Sequence[Any], options: Mapping[str, Any], result: Any
+) -> float:
+    """Multiplications and additions, each counted; by default one for each number of the result."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet in flop_registry:
+        return float(flop_registry[packet](*arguments, **options, out_val=result))
+    own = OWN.get(_name(node))
+    if own is not None:
+        return own(arguments)
+    return float(sum(tensor.numel() for tensor in _tensors(result)))
+
+
+def _attention(arguments: Sequence[Any]) -> float:
+    """Two products of queries, keys and values: 2 B H S T D each."""
+    query, key = _tensors(arguments)[:2]
+    return 4.0 * query.numel() * key.shape[-2]
+
+
+def _attention_backward(arguments: Sequence[Any]) -> float:
+    """Five such products, as the forward's weights are computed again."""
+    return 2.5 * _attention([tensor for tensor in _tensors(arguments) if tensor.dim() == 4][-3:])
+
+
+def _lstm_layer(arguments: Sequence[Any]) -> float:
+    """For each step and sample a product with both weights: 2 (inputs + hidden) 4 hidden."""
+    tensors = _tensors(arguments)
+    weights = [tensor for tensor in tensors if tensor.dim() == 2]
+    steps = tensors[0].numel() // tensors[0].shape[-1]
+    return 2.0 * steps * sum(weight.numel() for weight in weights)
+
+
+def _lstm_layer_backward(arguments: Sequence[Any]) -> float:
+    """The products for the inputs' and for the weights' gradients."""
+    return 2.0 * _lstm_layer(arguments)
+
+
+OWN = {
+    "attention": _attention,
+    "attention_backward": _attention_backward,
+    "lstm_layer": _lstm_layer,
+    "lstm_layer_backward": _lstm_layer_backward,
+}
+"""Operations of hetpipe's own operators, by name."""
+
+
+def _name(node: fx.Node) -> str:
+    if node.target is operator.getitem:
+        return "getitem"
+    return str(node.target).split(".")[1] if "." in str(node.target) else str(node.target)
+
+
+def _value(argument: Any) -> Any:
+    return argument.meta.get("val") if isinstance(argument, torch.fx.Node) else argument
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [each for each in _pytree.tree_leaves(value) if isinstance(each, torch.Tensor)]
+
+
+def _nbytes(value: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(value))

@@ -1,0 +1,82 @@
+"""Costs of a captured model on boards that are only described: all of them modelled.
+
+The network is cut after every layer, as for a profile, and the operators of each pattern of layers
+are counted once. No device is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING
+
+from hetpipe.cost import fpga, gpu
+from hetpipe.cost.board import Board
+from hetpipe.cost.table import CostTable, DeviceCost, LayerCost, LinkCost, TiedBytes
+from hetpipe.cost.work import Kernel, ModelWork
+from hetpipe.profile.count import layer_work
+from hetpipe.profile.measure import layer_bytes, tied_bytes
+from hetpipe.profile.patterns import Network
+
+if TYPE_CHECKING:
+    from hetpipe.capture.captured import Captured
+    from hetpipe.optim.rule import Optimizer
+
+
+def described_table(
+    captured: Captured,
+    boards: Mapping[str, Board],
+    links: Mapping[tuple[str, str], LinkCost],
+    samples: int,
+    optimizer: Optimizer,
+    dtype: str = "float32",
+) -> CostTable:
+    """The costs of all layers on each member's board, for micro-batches of `samples`.
+
+    Raises `CostError` for a board without a peak for `dtype`, `CaptureError` as a capture does.
+    """
+    count = len(captured.layer_graph(samples).layers)
+    stages = captured.stage_graphs(range(1, count), [{}] * count, [samples], optimizer, extras=())
+    network = Network.of(stages)
+    work = [layer_work(stage, samples) for stage in network.patterns]
+    layers = tuple(work[pattern] for pattern in network.layers)
+    model = ModelWork(captured.name, samples, layers, layer_bytes(captured, stages, samples))
+    return table_of(model, boards, links, dtype, tied=tied_bytes(stages, samples))
+
+
+def table_of(
+    work: ModelWork,
+    boards: Mapping[str, Board],
+    links: Mapping[tuple[str, str], LinkCost],
+    dtype: str = "float32",
+    tied: tuple[TiedBytes, ...] = (),
+) -> CostTable:
+    """The costs of counted work on each member's board."""
+    by_id = {board.id: board for board in boards.values()}
+
+    @cache
+    def costs(id: str) -> tuple[LayerCost, ...]:
+        board = by_id[id]
+        return tuple(
+            LayerCost(
+                _pass_s(board, each.forward, dtype),
+                _pass_s(board, each.backward, dtype),
+                _pass_s(board, each.update, dtype),
+            )
+            for each in work.layers
+        )
+
+    devices = {
+        member: DeviceCost(
+            costs(board.id), board.launch_s, board.memory_nbytes, member, board.execution,
+            "modelled",
+        )
+        for member, board in boards.items()
+    }  # fmt: skip
+    return CostTable(work.model, work.samples, work.nbytes, devices, dict(links), tied=tied)
+
+
+def _pass_s(board: Board, kernels: tuple[Kernel, ...], dtype: str) -> float:
+    if board.fabric is not None:
+        return fpga.kernels_s(board, kernels, dtype)
+    return board.launch_s + gpu.kernels_s(board, kernels, dtype=dtype)
