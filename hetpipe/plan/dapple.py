@@ -7,52 +7,29 @@ first layer and the same devices by what decides the latency of any completion; 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import inf
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 
 from hetpipe.cost.published import ChainCosts
 from hetpipe.errors import PlanError
 from hetpipe.plan.costs import Array
-from hetpipe.plan.latency import Formula, StageCost, latency_s, overlapped_s, pivot_of
-from hetpipe.plan.placement import Counts, Machines, numbers, places
+from hetpipe.plan.latency import (
+    ADAM,
+    DapplePlan,
+    DappleStage,
+    Formula,
+    latency_s,
+    overlapped_s,
+    pivot_of,
+    stage_costs,
+)
+from hetpipe.plan.placement import Counts, Machines, append_first, numbers, places
 
-Depth = Literal["P_A", "P_B"]
-WIDTH = 4
-ADAM = 4  # bytes kept per byte of float32 weights: weights, gradients, two moments (table 7)
-
-
-@dataclass(frozen=True)
-class DappleStage:
-    """Layers `first_layer` to `last_layer`, both included, on `devices`, by their numbers."""
-
-    first_layer: int
-    last_layer: int
-    devices: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class DapplePlan:
-    """Stages from input to output. `pivot` counts stages and the transfers between them."""
-
-    stages: tuple[DappleStage, ...]
-    pivot: int
-    latency_s: float
-    formula: Formula
-    microbatches: int
-
-    @property
-    def replicas(self) -> tuple[int, ...]:
-        return tuple(len(stage.devices) for stage in self.stages)
-
-    def in_flight(self, policy: Depth = "P_A") -> tuple[int, ...]:
-        """Forwards with which each stage starts (section 5.3)."""
-        left = range(len(self.stages), 0, -1)
-        deep = left if policy == "P_A" else [2 * stages - 1 for stages in left]
-        return tuple(min(depth, self.microbatches) for depth in deep)
+WIDTH = 4  # partial plans
+MANY = 16  # devices; beyond, the search leaves out replicas and places
 
 
 class _Choice(NamedTuple):
@@ -80,17 +57,11 @@ def plan_dapple(
     A micro-batch has the profile's `samples`; r replicas take 1 / r of it each, in 1 / r of its
     times. A device keeps Adam's 16 bytes a parameter and the activations of P_A's micro-batches.
     `width` partial plans stay per layer and devices; the plan is the best one while no more than
-    that are undominated. Raises `PlanError` if nothing fits `capacity_nbytes` per device.
+    that are undominated. On more than 16 devices, replicas are powers of two and stages fill
+    server after server. Raises `PlanError` if nothing fits `capacity_nbytes` per device.
     """
     batches = _microbatches(chain, samples, global_batch, formula)
-    plans = _plans(chain, machines, batches, formula, capacity_nbytes, width)
-    if plans:
-        return plans[0]
-    raise PlanError(
-        f"no plan of {machines.devices} devices fits {capacity_nbytes:g} bytes per device; the "
-        f"model's parameters and Adam's state need {ADAM * sum(chain.params_nbytes)} bytes in "
-        "all: give more devices, or smaller micro-batches"
-    )
+    return _plans(chain, machines, batches, formula, capacity_nbytes, width)[0]
 
 
 def candidates(
@@ -109,52 +80,15 @@ def candidates(
     Raises `PlanError` as `plan_dapple` does.
     """
     batches = _microbatches(chain, samples, global_batch, formula)
-    best = plan_dapple(
-        chain,
-        machines,
-        samples=samples,
-        global_batch=global_batch,
-        formula=formula,
-        capacity_nbytes=capacity_nbytes,
-    )
-    always = [best]
+    plans = _plans(chain, machines, batches, formula, capacity_nbytes, WIDTH)
+    kept = dict.fromkeys(plans[:1])
     for replicas in (machines.devices, 1):
         search = _Search(chain, machines, batches, formula, capacity_nbytes, 1, (replicas,))
-        always += search.plans()[:1]
-    kept = dict.fromkeys(always)
-    for plan in _plans(chain, machines, batches, formula, capacity_nbytes, WIDTH):
-        if len(kept) >= count:
-            break
-        kept[plan] = None
+        kept |= dict.fromkeys(search.plans()[:1])
+    for plan in plans:
+        if len(kept) < count:
+            kept[plan] = None
     return tuple(sorted(kept, key=lambda plan: plan.latency_s))
-
-
-def stage_costs(
-    chain: ChainCosts, machines: Machines, stages: Sequence[DappleStage]
-) -> tuple[StageCost, ...]:
-    """The costs of a plan's stages and, between them, of its transfers."""
-    groups = [_group(machines.counts, stage.devices) for stage in stages]
-    costs: list[StageCost] = []
-    for number, (stage, group) in enumerate(zip(stages, groups, strict=True)):
-        if number:
-            nbytes = chain.cut_nbytes[stage.first_layer - 1]
-            transfer_s = machines.transfer_s(nbytes, groups[number - 1], group)
-            costs.append(StageCost(transfer_s, transfer_s))
-        span = slice(stage.first_layer, stage.last_layer + 1)
-        shares = (sum(chain.forward_s[span]) / sum(group), sum(chain.backward_s[span]) / sum(group))
-        sum_s = machines.all_reduce_s(sum(chain.params_nbytes[span]), group)
-        costs.append(StageCost(*shares, sum_s))
-    return tuple(costs)
-
-
-def stage_memory_nbytes(chain: ChainCosts, plan: DapplePlan) -> tuple[float, ...]:
-    """What a device of each stage keeps: Adam's state, and activations of P_A in flight."""
-    kept = []
-    for stage, depth in zip(plan.stages, plan.in_flight(), strict=True):
-        span = slice(stage.first_layer, stage.last_layer + 1)
-        saved = depth * sum(chain.activation_nbytes[span]) / len(stage.devices)
-        kept.append(ADAM * sum(chain.params_nbytes[span]) + saved)
-    return tuple(kept)
 
 
 def overlapped_data_parallel_s(
@@ -209,27 +143,33 @@ def _plans(
     capacity_nbytes: float | None,
     width: int,
 ) -> list[DapplePlan]:
-    """Complete plans, the best first. A coarse search sets the bound for the whole one."""
+    """Complete plans, the best first. A coarse search sets the bound for the whole one.
+
+    Raises `PlanError` if nothing fits the capacity.
+    """
     powers = [1 << power for power in range(machines.devices.bit_length())]
     replicas = sorted({*powers, machines.devices})
     coarse = _Search(chain, machines, microbatches, formula, capacity_nbytes, 1, replicas).plans()
     bound_s = coarse[0].latency_s if coarse else inf
-    return _Search(
+    plans = _Search(
         chain, machines, microbatches, formula, capacity_nbytes, width, None, bound_s
     ).plans()
-
-
-def _group(counts: Counts, devices: Sequence[int]) -> Counts:
-    ends = [0, *accumulate(counts)]
-    return tuple(sum(lo <= device < hi for device in devices) for lo, hi in pairwise(ends))
+    if plans:
+        return plans
+    raise PlanError(
+        f"no plan of {machines.devices} devices fits {capacity_nbytes} bytes per device; the "
+        f"model's parameters and Adam's state need {ADAM * sum(chain.params_nbytes)} bytes in "
+        "all: give more devices, or smaller micro-batches"
+    )
 
 
 class _Search:
     """The recurrence. Rows of a partial plan: what decides the latency of all its completions.
 
-    FIRST its first layer, STEADY the pivot's steady phase and the stages before it, TOTAL that
-    and the pivot once, END the latency if nothing came before, LATE the same of the all-reduces
-    alone if the pivot moved on (`printed`), DEPTH its stages, NUMBER its last choice.
+    FIRST is its first layer, STEADY the pivot's steady phase and the stages before it, TOTAL that
+    and the pivot once, END the latency if nothing came before. LATE is how long the all-reduces
+    go on after the last backward, should the pivot move. DEPTH counts its stages, NUMBER is its
+    last choice.
     """
 
     FIRST, STEADY, TOTAL, END, LATE, DEPTH, NUMBER = range(7)
@@ -274,11 +214,16 @@ class _Search:
                 group
                 for replicas in self.replicas
                 if replicas <= left
-                for group in places(self.machines.counts, used, replicas)
+                for group in self._groups(used, replicas)
             ]
             fronts = [(group, self._front(used, group)) for group in groups]
             self.tails[used] = [(group, rows) for group, rows in fronts if rows.size]
         return self.tails[used]
+
+    def _groups(self, used: Counts, replicas: int) -> tuple[Counts, ...]:
+        if self.machines.devices > MANY:
+            return (append_first(self.machines.counts, used, replicas),)
+        return places(self.machines.counts, used, replicas)
 
     def _front(self, used: Counts, group: Counts) -> Array:
         """Partial plans whose first stage has this group: stages from every layer before."""
@@ -287,11 +232,11 @@ class _Search:
         if then == self.machines.counts:
             behind = np.array([[layers, 0, 0, -inf, -inf, 0, -1]], float).T
         else:
-            parts = [self._sent(group, after, rows) for after, rows in self.fronts(then)]
-            behind = self._best(np.concatenate(parts, axis=1)) if parts else np.empty((7, 0))
+            fronts = self.fronts(then)
+            behind = self._best(self._sent(group, fronts)) if fronts else np.empty((7, 0))
         lasts = behind[self.FIRST].astype(int)
         firsts = np.arange(layers) if any(used) else np.zeros(1, int)
-        rows, columns = np.nonzero(firsts < lasts[:, None])
+        rows, columns = np.nonzero(self._hopeful(firsts, lasts[:, None], used, group))
         firsts = firsts[columns]
         before = behind[:, rows]
         forward, backward, params, saved = self.sums[:, lasts[rows]] - self.sums[:, firsts]
@@ -303,7 +248,7 @@ class _Search:
         added = self._added(before, forward / count, backward / count, all_reduce)
         added[self.FIRST], added[self.DEPTH] = firsts, before[self.DEPTH] + 1
         added[self.NUMBER] = np.arange(len(rows))
-        best = self._best(added[:, fits & self._hopeful(added, used)])
+        best = self._best(added[:, fits & (added[self.TOTAL] <= self.bound_s)])
         for column, pair in enumerate(best[self.NUMBER].astype(int)):
             last, parent = int(lasts[rows[pair]]), int(before[self.NUMBER, pair])
             choice = _Choice(int(firsts[pair]), last - 1, used, group, parent)
@@ -311,25 +256,25 @@ class _Search:
             self.choices.append(choice)
         return best
 
-    def _hopeful(self, rows: Array, used: Counts) -> Array:
-        """Whether a completion may be as fast as the bound: its work is shared by `used` at best."""
-        firsts = rows[self.FIRST].astype(int)
-        work_s = (self.sums[0] + self.sums[1])[firsts] / max(sum(used), 1)
-        steady_s = np.maximum(rows[self.STEADY], (self.microbatches - 1) * work_s)
-        paces_s = np.maximum(rows[self.TOTAL], np.where(firsts > 0, rows[self.STEADY] + work_s, 0))
-        paces_s = np.maximum(paces_s, np.where(firsts > 0, steady_s, 0))
-        possible = (firsts == 0) == (sum(used) == 0)
-        return possible & (paces_s <= self.bound_s)
+    def _hopeful(self, firsts: Array, lasts: Array, used: Counts, group: Counts) -> Array:
+        """Whether stages from `firsts` up to `lasts` may be in a plan as fast as the bound.
 
-    def _sent(self, group: Counts, after: Counts, rows: Array) -> Array:
-        """The transfer from `group` before partial plans that begin on `after`."""
-        base_s = self.machines.transfer_s(0.0, group, after)
-        byte_s = self.machines.transfer_s(1.0, group, after)
+        Neither the stage nor the slowest one before it may be too long; some layers and devices
+        are left for those before, or none of both.
+        """
+        compute_s = self.sums[0] + self.sums[1]
+        stage_s = (compute_s[lasts] - compute_s[firsts]) / sum(group)
+        before_s = compute_s[firsts] / max(sum(used), 1)
+        steady_s = (self.microbatches - 1) * np.maximum(stage_s, before_s)
+        return (firsts < lasts) & ((firsts > 0) == any(used)) & (steady_s <= self.bound_s)
+
+    def _sent(self, group: Counts, fronts: Sequence[tuple[Counts, Array]]) -> Array:
+        """The partial plans of these fronts, each with the transfer from `group` before it."""
+        lines = np.array([self.machines.transfer_lines(group, after) for after, _ in fronts])
+        lines = lines.repeat([rows.shape[1] for _, rows in fronts], axis=0)
+        rows = np.concatenate([rows for _, rows in fronts], axis=1)
         nbytes = self.cut_nbytes[rows[self.FIRST].astype(int)]
-        if base_s:
-            time_s = np.array([self.machines.transfer_s(n, group, after) for n in nbytes])
-        else:
-            time_s = byte_s * nbytes
+        time_s = (lines[:, :, 0] + lines[:, :, 1] * nbytes[:, None]).max(axis=1)
         return self._added(rows, time_s, time_s, np.zeros(len(nbytes)))
 
     def _added(self, rows: Array, forward: Array, backward: Array, all_reduce: Array) -> Array:
@@ -338,36 +283,40 @@ class _Search:
         steady = (self.microbatches - 1) * both
         last = rows[self.DEPTH] == 0
         moves = (steady > rows[self.STEADY]) | last
-        late = rows[self.LATE] - backward
         after = rows[self.END] - rows[self.TOTAL] - backward
-        if self.formula == "printed":
-            after = np.where(moves, late - backward, after)
+        late = rows[self.LATE] - backward
         added = rows.copy()
         added[self.STEADY] = np.where(moves, steady, rows[self.STEADY] + both)
         added[self.TOTAL] = np.where(moves, steady + both, rows[self.TOTAL] + both)
-        added[self.END] = added[self.TOTAL] + np.maximum(all_reduce, after)
         if self.formula == "printed":
+            after = np.where(moves, late - backward, after)
             added[self.LATE] = np.maximum(all_reduce - backward, late)
+        else:
+            added[self.LATE] = np.maximum(all_reduce, late)
+        added[self.END] = added[self.TOTAL] + np.maximum(all_reduce, after)
         return added
 
     def _best(self, rows: Array) -> Array:
-        """Undominated columns, at most `width` per first layer: those with the earliest ends."""
-        compared = [self.STEADY, self.TOTAL, self.END]
-        if self.formula == "printed":
-            compared.append(self.LATE)
+        """Undominated columns, at most `width` per first layer.
+
+        Those stay that may end earliest, with the backwards of all layers before on one device.
+        """
+        compared = [self.STEADY, self.TOTAL, self.END, self.LATE]
         if self.capacity_nbytes < inf:
             compared.append(self.DEPTH)
-        rows = rows[:, np.lexsort((*rows[compared[::-1]], rows[self.END], rows[self.FIRST]))]
+        hidden_s = self.sums[1][rows[self.FIRST].astype(int)]
+        earliest_s = rows[self.TOTAL] + np.maximum(0.0, rows[self.LATE] - hidden_s)
+        rows = rows[:, np.lexsort((rows[self.END], earliest_s, rows[self.FIRST]))]
         kept = []
         for _ in range(self.width):
             if not rows.size:
                 break
             first = rows[self.FIRST]
-            starts = np.flatnonzero(np.diff(first, prepend=-1.0))
-            kept.append(rows[:, starts])
-            nearest = np.repeat(starts, np.diff(starts, append=len(first)))
-            beaten = (rows[compared] >= rows[compared][:, nearest] - 1e-15).all(axis=0)
-            rows = rows[:, ~beaten]
+            changes = np.concatenate(([True], first[1:] != first[:-1]))
+            leaders = rows[:, changes]
+            kept.append(leaders)
+            leading = leaders[compared][:, changes.cumsum() - 1]
+            rows = rows[:, (rows[compared] < leading - 1e-15).any(axis=0)]
         return np.concatenate(kept, axis=1) if kept else rows
 
     def _plan(self, number: int) -> DapplePlan:
@@ -384,8 +333,8 @@ class _Search:
 
 
 def _widths(devices: int) -> tuple[int, ...]:
-    """The replicas that a stage may have: any number up to 16 devices, then powers of two."""
-    if devices <= 16:
+    """The replicas that a stage may have: any number, of many devices powers of two, or all."""
+    if devices <= MANY:
         return tuple(range(1, devices + 1))
     powers = {1 << power for power in range(devices.bit_length())}
     return tuple(sorted({count for count in powers if count <= devices} | {devices}))

@@ -13,9 +13,41 @@ from math import inf
 from typing import Literal, NamedTuple
 
 from hetpipe.cost.published import ChainCosts
-from hetpipe.plan.placement import Machines
+from hetpipe.plan.placement import Counts, Machines
 
 Formula = Literal["corrected", "printed"]
+Depth = Literal["P_A", "P_B"]
+ADAM = 4  # bytes kept per byte of float32 weights: weights, gradients, two moments (table 7)
+
+
+@dataclass(frozen=True)
+class DappleStage:
+    """Layers `first_layer` to `last_layer`, both included, on `devices`, by their numbers."""
+
+    first_layer: int
+    last_layer: int
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DapplePlan:
+    """Stages from input to output. `pivot` counts stages and the transfers between them."""
+
+    stages: tuple[DappleStage, ...]
+    pivot: int
+    latency_s: float
+    formula: Formula
+    microbatches: int
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        return tuple(len(stage.devices) for stage in self.stages)
+
+    def in_flight(self, policy: Depth = "P_A") -> tuple[int, ...]:
+        """Forwards with which each stage starts (section 5.3)."""
+        left = range(len(self.stages), 0, -1)
+        deep = left if policy == "P_A" else [2 * stages - 1 for stages in left]
+        return tuple(min(depth, self.microbatches) for depth in deep)
 
 
 class StageCost(NamedTuple):
@@ -63,6 +95,34 @@ def latency_s(
     return warmup_s + (microbatches - 1) * stages[pivot].both_s + max(ends_s)
 
 
+def stage_costs(
+    chain: ChainCosts, machines: Machines, stages: Sequence[DappleStage]
+) -> tuple[StageCost, ...]:
+    """The costs of a plan's stages and, between them, of its transfers."""
+    groups = [_group(machines.counts, stage.devices) for stage in stages]
+    costs: list[StageCost] = []
+    for number, (stage, group) in enumerate(zip(stages, groups, strict=True)):
+        if number:
+            nbytes = chain.cut_nbytes[stage.first_layer - 1]
+            transfer_s = machines.transfer_s(nbytes, groups[number - 1], group)
+            costs.append(StageCost(transfer_s, transfer_s))
+        span = slice(stage.first_layer, stage.last_layer + 1)
+        shares = (sum(chain.forward_s[span]) / sum(group), sum(chain.backward_s[span]) / sum(group))
+        sum_s = machines.all_reduce_s(sum(chain.params_nbytes[span]), group)
+        costs.append(StageCost(*shares, sum_s))
+    return tuple(costs)
+
+
+def stage_memory_nbytes(chain: ChainCosts, plan: DapplePlan) -> tuple[float, ...]:
+    """What a device of each stage keeps: Adam's state, and activations of P_A in flight."""
+    kept = []
+    for stage, depth in zip(plan.stages, plan.in_flight(), strict=True):
+        span = slice(stage.first_layer, stage.last_layer + 1)
+        saved = depth * sum(chain.activation_nbytes[span]) / len(stage.devices)
+        kept.append(ADAM * sum(chain.params_nbytes[span]) + saved)
+    return tuple(kept)
+
+
 def overlapped_s(
     forward_s: Sequence[float],
     backward_s: Sequence[float],
@@ -79,6 +139,11 @@ def overlapped_s(
         clock_s += backward / accumulated
         wire_s = max(wire_s, clock_s) + all_reduce
     return max(clock_s, wire_s)
+
+
+def _group(counts: Counts, devices: Sequence[int]) -> Counts:
+    ends = [0, *accumulate(counts)]
+    return tuple(sum(lo <= device < hi for device in devices) for lo, hi in pairwise(ends))
 
 
 @dataclass(frozen=True)
@@ -161,7 +226,9 @@ class _Published:
                 min(
                     (
                         (
-                            max(best[cut][0], sent_s[cut], self.compute_s[end] - self.compute_s[cut]),
+                            max(
+                                best[cut][0], sent_s[cut], self.compute_s[end] - self.compute_s[cut]
+                            ),
                             (*best[cut][1], cut),
                         )
                         for cut in range(number, end)

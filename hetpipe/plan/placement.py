@@ -1,7 +1,7 @@
 """Placement: which devices of which servers a stage gets (DAPPLE, section 4.2, figure 5).
 
-An occupancy, and a group of devices alike, is a tuple of counts, one a server. Devices of a server
-are alike, and fresh servers are taken in their order: so identical servers give one state, not many.
+An occupancy, or a group of devices, is a tuple of counts, one a server. Devices of a server are
+alike, and fresh servers are taken in their order: identical servers give one state, not many.
 """
 
 from __future__ import annotations
@@ -59,21 +59,22 @@ class Machines:
         and the fullest device decide: between servers of one device each, m replicas send to n
         at max(1 / m, 1 / n) of the bytes.
         """
-        sent = [count / sum(source) for count in source]
-        received = [count / sum(target) for count in target]
-        kept = [min(shares) for shares in zip(sent, received, strict=True)]
-        leaving = max(s - k for s, k in zip(sent, kept, strict=True))
-        arriving = max(r - k for r, k in zip(received, kept, strict=True))
-        across, within = max(leaving, arriving), max(kept)
-        times_s = [0.0]
-        if across > 0:
-            times_s.append(self.between.latency_s + across * nbytes / self.between.p2p_Bps)
-        if within > 0:
-            widest = max(
-                max(k / s, k / r) for k, s, r in zip(kept, source, target, strict=True) if k > 0
-            )
-            times_s.append(self.inside.latency_s + widest * nbytes / self.inside.p2p_Bps)
-        return max(times_s)
+        return max(fixed + each * nbytes for fixed, each in self.transfer_lines(source, target))
+
+    def transfer_lines(self, source: Counts, target: Counts) -> tuple[tuple[float, float], ...]:
+        """Latency and seconds per byte, between the servers and inside; 0 where nothing goes."""
+        senders, receivers = sum(source), sum(target)
+        across = within = 0.0
+        for mine, others in zip(source, target, strict=True):
+            sent, received = mine / senders, others / receivers
+            kept = min(sent, received)
+            across = max(across, abs(sent - received))
+            if kept > 0:
+                within = max(within, kept / mine, kept / others)
+        lines = []
+        for share, wire in ((across, self.between), (within, self.inside)):
+            lines.append((wire.latency_s, share / wire.p2p_Bps) if share > 0 else (0.0, 0.0))
+        return tuple(lines)
 
     def all_reduce_s(self, nbytes: float, group: Counts) -> float:
         """Seconds of a ring over the group: 2 (r-1) (latency + nbytes / (r slowest link))."""
@@ -90,10 +91,7 @@ def places(counts: Counts, used: Counts, replicas: int) -> tuple[Counts, ...]:
     a server before the next. Scatter First deals devices out in turn, among the servers in use,
     or among all where all are fresh. A policy whose servers are full goes on with the others.
     """
-    servers = range(len(counts))
-    free = tuple(count - taken for count, taken in zip(counts, used, strict=True))
-    fresh = [server for server in servers if not used[server]]
-    begun = [server for server in servers if used[server]]
+    free, fresh, begun = _servers(counts, used)
     groups = (
         _fill(free, fresh + begun, replicas),
         _fill(free, begun + fresh, replicas),
@@ -102,13 +100,26 @@ def places(counts: Counts, used: Counts, replicas: int) -> tuple[Counts, ...]:
     return tuple(dict.fromkeys(groups))
 
 
+def append_first(counts: Counts, used: Counts, replicas: int) -> Counts:
+    """The group that Append First alone gives: it fills server after server."""
+    free, fresh, begun = _servers(counts, used)
+    return _fill(free, begun + fresh, replicas)
+
+
 def numbers(counts: Counts, used: Counts, group: Counts) -> tuple[int, ...]:
     """The group's device numbers, which count server by server; used ones come first."""
-    first, devices = 0, []
+    first, devices = 0, list[int]()
     for count, taken, more in zip(counts, used, group, strict=True):
         devices += range(first + taken, first + taken + more)
         first += count
     return tuple(devices)
+
+
+def _servers(counts: Counts, used: Counts) -> tuple[Counts, list[int], list[int]]:
+    """Each server's free devices; the servers without a device in use, and those with one."""
+    free = tuple(count - taken for count, taken in zip(counts, used, strict=True))
+    fresh = [server for server, taken in enumerate(used) if not taken]
+    return free, fresh, [server for server, taken in enumerate(used) if taken]
 
 
 def _fill(free: Counts, order: Sequence[int], replicas: int) -> Counts:

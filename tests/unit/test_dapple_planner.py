@@ -1,0 +1,331 @@
+"""DAPPLE's planner: formulas by hand, every plan of small cases, published plans and figures."""
+
+import os
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from hetpipe.cost.published import ChainCosts, read_profile
+from hetpipe.errors import PlanError
+from hetpipe.plan.dapple import candidates, overlapped_data_parallel_s, plan_dapple
+from hetpipe.plan.latency import (
+    ADAM,
+    DapplePlan,
+    DappleStage,
+    StageCost,
+    latency_s,
+    overlapped_s,
+    pivot_of,
+    published_plans,
+    stage_costs,
+    stage_memory_nbytes,
+)
+from hetpipe.plan.placement import Machines, Wire, append_first, numbers, places
+from hetpipe.schedule.generators import generate
+from hetpipe.simulate.simulator import simulate
+from hetpipe.simulate.times import StageTimes, Transfer
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+EVEN_WIRE = Wire(10.0, 10.0)
+
+
+@pytest.fixture
+def data():
+    """The folder of DAPPLE's profiles, and of the plans in its table 4."""
+    if not (folder := os.environ.get("HETPIPE_DATA")):
+        pytest.skip("HETPIPE_DATA is unset: it names the folder of the published profiles")
+    return Path(folder)
+
+
+def test_the_example_of_a_late_all_reduce():
+    """Printed 384, corrected 420; the simulator, which knows the bubbles, 438."""
+    stages = [StageCost(10, 20), StageCost(8, 16, 200)]
+    assert pivot_of(stages, 8) == 0
+    assert latency_s(stages, 8, "printed") == 384
+    assert latency_s(stages, 8) == 420
+    times = StageTimes((10, 8), (20, 16), all_reduce_s=(0, 200))
+    assert simulated_s(times, 8) == 438
+
+
+def simulated_s(times, microbatches, in_flight=None):
+    schedule = generate("1f1b", len(times.forward_s), microbatches, in_flight=in_flight)
+    ends_s = [0.0]
+    for span in simulate(schedule, times).spans:
+        sums_s = times.all_reduce_s[span.action.stage] if times.all_reduce_s else 0.0
+        if span.action.op.name == "BACKWARD":
+            ends_s.append(span.end_s + sums_s)
+    return max(ends_s)
+
+
+def test_bubbles_in_the_steady_phase_are_ignored():
+    stages = [StageCost(10, 20), StageCost(9, 18)]
+    assert latency_s(stages, 8) == 240
+    assert simulated_s(StageTimes((10, 9), (20, 18)), 8) == 264
+
+
+def test_an_uneven_split_beats_an_even_one():
+    """Figure 7's point, by the simulator too: more load at the front fills the bubbles."""
+    none = (0,) * 10
+    layers = ChainCosts(tuple("abcdefghij"), (1.0,) * 10, (2.0,) * 10, none, (99,) * 10, none)
+    planned = plan_dapple(layers, Machines((1, 1), EVEN_WIRE, EVEN_WIRE), samples=1, global_batch=2)
+    assert [stage.last_layer - stage.first_layer + 1 for stage in planned.stages] == [6, 4]
+    uneven_s = simulated_s(StageTimes((6, 4), (12, 8)), 2)
+    assert uneven_s == 42 < 45 == simulated_s(StageTimes((5, 5), (10, 10)), 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "ratio", "paper", "slack"),
+    [("BERT-48", 0.06, 1.0, 0.04), ("XLNet-36", 0.03, 1.02, 0.02), ("VGG-19", 0.16, 1.1, 0.03)],
+)
+def test_deeper_warmups_gain_where_transfers_are_slow(model, ratio, paper, slack):
+    """Table 3 by the ratio of transfers to stages: two stages, P_B's 3 and 1 against P_A's 2, 1.
+
+    GNMT-16's 1.31 at a ratio of 0.10 is left out: the next test has what the model gives there.
+    """
+    assert gain(ratio) == pytest.approx(paper, abs=slack)
+
+
+def gain(ratio, microbatches=128):
+    """How much faster P_B is, for stages of 10 and 20 and transfers of `ratio` of both."""
+    link = (Transfer(0.0, ratio * 30 / 2),)
+    times = StageTimes((10, 10), (20, 20), (), link, link)
+    shallow, deep = (simulated_s(times, microbatches, depth) for depth in ([2, 1], [3, 1]))
+    return shallow / deep
+
+
+def test_gains_grow_with_the_ratio():
+    """P_B gains half of the ratio while it hides transfers; the paper's GNMT-16 six times that."""
+    gains = [gain(ratio) for ratio in (0.03, 0.06, 0.10, 0.16)]
+    assert gains == sorted(gains)
+    assert gains[2] == pytest.approx(1.05, abs=0.005)
+
+
+def random_chain(rng, layers):
+    times = [tuple(rng.uniform(0.1, 2.0) for _ in range(layers)) for _ in range(2)]
+    params, cuts, saved = [tuple(rng.randint(0, 9) for _ in range(layers)) for _ in range(3)]
+    heavy = tuple(rng.choice((1, 9, 30)) * nbytes for nbytes in params)
+    bulky = tuple(9 * nbytes for nbytes in saved)
+    return ChainCosts(tuple(map(str, range(layers))), *times, bulky, heavy, cuts)
+
+
+def all_plans(machines, layers, used=None, first=0):
+    """Every contiguous split, with every group that the policies give to its stages in turn."""
+    used = used or (0,) * len(machines.counts)
+    left = sum(machines.counts) - sum(used)
+    for last in range(first, layers):
+        for replicas in range(1, left + 1):
+            if (last == layers - 1) != (replicas == left):
+                continue
+            for group in places(machines.counts, used, replicas):
+                stage = DappleStage(first, last, numbers(machines.counts, used, group))
+                if last == layers - 1:
+                    yield (stage,)
+                    continue
+                then = tuple(map(sum, zip(used, group, strict=True)))
+                for more in all_plans(machines, layers, then, last + 1):
+                    yield (stage, *more)
+
+
+@pytest.mark.parametrize("formula", ["corrected", "printed"])
+@pytest.mark.parametrize("limited", [False, True])
+def test_no_better_plan_was_left_out(formula, limited):
+    rng, shapes, refused, bound = random.Random(f"{formula} {limited}"), set(), 0, 0
+    for _ in range(100):
+        chain = random_chain(rng, rng.randint(1, 6))
+        counts = rng.choice([(1,), (3,), (1, 1, 1), (2, 2), (1,) * 5, (3, 2), (1, 2, 1)])
+        machines = Machines(
+            counts,
+            Wire(rng.uniform(9, 90), rng.uniform(9, 90), rng.choice((0, 0.1))),
+            Wire(rng.uniform(3, 30), rng.uniform(3, 30), rng.choice((0, 0.2))),
+        )
+        count = rng.choice((1, 2, 3, 8))
+        capacity = rng.randint(200, 1200) if limited else None
+        latencies = []
+        for stages in all_plans(machines, len(chain.names)):
+            costs = stage_costs(chain, machines, stages)
+            plan = DapplePlan(stages, 0, latency_s(costs, count, formula), formula, count)
+            latencies.append((plan.latency_s, max(stage_memory_nbytes(chain, plan))))
+        wishes = {"samples": 1, "global_batch": count}
+        wishes |= {"formula": formula, "capacity_nbytes": capacity}
+        fitting = [s for s, nbytes in latencies if capacity is None or nbytes <= capacity]
+        if not fitting:
+            refused += 1
+            with pytest.raises(PlanError, match=rf"fits {capacity} bytes per device; .* \d+ bytes"):
+                plan_dapple(chain, machines, **wishes)
+            continue
+        bound += min(fitting) > min(latencies)[0]
+        planned = plan_dapple(chain, machines, **wishes)
+        assert planned.latency_s == pytest.approx(min(fitting))
+        shapes.add(planned.replicas)
+    assert len(shapes) > 8
+    assert not limited or (refused > 5 and bound > 3)
+
+
+def test_places_of_figure_5():
+    """Six devices of three servers of eight, where the first has five in use and the second one."""
+    counts, used = (8, 8, 8), (5, 1, 0)
+    assert places(counts, used, 6) == ((0, 0, 6), (3, 3, 0))
+    assert places(counts, (6, 1, 0), 6) == ((0, 0, 6), (2, 4, 0))
+    assert places(counts, (5, 1, 0), 8) == ((0, 0, 8), (3, 5, 0))
+    assert append_first(counts, (5, 1, 0), 8) == (3, 5, 0)
+    assert places(counts, (0, 0, 0), 6) == ((6, 0, 0), (2, 2, 2))
+    assert places((2, 2), (1, 0), 3) == ((1, 2),)
+
+
+def test_transfers_and_sums_between_groups():
+    flat = Machines((1,) * 6, EVEN_WIRE, EVEN_WIRE)
+    assert flat.transfer_s(60, (1, 1, 0, 0, 0, 0), (0, 0, 1, 1, 1, 0)) == pytest.approx(3)
+    two = Machines((4, 4), Wire(100.0, 50.0, 0.1), Wire(10.0, 5.0, 0.2))
+    assert two.transfer_s(80, (4, 0), (0, 4)) == pytest.approx(8.2)
+    assert two.transfer_s(80, (2, 0), (2, 0)) == pytest.approx(0.5)
+    assert two.all_reduce_s(80, (4, 0)) == pytest.approx(6 * (0.1 + 80 / 4 / 50))
+    assert two.all_reduce_s(80, (2, 2)) == pytest.approx(6 * (0.2 + 80 / 4 / 5))
+
+
+def test_overlap_hides_all_but_the_last_sum():
+    assert overlapped_s([1, 1], [4, 4], [1, 2], 1) == 11
+    assert overlapped_s([1, 1], [4, 4], [9, 9], 2) == 2 + 4 + 2 + 18
+
+
+def test_memory_and_depths():
+    chain = ChainCosts(("a", "b"), (1.0, 1.0), (1.0, 1.0), (6, 10), (4, 8), (2, 0))
+    plan = DapplePlan((DappleStage(0, 0, (0, 1)), DappleStage(1, 1, (2,))), 2, 1.0, "corrected", 9)
+    assert stage_memory_nbytes(chain, plan) == (ADAM * 4 + 2 * 6 / 2, ADAM * 8 + 10)
+    assert (plan.in_flight(), plan.in_flight("P_B")) == ((2, 1), (3, 1))
+
+
+def test_candidates_have_data_parallel_and_straight():
+    chain = random_chain(random.Random(3), 6)
+    machines = Machines((2, 2), EVEN_WIRE, EVEN_WIRE)
+    plans = candidates(chain, machines, samples=2, global_batch=16, count=5)
+    assert {(4,), (1, 1, 1, 1)} <= {plan.replicas for plan in plans}
+    assert len(plans) == len(set(plans)) == 5
+    best = plan_dapple(chain, machines, samples=2, global_batch=16)
+    assert plans[0] == best
+    assert [plan.latency_s for plan in plans] == sorted(plan.latency_s for plan in plans)
+
+
+def test_impossible_questions_are_refused():
+    chain, machines = random_chain(random.Random(0), 3), Machines((2,), EVEN_WIRE, EVEN_WIRE)
+    with pytest.raises(PlanError, match="0 bytes/s"):
+        Wire(0.0, 1.0)
+    with pytest.raises(PlanError, match="latency_s is -1"):
+        Wire(1.0, 1.0, -1)
+    with pytest.raises(PlanError, match="1 or more each"):
+        Machines((2, 0), EVEN_WIRE, EVEN_WIRE)
+    with pytest.raises(PlanError, match="9 is not cut into micro-batches of 2"):
+        plan_dapple(chain, machines, samples=2, global_batch=9)
+    with pytest.raises(PlanError, match="no formula 'paper'"):
+        plan_dapple(chain, machines, samples=1, global_batch=9, formula="paper")
+    with pytest.raises(PlanError, match="0 layers"):
+        plan_dapple(ChainCosts((), (), (), (), (), ()), machines, samples=1, global_batch=9)
+
+
+PROFILES = {"VGG-19": "vgg-19-pbs-32", "GNMT-16": "gnmt-16-pbs-64", "BERT-48": "bert-48-pbs-2"}
+
+
+def published(data, model):
+    """The profile, the expected plans, and the machines of the paper's configurations."""
+    graph = read_profile(data / "profiles" / "dapple" / f"{PROFILES[model]}.txt")
+    expected = tomllib.loads((data / "expected" / "dapple.toml").read_text(encoding="utf-8"))
+    (plans,) = [entry for entry in expected["plan"] if entry["model"] == model]
+    constants = expected["constants"]
+    inside = Wire(constants["nvlink_Bps"], constants["nvlink_Bps"])
+    speeds = constants["ethernet_p2p_Bps"], constants["ethernet_allreduce_Bps"]
+    quick, slow = (Wire(*(scale * speed for speed in speeds)) for scale in (1, 10 / 25))
+    shapes = {"A": ((8, 8), quick), "B": ((1,) * 16, quick), "C": ((1,) * 16, slow)}
+    machines = {name: Machines(counts, inside, wire) for name, (counts, wire) in shapes.items()}
+    return graph, plans, machines
+
+
+def counted(graph, model, cut):
+    """The paper's layers before and after a cut: with weights, LSTMs, or the encoder's."""
+    nodes = graph.order()
+    if model == "VGG-19":
+        layers = [node.params_nbytes > 0 for node in nodes]
+    elif model == "GNMT-16":
+        layers = ["LSTM(" in node.description for node in nodes]
+    else:
+        layers = [node.description.startswith("layer_") for node in nodes]
+    return [sum(layers[:cut]), sum(layers[cut:])]
+
+
+@pytest.mark.parametrize("config", "ABC")
+@pytest.mark.parametrize("model", PROFILES)
+def test_table_4_by_the_published_rules(data, model, config):
+    """The replicas of all nine plans. Profile nodes after `cut` are on the second stage.
+
+    The splits: VGG-19's is between convolutions and dense layers, 16 : 3 of the layers with
+    weights, as the text has it, though the table prints 13 : 6. BERT-48's has 24 : 24 encoder
+    layers; the table's 25 is the 24 and the pooler. GNMT-16's 9 : 7 of 16 LSTMs is a tie on A:
+    its block is 0.5 % longer than that of 8 : 8. On B it is an expected difference: the rules
+    take 10 : 6, whose block is 7 % shorter (0.126 against 0.136 s), since this profile's last
+    LSTM has an outlying backward (31 ms, the others 8.5), and the classifier 20 ms.
+    """
+    graph, plans, machines = published(data, model)
+    chain, samples = graph.chain(), int(PROFILES[model].rsplit("-", 1)[1])
+    batch = plans["global_batch"]
+    best = published_plans(chain, machines[config], samples=samples, global_batch=batch)[0]
+    if plans[config] == "DP":
+        assert best.replicas == (16,)
+        return
+    if plans[config] == "straight":
+        assert best.replicas == (1,) * 16
+        return
+    assert list(best.replicas) == plans[config]["replicas"]
+    split = counted(graph, model, best.cuts[0])
+    if model == "VGG-19":
+        assert split == [16, 3]
+        assert chain.cut_nbytes[best.cuts[0] - 1] == 3e6  # "very small activation (3MB)"
+    elif model == "BERT-48":
+        assert split == [24, 24]
+        assert len(chain.names) - best.cuts[0] == plans[config]["split"][1]
+    elif config == "A":
+        cuts = [c for c in range(1, 96) if counted(graph, model, c) == plans[config]["split"]]
+        blocks_s = [half_block_s(chain, cut) for cut in cuts]
+        assert min(blocks_s) == pytest.approx(half_block_s(chain, best.cuts[0]), rel=0.01)
+    else:
+        assert split == [10, 6]
+
+
+def half_block_s(chain, cut):
+    """The longer of both halves, or of the round trip of eight shares at 1e9 bytes/s."""
+    times_s = [sum(pair) for pair in zip(chain.forward_s, chain.backward_s, strict=True)]
+    return max(sum(times_s[:cut]), sum(times_s[cut:]), 2 * 8 * chain.cut_nbytes[cut - 1] / 1e9)
+
+
+def test_data_parallel_hides_its_sums_behind_backwards(data):
+    """VGG-19 on A: nearly all weights are at the end, so nearly nothing is left to wait for."""
+    graph, plans, machines = published(data, "VGG-19")
+    chain, batch = graph.chain(), plans["global_batch"]
+    asked = {"samples": 32, "global_batch": batch, "capacity_nbytes": 16e9}
+    compute_s = (sum(chain.forward_s) + sum(chain.backward_s)) * batch / 32 / 16
+    assert overlapped_data_parallel_s(chain, machines["A"], **asked) < 1.001 * compute_s
+    assert overlapped_data_parallel_s(chain, machines["C"], **asked) > 1.5 * compute_s
+
+
+@pytest.mark.parametrize(
+    ("config", "model"), [("A", "BERT-48"), ("B", "BERT-48"), ("B", "GNMT-16")]
+)
+def test_the_search_is_no_worse_than_table_4(data, config, model):
+    """By the corrected formula, with every number of stages and replicas to choose from."""
+    graph, plans, machines = published(data, model)
+    chain, samples = graph.chain(), int(PROFILES[model].rsplit("-", 1)[1])
+    batch, on = plans["global_batch"], machines[config]
+    asked = {"samples": samples, "global_batch": batch}
+    planned = plan_dapple(chain, on, **asked, capacity_nbytes=16e9)
+    assert max(stage_memory_nbytes(chain, planned)) <= 16e9
+    for plan in published_plans(chain, on, **asked)[:50]:
+        ends = [0, *plan.cuts, len(chain.names)]
+        firsts = [sum(plan.replicas[:n]) for n in range(len(plan.replicas))]
+        stages = [
+            DappleStage(lo, hi - 1, tuple(range(first, first + replicas)))
+            for lo, hi, first, replicas in zip(ends, ends[1:], firsts, plan.replicas, strict=False)
+        ]
+        assert planned.latency_s <= latency_s(stage_costs(chain, on, stages), batch // samples)
