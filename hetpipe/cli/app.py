@@ -11,6 +11,7 @@ from hetpipe.cli import (
     boards,
     capacity,
     compare,
+    coverage,
     devices,
     doctor,
     matmul,
@@ -31,8 +32,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 COMMANDS = (
-    doctor, devices, boards, profile, plan, simulate, compare, whatif, capacity, reproduce, train,
-    bench, matmul,
+    doctor, devices, boards, profile, plan, simulate, compare, whatif, capacity, coverage,
+    reproduce, train, bench, matmul,
 )  # fmt: skip
 for module in COMMANDS:
     app.command(name=module.__name__.rpartition(".")[2])(module.command)

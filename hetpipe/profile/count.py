@@ -42,17 +42,18 @@ def layer_work(stage: StageGraphs, samples: int) -> LayerWork:
 
 def kernels(program: Program) -> tuple[Kernel, ...]:
     """The operators of a program, views left out."""
-    return tuple(_kernels(program.graph.graph))
+    return tuple(kernel for _, kernel in counted(program.graph.graph))
 
 
-def _kernels(graph: fx.Graph) -> Iterator[Kernel]:
+def counted(graph: fx.Graph) -> Iterator[tuple[fx.Node, Kernel]]:
+    """The calls of a graph that are no views, each with its work."""
     for node in graph.nodes:
         if node.op != "call_function" or _name(node) in VIEWS:
             continue
         arguments, options = _pytree.tree_map(_value, (node.args, dict(node.kwargs)))
         result = node.meta.get("val")
         nbytes = _nbytes(arguments) + _nbytes(options) + _nbytes(result)
-        yield Kernel(_operations(node, arguments, options, result), nbytes)
+        yield node, Kernel(_operations(node, arguments, options, result), nbytes)
 
 
 def _operations(

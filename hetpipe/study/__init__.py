@@ -14,9 +14,10 @@ __getattr__, __dir__, __all__ = lazy(
         "capacity": "largest",
         "compare": "comparison",
         "coverage": "lacking",
+        "of_file": "models",
+        "of_model": "models",
         "plan": "planning",
         "simulate": "simulation",
-        "subject_of": "subject",
         "whatif": "changes",
     },
 )

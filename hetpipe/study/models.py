@@ -37,6 +37,11 @@ class Model:
         self.captured = cache(self._captured)
 
     @property
+    def samples(self) -> int:
+        """The micro-batch for which it is captured first."""
+        return -(-self.mini_batch // MEASURED_PARTS[0])
+
+    @property
     def subject(self) -> Subject:
         """The subject of studies."""
         return Subject(self.workload.name, self.mini_batch, self.costs)
@@ -80,8 +85,7 @@ class Model:
         from hetpipe.capture import Captured
 
         example = next(self.workload.batches(self.mini_batch, 0))
-        samples = -(-self.mini_batch // MEASURED_PARTS[0])
-        return Captured(self.workload.model, self.workload.loss_fn, example, samples=samples)
+        return Captured(self.workload.model, self.workload.loss_fn, example, samples=self.samples)
 
     def _described(self, cluster: Cluster, sizes: Sequence[int]) -> dict[int, CostTable]:
         from hetpipe.profile.described import described_table

@@ -26,7 +26,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_commands(lab: Path) -> None:
     lines = re.findall(r"^    hetpipe (.*?)(?:\s+#.*)?$", PAGE, re.MULTILINE)
-    assert len(lines) == 7
+    assert len(lines) == 8
     for line in (line for line in lines if not line.startswith("reproduce")):
         arguments = shlex.split(line)
         if arguments[0] == "compare":

@@ -1,0 +1,43 @@
+"""`hetpipe coverage MODEL DEVICE`: the operators that a device lacks, by share of the time."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from hetpipe.cli.options import JsonOption, MiniBatchOption, ModelArgument
+from hetpipe.cli.output import Output
+from hetpipe.cli.progress import progress_bar
+
+
+def command(
+    model: ModelArgument,
+    device: Annotated[str, typer.Argument(metavar="DEVICE", help="A device's id.")],
+    mini_batch: MiniBatchOption = None,
+    json: JsonOption = None,
+) -> None:
+    """List the operators of a model that a device lacks: what its author should write next."""
+    from hetpipe.report.tables import make_table
+    from hetpipe.study.lacking import JUDGE, coverage
+    from hetpipe.zoo.load import check_name
+
+    output = Output(json)
+    check_name(model)
+    with progress_bar() as progress:
+        progress("capturing", 0, 1)
+        answer = coverage(model, device, mini_batch)
+    columns = ["operator", "calls", "share of the time", "layers", "reason"]
+    table = make_table(f"{answer.device} lacks, for {answer.model}", columns, columns[1:3])
+    for each in answer.lacking:
+        shown = ", ".join(each.layers[:3]) + (", ..." if len(each.layers) > 3 else "")
+        table.add_row(
+            each.operator, str(each.calls), f"{100 * each.share:.1f} %", shown, each.reason
+        )
+    if answer.lacking:
+        output.console.print(table)
+    output.text(
+        f"{device} has {100 * answer.covered:.1f} % of the {answer.calls} calls' time "
+        f"(modelled, as on {JUDGE})"
+    )
+    output.finish(answer.to_json())
