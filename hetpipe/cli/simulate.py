@@ -10,7 +10,7 @@ import typer
 from hetpipe.cli.check import check_picture
 from hetpipe.cli.options import JsonOption
 from hetpipe.cli.output import Output
-from hetpipe.cli.study import PictureOption, TraceOption, draw
+from hetpipe.cli.study import PictureOption, TraceOption, cluster_from, draw
 from hetpipe.errors import PlanError
 
 if TYPE_CHECKING:
@@ -26,6 +26,12 @@ def command(
     costs: Annotated[
         Path | None,
         typer.Option("--costs", metavar="FILE", help="Costs, if the plan's file has none."),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster", metavar="FILE|NAME", help="Messages share the links of this cluster."
+        ),
     ] = None,
     picture: PictureOption = None,
     trace: TraceOption = None,
@@ -43,7 +49,7 @@ def command(
         table = read_costs(costs)
     if table is None:
         raise PlanError(f"{plan} has no costs: give --costs FILE, of `hetpipe profile --json FILE`")
-    simulation = simulate(kept, table)
+    simulation = simulate(kept, table, cluster_from(cluster) if cluster else None)
     output.text(str(kept))
     output.console.print(worker_table(simulation))
     for (source, target), nbytes in sorted(simulation.outcome.link_nbytes.items()):

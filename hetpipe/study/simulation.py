@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
+from hetpipe.cluster.cluster import Cluster
 from hetpipe.cost.table import CostTable
 from hetpipe.plan.costs import StageCosts
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.pricing import predict
+from hetpipe.plan.times import stage_times
 from hetpipe.simulate.outcome import Memory, Outcome, outcome
 from hetpipe.simulate.timeline import Timeline
+from hetpipe.simulate.times import StageTimes
 
 
 @dataclass(frozen=True)
@@ -48,13 +52,30 @@ class Simulation:
         }
 
 
-def simulate(plan: Plan, costs: CostTable) -> Simulation:
+def simulate(plan: Plan, costs: CostTable, cluster: Cluster | None = None) -> Simulation:
     """Simulate a plan by the costs at its micro-batches; devices need not be there.
 
-    Raises `CostError` or `PlanError` where the costs lack a device or link of the plan.
+    With a `cluster` messages share what its links share: buses, half-duplex links, uplinks of
+    switches. Raises `CostError` or `PlanError` where the costs lack a device or link of the plan,
+    `ClusterError` where the cluster does.
     """
-    timeline = predict(plan, costs)
+    times = stage_times(plan, costs)
+    if cluster is not None:
+        times = sharing(times, plan, cluster)
+    timeline = predict(plan, costs, times=times)
     return Simulation(plan, timeline, outcome(timeline, memories(plan, costs)))
+
+
+def sharing(times: StageTimes, plan: Plan, cluster: Cluster) -> StageTimes:
+    """The times with the media that each transfer between stages occupies on its way."""
+    pairs = list(pairwise(plan.devices))
+    ahead = zip(times.forward_links, pairs, strict=True)
+    back = zip(times.backward_links, pairs, strict=True)
+    return replace(
+        times,
+        forward_links=tuple(link._replace(media=cluster.way(*pair)) for link, pair in ahead),
+        backward_links=tuple(link._replace(media=cluster.way(*pair[::-1])) for link, pair in back),
+    )
 
 
 def memories(plan: Plan, costs: CostTable) -> tuple[Memory, ...]:

@@ -102,6 +102,31 @@ def test_a_plan_simulated_by_itself_has_its_own_step(subject: Subject, cluster: 
         assert peak_nbytes <= stage.memory_nbytes
 
 
+def test_messages_share_the_links_of_a_cluster(subject: Subject, tmp_path: Path) -> None:
+    """Four devices on one slow bus: a plan takes longer than with a link for each pair."""
+    file = tmp_path / "bus.toml"
+    text = """
+        [[device]]
+        board = "t4"
+        count = 4
+        server = "a"
+        [[server]]
+        name = "a"
+        inside = { shape = "SHAPE", bandwidth = "100 MB/s", latency = "5 us" }
+    """
+    steps_s = {}
+    for shape in ("point-to-point", "bus"):
+        file.write_text(text.replace("SHAPE", shape), encoding="utf-8")
+        cluster = Cluster.load(file)
+        options = PlannerOptions(MINI_BATCH, (8,), replicas=False)
+        plan, costs = planned(subject, cluster, options, "exact")
+        assert len(plan.stages) == 4
+        alone_s = simulate(plan, costs).outcome.step_s
+        steps_s[shape] = simulate(plan, costs, cluster).outcome.step_s / alone_s
+    assert steps_s["point-to-point"] == pytest.approx(1.0)
+    assert steps_s["bus"] > 1.001
+
+
 class TestChanges:
     def test_each_by_itself(self, subject: Subject, cluster: Cluster) -> None:
         changes = ["-vcu129.1", "+a100-40", "desktop-cpu.0=h100", "network=100 Gb/s, 5 us"]
