@@ -204,11 +204,12 @@ class Planning:
                 f"the plan is for {plan.stages[-1].hi} layers, the model has {len(self.layers)}: "
                 "make a new plan for this model"
             )
-        for member in plan.all_devices:
-            if member not in self.members:
-                raise PlanError(
-                    f"the plan uses {member}, the cluster has {', '.join(self.members)}"
-                )
+        absent = [member for member in plan.all_devices if member not in self.members]
+        if absent:
+            raise PlanError(
+                f"the plan uses {', '.join(dict.fromkeys(absent))}, the cluster has "
+                f"{', '.join(self.members)}: it can be simulated, but not run here"
+            )
         if asked.costs is not None:
             return asked.costs
         needed = asked.priced or asked.rebalance is not None

@@ -17,6 +17,7 @@ def format_plan(plan: Plan) -> str:
     if plan.is_priced:
         step = (
             f"step {1e3 * plan.step_s:.2f} ms{_interval(plan)}, {plan.samples_per_s:.1f} samples/s"
+            f"{_bound(plan)}"
         )
     lines.append(
         f"{plan.schedule}, {plan.microbatches} micro-batches of a mini-batch of {plan.mini_batch}: "
@@ -30,6 +31,12 @@ def _interval(plan: Plan) -> str:
         return ""
     low_s, high_s = plan.interval_s
     return f" ({1e3 * low_s:.2f} .. {1e3 * high_s:.2f})"
+
+
+def _bound(plan: Plan) -> str:
+    if plan.lower_bound_s is None or plan.gap is None:
+        return ""
+    return f" (no plan below {1e3 * plan.lower_bound_s:.2f} ms: {100 * plan.gap:.0f} % above)"
 
 
 def _row(plan: Plan, index: int, stage: StagePlan) -> tuple[str, ...]:

@@ -7,6 +7,8 @@ that has not been posted, and all times follow as it goes.
 
 from __future__ import annotations
 
+from collections import deque
+
 from hetpipe.schedule.action import Action, Message, Op, Schedule
 from hetpipe.schedule.lanes import HAND_OVERS
 from hetpipe.simulate.timeline import Span
@@ -26,13 +28,23 @@ def walk(schedule: Schedule, times: StageTimes) -> list[Span] | None:
     used = {action.op for row in schedule for action in row}
     if used & _OTHERS or any(chunks != 1 for chunks in times.chunks):
         return None
-    arrivals_s: dict[Message, float] = {}
-    rows = [_Row(number, row, row_of, times, arrivals_s) for number, row in enumerate(schedule)]
-    while sum(row.advance() for row in rows):
-        pass
+    board = _Board()
+    rows = [_Row(number, row, row_of, times, board) for number, row in enumerate(schedule)]
+    board.ready.extend(rows)
+    while board.ready:
+        board.ready.popleft().advance()
     if any(row.left for row in rows):
         return None
     return [span for row in rows for span in row.spans]
+
+
+class _Board:
+    """The messages that have been posted, the rows that wait for others, and those that go on."""
+
+    def __init__(self) -> None:
+        self.arrivals_s: dict[Message, float] = {}
+        self.waiting: dict[Message, _Row] = {}
+        self.ready: deque[_Row] = deque()
 
 
 class _Row:
@@ -44,14 +56,14 @@ class _Row:
         actions: tuple[Action, ...],
         row_of: dict[int, int],
         times: StageTimes,
-        arrivals_s: dict[Message, float],
+        board: _Board,
     ) -> None:
         self.spans: list[Span] = []
         self._number = number
         self._actions = actions
         self._row_of = row_of
         self._times = times
-        self._arrivals_s = arrivals_s  # of all rows
+        self._board = board
         self._now_s = 0.0
         self._free_s: dict[int, float] = {}  # when an edge is free again, by the row at its end
         self._compute_s: dict[tuple[Op, int], float] = {}
@@ -61,10 +73,10 @@ class _Row:
         """Whether some actions have not been done."""
         return len(self.spans) < len(self._actions)
 
-    def advance(self) -> int:
-        """Go on until the row waits, or ends. Returns how many actions it has done."""
-        before = len(self.spans)
-        for index in range(before, len(self._actions)):
+    def advance(self) -> None:
+        """Go on until the row waits, or ends."""
+        board = self._board
+        for index in range(len(self.spans), len(self._actions)):
             action = self._actions[index]
             message = action.message
             if message is None:
@@ -72,15 +84,17 @@ class _Row:
                 self._now_s = end_s
             elif action.op.is_send:
                 start_s, end_s = self._post(message)
-                self._arrivals_s[message] = end_s
+                board.arrivals_s[message] = end_s
+                if message in board.waiting:
+                    board.ready.append(board.waiting.pop(message))
             else:
-                arrival_s = self._arrivals_s.get(message)
+                arrival_s = board.arrivals_s.get(message)
                 if arrival_s is None:
-                    break
+                    board.waiting[message] = self
+                    return
                 start_s = self._now_s
                 self._now_s = end_s = max(start_s, arrival_s)
             self.spans.append(Span(self._number, action, start_s, end_s))
-        return len(self.spans) - before
 
     def _computed_s(self, action: Action) -> float:
         """When a pass or update ends that begins now."""

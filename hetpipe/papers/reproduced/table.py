@@ -22,8 +22,8 @@ DATA = "HETPIPE_DATA"
 
 PAPERS: dict[str, tuple[str, ...]] = {
     "pipedream": ("plans",),
-    "dapple": ("4", "7"),
-    "bapipe": ("3", "4", "6"),
+    "dapple": ("3", "7"),
+    "bapipe": ("3", "4"),
     "pipeoptim": ("5",),
 }
 """The tables of each paper, by their numbers or names."""

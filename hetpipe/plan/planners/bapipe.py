@@ -1,6 +1,7 @@
 """BaPipe: balanced stages on a chain of unlike devices, then the schedule (section 3.3).
 
-1. Cuts between layers by the devices' speeds, moved while that lowers the slowest stage.
+1. Cuts between layers by the devices' speeds, moved while that lowers the slowest stage; the exact
+   ones where moves end above them.
 2. Where a transfer takes longer than the ideal stage, only cuts that their link moves in that time
    remain, and the network between those is cut anew; too few of them mean fewer stages.
 3. Where a stage lacks memory, boundary layers move to neighbours with room.
@@ -17,7 +18,7 @@ import numpy as np
 
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.plan.costs import Array, StageCosts
-from hetpipe.plan.exact import exact, stage_times
+from hetpipe.plan.exact import bottleneck, exact, stage_times
 from hetpipe.plan.partition import balanced
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planners.choice import chosen
@@ -68,7 +69,7 @@ def partition(priced: Priced, bare: Proposal) -> tuple[int, ...] | None:
     whole_s = [float(costs.compute_s(device, 0, costs.count)) for device in devices]
     ideal_s = 1 / sum(1 / time_s for time_s in whole_s)
     compute_s = [_computes(costs, device) for device in devices]
-    cuts = balanced(compute_s, whole_s)
+    cuts = _even(compute_s, whole_s)
     slowest_s = max(stage_times(compute_s, cuts))
     points = list(range(costs.count + 1))
     if _longest_transfer_s(costs, devices, cuts) > slowest_s:
@@ -102,7 +103,15 @@ def _between(
 ) -> tuple[int, ...]:
     """The balanced cuts among these points."""
     coarse = [matrix[np.ix_(points, points)] for matrix in compute_s]
-    return tuple(points[cut] for cut in balanced(coarse, whole_s))
+    return tuple(points[cut] for cut in _even(coarse, whole_s))
+
+
+def _even(compute_s: Sequence[Array], whole_s: Sequence[float]) -> tuple[int, ...]:
+    """BaPipe's cuts, or the exact ones if their slowest stage is quicker."""
+    cuts, other = balanced(compute_s, whole_s), exact(compute_s)
+    if other is None or bottleneck(compute_s, cuts) <= bottleneck(compute_s, other):
+        return cuts
+    return other
 
 
 def _computes(costs: StageCosts, device: str) -> Array:
