@@ -1,55 +1,65 @@
 """Seconds of the planners at scale: `python -m hetpipe.bench.planners`.
 
-Process seconds on one core, medians. The exponents of growth are slopes of least squares through
-the logarithms of sizes and seconds.
+Process seconds on one core, medians, without those for making the cases. The exponents of growth
+are slopes of least squares through the logarithms of sizes and seconds.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
 from rich.console import Console
 
 from hetpipe.plan.bisection import Stage, fixed_order
+from hetpipe.plan.costs import Objective
 from hetpipe.plan.device_types import DeviceType, free_order
 from hetpipe.report.tables import make_table
 
-ROUNDS = 3
+ROUNDS = 5
+OBJECTIVES: tuple[Objective, ...] = ("sum", "max")
 
 
 def main() -> None:
     """Print the seconds of each planner and case."""
     table = make_table("Planners, process seconds", ["case", "seconds", "spread"], ["seconds"])
-    cases: dict[str, Callable[[], object]] = {
-        "fixed order, 1,000 x 128": lambda: fixed_order(chain(1_000, 128), "sum"),
-        "fixed order, 1,000 x 128, memory": lambda: fixed_order(chain(1_000, 128, 2.2), "sum"),
-        "fixed order, 1,000 x 128, memory, replicas": lambda: fixed_order(
-            chain(1_000, 128, 2.2, (1, 2, 4)), "sum"
-        ),
-        "fixed order, 10,000 x 1,024, sum": lambda: fixed_order(chain(10_000, 1_024), "sum"),
-        "fixed order, 10,000 x 1,024, max": lambda: fixed_order(chain(10_000, 1_024), "max"),
-        "free order, 1,000 x (512 + 512)": lambda: free_order(two_types(1_000, 512)),
-    }
-    for name, case in cases.items():
+    for name, case in cases():
         seconds = timed(case)
         spread = f"{min(seconds):.3f} .. {max(seconds):.3f}"
         table.add_row(name, f"{statistics.median(seconds):.3f}", spread)
     sizes = (500, 1_000, 2_000, 4_000)
-    by_layers = [statistics.median(timed(partial(cut, n, 64))) for n in sizes]
+    by_layers = [statistics.median(timed(fixed(n, 64))) for n in sizes]
     table.add_row("growth with layers, 64 devices", f"L^{exponent(sizes, by_layers):.2f}", "")
     counts = (32, 64, 128, 256)
-    by_devices = [statistics.median(timed(partial(cut, 2_000, n))) for n in counts]
+    by_devices = [statistics.median(timed(fixed(2_000, n))) for n in counts]
     table.add_row("growth with devices, 2,000 layers", f"D^{exponent(counts, by_devices):.2f}", "")
     Console().print(table)
 
 
-def cut(layers: int, devices: int) -> None:
-    """One partition in a fixed order."""
-    fixed_order(chain(layers, devices), "sum")
+def cases() -> Iterator[tuple[str, Callable[[], object]]]:
+    """The cases, each made when it is asked for."""
+    yield "fixed order, 1,000 x 128", fixed(1_000, 128)
+    yield "fixed order, 1,000 x 128, memory", fixed(1_000, 128, room=2.2)
+    for objective in OBJECTIVES:
+        name = f"fixed order, 1,000 x 128, memory, replicas, {objective}"
+        yield name, fixed(1_000, 128, objective, 2.2, (1, 2, 4))
+    for objective in OBJECTIVES:
+        yield f"fixed order, 10,000 x 1,024, {objective}", fixed(10_000, 1_024, objective)
+    yield "free order, 1,000 x (512 + 512)", partial(free_order, two_types(1_000, 512))
+
+
+def fixed(
+    layers: int,
+    devices: int,
+    objective: Objective = "sum",
+    room: float = np.inf,
+    replicas: Sequence[int] = (1,),
+) -> Callable[[], object]:
+    """The partition of a drawn chain."""
+    return partial(fixed_order, chain(layers, devices, room, replicas), objective)
 
 
 def timed(case: Callable[[], object]) -> list[float]:

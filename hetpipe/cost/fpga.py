@@ -8,12 +8,16 @@ stage takes its operations over the throughput of all DSPs,
 with the clock f, d DSPs for a multiplication and addition, the share u of DSPs that a design can
 use and its efficiency e; the product u e is calibrated by measured designs. A layer's bytes beyond
 the memory on the chip cross the board's memory, which may take longer.
+
+`kernels_s` gives each layer the whole chip, so that its seconds add up over layers; in `stage_s`
+the layers of a stage share it.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from hetpipe.cost.board import Board, Fabric
 from hetpipe.cost.work import Kernel
@@ -21,6 +25,36 @@ from hetpipe.errors import CostError
 
 MEMORY_SHARE = 0.8
 """The share of the memory's bandwidth that long bursts reach. (An estimate.)"""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the layers of a stage share on their board."""
+
+    operations_per_s: float
+    memory_Bps: float
+    on_chip_nbytes: float
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """A layer with weights: the operations of its products for one micro-batch, and its bytes.
+
+    `features_nbytes` is its input, which the backward of one micro-batch needs.
+    """
+
+    forward_operations: float
+    backward_operations: float
+    params_nbytes: float
+    features_nbytes: float
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that may be kept on the chip, and those that else cross the memory in a micro-batch."""
+
+    nbytes: float
+    traffic_nbytes: float
 
 
 def throughput(fabric: Fabric, dtype: str = "float32", working: float | None = None) -> float:
@@ -43,6 +77,58 @@ def kernels_s(board: Board, kernels: Iterable[Kernel], dtype: str = "float32") -
     computing_s = sum(kernel.operations for kernel in each) / throughput(board.fabric, dtype)
     beyond = max(0, sum(kernel.nbytes for kernel in each) - board.fabric.on_chip_nbytes)
     return board.launch_s + max(computing_s, beyond / (board.memory_Bps * MEMORY_SHARE))
+
+
+def stage_s(
+    layers: Sequence[LayerShape], rates: Rates, in_flight: int, weights_on_chip: bool = True
+) -> tuple[float, float]:
+    """Seconds of the forward and of the backward of a stage, for one micro-batch.
+
+    Each layer takes the longer of its operations and its bytes over the memory. Weights are read by
+    both passes; their gradients are read and written by the backward; features are written by the
+    forward, read by the backward, and kept for `in_flight` micro-batches. `weights_on_chip` False
+    keeps weights and gradients in the memory.
+    """
+    weights = [Kept(layer.params_nbytes, 2 * layer.params_nbytes) for layer in layers]
+    features = [
+        Kept(in_flight * layer.features_nbytes, 2 * layer.features_nbytes) for layer in layers
+    ]
+    everything = [*weights, *weights, *features] if weights_on_chip else features
+    crossing = crossing_nbytes(everything, rates.on_chip_nbytes)
+    if not weights_on_chip:
+        crossing = [kept.traffic_nbytes for kept in weights] * 2 + crossing
+    count = len(layers)
+    forward_s = backward_s = 0.0
+    for n, layer in enumerate(layers):
+        weights_nbytes, gradients_nbytes, features_nbytes = crossing[n::count]
+        each_nbytes = (weights_nbytes + features_nbytes) / 2
+        forward_s += max(
+            layer.forward_operations / rates.operations_per_s, each_nbytes / rates.memory_Bps
+        )
+        backward_s += max(
+            layer.backward_operations / rates.operations_per_s,
+            (each_nbytes + gradients_nbytes) / rates.memory_Bps,
+        )
+    return forward_s, backward_s
+
+
+def crossing_nbytes(everything: Sequence[Kept], on_chip_nbytes: float) -> list[float]:
+    """The bytes of each that cross the memory in a micro-batch, as few in all as can be.
+
+    What saves most traffic per byte goes on the chip first; the last that goes there may go in
+    part.
+    """
+    crossing = [kept.traffic_nbytes for kept in everything]
+    free_nbytes = on_chip_nbytes
+    by_saving = sorted(
+        (n for n, kept in enumerate(everything) if kept.nbytes > 0),
+        key=lambda n: -everything[n].traffic_nbytes / everything[n].nbytes,
+    )
+    for n in by_saving:
+        inside = min(everything[n].nbytes, free_nbytes)
+        free_nbytes -= inside
+        crossing[n] *= 1 - inside / everything[n].nbytes
+    return crossing
 
 
 def calibrate(measured: Sequence[tuple[Fabric, float]], dtype: str = "float32") -> float:

@@ -8,8 +8,9 @@ With prefix sums W of a device's times, layers i..j are a stage of at most T sec
 so the cuts that k devices can reach follow from those of fewer by one running maximum. Only a band
 of cuts counts: those that computation alone lets the devices before reach, and from which it lets
 the devices after reach the end. Where memory may bind within a band, all its pairs are looked at.
-A partition that is found lowers T to its own slowest stage, until none below that exists; so the
-result is exact. (Pinar, Tabak, Aykanat 2008, for chains without transfers and memory.)
+A partition lowers T to its own slowest stage, until none exists below that; so the result is exact,
+up to the rounding of prefix sums. (Pinar, Tabak, Aykanat 2008, for chains without transfers and
+memory.)
 """
 
 from __future__ import annotations
@@ -21,11 +22,18 @@ from functools import cached_property
 
 import numpy as np
 
+from hetpipe.errors import PlanError
 from hetpipe.plan.costs import Array, Objective
 
 STRICTLY = 1 - 1e-12
+ROUNDING = 2.0**-49
+"""More than all rounding errors of a stage's time, relative to the prefix sums."""
+
 COARSE = 1e-6
 """How near the bound by computation alone is brought before transfers and memory count."""
+
+NEAR = 2e-3
+"""From which width on of the bracket every other limit is just below the best partition."""
 
 GALLOP = 4
 """How much farther from that bound the next limit is, while none has been met."""
@@ -38,7 +46,7 @@ class Stage:
     Arrays have an entry for each cut, 0 to L. `compute_s` are prefix sums without the fixed
     `overhead_s`; `arrive_s[i]` and `leave_s[j]` are its transfers at its two cuts. `blocked[i]` is
     the first layer from i on that it cannot run. It needs `nbytes[j] - nbytes[i]` and the
-    `buffers` of both cuts.
+    `buffers` of both cuts. Raises `PlanError` for arrays that are none of these.
     """
 
     first: int
@@ -51,6 +59,26 @@ class Stage:
     nbytes: Array
     buffers: Array
     capacity: float
+
+    def __post_init__(self) -> None:
+        whose = f"the stage on devices {self.first}..{self.end} of the order"
+        if not 0 <= self.first < self.end:
+            raise PlanError(f"{whose} has no device: its end is excluded; give 0 <= first < end")
+        cuts = len(self.compute_s)
+        for name in ("compute_s", "nbytes", "arrive_s", "leave_s", "blocked", "buffers"):
+            values = getattr(self, name)
+            if len(values) != cuts:
+                raise PlanError(
+                    f"{whose} has {len(values)} {name} and {cuts} compute_s: give one for each cut"
+                )
+            sums = name in ("compute_s", "nbytes")
+            if not (values.min() >= 0 and values.max() < math.inf) or (
+                sums and (values[1:] < values[:-1]).any()
+            ):
+                raise PlanError(
+                    f"{whose} has {name} that are negative, falling or infinite: give sums of "
+                    "finite times and bytes; `blocked` tells the layers that it cannot run"
+                )
 
     @cached_property
     def unbounded(self) -> bool:
@@ -104,13 +132,18 @@ def fixed_order(
     """The lowest slowest stage, and its partition into some of `stages`, one after another.
 
     Together they use all devices, each once, and all layers; every one has a layer or more. None
-    if there is no such partition, or none with a slowest stage below `below_s`.
+    if there is no such partition, or none with a slowest stage below `below_s`. Raises `PlanError`
+    for no stages, or stages of unlike numbers of layers.
     """
+    lengths = sorted({len(stage.compute_s) - 1 for stage in stages})
+    if len(lengths) != 1:
+        raise PlanError(f"stages of {lengths} layers: give one or more, for as many layers each")
     search = _Search(stages, objective)
     low_s = search.computed_s()
-    high_s, best = below_s, None
-    trial_s = low_s * (1 + 100 * COARSE) or 1e-12
-    while math.isfinite(low_s) and low_s < high_s * STRICTLY:
+    high_s, best, snapped = below_s, None, False
+    most_s = min(search.just_below(below_s), search.most_s)
+    trial_s = min(low_s * (1 + 100 * COARSE) or 1e-12, most_s)
+    while math.isfinite(low_s) and low_s < search.just_below(high_s):
         placements = search.below(trial_s)
         slowest_s = math.inf
         if placements is not None:
@@ -120,14 +153,12 @@ def fixed_order(
         else:
             best, high_s = placements, slowest_s
         if best is None:
-            if trial_s >= min(high_s, search.most_s):
+            if trial_s >= most_s:
                 return None
-            step_s = GALLOP * (trial_s - search.least_s)
-            trial_s = min(high_s, search.most_s, search.least_s + step_s)
-        elif high_s - low_s <= COARSE * high_s:
-            trial_s = high_s * STRICTLY
-        else:
-            trial_s = (low_s + high_s) / 2
+            trial_s = min(most_s, search.least_s + GALLOP * (trial_s - search.least_s))
+            continue
+        snapped = not snapped and high_s - low_s <= NEAR * high_s
+        trial_s = search.just_below(high_s) if snapped else (low_s + high_s) / 2
     return None if best is None else (high_s, best)
 
 
@@ -138,6 +169,9 @@ class _Search:
         self.objective = objective
         self.devices = max(stage.end for stage in stages)
         self.layers = len(stages[0].compute_s) - 1
+        self.rounding_s = ROUNDING * max(
+            float(stage.compute_s[-1] + stage.overhead_s) for stage in stages
+        )
         self.ending: list[list[Stage]] = [[] for _ in range(self.devices + 1)]
         self.starting: list[list[Stage]] = [[] for _ in range(self.devices + 1)]
         for stage in stages:
@@ -153,6 +187,10 @@ class _Search:
             )
             for stage in stages
         )
+
+    def just_below(self, limit_s: float) -> float:
+        """The highest limit that no rounding lets a stage of `limit_s` meet."""
+        return limit_s * STRICTLY - 2 * self.rounding_s
 
     def computed_s(self) -> float:
         """A limit that computation alone does not meet, close to the lowest one that it does.
@@ -292,7 +330,7 @@ class _Search:
                 begins = begins[begins < hi]
                 if not len(begins):
                     continue
-                fits = self._fits(stage, begins, hi, limit_s * (1 + 1e-13))
+                fits = self._fits(stage, begins, hi, limit_s * (1 + 1e-13) + self.rounding_s)
                 if fits.any():
                     lo = int(begins[np.flatnonzero(fits)[-1]])
                     placements.append(Placement(stage, lo, hi))

@@ -9,6 +9,7 @@ Benoit, Rehn-Sonigo, Robert 2007 for few types; the general problem is NP-comple
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,13 +19,20 @@ from hetpipe.errors import PlanError
 from hetpipe.plan.costs import Array
 
 STRICTLY = 1 - 1e-12
-CLOSE = 1e-6
+ROUNDING = 2.0**-49
+"""More than all rounding errors of a stage's time, relative to the prefix sums."""
+
+NEAR = 2e-3
+"""From which width on of the bracket every other limit is just below the best partition."""
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceType:
     """`count` equal devices. `layers_s` are the seconds of each layer, infinite where they cannot
-    run it; a stage takes `overhead_s` besides, and its layers' `nbytes` need `capacity`."""
+    run it; a stage takes `overhead_s` besides, and its layers' `nbytes` need `capacity`.
+
+    Raises `PlanError` for numbers below 0 and for none.
+    """
 
     name: str
     count: int
@@ -32,6 +40,14 @@ class DeviceType:
     overhead_s: float = 0.0
     nbytes: Array | None = None
     capacity: float = np.inf
+
+    def __post_init__(self) -> None:
+        values = [np.array([self.count, self.overhead_s]), self.layers_s]
+        if self.nbytes is not None:
+            values.append(self.nbytes)
+        for name, each in zip(("count or overhead_s", "layers_s", "nbytes"), values, strict=False):
+            if not (each >= 0).all():
+                raise PlanError(f"{self.name} has {name} {each.min()}: give 0 or more")
 
 
 @dataclass(frozen=True)
@@ -49,16 +65,21 @@ def free_order(
     """The lowest slowest stage over all orders of the devices; None if none can run all layers.
 
     `transfers_s[c]` is the time of the transfer at cut c, 0 to L, beside the computation. Takes
-    time in proportion to the product of the counts. Raises `PlanError` for unequal lengths.
+    time in proportion to the product of the counts. Raises `PlanError` for no devices, unequal
+    lengths, and transfers that are negative or infinite.
     """
     search = _Search(types, transfers_s)
     high_s, best = search.most_s, search.within(search.most_s)
     if best is None:
         return None
-    high_s, low_s = search.slowest_s(best), search.least_s()
-    while low_s < high_s * STRICTLY:
-        close = high_s - low_s <= CLOSE * high_s
-        trial_s = high_s * STRICTLY if close else (low_s + high_s) / 2
+    high_s, low_s, snapped = search.slowest_s(best), search.least_s(), False
+    while low_s < search.just_below(high_s):
+        snapped = not snapped and high_s - low_s <= NEAR * high_s
+        trial_s = (low_s + high_s) / 2
+        if snapped:
+            trial_s = search.just_below(high_s)
+        elif 0 < low_s < high_s / 2:
+            trial_s = math.sqrt(low_s * high_s)
         stages = search.within(trial_s)
         slowest_s = np.inf if stages is None else search.slowest_s(stages)
         if stages is None or slowest_s >= high_s:  # a rounding above the limit is none below it
@@ -72,6 +93,8 @@ class _Search:
     """The farthest cuts by counts of devices, for one limit after another."""
 
     def __init__(self, types: Sequence[DeviceType], transfers_s: Array | None) -> None:
+        if not any(kind.count for kind in types):
+            raise PlanError(f"{len(types)} types with 0 devices: give one device or more")
         self.types = types
         self.layers = len(types[0].layers_s)
         self.transfers_s = np.zeros(self.layers + 1) if transfers_s is None else transfers_s
@@ -81,6 +104,16 @@ class _Search:
                     f"{kind.name} has {len(kind.layers_s)} layers and {len(self.transfers_s)} cuts "
                     f"have a transfer: give {self.layers} layers, and {self.layers + 1} cuts"
                 )
+            if kind.nbytes is not None and len(kind.nbytes) != self.layers:
+                raise PlanError(
+                    f"{kind.name} has {len(kind.nbytes)} nbytes and {self.layers} layers: give "
+                    "each layer its bytes"
+                )
+        if not (self.transfers_s.min() >= 0 and self.transfers_s.max() < np.inf):
+            raise PlanError(
+                f"transfers take {self.transfers_s.min()} to {self.transfers_s.max()} s: give "
+                "finite times of 0 or more"
+            )
         able = [np.isfinite(kind.layers_s) for kind in types]
         self.seconds = [
             _sums(np.where(runs, kind.layers_s, 0.0))
@@ -95,6 +128,10 @@ class _Search:
             for kind, sums in zip(types, self.seconds, strict=True)
         )
         self.levels = _levels([kind.count for kind in types])
+
+    def just_below(self, limit_s: float) -> float:
+        """The highest limit that no rounding lets a stage of `limit_s` meet."""
+        return limit_s * STRICTLY - ROUNDING * self.most_s
 
     def least_s(self) -> float:
         """Less than any slowest stage: the quickest time of each layer, shared by all devices."""
@@ -117,11 +154,11 @@ class _Search:
         reach = [self._reach(n, limit_s) for n in range(len(self.types))]
         farthest = [np.array([0, self.layers + 1])]  # by level; the last entry is no state
         for parents in self.levels:
-            reached = [reach[n][farthest[-1][states]] for n, states in enumerate(parents)]
-            most = reached[0]
-            for other in reached[1:]:
-                most = np.maximum(most, other)
-            farthest.append(np.append(most, self.layers + 1))
+            most = np.full(len(parents[0]) + 1, self.layers + 1)
+            most[:-1] = reach[0][farthest[-1][parents[0]]]
+            for n, states in enumerate(parents[1:], 1):
+                np.maximum(most[:-1], reach[n][farthest[-1][states]], out=most[:-1])
+            farthest.append(most)
         if farthest[-1][0] < self.layers:
             return None
         state, stages = 0, []
@@ -147,7 +184,8 @@ class _Search:
         roomy = self.nbytes[kind].searchsorted(self.nbytes[kind] + own.capacity, "right") - 1
         allowed = (self.transfers_s <= limit_s) | (cuts == self.layers)
         nearest = np.maximum.accumulate(np.where(allowed, cuts, 0))  # the last such cut
-        ends = nearest[np.minimum(np.minimum(last, able), roomy)]
+        ends = np.minimum(np.minimum(last, able), roomy)
+        ends = nearest[np.maximum(ends, 0)]  # the overhead alone may be above the limit
         return np.append(np.maximum(cuts, ends), 0)  # no state reaches nothing
 
 

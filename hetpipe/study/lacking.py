@@ -5,7 +5,7 @@ The share is modelled: that of the operators' seconds on a processor that is onl
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +73,8 @@ def coverage(model: str, device: str, mini_batch: int | None = None) -> Coverage
     stages = captured.stage_graphs(
         range(1, count), tables, [samples], optimizer_of(subject.workload), extras=()
     )
-    seconds, calls, total_s = Counter[str](), Counter[str](), 0.0
+    calls, total_s = Counter[str](), 0.0
+    seconds: dict[str, float] = defaultdict(float)
     reasons: dict[str, str] = {}
     layers: dict[str, dict[str, None]] = {}
     for stage in stages:
@@ -93,6 +94,6 @@ def coverage(model: str, device: str, mini_batch: int | None = None) -> Coverage
             calls[""] += sum(1 for _ in counted(program.graph.graph))
     lacking = tuple(
         Lacking(name, calls[name], taken_s / total_s, reasons[name], tuple(layers[name]))
-        for name, taken_s in seconds.most_common()
+        for name, taken_s in sorted(seconds.items(), key=lambda item: -item[1])
     )
     return Coverage(captured.name, device, calls[""], lacking)

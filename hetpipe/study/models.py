@@ -122,8 +122,19 @@ def of_model(name: str, mini_batch: int | None = None) -> Model:
     return Model(load_workload(name), mini_batch)
 
 
-def of_file(path: Path, samples: int | None, mini_batch: int | None, profiled_on: str) -> Subject:
-    """The costs in a file, of the form that its content shows. Raises `CostError`."""
+def of_file(
+    path: Path,
+    samples: int | None,
+    mini_batch: int | None,
+    profiled_on: str,
+    *,
+    cut_nbytes: int | None = None,
+    unit_s: float = 1e-3,
+) -> Subject:
+    """The costs in a file, of the form that its content shows.
+
+    `cut_nbytes` and `unit_s` are what JSON profiles do not say (`read_chain`). Raises `CostError`.
+    """
     if path.suffix == ".json":
         data = read_json(path, CostError)
         if isinstance(data, dict) and "devices" in data and "version" in data:
@@ -136,4 +147,5 @@ def of_file(path: Path, samples: int | None, mini_batch: int | None, profiled_on
         return of_profile(path, samples, total, profiled_on)
     from hetpipe.cost.importers import read_chain
 
-    return of_chain(path.stem, read_chain(path), samples, total, profiled_on)
+    chain = read_chain(path, cut_nbytes=cut_nbytes, unit_s=unit_s)
+    return of_chain(path.stem, chain, samples, total, profiled_on)

@@ -5,34 +5,41 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from dataclasses import replace
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
 
+from hetpipe.bench.planners import chain
+from hetpipe.errors import PlanError
 from hetpipe.plan.bisection import Stage, fixed_order
+from hetpipe.plan.costs import Objective
 
 CASES = 500
 
 
-def random_stages(seed: int) -> tuple[list[Stage], int, int]:
+def random_stages(
+    seed: int, most_layers: int = 8, most_devices: int = 4
+) -> tuple[list[Stage], int, int]:
     """Unlike devices with transfers by link, some without memory for all or with layers that they
     cannot run; half of the cases have stages of 2 or 3 replicas, too."""
     draw = random.Random(seed)
-    layers = draw.randint(1, 8)
-    devices = draw.randint(1, min(4, layers))
+    layers = draw.randint(1, most_layers)
+    devices = draw.randint(1, min(most_devices, layers))
     bounded, replicated = draw.random() < 0.5, draw.random() < 0.5
     cut = np.array(
         [0.0, *(draw.uniform(0, 1) * draw.choice([0, 1, 3]) for _ in range(layers - 1)), 0.0]
     )
     base_s = [draw.uniform(0.1, 2.0) for _ in range(layers)]
     nbytes = np.cumsum([0.0, *(draw.uniform(0.5, 2.0) for _ in range(layers))])
-    links = [draw.uniform(0.1, 1.0) for _ in range(devices + 1)]
+    ahead, back = ([draw.uniform(0.1, 1.0) for _ in range(devices + 1)] for _ in range(2))
     speeds = [2 ** draw.uniform(-2, 2) for _ in range(devices)]
     own_s = [np.cumsum([0.0, *(t * draw.uniform(0.7, 1.3) / s for t in base_s)]) for s in speeds]
     blocked = [draw.randrange(layers) if draw.random() < 0.2 else layers for _ in range(devices)]
     capacity = [
-        nbytes[-1] * draw.uniform(0.3, 1.2) if bounded else math.inf for _ in range(devices)
+        nbytes[-1] * draw.uniform(1.0, 2.2) / devices if bounded else math.inf
+        for _ in range(devices)
     ]
     stages = []
     for first in range(devices):
@@ -43,8 +50,8 @@ def random_stages(seed: int) -> tuple[list[Stage], int, int]:
             stages.append(
                 Stage(
                     first, end, slowest_s / count + (count - 1) * 0.05 * nbytes, 0.1 * (first % 2),
-                    cut * (links[first] if first else 0.0),
-                    cut * (links[end] if end < devices else 0.0),
+                    cut * (back[first] if first else 0.0),
+                    cut * (ahead[end] if end < devices else 0.0),
                     np.array([stop if cut <= stop else layers for cut in range(layers + 1)]),
                     nbytes, 0.2 * cut, min(capacity[n] for n in group),
                 )
@@ -99,12 +106,101 @@ def test_no_partition_has_a_quicker_slowest_stage(first, objective):
     assert solved > 20, "most cases have a partition"
 
 
-def test_none_below_the_optimum():
-    stages, _, _ = random_stages(1)
-    answer = fixed_order(stages, "sum")
+@pytest.mark.parametrize("first", range(0, 100, 25))
+def test_a_bound_leaves_exactly_what_is_below_it(first):
+    """Bounds that partitions meet exactly: the optimum and all other slowest stages."""
+    for seed in range(first, first + 25):
+        stages, layers, devices = random_stages(seed)
+        slowest_s = sorted(
+            {
+                max(stage.seconds(lo, hi, "sum") for stage, lo, hi in partition)
+                for partition in all_partitions(stages, 0, 0, devices, layers)
+                if all(can_run(*placed) for placed in partition)
+            }
+        )
+        for place, bound_s in enumerate(slowest_s):
+            answer = fixed_order(stages, "sum", below_s=bound_s)
+            if place and slowest_s[0] < bound_s * (1 - 1e-9):
+                assert answer is not None
+                assert answer[0] == pytest.approx(slowest_s[0], rel=1e-9)
+            elif not place:
+                assert answer is None
+
+
+def test_prefix_sums_far_above_a_stage():
+    """Their last digits are above those of the limit: the slow device's stage is one layer."""
+    layers = 20_000
+    none, able = np.zeros(layers + 1), np.full(layers + 1, layers)
+    for seed in range(4):
+        base_s = np.random.default_rng(seed).uniform(0.05, 0.2, layers)
+        own_s = [np.concatenate(([0.0], np.cumsum(base_s * scale))) for scale in (0.01, 1000, 0.01)]
+        stages = [
+            Stage(n, n + 1, own_s[n], 0.01, none, none, able, none, none, math.inf)
+            for n in range(3)
+        ]
+        ends = np.arange(1, layers - 1)
+        optimum_s = np.maximum.reduce(
+            [
+                own_s[0][ends],
+                own_s[1][ends + 1] - own_s[1][ends],
+                own_s[2][-1] - own_s[2][ends + 1],
+            ]
+        ).min()
+        answer = fixed_order(stages, "sum")
+        assert answer is not None
+        assert answer[0] == pytest.approx(optimum_s + 0.01, rel=1e-9)
+
+
+def test_ill_stages_are_refused():
+    stages, layers, _ = random_stages(1)
+    with pytest.raises(PlanError, match="has no device"):
+        replace(stages[0], end=stages[0].first)
+    with pytest.raises(PlanError, match=f"has 1 nbytes and {layers + 1} compute_s"):
+        replace(stages[0], nbytes=np.zeros(1))
+    for name, ill in [("compute_s", -1.0), ("leave_s", math.nan), ("compute_s", math.inf)]:
+        with pytest.raises(PlanError, match=f"has {name} that are negative, falling or infinite"):
+            replace(stages[0], **{name: np.full(layers + 1, ill)})
+    with pytest.raises(PlanError, match="nbytes that are negative, falling"):
+        replace(stages[0], nbytes=np.arange(layers + 1)[::-1])
+    with pytest.raises(PlanError, match=r"stages of \[\] layers: give one or more"):
+        fixed_order([], "sum")
+    other = next(each for each, count, _ in map(random_stages, range(2, 99)) if count != layers)
+    with pytest.raises(PlanError, match=r"stages of \[\d, \d\] layers"):
+        fixed_order([stages[0], other[0]], "sum")
+
+
+def by_recurrence(
+    stages: Sequence[Stage], layers: int, devices: int, objective: Objective
+) -> float:
+    """The lowest slowest stage by devices and layers placed, over all stages and all cuts."""
+    least_s = np.full((devices + 1, layers + 1), math.inf)
+    least_s[0, 0] = 0.0
+    for stage in sorted(stages, key=lambda stage: stage.end):
+        for lo, hi in combinations(range(layers + 1), 2):
+            if can_run(stage, lo, hi):
+                slowest_s = max(least_s[stage.first, lo], stage.seconds(lo, hi, objective))
+                least_s[stage.end, hi] = min(least_s[stage.end, hi], slowest_s)
+    return float(least_s[-1, -1])
+
+
+@pytest.mark.parametrize("objective", ["sum", "max"])
+@pytest.mark.parametrize("first", range(0, 120, 30))
+def test_more_layers_than_all_partitions_can_be_looked_at(first, objective):
+    for seed in range(first, first + 30):
+        case = random_stages(seed, 30, 6)
+        answer = fixed_order(case[0], objective)
+        slowest_s = math.inf if answer is None else answer[0]
+        assert slowest_s == pytest.approx(by_recurrence(*case, objective), rel=1e-9)
+
+
+@pytest.mark.parametrize("objective", ["sum", "max"])
+@pytest.mark.parametrize(("layers", "room"), [(8, 4.0), (60, 1.3), (60, 2.2)])
+def test_replicas_of_equal_devices(layers, room, objective):
+    """Twelve devices: 8 layers cannot do without replicas."""
+    stages = chain(layers, 12, room, (1, 2, 4))
+    answer = fixed_order(stages, objective)
     assert answer is not None
-    assert fixed_order(stages, "sum", below_s=answer[0]) is None
-    assert fixed_order(stages, "sum", below_s=2 * answer[0]) is not None
+    assert answer[0] == pytest.approx(by_recurrence(stages, layers, 12, objective), rel=1e-9)
 
 
 @pytest.mark.parametrize("objective", ["sum", "max"])

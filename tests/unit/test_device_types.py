@@ -53,7 +53,7 @@ def best_s(types, transfers_s, layers):
     return best
 
 
-@pytest.mark.parametrize("first", range(0, 200, 50))
+@pytest.mark.parametrize("first", range(0, 500, 50))
 def test_no_order_is_better(first):
     for seed in range(first, first + 50):
         draw = random.Random(seed)
@@ -70,6 +70,17 @@ def test_no_order_is_better(first):
         assert [stages[0].lo, stages[-1].hi] == [0, layers]
         used = [sum(stage.kind == kind for stage in stages) for kind in range(len(types))]
         assert all(count <= each.count for count, each in zip(used, types, strict=True))
+
+
+def test_a_type_whose_overhead_is_above_the_optimum_is_left_out():
+    types = [
+        DeviceType("quick", 2, np.ones(6)),
+        DeviceType("late", 2, np.full(6, 0.5), 5.0, np.ones(6), 0.5),
+    ]
+    answer = free_order(types)
+    assert answer is not None
+    assert answer[0] == 3.0
+    assert {stage.kind for stage in answer[1]} == {0}
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -111,7 +122,33 @@ def test_ten_devices_against_an_integer_programme(seed):
     assert not is_possible(limits[at - 1] * (1 + 1e-12))
 
 
+def test_prefix_sums_far_above_a_stage():
+    """Two fast devices around a slow one with one layer, whose last digits its sums do not hold."""
+    layers = 20_000
+    for seed in range(4):
+        base_s = np.random.default_rng(seed).uniform(0.05, 0.2, layers)
+        types = [
+            DeviceType("fast", 2, np.append(base_s * 0.01, [math.inf, 0.001])),
+            DeviceType("slow", 1, np.append(base_s * 1000, [50.0 + seed / 7, 1000.0])),
+        ]
+        answer = free_order(types)
+        assert answer is not None
+        assert answer[0] == pytest.approx(50.0 + seed / 7, rel=1e-9)
+
+
 def test_unequal_lengths():
     types = [DeviceType("a", 1, np.ones(3)), DeviceType("b", 1, np.ones(4))]
     with pytest.raises(PlanError, match="b has 4 layers and 4 cuts have a transfer: give 3 layers"):
         free_order(types)
+    with pytest.raises(PlanError, match="a has 2 nbytes and 3 layers"):
+        free_order([DeviceType("a", 1, np.ones(3), nbytes=np.ones(2))])
+
+
+def test_ill_numbers_are_refused():
+    for ill in (-1.0, math.nan):
+        with pytest.raises(PlanError, match=f"a has layers_s {ill}: give 0 or more"):
+            DeviceType("a", 1, np.full(3, ill))
+    with pytest.raises(PlanError, match="1 types with 0 devices"):
+        free_order([DeviceType("a", 0, np.ones(3))])
+    with pytest.raises(PlanError, match=r"transfers take 0\.0 to inf s"):
+        free_order([DeviceType("a", 1, np.ones(3))], np.array([0.0, math.inf, 1.0, 0.0]))

@@ -1,4 +1,4 @@
-"""Throughput on mixed clusters that are only described: `python -m hetpipe.bench.gain`.
+"""Throughput on mixed clusters that are only described: `python -m hetpipe.study.gain`.
 
 All figures are simulated with modelled costs, from the profiles in the folder that HETPIPE_DATA
 names. Beside the planner auto stand equal layers in the cluster's order and the quickest first, and

@@ -1,0 +1,44 @@
+"""The exporter: a cost table's device as a profile that PipeDream's format can hold."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hetpipe.cost.published import ProfileGraph, ProfileNode
+from hetpipe.cost.table import CostTable
+from hetpipe.errors import CostError
+
+
+def graph_of(table: CostTable, device: str) -> ProfileGraph:
+    """The layers of a table on one device, as `write_profile` writes them.
+
+    Each layer's times keep the fixed part of a compute action, so their sum has it once a layer.
+    `activation_size` is what a layer keeps for its backward. Lost are the bytes across cuts, for
+    which a reader takes those kept; updates and optimizer state, spreads, memory, links, shared
+    parameters and the micro-batch. A node's description holds the layer's name.
+
+    Raises `CostError` for a device that is not in the table, or that cannot run a layer.
+    """
+    if device not in table.devices:
+        raise CostError(f"no costs for {device}; the table has {', '.join(table.devices)}")
+    nodes = []
+    for index, (layer, cost) in enumerate(
+        zip(table.layers, table.devices[device].layers, strict=True), start=1
+    ):
+        if cost.impossible:
+            why = f"{device} cannot run {layer.name}: {cost.reason or 'its time is infinite'}"
+            raise CostError(f"{why}; export another of {', '.join(table.devices)}")
+        # In brackets: readers drop nodes whose description begins with Input.
+        description = f"Layer({' '.join(layer.name.split())})"
+        nodes.append(
+            ProfileNode(
+                f"node{index}",
+                description,
+                cost.forward_s,
+                cost.backward_s,
+                layer.saved_nbytes,
+                layer.params_nbytes,
+            )
+        )
+    names = [node.name for node in nodes]
+    return ProfileGraph(tuple(nodes), tuple(pairwise(names)))

@@ -1,0 +1,112 @@
+"""Importers: other planners' JSON profiles as chains of layers. They need no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from hetpipe.cost.published import ChainCosts
+from hetpipe.cost.workloads import (
+    CURES,
+    FORWARD_SHARE,
+    Amount,
+    Latency,
+    OpenRecord,
+    is_piper,
+    piper_chain,
+    placement_chain,
+)
+from hetpipe.errors import CostError
+from hetpipe.records import Positive, Source, read_json
+
+
+@dataclass(frozen=True)
+class _MetisParameters(OpenRecord):
+    parameters_per_layer_bytes: tuple[Amount, ...]
+
+
+@dataclass(frozen=True)
+class _MetisModel(OpenRecord):
+    num_layers: Positive
+    parameters: _MetisParameters
+
+
+@dataclass(frozen=True)
+class _MetisTimes(OpenRecord):
+    layer_compute_total_ms: tuple[Amount, ...]  # of both passes
+
+
+@dataclass(frozen=True)
+class _MetisProfile(OpenRecord):
+    """One device at one tensor-parallel degree and batch size, which the file's name gives."""
+
+    model: _MetisModel
+    execution_time: _MetisTimes
+
+
+def read_chain(
+    path: Path,
+    *,
+    latency: Latency = "accelerator",
+    unit_s: float = 1e-3,
+    cut_nbytes: int | None = None,
+) -> ChainCosts:
+    """The layers of a JSON profile, whose form its content shows: one of
+
+    - device placement (`placement_chain`), of which `latency` names the device,
+    - Piper (`piper_chain`),
+    - Metis (Um et al., USENIX ATC 2024; README of SamsungLabs/Metis). Its times are for both
+      passes, and a third of them is the forward's. It does not say what crosses a cut: `cut_nbytes`
+      crosses each. It is also all that a layer keeps, since the file's memory is not divided into
+      parameters and activations.
+
+    `unit_s` are the seconds of a unit of time in the first two, which do not say it: milliseconds
+    in device placement's files and Piper's ResNet, seconds in Piper's BERT.
+
+    Raises `CostError` with the file and the place in it, and for arguments that do not fit it.
+    """
+    source = Source("the profile", CostError, str(path), CURES)
+    if latency not in get_args(Latency):
+        raise CostError(f"no latency {latency!r}; give one of {', '.join(get_args(Latency))}")
+    if not 0.0 < unit_s < math.inf:
+        raise CostError(f"a unit of time is {unit_s} seconds; give a finite number above 0")
+    data = read_json(path, CostError)
+    if isinstance(data, dict) and "execution_time" in data:
+        return _metis_chain(source, data, cut_nbytes)
+    if not (isinstance(data, dict) and "nodes" in data):
+        why = "has neither nodes nor execution_time; give one of device placement, Piper or Metis"
+        raise source.fault((), why)
+    if cut_nbytes is not None:
+        raise source.fault((), "has the bytes of its edges; leave cut_nbytes out")
+    if is_piper(data):
+        return piper_chain(source, data, unit_s)
+    return placement_chain(source, data, latency, unit_s)
+
+
+def _metis_chain(source: Source, data: Any, cut_nbytes: int | None) -> ChainCosts:
+    profile = source.record(_MetisProfile, data)
+    count = profile.model.num_layers
+    times_ms = profile.execution_time.layer_compute_total_ms
+    params_nbytes = profile.model.parameters.parameters_per_layer_bytes
+    for place, entries in (
+        (("execution_time", "layer_compute_total_ms"), times_ms),
+        (("model", "parameters", "parameters_per_layer_bytes"), params_nbytes),
+    ):
+        if len(entries) != count:
+            why = f"has {len(entries)} entries, model.num_layers is {count}: give one each"
+            raise source.fault(place, why)
+    if cut_nbytes is None:
+        why = "does not say what crosses a cut; give cut_nbytes, the product of"
+        raise source.fault((), f"{why} batch, sequence, hidden size and bytes of a value")
+    if cut_nbytes < 0:
+        raise CostError(f"cut_nbytes is {cut_nbytes}; give 0 or more")
+    return ChainCosts(
+        names=tuple(f"layer{index}" for index in range(count)),
+        forward_s=tuple(FORWARD_SHARE * 1e-3 * time_ms for time_ms in times_ms),
+        backward_s=tuple((1 - FORWARD_SHARE) * 1e-3 * time_ms for time_ms in times_ms),
+        activation_nbytes=(cut_nbytes,) * count,
+        params_nbytes=tuple(map(math.ceil, params_nbytes)),
+        cut_nbytes=(*(cut_nbytes,) * (count - 1), 0),
+    )

@@ -1,0 +1,323 @@
+"""Workloads to be placed on devices, as two papers' JSON has them. They need no torch.
+
+- Device placement (Tarnawski et al., NeurIPS 2020): forward and backward nodes, and edges.
+- Piper (Tarnawski et al., NeurIPS 2021): nodes with times by tensor-parallel degree, and edges.
+
+Their fields are described by the READMEs of msr-fiddle/dnn-partitioning and msr-fiddle/piper,
+without the unit of time: milliseconds in most published files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from hetpipe.cost.published import ChainCosts, ProfileGraph, ProfileNode
+from hetpipe.records import Count, Entries, Number, Source, Whole
+
+Latency = Literal["accelerator", "cpu"]
+"""Whose time of a node counts; the files call any accelerator an FPGA."""
+
+FORWARD_SHARE = 1 / 3
+"""The forward's part of a time for both passes: a backward has twice its matrix products."""
+CURES = {
+    "edges.size": "write the bytes that cross the edge",
+    "edges.communicationCost": "write the bytes that cross the edge",
+}
+"""What to do where a value is wrong or missing, by its place."""
+
+Amount = Annotated[float, Number(most=1e18)]  # units of time or bytes
+
+
+class OpenRecord:
+    """A record that leaves keys unread: the files carry notes for their own planners."""
+
+    __pydantic_config__: ClassVar[Mapping[str, str]] = {"extra": "ignore"}
+
+
+@dataclass(frozen=True)
+class _Edge(OpenRecord):
+    sourceId: Count
+    destId: Count
+
+
+@dataclass(frozen=True)
+class _SizedEdge(_Edge):
+    size: Amount
+
+    @property
+    def nbytes(self) -> int:
+        return math.ceil(self.size)
+
+
+@dataclass(frozen=True)
+class _Node(OpenRecord):
+    id: Count
+    supportedOnFpga: bool
+    cpuLatency: Amount
+    fpgaLatency: Amount
+    isBackwardNode: bool
+    size: Amount
+    colorClass: Annotated[int, Whole(-(2**63))] | None = None
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class _Workload(OpenRecord):
+    """Nodes and edges in the order of the file."""
+
+    nodes: Annotated[tuple[_Node, ...], Entries(1)]
+    edges: tuple[_SizedEdge, ...]
+
+
+@dataclass(frozen=True)
+class _PiperEdge(_Edge):
+    communicationCost: Amount
+
+    @property
+    def nbytes(self) -> int:
+        return math.ceil(self.communicationCost)
+
+
+@dataclass(frozen=True)
+class _PiperCosts(OpenRecord):
+    timePerSample: Amount  # of both passes
+    parameterSize: Amount
+    memoryUsageA: Amount  # kept per micro-batch in flight
+
+
+@dataclass(frozen=True)
+class _PiperNode(OpenRecord):
+    id: Count
+    TMPCs: dict[str, Annotated[tuple[_PiperCosts, ...], Entries(1)]]  # by tensor-parallel degree
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class _PiperWorkload(OpenRecord):
+    """Nodes and edges in the order of the file."""
+
+    nodes: Annotated[tuple[_PiperNode, ...], Entries(1)]
+    edges: tuple[_PiperEdge, ...]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    forward_s: float
+    backward_s: float
+    output_nbytes: int
+    saved_nbytes: int
+    params_nbytes: int
+
+
+def is_piper(data: Mapping[str, Any]) -> bool:
+    """Whether a workload in JSON is Piper's, not device placement's."""
+    nodes = data["nodes"]
+    return isinstance(nodes, list) and any(isinstance(n, dict) and "TMPCs" in n for n in nodes)
+
+
+def piper_chain(source: Source, data: Any, unit_s: float) -> ChainCosts:
+    """A workload of Piper: of each node the fastest costs without tensor parallelism.
+
+    Times are for both passes, and a third of them is the forward's. Raises `CostError`.
+    """
+    workload = source.record(_PiperWorkload, data)
+    _check_ids(source, workload.nodes, workload.edges)
+    output_nbytes = _outputs(workload.edges)
+    layers = {}
+    for index, node in enumerate(workload.nodes):
+        if "1" not in node.TMPCs:
+            why = f"has the degrees {', '.join(node.TMPCs) or 'none'}; give the costs of degree 1"
+            raise source.fault(("nodes", index, "TMPCs"), why)
+        costs = min(node.TMPCs["1"], key=lambda costs: costs.timePerSample)
+        layers[node.id] = _Layer(
+            FORWARD_SHARE * unit_s * costs.timePerSample,
+            (1 - FORWARD_SHARE) * unit_s * costs.timePerSample,
+            output_nbytes.get(node.id, 0),
+            math.ceil(costs.memoryUsageA),
+            math.ceil(costs.parameterSize),
+        )
+    return _chain(source, _names(workload.nodes), layers, dict(enumerate(workload.edges)))
+
+
+def placement_chain(source: Source, data: Any, latency: Latency, unit_s: float) -> ChainCosts:
+    """A workload of training of device placement: a layer is a forward node.
+
+    A backward node's time goes to the forward nodes of its colour class in proportion to theirs;
+    without such a class, to the nearest node's. A node that takes no time and reads nothing is a
+    parameter, and part of its first reader. Where such nodes have bytes, those are all parameters
+    and other nodes keep theirs for the backward; else a node's bytes beyond its output are its
+    parameters. That a class stays on one device is lost. Nodes that load data are layers like
+    others, for the file does not mark them. Raises `CostError`.
+    """
+    workload = source.record(_Workload, data)
+    _check_ids(source, workload.nodes, workload.edges)
+    _check_passes(source, workload)
+    if latency == "accelerator":
+        for index, node in enumerate(workload.nodes):
+            if not node.supportedOnFpga:
+                why = 'is not supported on the accelerator; read it with latency="cpu"'
+                raise source.fault(("nodes", index), why)
+    times_s = {
+        node.id: unit_s * (node.fpgaLatency if latency == "accelerator" else node.cpuLatency)
+        for node in workload.nodes
+    }
+    forward = {node.id: node for node in workload.nodes if not node.isBackwardNode}
+    edges = {index: edge for index, edge in enumerate(workload.edges) if edge.destId in forward}
+    owners = _owners(forward, edges.values())
+    backward_s = _backward_times(source, workload, owners, times_s)
+    output_nbytes = _received_gradients(workload) | _outputs(workload.edges)
+    own_params = dict.fromkeys(forward, 0)
+    for id, owner in owners.items():
+        if owner != id:
+            own_params[owner] += math.ceil(forward[id].size)
+    apart = any(own_params.values())  # parameters have nodes of their own
+    layers = {}
+    for id, node in forward.items():
+        if owners[id] != id:
+            continue
+        output, held = output_nbytes.get(id, 0), math.ceil(node.size)
+        saved = max(held, output) if apart else output
+        params = own_params[id] if apart else max(held - output, 0)
+        layers[id] = _Layer(times_s[id], backward_s[id], output, saved, params)
+    kept = {index: edge for index, edge in edges.items() if edge.sourceId in layers}
+    return _chain(source, _names(workload.nodes), layers, kept)
+
+
+def _owners(forward: Mapping[int, _Node], edges: Collection[_SizedEdge]) -> dict[int, int]:
+    """Forward nodes -> the layers that they are part of: themselves, but for parameters."""
+    owners = {id: id for id in forward}
+    readers = {edge.destId for edge in edges}
+    places = {id: place for place, id in enumerate(forward)}
+    for edge in sorted(edges, key=lambda edge: places[edge.destId], reverse=True):
+        writer = forward[edge.sourceId]
+        if writer.cpuLatency == writer.fpgaLatency == 0 and writer.id not in readers:
+            owners[writer.id] = edge.destId
+    return owners
+
+
+def _backward_times(
+    source: Source, workload: _Workload, owners: Mapping[int, int], times_s: Mapping[int, float]
+) -> dict[int, float]:
+    """Seconds of the layers' backwards."""
+    classes: dict[int | None, dict[int, None]] = {}
+    for node in workload.nodes:
+        if not node.isBackwardNode and node.colorClass is not None:
+            classes.setdefault(node.colorClass, {})[owners[node.id]] = None
+    layers_of: dict[int, tuple[int, ...]] = {id: (owner,) for id, owner in owners.items()}
+    backward = {n.id: n for n in workload.nodes if n.isBackwardNode}
+    layers_of |= {
+        id: tuple(classes[node.colorClass])
+        for id, node in backward.items()
+        if node.colorClass in classes
+    }
+    while backward.keys() - layers_of.keys():
+        near: dict[int, tuple[int, ...]] = {}
+        for edge in workload.edges:
+            for id, other in ((edge.sourceId, edge.destId), (edge.destId, edge.sourceId)):
+                if id not in layers_of and other in layers_of:
+                    near.setdefault(id, layers_of[other])
+        if not near:
+            index = next(i for i, n in enumerate(workload.nodes) if n.id not in layers_of)
+            why = "is a backward node of no forward node; give it the colorClass of one"
+            raise source.fault(("nodes", index), why)
+        layers_of |= near
+    backward_s = dict.fromkeys(owners.values(), 0.0)
+    for id in backward:
+        weights = [times_s[layer] for layer in layers_of[id]]
+        if not any(weights):
+            weights = [1.0] * len(weights)
+        for layer, weight in zip(layers_of[id], weights, strict=True):
+            backward_s[layer] += times_s[id] * weight / sum(weights)
+    return backward_s
+
+
+def _outputs(edges: Iterable[_SizedEdge | _PiperEdge]) -> dict[int, int]:
+    """The bytes that a node writes: all its edges carry the same."""
+    output_nbytes: dict[int, int] = {}
+    for edge in edges:
+        output_nbytes[edge.sourceId] = max(output_nbytes.get(edge.sourceId, 0), edge.nbytes)
+    return output_nbytes
+
+
+def _received_gradients(workload: _Workload) -> dict[int, int]:
+    """The bytes of the gradients that the backward of a node's class reads.
+
+    They are those of the output of a forward node that nobody reads.
+    """
+    nodes = {node.id: node for node in workload.nodes}
+    by_class: dict[int | None, int] = {}
+    for edge in workload.edges:
+        writer, reader = nodes[edge.sourceId], nodes[edge.destId]
+        if writer.isBackwardNode and writer.colorClass != reader.colorClass:
+            nbytes = max(by_class.get(reader.colorClass, 0), edge.nbytes)
+            by_class[reader.colorClass] = nbytes
+    return {
+        node.id: by_class[node.colorClass]
+        for node in workload.nodes
+        if node.colorClass is not None and node.colorClass in by_class
+    }
+
+
+def _check_ids(source: Source, nodes: Sequence[_Node | _PiperNode], edges: Sequence[_Edge]) -> None:
+    places: dict[int, int] = {}
+    for index, node in enumerate(nodes):
+        if node.id in places:
+            why = f"has the id {node.id} of nodes.{places[node.id]}; give each node its own"
+            raise source.fault(("nodes", index), why)
+        places[node.id] = index
+    for index, edge in enumerate(edges):
+        for id in (edge.sourceId, edge.destId):
+            if id not in places:
+                raise source.fault(("edges", index), f"names {id}, which is the id of no node")
+
+
+def _check_passes(source: Source, workload: _Workload) -> None:
+    backward = {node.id for node in workload.nodes if node.isBackwardNode}
+    if len(backward) in (0, len(workload.nodes)):
+        which = "backward" if not backward else "forward"
+        why = f"has no {which} node among {len(workload.nodes)}; give a workload of training"
+        raise source.fault((), why)
+    for index, edge in enumerate(workload.edges):
+        if edge.sourceId in backward and edge.destId not in backward:
+            why = f"goes from the backward node {edge.sourceId} to the forward node {edge.destId}"
+            raise source.fault(("edges", index), f"{why}; turn it round")
+
+
+def _names(nodes: Sequence[_Node | _PiperNode]) -> dict[int, str]:
+    """Names without spaces by id; with their ids if some are the same."""
+    names = {node.id: "_".join(node.name.split()) or f"node{node.id}" for node in nodes}
+    if len(set(names.values())) == len(names):
+        return names
+    return {id: f"{name}.{id}" for id, name in names.items()}
+
+
+def _chain(
+    source: Source,
+    names: Mapping[int, str],
+    layers: Mapping[int, _Layer],
+    edges: Mapping[int, _Edge],
+) -> ChainCosts:
+    """The chain of the layers in the order of `ProfileGraph`; edges by their place in the file."""
+    places = {(names[e.sourceId], names[e.destId]): place for place, e in edges.items()}
+    nodes = (
+        ProfileNode(
+            names[id],
+            "",
+            layer.forward_s,
+            layer.backward_s,
+            layer.output_nbytes,
+            layer.params_nbytes,
+        )
+        for id, layer in layers.items()
+    )
+    graph = ProfileGraph(tuple(nodes), tuple(places))
+    if circle := graph.circle():
+        path = " -> ".join((circle[0][0], *(reader for _, reader in circle)))
+        last = max(places[edge] for edge in circle)
+        raise source.fault(("edges", last), f"closes a circle, {path}; remove it")
+    chain = graph.chain()
+    saved_nbytes = {names[id]: layer.saved_nbytes for id, layer in layers.items()}
+    return replace(chain, activation_nbytes=tuple(saved_nbytes[name] for name in chain.names))
