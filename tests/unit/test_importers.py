@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from hetpipe.cluster import Cluster
 from hetpipe.cost.exporter import graph_of
 from hetpipe.cost.importers import read_chain
 from hetpipe.cost.published import read_profile, write_profile
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost
 from hetpipe.errors import CostError
+from hetpipe.study import of_file
 
 DATA = Path(__file__).parents[1] / "data" / "importers"
 MILLI = 1e-3
@@ -239,6 +241,27 @@ def test_inference_has_no_backward(tmp_path):
     path.write_text(json.dumps(data), encoding="utf-8")
     with pytest.raises(CostError, match="no backward node among 4; give a workload of training"):
         read_chain(path)
+
+
+def test_a_workload_has_a_forward_node(tmp_path):
+    changes = [("nodes", index, "isBackwardNode", True) for index in range(4)]
+    with pytest.raises(CostError, match="no forward node among 8"):
+        read_chain(changed(tmp_path, "layers.json", *changes))
+
+
+def test_studies_hand_on_what_the_file_does_not_say():
+    cluster = Cluster.published("pipedream-a")
+    metis = of_file(DATA / "metis.json", 2, 8, "v100-pcie-16", cut_nbytes=160)
+    assert [layer.cut_nbytes for layer in metis.costs(cluster, [2])[2].layers] == [160, 160, 0]
+    path = DATA / "piper.json"
+    quick, slow = (
+        of_file(path, 2, 8, "v100-pcie-16", unit_s=unit_s).costs(cluster, [2])[2]
+        for unit_s in (1e-3, 1.0)
+    )
+    device = cluster.ids[0]
+    launch_s = slow.devices[device].overhead_s
+    times_s = [costs.forward_s(device, 0, 3) - launch_s for costs in (quick, slow)]
+    assert times_s[1] == pytest.approx(1000 * times_s[0])
 
 
 def test_a_backward_node_of_no_forward_node_is_named(tmp_path):
