@@ -128,7 +128,7 @@ def test_a_plan_is_kept_and_trained(home: Path) -> None:
     assert min(report["peak_nbytes"]) > 0
     assert json.loads((home / "step.json").read_text())["traceEvents"]
     assert report["version"] == 1
-    assert report["plan"] == plan
+    assert report["plan"] == kept
     assert len(report["losses"]) == 60
     assert report["losses"][:20] == pytest.approx(report["torch_losses"], rel=1e-4)
     assert report["max_loss_rel_diff"] < 1e-4
