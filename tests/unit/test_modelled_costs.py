@@ -73,6 +73,20 @@ class TestRoofline:
         assert (found.matrix, found.memory) == (gpu.V100.matrix, gpu.V100.memory)
         assert found.error == pytest.approx(gpu.V100.error, abs=0.001)
 
+    def test_on_a_model_left_out_the_error_is_larger(self, data: Path) -> None:
+        """Calibrated by VGG-16 and AlexNet, the median layer of ResNet-50 is off by 50 %."""
+        folder = data / "profiles" / "pipedream"
+        measured = [
+            pair
+            for name, samples in (("vgg16", 128), ("alexnet", 256))
+            for pair in published_kernels(folder / f"{name}.txt", samples)
+        ]
+        others = list(published_kernels(folder / "resnet50.txt", 128))
+        shares = gpu.calibrate(board("v100-pcie-16"), measured, others)
+        print(f"V100 without ResNet-50: {shares}, {len(measured)} and {len(others)} layers")
+        assert shares.error == pytest.approx(0.50, abs=0.01)
+        assert shares.error > gpu.V100.error
+
 
 def published_kernels(path: Path, samples: int) -> Iterator[tuple[Kernel, float]]:
     """The forwards of 0.1 ms and more of a profile, with operations by their descriptions."""

@@ -11,6 +11,7 @@ from hetpipe.cluster.cluster import Cluster, Link
 from hetpipe.cost.published import read_profile
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import PlanError
+from hetpipe.papers.fpga import table6
 from hetpipe.papers.reproduced.gnmt import Gnmt
 from hetpipe.papers.reproduced.table import Row, expected
 from hetpipe.plan.plan import Plan
@@ -261,4 +262,4 @@ def _listed(layers: Sequence[int]) -> str:
     return ", ".join(map(str, layers))
 
 
-TABLES = {"3": speedups, "4": largest_gnmt}
+TABLES = {"3": speedups, "4": largest_gnmt, "6": table6}

@@ -23,7 +23,7 @@ DATA = "HETPIPE_DATA"
 PAPERS: dict[str, tuple[str, ...]] = {
     "pipedream": ("plans",),
     "dapple": ("3", "7"),
-    "bapipe": ("3", "4"),
+    "bapipe": ("3", "4", "6"),
     "pipeoptim": ("5",),
 }
 """The tables of each paper, by their numbers or names."""

@@ -1,0 +1,273 @@
+"""BaPipe's table 6: ResNet-50 on FPGA boards, a pipeline beside data parallelism.
+
+The shapes are those of PipeDream's profile of ResNet-50; numbers are of 16 bits. Convolutions and
+the last layer count, with three products of equal size: forward, error, and weights' gradient; the
+first layer has no error. All else follows from their streams without time of its own. Updates are
+not counted.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.costs import link_costs
+from hetpipe.cost.board import Board, board
+from hetpipe.cost.fpga import MEMORY_SHARE, LayerShape, Rates, stage_s, throughput
+from hetpipe.cost.published import ProfileNode, read_profile
+from hetpipe.papers.reproduced.table import Row, expected
+from hetpipe.plan.shares import divided
+from hetpipe.schedule.generators import generate
+from hetpipe.simulate import StageTimes, Transfer, simulate
+from hetpipe.simulate.times import ring_s
+
+CLUSTERS = {
+    "4 vcu118": "bapipe-4-vcu118",
+    "2 vcu129 + 2 vcu118": "bapipe-2-vcu129-2-vcu118",
+    "4 vcu129": "bapipe-4-vcu129",
+}
+"""The published cluster of each row."""
+PROFILED = 128
+"""Samples of the profile, whose numbers have 4 bytes."""
+NBYTES, DTYPE = 2, "float16"
+MINI_BATCH = 128
+"""Micro-batches of one sample."""
+SLICES = 8
+"""Slices of output channels of a layer; a cut may lie between two (BaPipe, section 3.3.2)."""
+PRECISION = 1e-4
+"""Of the slowest stage, relative, in the search for cuts."""
+IMAGE = 3 * 224 * 224
+_CONVOLUTION = re.compile(r"Conv2d\((\d+), (\d+), kernel_size=\((\d+), (\d+)\)")
+_LINEAR = re.compile(r"Linear\(in_features=(\d+), out_features=(\d+)")
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """How much of a board a simulated design uses.
+
+    `efficiency` is the share of cycles in which its DSPs work (None: what the board's file says),
+    `memory_share` that of the memory's bandwidth.
+    """
+
+    name: str
+    efficiency: float | None
+    memory_share: float
+
+    def rates(self, of: Board) -> Rates:
+        """The rates of a board's layers."""
+        assert of.fabric is not None  # the clusters are of FPGAs
+        efficiency = of.fabric.efficiency if self.efficiency is None else self.efficiency
+        return Rates(
+            throughput(of.fabric, DTYPE, of.fabric.usable * efficiency),
+            of.memory_Bps * self.memory_share,
+            of.fabric.on_chip_nbytes,
+        )
+
+
+IDEAL = Assumption("all cycles useful", 1.0, 1.0)
+CALIBRATED = Assumption("as measured products", None, MEMORY_SHARE)
+
+
+@dataclass(frozen=True)
+class Network:
+    """The layers of a network for one sample; `cut_nbytes[n]` crosses a cut before layer n."""
+
+    layers: tuple[LayerShape, ...]
+    cut_nbytes: tuple[float, ...]
+
+    @property
+    def params_nbytes(self) -> float:
+        """Bytes of all weights."""
+        return sum(layer.params_nbytes for layer in self.layers)
+
+    def sliced(self, count: int) -> Network:
+        """Each layer as so many slices of its output channels.
+
+        A cut inside a layer carries its input and the part of the output that is there. The input
+        is kept once, a part with each slice.
+        """
+        layers = [
+            LayerShape(*(value / count for value in vars(layer).values()))
+            for layer in self.layers
+            for _ in range(count)
+        ]
+        following = [*self.cut_nbytes[1:], 0.0]
+        cuts = [
+            before + part * after / count
+            for before, after in zip(self.cut_nbytes, following, strict=True)
+            for part in range(count)
+        ]
+        return Network(tuple(layers), tuple(cuts))
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """Seconds of a mini-batch on a cluster: the pipeline's, and data parallelism's.
+
+    Data parallelism divides the samples by the boards' speeds, or evenly.
+    """
+
+    pipeline_s: float
+    by_speed_s: float
+    evenly_s: float
+
+    @property
+    def by_speed(self) -> float:
+        """The pipeline's speed-up where samples are divided by speed."""
+        return self.by_speed_s / self.pipeline_s
+
+    @property
+    def evenly(self) -> float:
+        """The pipeline's speed-up where samples are divided evenly."""
+        return self.evenly_s / self.pipeline_s
+
+
+def table6(data: Path) -> tuple[str, list[Row]]:
+    """The title and the rows of table 6; `data` is the folder of published profiles and figures."""
+    figures = expected(data, "bapipe")["resnet50_batch_time_speedup_over_dp"]
+    network = resnet50(data)
+    rows = []
+    for key, figure in figures.items():
+        cluster = Cluster.published(CLUSTERS[key])
+        by = {each.name: speedup(network, cluster, each) for each in (IDEAL, CALIBRATED)}
+        ours = ", ".join(f"{name} {each.by_speed:.2f}x" for name, each in by.items())
+        note = "the gain is of weights on the chip, which weigh more the faster the DSPs are"
+        if len({member.board for member in cluster.members}) > 1:
+            other = replace(cluster, members=cluster.members[::-1])
+            turned = [speedup(network, other, each).by_speed for each in (IDEAL, CALIBRATED)]
+            note = (
+                f"with the smaller boards first {turned[0]:.2f}x and {turned[1]:.2f}x; the samples "
+                f"of data parallelism are divided by speed: evenly, the smaller boards hold it up, "
+                f"and the pipeline gains {by[IDEAL.name].evenly:.2f}x"
+            )
+        rows.append(Row(key, f"{figure:.2f}x", ours, note))
+    return (
+        "Speed-up of FBP-AS over data parallelism, ResNet-50 in float16, 128 samples one at a "
+        "time. A pipeline's stages keep weights, gradients and features on the chip as far as they "
+        "fit; data parallelism streams weights and gradients through the memory, layer by layer, "
+        "and sums gradients in a ring. Two assumptions, as the paper gives neither clock nor "
+        "efficiency: every usable DSP works in every cycle and the memory has its data sheet's "
+        "rate, or both are those of measured matrix products",
+        rows,
+    )
+
+
+def resnet50(data: Path) -> Network:
+    """ResNet-50 by the node descriptions of PipeDream's profile."""
+    profile = read_profile(data / "profiles" / "pipedream" / "resnet50.txt").without_inputs()
+    chain = profile.chain()
+    by_name = {node.name: node for node in profile.nodes}
+    writer_of = {reader: writer for writer, reader in profile.edges}
+    layers: list[LayerShape] = []
+    cuts: list[float] = []
+    for place, name in enumerate(chain.names):
+        node = by_name[name]
+        weights, operations = _weights_and_operations(node)
+        if not weights:
+            continue
+        inputs = _numbers(by_name[writer_of[name]]) if name in writer_of else IMAGE
+        backward = 2 * operations if layers else operations  # the first one has no error to send on
+        layers.append(LayerShape(operations, backward, weights * NBYTES, inputs * NBYTES))
+        cuts.append(chain.cut_nbytes[place - 1] * NBYTES / 4 / PROFILED if place else 0.0)
+    return Network(tuple(layers), tuple(cuts))
+
+
+def _weights_and_operations(node: ProfileNode) -> tuple[int, float]:
+    """Weights, and operations of one product for one sample; zeros for all other nodes."""
+    if convolution := _CONVOLUTION.match(node.description):
+        inputs, outputs, height, width = map(int, convolution.groups())
+        filter_size = inputs * height * width
+        return outputs * filter_size, 2 * _numbers(node) * filter_size
+    if linear := _LINEAR.match(node.description):
+        weights = int(linear[1]) * int(linear[2])
+        return weights, 2.0 * weights
+    return 0, 0.0
+
+
+def _numbers(node: ProfileNode) -> float:
+    """Numbers that a node's output has for one sample."""
+    return node.activation_nbytes / 4 / PROFILED
+
+
+def speedup(network: Network, cluster: Cluster, assumption: Assumption) -> Speedup:
+    """A mini-batch on a chain of boards, as a pipeline and in data parallelism."""
+    rates = [assumption.rates(board(member.board)) for member in cluster.members]
+    links = link_costs(cluster)
+    between = [links[pair] for pair in zip(cluster.ids, cluster.ids[1:], strict=False)]
+    sliced = network.sliced(SLICES)
+    cuts = balanced(sliced.layers, rates)
+    ends = [0, *cuts, len(sliced.layers)]
+    passes = [
+        stage_s(sliced.layers[lo:hi], each, in_flight(stage, len(rates)))
+        for stage, (lo, hi, each) in enumerate(zip(ends, ends[1:], rates, strict=False))
+    ]
+    hops = tuple(
+        Transfer(link.latency_s, sliced.cut_nbytes[cut] / link.bandwidth_Bps)
+        for cut, link in zip(cuts, between, strict=True)
+    )
+    forward_s, backward_s = zip(*passes, strict=True)
+    chunks = (math.inf,) * len(rates)
+    times = StageTimes(forward_s, backward_s, (), hops, hops, chunks=chunks)
+    pipeline_s = simulate(generate("fbp", len(rates), MINI_BATCH), times).step_s
+
+    samples_s = [sum(stage_s(network.layers, each, 1, weights_on_chip=False)) for each in rates]
+    slowest = min(link.bandwidth_Bps for link in between)
+    sum_s = ring_s(len(rates), round(network.params_nbytes), 0.0, slowest)
+    by_speed = divided(MINI_BATCH, [1 / each_s for each_s in samples_s])
+    busy_s = max(count * each_s for count, each_s in zip(by_speed, samples_s, strict=True))
+    evenly_s = MINI_BATCH / len(rates) * max(samples_s)
+    return Speedup(pipeline_s, busy_s + sum_s, evenly_s + sum_s)
+
+
+def in_flight(stage: int, stages: int) -> int:
+    """Micro-batches that a stage of FBP-AS keeps (BaPipe, table 1)."""
+    return 2 * (stages - stage)
+
+
+def balanced(layers: Sequence[LayerShape], rates: Sequence[Rates]) -> tuple[int, ...]:
+    """Cuts with the lowest slowest stage, by bisection on it to a relative `PRECISION`.
+
+    A stage's time grows with its layers, so each takes as many as it can. Prefix sums do not give
+    that time, as the layers of a stage share the chip.
+    """
+    depth = in_flight(0, len(rates))
+    shortest_s, longest_s = 0.0, max(sum(stage_s(layers, each, depth)) for each in rates)
+    cuts = _filled(layers, rates, longest_s)
+    while longest_s - shortest_s > PRECISION * longest_s:
+        limit_s = (shortest_s + longest_s) / 2
+        trial = _filled(layers, rates, limit_s)
+        if trial is None:
+            shortest_s = limit_s
+        else:
+            cuts, longest_s = trial, limit_s
+    assert cuts is not None  # the longest time is enough for all layers on any board
+    return cuts
+
+
+def _filled(
+    layers: Sequence[LayerShape], rates: Sequence[Rates], limit_s: float
+) -> tuple[int, ...] | None:
+    """Cuts after which no stage takes longer; None if there are none. Each stage has a layer."""
+    cuts = [0]
+    for stage, each in enumerate(rates):
+        taken = _taken(layers[cuts[-1] :], each, in_flight(stage, len(rates)), limit_s)
+        rest = len(rates) - 1 - stage
+        taken = min(taken, len(layers) - rest - cuts[-1])
+        if not taken:
+            return None
+        cuts.append(cuts[-1] + taken)
+    return tuple(cuts[1:-1]) if cuts[-1] == len(layers) else None
+
+
+def _taken(layers: Sequence[LayerShape], rates: Rates, depth: int, limit_s: float) -> int:
+    """How many of the first layers a stage can have within a time."""
+
+    def seconds(count: int) -> float:
+        return sum(stage_s(layers[:count], rates, depth))
+
+    return bisect_right(range(1, len(layers) + 1), limit_s, key=seconds)
