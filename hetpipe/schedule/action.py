@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -81,7 +82,7 @@ class Message(NamedTuple):
     number: int  # micro-batch, or mini-batch; 0 for G and P
 
 
-_ENDS: dict[Op, tuple[str, int | None, int | None]] = {
+ENDS: dict[Op, tuple[str, int | None, int | None]] = {
     Op.SEND_FORWARD: ("F", 0, 1),
     Op.RECV_FORWARD: ("F", -1, 0),
     Op.SEND_BACKWARD: ("B", 0, -1),
@@ -111,7 +112,7 @@ class Action:
     @property
     def message(self) -> Message | None:
         """The message that the action sends or receives; None if it does neither."""
-        ends = _ENDS.get(self.op)
+        ends = ENDS.get(self.op)
         if ends is None:
             return None
         kind, source, target = ends
@@ -143,7 +144,7 @@ def _check_size(text: str, part: str, digits: str, most: int) -> None:
         raise ScheduleError(f"{short(text)}: its {part} is {short(digits)}, above {most}")
 
 
-Schedule = tuple[tuple[Action, ...], ...]
+Schedule = Sequence[tuple[Action, ...]]
 """Per worker, its actions in order. Worker n does stage n if each worker has one stage.
 
 A worker with several lanes (`hetpipe.schedule.lanes`) has several rows.

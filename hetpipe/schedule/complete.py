@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import Action, Op
+from hetpipe.schedule.codes import CODES, are
+from hetpipe.schedule.columns import Columns
 
 Tied = Sequence[tuple[int, Sequence[int]]]
 """Parameters that stages share: (owner stage, the other stages)."""
@@ -14,7 +18,14 @@ Tied = Sequence[tuple[int, Sequence[int]]]
 Pair = tuple[int, int]  # owner and another stage
 
 WEIGHTS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)  # an update waits for them
-PASSES = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT)  # they read and make cut tensors
+
+LAST = (
+    Op.ALL_REDUCE, Op.SEND_TIED_GRAD, Op.RECV_TIED_GRAD,
+    Op.UPDATE, Op.SEND_TIED_PARAM, Op.RECV_TIED_PARAM,
+)  # fmt: skip
+"""What comes after backwards, in this order."""
+OWNER = (Op.RECV_TIED_GRAD, Op.SEND_TIED_PARAM)
+OTHER = (Op.SEND_TIED_GRAD, Op.RECV_TIED_PARAM)
 
 
 def tied_pairs(stages: int, tied: Tied) -> list[Pair]:
@@ -27,32 +38,37 @@ def tied_pairs(stages: int, tied: Tied) -> list[Pair]:
 
 
 def flushed(
-    row: Sequence[Action], stages: int, pairs: Sequence[Pair], replicas: Sequence[int]
-) -> Iterator[Action]:
-    """A worker's passes with transfers and sums over replicas, its stages' updates at the end.
+    passes: Columns, stages: int, pairs: Sequence[Pair], replicas: Sequence[int]
+) -> Columns:
+    """The passes with transfers and sums over replicas, and with each stage's update at its end.
 
-    Sends come before receives on both sides of the updates: a worker may own one tied parameter
-    and borrow another.
+    A sum comes right after the last of its stage's backwards. Sends come before receives on both
+    sides of the updates: a worker may own one tied parameter and borrow another.
     """
-    yield from with_transfers([*_with_sums(row, replicas)], stages)
-    own = sorted({action.stage for action in row if action.op in WEIGHTS})
-    owned = [pair for stage in own for pair in pairs if pair[0] == stage]
-    borrowed = [pair for stage in own for pair in pairs if pair[1] == stage]
-    yield from (Action(other, Op.SEND_TIED_GRAD, owner) for owner, other in borrowed)
-    yield from (Action(owner, Op.RECV_TIED_GRAD, other) for owner, other in owned)
-    yield from (Action(stage, Op.UPDATE) for stage in own)
-    yield from (Action(owner, Op.SEND_TIED_PARAM, other) for owner, other in owned)
-    yield from (Action(other, Op.RECV_TIED_PARAM, owner) for owner, other in borrowed)
+    backwards = np.flatnonzero(are(passes.codes, WEIGHTS))[::-1]
+    own, latest = np.unique(passes.stages[backwards], return_index=True)
+    last = backwards[latest]  # of each stage
+    end = dict(zip(own.tolist(), passes.ends[passes.rows[last]].tolist(), strict=True))
+    added = [(place, LAST.index(Op.UPDATE), n, 0) for n, place in end.items()]
+    if replicas:
+        sums = zip(own.tolist(), last.tolist(), strict=True)
+        added += [(place + 1, 0, n, 0) for n, place in sums if replicas[n] > 1]
+    for here, there, ops in (
+        *((o, b, OWNER) for o, b in pairs),
+        *((b, o, OTHER) for o, b in pairs),
+    ):
+        added += [(end[here], LAST.index(op), here, there) for op in ops if here in end]
+    return with_transfers(_inserted(passes, sorted(added)), stages)
 
 
-def _with_sums(row: Sequence[Action], replicas: Sequence[int]) -> Iterator[Action]:
-    """Adds the sum over a stage's replicas right after the last of its backwards."""
-    last = {action.stage: action for action in row if action.op in WEIGHTS}
-    for action in row:
-        yield action
-        n = action.stage
-        if action == last.get(n) and replicas and replicas[n] > 1:
-            yield Action(n, Op.ALL_REDUCE)
+def _inserted(passes: Columns, added: Sequence[tuple[int, int, int, int]]) -> Columns:
+    """The passes with more actions: their places, indices of `LAST`, stages and numbers."""
+    if not added:
+        return passes
+    places, ops, *others = np.array(added).T
+    codes = np.array([CODES[op] for op in LAST])[ops]
+    rows = np.bincount(passes.rows[places - 1], minlength=len(passes))
+    return Columns(np.insert(passes.table, places, [codes, *others], axis=1), passes.lengths + rows)
 
 
 def with_updates(row: Sequence[Action], microbatches: int) -> Iterator[Action]:
@@ -67,18 +83,19 @@ def with_updates(row: Sequence[Action], microbatches: int) -> Iterator[Action]:
                 yield Action(action.stage, Op.UPDATE, mini_batch)
 
 
-def with_transfers(row: Sequence[Action], stages: int) -> Iterator[Action]:
+def with_transfers(passes: Columns, stages: int) -> Columns:
     """Adds a receive right before the pass that reads it, a send right after its own pass."""
-    for action in row:
-        if action.op not in PASSES:
-            yield action
-            continue
-        first, last = action.stage == 0, action.stage == stages - 1
-        forward = action.op is Op.FORWARD
-        if not (first if forward else last):
-            receive = Op.RECV_FORWARD if forward else Op.RECV_BACKWARD
-            yield Action(action.stage, receive, action.number)
-        yield action
-        if not (last if forward else first):
-            send = Op.SEND_FORWARD if forward else Op.SEND_BACKWARD
-            yield Action(action.stage, send, action.number)
+    forward = passes.codes == CODES[Op.FORWARD]
+    backward = are(passes.codes, (Op.BACKWARD, Op.BACKWARD_INPUT))
+    first, last = passes.stages == 0, passes.stages == stages - 1
+    receives, sends = forward & ~first | backward & ~last, forward & ~last | backward & ~first
+    counts = 1 + receives + sends
+    ends = np.cumsum(counts)
+    table = np.repeat(passes.table, counts, axis=1)
+    for own, receive, send in (
+        (forward, Op.RECV_FORWARD, Op.SEND_FORWARD),
+        (backward, Op.RECV_BACKWARD, Op.SEND_BACKWARD),
+    ):
+        table[0, (ends - counts)[own & receives]] = CODES[receive]
+        table[0, ends[own & sends] - 1] = CODES[send]
+    return Columns(table, np.diff(np.concatenate(([0], ends))[passes.ends], prepend=0))

@@ -10,10 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import Op, Schedule
 from hetpipe.schedule.asp import one_by_one
+from hetpipe.schedule.codes import are
+from hetpipe.schedule.columns import columns_of
 from hetpipe.schedule.complete import (
+    WEIGHTS,
     Pair,
     Tied,
     flushed,
@@ -117,7 +122,7 @@ def _generate(question: _Question, pairs: tuple[Pair, ...]) -> Schedule:
     microbatches, mini_batches = question.microbatches, question.mini_batches
     if rule.flushes:
         passes = question.passes(microbatches, question.in_flight)
-        schedule = tuple(tuple(flushed(row, stages, pairs, replicas)) for row in passes)
+        schedule = flushed(columns_of(passes), stages, pairs, replicas)
         validate(schedule, microbatches, question.in_flight)
         return schedule
     if pairs:
@@ -128,7 +133,7 @@ def _generate(question: _Question, pairs: tuple[Pair, ...]) -> Schedule:
         )
     take_turns = max(replicas, default=1) > 1
     rows = _in_turn(question) if take_turns else _updating(question)
-    schedule = tuple(tuple(with_transfers(row, stages)) for row in rows)
+    schedule = with_transfers(columns_of(rows), stages)
     in_turn_replicas = replicas if take_turns else ()
     validate(schedule, microbatches, question.in_flight, mini_batches, in_turn_replicas)
     return schedule
@@ -162,12 +167,10 @@ def max_in_flight(schedule: Schedule) -> list[int]:
     A backward in halves ends with the second, the gradients of the weights. If backwards are on
     another lane, a place is vacant once the forwards' lane has received word of it.
     """
-    laned = laned_stages(schedule)
-    waiting: dict[int, int] = {}
-    most: dict[int, int] = {}
-    for action in (action for row in schedule for action in row):
-        ends = (Op.RECV_VACANT,) if action.stage in laned else (Op.BACKWARD, Op.BACKWARD_WEIGHT)
-        change = (action.op is Op.FORWARD) - (action.op in ends)
-        waiting[action.stage] = waiting.get(action.stage, 0) + change
-        most[action.stage] = max(most.get(action.stage, 0), waiting[action.stage])
-    return [most[stage] for stage in sorted(most)]
+    columns = columns_of(schedule)
+    codes, by_stage = columns.codes, np.argsort(columns.stages, kind="stable")
+    in_lanes = np.isin(columns.stages, [*laned_stages(columns)])
+    ends = np.where(in_lanes, are(codes, (Op.RECV_VACANT,)), are(codes, WEIGHTS))
+    changes = (1 * are(codes, (Op.FORWARD,)) - ends)[by_stage]
+    parts = np.split(changes, np.flatnonzero(np.diff(columns.stages[by_stage])) + 1)
+    return [int(np.cumsum(part).max(initial=0)) for part in parts if len(part)]

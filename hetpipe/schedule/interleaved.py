@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+
+import numpy as np
 
 from hetpipe.errors import ScheduleError
-from hetpipe.schedule.action import Action, Op, Schedule
+from hetpipe.schedule.action import Op, Schedule
+from hetpipe.schedule.columns import Turns, in_turns
 
 
 def interleaved(
@@ -28,19 +31,14 @@ def interleaved(
                 f"interleaved needs a multiple of its {workers} workers, not {count} {name}; "
                 f"use {' or '.join(fitting)}"
             )
-    return tuple(tuple(_row(worker, workers, stages, microbatches)) for worker in range(workers))
-
-
-def _row(worker: int, workers: int, stages: int, microbatches: int) -> Iterator[Action]:
-    chunks = range(worker, stages, workers)
-    rounds = [range(first, first + workers) for first in range(0, microbatches, workers)]
-    forwards = [Action(n, Op.FORWARD, m) for round_ in rounds for n in chunks for m in round_]
-    backwards = [
-        Action(n, Op.BACKWARD, m) for round_ in rounds for n in reversed(chunks) for m in round_
-    ]
-    warm_up = min(2 * (workers - worker - 1) + stages - workers, len(forwards))
-    yield from forwards[:warm_up]
-    steady = len(forwards) - warm_up
-    for pair in zip(forwards[warm_up:], backwards[:steady], strict=True):
-        yield from pair
-    yield from backwards[steady:]
+    rows, times = np.arange(workers)[:, None], np.arange(stages // workers * microbatches)
+    chunks = times // workers % (stages // workers)
+    numbers = times // stages * workers + times % workers
+    warm_up = np.minimum(2 * (workers - rows - 1) + stages - workers, len(times))
+    return in_turns(
+        (
+            Turns(Op.FORWARD, -warm_up, rows + workers * chunks, numbers),
+            Turns(Op.BACKWARD, 0 * rows, rows + stages - workers * (1 + chunks), numbers),
+        ),
+        len(times),
+    )

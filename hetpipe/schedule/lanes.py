@@ -7,16 +7,20 @@ Rows that share such a stage are lanes of one worker.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from hetpipe.schedule.action import Op, Schedule
+from hetpipe.schedule.codes import are
+from hetpipe.schedule.columns import columns_of
 
 HAND_OVERS = (Op.SEND_KEPT, Op.RECV_KEPT, Op.SEND_VACANT, Op.RECV_VACANT)
 
 
 def laned_stages(schedule: Schedule) -> set[int]:
     """The stages whose micro-batches are handed over between lanes."""
-    return {a.stage for row in schedule for a in row if a.op in HAND_OVERS}
+    columns = columns_of(schedule)
+    return set(columns.stages[are(columns.codes, HAND_OVERS)].tolist())
 
 
 def row_workers(schedule: Schedule) -> tuple[int, ...]:
@@ -36,15 +40,17 @@ def row_workers(schedule: Schedule) -> tuple[int, ...]:
 
 def worker_rows(schedule: Schedule) -> list[tuple[int, ...]]:
     """Per worker, its rows: one, or one per lane."""
-    at = row_workers(schedule)
-    return [tuple(row for row, w in enumerate(at) if w == worker) for worker in sorted(set(at))]
+    rows: dict[int, list[int]] = defaultdict(list)
+    for row, worker in enumerate(row_workers(schedule)):
+        rows[worker].append(row)
+    return [tuple(rows[worker]) for worker in sorted(rows)]
 
 
 def row_names(schedule: Schedule, workers: Sequence[str] = ()) -> tuple[str, ...]:
     """Per row, the name of its worker (default `worker 0`), and its lane if there are several."""
-    at = row_workers(schedule)
-    return tuple(
-        (workers[worker] if workers else f"worker {worker}")
-        + (f" lane {at[:row].count(worker)}" if at.count(worker) > 1 else "")
-        for row, worker in enumerate(at)
-    )
+    names = {}
+    for worker, rows in enumerate(worker_rows(schedule)):
+        for lane, row in enumerate(rows):
+            name = workers[worker] if workers else f"worker {worker}"
+            names[row] = name + (f" lane {lane}" if len(rows) > 1 else "")
+    return tuple(names[row] for row in sorted(names))

@@ -5,10 +5,13 @@ Stage n starts with K_n forwards, then one backward, one forward, ...
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+
+import numpy as np
 
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import Action, Op, Schedule
+from hetpipe.schedule.columns import Turns, in_turns
 
 
 def naive(stages: int, microbatches: int, in_flight: Sequence[int] | None = None) -> Schedule:
@@ -52,9 +55,14 @@ def one_f_one_b(stages: int, microbatches: int, in_flight: Sequence[int] | None 
     `in_flight`. min(2(N-n)-1, M) (P_B) hides transfers and keeps about twice as much.
     """
     depth = in_flight or [stages - stage for stage in range(stages)]
-    return tuple(
-        tuple(_alternate(stage, microbatches, min(depth[stage], microbatches)))
-        for stage in range(stages)
+    rows, numbers = np.arange(stages)[:, None], np.arange(microbatches)
+    deep = np.minimum(depth, microbatches)[:, None]
+    return in_turns(
+        (
+            Turns(Op.BACKWARD, 0 * rows, rows, numbers),
+            Turns(Op.FORWARD, -deep, rows, numbers),
+        ),
+        microbatches,
     )
 
 
@@ -128,12 +136,3 @@ def depths(stages: int, times: int, in_flight: Sequence[int] | None) -> list[int
     """Per stage `times` (N-n), or its entry of `in_flight` if that is less."""
     deep = [times * (stages - stage) for stage in range(stages)]
     return [min(pair) for pair in zip(deep, in_flight or deep, strict=True)]
-
-
-def _alternate(stage: int, microbatches: int, depth: int) -> Iterator[Action]:
-    for number in range(depth):
-        yield Action(stage, Op.FORWARD, number)
-    for number in range(microbatches):
-        yield Action(stage, Op.BACKWARD, number)
-        if number + depth < microbatches:
-            yield Action(stage, Op.FORWARD, number + depth)

@@ -6,26 +6,22 @@ action by action, since it must say what is wrong; it asks here first, and most 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from itertools import chain
-from typing import Any
 
 import numpy as np
 
 from hetpipe.schedule.action import Op, Schedule
-
-Array = np.ndarray[Any, Any]
+from hetpipe.schedule.codes import CODES, OPS, Array
+from hetpipe.schedule.columns import Columns, columns_of
 
 _OPS = (
     Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT,
     Op.RECV_FORWARD, Op.SEND_FORWARD, Op.RECV_BACKWARD, Op.SEND_BACKWARD, Op.UPDATE,
 )  # fmt: skip
 F, B, I, W, RF, SF, RB, SB, U = range(len(_OPS))  # noqa: E741 - the letters of actions
-_CODES = {op: code for code, op in enumerate(_OPS)}
 ABSENT = -1
-DONE = (sys.maxsize, 0, 0)
-"""In place of the receive at which a row waits: it is at its end."""
+_PLANES = np.full(len(OPS), ABSENT)
+_PLANES[[CODES[op] for op in _OPS]] = range(len(_OPS))
 
 BEFORE = ((RF, F), (F, SF), (F, B), (F, I), (RB, B), (RB, I), (I, W), (B, SB), (I, SB))
 """Operations on a micro-batch in a stage: the first comes before the second, where both are."""
@@ -37,44 +33,35 @@ def is_valid(schedule: Schedule, microbatches: int, in_flight: Sequence[int] | N
     False says nothing: schedules with tied parameters, sums over replicas or several lanes are left
     to the validator.
     """
-    places = _places(schedule, microbatches)
-    if places is None:
-        return False
-    at, worker_of = places
+    columns = columns_of(schedule)
+    at = _places(columns, microbatches)
     return (
-        _is_complete(at)
+        at is not None
+        and _is_complete(at)
         and _is_ordered(at)
         and (in_flight is None or _is_within(at, in_flight))
-        and all(_in_one_order(at[n, SF], at[n + 1, RF]) for n in range(len(at) - 1))
-        and all(_in_one_order(at[n + 1, SB], at[n, RB]) for n in range(len(at) - 1))
-        and _progresses(at, worker_of, len(schedule))
+        and _in_one_order(at[:-1, SF], at[1:, RF])
+        and _in_one_order(at[1:, SB], at[:-1, RB])
+        and columns.order is not None
     )
 
 
-def _places(schedule: Schedule, microbatches: int) -> tuple[Array, Array] | None:
-    """The index in its row of each action, [stage, operation, micro-batch], and each stage's row.
+def _places(columns: Columns, microbatches: int) -> Array | None:
+    """The index of each action, [stage, operation, micro-batch], counted through all rows.
 
     None if an action has no cell in such a table, or one that is taken.
     """
-    actions = [*chain.from_iterable(schedule)]
-    codes = np.fromiter((_CODES.get(a.op, ABSENT) for a in actions), np.int64, len(actions))
-    stages = np.fromiter((a.stage for a in actions), np.int64, len(actions))
-    numbers = np.fromiter((a.number for a in actions), np.int64, len(actions))
-    if not actions or codes.min() < 0 or numbers.max() >= microbatches:
+    stages, planes, numbers = columns.stages, _PLANES[columns.codes], columns.numbers
+    if not len(stages) or min(stages.min(), planes.min(), numbers.min()) < 0:
         return None
-    count = int(stages.max()) + 1
-    cells = (stages * len(_OPS) + codes) * microbatches + numbers
-    if len(np.unique(cells)) < len(cells):
+    if numbers.max() >= microbatches or stages.max() >= len(stages):
         return None
-    lengths = [len(row) for row in schedule]
-    rows = np.repeat(np.arange(len(schedule)), lengths)
-    worker_of = np.full(count, ABSENT)
-    worker_of[stages] = rows
-    if (worker_of[stages] != rows).any():
-        return None
-    at = np.full(count * len(_OPS) * microbatches, ABSENT)
-    at[cells] = np.concatenate([np.arange(length) for length in lengths])
-    return at.reshape(count, len(_OPS), microbatches), worker_of
+    shape = 1 + int(stages.max()), len(_OPS), microbatches
+    cells = np.ravel_multi_index((stages, planes, numbers), shape)
+    indices = np.arange(len(cells), dtype=np.int32)
+    at = np.full(shape, ABSENT, np.int32)
+    at.ravel()[cells] = indices
+    return at if (at.ravel()[cells] == indices).all() else None
 
 
 def _is_complete(at: Array) -> bool:
@@ -101,36 +88,14 @@ def _is_ordered(at: Array) -> bool:
 
 def _is_within(at: Array, in_flight: Sequence[int]) -> bool:
     """Whether no more forwards of a stage wait for their backward than it may have."""
-    for stage, most in zip(at, in_flight, strict=True):
-        forwards = np.sort(stage[F])
-        ends = np.sort(stage[B] if stage[B, 0] != ABSENT else stage[W])
-        waiting = np.arange(1, len(forwards) + 1) - np.searchsorted(ends, forwards)
-        if waiting.max() > most:
-            return False
-    return True
+    forwards = np.sort(at[:, F])
+    ends = np.sort(np.where(at[:, B] == ABSENT, at[:, W], at[:, B]))
+    turn = np.arange(at.shape[2])
+    before = turn - np.array(in_flight)[:, None]  # the end that a forward must not precede
+    enough = (before < 0) | (forwards > np.take_along_axis(ends, np.maximum(before, 0), axis=1))
+    return bool(enough.all())
 
 
 def _in_one_order(sends: Array, receives: Array) -> bool:
-    """Whether an edge's messages are received in the order in which they are sent."""
+    """Whether edges' messages are received in the order in which they are sent."""
     return bool((np.argsort(sends) == np.argsort(receives)).all())
-
-
-def _progresses(at: Array, worker_of: Array, workers: int) -> bool:
-    """Whether all rows come to their ends, where a receive waits for its send."""
-    waits: list[list[tuple[int, int, int]]] = [[] for _ in range(workers)]
-    for n in range(len(at) - 1):
-        here, there = int(worker_of[n]), int(worker_of[n + 1])
-        ahead = zip(at[n + 1, RF].tolist(), at[n, SF].tolist(), strict=True)
-        back = zip(at[n, RB].tolist(), at[n + 1, SB].tolist(), strict=True)
-        waits[there] += [(receive, here, send) for receive, send in ahead]
-        waits[here] += [(receive, there, send) for receive, send in back]
-    pending = [iter(sorted(own)) for own in waits]
-    heads = [next(own, DONE) for own in pending]  # the receive at which each row waits
-    moved = True
-    while moved:
-        moved = False
-        for worker, (_, sender, send) in enumerate(heads):
-            while heads[worker] is not DONE and heads[sender][0] > send:
-                _, sender, send = heads[worker] = next(pending[worker], DONE)
-                moved = True
-    return all(head is DONE for head in heads)

@@ -6,11 +6,14 @@ needed only for the update; so it fills time that would be a bubble.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+
+import numpy as np
 
 from hetpipe.errors import ScheduleError
-from hetpipe.schedule.action import Action, Op, Schedule
+from hetpipe.schedule.action import Op, Schedule
+from hetpipe.schedule.codes import CODES, Array
+from hetpipe.schedule.columns import Columns, Turns, in_turns
 
 F, I, W = Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT  # noqa: E741
 
@@ -26,25 +29,18 @@ def zb_h1(stages: int, microbatches: int, in_flight: Sequence[int] | None = None
     allows. While W <= min(F, I) and M >= N the bubble is (N-1)(F+I-W) in place of (N-1)(F+I+W): a
     third where F = I = W.
     """
-    bounds = in_flight or [stages] * stages
-    return tuple(
-        tuple(_late_weights(stage, stages, microbatches, bounds[stage])) for stage in range(stages)
+    rows, numbers = np.arange(stages)[:, None], np.arange(microbatches)
+    bounds = np.array(in_flight or [stages] * stages)[:, None]
+    deep = np.minimum(np.minimum(stages - rows, microbatches), bounds)
+    late = np.minimum(np.minimum(rows, microbatches), bounds - deep)
+    return in_turns(
+        (
+            Turns(I, 0 * rows, rows, numbers),
+            Turns(W, late, rows, numbers),
+            Turns(F, -deep, rows, numbers),
+        ),
+        microbatches,
     )
-
-
-def _late_weights(stage: int, stages: int, microbatches: int, bound: int) -> Iterator[Action]:
-    depth = min(stages - stage, microbatches, bound)
-    late = min(stage, microbatches, bound - depth)
-    for number in range(depth):
-        yield Action(stage, F, number)
-    for number in range(microbatches):
-        yield Action(stage, I, number)
-        if number >= late:
-            yield Action(stage, W, number - late)
-        if number + depth < microbatches:
-            yield Action(stage, F, number + depth)
-    for number in range(microbatches - late, microbatches):
-        yield Action(stage, W, number)
 
 
 def zb_v(stages: int, microbatches: int, in_flight: Sequence[int] | None, workers: int) -> Schedule:
@@ -64,33 +60,38 @@ def zb_v(stages: int, microbatches: int, in_flight: Sequence[int] | None, worker
             f"not into {stages}"
         )
     enough = max(microbatches, 2 * workers - 1)  # more passes are dropped
-    return tuple(
-        tuple(a for a in _vee(worker, workers, enough) if a.number < microbatches)
-        for worker in range(workers)
+    rows = [_vee(worker, workers, enough) for worker in range(workers)]
+    table = np.concatenate(rows, axis=1)
+    kept = table[2] < microbatches
+    return Columns(table[:, kept], np.array([(row[2] < microbatches).sum() for row in rows]))
+
+
+def _vee(worker: int, workers: int, microbatches: int) -> Array:
+    """The three columns of a row; each operation of a stage counts the micro-batches."""
+    order = np.array(_vee_order(worker, workers, microbatches))
+    numbers = np.empty(len(order), np.int64)
+    for code in (F, I, W):
+        for stage in (worker, 2 * workers - 1 - worker):
+            same = (order[:, 0] == CODES[code]) & (order[:, 1] == stage)
+            numbers[same] = np.arange(same.sum())
+    return np.array([*order.T, numbers])
+
+
+def _vee_order(worker: int, workers: int, microbatches: int) -> list[tuple[int, int]]:
+    """Codes of operations, and stages."""
+    stages = worker, 2 * workers - 1 - worker
+    (f_down, f_up), (i_down, i_up), (w_down, w_up) = (
+        [[(CODES[op], stage)] for stage in stages] for op in (F, I, W)
     )
-
-
-def _vee(worker: int, workers: int, microbatches: int) -> Iterator[Action]:
-    done: Counter[tuple[Op, int]] = Counter()
-    for op, stage in _vee_order(worker, workers, microbatches):
-        yield Action(stage, op, done[op, stage])
-        done[op, stage] += 1
-
-
-def _vee_order(worker: int, workers: int, microbatches: int) -> Iterator[tuple[Op, int]]:
-    down, up = worker, 2 * workers - 1 - worker
+    down, up = i_down + w_down, i_up + w_up
     to_turn = workers - worker  # workers from here to the turn
-    backward_up, backward_down = [(I, up), (W, up)], [(I, down), (W, down)]
-    # Fill: forwards on the way down, then on both, then the first backwards.
-    yield from [(F, down)] * (2 * to_turn - 1)
-    yield from [(F, up), (F, down)] * worker
-    yield from [(F, up), *backward_up] * to_turn
-    # Steady: one of everything.
-    for turn in range(microbatches - workers):
-        if turn + workers + to_turn - 1 < microbatches:
-            yield F, down
-        yield from [*backward_down, (F, up), *backward_up]
-    # Drain: first the passes that other workers wait for.
-    yield from [(I, down), (I, up)] * worker
-    yield from backward_down * to_turn
-    yield from [(W, up)] * worker + [(W, down)] * worker
+    steady = microbatches - workers
+    last = max(0, steady - to_turn + 1)  # turns with a forward on the way down
+    return [
+        # Fill: forwards on the way down, then on both, then the first backwards.
+        *f_down * (2 * to_turn - 1), *(f_up + f_down) * worker, *(f_up + up) * to_turn,
+        # Steady: one of everything.
+        *(f_down + down + f_up + up) * last, *(down + f_up + up) * (steady - last),
+        # Drain: first the passes that other workers wait for.
+        *(i_down + i_up) * worker, *down * to_turn, *w_up * worker, *w_down * worker,
+    ]  # fmt: skip

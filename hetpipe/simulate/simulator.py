@@ -29,6 +29,7 @@ from operator import itemgetter
 
 from hetpipe.errors import ScheduleError
 from hetpipe.schedule.action import Schedule
+from hetpipe.schedule.columns import columns_of
 from hetpipe.schedule.lanes import row_names, row_workers
 from hetpipe.simulate.clock import Clock
 from hetpipe.simulate.timeline import Span, Timeline
@@ -50,7 +51,7 @@ def simulate(
     to the arrival. Raises `ScheduleError` if the schedule deadlocks, or if stages or names do not
     match `times`.
     """
-    stages = 1 + max((action.stage for row in schedule for action in row), default=-1)
+    stages = 1 + int(columns_of(schedule).stages.max(initial=-1))
     worker_of = row_workers(schedule)
     count = len(set(worker_of))
     if stages != len(times.forward_s) or len(workers) not in (0, count):
@@ -60,17 +61,16 @@ def simulate(
         )
     names = row_names(schedule, workers)
     plain = None if times.shares_media else walk(schedule, times)
-    spans = plain or _by_clock(schedule, times, worker_of, names)
-    spans.sort(key=itemgetter(2, 3, 0))
-    return Timeline(names, tuple(spans), label, times.step_overhead_s)
+    spans = _by_clock(schedule, times, worker_of, names) if plain is None else plain
+    return Timeline(names, spans, label, times.step_overhead_s)
 
 
 def _by_clock(
     schedule: Schedule, times: StageTimes, worker_of: Sequence[int], names: Sequence[str]
-) -> list[Span]:
-    """The spans of any schedule. Raises `ScheduleError` for a deadlock."""
+) -> tuple[Span, ...]:
+    """The spans of any schedule, by start, end and row. Raises `ScheduleError` for a deadlock."""
     clock = Clock(schedule, times, worker_of)
     clock.run()
     for row, action in sorted(clock.stuck.items()):
         raise ScheduleError(f"{names[row]} waits for ever in {action}")
-    return [*map(Span._make, clock.spans)]
+    return tuple(sorted(map(Span._make, clock.spans), key=itemgetter(2, 3, 0)))

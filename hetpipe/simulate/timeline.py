@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from functools import cached_property
+from itertools import chain
+from typing import Annotated, Any, NamedTuple, overload
+
+import numpy as np
 
 from hetpipe.errors import ScheduleError
 from hetpipe.records import Count, Number, Parsed, Source
 from hetpipe.schedule.action import Action
+from hetpipe.schedule.codes import COMPUTE, ROLES, Array
+from hetpipe.schedule.columns import Columns
 
 VERSION = 1
 
@@ -22,18 +28,80 @@ class Span(NamedTuple):
     end_s: float
 
 
+class SpanColumns(Sequence[Span]):
+    """A span of each action of a schedule, as columns; sorted objects where somebody looks at them.
+
+    `starts_s` and `ends_s` are in the order of the schedule.
+    """
+
+    def __init__(self, schedule: Columns, starts_s: Array, ends_s: Array) -> None:
+        self.schedule, self.starts_s, self.ends_s = schedule, starts_s, ends_s
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """The spans by start, end and row."""
+        rows, actions = self.schedule.rows, [*chain.from_iterable(self.schedule)]
+        order = np.lexsort((rows, self.ends_s, self.starts_s))
+        columns = (
+            rows[order].tolist(),
+            map(actions.__getitem__, order.tolist()),
+            self.starts_s[order].tolist(),
+            self.ends_s[order].tolist(),
+        )
+        return tuple(map(Span._make, zip(*columns, strict=True)))
+
+    def step_s(self) -> float:
+        """Seconds from the first start to the last end."""
+        return float(self.ends_s.max(initial=0.0) - self.starts_s.min(initial=0.0))
+
+    def busy_s(self) -> tuple[float, ...]:
+        """By row, seconds of compute."""
+        computes = ROLES[self.schedule.codes] == COMPUTE
+        rows, lasts_s = self.schedule.rows[computes], (self.ends_s - self.starts_s)[computes]
+        return tuple(np.bincount(rows, lasts_s, len(self.schedule)).tolist())
+
+    def __len__(self) -> int:
+        return len(self.starts_s)
+
+    @overload
+    def __getitem__(self, index: int) -> Span: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Span, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Span | tuple[Span, ...]:
+        return self.spans[index]
+
+    def __iter__(self) -> Iterator[Span]:
+        return iter(self.spans)
+
+    def __eq__(self, other: object) -> bool:
+        return self.spans == (other.spans if isinstance(other, SpanColumns) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.spans)
+
+    def __repr__(self) -> str:
+        return repr(self.spans)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (self.spans,)
+
+
 @dataclass(frozen=True)
 class Timeline:
     """Spans of one mini-batch. `label`: measured, emulated, modelled or predicted."""
 
     workers: tuple[str, ...]  # member id per worker, or per lane if a worker has several
-    spans: tuple[Span, ...]
+    spans: Sequence[Span]  # a tuple, or `SpanColumns`
     label: str
     overhead_s: float = 0.0  # before and after all spans: handing the batch out, gathering
 
     @property
     def step_s(self) -> float:
         """Seconds from the first start to the last end."""
+        if isinstance(self.spans, SpanColumns):
+            return self.spans.step_s()
         if not self.spans:
             return 0.0
         return max(s.end_s for s in self.spans) - min(s.start_s for s in self.spans)
@@ -45,6 +113,8 @@ class Timeline:
 
     def busy_s(self) -> tuple[float, ...]:
         """Per worker, seconds of compute."""
+        if isinstance(self.spans, SpanColumns):
+            return self.spans.busy_s()
         busy_s = [0.0] * len(self.workers)
         for span in self.spans:
             if span.action.op.is_compute:

@@ -1,115 +1,81 @@
 """A walk through a plain schedule: the simulator's rules, without its clock.
 
-Where every worker has one row, no device streams and replicas sum nothing, no clock can change the
-order in which a worker or an edge does its work. So each row is walked until it waits for a message
-that has not been posted, and all times follow as it goes.
+A step begins when its row has done the one before it, and when the message that it receives has
+arrived. Its message leaves when its edge is free. `hetpipe.schedule.order` says why steps can be
+done one by one, in any order that keeps these.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from typing import NamedTuple
 
-from hetpipe.schedule.action import Action, Message, Op, Schedule
-from hetpipe.schedule.lanes import HAND_OVERS
-from hetpipe.simulate.timeline import Span
-from hetpipe.simulate.times import StageTimes
+import numpy as np
 
-_OTHERS = {*HAND_OVERS, Op.ALL_REDUCE, Op.SEND_GRAD, Op.RECV_GRAD}
-"""Operations that need the clock."""
+from hetpipe.schedule.action import Schedule
+from hetpipe.schedule.codes import RECEIVE, SEND
+from hetpipe.schedule.columns import columns_of
+from hetpipe.schedule.order import Order
+from hetpipe.simulate.timeline import SpanColumns
+from hetpipe.simulate.times import FREE, StageTimes
 
 
-def walk(schedule: Schedule, times: StageTimes) -> list[Span] | None:
+class Moments(NamedTuple):
+    """Of each step in order, when it has computed, and when its message leaves and arrives.
+
+    A step without a message has one that takes no time. The arrivals begin with a 0, for steps that
+    receive nothing.
+    """
+
+    ends_s: list[float]
+    leaves_s: list[float]
+    arrivals_s: list[float]
+
+
+def walk(schedule: Schedule, times: StageTimes) -> SpanColumns | None:
     """The spans of all actions; None if the schedule needs the clock, or deadlocks."""
-    row_of: dict[int, int] = {}
-    for number, row in enumerate(schedule):
-        for stage in {action.stage for action in row}:
-            if row_of.setdefault(stage, number) != number:
-                return None
-    used = {action.op for row in schedule for action in row}
-    if used & _OTHERS or any(chunks != 1 for chunks in times.chunks):
+    columns = columns_of(schedule)
+    order = columns.order
+    if order is None or any(chunks != 1 for chunks in times.chunks):
         return None
-    board = _Board()
-    rows = [_Row(number, row, row_of, times, board) for number, row in enumerate(schedule)]
-    board.ready.extend(rows)
-    while board.ready:
-        board.ready.popleft().advance()
-    if any(row.left for row in rows):
-        return None
-    return [span for row in rows for span in row.spans]
+    moments = moments_of(order, times)
+    arrivals_s = np.array(moments.arrivals_s)
+    received_s, ends_s, leaves_s, sent_s = np.empty((4, len(order.rows)))
+    received_s[order.places] = arrivals_s[order.awaited]
+    ends_s[order.places] = moments.ends_s
+    leaves_s[order.places] = moments.leaves_s
+    sent_s[order.places] = arrivals_s[1:]
+    asks_s = np.concatenate(([0.0], ends_s[:-1]))  # when the step before on the row has ended
+    asks_s[order.step_of[(columns.ends - columns.lengths)[columns.lengths > 0]]] = 0.0
+    begins_s = np.maximum(asks_s, received_s)
+    of_role = [order.roles == RECEIVE, order.roles == SEND]
+    starts_s, stops_s = (
+        np.select(of_role, [receive_s[order.step_of], send_s[order.step_of]], pass_s[order.step_of])
+        for receive_s, send_s, pass_s in ((asks_s, leaves_s, begins_s), (begins_s, sent_s, ends_s))
+    )
+    return SpanColumns(columns, starts_s, stops_s)
 
 
-class _Board:
-    """The messages that have been posted, the rows that wait for others, and those that go on."""
-
-    def __init__(self) -> None:
-        self.arrivals_s: dict[Message, float] = {}
-        self.waiting: dict[Message, _Row] = {}
-        self.ready: deque[_Row] = deque()
-
-
-class _Row:
-    """A row of actions, the time at its present one, and the edges on which it sends."""
-
-    def __init__(
-        self,
-        number: int,
-        actions: tuple[Action, ...],
-        row_of: dict[int, int],
-        times: StageTimes,
-        board: _Board,
-    ) -> None:
-        self.spans: list[Span] = []
-        self._number = number
-        self._actions = actions
-        self._row_of = row_of
-        self._times = times
-        self._board = board
-        self._now_s = 0.0
-        self._free_s: dict[int, float] = {}  # when an edge is free again, by the row at its end
-        self._compute_s: dict[tuple[Op, int], float] = {}
-
-    @property
-    def left(self) -> bool:
-        """Whether some actions have not been done."""
-        return len(self.spans) < len(self._actions)
-
-    def advance(self) -> None:
-        """Go on until the row waits, or ends."""
-        board = self._board
-        for index in range(len(self.spans), len(self._actions)):
-            action = self._actions[index]
-            message = action.message
-            if message is None:
-                start_s, end_s = self._now_s, self._computed_s(action)
-                self._now_s = end_s
-            elif action.op.is_send:
-                start_s, end_s = self._post(message)
-                board.arrivals_s[message] = end_s
-                if message in board.waiting:
-                    board.ready.append(board.waiting.pop(message))
-            else:
-                arrival_s = board.arrivals_s.get(message)
-                if arrival_s is None:
-                    board.waiting[message] = self
-                    return
-                start_s = self._now_s
-                self._now_s = end_s = max(start_s, arrival_s)
-            self.spans.append(Span(self._number, action, start_s, end_s))
-
-    def _computed_s(self, action: Action) -> float:
-        """When a pass or update ends that begins now."""
-        key = action.op, action.stage
-        seconds = self._compute_s.get(key)
-        if seconds is None:
-            seconds = self._compute_s[key] = self._times.compute_s(action)
-        return self._now_s + seconds
-
-    def _post(self, message: Message) -> tuple[float, float]:
-        """When a message that is posted now leaves and arrives; within a worker it is free."""
-        target = self._row_of[message.target]
-        if target == self._number:
-            return self._now_s, self._now_s
-        transfer = self._times.transfer(message)
-        start_s = max(self._now_s, self._free_s.get(target, 0.0))
-        self._free_s[target] = left_s = start_s + transfer.occupancy_s
-        return start_s, left_s + transfer.latency_s
+def moments_of(order: Order, times: StageTimes) -> Moments:
+    """The moments of all steps. `times` has no chunks, and nothing shares a medium."""
+    works_s = [0.0, *map(times.compute_s, order.passes)]
+    transfers = [FREE] * order.row_count + [*map(times.transfer, order.messages)]
+    latencies_s, occupancies_s, _ = zip(*transfers, strict=True)
+    rows_s, edges_s = [0.0] * order.row_count, [0.0] * len(order.edges)
+    moments, edges = Moments([], [], [0.0]), order.edges
+    ends_s, leaves_s, arrivals_s = moments
+    add_end, add_leave, add_arrival = ends_s.append, leaves_s.append, arrivals_s.append
+    steps = zip(order.rows, order.awaited, order.computed, order.ways, strict=True)
+    for row, awaited, computed, way in steps:
+        now_s, received_s = rows_s[row], arrivals_s[awaited]
+        if received_s > now_s:
+            now_s = received_s
+        rows_s[row] = now_s = now_s + works_s[computed]
+        add_end(now_s)
+        edge = edges[way]
+        free_s = edges_s[edge]
+        if free_s > now_s:
+            now_s = free_s
+        add_leave(now_s)
+        edges_s[edge] = now_s = now_s + occupancies_s[way]
+        add_arrival(now_s + latencies_s[way])
+    return moments

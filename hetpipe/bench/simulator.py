@@ -1,0 +1,106 @@
+"""Seconds of large schedules and of their simulation: `python -m hetpipe.bench.simulator`.
+
+Process seconds on one core, medians. A schedule's check finds the order of its steps, which the
+simulation follows. The exponents of growth are slopes of least squares through the logarithms of
+sizes and seconds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from itertools import pairwise
+from typing import NamedTuple
+
+from rich.console import Console
+
+from hetpipe.bench.planners import ROUNDS, exponent
+from hetpipe.report.tables import make_table
+from hetpipe.schedule.columns import Columns, columns_of
+from hetpipe.schedule.complete import flushed
+from hetpipe.schedule.rule import rule_of
+from hetpipe.schedule.validate import validate
+from hetpipe.simulate.simulator import simulate
+from hetpipe.simulate.times import StageTimes, Transfer
+
+CASES = (
+    ("1f1b", 64, 512, 64), ("gpipe", 64, 512, 64), ("naive", 64, 512, 64), ("zb-h1", 64, 512, 64),
+    ("interleaved", 128, 256, 64), ("zb-v", 128, 256, 64),
+    ("1f1b", 10_000, 64, 10_000), ("1f1b", 10_000, 256, 10_000),
+)  # fmt: skip
+"""Rules, with numbers of stages, micro-batches and workers."""
+
+MOST_OBJECTS = 1_000_000
+
+
+class Cost(NamedTuple):
+    """Process seconds of a schedule's actions, one part after the other."""
+
+    actions: int
+    generated_s: float
+    validated_s: float
+    simulated_s: float
+    spans_s: float  # the spans as objects; 0 for more than `MOST_OBJECTS`
+
+    @property
+    def timeline_s(self) -> float:
+        """Seconds from the rule to the timeline, without objects."""
+        return self.generated_s + self.validated_s + self.simulated_s
+
+
+def main() -> None:
+    """Print the seconds of each case, and the growth of their sum."""
+    heads = ["actions", "generated", "validated", "simulated", "actions/s simulated", "spans"]
+    table = make_table("Schedules, process seconds", ["case", *heads], heads)
+    for case in CASES:
+        cost = median_cost(*case)
+        rate = f"{cost.actions / cost.simulated_s:,.0f}"
+        parts = [f"{each:.3f}" for each in cost[1:]]
+        name = f"{case[0]}, {case[1]:,} x {case[2]}"
+        spans = parts[3] if cost.spans_s else "-"
+        table.add_row(name, f"{cost.actions:,}", *parts[:3], rate, spans)
+    sizes = (16, 32, 64, 128, 256)
+    by_stages = [median_cost("1f1b", n, 256, n).timeline_s for n in sizes]
+    by_microbatches = [median_cost("1f1b", 64, 4 * n, 64).timeline_s for n in sizes]
+    console = Console()
+    console.print(table)
+    console.print(f"growth with stages, 256 micro-batches: N^{exponent(sizes, by_stages):.2f}")
+    console.print(f"growth with micro-batches, 64 stages: M^{exponent(sizes, by_microbatches):.2f}")
+
+
+def median_cost(name: str, stages: int, microbatches: int, workers: int) -> Cost:
+    """The medians of some rounds."""
+    rounds = [cost_of(name, stages, microbatches, workers) for _ in range(ROUNDS)]
+    actions, *parts = map(statistics.median, zip(*rounds, strict=True))
+    return Cost(int(actions), *parts)
+
+
+def cost_of(name: str, stages: int, microbatches: int, workers: int) -> Cost:
+    """The seconds of one round."""
+    links = (Transfer(0.01, 0.1),) * (stages - 1)
+    times = StageTimes((1.0,) * stages, (2.0,) * stages, (0.1,) * stages, links, links)
+    moments = [time.process_time()]
+    schedule = _schedule(name, stages, microbatches, workers)
+    moments.append(time.process_time())
+    validate(schedule, microbatches)
+    moments.append(time.process_time())
+    timeline = simulate(schedule, times)
+    moments.append(time.process_time())
+    actions = len(schedule.codes)
+    if actions <= MOST_OBJECTS:
+        tuple(timeline.spans)
+    moments.append(time.process_time())
+    parts = [after - before for before, after in pairwise(moments)]
+    if actions > MOST_OBJECTS:
+        parts[-1] = 0.0
+    return Cost(actions, *parts)
+
+
+def _schedule(name: str, stages: int, microbatches: int, workers: int) -> Columns:
+    """A schedule that nobody has checked."""
+    passes = columns_of(rule_of(name).rows(stages, microbatches, None, workers))
+    return flushed(passes, stages, (), ())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Codes: operations as small integers, so that arrays can hold them and look them up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from hetpipe.schedule.action import ENDS, TIED, Op
+
+Array = np.ndarray[Any, Any]
+
+OPS = tuple(Op)
+CODES = {op: code for code, op in enumerate(OPS)}
+
+RECEIVE, COMPUTE, SEND, OTHER = range(4)
+"""The role of an operation; a worker receives, computes and sends in this order."""
+
+
+def _role(op: Op) -> int:
+    if op.is_compute:
+        return COMPUTE
+    if ENDS.get(op, ("", None, None))[1:] == (0, 0) or op is Op.ALL_REDUCE:
+        return OTHER  # between lanes or replicas of a stage
+    return SEND if op.is_send else RECEIVE
+
+
+ROLES = np.array([_role(op) for op in OPS], np.int8)
+IS_TIED = np.array([op.value[-1] in TIED for op in OPS])
+KINDS = np.array(["FBGP".find(op.value[-1]) for op in OPS])
+"""The kind of a message, for those that go from stage to stage."""
+WAYS = np.array([sum(step or 0 for step in ENDS.get(op, ("", 0, 0))[1:]) for op in OPS])
+"""The steps from an action's stage to the other end of its message, if that is a neighbour."""
+
+
+def are(codes: Array, ops: Iterable[Op]) -> Array:
+    """Which codes are of one of these operations."""
+    chosen = np.zeros(len(OPS), bool)
+    chosen[[CODES[op] for op in ops]] = True
+    return chosen[codes]

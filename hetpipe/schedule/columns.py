@@ -1,0 +1,131 @@
+"""Columns: a schedule as arrays. Its actions are objects only where somebody looks at them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import chain, pairwise
+from operator import attrgetter
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+
+from hetpipe.errors import ScheduleError
+from hetpipe.schedule.action import Action, Op, Schedule
+from hetpipe.schedule.codes import CODES, OPS, Array
+from hetpipe.schedule.order import Order, ordered
+
+Row = tuple[Action, ...]
+
+
+class Columns(Sequence[Row]):
+    """A schedule: rows of actions, of which it keeps three columns.
+
+    `table[0]` has the codes of the operations, `table[1]` the stages and `table[2]` the numbers of
+    all actions, row after row. `lengths` has the number of actions in each row.
+    """
+
+    def __init__(self, table: Array, lengths: Array) -> None:
+        self.table = table.astype(np.int32, copy=False)
+        self.lengths = lengths
+        self.codes, self.stages, self.numbers = self.table
+
+    @cached_property
+    def ends(self) -> Array:
+        """The place after the last action of each row."""
+        return np.cumsum(self.lengths)
+
+    @cached_property
+    def rows(self) -> Array:
+        """The row of each action."""
+        return np.repeat(np.arange(len(self.lengths), dtype=np.int32), self.lengths)
+
+    @cached_property
+    def order(self) -> Order | None:
+        """See `hetpipe.schedule.order.ordered`."""
+        return ordered(self.codes, self.stages, self.numbers, self.rows)
+
+    @cached_property
+    def actions(self) -> tuple[Row, ...]:
+        """The rows themselves, made once."""
+        ops = map(OPS.__getitem__, self.codes.tolist())
+        cells = [*map(Action, self.stages.tolist(), ops, self.numbers.tolist())]
+        return tuple(tuple(cells[lo:hi]) for lo, hi in pairwise([0, *self.ends.tolist()]))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Row, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Row | tuple[Row, ...]:
+        return self.actions[index]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.actions)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Columns):
+            mine, theirs = (self.lengths, self.table), (other.lengths, other.table)
+            return all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
+        return self.actions == other
+
+    def __hash__(self) -> int:
+        return hash(self.actions)
+
+    def __repr__(self) -> str:
+        return repr(self.actions)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (self.actions,)
+
+
+def columns_of(schedule: Schedule) -> Columns:
+    """The schedule in columns. Raises `ScheduleError` for numbers that do not fit in 32 bits."""
+    if isinstance(schedule, Columns):
+        return schedule
+    cells = [*chain.from_iterable(schedule)]
+    columns = (
+        map(CODES.__getitem__, map(attrgetter("op"), cells)),
+        map(attrgetter("stage"), cells),
+        map(attrgetter("number"), cells),
+    )
+    try:
+        table = [np.fromiter(column, np.int32, len(cells)) for column in columns]
+    except OverflowError as error:
+        most = max(cells, key=lambda action: max(abs(action.stage), abs(action.number)))
+        raise ScheduleError(
+            f"{most}: its stage or its number is beyond {np.iinfo(np.int32).max}; number stages "
+            "and micro-batches from 0"
+        ) from error
+    return Columns(np.array(table), np.array([len(row) for row in schedule], int))
+
+
+class Turns(NamedTuple):
+    """An operation that every row does once in each turn from a first one on."""
+
+    op: Op
+    first: Array  # its first turn on each row; shape (rows, 1)
+    stages: Array  # by row and time; shape (rows, count), or one that broadcasts to it
+    numbers: Array  # the same
+
+
+def in_turns(parts: Sequence[Turns], count: int) -> Columns:
+    """Rows that do each operation `count` times, one after the other in every turn.
+
+    A row leaves out an operation before its first turn and after its last one.
+    """
+    times, rows = np.arange(count), len(parts[0].first)
+    table = np.empty((3, rows * len(parts) * count), np.int32)
+    begins = np.arange(rows)[:, None] * (len(parts) * count)
+    for place, part in enumerate(parts):
+        at = begins + times
+        for before, other in enumerate(parts):
+            if other is not part:
+                turns = part.first - other.first + (before < place)
+                at += np.clip(times + turns, 0, count)
+        table[0, at], table[1, at], table[2, at] = CODES[part.op], part.stages, part.numbers
+    return Columns(table, np.full(rows, len(parts) * count))

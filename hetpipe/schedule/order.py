@@ -1,0 +1,160 @@
+"""Order: the actions of a plain schedule in steps, each after all that it waits for.
+
+Where every stage is on one row, and nothing is summed over replicas or sent between them, no clock
+can change the order in which a worker or an edge does its work. So the steps of all workers can be
+brought into one order, before anything has a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from hetpipe.schedule.action import Action, Message
+from hetpipe.schedule.codes import (
+    COMPUTE,
+    IS_TIED,
+    KINDS,
+    OPS,
+    OTHER,
+    RECEIVE,
+    ROLES,
+    SEND,
+    WAYS,
+    Array,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """The steps of a schedule. In one step a worker receives, computes and sends, or some of these.
+
+    `passes` and `messages` have one of each operation and stage, since all others cost the same. A
+    way leads from row to row over an edge. Those from a row to itself come first, for steps that
+    send nothing, or nothing to another row; then there is one for each of `messages`.
+    """
+
+    rows: list[int]
+    awaited: list[int]  # 1 + the step that sends what it receives; 0 if it receives nothing
+    computed: list[int]  # 1 + an index of `passes`; 0 if it computes nothing
+    ways: list[int]
+    passes: list[Action]
+    messages: list[Message]
+    edges: list[int]  # of each way
+    row_count: int
+    places: Array  # of each step, its place among the steps in the order of the schedule
+    step_of: Array  # of each action, such a place
+    roles: Array  # of each action, as in `hetpipe.schedule.codes`
+
+
+class _Transfers(NamedTuple):
+    """Sends, or receives, in the order of their messages."""
+
+    at: Array  # their places in the schedule
+    peers: Array  # the stages at the other end
+    messages: Array  # integers; a send and its receive have the same
+
+
+def ordered(codes: Array, stages: Array, numbers: Array, rows: Array) -> Order | None:
+    """The order of a schedule in columns; None if it is not plain, or deadlocks."""
+    roles = ROLES[codes]
+    if not len(codes) or min(stages.min(), numbers.min()) < 0 or roles.max() == OTHER:
+        return None
+    if stages.max() >= len(stages):
+        return None
+    row_of = np.zeros(1 + stages.max(), np.int32)
+    row_of[stages] = rows
+    if (row_of[stages] != rows).any():
+        return None
+    sends, receives = (_transfers(codes, stages, numbers, role) for role in (SEND, RECEIVE))
+    if not np.array_equal(sends.messages, receives.messages):
+        return None
+    begins = np.append(True, (roles[1:] <= roles[:-1]) | (rows[1:] != rows[:-1]))
+    step_of, row = np.cumsum(begins, dtype=np.int32) - 1, rows[begins]
+    awaited, computed = np.zeros((2, len(row)), np.int32)
+    awaited[step_of[receives.at]] = 1 + step_of[sends.at]
+    places = np.array(_in_order(awaited.tolist(), np.flatnonzero(_changes(row)).tolist()))
+    if len(places) < len(row) or not _changes(sends.messages).all():
+        return None
+
+    computes = np.flatnonzero(roles == COMPUTE)
+    ones, kind_of = _distinct(codes[computes] * len(row_of) + stages[computes])
+    computed[step_of[computes]] = 1 + kind_of
+    passes = _actions(codes, stages, numbers, computes[ones])
+
+    begins = _changes(sends.messages // (1 + numbers.max()))
+    own = sends.at[begins]
+    here, there, row_count = rows[own], row_of[sends.peers[begins]], 1 + int(row[-1])
+    edges = np.unique(here * np.int64(row_count) + there, return_inverse=True)[1]
+    way_of = np.where(here == there, here, row_count + np.arange(len(own)))
+    ways = row.copy()
+    ways[step_of[sends.at]] = way_of[np.cumsum(begins) - 1]
+    sent = (action.message for action in _actions(codes, stages, numbers, own))
+    messages = [message for message in sent if message is not None]
+
+    index_of = np.zeros(1 + len(row), np.int32)
+    index_of[1 + places] = 1 + np.arange(len(row))
+    return Order(
+        row[places].tolist(), index_of[awaited[places]].tolist(), computed[places].tolist(),
+        ways[places].tolist(), passes, messages,
+        [*range(row_count), *(row_count + edges).tolist()], row_count, places, step_of, roles,
+    )  # fmt: skip
+
+
+def _transfers(codes: Array, stages: Array, numbers: Array, role: int) -> _Transfers:
+    """All sends or receives of a schedule."""
+    at = np.flatnonzero(ROLES[codes] == role)
+    own, here, number = codes[at], stages[at], numbers[at]
+    tied = IS_TIED[own]
+    peers = np.where(tied, number, here + WAYS[own])
+    source, target = (here, peers) if role == SEND else (peers, here)
+    size = 2 + stages.max()
+    messages = (KINDS[own] * size + source) * size + target
+    messages = messages * (1 + numbers.max()) + np.where(tied, 0, number)
+    order = np.argsort(messages)
+    return _Transfers(at[order], peers[order], messages[order])
+
+
+def _changes(values: Array) -> Array:
+    """Whether each value differs from the one before it."""
+    return np.append(True, values[1:] != values[:-1])[: len(values)]
+
+
+def _distinct(values: Array) -> tuple[Array, Array]:
+    """The index of one of each value, and of each value its place among them."""
+    ones = np.full(1 + values.max(initial=-1), -1)
+    ones[values] = np.arange(len(values))
+    present = ones >= 0
+    return ones[present], (np.cumsum(present) - 1)[values]
+
+
+def _actions(codes: Array, stages: Array, numbers: Array, at: Array) -> list[Action]:
+    """The actions at some places."""
+    columns = stages[at].tolist(), codes[at].tolist(), numbers[at].tolist()
+    return [Action(stage, OPS[code], number) for stage, code, number in zip(*columns, strict=True)]
+
+
+def _in_order(awaited: list[int], begins: list[int]) -> list[int]:
+    """All steps that can be done, each after the one it awaits and the one before it on its row.
+
+    `begins` has the first step of each row.
+    """
+    order: list[int] = []
+    done = bytearray(1 + len(awaited))  # by 1 + step, as in `awaited`
+    done[0] = True
+    ready = list(pairwise([*begins, len(awaited)]))[::-1]  # rests of rows
+    waiting: list[tuple[int, int] | None] = [None] * len(done)  # those that wait for a step
+    while ready:
+        step, end = ready.pop()
+        while step < end and done[awaited[step]]:
+            order.append(step)
+            step += 1
+            done[step] = True
+            if (rest := waiting[step]) is not None:
+                ready.append(rest)
+        if step < end:
+            waiting[awaited[step]] = step, end
+    return order
