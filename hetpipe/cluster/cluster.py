@@ -103,6 +103,11 @@ class Cluster:
             )
         return link
 
+    def sum_speed(self, one: str, other: str) -> float:
+        """The bandwidth of sums over replicas on a link, relative to that of messages."""
+        own = self._own_link(one, other)
+        return 1.0 if own and own.bandwidth_Bps else self._layout.sum_speed(one, other)
+
     def way(self, one: str, other: str) -> tuple[str, ...]:
         """The shared media that a message occupies on its way from one member to another.
 

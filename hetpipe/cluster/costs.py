@@ -18,5 +18,7 @@ def link_costs(cluster: Cluster) -> dict[tuple[str, str], LinkCost]:
     for here, there in permutations(cluster.ids, 2):
         link = cluster.link(here, there)
         bandwidth_Bps = math.inf if link.bandwidth_Bps is None else link.bandwidth_Bps
-        costs[here, there] = LinkCost(link.latency_s or 0.0, bandwidth_Bps, "modelled")
+        costs[here, there] = LinkCost(
+            link.latency_s or 0.0, bandwidth_Bps, "modelled", cluster.sum_speed(here, there)
+        )
     return costs

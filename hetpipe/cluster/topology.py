@@ -45,9 +45,11 @@ class Topology:
         check_link("of a topology", None, self.all_reduce_Bps)
 
     @property
-    def collective_Bps(self) -> float | None:
-        """The bandwidth of collective operations."""
-        return self.bandwidth_Bps if self.all_reduce_Bps is None else self.all_reduce_Bps
+    def sum_speed(self) -> float:
+        """The bandwidth of collective operations, relative to that of messages."""
+        if self.all_reduce_Bps is None or self.bandwidth_Bps is None:
+            return 1.0
+        return self.all_reduce_Bps / self.bandwidth_Bps
 
     def link(self, one: int, other: int) -> Link:
         """What a message from one end to another sees; ends are counted in their order."""
@@ -124,6 +126,11 @@ class Layout:
         if meeting.topology is None:
             return Link()
         return meeting.topology.link(meeting.one, meeting.other)
+
+    def sum_speed(self, one: str, other: str) -> float:
+        """What the servers and the network say about sums on a link, relative to messages."""
+        topology = self._meeting(one, other).topology
+        return 1.0 if topology is None else topology.sum_speed
 
     def way(self, one: str, other: str) -> tuple[str, ...]:
         """The shared media that a message from one device to another occupies."""

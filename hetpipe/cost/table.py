@@ -24,6 +24,7 @@ VERSION = 2
 BEFORE = 1  # tables of this version are read, too: they have no probe and no spread
 
 Factor = Annotated[float, Number(most=1.0, above=True)]
+Ratio = Annotated[float, Number(above=True)]
 MaybeSeconds = Annotated[float, Number(most=1e9), NullIsInfinite()]
 Bandwidth = Annotated[float, Number(above=True), NullIsInfinite()]
 Execution = Annotated[str, OneOf(("sync", "async"))]
@@ -123,6 +124,12 @@ class LinkCost:
     latency_s: Seconds
     bandwidth_Bps: Bandwidth
     label: Label = "measured"
+    sum_speed: Ratio = 1.0  # bandwidth of sums over replicas, relative to that of messages
+
+    @property
+    def sum_Bps(self) -> float:
+        """The bandwidth of sums over replicas."""
+        return self.sum_speed * self.bandwidth_Bps
 
     def time_s(self, nbytes: int) -> float:
         """Seconds for `nbytes`."""
@@ -219,7 +226,7 @@ class CostTable:
             table.samples,
             table.layers,
             table.devices,
-            {(e.source, e.target): LinkCost(e.latency_s, e.bandwidth_Bps, e.label)
+            {(e.source, e.target): LinkCost(e.latency_s, e.bandwidth_Bps, e.label, e.sum_speed)
              for e in table.links},
             table.step_overhead_s,
             table.tied,
@@ -235,6 +242,7 @@ class _Link:
     latency_s: Seconds
     bandwidth_Bps: Bandwidth
     label: Label
+    sum_speed: Ratio = 1.0
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def group_matrix(
     hidden = objective == "max" or costs.table.devices[heads[stage]].execution == "async"
     seconds = np.maximum(seconds, sends_s) if hidden else seconds + sends_s
     links = [costs.table.link(group[n - 1], device) for n, device in enumerate(group)]
-    ring_Bps = min(link.bandwidth_Bps for link in links)
+    ring_Bps = min(link.sum_Bps for link in links)
     seconds = seconds + 2 * (1 - share) * costs.params_nbytes(lo, hi) / ring_Bps / microbatches
     least = min(costs.table.devices[device].memory_nbytes for device in group)
     capacity = least if bounded else math.inf
@@ -110,7 +110,7 @@ def _line(
     ring_s = 0.0
     if len(group) > 1:
         links = [costs.table.link(group[n - 1], device) for n, device in enumerate(group)]
-        ring_Bps = min(link.bandwidth_Bps for link in links)
+        ring_Bps = min(link.sum_Bps for link in links)
         ring_s = 2 * (1 - share) * costs.params_nbytes(0, cuts) / ring_Bps / microbatches
     none = np.zeros(costs.count + 1)
     arrive_s, leave_s = none, none

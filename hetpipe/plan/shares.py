@@ -38,10 +38,10 @@ def all_reduce_s(table: CostTable, devices: Sequence[str], lo: int, hi: int) -> 
     ring = [table.link(here, there) for here, there in pairwise((*devices, devices[0]))]
     if all(link.label == "modelled" for link in ring):
         latency_s = max(link.latency_s for link in ring)
-        bandwidth_Bps = min(link.bandwidth_Bps for link in ring)
+        bandwidth_Bps = min(link.sum_Bps for link in ring)
         return ring_s(len(devices), nbytes, latency_s, bandwidth_Bps)
     seconds = []
     for here in devices:
         links = [table.link(here, there) for there in devices if there != here]
-        seconds.append(2 * sum(link.latency_s + nbytes / link.bandwidth_Bps for link in links))
+        seconds.append(2 * sum(link.latency_s + nbytes / link.sum_Bps for link in links))
     return max(seconds)

@@ -2,13 +2,14 @@
 
 import os
 import random
-import sys
 from pathlib import Path
 
 import pytest
 
-from hetpipe.cost.published import ChainCosts, read_profile
+from hetpipe.cost.published import ChainCosts
 from hetpipe.errors import PlanError
+from hetpipe.papers.reproduced.dapple import PROFILES, configs, profile_of, split_at
+from hetpipe.papers.reproduced.table import expected
 from hetpipe.plan.dapple import candidates, overlapped_data_parallel_s, plan_dapple
 from hetpipe.plan.latency import (
     ADAM,
@@ -26,11 +27,6 @@ from hetpipe.plan.placement import Machines, Wire, append_first, numbers, places
 from hetpipe.schedule.generators import generate
 from hetpipe.simulate.simulator import simulate
 from hetpipe.simulate.times import StageTimes, Transfer
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 EVEN_WIRE = Wire(10.0, 10.0)
 
@@ -227,33 +223,10 @@ def test_impossible_questions_are_refused():
         plan_dapple(ChainCosts((), (), (), (), (), ()), machines, samples=1, global_batch=9)
 
 
-PROFILES = {"VGG-19": "vgg-19-pbs-32", "GNMT-16": "gnmt-16-pbs-64", "BERT-48": "bert-48-pbs-2"}
-
-
 def published(data, model):
-    """The profile, the expected plans, and the machines of the paper's configurations."""
-    graph = read_profile(data / "profiles" / "dapple" / f"{PROFILES[model]}.txt")
-    expected = tomllib.loads((data / "expected" / "dapple.toml").read_text(encoding="utf-8"))
-    (plans,) = [entry for entry in expected["plan"] if entry["model"] == model]
-    constants = expected["constants"]
-    inside = Wire(constants["nvlink_Bps"], constants["nvlink_Bps"])
-    speeds = constants["ethernet_p2p_Bps"], constants["ethernet_allreduce_Bps"]
-    quick, slow = (Wire(*(scale * speed for speed in speeds)) for scale in (1, 10 / 25))
-    shapes = {"A": ((8, 8), quick), "B": ((1,) * 16, quick), "C": ((1,) * 16, slow)}
-    machines = {name: Machines(counts, inside, wire) for name, (counts, wire) in shapes.items()}
-    return graph, plans, machines
-
-
-def counted(graph, model, cut):
-    """The paper's layers before and after a cut: with weights, LSTMs, or the encoder's."""
-    nodes = graph.order()
-    if model == "VGG-19":
-        layers = [node.params_nbytes > 0 for node in nodes]
-    elif model == "GNMT-16":
-        layers = ["LSTM(" in node.description for node in nodes]
-    else:
-        layers = [node.description.startswith("layer_") for node in nodes]
-    return [sum(layers[:cut]), sum(layers[cut:])]
+    """The profile, its samples, the expected plans, and the machines of the configurations."""
+    (plans,) = [entry for entry in expected(data, "dapple")["plan"] if entry["model"] == model]
+    return *profile_of(data, model), plans, configs(data)
 
 
 @pytest.mark.parametrize("config", "ABC")
@@ -268,8 +241,8 @@ def test_table_4_by_the_published_rules(data, model, config):
     take 10 : 6, whose block is 7 % shorter (0.126 against 0.136 s), since this profile's last
     LSTM has an outlying backward (31 ms, the others 8.5), and the classifier 20 ms.
     """
-    graph, plans, machines = published(data, model)
-    chain, samples = graph.chain(), int(PROFILES[model].rsplit("-", 1)[1])
+    graph, samples, plans, machines = published(data, model)
+    chain = graph.chain()
     batch = plans["global_batch"]
     best = published_plans(chain, machines[config], samples=samples, global_batch=batch)[0]
     if plans[config] == "DP":
@@ -279,7 +252,7 @@ def test_table_4_by_the_published_rules(data, model, config):
         assert best.replicas == (1,) * 16
         return
     assert list(best.replicas) == plans[config]["replicas"]
-    split = counted(graph, model, best.cuts[0])
+    split = split_at(graph, model, best.cuts[0])
     if model == "VGG-19":
         assert split == [16, 3]
         assert chain.cut_nbytes[best.cuts[0] - 1] == 3e6  # "very small activation (3MB)"
@@ -287,7 +260,7 @@ def test_table_4_by_the_published_rules(data, model, config):
         assert split == [24, 24]
         assert len(chain.names) - best.cuts[0] == plans[config]["split"][1]
     elif config == "A":
-        cuts = [c for c in range(1, 96) if counted(graph, model, c) == plans[config]["split"]]
+        cuts = [c for c in range(1, 96) if split_at(graph, model, c) == plans[config]["split"]]
         blocks_s = [half_block_s(chain, cut) for cut in cuts]
         assert min(blocks_s) == pytest.approx(half_block_s(chain, best.cuts[0]), rel=0.01)
     else:
@@ -302,7 +275,7 @@ def half_block_s(chain, cut):
 
 def test_data_parallel_hides_its_sums_behind_backwards(data):
     """VGG-19 on A: nearly all weights are at the end, so nearly nothing is left to wait for."""
-    graph, plans, machines = published(data, "VGG-19")
+    graph, _, plans, machines = published(data, "VGG-19")
     chain, batch = graph.chain(), plans["global_batch"]
     asked = {"samples": 32, "global_batch": batch, "capacity_nbytes": 16e9}
     compute_s = (sum(chain.forward_s) + sum(chain.backward_s)) * batch / 32 / 16
@@ -315,8 +288,8 @@ def test_data_parallel_hides_its_sums_behind_backwards(data):
 )
 def test_the_search_is_no_worse_than_table_4(data, config, model):
     """By the corrected formula, with every number of stages and replicas to choose from."""
-    graph, plans, machines = published(data, model)
-    chain, samples = graph.chain(), int(PROFILES[model].rsplit("-", 1)[1])
+    graph, samples, plans, machines = published(data, model)
+    chain = graph.chain()
     batch, on = plans["global_batch"], machines[config]
     asked = {"samples": samples, "global_batch": batch}
     planned = plan_dapple(chain, on, **asked, capacity_nbytes=16e9)

@@ -14,6 +14,7 @@ import pytest
 
 from hetpipe.cli.options import make_cluster
 from hetpipe.cluster import Cluster, Link, Member, Server, Topology
+from hetpipe.cluster.costs import link_costs
 from hetpipe.cluster.published import file_or_published, published_names
 from hetpipe.cluster.topology import DUPLEXES, SHAPES
 from hetpipe.errors import ClusterError
@@ -211,8 +212,15 @@ def test_topologies_that_cannot_be(wrong: dict[str, object], message: str) -> No
 
 
 def test_collective_operations_have_the_bandwidth_unless_another_is_given() -> None:
-    assert Topology(0.0, 1e9).collective_Bps == 1e9
-    assert Topology(0.0, 1e9, all_reduce_Bps=3e9).collective_Bps == 3e9
+    assert Topology(0.0, 1e9).sum_speed == 1
+    assert Topology(0.0, 1e9, all_reduce_Bps=3e9).sum_speed == 3
+    inside, network = Topology(0.0, 5e9, "switch"), Topology(0.0, 1e9, all_reduce_Bps=2e9)
+    costs = link_costs(described([2, 1], inside, network))
+    assert {pair: (link.bandwidth_Bps, link.sum_Bps) for pair, link in costs.items()} == {
+        **dict.fromkeys(permutations(("s0.0", "s0.1")), (5e9, 5e9)),
+        **dict.fromkeys(product(("s0.0", "s0.1"), ("s1.0",)), (1e9, 2e9)),
+        **dict.fromkeys(product(("s1.0",), ("s0.0", "s0.1")), (1e9, 2e9)),
+    }
 
 
 def test_ten_thousand_devices() -> None:

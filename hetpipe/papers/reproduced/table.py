@@ -22,7 +22,7 @@ DATA = "HETPIPE_DATA"
 
 PAPERS: dict[str, tuple[str, ...]] = {
     "pipedream": ("plans",),
-    "dapple": ("3", "7"),
+    "dapple": ("3", "4", "7"),
     "bapipe": ("3", "4", "6"),
     "pipeoptim": ("5",),
 }

@@ -8,6 +8,7 @@ P_B.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cost.table import CostTable
@@ -77,5 +78,8 @@ def machines_of(table: CostTable, cluster: Cluster) -> Machines:
 def _wire(table: CostTable, pairs: list[tuple[str, str]]) -> Wire:
     """The slowest of these links; without any, one that costs nothing."""
     links = [table.link(*pair) for pair in pairs]
-    slowest_Bps = min((link.bandwidth_Bps for link in links), default=float("inf"))
-    return Wire(slowest_Bps, slowest_Bps, max((link.latency_s for link in links), default=0.0))
+    return Wire(
+        min((link.bandwidth_Bps for link in links), default=inf),
+        min((link.sum_Bps for link in links), default=inf),
+        max((link.latency_s for link in links), default=0.0),
+    )

@@ -1,0 +1,244 @@
+"""The recurrence of DAPPLE's planner (DAPPLE, section 4.3, algorithm 1).
+
+Stages are added from the last to the first. A partial plan is compared with those of the same
+first layer and the same devices by what decides the latency of any completion; the best few stay.
+All partial plans on the same devices are found at once, as columns of one array.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+from hetpipe.cost.published import ChainCosts
+from hetpipe.plan.costs import Array
+from hetpipe.plan.latency import (
+    ADAM,
+    DapplePlan,
+    DappleStage,
+    Formula,
+    latency_s,
+    pivot_of,
+    stage_costs,
+)
+from hetpipe.plan.placement import Counts, Machines, append_first, numbers, places
+
+MANY = 16  # devices; beyond, the search leaves out replicas and places
+
+
+class _Fronts(NamedTuple):
+    """Partial plans on the same devices; the row GROUP counts in `groups`."""
+
+    groups: list[Counts]
+    rows: Array
+
+
+class _Choices(NamedTuple):
+    """First stages of partial plans on all devices but `used`, one for each entry."""
+
+    used: Counts
+    groups: list[Counts]
+    group: Array
+    first: Array
+    last: Array
+    behind: Array
+    """The numbers of the choices for the stages behind."""
+
+
+class Search:
+    """The recurrence. Rows of a partial plan: what decides the latency of all its completions.
+
+    FIRST is its first layer, STEADY the pivot's steady phase and the stages before it, TOTAL that
+    and the pivot once, END the latency if nothing came before. LATE is how long the all-reduces
+    go on after the last backward, should the pivot move. DEPTH counts its stages, NUMBER is its
+    last choice, GROUP the group of devices of its first stage.
+    """
+
+    FIRST, STEADY, TOTAL, END, LATE, DEPTH, NUMBER, GROUP = range(8)
+
+    def __init__(
+        self,
+        chain: ChainCosts,
+        machines: Machines,
+        microbatches: int,
+        formula: Formula,
+        capacity_nbytes: float | None,
+        width: int,
+        replicas: Sequence[int] | None = None,
+        bound_s: float = inf,
+    ) -> None:
+        self.chain, self.machines, self.microbatches = chain, machines, microbatches
+        self.formula, self.width, self.bound_s = formula, width, bound_s * (1 + 1e-9)
+        self.capacity_nbytes = inf if capacity_nbytes is None else capacity_nbytes
+        self.replicas = replicas or _widths(machines.devices)
+        costs = (chain.forward_s, chain.backward_s, chain.params_nbytes, chain.activation_nbytes)
+        self.sums = np.array([[0.0, *accumulate(values)] for values in costs])
+        self.cut_nbytes = np.array([0.0, *chain.cut_nbytes])
+        self.lines = cache(machines.transfer_lines)
+        self.starts: list[int] = []  # the number of the first choice of each of `choices`
+        self.choices: list[_Choices] = []
+        self.tails: dict[Counts, _Fronts] = {}
+
+    def plans(self) -> list[DapplePlan]:
+        """Complete plans, the best first."""
+        rows = self.fronts((0,) * len(self.machines.counts)).rows
+        ends = rows[:, rows[self.FIRST] == 0][[self.END, self.NUMBER]]
+        return [self._plan(int(number)) for _, number in sorted(ends.T.tolist())]
+
+    def fronts(self, used: Counts) -> _Fronts:
+        """The partial plans on all devices but `used`."""
+        if used not in self.tails:
+            left = self.machines.devices - sum(used)
+            groups = [
+                group
+                for replicas in self.replicas
+                if replicas <= left
+                for group in self._groups(used, replicas)
+            ]
+            self.tails[used] = _Fronts(groups, self._front(used, groups))
+        return self.tails[used]
+
+    def _groups(self, used: Counts, replicas: int) -> tuple[Counts, ...]:
+        if self.machines.devices > MANY:
+            return (append_first(self.machines.counts, used, replicas),)
+        return places(self.machines.counts, used, replicas)
+
+    def _front(self, used: Counts, groups: list[Counts]) -> Array:
+        """Partial plans whose first stage has one of these groups: stages from every layer."""
+        layers = len(self.chain.names)
+        behind = self._behind(used, groups)
+        lasts, group = behind[[self.FIRST, self.GROUP]].astype(int)
+        firsts = np.arange(layers) if any(used) else np.zeros(1, int)
+        counts = np.array([sum(each) for each in groups])
+        hopeful = self._hopeful(firsts, lasts[:, None], used, counts[group][:, None])
+        rows, columns = np.nonzero(hopeful)
+        before, firsts, lasts, group = behind[:, rows], firsts[columns], lasts[rows], group[rows]
+        forward, backward, params, saved = self.sums[:, lasts] - self.sums[:, firsts]
+        count = counts[group]
+        depth = np.minimum(before[self.DEPTH] + 1, self.microbatches)
+        fits = ADAM * params + depth * saved / count <= self.capacity_nbytes
+        waits, whole = (
+            np.array([self.machines.all_reduce_s(nbytes, each) for each in groups])
+            for nbytes in (0.0, 1.0)
+        )
+        all_reduce = waits[group] + (whole - waits)[group] * params
+        added = self._added(before, forward / count, backward / count, all_reduce)
+        added[self.FIRST], added[self.DEPTH] = firsts, before[self.DEPTH] + 1
+        added[self.NUMBER] = np.arange(len(rows))
+        best = self._best(added[:, fits & (added[self.TOTAL] <= self.bound_s)])
+        kept = best[self.NUMBER].astype(int)
+        numbers = before[self.NUMBER, kept].astype(int)
+        self.starts.append(self.starts[-1] + len(self.choices[-1].first) if self.starts else 0)
+        best[self.NUMBER] = self.starts[-1] + np.arange(len(kept))
+        chosen = group[kept], firsts[kept], lasts[kept] - 1, numbers
+        self.choices.append(_Choices(used, groups, *chosen))
+        return best
+
+    def _behind(self, used: Counts, groups: list[Counts]) -> Array:
+        """The best partial plans behind each of these groups, with the transfer from it."""
+        ends, sent, times_s = [], [], []
+        for number, group in enumerate(groups):
+            then = tuple(map(sum, zip(used, group, strict=True)))
+            if then == self.machines.counts:
+                ends.append([len(self.chain.names), 0, 0, -inf, -inf, 0, -1, number])
+                continue
+            fronts = self.fronts(then)
+            if not fronts.rows.size:
+                continue
+            first, after = fronts.rows[[self.FIRST, self.GROUP]].astype(int)
+            lines = np.array([self.lines(group, other) for other in fronts.groups])[after]
+            nbytes = self.cut_nbytes[first]
+            times_s.append((lines[:, :, 0] + lines[:, :, 1] * nbytes[:, None]).max(axis=1))
+            rows = fronts.rows.copy()
+            rows[self.GROUP] = number
+            sent.append(rows)
+        last = np.array(ends, float).reshape(-1, 8).T
+        if not sent:
+            return last
+        time_s = np.concatenate(times_s)
+        rows = self._added(np.concatenate(sent, axis=1), time_s, time_s, np.zeros(len(time_s)))
+        return np.concatenate((last, self._best(rows)), axis=1)
+
+    def _hopeful(self, firsts: Array, lasts: Array, used: Counts, count: Array) -> Array:
+        """Whether stages from `firsts` up to `lasts` may be in a plan as fast as the bound.
+
+        Neither the stage, on `count` devices, nor the slowest one before it may be too long; some
+        layers and devices are left for those before, or none of both.
+        """
+        compute_s = self.sums[0] + self.sums[1]
+        stage_s = (compute_s[lasts] - compute_s[firsts]) / count
+        before_s = compute_s[firsts] / max(sum(used), 1)
+        steady_s = (self.microbatches - 1) * np.maximum(stage_s, before_s)
+        return (firsts < lasts) & ((firsts > 0) == any(used)) & (steady_s <= self.bound_s)
+
+    def _added(self, rows: Array, forward: Array, backward: Array, all_reduce: Array) -> Array:
+        """Partial plans with one more stage in front (algorithm 1 moves the pivot)."""
+        both = forward + backward
+        steady = (self.microbatches - 1) * both
+        last = rows[self.DEPTH] == 0
+        moves = (steady > rows[self.STEADY]) | last
+        after = rows[self.END] - rows[self.TOTAL] - backward
+        late = rows[self.LATE] - backward
+        added = rows.copy()
+        added[self.STEADY] = np.where(moves, steady, rows[self.STEADY] + both)
+        added[self.TOTAL] = np.where(moves, steady + both, rows[self.TOTAL] + both)
+        if self.formula == "printed":
+            after = np.where(moves, late - backward, after)
+            added[self.LATE] = np.maximum(all_reduce - backward, late)
+        else:
+            added[self.LATE] = np.maximum(all_reduce, late)
+        added[self.END] = added[self.TOTAL] + np.maximum(all_reduce, after)
+        return added
+
+    def _best(self, rows: Array) -> Array:
+        """Undominated columns, at most `width` per first layer and group.
+
+        Those stay that may end earliest, with the backwards of all layers before on one device.
+        """
+        compared = [self.STEADY, self.TOTAL, self.END, self.LATE]
+        if self.capacity_nbytes < inf:
+            compared.append(self.DEPTH)
+        hidden_s = self.sums[1][rows[self.FIRST].astype(int)]
+        earliest_s = rows[self.TOTAL] + np.maximum(0.0, rows[self.LATE] - hidden_s)
+        key = rows[self.GROUP] * (len(self.chain.names) + 1) + rows[self.FIRST]
+        order = np.lexsort((rows[self.END], earliest_s, key))
+        rows, key = rows[:, order], key[order]
+        kept = []
+        for _ in range(self.width):
+            if not rows.size:
+                break
+            changes = np.concatenate(([True], key[1:] != key[:-1]))
+            leaders = rows[:, changes]
+            kept.append(leaders)
+            leading = leaders[compared][:, changes.cumsum() - 1]
+            better = (rows[compared] < leading - 1e-15).any(axis=0)
+            rows, key = rows[:, better], key[better]
+        return np.concatenate(kept, axis=1) if kept else rows
+
+    def _plan(self, number: int) -> DapplePlan:
+        stages = []
+        while number >= 0:
+            block = bisect_right(self.starts, number) - 1
+            choices, at = self.choices[block], number - self.starts[block]
+            group = choices.groups[choices.group[at]]
+            devices = numbers(self.machines.counts, choices.used, group)
+            stages.append(DappleStage(int(choices.first[at]), int(choices.last[at]), devices))
+            number = int(choices.behind[at])
+        costs = stage_costs(self.chain, self.machines, stages)
+        estimate_s = latency_s(costs, self.microbatches, self.formula)
+        pivot = pivot_of(costs, self.microbatches)
+        return DapplePlan(tuple(stages), pivot, estimate_s, self.formula, self.microbatches)
+
+
+def _widths(devices: int) -> tuple[int, ...]:
+    """The replicas that a stage may have: any number, of many devices powers of two, or all."""
+    if devices <= MANY:
+        return tuple(range(1, devices + 1))
+    powers = {1 << power for power in range(devices.bit_length())}
+    return tuple(sorted({count for count in powers if count <= devices} | {devices}))
