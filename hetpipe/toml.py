@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ class Lines:
 
     def __init__(self, text: str) -> None:
         self._lines: dict[Place, int] = {}
+        self._counts: Counter[Place] = Counter()  # of `[[ ]]` headers
         table: Place = ()
         for number, line in enumerate(text.split("\n"), 1):
             if header := _HEADER.match(line):
@@ -63,17 +65,13 @@ class Lines:
         place: Place = ()
         for name in names[:-1]:
             place = (*place, name)
-            if count := self._count(place):
+            if count := self._counts[place]:
                 place = (*place, count - 1)
         place = (*place, names[-1])
-        return (*place, self._count(place)) if repeated else place
-
-    def _count(self, place: Place) -> int:
-        """How many `[[ ]]` headers the table at a place has so far."""
-        count = 0
-        while (*place, count) in self._lines:
-            count += 1
-        return count
+        if not repeated:
+            return place
+        self._counts[place] += 1
+        return (*place, self._counts[place] - 1)
 
 
 def _names(text: str) -> list[str]:

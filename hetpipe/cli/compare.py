@@ -51,6 +51,13 @@ def command(
     microbatches: MicrobatchesOption = None,
     schedules: SchedulesOption = None,
     recompute: RecomputeOption = False,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure/--no-measure",
+            help="Also run every plan of MODEL for some steps, if all devices are attached.",
+        ),
+    ] = True,
     picture: PictureOption = None,
     trace: TraceOption = None,
     json: JsonOption = None,
@@ -64,10 +71,15 @@ def command(
     members = cluster_from(cluster)
     subject = subject_from(model, profile, samples, profiled_on, global_batch)
     options = options_from(subject, schedules, microbatches, recompute)
+    runs = measure and subject.measure is not None and not members.described
     with progress_bar() as progress:
-        progress("planning", 0, 1)
+        progress("planning and measuring" if runs else "planning", 0, 1)
         comparison = compare(
-            subject, members, options, split_names(planners) or (*PLANNERS, *BY_HAND)
+            subject,
+            members,
+            options,
+            split_names(planners) or (*PLANNERS, *BY_HAND),
+            measured=runs,
         )
     output.console.print(comparison_table(comparison))
     for row in comparison.rows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,9 +19,6 @@ from hetpipe.study.subject import Subject, sizes_of
 
 BY_HAND = ("even", "speed-sorted", "data-parallel")
 """Plans that one would make by hand."""
-
-Measure = Callable[[Plan, CostTable], float]
-"""A plan and its costs -> the seconds of a step, measured."""
 
 
 @dataclass(frozen=True)
@@ -81,22 +78,19 @@ def compare(
     cluster: Cluster,
     options: PlannerOptions | None = None,
     planners: Sequence[str] = (*PLANNERS, *BY_HAND),
-    measure: Measure | None = None,
+    measured: bool = False,
 ) -> Comparison:
     """The plans of these planners, priced by one cost model and one simulator.
 
-    `measure` runs a plan on attached devices. Raises `HetpipeError` where costs are missing.
+    `measured` plans are also run; all devices must be attached. Raises `HetpipeError` where costs
+    are missing, or where the subject is a profile, which cannot be run.
     """
     options = options or PlannerOptions(subject.mini_batch)
     tables = subject.costs(cluster, sizes_of(options.mini_batch))
     priced = Priced(tables, options)
     rows = [_row(planner, priced, cluster) for planner in planners]
-    if measure is not None:
-        rows = [
-            row if row.plan is None or row.costs is None
-            else replace(row, measured_s=measure(row.plan, row.costs))
-            for row in rows
-        ]  # fmt: skip
+    if measured:
+        rows = [_measured(subject, cluster, row) for row in rows]
     rows.sort(key=lambda row: row.plan.step_s if row.plan else float("inf"))
     return Comparison(subject.name, options.mini_batch, tuple(rows), together(tables, cluster))
 
@@ -128,6 +122,15 @@ def together(tables: Mapping[int, CostTable], cluster: Cluster) -> float:
             steps_s.append((table.forward_s(*span) + table.backward_s(*span)) / size)
         total += 1 / min(steps_s)
     return total
+
+
+def _measured(subject: Subject, cluster: Cluster, row: Row) -> Row:
+    """The row with its measured step; as it is without a plan."""
+    if subject.measure is None:
+        raise HetpipeError(f"{subject.name} is a profile, which cannot be run: give the model")
+    if row.plan is None or row.costs is None:
+        return row
+    return replace(row, measured_s=subject.measure(cluster, row.plan, row.costs))
 
 
 def _row(planner: str, priced: Priced, cluster: Cluster) -> Row:

@@ -44,7 +44,7 @@ class Model:
     @property
     def subject(self) -> Subject:
         """The subject of studies."""
-        return Subject(self.workload.name, self.mini_batch, self.costs)
+        return Subject(self.workload.name, self.mini_batch, self.costs, self.measure)
 
     def costs(self, cluster: Cluster, sizes: Sequence[int]) -> dict[int, CostTable]:
         """The costs of all members; boards' are modelled, those of attached devices measured.

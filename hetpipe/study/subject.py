@@ -14,12 +14,15 @@ from hetpipe.cost.placed import placed
 from hetpipe.cost.published import ChainCosts, read_profile
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import ClusterError, CostError
+from hetpipe.plan.plan import Plan
 
 REFERENCE = "v100-pcie-16"
 """The board on which PipeDream's and DAPPLE's profiles were measured."""
 
 Costs = Callable[[Cluster, Sequence[int]], Mapping[int, CostTable]]
 """A cluster and sizes of micro-batches -> the costs at each."""
+Measure = Callable[[Cluster, Plan, CostTable], float]
+"""Attached devices, a plan and its costs -> the seconds of a step, measured."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class Subject:
     name: str
     mini_batch: int
     costs: Costs
+    measure: Measure | None = None
+    """Runs a plan; None where nothing but costs is known."""
 
 
 def of_profile(path: Path, samples: int, mini_batch: int, reference: str = REFERENCE) -> Subject:

@@ -239,6 +239,17 @@ class TestCommands:
         assert [row["planner"] for row in data["rows"]] == ["auto", "even"]
         assert "<svg" in picture.read_text()
 
+    def test_plans_of_attached_devices_are_measured(self, tmp_path: Path) -> None:
+        both = '[[device]]\nid = "{}"\ndevice = "numpy:cpu:0"\n'
+        cluster = tmp_path / "attached.toml"
+        cluster.write_text(both.format("a") + both.format("b"))
+        asked = ["mlp", "--cluster", str(cluster), "--planners", "exact,data-parallel"]
+        rows = run("compare", *asked)["rows"]
+        assert {row["planner"] for row in rows} == {"exact", "data-parallel"}
+        assert all(row["measured_step_s"] > 0 for row in rows)
+        unmeasured = run("compare", *asked, "--no-measure")["rows"]
+        assert [row["measured_step_s"] for row in unmeasured] == [None, None]
+
     def test_whatif_leaves_out_each_device(self, folder: Path) -> None:
         data = run("whatif", *self.asked(folder), "--planner", "exact", "--microbatches", "8")
         assert [row["change"] for row in data["rows"]][:2] == ["", "-v100-pcie-16.0"]
@@ -269,6 +280,15 @@ class TestCommands:
         asked = ["compare", "--profile", str(folder / "equal.txt"), "--cluster", "dapple-b"]
         with pytest.raises(CostError, match="does not say its micro-batch"):
             CliRunner().invoke(app, asked, catch_exceptions=False)
+
+
+def test_a_profile_cannot_be_run(folder: Path) -> None:
+    subject, cluster = (
+        of_profile(folder / "equal.txt", SAMPLES, 2**8),
+        Cluster.published("dapple-b"),
+    )
+    with pytest.raises(HetpipeError, match="equal is a profile, which cannot be run"):
+        compare(subject, cluster, planners=["even"], measured=True)
 
 
 def test_a_cluster_that_is_too_small_says_what_lacks_and_a_cure(folder: Path) -> None:
