@@ -6,18 +6,17 @@ reversed each time, never two at once; the figures are medians.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hetpipe.bench.outcome import Linked, Outcome, Setting
 from hetpipe.bench.peer import refusal
 from hetpipe.bench.rows import AtOnceRow, Pace, PeerRow, PipelineRow, PlainRow, Row, Task
+from hetpipe.bench.training import fresh_costs
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Link, available_cores
 from hetpipe.crew.crew import Crew
@@ -27,7 +26,6 @@ from hetpipe.pipeline.planning import Planning
 from hetpipe.plan.baselines import even_plan, link_blind_plan, speed_blind_plan
 from hetpipe.plan.planner import explore
 from hetpipe.plan.replicated import replicated_plan
-from hetpipe.profile import cache
 from hetpipe.profile.drift import drifts_since, probe_again
 from hetpipe.profile.links import measure_links
 from hetpipe.profile.measure import profile
@@ -59,7 +57,7 @@ def run(setting: Setting, progress: Progress) -> Outcome:
     example = next(workload.batches(rows, setting.seed))
     captured = Captured(workload.model, workload.loss_fn, example)
     task = Task(setting.model, workload, captured, setting.cluster, rows, setting.seed)
-    with _fresh_costs(), _open(task, setting, progress) as outcome:
+    with fresh_costs(), _open(task, setting, progress) as outcome:
         for turn in range(setting.rounds):
             progress(f"{setting.name}: measuring", turn, setting.rounds)
             for row in outcome.rows if turn % 2 == 0 else reversed(outcome.rows):
@@ -129,20 +127,6 @@ def _alike(probes: Mapping[str, Probe], like: Mapping[str, str]) -> dict[str, Pr
     for member, probe in probes.items():
         groups.setdefault(like[member], []).append(probe)
     return {member: median_probe(groups[like[member]]) for member in probes}
-
-
-@contextmanager
-def _fresh_costs() -> Iterator[None]:
-    """Inside, costs are measured anew, not taken from an earlier day's cache."""
-    before = os.environ.get(cache.ENVIRONMENT)
-    with TemporaryDirectory() as empty:
-        os.environ[cache.ENVIRONMENT] = empty
-        try:
-            yield
-        finally:
-            del os.environ[cache.ENVIRONMENT]
-            if before is not None:
-                os.environ[cache.ENVIRONMENT] = before
 
 
 R = TypeVar("R", bound=Row)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import torch
 
 from hetpipe.bench.eager import Eager, micro_sizes
+from hetpipe.profile import cache
 from hetpipe.zoo.load import optimizer_of
 
 if TYPE_CHECKING:
@@ -138,3 +141,17 @@ def compare(workload: Workload, plan: Plan, taken: Sequence[Step], seed: int) ->
     rounded = torch_losses(workload, sizes, len(expected), seed, rounding=True)
     drift = max(relative(loss, true) for loss, true in zip(rounded, expected, strict=True))
     return Comparison(len(expected), worst, drift)
+
+
+@contextmanager
+def fresh_costs() -> Iterator[None]:
+    """Inside, costs are measured anew, not taken from an earlier day's cache."""
+    before = os.environ.get(cache.ENVIRONMENT)
+    with TemporaryDirectory() as empty:
+        os.environ[cache.ENVIRONMENT] = empty
+        try:
+            yield
+        finally:
+            del os.environ[cache.ENVIRONMENT]
+            if before is not None:
+                os.environ[cache.ENVIRONMENT] = before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -74,6 +75,14 @@ class Cluster:
     def described(self) -> tuple[Member, ...]:
         """The members that are boards: nobody can start a worker on them."""
         return tuple(member for member in self.members if member.board)
+
+    @cached_property
+    def sharing(self) -> frozenset[str]:
+        """The members that are pinned to a core that others are pinned to."""
+        taken = Counter(core for member in self.members for core in member.cores)
+        return frozenset(
+            member.id for member in self.members if any(taken[core] > 1 for core in member.cores)
+        )
 
     def member(self, member_id: str) -> Member:
         """The member of that id. Raises `ClusterError`."""

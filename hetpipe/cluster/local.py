@@ -91,11 +91,7 @@ def _members(chosen: Sequence[DeviceInfo]) -> list[Member]:
 def _share_cores(members: Sequence[Member], infos: Sequence[DeviceInfo]) -> list[Member]:
     """Shares of neighbouring cores, equal but for one; of one core each if cores are too few."""
     cores = available_cores()
-    hosted = [
-        member
-        for member, info in zip(members, infos, strict=True)
-        if info.kind == "cpu" or info.capabilities.emulated or info.capabilities.reference
-    ]
+    hosted = [member for member, info in zip(members, infos, strict=True) if info.on_cores]
     shares: dict[str, tuple[int, ...]] = {}
     for index, member in enumerate(hosted):
         lo = index * len(cores) // len(hosted)

@@ -53,7 +53,16 @@ def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout
         host, address = import_module(transport.module).host()
         meeting = Meeting(transport.module, address)
     orders = [
-        Open(w.member, w.backend, heartbeat_s, start_timeout_s, rank, len(workers), meeting)
+        Open(
+            w.member,
+            w.backend,
+            heartbeat_s,
+            start_timeout_s,
+            rank,
+            len(workers),
+            w.member.id in cluster.sharing,
+            meeting,
+        )
         for rank, w in enumerate(workers)
     ]
     control = Control([f"worker {m.id!r} ({m.device})" for m in members])

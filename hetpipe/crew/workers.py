@@ -16,6 +16,7 @@ from hetpipe.crew.launcher import launch
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.wire import messages as say
+from hetpipe.worker.emulation import Emulation
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -78,6 +79,15 @@ class Workers:
         """The label of speeds of this member."""
         emulated = member.speed != 1.0 or self.infos[member.id].capabilities.emulated
         return "emulated" if emulated else "measured"
+
+    @property
+    def emulations(self) -> dict[str, Emulation]:
+        """The emulated speeds, by member."""
+        sharing = self.cluster.sharing
+        return {
+            m.id: Emulation(m.speed, m.id in sharing and self.infos[m.id].on_cores)
+            for m in self.cluster.members
+        }
 
     def call(self, members: Sequence[str], function: str, *args: Any) -> list[Any]:
         """Run `module:function` as `function(device, *args)` inside these workers at once.

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hetpipe.errors import CostError
-from hetpipe.worker.emulation import stretch
+from hetpipe.worker.emulation import Emulation, Moment
 
 LONGEST_S = 600.0
 QUARTILES = 4
@@ -28,15 +28,24 @@ def now_s() -> float:
     return time.monotonic()
 
 
-def since_s(start_s: float, speed: float) -> float:
-    """Seconds since `start_s`, after a wait that emulates the speed.
+def begin() -> Moment:
+    """The begin of a measurement."""
+    return Moment.now()._replace(clock_s=now_s())
 
-    Nothing waits for a time that cannot be believed; it is returned as it is.
+
+def since_s(begin: Moment, emulation: Emulation) -> float:
+    """Seconds since the begin, at the emulated speed unless they cannot be believed."""
+    time_s = now_s() - begin.clock_s
+    return emulation.lasts_s(begin) if emulation.speed < 1 and credible(time_s) else time_s
+
+
+def catch_up(begin: Moment, lasts_s: float, emulation: Emulation) -> None:
+    """Wait until something that began then has taken as long as it lasts at the emulated speed.
+
+    Nothing waits for a time that cannot be believed.
     """
-    time_s = now_s() - start_s
-    if speed == 1.0 or not credible(time_s):
-        return time_s
-    return stretch(start_s, speed) - start_s
+    if emulation.speed < 1 and credible(lasts_s):
+        emulation.wait_until(begin.clock_s + lasts_s)
 
 
 def credible(time_s: float) -> bool:

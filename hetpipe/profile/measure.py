@@ -24,7 +24,7 @@ from hetpipe.profile.links import Links, measure_links, probe_stage
 from hetpipe.profile.patterns import Network
 from hetpipe.profile.probe import Probes
 from hetpipe.profile.profiler import RULES
-from hetpipe.profile.rounds import Effort, Rounds
+from hetpipe.profile.rounds import HALF_S, Effort, Rounds
 from hetpipe.sdk.registry import decompositions_of
 from hetpipe.wire.pieces import streams
 
@@ -46,6 +46,7 @@ def profile(
     samples: Sequence[int],
     progress: Progress | None = None,
     report: Callable[[Effort], None] | None = None,
+    half_s: float = HALF_S,
 ) -> dict[int, CostTable]:
     """A table per micro-batch size in `samples`, from the cache on disk where nothing has changed.
 
@@ -53,8 +54,9 @@ def profile(
     a member with an emulated speed, or of an emulator, are labelled emulated. Costs that were
     measured while other work took part of the cores are used, with a `ContentionWarning`, and not
     stored. Stored costs are corrected for a drift of the devices since they were measured.
-    `report` is told what a measurement took; it is not called if nothing is measured. Raises
-    `CostError` for a device whose times cannot be believed.
+    `report` is told what a measurement took; it is not called if nothing is measured. Each of two
+    halves of a measurement takes `half_s` seconds or more. Raises `CostError` for a device whose
+    times cannot be believed.
     """
     say = progress or (lambda text, done, total: None)
     entries = _entries(captured, crew, optimizer, samples)
@@ -66,7 +68,7 @@ def profile(
         warm.begin(crew)
         stages: dict[str, list[StageGraphs]] = {}
         networks = _networks(captured, crew, optimizer, missing, stages)
-        rounds = Rounds(crew, networks, missing)
+        rounds = Rounds(crew, networks, missing, half_s)
         say(f"profiling micro-batches of {_listed(missing)}", 0, 2)
         overheads_s = _empty_s(crew)
         with Probes(crew, list(crew.infos), _probes_of_any(tables)) as probes:
@@ -272,7 +274,7 @@ def tied_bytes(stages: Sequence[StageGraphs], samples: int) -> tuple[TiedBytes, 
 def _empty_s(crew: Crew) -> dict[str, float]:
     """The fixed seconds of any compute action, by member: those of the smallest graph."""
     stage = probe_stage(0, 1, 4)
-    arguments = {member.id: (stage, member.speed) for member in crew.cluster.members}
+    arguments = {id: (stage, emulation) for id, emulation in crew.emulations.items()}
     taken = crew.call_each("hetpipe.profile.profiler:smallest", arguments)
     overheads_s = {}
     for member, times_s in taken.items():

@@ -42,6 +42,7 @@ from hetpipe.profile.fixed import Stirrer
 from hetpipe.profile.patterns import Network
 from hetpipe.sdk.backend import Buffer, Device, Executable
 from hetpipe.sdk.graph import of_one_replica, require_support
+from hetpipe.worker.emulation import OWN_SPEED, Emulation
 
 Environment = dict[tuple[str, str], Buffer]
 Times = tuple[float, float, float]
@@ -50,7 +51,7 @@ Place = tuple[int, int, int]
 """Of a time: micro-batch size, pattern and pass. An update has the size 0."""
 
 FORWARD, BACKWARD, UPDATE = range(3)
-RULES = 4  # version of the measurement: cached costs of another one are not read
+RULES = 5  # version of the measurement: cached costs of another one are not read
 ROUNDS = 12  # of `smallest`
 MOST_STIRRED = 32 << 20  # bytes: more than most caches hold
 
@@ -78,19 +79,18 @@ _own = threading.local()
 
 
 def prepare(
-    device: Device, network: Network, sizes: Sequence[int], speed: float, seed: int = 0
+    device: Device, network: Network, sizes: Sequence[int], emulation: Emulation, seed: int = 0
 ) -> Prepared:
     """Compile the patterns, and run each once; they wait for `rounds`.
 
-    Some runtimes compile when a program first runs. Below 1, `speed` emulates a slower device, from
-    then on.
+    Some runtimes compile when a program first runs. A speed below 1 is emulated from then on.
     """
-    session = _own.session = Session(device, network, 1.0, seed)
+    session = _own.session = Session(device, network, seed=seed)
     taken = Taken()
     for size in sizes:
         session.walk(size, session.able, taken)
     session.update(taken)
-    session.speed = speed
+    session.emulation = emulation
     return Prepared(session.refused, session.compilations, taken.runs)
 
 
@@ -131,10 +131,10 @@ def release(device: Device) -> None:
     del _own.session
 
 
-def smallest(device: Device, stage: StageGraphs, speed: float) -> list[float] | str:
+def smallest(device: Device, stage: StageGraphs, emulation: Emulation) -> list[float] | str:
     """Seconds of every forward of the smallest stage there is, for one sample; or why it cannot
     run."""
-    session, taken = Session(device, Network.of([stage]), speed), Taken()
+    session, taken = Session(device, Network.of([stage]), emulation), Taken()
     if session.refused:
         return session.refused[0]
     for _ in range(ROUNDS + 1):
@@ -145,10 +145,12 @@ def smallest(device: Device, stage: StageGraphs, speed: float) -> list[float] | 
 class Session:
     """The patterns of a network, compiled, with the values that their passes read."""
 
-    def __init__(self, device: Device, network: Network, speed: float, seed: int = 0) -> None:
+    def __init__(
+        self, device: Device, network: Network, emulation: Emulation = OWN_SPEED, seed: int = 0
+    ) -> None:
         self._device = device
         self._network = network
-        self.speed = speed
+        self.emulation = emulation
         self._rng = np.random.default_rng(seed)
         self._firsts = network.firsts
         self._stirrer = Stirrer(device)
@@ -182,40 +184,46 @@ class Session:
         order = range(len(self._network.layers))
         fresh: set[tuple[str, str]] = set()  # tensors written in this walk
         skipped = 0  # bytes of the layers left out since the last one that ran
-        for which, layer in [
-            *((FORWARD, layer) for layer in order),
-            *((BACKWARD, layer) for layer in reversed(order)),
-        ]:
-            pattern = self._network.layers[layer]
-            if pattern in active and self._firsts[pattern] == layer:
-                self._stirrer.pass_over(min(skipped, MOST_STIRRED))
-                self._run((size, pattern, which), size, taken, fresh)
-                skipped = 0
-            else:
-                skipped += self._network.nbytes(pattern, size)
+        for which, layers in ((FORWARD, order), (BACKWARD, reversed(order))):
+            begin, ahead_s = clock.begin(), 0.0
+            for layer in layers:
+                pattern = self._network.layers[layer]
+                if pattern in active and self._firsts[pattern] == layer:
+                    self._stirrer.pass_over(min(skipped, MOST_STIRRED))
+                    ahead_s += self._run((size, pattern, which), size, taken, fresh)
+                    skipped = 0
+                else:
+                    skipped += self._network.nbytes(pattern, size)
+            clock.catch_up(begin, clock.now_s() - begin.clock_s + ahead_s, self.emulation)
 
     def update(self, taken: Taken) -> None:
         """The updates of all patterns."""
+        begin, ahead_s = clock.begin(), 0.0
         for pattern in sorted(self.able):
-            self._run((0, pattern, UPDATE), 0, taken, set())
+            ahead_s += self._run((0, pattern, UPDATE), 0, taken, set())
+        clock.catch_up(begin, clock.now_s() - begin.clock_s + ahead_s, self.emulation)
 
-    def _run(self, place: Place, size: int, taken: Taken, fresh: set[tuple[str, str]]) -> None:
+    def _run(self, place: Place, size: int, taken: Taken, fresh: set[tuple[str, str]]) -> float:
+        """The seconds by which the device is ahead of its emulated speed afterwards."""
         if place not in self._programs:
-            return
+            return 0.0
         program, executable = self._programs[place]
         _, pattern, which = place
         inputs = [self._input(slot, size, pattern, fresh) for slot in program.inputs]
         donate = frozenset(
             i for i, slot in enumerate(program.inputs) if which > 0 and _donated(slot, program)
         )
-        start_s = clock.now_s()
+        begin = clock.begin()
         outputs, event, _ = executable.run(inputs, donate)
         event.wait()
-        taken.times_s[place].append(clock.since_s(start_s, self.speed))
+        time_s = clock.since_s(begin, self.emulation)
+        ahead_s = time_s - (clock.now_s() - begin.clock_s)
+        taken.times_s[place].append(time_s)
         taken.runs += 1
         for slot, buffer in zip(program.outputs, outputs, strict=True):
             self._room(slot, size, pattern)[slot.key] = buffer
             fresh.add(slot.key)
+        return ahead_s
 
     def _input(self, slot: Slot, size: int, pattern: int, fresh: set[tuple[str, str]]) -> Buffer:
         """The buffer of an input, made up unless something has written it; see the module."""

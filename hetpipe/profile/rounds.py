@@ -65,18 +65,20 @@ class Rounds:
         crew: Crew,
         networks: Iterable[tuple[Sequence[str], Network]],
         sizes: Sequence[int],
+        half_s: float = HALF_S,
     ) -> None:
         self._crew = crew
+        self._half_s = half_s
         self._sizes = list(sizes)
         self._begin_s = time.perf_counter()
-        speeds = {member.id: member.speed for member in crew.cluster.members}
+        emulations = crew.emulations
         begun: list[Callable[[], dict[str, Prepared]]] = []
         network_of: dict[str, Network] = {}
         for members, network in networks:
-            arguments = {id: (network, self._sizes, speeds[id]) for id in members}
+            arguments = {id: (network, self._sizes, emulations[id]) for id in members}
             begun.append(crew.begin_each(f"{WORKER}:prepare", arguments))
             network_of |= dict.fromkeys(members, network)
-        self._members = [id for id in speeds if id in network_of]
+        self._members = [id for id in emulations if id in network_of]
         self._networks = {id: network_of[id] for id in self._members}
         self._prepared: dict[str, Prepared] = {}
         for results in begun:
@@ -190,7 +192,7 @@ class Rounds:
 
     def _is_enough(self, half: _Half, uncertain: bool, spent_s: float) -> bool:
         slices = len(half.taken[self._members[0]])
-        if slices < LEAST or spent_s < HALF_S:
+        if slices < LEAST or spent_s < self._half_s:
             return False
         return not uncertain or spent_s >= BUDGET_S * len(self._sizes)
 

@@ -16,6 +16,7 @@ from hetpipe.profile.patterns import Network
 from hetpipe.profile.profiler import Session, Taken
 from hetpipe.sdk.backend import Device
 from hetpipe.worker.ahead import compile_ahead
+from hetpipe.worker.emulation import OWN_SPEED
 
 _own = threading.local()
 """Whether a worker is warm: all its calls come on one thread, and workers may share a process."""
@@ -34,8 +35,8 @@ def warm_up(device: Device, stages: Sequence[StageGraphs]) -> None:
         return
     compile_ahead(device, stages)
     for stage in stages:
-        session = Session(device, Network.of([stage]), 1.0)
+        session = Session(device, Network.of([stage]))
         session.walk(1, session.able, Taken())
-    if probe.prepare(device, 1.0, None) is not None:
+    if probe.prepare(device, OWN_SPEED, None) is not None:
         probe.release(device)
     _own.warm = True

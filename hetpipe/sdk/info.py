@@ -60,3 +60,8 @@ class DeviceInfo:
     api_version: int = API_VERSION
     capabilities: Capabilities = Capabilities()
     cast_dtypes: tuple[str, ...] = ()
+
+    @property
+    def on_cores(self) -> bool:
+        """Whether it computes on the cores of the host."""
+        return self.kind == "cpu" or self.capabilities.emulated or self.capabilities.reference

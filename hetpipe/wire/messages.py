@@ -60,7 +60,8 @@ class Fork:
 class Open:
     """The first message: the worker's member, rank and meeting place.
 
-    `backend` is `module:Class`; None if the registry has the backend.
+    `backend` is `module:Class`; None if the registry has the backend. `shares_core` says whether
+    other workers may run on the worker's cores.
     """
 
     member: Member
@@ -69,6 +70,7 @@ class Open:
     start_timeout_s: float
     rank: int
     world: int
+    shares_core: bool = False
     meeting: Meeting | None = None
 
 

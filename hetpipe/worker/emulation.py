@@ -1,32 +1,68 @@
 """Emulated speed: a compute action is stretched to the time of a slower device (station 7 of
-docs/life-of-a-micro-batch.md)."""
+docs/life-of-a-micro-batch.md).
+
+A worker keeps its core awake while it waits, since after an idle pause the next action is slower by
+itself. Workers that share a core sleep instead, and count the time that each was on it. If their
+speeds sum to less than 1, none is slower for the others (both at 0.4; = computes, . waits for the
+core, - sleeps):
+
+    a  ====------====------
+    b    ..====----   ..====----
+"""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+AWAKE_S = 1e-4
+"""The last part of a wait, which no sleep is exact enough for."""
 
 
-def stretch(start_s: float, speed: float) -> float:
-    """Wait until an action that began at `start_s` has taken 1/speed of its time; returns the end.
+class Moment(NamedTuple):
+    """The begin of an action: by the clock, and by the time of the process on cores."""
 
-    Times are those of `time.monotonic`.
+    clock_s: float
+    cores_s: float
 
-    The core is kept awake: after an idle pause the next action would be slower by itself.
-    """
-    end_s = time.monotonic()
-    deadline_s = start_s + (end_s - start_s) / speed
-    while end_s < deadline_s:
-        time.sleep(0)  # lets other threads of the worker run
-        end_s = time.monotonic()
-    return end_s
+    @staticmethod
+    def now() -> Moment:
+        """This moment."""
+        return Moment(time.monotonic(), time.process_time())
+
+    def later(self, seconds: float) -> Moment:
+        """The moment after a wait that took no time on cores."""
+        return self._replace(clock_s=self.clock_s + seconds)
 
 
+@dataclass
 class Emulation:
     """The emulated speed of a worker, at most 1; it may change between two actions."""
 
-    def __init__(self, speed: float) -> None:
-        self.speed = speed
+    speed: float
+    shares_core: bool = False
+    """Whether the worker computes on a core that others compute on."""
 
-    def stretch(self, start_s: float) -> float:
-        """Wait until an action that began at `start_s` has taken its time; returns the end."""
-        return stretch(start_s, self.speed)
+    def stretch(self, begin: Moment) -> float:
+        """Wait until an action that began then has taken its time; returns the end."""
+        return self.wait_until(begin.clock_s + self.lasts_s(begin))
+
+    def lasts_s(self, begin: Moment) -> float:
+        """The time at the emulated speed of an action that began then and ends now."""
+        own_s = time.monotonic() - begin.clock_s
+        if self.shares_core:
+            own_s = min(own_s, time.process_time() - begin.cores_s)
+        return own_s / self.speed
+
+    def wait_until(self, deadline_s: float) -> float:
+        """Wait, as a slower device would compute; returns the end."""
+        rest_s = deadline_s - time.monotonic()
+        if self.shares_core and rest_s > AWAKE_S:
+            time.sleep(rest_s - AWAKE_S)
+        while (end_s := time.monotonic()) < deadline_s:
+            time.sleep(0)  # lets other threads of the worker run
+        return end_s
+
+
+OWN_SPEED = Emulation(1.0)

@@ -18,7 +18,7 @@ from hetpipe.wire.pieces import Leaving
 from hetpipe.wire.shares import Replica, Shares
 from hetpipe.wire.wire import GRADIENTS as ALL_GRADIENTS
 from hetpipe.wire.wire import Content, Kind
-from hetpipe.worker.emulation import Emulation
+from hetpipe.worker.emulation import Emulation, Moment
 from hetpipe.worker.exchange import Exchange, Expected
 from hetpipe.worker.lanes import HandOver, walk
 from hetpipe.worker.minibatches import MiniBatches
@@ -101,8 +101,8 @@ class Runner:
             elif action.op is Op.ALL_REDUCE:
                 self._sum(action, beside=following is not None and not _waits(following))
             elif action.op is Op.UPDATE:
-                start_s = self._updates.apply(action)
-                self._spans.append((action, start_s, self._emulation.stretch(start_s)))
+                begin = self._updates.apply(action)
+                self._spans.append((action, begin.clock_s, self._emulation.stretch(begin)))
                 self._mini_batches.applied(self._updates.round(action), len(self._stages))
             else:
                 self._pass(action, lane, following)
@@ -134,10 +134,10 @@ class Runner:
             queue=lane,
         )
         leaving = self._leaving(action, following)
-        start_s, waited_s = time.monotonic(), self._exchange.waited_s
+        begin, waited_s = Moment.now(), self._exchange.waited_s
         stage.run(work, leaving)
         waited_s = self._exchange.waited_s - waited_s  # the wait for other replicas is no work
-        self._spans.append((action, start_s, self._emulation.stretch(start_s + waited_s)))
+        self._spans.append((action, begin.clock_s, self._emulation.stretch(begin.later(waited_s))))
         ends = action.op is Op.FORWARD and (stage.has_loss or stage.has_count)
         if ends and self._mini_batches.forwarded(n, position):
             self._report_losses(stage, batch)

@@ -129,6 +129,7 @@ class Service:
             module, _, name = order.backend.partition(":")
             register_backend(getattr(importlib.import_module(module), name))
         self._device = self._opener(order.member.device)
+        self._emulation.shares_core = order.shares_core and self._device.info.on_cores
         if (meeting := order.meeting) is not None:
             transport = importlib.import_module(meeting.module)
             transport.join(order.rank, order.world, meeting.address, order.start_timeout_s)

@@ -4,7 +4,6 @@ docs/life-of-a-micro-batch.md)."""
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -12,6 +11,7 @@ from hetpipe.schedule.action import Action
 from hetpipe.schedule.turns import round_of
 from hetpipe.wire.messages import Apply
 from hetpipe.wire.shares import Replica, Shares
+from hetpipe.worker.emulation import Moment
 from hetpipe.worker.exchange import Exchange
 from hetpipe.worker.minibatches import MiniBatches
 from hetpipe.worker.stage import Stage
@@ -34,22 +34,21 @@ class Updates:
     clip: Callable[[Apply, float], float]
     _clipped: dict[int, float] = field(default_factory=dict)  # of the mini-batch at hand
 
-    def apply(self, action: Action) -> float:
-        """Apply a stage's gradients, or drop them. Returns the time of its begin, after all
-        waits."""
+    def apply(self, action: Action) -> Moment:
+        """Apply a stage's gradients, or drop them. Returns its begin, after all waits."""
         self.exchange.take_back(action)
         stage, update = self.stages[action.stage], self.mini_batches.update(action.number)
         # Replicas in turn have scaled their gradients before they were summed.
         scale = 1.0 if self.shares.per_update(action.stage) > 1 else self.scale(update)
         factor = 1.0 if math.isnan(scale) else self._clip_factor(stage, update, scale)
-        start_s = time.monotonic()
+        begin = Moment.now()
         if math.isnan(scale):
             stage.undo()
         elif math.isnan(factor):
             stage.drop_gradients()
         else:
             stage.update(update.lr, scale * factor)
-        return start_s
+        return begin
 
     def share_of_sum(self, action: Action) -> float:
         """The factor of this replica's gradients in a sum over replicas.

@@ -26,6 +26,7 @@ from hetpipe.profile import clock
 from hetpipe.profile.clock import LONGEST_S, ClockWarning, Samples, since_s
 from hetpipe.profile.links import measure_links
 from hetpipe.profile.measure import profile
+from hetpipe.worker.emulation import Emulation
 
 
 @pytest.mark.parametrize("time_s", [math.nan, 0.0, -1e-3, math.inf, 3600.0])
@@ -43,10 +44,12 @@ def test_a_time_that_cannot_be_is_kept_apart(time_s: float) -> None:
 @pytest.mark.parametrize("jump_s", [-5.0, 3600.0, math.nan])
 def test_no_emulated_speed_waits_for_a_jump(jump_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """An hour at a tenth of the speed would be nine hours of waiting."""
-    start_s = clock.now_s()
-    monkeypatch.setattr(clock, "now_s", lambda: start_s + jump_s)
+    begin = clock.begin()
+    monkeypatch.setattr(clock, "now_s", lambda: begin.clock_s + jump_s)
     begin_s = time.perf_counter()
-    assert since_s(start_s, 0.1) == pytest.approx(jump_s, nan_ok=True)
+    time_s = since_s(begin, Emulation(0.1))
+    assert time_s == pytest.approx(jump_s, nan_ok=True)
+    clock.catch_up(begin, time_s, Emulation(0.1))
     assert time.perf_counter() - begin_s < LONGEST_S
 
 

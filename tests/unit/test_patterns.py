@@ -97,7 +97,7 @@ def test_work_grows_with_patterns_and_not_with_layers() -> None:
     for layers in (3, 9):
         network = Network.of(layers_of(*(block() for _ in range(layers))))
         device = Counting(open_device("numpy:cpu:0"))
-        session, taken = Session(device, network, 1.0), Taken()  # type: ignore[arg-type]
+        session, taken = Session(device, network), Taken()  # type: ignore[arg-type]
         for size in SIZES:
             session.walk(size, session.able, taken)
         session.update(taken)
@@ -109,7 +109,7 @@ def test_a_walk_runs_the_active_patterns_forward_and_back() -> None:
     """Also after a walk of others: a layer whose neighbour is left out gets its input anew."""
     network = Network.of(layers_of(block(), block(), block(), block(), nn.Tanh(), block()))
     assert network.layers == (0, 1, 1, 2, 3)
-    session, every, some = Session(open_device("numpy:cpu:0"), network, 1.0), Taken(), Taken()
+    session, every, some = Session(open_device("numpy:cpu:0"), network), Taken(), Taken()
     session.walk(4, session.able, every)
     session.walk(4, frozenset({1, 3}), some)
     assert list(every.times_s) == [

@@ -32,7 +32,7 @@ def test_a_0d_constant_stays_0d(backend: str) -> None:
     model = capture(Masked(), F.mse_loss, (torch.randn(2, 3), torch.randn(2, 4)))
     table = get_backend(backend).decompositions()
     stages = model.stage_graphs([], [table], [2], None)
-    session, taken = Session(open_device(f"{backend}:cpu:0"), Network.of(stages), 1.0), Taken()
+    session, taken = Session(open_device(f"{backend}:cpu:0"), Network.of(stages)), Taken()
     assert not session.refused
     session.walk(2, session.able, taken)
     assert taken.runs == 2
