@@ -113,6 +113,8 @@ class DeviceCost:
         return replace(times, alone=1.0, probe=probe, probe_alone=None)
 
     def _times(self, factor: float) -> DeviceCost:
+        if factor == 1.0:
+            return self
         layers = tuple(layer.scaled(factor) for layer in self.layers)
         return replace(self, layers=layers, overhead_s=factor * self.overhead_s)
 

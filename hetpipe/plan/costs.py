@@ -39,7 +39,7 @@ class StageCosts:
         self._params = _prefix([layer.params_nbytes for layer in table.layers])
         self._saved = _prefix([layer.saved_nbytes for layer in table.layers])
         self._cuts = np.array([0, *(layer.cut_nbytes for layer in table.layers[:-1]), 0], float)
-        self._passes: dict[str, tuple[Array, Array, float]] = {}
+        self._passes: dict[tuple[int, float], tuple[Array, Array, float]] = {}
         # Partitions share most stages: the price of a stage is looked up again and again.
         self.stage_passes_s = cache(self._stage_passes_s)
         self.stage_compute_s = cache(self._stage_compute_s)
@@ -104,9 +104,11 @@ class StageCosts:
     def prefixes(self, device: str) -> tuple[Array, Array, float]:
         """By cut, seconds of all layers before it without the fixed overhead, and the number of
         those that the device cannot run; and the overhead."""
-        if device not in self._passes:
-            self._passes[device] = _passes(self.table.devices[device], 1 + self.recompute)
-        return self._passes[device]
+        cost = self.table.devices[device]
+        kind = id(cost.layers), cost.overhead_s  # devices of one kind share a tuple of layers
+        if kind not in self._passes:
+            self._passes[kind] = _passes(cost, 1 + self.recompute)
+        return self._passes[kind]
 
     def compute_s(self, device: str, lo: Array, hi: Array) -> Array:
         """Forward and backward of one micro-batch; infinite with a layer that it cannot run."""

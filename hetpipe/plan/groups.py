@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,7 +12,7 @@ from hetpipe.plan.bisection import Stage, fixed_order
 from hetpipe.plan.costs import Array, Objective, StageCosts
 from hetpipe.plan.exact import exact
 
-MATRICES = 2**17
+MATRICES = 2**15
 """Up to so many entries in all matrices of a partition the dynamic programme is the quicker one."""
 
 Groups = Sequence[Sequence[str]]
@@ -39,9 +40,13 @@ def group_matrix(
         return costs.matrix(heads, stage, in_flight, objective, bounded, versions)
     lo = np.arange(costs.count + 1)[:, None]
     hi = np.arange(costs.count + 1)[None, :]
+    kinds: dict[tuple[int, float], list[str]] = defaultdict(list)
+    for device in group:  # those of one kind share a tuple of layers
+        cost = costs.table.devices[device]
+        kinds[id(cost.layers), cost.overhead_s].append(device)
     with np.errstate(divide="ignore"):
-        speed = sum(1 / costs.compute_s(device, lo, hi) for device in group)
-        seconds = 1 / speed
+        alike = kinds.values()
+        seconds = 1 / sum(len(some) / costs.compute_s(some[0], lo, hi) for some in alike)
     share = 1 / len(group)
     sends_s = 0.0
     if stage + 1 < len(groups):

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from hetpipe.plan.costs import Array
-from hetpipe.plan.exact import stage_times
 
 
 def balanced(costs: Sequence[Array], whole_s: Sequence[float]) -> tuple[int, ...]:
@@ -19,12 +20,12 @@ def balanced(costs: Sequence[Array], whole_s: Sequence[float]) -> tuple[int, ...
     It ends where no move helps, which may be above the optimum: `exact` is the other candidate.
     """
     cuts, layers = _placed(costs, whole_s), costs[0].shape[0] - 1
-    times = _order(costs, cuts)
     while True:
-        best = min(moves(cuts, layers), key=lambda moved: _order(costs, moved), default=cuts)
-        if _order(costs, best) >= times:
+        partitions = [cuts, *moves(cuts, layers)]
+        best = partitions[_quickest(costs, np.array(partitions, int), layers)]
+        if best == cuts:
             return cuts
-        cuts, times = best, _order(costs, best)
+        cuts = best
 
 
 def _placed(costs: Sequence[Array], whole_s: Sequence[float]) -> tuple[int, ...]:
@@ -51,5 +52,11 @@ def moves(cuts: tuple[int, ...], layers: int) -> Iterator[tuple[int, ...]]:
                 yield (*ends[1:index], cut, *ends[index + 1 : -1])
 
 
-def _order(costs: Sequence[Array], cuts: tuple[int, ...]) -> list[float]:
-    return sorted(stage_times(costs, cuts), reverse=True)
+def _quickest(costs: Sequence[Array], cuts: Array, layers: int) -> int:
+    """The index of the partition whose slowest stage is quickest, then its next one, and so on; the
+    first of equal ones. `cuts` has a row for each."""
+    ends = np.pad(cuts, ((0, 0), (1, 0)))
+    ends = np.pad(ends, ((0, 0), (0, 1)), constant_values=layers)
+    times_s = [cost[ends[:, n], ends[:, n + 1]] for n, cost in enumerate(costs)]
+    slowest_first = np.sort(times_s, axis=0)[::-1]
+    return int(np.lexsort(slowest_first[::-1])[0])

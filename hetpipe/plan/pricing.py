@@ -116,9 +116,8 @@ def predicted_step_s(plan: Plan, table: CostTable, times: StageTimes | None = No
     """
     times = times or stage_times(plan, table)
     pairs = tuple((owner, o) for owner, others in tied_stages(plan, table) for o in others)
-    streams = max(times.chunks, default=1.0) > 1
     alone = max(plan.replicas) == 1
-    if plan.rule.flushes and not streams and (alone or not (plan.rule.several_stages or pairs)):
+    if plan.rule.flushes and (alone or not (plan.rule.several_stages or pairs)):
         order = order_of(
             plan.rule, len(plan.stages), plan.microbatches, plan.in_flight,
             len(set(plan.devices)), pairs,

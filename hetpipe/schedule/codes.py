@@ -32,6 +32,13 @@ KINDS = np.array(["FBGP".find(op.value[-1]) for op in OPS])
 """The kind of a message, for those that go from stage to stage."""
 WAYS = np.array([sum(step or 0 for step in ENDS.get(op, ("", 0, 0))[1:]) for op in OPS])
 """The steps from an action's stage to the other end of its message, if that is a neighbour."""
+SENDERS = np.full(len(OPS), -1, np.int8)
+"""The code that sends the result of a pass to another stage; -1 if none does."""
+for _makers, _sender in (
+    ((Op.FORWARD,), Op.SEND_FORWARD),
+    ((Op.BACKWARD, Op.BACKWARD_INPUT), Op.SEND_BACKWARD),
+):
+    SENDERS[[CODES[op] for op in _makers]] = CODES[_sender]
 
 
 def are(codes: Array, ops: Iterable[Op]) -> Array:

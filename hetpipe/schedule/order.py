@@ -23,6 +23,7 @@ from hetpipe.schedule.codes import (
     RECEIVE,
     ROLES,
     SEND,
+    SENDERS,
     WAYS,
     Array,
 )
@@ -41,6 +42,7 @@ class Order:
     awaited: list[int]  # 1 + the step that sends what it receives; 0 if it receives nothing
     computed: list[int]  # 1 + an index of `passes`; 0 if it computes nothing
     ways: list[int]
+    streams: list[bool]  # whether it sends what it computes to another row
     passes: list[Action]
     messages: list[Message]
     edges: list[int]  # of each way
@@ -92,6 +94,12 @@ def ordered(codes: Array, stages: Array, numbers: Array, rows: Array) -> Order |
     way_of = np.where(here == there, here, row_count + np.arange(len(own)))
     ways = row.copy()
     ways[step_of[sends.at]] = way_of[np.cumsum(begins) - 1]
+    streams = np.zeros(len(row), bool)
+    nexts = computes[computes + 1 < len(codes)] + 1
+    makers = nexts - 1
+    sends_it = (SENDERS[codes[makers]] == codes[nexts]) & (step_of[makers] == step_of[nexts])
+    sends_it &= (stages[makers] == stages[nexts]) & (numbers[makers] == numbers[nexts])
+    streams[step_of[makers]] = sends_it & (ways[step_of[makers]] >= row_count)
     sent = (action.message for action in _actions(codes, stages, numbers, own))
     messages = [message for message in sent if message is not None]
 
@@ -99,7 +107,7 @@ def ordered(codes: Array, stages: Array, numbers: Array, rows: Array) -> Order |
     index_of[1 + places] = 1 + np.arange(len(row))
     return Order(
         row[places].tolist(), index_of[awaited[places]].tolist(), computed[places].tolist(),
-        ways[places].tolist(), passes, messages,
+        ways[places].tolist(), streams[places].tolist(), passes, messages,
         [*range(row_count), *(row_count + edges).tolist()], row_count, places, step_of, roles,
     )  # fmt: skip
 

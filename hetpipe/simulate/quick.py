@@ -1,8 +1,8 @@
 """The length of a step without its timeline, for planners that price many partitions.
 
 Under a schedule that flushes, the order of all steps depends on the schedule alone. So it is kept,
-and every price is one walk through it. Schedules with lanes, sums over replicas or messages in
-pieces are left to the simulator.
+and every price is one walk through it. Schedules with lanes or sums over replicas are left to the
+simulator.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Pricing:
     order: Order
 
     def step_s(self, times: StageTimes) -> float:
-        """Seconds of a step without the controller's overhead; `times` has no chunks."""
+        """Seconds of a step without the controller's overhead."""
         return max(moments_of(self.order, times).arrivals_s)
 
 

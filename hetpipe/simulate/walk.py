@@ -35,7 +35,7 @@ def walk(schedule: Schedule, times: StageTimes) -> SpanColumns | None:
     """The spans of all actions; None if the schedule needs the clock, or deadlocks."""
     columns = columns_of(schedule)
     order = columns.order
-    if order is None or any(chunks != 1 for chunks in times.chunks):
+    if order is None:
         return None
     moments = moments_of(order, times)
     arrivals_s = np.array(moments.arrivals_s)
@@ -56,7 +56,9 @@ def walk(schedule: Schedule, times: StageTimes) -> SpanColumns | None:
 
 
 def moments_of(order: Order, times: StageTimes) -> Moments:
-    """The moments of all steps. `times` has no chunks, and nothing shares a medium."""
+    """The moments of all steps, while nothing shares a medium."""
+    if any(chunks > 1 for chunks in times.chunks):
+        return _with_chunks(order, times)
     works_s = [0.0, *map(times.compute_s, order.passes)]
     transfers = [FREE] * order.row_count + [*map(times.transfer, order.messages)]
     latencies_s, occupancies_s, _ = zip(*transfers, strict=True)
@@ -78,4 +80,34 @@ def moments_of(order: Order, times: StageTimes) -> Moments:
         add_leave(now_s)
         edges_s[edge] = now_s = now_s + occupancies_s[way]
         add_arrival(now_s + latencies_s[way])
+    return moments
+
+
+def _with_chunks(order: Order, times: StageTimes) -> Moments:
+    """The moments where a message may leave in chunks while its pass still computes.
+
+    It holds its edge from its first chunk on, at least until its last one has left.
+    """
+    works_s = [0.0, *map(times.compute_s, order.passes)]
+    chunks = [1.0, *(times.chunks[action.stage] for action in order.passes)]
+    transfers = [FREE] * order.row_count + [*map(times.transfer, order.messages)]
+    rows_s, edges_s = [0.0] * order.row_count, [0.0] * len(order.edges)
+    moments = Moments([], [], [0.0])
+    steps = zip(
+        order.rows, order.awaited, order.computed, order.ways, order.streams, strict=True
+    )  # fmt: skip
+    for row, awaited, computed, way, streams in steps:
+        begin_s = max(rows_s[row], moments.arrivals_s[awaited])
+        rows_s[row] = end_s = begin_s + works_s[computed]
+        latency_s, occupancy_s, _ = transfers[way]
+        in_chunks = streams and chunks[computed] > 1
+        first_s = begin_s + works_s[computed] / chunks[computed] if in_chunks else end_s
+        leave_s = max(first_s, edges_s[order.edges[way]])
+        left_s = leave_s + occupancy_s
+        if in_chunks:
+            left_s = max(left_s, end_s + occupancy_s / chunks[computed])
+        edges_s[order.edges[way]] = left_s
+        moments.ends_s.append(end_s)
+        moments.leaves_s.append(leave_s)
+        moments.arrivals_s.append(left_s + latency_s)
     return moments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -30,6 +31,7 @@ def random_times(rng: random.Random, stages: int, pairs: tuple[tuple[int, int], 
     tied = {way: Transfer(*seconds(2)) for way in ways}
     return StageTimes(
         seconds(stages), seconds(stages), seconds(stages), links(), links(), tied,
+        chunks=tuple(rng.choice([1.0, 1.0, 4.0, math.inf]) for _ in range(stages)),
         input_s=seconds(stages), weight_s=seconds(stages),
     )  # fmt: skip
 
@@ -82,9 +84,7 @@ def test_a_walk_gives_the_spans_of_the_clock(name: str, monkeypatch: pytest.Monk
 
 
 def test_what_needs_the_clock_is_not_walked() -> None:
-    halves = StageTimes((1.0, 1.0), (2.0, 2.0), chunks=(2, 1))
     whole = StageTimes((1.0, 1.0), (2.0, 2.0))
-    assert walk(generate("1f1b", 2, 2), halves) is None
     assert walk(generate("fbp", 2, 4), whole) is None
     assert walk(generate("1f1b", 2, 2, replicas=[2, 1]), whole) is None
     assert walk(generate("pipedream", 2, 1, mini_batches=4, replicas=[2, 1]), whole) is None
