@@ -1,4 +1,4 @@
-"""Seconds of the planners at scale: `python -m hetpipe.bench.planners`.
+"""Seconds of the planners at scale: `python -m hetpipe.bench.planners [--picture FILE]`.
 
 Process seconds on one core, medians, without those for making the cases. The exponents of growth
 are slopes of least squares through the logarithms of sizes and seconds.
@@ -6,37 +6,85 @@ are slopes of least squares through the logarithms of sizes and seconds.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 
+from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.cluster.costs import link_costs
+from hetpipe.cluster.topology import Server, Topology
+from hetpipe.cost.board import board
+from hetpipe.cost.placed import placed
+from hetpipe.cost.published import ChainCosts
 from hetpipe.plan.bisection import Stage, fixed_order
 from hetpipe.plan.costs import Objective
+from hetpipe.plan.dapple import plan_dapple
 from hetpipe.plan.device_types import DeviceType, free_order
+from hetpipe.plan.placement import Machines, Wire
+from hetpipe.plan.planners.registry import plan
+from hetpipe.plan.proposal import PlannerOptions
 from hetpipe.report.tables import make_table
 
 ROUNDS = 5
+MINI_BATCH = 2048
+BOARDS = (
+    "v100-sxm-32", "a100-40", "t4", "rtx-2080-ti", "gtx-1080-ti", "v100-pcie-16", "a100-80",
+    "agilex-agf027",
+)  # fmt: skip
 OBJECTIVES: tuple[Objective, ...] = ("sum", "max")
 
 
-def main() -> None:
-    """Print the seconds of each planner and case."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the seconds of each planner and case, and draw their growth."""
+    parser = argparse.ArgumentParser(prog="python -m hetpipe.bench.planners", description=__doc__)
+    parser.add_argument("--picture", type=Path, help="draw the growth to this file")
+    picture: Path | None = parser.parse_args(arguments).picture
     table = make_table("Planners, process seconds", ["case", "seconds", "spread"], ["seconds"])
     for name, case in cases():
         seconds = timed(case)
         spread = f"{min(seconds):.3f} .. {max(seconds):.3f}"
         table.add_row(name, f"{statistics.median(seconds):.3f}", spread)
-    sizes = (500, 1_000, 2_000, 4_000)
-    by_layers = [statistics.median(timed(fixed(n, 64))) for n in sizes]
-    table.add_row("growth with layers, 64 devices", f"L^{exponent(sizes, by_layers):.2f}", "")
-    counts = (32, 64, 128, 256)
-    by_devices = [statistics.median(timed(fixed(2_000, n))) for n in counts]
-    table.add_row("growth with devices, 2,000 layers", f"D^{exponent(counts, by_devices):.2f}", "")
+    growths = {
+        "layers, fixed order on 64 devices": growth(
+            (500, 1_000, 2_000, 4_000), partial(fixed, devices=64)
+        ),
+        "devices, fixed order of 2,000 layers": growth((32, 64, 128, 256), partial(fixed, 2_000)),
+        "layers, auto on 32 devices": growth((25, 50, 100, 200), partial(auto, devices=32)),
+        "devices, auto on 100 layers": growth((8, 16, 32, 64), partial(auto, 100)),
+        "layers, dapple on 4 x 4": growth((24, 48, 96), partial(dapple, servers=4, each=4)),
+    }
+    for name, curve in growths.items():
+        table.add_row(f"growth with {name}", f"n^{exponent(*curve):.2f}", "")
     Console().print(table)
+    if picture is not None:
+        draw(growths, picture)
+
+
+Growth = tuple[Sequence[int], Sequence[float]]
+"""Sizes, and seconds at each."""
+
+
+def growth(sizes: Sequence[int], case: Callable[[int], Callable[[], object]]) -> Growth:
+    """The median seconds of a case at each size."""
+    return sizes, [statistics.median(timed(case(size))) for size in sizes]
+
+
+def draw(growths: Mapping[str, Growth], path: Path) -> None:
+    """Seconds over sizes, both logarithmic; the legend has the exponents."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot(xscale="log", yscale="log", xlabel="size", ylabel="process seconds")
+    for name, curve in growths.items():
+        axes.plot(*curve, marker="o", label=f"{name}: n^{exponent(*curve):.2f}")
+    axes.legend()
+    figure.savefig(path)
 
 
 def cases() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -49,6 +97,10 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     for objective in OBJECTIVES:
         yield f"fixed order, 10,000 x 1,024, {objective}", fixed(10_000, 1_024, objective)
     yield "free order, 1,000 x (512 + 512)", partial(free_order, two_types(1_000, 512))
+    yield "dapple, 50 layers on 2 x 8", dapple(50, 2, 8)
+    yield "dapple, 50 layers on 16 x 1", dapple(50, 16, 1)
+    yield "dapple, 50 layers on 8 x 8", dapple(50, 8, 8)
+    yield "auto, 200 layers on 64 devices of 8 kinds", auto(200, 64)
 
 
 def fixed(
@@ -60,6 +112,46 @@ def fixed(
 ) -> Callable[[], object]:
     """The partition of a drawn chain."""
     return partial(fixed_order, chain(layers, devices, room, replicas), objective)
+
+
+def dapple(layers: int, servers: int, each: int) -> Callable[[], object]:
+    """DAPPLE's search on servers of `each` devices."""
+    machines = Machines((each,) * servers, Wire(25e9, 25e9), Wire(1e9, 3e9))
+    return partial(
+        plan_dapple, drawn_layers(layers), machines, samples=2, global_batch=64,
+        capacity_nbytes=16e9,
+    )  # fmt: skip
+
+
+def auto(layers: int, devices: int) -> Callable[[], object]:
+    """`auto` on servers of 8 devices, each server of another board; one of eight streams."""
+    members = tuple(
+        Member(f"{number}", "", board=BOARDS[number // 8 % len(BOARDS)], server=f"{number // 8}")
+        for number in range(devices)
+    )
+    servers = tuple(Server(f"{n}", Topology(5e-6, 12e9)) for n in range(-(-devices // 8)))
+    cluster = Cluster(members, servers=servers, network=Topology(2e-5, 3e9, "switch"))
+    boards, links = {each.id: board(each.board) for each in members}, link_costs(cluster)
+    profiled = board(BOARDS[0]), 8
+    costs = {
+        size: placed("drawn", drawn_layers(layers), profiled, boards, links, size)
+        for size in (2**power for power in range(MINI_BATCH.bit_length()))
+    }
+    return partial(plan, costs, cluster, PlannerOptions(MINI_BATCH), "auto")
+
+
+def drawn_layers(count: int) -> ChainCosts:
+    """Layers with drawn times and bytes."""
+    draw = np.random.default_rng(0)
+    forward_s = draw.uniform(1e-3, 4e-3, count)
+    most_nbytes = 2 * 10**7, 2 * 10**8, 8 * 10**5  # saved, of parameters, across a cut
+    nbytes = (draw.integers(most // 20, most, count).tolist() for most in most_nbytes)
+    return ChainCosts(
+        tuple(map(str, range(count))),
+        tuple(forward_s.tolist()),
+        tuple((2 * forward_s).tolist()),
+        *map(tuple, nbytes),
+    )
 
 
 def timed(case: Callable[[], object]) -> list[float]:

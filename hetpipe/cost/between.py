@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost
+from hetpipe.cost.table import CostTable, LayerBytes, LayerCost
 from hetpipe.errors import CostError
 
 
@@ -41,15 +41,18 @@ def at_size(tables: Mapping[int, CostTable], samples: int) -> CostTable:
 def _between(low: CostTable, high: CostTable, samples: int) -> CostTable:
     """Times and bytes grow evenly with the samples: a fixed part, and one for each sample."""
     share = (samples - low.samples) / (high.samples - low.samples)
-    devices = {id: _device(cost, high.devices[id], share) for id, cost in low.devices.items()}
+    kinds: dict[tuple[int, int], tuple[LayerCost, ...]] = {}  # a tuple for all devices of a kind
+    devices = {}
+    for member, cost in low.devices.items():
+        other = high.devices[member]
+        kind = id(cost.layers), id(other.layers)
+        if kind not in kinds:
+            pairs = zip(cost.layers, other.layers, strict=True)
+            kinds[kind] = tuple(_layer(*pair, share) for pair in pairs)
+        overhead_s = _mean(cost.overhead_s, other.overhead_s, share)
+        devices[member] = replace(cost, layers=kinds[kind], overhead_s=overhead_s, label="modelled")
     layers = tuple(_bytes(*pair, share) for pair in zip(low.layers, high.layers, strict=True))
     return replace(low, samples=samples, layers=layers, devices=devices)
-
-
-def _device(low: DeviceCost, high: DeviceCost, share: float) -> DeviceCost:
-    layers = tuple(_layer(*pair, share) for pair in zip(low.layers, high.layers, strict=True))
-    overhead_s = _mean(low.overhead_s, high.overhead_s, share)
-    return replace(low, layers=layers, overhead_s=overhead_s, label="modelled")
 
 
 def _layer(low: LayerCost, high: LayerCost, share: float) -> LayerCost:

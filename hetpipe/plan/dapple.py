@@ -120,14 +120,19 @@ def _plans(
     capacity_nbytes: float | None,
     width: int,
 ) -> list[DapplePlan]:
-    """Complete plans, the best first. A coarse search sets the bound for the whole one.
+    """Complete plans, the best first. Coarse searches, by fewer and fewer
+    replicas, set the bound for each other and for the whole one.
 
     Raises `PlanError` if nothing fits the capacity.
     """
     powers = [1 << power for power in range(machines.devices.bit_length())]
     replicas = sorted({*powers, machines.devices})
-    coarse = Search(chain, machines, microbatches, formula, capacity_nbytes, 1, replicas).plans()
-    bound_s = coarse[0].latency_s if coarse else inf
+    bound_s = inf
+    for first in reversed(range(len(replicas))):
+        coarse = Search(
+            chain, machines, microbatches, formula, capacity_nbytes, 1, replicas[first:], bound_s
+        ).plans()
+        bound_s = min([bound_s, *(plan.latency_s for plan in coarse[:1])])
     plans = Search(
         chain, machines, microbatches, formula, capacity_nbytes, width, None, bound_s
     ).plans()

@@ -92,7 +92,14 @@ class Search:
         return [self._plan(int(number)) for _, number in sorted(ends.T.tolist())]
 
     def fronts(self, used: Counts) -> _Fronts:
-        """The partial plans on all devices but `used`."""
+        """The partial plans on all devices but `used`.
+
+        Servers with equal devices are alike, so those with the most used ones are taken first.
+        """
+        order = self._order(used)
+        if order != sorted(order):
+            groups, rows = self.fronts(tuple(used[server] for server in order))
+            return _Fronts([_at(order, group) for group in groups], rows)
         if used not in self.tails:
             left = self.machines.devices - sum(used)
             groups = [
@@ -103,6 +110,11 @@ class Search:
             ]
             self.tails[used] = _Fronts(groups, self._front(used, groups))
         return self.tails[used]
+
+    def _order(self, used: Counts) -> list[int]:
+        """The servers, if all are alike by how many devices are used, the most first."""
+        alike = len(set(self.machines.counts)) == 1
+        return sorted(range(len(used)), key=lambda server: -used[server] * alike)
 
     def _groups(self, used: Counts, replicas: int) -> tuple[Counts, ...]:
         if self.machines.devices > MANY:
@@ -208,32 +220,39 @@ class Search:
         earliest_s = rows[self.TOTAL] + np.maximum(0.0, rows[self.LATE] - hidden_s)
         key = rows[self.GROUP] * (len(self.chain.names) + 1) + rows[self.FIRST]
         order = np.lexsort((rows[self.END], earliest_s, key))
-        rows, key = rows[:, order], key[order]
+        key, values = key[order], rows[compared][:, order]
         kept = []
         for _ in range(self.width):
-            if not rows.size:
+            if not order.size:
                 break
             changes = np.concatenate(([True], key[1:] != key[:-1]))
-            leaders = rows[:, changes]
-            kept.append(leaders)
-            leading = leaders[compared][:, changes.cumsum() - 1]
-            better = (rows[compared] < leading - 1e-15).any(axis=0)
-            rows, key = rows[:, better], key[better]
-        return np.concatenate(kept, axis=1) if kept else rows
+            kept.append(order[changes])
+            leading = values[:, changes][:, changes.cumsum() - 1]
+            better = (values < leading - 1e-15).any(axis=0)
+            order, key, values = order[better], key[better], values[:, better]
+        return rows[:, np.concatenate(kept)] if kept else rows
 
     def _plan(self, number: int) -> DapplePlan:
         stages = []
+        servers = list(range(len(self.machines.counts)))  # in the order of the choice's counts
         while number >= 0:
             block = bisect_right(self.starts, number) - 1
             choices, at = self.choices[block], number - self.starts[block]
-            group = choices.groups[choices.group[at]]
-            devices = numbers(self.machines.counts, choices.used, group)
+            used, group = choices.used, choices.groups[choices.group[at]]
+            devices = numbers(self.machines.counts, _at(servers, used), _at(servers, group))
             stages.append(DappleStage(int(choices.first[at]), int(choices.last[at]), devices))
             number = int(choices.behind[at])
+            then = tuple(map(sum, zip(used, group, strict=True)))
+            servers = [servers[place] for place in self._order(then)]
         costs = stage_costs(self.chain, self.machines, stages)
         estimate_s = latency_s(costs, self.microbatches, self.formula)
         pivot = pivot_of(costs, self.microbatches)
         return DapplePlan(tuple(stages), pivot, estimate_s, self.formula, self.microbatches)
+
+
+def _at(servers: Sequence[int], counts: Counts) -> Counts:
+    """The counts of these servers, in the servers' order."""
+    return tuple(count for _, count in sorted(zip(servers, counts, strict=True)))
 
 
 def _widths(devices: int) -> tuple[int, ...]:

@@ -13,13 +13,11 @@ from hetpipe.cluster.cluster import Cluster
 from hetpipe.errors import HetpipeError
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planners.choice import check_members, finished, quickest
-from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, Tables, grouped
-from hetpipe.plan.search import improved, is_large, partitioned
+from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, Tables
+from hetpipe.plan.search import improved, partitioned
 from hetpipe.schedule.rule import rule_of
 
 OTHERS = ("exact", "bapipe", "dapple", "pipedream")
-SLOW = ("dapple",)
-"""Planners that take minutes for hundreds of layers on tens of devices: left out there."""
 FREE_ORDER_DEVICES = 4
 """Up to this number of devices all orders, subsets and groups are tried."""
 
@@ -39,10 +37,7 @@ def plan(costs: Tables, cluster: Cluster, options: PlannerOptions) -> Plan:
 
 def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
     """What the other planners propose, each device alone, and groups of few devices."""
-    large = is_large(priced, grouped(cluster.ids))
     for name in OTHERS:
-        if large and name in SLOW:
-            continue
         other = import_module(f"hetpipe.plan.planners.{name}")
         try:
             yield from list(other.proposals(priced, cluster))
