@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from hetpipe.capture import kept
-from hetpipe.capture.channels import split_layers
+from hetpipe.capture.channels import split_layers, splittable
 from hetpipe.capture.elementwise import check_elementwise
 from hetpipe.capture.example import Array, Example
 from hetpipe.capture.export import export
@@ -206,6 +207,13 @@ class Captured:
         leaves = self._example.leaves(x, y)
         check_indices(self._facts.indices, leaves)
         return leaves
+
+    @cached_property
+    def channels(self) -> dict[str, int]:
+        """Output channels of the layers that can be split; none if some are."""
+        if self.split:
+            return {}
+        return splittable(self._flat(self._facts.samples), set(self.aliases.values()))
 
     def _flat(self, samples: int, training: bool = True) -> Flat:
         if (samples, training) not in self._flats:

@@ -53,6 +53,23 @@ def split_layers(flat: Flat, channels: Mapping[str, int], tied: Collection[str])
     flat.inputs = {node: flat.inputs[node] for node in nodes if node in flat.inputs}
 
 
+def splittable(flat: Flat, tied: Collection[str]) -> dict[str, int]:
+    """Output channels, two or more, of the layers that can be split."""
+    channels = {}
+    for index, layer in enumerate(flat.layer_names):
+        try:
+            product = _product(flat, layer, index)
+            for argument in product.args[1:3]:
+                if isinstance(argument, fx.Node):
+                    _check_source(flat, layer, _chain(argument)[0], tied)
+        except PlanError:
+            continue
+        weight = _chain(product.args[1])[0]
+        if (count := weight.meta["val"].shape[0]) > 1:
+            channels[layer] = count
+    return channels
+
+
 def _split(flat: Flat, layer: str, count: int, tied: Collection[str]) -> None:
     index = flat.layer_names.index(layer)
     product = _product(flat, layer, index)

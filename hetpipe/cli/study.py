@@ -100,12 +100,10 @@ def options_from(
 ) -> PlannerOptions:
     """What a planner may choose. Raises `HetpipeError`."""
     from hetpipe.cli.options import split_names
-    from hetpipe.plan.proposal import PlannerOptions
 
-    return PlannerOptions(
-        subject.mini_batch,
-        (microbatches,) if microbatches else (),
-        tuple(split_names(schedules) or ()),
+    return subject.options(
+        microbatches=(microbatches,) if microbatches else (),
+        schedules=tuple(split_names(schedules) or ()),
         recompute=recompute,
     )
 

@@ -20,8 +20,9 @@ from hetpipe.records import (
     Source,
 )
 
-VERSION = 2
-BEFORE = 1  # tables of this version are read, too: they have no probe and no spread
+VERSION = 3
+EARLIER = (1, 2)
+"""Tables of these versions are read, too: both lack `sum_speed`, 1 has no probe and no spread."""
 
 Factor = Annotated[float, Number(most=1.0, above=True)]
 Ratio = Annotated[float, Number(above=True)]
@@ -244,7 +245,7 @@ class _Link:
     latency_s: Seconds
     bandwidth_Bps: Bandwidth
     label: Label
-    sum_speed: Ratio = 1.0
+    sum_speed: Ratio
 
 
 @dataclass(frozen=True)
@@ -261,25 +262,29 @@ class _Table:
 
 
 def _upgraded(data: Any) -> Any:
-    """A table of the version before as one of this version; anything else as it is."""
-    if not isinstance(data, Mapping) or data.get("version") != BEFORE:
+    """A table of an earlier version as one of this version; anything else as it is."""
+    if not isinstance(data, Mapping) or data.get("version") not in EARLIER:
         return data
-    if not isinstance(devices := data.get("devices"), Mapping):
-        return {**data, "version": VERSION}
-    new = {"spread": 0.0, "alone": 1.0, "probe": None, "probe_alone": None}
-    upgraded = {
-        id: {**cost, "layers": _with_spread(cost.get("layers")), **new}
-        if isinstance(cost, Mapping)
-        else cost
-        for id, cost in devices.items()
-    }
-    return {**data, "devices": upgraded, "version": VERSION}
+    new: dict[str, Any] = {"version": VERSION}
+    if isinstance(links := data.get("links"), (list, tuple)):
+        new["links"] = _each_with(links, sum_speed=1.0)
+    if data["version"] == 1 and isinstance(devices := data.get("devices"), Mapping):
+        more = {"spread": 0.0, "alone": 1.0, "probe": None, "probe_alone": None}
+        costs = [
+            {**cost, "layers": _each_with(cost.get("layers"), spread=0.0), **more}
+            if isinstance(cost, Mapping)
+            else cost
+            for cost in devices.values()
+        ]
+        new["devices"] = dict(zip(devices, costs, strict=True))
+    return {**data, **new}
 
 
-def _with_spread(layers: Any) -> Any:
-    if not isinstance(layers, (list, tuple)):
-        return layers
-    return [{**one, "spread": 0.0} if isinstance(one, Mapping) else one for one in layers]
+def _each_with(entries: Any, **new: float) -> Any:
+    """A list's records with more fields; anything else as it is."""
+    if not isinstance(entries, (list, tuple)):
+        return entries
+    return [{**one, **new} if isinstance(one, Mapping) else one for one in entries]
 
 
 def _check_references(table: _Table, source: Source) -> None:

@@ -45,6 +45,8 @@ class PlannerOptions:
     """Whether stages may keep their inputs alone, and compute forwards once more."""
     free_order: bool = True
     """Whether stages may take the devices in another order than the cluster's."""
+    channels: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """Output channels of the layers that may be split between two stages."""
 
     def __post_init__(self) -> None:
         if self.mini_batch < 1:

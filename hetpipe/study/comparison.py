@@ -85,7 +85,7 @@ def compare(
     `measured` plans are also run; all devices must be attached. Raises `HetpipeError` where costs
     are missing, or where the subject is a profile, which cannot be run.
     """
-    options = options or PlannerOptions(subject.mini_batch)
+    options = options or subject.options()
     tables = subject.costs(cluster, sizes_of(options.mini_batch))
     priced = Priced(tables, options)
     rows = [_row(planner, priced, cluster) for planner in planners]

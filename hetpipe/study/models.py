@@ -14,7 +14,7 @@ from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.costs import link_costs
 from hetpipe.cost.board import board
 from hetpipe.cost.table import CostTable
-from hetpipe.errors import CostError
+from hetpipe.errors import CostError, HetpipeError
 from hetpipe.plan.plan import Plan
 from hetpipe.records import read_json
 from hetpipe.study.subject import Subject, of_chain, of_profile, of_table
@@ -44,7 +44,13 @@ class Model:
     @property
     def subject(self) -> Subject:
         """The subject of studies."""
-        return Subject(self.workload.name, self.mini_batch, self.costs, self.measure)
+        return Subject(
+            self.workload.name,
+            self.mini_batch,
+            self.costs,
+            self.measure,
+            self.channels,
+        )
 
     def costs(self, cluster: Cluster, sizes: Sequence[int]) -> dict[int, CostTable]:
         """The costs of all members; boards' are modelled, those of attached devices measured.
@@ -65,12 +71,27 @@ class Model:
         modelled = self._described(cluster, chosen)
         return {size: _joined(table, modelled[size]) for size, table in tables.items()}
 
+    def channels(self) -> dict[str, int]:
+        """Output channels of the layers that can be split; none if the optimizer forbids it."""
+        from hetpipe.capture.elementwise import check_elementwise
+        from hetpipe.zoo.load import optimizer_of
+
+        captured = self.captured()
+        matrices = [name for name, value in captured.parameters.items() if value.ndim >= 2]
+        try:
+            first = dict.fromkeys(matrices[:1], 1)  # the optimizer treats all of them alike
+            check_elementwise(optimizer_of(self.workload), first, captured.parameters)
+        except HetpipeError:
+            return {}
+        return captured.channels
+
     def measure(self, cluster: Cluster, plan: Plan, costs: CostTable) -> float:
         """Seconds of a step of the plan on attached devices, the median of some."""
         from hetpipe.bench.open import open_pipeline
 
+        captured = None if plan.splits else self.captured()  # a split model is captured anew
         with open_pipeline(
-            self.workload, cluster, plan=plan, costs=costs, captured=self.captured()
+            self.workload, cluster, plan=plan, costs=costs, captured=captured
         ) as pipe:
             batches = self.workload.batches(plan.mini_batch, 0)
             steps_s = []

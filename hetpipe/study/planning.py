@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cost.table import CostTable
+from hetpipe.plan.intra import split_table
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planners.registry import plan as planned
 from hetpipe.plan.proposal import PlannerOptions, Priced
@@ -17,7 +18,7 @@ def plan(
     planner: str = "auto",
 ) -> tuple[Plan, CostTable]:
     """The plan of a planner, and the costs at its micro-batches. Raises `HetpipeError`."""
-    options = options or PlannerOptions(subject.mini_batch)
+    options = options or subject.options()
     tables = subject.costs(cluster, sizes_of(options.mini_batch))
     chosen = planned(tables, cluster, options, planner)
     return chosen, costs_for(Priced(tables, options), chosen)
@@ -27,4 +28,7 @@ def costs_for(priced: Priced, plan: Plan) -> CostTable:
     """The costs at a plan's micro-batches, or at the nearest size that is known."""
     size = priced.options.size(plan.microbatches)
     least, most = min(priced.tables), max(priced.tables)
-    return priced.table(min(max(size, least), most))
+    table = priced.table(min(max(size, least), most))
+    for split in plan.splits:
+        table = split_table(table, split, priced.options.channels)
+    return table

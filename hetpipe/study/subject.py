@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.costs import link_costs
@@ -15,6 +16,7 @@ from hetpipe.cost.published import ChainCosts, read_profile
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import ClusterError, CostError
 from hetpipe.plan.plan import Plan
+from hetpipe.plan.proposal import PlannerOptions
 
 REFERENCE = "v100-pcie-16"
 """The board on which PipeDream's and DAPPLE's profiles were measured."""
@@ -34,6 +36,12 @@ class Subject:
     costs: Costs
     measure: Measure | None = None
     """Runs a plan; None where nothing but costs is known."""
+    channels: Callable[[], Mapping[str, int]] = dict
+    """Output channels of the layers that can be split between two stages; none of a profile."""
+
+    def options(self, **chosen: Any) -> PlannerOptions:
+        """What a planner may choose for it."""
+        return PlannerOptions(self.mini_batch, channels=self.channels(), **chosen)
 
 
 def of_profile(path: Path, samples: int, mini_batch: int, reference: str = REFERENCE) -> Subject:

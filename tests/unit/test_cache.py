@@ -53,7 +53,7 @@ def test_a_table_with_a_missing_or_unknown_key_is_refused(key):
     data[f"{key}_"] = data.pop(key)
     with pytest.raises(CostError, match=f"the cost table lacks the key '{key}'"):
         CostTable.from_json(data)
-    with pytest.raises(CostError, match="version None, this hetpipe reads 2"):
+    with pytest.raises(CostError, match="version None, this hetpipe reads 3"):
         CostTable.from_json({})
 
 

@@ -44,7 +44,17 @@ def test_a_cost_table_of_version_1():
             0.0, 1.0, None, None,
         ]  # fmt: skip
         assert [layer.pop("spread") for layer in device["layers"]] == [0.0] * len(costs.layers)
+    assert [link.pop("sum_speed") for link in data["links"]] == [1.0] * len(costs.links)
     assert data | {"version": 1} == document("costs.json")
+
+
+def test_a_cost_table_of_version_2():
+    """Its sums go at the speed of messages."""
+    now = json.loads(json.dumps(read_costs(DATA / "costs.json").to_json()))
+    before = [
+        {key: value for key, value in link.items() if key != "sum_speed"} for link in now["links"]
+    ]
+    assert CostTable.from_json(now | {"version": 2, "links": before}).to_json() == now
 
 
 def test_a_timeline():
@@ -78,7 +88,7 @@ def test_a_plan_keeps_its_costs(tmp_path):
     [
         (lambda costs: costs["layers"][1].update(name="other"), PlanError, "costs.layers has 2"),
         (lambda costs: costs["layers"][1].pop("name"), CostError, "costs: layers.1 lacks the key"),
-        (lambda costs: costs.update(version=9), CostError, "has version 9, this hetpipe reads 2"),
+        (lambda costs: costs.update(version=9), CostError, "has version 9, this hetpipe reads 3"),
     ],
 )
 def test_costs_that_do_not_fit_the_plan(tmp_path, change, error, match):

@@ -7,6 +7,8 @@
 3. Where a stage lacks memory, boundary layers move to neighbours with room.
 4. All schedules that the devices' execution models allow, at all sizes of micro-batches, and data
    parallelism; the prediction chooses.
+5. A layer between the slowest stage and a neighbour is split by output channels, where the model's
+   layers allow it and the step becomes quicker.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ import numpy as np
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.plan.costs import Array, StageCosts
 from hetpipe.plan.exact import bottleneck, exact, stage_times
+from hetpipe.plan.intra import with_splits
 from hetpipe.plan.partition import balanced
 from hetpipe.plan.plan import Plan
-from hetpipe.plan.planners.choice import chosen
+from hetpipe.plan.planners.choice import check_members, finished, quickest
 from hetpipe.plan.proposal import (
     PlannerOptions,
     Priced,
@@ -40,7 +43,10 @@ STREAMING = ("1f1b-as", "fbp")
 
 def plan(costs: Tables, cluster: Cluster, options: PlannerOptions) -> Plan:
     """The quickest of BaPipe's plans. Raises `PlanError`."""
-    return chosen("bapipe", proposals, costs, cluster, options)
+    check_members(costs, cluster)
+    priced = Priced(costs, options)
+    best = quickest(priced, proposals(priced, cluster), cluster, "bapipe")
+    return finished(*with_splits(best, priced), cluster)
 
 
 def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:

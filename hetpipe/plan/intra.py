@@ -1,0 +1,97 @@
+"""BaPipe's intra-layer partition: a layer between two stages is shared by both (section 3.3.2).
+
+Where whole layers leave the slowest stage and its neighbour unlike, the layer between them is
+split by output channels so that both take as long as each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from hetpipe.cost.split import split_costs
+from hetpipe.cost.table import CostTable
+from hetpipe.errors import CostError, PlanError
+from hetpipe.plan.plan import Plan
+from hetpipe.plan.proposal import Priced, Proposal
+from hetpipe.plan.split import Split
+
+GAIN = 0.01
+"""Relative; a split that gains less is not worth two layers."""
+
+
+def with_splits(plan: Plan, priced: Priced) -> tuple[Plan, Priced]:
+    """The plan with the splits that make its predicted step quicker, and the prices of its layers.
+
+    `priced.options.channels` says which layers can be split.
+    """
+    best = plan, priced
+    for _ in plan.stages:  # each neighbour once, at most
+        better = min(_candidates(*best), key=lambda pair: pair[0].step_s, default=best)
+        if better[0].step_s >= best[0].step_s * (1 - GAIN):
+            break
+        best = better
+    return best
+
+
+def split_table(table: CostTable, split: Split, channels: Mapping[str, int]) -> CostTable:
+    """The costs after a split. Raises `CostError`."""
+    return split_costs(table, split.layer, split.layers, split.channels / channels[split.layer])
+
+
+def _candidates(plan: Plan, priced: Priced) -> Iterator[tuple[Plan, Priced]]:
+    """The slowest stage with a share of its first layer at the stage before, or of its last one at
+    the stage after."""
+    stages, rule = plan.stages, plan.rule
+    if max(map(len, (stage.devices for stage in stages))) > 1 or rule.several_stages:
+        return
+    slowest = max(range(len(stages)), key=lambda n: stages[n].forward_s + stages[n].backward_s)
+    for other in (slowest - 1, slowest + 1):
+        if not 0 <= other < len(stages):
+            continue
+        after = other > slowest
+        layer = stages[slowest].hi - 1 if after else stages[slowest].lo
+        split = _split(plan, priced, slowest, other, layer)
+        if split is not None:
+            behind = layer + 2 * after  # the cut between both stages is between the parts
+            cuts = tuple(cut + (cut >= behind) for cut in plan.cuts)
+            try:
+                yield _planned(plan, priced, split, cuts)
+            except (CostError, PlanError):
+                continue
+
+
+def _split(plan: Plan, priced: Priced, slowest: int, other: int, layer: int) -> Split | None:
+    """The split of a layer with which two stages take as long as each other."""
+    name = plan.layers[layer]
+    channels = priced.options.channels.get(name, 0)
+    if channels < 2:
+        return None
+    table = priced.table(priced.options.size(plan.microbatches))
+    times_s, layers_s = [], []
+    for stage in (plan.stages[slowest], plan.stages[other]):
+        cost = table.devices[stage.devices[0]].layers[layer]
+        times_s.append(stage.forward_s + stage.backward_s)
+        layers_s.append(cost.forward_s + cost.backward_s)
+    if not 0 < sum(layers_s) < float("inf"):
+        return None
+    given = (times_s[0] - times_s[1]) / sum(layers_s)
+    first = 1 - given if other > slowest else given
+    count = round(first * channels)
+    return Split(name, count) if 0 < count < channels else None
+
+
+def _planned(
+    plan: Plan, priced: Priced, split: Split, cuts: tuple[int, ...]
+) -> tuple[Plan, Priced]:
+    """The plan after a split, and the prices of its layers. Raises `CostError`, `PlanError`."""
+    tables = {
+        size: split_table(table, split, priced.options.channels)
+        for size, table in priced.tables.items()
+    }
+    prices = Priced(tables, priced.options)
+    groups = tuple(stage.devices for stage in plan.stages)
+    proposal = Proposal(
+        cuts, groups, plan.schedule, plan.microbatches, plan.in_flight, plan.recompute
+    )
+    return replace(prices.plan(proposal, plan.origin), splits=(*plan.splits, split)), prices
