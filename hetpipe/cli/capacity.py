@@ -11,11 +11,13 @@ from hetpipe.cli.output import Output
 from hetpipe.cli.progress import progress_bar
 from hetpipe.cli.study import (
     ClusterNameOption,
+    CutBytesOption,
     GlobalBatchOption,
     MaybeModelArgument,
     ProfiledOnOption,
     ProfileOption,
     SamplesOption,
+    UnitOption,
     cluster_from,
     subject_from,
 )
@@ -27,6 +29,8 @@ def command(
     profile: ProfileOption = None,
     samples: SamplesOption = None,
     profiled_on: ProfiledOnOption = "v100-pcie-16",
+    cut_nbytes: CutBytesOption = None,
+    unit_s: UnitOption = 1e-3,
     cluster: ClusterNameOption = None,
     repeat: Annotated[
         str | None,
@@ -47,7 +51,9 @@ def command(
     output = Output(json)
     block = None if repeat is None else parse_block(repeat)
     members = cluster_from(cluster)
-    subject = subject_from(model, profile, samples, profiled_on, global_batch)
+    subject = subject_from(
+        model, profile, samples, profiled_on, global_batch, cut_nbytes=cut_nbytes, unit_s=unit_s
+    )
     with progress_bar() as progress:
         progress("planning", 0, 1)
         answer = capacity(subject, members, microbatches, block)

@@ -13,6 +13,7 @@ from hetpipe.cli.output import Output
 from hetpipe.cli.progress import progress_bar
 from hetpipe.cli.study import (
     ClusterNameOption,
+    CutBytesOption,
     GlobalBatchOption,
     MaybeModelArgument,
     PictureOption,
@@ -22,6 +23,7 @@ from hetpipe.cli.study import (
     SamplesOption,
     SchedulesOption,
     TraceOption,
+    UnitOption,
     cluster_from,
     draw,
     options_from,
@@ -43,6 +45,8 @@ def command(
     profile: ProfileOption = None,
     samples: SamplesOption = None,
     profiled_on: ProfiledOnOption = "v100-pcie-16",
+    cut_nbytes: CutBytesOption = None,
+    unit_s: UnitOption = 1e-3,
     cluster: ClusterNameOption = None,
     planners: Annotated[
         str | None, typer.Option("--planners", metavar="LIST", help="Only these planners.")
@@ -69,7 +73,9 @@ def command(
     output = Output(json)
     check_picture(picture)
     members = cluster_from(cluster)
-    subject = subject_from(model, profile, samples, profiled_on, global_batch)
+    subject = subject_from(
+        model, profile, samples, profiled_on, global_batch, cut_nbytes=cut_nbytes, unit_s=unit_s
+    )
     options = options_from(subject, schedules, microbatches, recompute)
     runs = measure and subject.measure is not None and not members.described
     with progress_bar() as progress:

@@ -29,6 +29,7 @@ from hetpipe.cli.options import (
 from hetpipe.cli.output import Output
 from hetpipe.cli.progress import progress_bar
 from hetpipe.cli.study import (
+    CutBytesOption,
     GlobalBatchOption,
     MaybeModelArgument,
     PictureOption,
@@ -38,6 +39,7 @@ from hetpipe.cli.study import (
     RecomputeOption,
     SamplesOption,
     TraceOption,
+    UnitOption,
     draw,
     subject_from,
 )
@@ -56,6 +58,8 @@ def command(
     profile: ProfileOption = None,
     samples: SamplesOption = None,
     profiled_on: ProfiledOnOption = "v100-pcie-16",
+    cut_nbytes: CutBytesOption = None,
+    unit_s: UnitOption = 1e-3,
     planner: PlannerOption = None,
     cluster: ClusterOption = None,
     devices: DevicesOption = None,
@@ -99,7 +103,9 @@ def command(
         if costs is not None:
             raise PlanError(f"--costs {costs} is for a plan of its own devices: leave it out")
         members = members or make_cluster(None, devices, backends, emulate_speed)
-        subject = subject_from(model, profile, samples, profiled_on, mini_batch)
+        subject = subject_from(
+            model, profile, samples, profiled_on, mini_batch, cut_nbytes=cut_nbytes, unit_s=unit_s
+        )
         chosen = _studied(subject, members, planner or "auto", asked, recompute)
     elif model is None:
         raise PlanError("no model: give MODEL, or --profile FILE")

@@ -37,6 +37,18 @@ ProfiledOnOption = Annotated[
     str,
     typer.Option("--profiled-on", metavar="BOARD", help="The board of a published profile."),
 ]
+CutBytesOption = Annotated[
+    int | None,
+    typer.Option(
+        "--cut-nbytes", min=0, help="Of a profile that does not say it: the bytes at every cut."
+    ),
+]
+UnitOption = Annotated[
+    float,
+    typer.Option(
+        "--unit-s", metavar="SECONDS", help="Of a profile in JSON that does not say it: its unit."
+    ),
+]
 ClusterNameOption = Annotated[
     str | None,
     typer.Option(
@@ -74,6 +86,9 @@ def subject_from(
     samples: int | None,
     profiled_on: str,
     global_batch: int | None,
+    *,
+    cut_nbytes: int | None,
+    unit_s: float,
 ) -> Subject:
     """The model or profile that the options name. Raises `HetpipeError`."""
     from hetpipe.study.models import of_file, of_model
@@ -83,7 +98,9 @@ def subject_from(
     if model is not None:
         return of_model(model, global_batch).subject
     assert profile is not None
-    return of_file(profile, samples, global_batch, profiled_on)
+    return of_file(
+        profile, samples, global_batch, profiled_on, cut_nbytes=cut_nbytes, unit_s=unit_s
+    )
 
 
 def cluster_from(name: str | None) -> Cluster:

@@ -11,6 +11,7 @@ from hetpipe.cli.output import Output
 from hetpipe.cli.progress import progress_bar
 from hetpipe.cli.study import (
     ClusterNameOption,
+    CutBytesOption,
     GlobalBatchOption,
     MaybeModelArgument,
     PlannerOption,
@@ -19,6 +20,7 @@ from hetpipe.cli.study import (
     RecomputeOption,
     SamplesOption,
     SchedulesOption,
+    UnitOption,
     cluster_from,
     options_from,
     subject_from,
@@ -30,6 +32,8 @@ def command(
     profile: ProfileOption = None,
     samples: SamplesOption = None,
     profiled_on: ProfiledOnOption = "v100-pcie-16",
+    cut_nbytes: CutBytesOption = None,
+    unit_s: UnitOption = 1e-3,
     cluster: ClusterNameOption = None,
     change: Annotated[
         list[str] | None,
@@ -54,7 +58,9 @@ def command(
 
     output = Output(json)
     members = cluster_from(cluster)
-    subject = subject_from(model, profile, samples, profiled_on, global_batch)
+    subject = subject_from(
+        model, profile, samples, profiled_on, global_batch, cut_nbytes=cut_nbytes, unit_s=unit_s
+    )
     options = options_from(subject, schedules, microbatches, recompute)
     with progress_bar() as progress:
         progress("planning", 0, 1)

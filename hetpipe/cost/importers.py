@@ -79,7 +79,7 @@ def read_chain(
         why = "has neither nodes nor execution_time; give one of device placement, Piper or Metis"
         raise source.fault((), why)
     if cut_nbytes is not None:
-        raise source.fault((), "has the bytes of its edges; leave cut_nbytes out")
+        raise source.fault((), "has the bytes of its edges; leave cut_nbytes (--cut-nbytes) out")
     if is_piper(data):
         return piper_chain(source, data, unit_s)
     return placement_chain(source, data, latency, unit_s)
@@ -98,7 +98,7 @@ def _metis_chain(source: Source, data: Any, cut_nbytes: int | None) -> ChainCost
             why = f"has {len(entries)} entries, model.num_layers is {count}: give one each"
             raise source.fault(place, why)
     if cut_nbytes is None:
-        why = "does not say what crosses a cut; give cut_nbytes, the product of"
+        why = "does not say what crosses a cut; give cut_nbytes (--cut-nbytes), the product of"
         raise source.fault((), f"{why} batch, sequence, hidden size and bytes of a value")
     if cut_nbytes < 0:
         raise CostError(f"cut_nbytes is {cut_nbytes}; give 0 or more")

@@ -58,6 +58,15 @@ class LayerCost:
             update_s=factor * self.update_s,
         )
 
+    def delayed(self, seconds: float) -> LayerCost:
+        """The cost with these seconds more for each pass and update that it has."""
+        return replace(
+            self,
+            forward_s=self.forward_s + seconds * (self.forward_s > 0),
+            backward_s=self.backward_s + seconds * (self.backward_s > 0),
+            update_s=self.update_s + seconds * (self.update_s > 0),
+        )
+
     @property
     def impossible(self) -> bool:
         """Whether the device cannot run it."""

@@ -6,15 +6,16 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from hetpipe.cost.probe import Probe
 from hetpipe.cost.table import LayerCost
-from hetpipe.profile.clock import Samples, half_width_s
+from hetpipe.errors import CostError
+from hetpipe.profile.clock import Samples, credible, half_width_s
 from hetpipe.profile.patterns import Network
 from hetpipe.profile.probe import median_probe, warn_of_bad
-from hetpipe.profile.profiler import BACKWARD, FORWARD, UPDATE, Taken, Times
+from hetpipe.profile.profiler import BACKWARD, FORWARD, UPDATE, Taken
 
 PRECISION = 0.02  # relative error of a median that is small enough
 LEAST_ALONE = 0.05  # of the time beside others; less is no measurement
@@ -22,17 +23,20 @@ LEAST_ALONE = 0.05  # of the time beside others; less is no measurement
 
 @dataclass(frozen=True)
 class Series:
-    """All rounds of a member, `name` for messages: beside the others, alone, and after updates."""
+    """All rounds of a member, `name` for messages: beside the others, and alone.
+
+    `updates` are updates with the passes after them, and then the passes after these.
+    """
 
     name: str
     network: Network
     refused: Mapping[int, str]  # by pattern, why the device cannot run it
     beside: Sequence[Taken]
     alone: Sequence[Taken] = ()
-    updates: Sequence[Taken] = ()
+    updates: tuple[Taken, Taken] = field(default_factory=lambda: (Taken(), Taken()))
 
     def check(self, sizes: Sequence[int]) -> None:
-        """Raises `CostError` for a pass most of whose times cannot be believed.
+        """Raises `CostError` for a pass most of whose times cannot be believed, or that has none.
 
         Warns once if others have such times.
         """
@@ -42,6 +46,11 @@ class Series:
                 layer = self.network.patterns[pattern].stage
                 for which, word in ((FORWARD, "forward"), (BACKWARD, "backward")):
                     samples = _samples(self.beside, size, pattern, which)
+                    if which == FORWARD and not (samples.good or samples.bad):
+                        raise CostError(
+                            f"{self.name}: layer {layer} was not measured at micro-batches of "
+                            f"{size}, so its cost is unknown; profile again"
+                        )
                     samples.check(f"{self.name}: a {word} of layer {layer}")
                     every.extend((*samples.good, *samples.bad))
         warn_of_bad(f"{self.name}: a pass", every)
@@ -128,16 +137,28 @@ class Series:
     def _cost(self, size: int, pattern: int) -> LayerCost:
         passes = [_samples(self.beside, size, pattern, which) for which in (FORWARD, BACKWARD)]
         forward_s, backward_s = (self._median_s(size, pattern, n) for n in (FORWARD, BACKWARD))
-        usual = forward_s, backward_s, 0.0
+        usual_s = forward_s + backward_s
         width_s = sum(half_width_s(samples.good) for samples in passes)
-        spread = width_s / sum(usual) if sum(usual) else 0.0
-        after = [_samples(self.updates, size, pattern, which, 1) for which in (FORWARD, BACKWARD)]
-        update = _samples(self.updates, 0, pattern, UPDATE, 1)
+        spread = width_s / usual_s if usual_s else 0.0
+        update = _samples(self.updates[:1], 0, pattern, UPDATE)
         update.check(f"{self.name}: an update of layer {self.network.patterns[pattern].stage}")
-        forward_s, backward_s, update_s = (
-            samples.median_s if samples.good else 0.0 for samples in (*after, update)
-        )
-        return LayerCost(*step_times(usual, (forward_s, backward_s, update_s)), spread=spread)
+        update_s = update.median_s + self._added_s[pattern] if update.good else 0.0
+        return LayerCost(forward_s, backward_s, update_s, spread=spread)
+
+    @cached_property
+    def _added_s(self) -> dict[int, float]:
+        """By pattern, the seconds that an update adds to the passes after it."""
+        after, then = self.updates
+        changes_s = {
+            pattern: sum(
+                change_s(after.times_s[place], then.times_s[place])
+                for place in after.times_s
+                if place[1] == pattern and place[2] != UPDATE and place in then.times_s
+            )
+            for pattern in self.able
+            if any(place[1:] == (pattern, UPDATE) for place in after.times_s)
+        }
+        return added_s(changes_s, self._counts)
 
     def _median_s(self, size: int, pattern: int, which: int) -> float:
         samples = _samples(self.beside, size, pattern, which)
@@ -163,22 +184,28 @@ class Series:
         return now_s / usual_s if usual_s > 0 else None
 
 
-def step_times(usual: Times, after_update: Times) -> Times:
-    """The times of usual passes, and of an update with the time that it adds to the next passes.
+def change_s(after_s: Sequence[float], then_s: Sequence[float]) -> float:
+    """The median by which a pass after an update takes longer than the next one; 0 if unknown."""
+    pairs = zip(after_s, then_s, strict=False)
+    changes_s = [one_s - two_s for one_s, two_s in pairs if credible(one_s) and credible(two_s)]
+    return statistics.median(changes_s) if changes_s else 0.0
 
-    Those find new weights, which are not in the caches and must be packed again.
+
+def added_s(changes_s: Mapping[int, float], counts: Mapping[int, int]) -> dict[int, float]:
+    """Changes of layers without their noise: none is below 0, and their sum stays.
+
+    The noise of one layer makes another's good: without it many small changes that are none would
+    add up. `counts` are the layers of each pattern.
     """
-    forward_s, backward_s, update_s = *usual[:2], after_update[2]
-    if update_s > 0:
-        update_s += max(0.0, sum(after_update[:2]) - forward_s - backward_s)
-    return forward_s, backward_s, update_s
+    total_s = sum(counts[pattern] * one_s for pattern, one_s in changes_s.items())
+    above_s = sum(counts[pattern] * max(one_s, 0.0) for pattern, one_s in changes_s.items())
+    share = max(total_s, 0.0) / above_s if above_s else 0.0
+    return {pattern: share * max(one_s, 0.0) for pattern, one_s in changes_s.items()}
 
 
-def _samples(
-    taken: Sequence[Taken], size: int, pattern: int, which: int, first: int = 0
-) -> Samples:
-    """The times of a pass; of each list from the one numbered `first`."""
+def _samples(taken: Sequence[Taken], size: int, pattern: int, which: int) -> Samples:
+    """The times of a pass."""
     place = size, pattern, which
     return Samples.of(
-        time_s for one in taken if place in one.times_s for time_s in one.times_s[place][first:]
+        time_s for one in taken if place in one.times_s for time_s in one.times_s[place]
     )

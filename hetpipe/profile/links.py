@@ -32,8 +32,8 @@ def measure_links(crew: Crew) -> tuple[Links, float]:
     """Latency and bandwidth of every ordered pair of members, and the controller's seconds per
     step.
 
-    Tensors of several sizes cross one at a time, through the transport that training uses; a line
-    through the medians gives both figures.
+    Tensors of several sizes cross one at a time, through the transport that training uses, from
+    the end of one pass to the begin of the next. A line through the medians gives both figures.
     """
     links: Links = {}
     overheads_s: list[float] = []
@@ -72,7 +72,7 @@ def _transfer(crew: Crew, source: str, target: str | None, nbytes: int) -> tuple
         overheads_s.append(time.perf_counter() - start_s - result.timeline.step_s)
         spans = {str(span.action): span for span in result.timeline.spans}
         if target is not None:
-            transfers_s.append(spans["1RF0"].end_s - spans["0SF0"].start_s)
+            transfers_s.append(spans["1F0"].start_s - spans["0F0"].end_s)
     overhead = Samples.of(overheads_s[WARM_UP:])
     overhead.check(f"{source}: the controller's part of a step")
     if target is None:

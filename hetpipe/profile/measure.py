@@ -19,6 +19,7 @@ from hetpipe.errors import CostError
 from hetpipe.profile import cache, contention, warm
 from hetpipe.profile.clock import Samples
 from hetpipe.profile.drift import drifts_since, probe_again, probes_of
+from hetpipe.profile.engine import engine_s
 from hetpipe.profile.estimate import Series
 from hetpipe.profile.links import Links, measure_links, probe_stage
 from hetpipe.profile.patterns import Network
@@ -72,6 +73,7 @@ def profile(
         say(f"profiling micro-batches of {_listed(missing)}", 0, 2)
         overheads_s = _empty_s(crew)
         with Probes(crew, list(crew.infos), _probes_of_any(tables)) as probes:
+            beyond_s = engine_s(crew, probes.orders)
             rounds.half(probes)
             links, step_overhead_s = _links(tables, crew)
             say(f"profiling micro-batches of {_listed(missing)}", 1, 2)
@@ -84,7 +86,7 @@ def profile(
                 model=captured.name,
                 samples=size,
                 layers=layer_bytes(captured, any_backend, size),
-                devices=_device_costs(crew, rounds, series, size, overheads_s),
+                devices=_device_costs(crew, rounds, series, size, overheads_s, beyond_s),
                 links=links,
                 step_overhead_s=step_overhead_s,
                 tied=tied_bytes(any_backend, size),
@@ -219,15 +221,19 @@ def _device_costs(
     series: Mapping[str, Series],
     size: int,
     overheads_s: Mapping[str, float],
+    beyond_s: Mapping[str, float],
 ) -> dict[str, DeviceCost]:
+    """The costs of all members. `beyond_s`, the engine's part of an action, is in each layer's
+    passes and in the fixed seconds, so it counts once for a stage."""
     devices = {}
     for member in crew.cluster.members:
         own = series[member.id]
         info = crew.infos[member.id]
         probe, probe_alone = rounds.probes(member.id)
+        engine = beyond_s.get(member.id, 0.0)
         devices[member.id] = DeviceCost(
-            layers=own.layers(size),
-            overhead_s=overheads_s[member.id],
+            layers=tuple(layer.delayed(engine) for layer in own.layers(size)),
+            overhead_s=overheads_s[member.id] + engine,
             memory_nbytes=info.memory_nbytes,
             memory_domain=info.memory_domain,
             execution="async" if streams(info) and member.speed == 1.0 else "sync",

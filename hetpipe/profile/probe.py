@@ -88,6 +88,11 @@ class Probes:
         sizes = crew.call_each("hetpipe.profile.probe:prepare", arguments)
         self._sizes: dict[str, Sizes] = {id: own for id, own in sizes.items() if own is not None}
 
+    @property
+    def orders(self) -> dict[str, int]:
+        """By member, the rows of the product's matrices."""
+        return {member: order for member, (order, _) in self._sizes.items()}
+
     def together(self, turns: int = 1) -> dict[str, Probe]:
         """The probe of every member, while the others take theirs; the median of `turns`."""
         taken = [self._take(list(self._sizes)) for _ in range(turns)]

@@ -45,13 +45,11 @@ from hetpipe.sdk.graph import of_one_replica, require_support
 from hetpipe.worker.emulation import OWN_SPEED, Emulation
 
 Environment = dict[tuple[str, str], Buffer]
-Times = tuple[float, float, float]
-"""Seconds of a forward, a backward and an update."""
 Place = tuple[int, int, int]
 """Of a time: micro-batch size, pattern and pass. An update has the size 0."""
 
 FORWARD, BACKWARD, UPDATE = range(3)
-RULES = 5  # version of the measurement: cached costs of another one are not read
+RULES = 6  # version of the measurement: cached costs of another one are not read
 ROUNDS = 12  # of `smallest`
 MOST_STIRRED = 32 << 20  # bytes: more than most caches hold
 
@@ -112,18 +110,24 @@ def rounds(device: Device, active: Mapping[int, Sequence[int]], least_s: float, 
     return taken
 
 
-def updates(device: Device, sizes: Sequence[int], count: int) -> Taken:
-    """All updates, then the passes that follow them, at each size, `count` times.
+def updates(device: Device, size: int, least: int, least_s: float) -> tuple[Taken, Taken]:
+    """All updates, the passes that follow them, and those that follow these: `least` times or more,
+    for `least_s` seconds.
 
-    The passes find new weights, which are not in the caches and must be packed again.
+    The first passes find new weights, which are not in the caches and must be packed again. How
+    long that takes does not depend on the micro-batch, and is seen best beside a small one.
     """
     session: Session = _own.session
-    taken = Taken()
-    for _ in range(count):
-        for size in sizes:
-            session.update(taken)
-            session.walk(size, session.able, taken)
-    return taken
+    after, usual = Taken(), Taken()
+    session.walk(size, session.able, Taken())  # finds the caches as others left them
+    begin_s = time.perf_counter()
+    while len(usual.rounds_s) < least or time.perf_counter() - begin_s < least_s:
+        start_s = time.perf_counter()
+        session.update(after)
+        session.walk(size, session.able, after)
+        session.walk(size, session.able, usual)
+        usual.rounds_s.append(time.perf_counter() - start_s)
+    return after, usual
 
 
 def release(device: Device) -> None:

@@ -4,7 +4,7 @@ A slice is some rounds of every worker, and then a probe. All sizes of micro-bat
 within a round, and all devices work on until the slowest has done its round, so a disturbance hits
 all alike. A pattern whose median is known well enough is left out of further rounds. There are two
 halves, some time apart; of halves that other work disturbed only the least disturbed one counts,
-and none if the other was quiet.
+and none if the other was quiet. So each half measures everything.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST = 50  # rounds in a slice
 SLICE_S = 0.1
 HALF_S = 0.3  # a half's least: shares of cores are counted in hundredths of a second
 BUDGET_S = 0.6  # a half's most for each size, after the least slices
-UPDATES = 3  # the first does not count
+UPDATES = 2  # at least
 ALONE = 2  # rounds of a device alone, after a half
 
 WORKER = "hetpipe.profile.profiler"
@@ -86,7 +86,7 @@ class Rounds:
         self._halves: list[_Half] = []
         self._alone: dict[str, list[Taken]] = {member: [] for member in self._members}
         self._alone_probes: dict[str, list[Probe]] = {member: [] for member in self._members}
-        self._updates: dict[str, list[Taken]] = {}
+        self._updates: dict[str, tuple[Taken, Taken]] = {}
         self._able = {member: list(self._series(member, ()).able) for member in self._members}
         self._slice_s = SLICE_S  # the first round of all tells little of the others
 
@@ -100,7 +100,7 @@ class Rounds:
         before = self._usage()
         begin_s = time.perf_counter()
         while True:
-            active = {member: self._uncertain(member) for member in self._members}
+            active = {member: self._uncertain(member, half) for member in self._members}
             spent_s = time.perf_counter() - begin_s
             if self._is_enough(half, any(active.values()), spent_s):
                 break
@@ -123,8 +123,9 @@ class Rounds:
 
         Raises `CostError` for times that cannot be believed.
         """
-        taken = self._crew.call(self._members, f"{WORKER}:updates", self._sizes, UPDATES)
-        self._updates = {member: [own] for member, own in zip(self._members, taken, strict=True)}
+        size = min(self._sizes)
+        taken = self._crew.call(self._members, f"{WORKER}:updates", size, UPDATES, self._half_s)
+        self._updates = dict(zip(self._members, taken, strict=True))
         self._crew.call(self._members, f"{WORKER}:release")
         series = {member: self._series(member, self._counting) for member in self._members}
         for own in series.values():
@@ -178,15 +179,15 @@ class Rounds:
             self._prepared[member].refused,
             [taken for half in halves for taken in half.taken[member]],
             self._alone[member],
-            self._updates.get(member, []),
+            self._updates.get(member, (Taken(), Taken())),
         )
 
     def _everything(self, member: str) -> dict[int, list[int]]:
         return dict.fromkeys(self._sizes, self._able[member])
 
-    def _uncertain(self, member: str) -> dict[int, list[int]]:
+    def _uncertain(self, member: str, half: _Half) -> dict[int, list[int]]:
         """By size, the patterns to measure again; sizes without any are left out."""
-        series = self._series(member, self._halves)
+        series = self._series(member, [half])
         uncertain = {size: series.uncertain(size) for size in self._sizes}
         return {size: patterns for size, patterns in uncertain.items() if patterns}
 

@@ -165,6 +165,10 @@ def of_file(
         raise CostError(f"{path} does not say its micro-batch; give it, as --samples 32")
     total = mini_batch or 8 * samples
     if path.suffix != ".json":
+        if cut_nbytes is not None:
+            raise CostError(
+                f"{path} has the bytes of its cuts; leave cut_nbytes (--cut-nbytes) out"
+            )
         return of_profile(path, samples, total, profiled_on)
     from hetpipe.cost.importers import read_chain
 

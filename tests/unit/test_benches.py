@@ -36,13 +36,15 @@ def test_ranks() -> None:
 
 
 def test_an_error_is_the_median_of_pairs_of_steps() -> None:
-    row = Measured("m", 2, 1, "auto", "1f1b", 4, (1,), 1.0, (1.1, 2.0, 0.9), (1.0, 2.0, 1.0))
+    row = Measured(
+        "paced", "m", 2, 1, "auto", "1f1b", 4, (1,), 1.0, (1.1, 2.0, 0.9), (1.0, 2.0, 1.0)
+    )
     assert row.error == pytest.approx(0.0)
     assert row.measured_s == row.corrected_s == 1.0
 
 
 def test_held_back_workers_share_cores_only_where_speeds_leave_room() -> None:
-    for speeds in accuracy.CLUSTERS:
+    for speeds in accuracy.CLUSTERS["held-back"]:
         cluster = cluster_of([("numpy:cpu:0", speed) for _, speed in speeds], 1)
         for member in cluster.members:
             shared = [m.speed for m in cluster.members if set(m.cores) & set(member.cores)]

@@ -22,6 +22,7 @@ from hetpipe.cluster import Cluster, Member
 from hetpipe.crew.crew import Crew
 from hetpipe.profile import contention
 from hetpipe.profile.contention import ContentionWarning, Usage, foreign_share, usage
+from hetpipe.profile.estimate import Series
 from hetpipe.profile.measure import profile
 
 FIELDS = "0 0"  # guest time is part of the first ones
@@ -114,3 +115,19 @@ def test_disturbed_costs_serve_once(
             assert len(list(tmp_path.glob("costs/*.json"))) == 1
         else:
             assert not caught
+
+
+def test_each_half_measures_all_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first half is disturbed and does not count, though it knows all layers but one well."""
+    monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path))
+    shares = iter((0.5, 0.0))
+    monkeypatch.setattr(contention, "foreign_share", lambda before, after: next(shares))
+    monkeypatch.setattr(Series, "uncertain", lambda own, size: [0] if own.beside else [])
+    example = (torch.randn(8, 20), torch.randint(0, 5, (8,)))
+    captured = Captured(MLP(), F.cross_entropy, example)
+    cluster = Cluster((Member("a", "numpy:cpu:0"),), transport="local")
+    with Crew.start(cluster) as crew:
+        table = profile(captured, crew, hp.optim.sgd(0.1), [4])[4]
+    layers = table.devices["a"].layers
+    assert len(layers) > 1
+    assert min(layer.forward_s for layer in layers) > 0

@@ -59,12 +59,20 @@ def test_alike_layers_have_the_cost_of_their_pattern(network: Network) -> None:
     assert [round(cost.spread, 6) for cost in costs] == [0.0, *[round(1 / 6, 6)] * 3, 0.0]
 
 
-def test_the_first_update_does_not_count(network: Network) -> None:
-    updates = taken(even(9.0), even(1.5), even(1.5))
+def test_an_update_costs_what_it_adds_to_the_next_passes(network: Network) -> None:
+    after, then = taken(even(1.5), even(9.0), even(1.5)), taken(even(), even(8.5), even())
     for pattern in range(3):
-        updates.times_s[0, pattern, UPDATE] = [9.0, 0.25, 0.25]
-    costs = series(network, taken(even(), even()), updates=[updates]).layers(SIZE)
-    assert [cost.update_s for cost in costs] == [0.25 + 1.5] * 5
+        after.times_s[0, pattern, UPDATE] = [0.25, 0.25, 0.25]
+    costs = series(network, taken(even(), even()), updates=(after, then)).layers(SIZE)
+    assert [cost.update_s for cost in costs] == [0.25 + 0.5 + 2 * 0.5] * 5
+    costs = series(network, taken(even(), even()), updates=(then, after)).layers(SIZE)
+    assert [cost.update_s for cost in costs] == [0.0] * 5, "no update was measured"
+
+
+def test_a_layer_without_times_has_no_cost(network: Network) -> None:
+    rows = {0: 1.0, 1: 1.0}
+    with pytest.raises(CostError, match="layer 4 was not measured at micro-batches of 4"):
+        series(network, taken(rows, rows)).check([SIZE])
 
 
 def test_a_small_layer_needs_less_precision(network: Network) -> None:

@@ -255,6 +255,22 @@ class TestCommands:
         assert [row["change"] for row in data["rows"]][:2] == ["", "-v100-pcie-16.0"]
         assert data["rows"][0]["factor"] == 1.0
 
+    def test_profiles_that_lack_bytes_of_cuts_or_a_unit(self, folder: Path) -> None:
+        importers = Path(__file__).parents[1] / "data" / "importers"
+        cluster = ["--cluster", str(folder / "mixed.toml"), "--samples", "2"]
+        metis = ["plan", "--profile", str(importers / "metis.json"), *cluster]
+        assert run(*metis, "--cut-nbytes", "160")["stages"]
+        with pytest.raises(CostError, match="give cut_nbytes"):
+            run(*metis)
+        layers = ["plan", "--profile", str(importers / "layers.json"), *cluster]
+        in_ms, in_s = (
+            run(*layers, "--planner", "exact", "--unit-s", unit) for unit in ("1e-3", "1")
+        )
+        assert in_s["predicted_step_s"] > 100 * in_ms["predicted_step_s"]
+        for asked in (layers, ["plan", *self.asked(folder)]):
+            with pytest.raises(CostError, match="leave cut_nbytes"):
+                run(*asked, "--cut-nbytes", "160")
+
     def test_capacity(self, folder: Path) -> None:
         data = run("capacity", *self.asked(folder), "--repeat", "1:11")
         assert data["counted"] == "repetitions of layers 1..11"

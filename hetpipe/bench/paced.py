@@ -1,0 +1,151 @@
+"""Devices at a pace of their own: each graph is computed by another device, then its event waits
+until the modelled time of the graph has passed.
+
+Nothing that disturbs this machine changes such a device, as long as it computes quicker than the
+pace. `paced-pytorch:slow:pytorch:cpu:0` computes with torch, `paced-opencl:slow:opencl:pocl:0` with
+OpenCL.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hetpipe.profile.count import counted
+from hetpipe.sdk.backend import DONE, Backend, Buffer, Chunk, Device, Event, Executable
+from hetpipe.sdk.info import DeviceInfo
+from hetpipe.sdk.registry import get_backend
+from hetpipe.wire.transport import sleep_until
+
+if TYPE_CHECKING:
+    import torch
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """A roofline: each operator takes `launch_s`, and the longer of its operations and bytes."""
+
+    flops: float
+    memory_Bps: float
+    launch_s: float = 5e-5
+
+    def seconds(self, graph: torch.fx.GraphModule) -> float:
+        """The time of a graph."""
+        return sum(
+            self.launch_s + max(each.operations / self.flops, each.nbytes / self.memory_Bps)
+            for _, each in counted(graph.graph)
+        )
+
+
+PACES = {
+    "even": Pace(12e9, 2.5e9),
+    "slow": Pace(9e9, 1.7e9),
+    "arithmetic": Pace(15e9, 1.3e9),
+    "memory": Pace(7.5e9, 3.5e9),
+}
+"""About a quarter of one core of a usual processor, with more of one or of the other."""
+
+
+class PacedBackend(Backend):
+    """The devices of a backend, each at several paces."""
+
+    of: str
+
+    def discover(self) -> list[DeviceInfo]:
+        return [
+            replace(
+                info,
+                id=f"{self.name}:{pace}:{info.id}",
+                backend=self.name,
+                capabilities=replace(info.capabilities, queues=1, chunks=False, emulated=True),
+            )
+            for info in get_backend(self.of).discover()
+            if info.kind == "cpu"
+            for pace in PACES
+        ]
+
+    def open(self, info: DeviceInfo) -> Device:
+        pace, device = info.id.split(":", 2)[1:]
+        inner = get_backend(self.of)
+        infos = {each.id: each for each in inner.discover()}
+        return PacedDevice(info, inner.open(infos[device]), PACES[pace])
+
+    def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
+        return get_backend(self.of).decompositions()
+
+    def worker_environment(self, info: DeviceInfo, cores: int) -> dict[str, str]:
+        device = replace(info, id=info.id.split(":", 2)[2], backend=self.of)
+        return get_backend(self.of).worker_environment(device, cores)
+
+
+class PacedTorch(PacedBackend):
+    """torch at a pace."""
+
+    name, of = "paced-pytorch", "pytorch"
+
+
+class PacedOpenCL(PacedBackend):
+    """OpenCL at a pace."""
+
+    name, of = "paced-opencl", "opencl"
+
+
+class PacedDevice(Device):
+    """Another device, whose graphs take the time of a pace."""
+
+    def __init__(self, info: DeviceInfo, inner: Device, pace: Pace) -> None:
+        self.info, self._inner, self._pace = info, inner, pace
+
+    def supports(self, node: torch.fx.Node) -> str | None:
+        return self._inner.supports(node)
+
+    def compile(self, graph: torch.fx.GraphModule) -> Executable:
+        return self.compile_all([graph])[0]
+
+    def compile_all(self, graphs: Sequence[torch.fx.GraphModule]) -> list[Executable]:
+        times_s = [self._pace.seconds(graph) for graph in graphs]
+        pairs = zip(self._inner.compile_all(graphs), times_s, strict=True)
+        return [_Paced(executable, seconds) for executable, seconds in pairs]
+
+    def compile_ahead(self, graphs: Sequence[torch.fx.GraphModule]) -> None:
+        self._inner.compile_ahead(graphs)
+
+    def upload(
+        self, src: Array, dst: Buffer | None = None, after: Sequence[Event] = ()
+    ) -> tuple[Buffer, Event]:
+        return self._inner.upload(src, dst, after)
+
+    def download(self, buf: Buffer, dst: Array, after: Sequence[Event] = ()) -> Event:
+        return self._inner.download(buf, dst, after)
+
+    def memory_used_nbytes(self) -> int | None:
+        return self._inner.memory_used_nbytes()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _Paced(Executable):
+    def __init__(self, inner: Executable, seconds: float) -> None:
+        self._inner, self._seconds = inner, seconds
+
+    def run(
+        self,
+        inputs: Sequence[Buffer],
+        donate: frozenset[int] = frozenset(),
+        after: Sequence[Event] = (),
+        queue: int = 0,
+    ) -> tuple[list[Buffer], Event, Sequence[Chunk]]:
+        for event in after:
+            event.wait()
+        end_s = time.monotonic() + self._seconds
+        outputs, done, _ = self._inner.run(inputs, donate, (), queue)
+        done.wait()
+        sleep_until(end_s)
+        return outputs, DONE, ()

@@ -1,0 +1,44 @@
+"""The engine's part of an action, as a profile measures it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import MLP
+
+import hetpipe as hp
+from hetpipe.capture import Captured
+from hetpipe.cluster import Cluster, Member
+from hetpipe.crew.crew import Crew
+from hetpipe.plan.costs import passes_s
+from hetpipe.profile import measure
+from hetpipe.profile.engine import engine_s
+from hetpipe.profile.measure import profile
+
+CLUSTER = Cluster((Member("a", "numpy:cpu:0"), Member("b", "numpy:cpu:0")), transport="local")
+
+
+def test_the_engine_takes_some_time_and_little() -> None:
+    with Crew.start(CLUSTER) as crew:
+        times_s = engine_s(crew, {"a": 64, "b": 128})
+    assert set(times_s) == {"a", "b"}
+    assert all(0.0 <= time_s < 0.1 for time_s in times_s.values())
+
+
+def test_it_counts_once_for_a_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second on top of every pass: each layer has it, and so has a stage of all layers."""
+    monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path))
+    monkeypatch.setattr(measure, "engine_s", lambda crew, orders: dict.fromkeys(orders, 1.0))
+    example = (torch.randn(8, 20), torch.randint(0, 5, (8,)))
+    captured = Captured(MLP(), F.cross_entropy, example)
+    with Crew.start(CLUSTER) as crew:
+        table = profile(captured, crew, hp.optim.sgd(0.1), [4])[4]
+    for device in table.devices.values():
+        assert device.overhead_s > 1.0
+        assert all(1.0 < layer.forward_s < 1.5 for layer in device.layers)
+        assert all(layer.update_s > 1.0 for layer in device.layers if layer.update_s)
+    assert len(table.layers) > 1
+    assert all(1.0 < time_s < 1.5 for time_s in passes_s(table, ("a", 0, len(table.layers))))
