@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
 from rich.console import Console
@@ -29,6 +29,10 @@ CASES = (
     ("1f1b", 10_000, 64, 10_000), ("1f1b", 10_000, 256, 10_000),
 )  # fmt: skip
 """Rules, with numbers of stages, micro-batches and workers."""
+
+SHARED = (("1f1b", 16, 256, 16), ("gpipe", 16, 256, 16), ("1f1b", 64, 64, 64), ("fbp", 16, 256, 16))
+"""The same, with all messages on one bus: they need a clock."""
+BUS = ("bus",)
 
 MOST_OBJECTS = 1_000_000
 
@@ -52,11 +56,11 @@ def main() -> None:
     """Print the seconds of each case, and the growth of their sum."""
     heads = ["actions", "generated", "validated", "simulated", "actions/s simulated", "spans"]
     table = make_table("Schedules, process seconds", ["case", *heads], heads)
-    for case in CASES:
-        cost = median_cost(*case)
+    for case, media in (*product(CASES, [()]), *product(SHARED, [BUS])):
+        cost = median_cost(*case, media)
         rate = f"{cost.actions / cost.simulated_s:,.0f}"
         parts = [f"{each:.3f}" for each in cost[1:]]
-        name = f"{case[0]}, {case[1]:,} x {case[2]}"
+        name = f"{case[0]}, {case[1]:,} x {case[2]}{', on one bus' if media else ''}"
         spans = parts[3] if cost.spans_s else "-"
         table.add_row(name, f"{cost.actions:,}", *parts[:3], rate, spans)
     sizes = (16, 32, 64, 128, 256)
@@ -68,16 +72,20 @@ def main() -> None:
     console.print(f"growth with micro-batches, 64 stages: M^{exponent(sizes, by_microbatches):.2f}")
 
 
-def median_cost(name: str, stages: int, microbatches: int, workers: int) -> Cost:
+def median_cost(
+    name: str, stages: int, microbatches: int, workers: int, media: tuple[str, ...] = ()
+) -> Cost:
     """The medians of some rounds."""
-    rounds = [cost_of(name, stages, microbatches, workers) for _ in range(ROUNDS)]
+    rounds = [cost_of(name, stages, microbatches, workers, media) for _ in range(ROUNDS)]
     actions, *parts = map(statistics.median, zip(*rounds, strict=True))
     return Cost(int(actions), *parts)
 
 
-def cost_of(name: str, stages: int, microbatches: int, workers: int) -> Cost:
+def cost_of(
+    name: str, stages: int, microbatches: int, workers: int, media: tuple[str, ...] = ()
+) -> Cost:
     """The seconds of one round."""
-    links = (Transfer(0.01, 0.1),) * (stages - 1)
+    links = (Transfer(0.01, 0.1, media),) * (stages - 1)
     times = StageTimes((1.0,) * stages, (2.0,) * stages, (0.1,) * stages, links, links)
     moments = [time.process_time()]
     schedule = _schedule(name, stages, microbatches, workers)

@@ -18,6 +18,8 @@ from hetpipe.sdk.info import DeviceInfo
 from hetpipe.sdk.registry import backend_reference, devices_of
 from hetpipe.wire.messages import Meeting, Open
 
+NAMED = 8  # boards in a message
+
 
 @dataclass(frozen=True)
 class _Worker:
@@ -42,9 +44,11 @@ def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout
             f"a crew needs members with different ids, got {[member.id for member in members]}"
         )
     if boards := cluster.described:
+        names = ", ".join(board.id for board in boards[:NAMED])
+        more = f" and {len(boards) - NAMED} more" if len(boards) > NAMED else ""
         raise ClusterError(
-            f"{boards[0].id} is a board, which is only described: plan and simulate with it, or "
-            "name an attached device"
+            f"not attached, as boards are only described: {names}{more}; plan and simulate with "
+            "them, or name attached devices"
         )
     threads, places = transport.in_threads, cluster.places
     workers = [_worker(member, threads, places.get(member.id)) for member in members]

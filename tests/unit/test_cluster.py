@@ -399,10 +399,14 @@ def test_a_file_may_name_many_devices_and_an_error_does_not_list_them(write):
 
 @pytest.mark.parametrize("transport", ["local", "shared-memory"])
 def test_no_worker_is_started_on_a_board(transport):
-    members = Member("here", "numpy:cpu:0"), Member("t4.0", "", board="t4")
-    why = "t4.0 is a board, which is only described: plan and simulate with it, or name an attached"
-    with pytest.raises(ClusterError, match=why):
+    boards = tuple(Member(f"t4.{n}", "", board="t4") for n in range(10))
+    members = (Member("here", "numpy:cpu:0"), *boards)
+    with pytest.raises(
+        ClusterError, match=r"only described: t4\.0, .*, t4\.7 and 2 more; plan and"
+    ):
         Crew.start(Cluster(members, transport=transport))
+    with pytest.raises(ClusterError, match=r"only described: t4\.0, t4\.1; plan and simulate"):
+        Crew.start(Cluster(members[:3], transport=transport))
 
 
 def test_files_that_hold_nothing(write, tmp_path):
