@@ -73,7 +73,11 @@ class Network:
 
     def _begin(self, number: int, now_s: float) -> None:
         load = self._loads[number]
-        if load.start_s is None and all(self._queues[each][0] == number for each in load.channels):
-            load.start_s = now_s
-            work_s, media = load.transfer.occupancy_s, load.transfer.media
-            self._media.begin(number, work_s, media, now_s, load.is_open)
+        if load.start_s is not None:
+            return
+        for channel in load.channels:
+            if self._queues[channel][0] != number:
+                return
+        load.start_s = now_s
+        work_s, media = load.transfer.occupancy_s, load.transfer.media
+        self._media.begin(number, work_s, media, now_s, load.is_open)
