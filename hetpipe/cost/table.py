@@ -321,7 +321,7 @@ def _check_references(table: _Table, source: Source) -> None:
 def _stage_s(times_s: list[float], overhead_s: float) -> float:
     if not times_s:
         return 0.0
-    return overhead_s + sum(max(time_s - overhead_s, 0.0) for time_s in times_s)
+    return overhead_s + sum([time_s - overhead_s for time_s in times_s if time_s > overhead_s])
 
 
 def _pack(value: Any) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 from hetpipe.cost.between import with_sizes_between
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import PlanError
-from hetpipe.plan.costs import StageCosts, passes_s
+from hetpipe.plan.costs import StageCosts
 from hetpipe.plan.interval import with_interval
 from hetpipe.plan.plan import Plan, StagePlan
 from hetpipe.plan.pricing import check_able, label_of, predict, predicted_step_s, step_s
@@ -254,9 +254,11 @@ class _Times:
     ) -> None:
         self.sizes = sorted(tables)
         self.recompute = recompute
-        passes = [passes_s(tables[size], (device, lo, hi), recompute) for size in self.sizes]
-        self._forward_s = _rising([forward_s for forward_s, _, _ in passes])
-        self._backward_s = _rising([backward_s for _, backward_s, _ in passes])
+        forwards_s = [tables[size].forward_s(device, lo, hi) for size in self.sizes]
+        backwards_s = [tables[size].backward_s(device, lo, hi) for size in self.sizes]
+        if recompute:
+            backwards_s = [sum(both_s) for both_s in zip(backwards_s, forwards_s, strict=True)]
+        self._forward_s, self._backward_s = _rising(forwards_s), _rising(backwards_s)
 
     def knows(self, rows: int) -> bool:
         """Whether this number of rows is within or near the measured ones."""

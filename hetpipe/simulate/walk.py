@@ -93,21 +93,29 @@ def _with_chunks(order: Order, times: StageTimes) -> Moments:
     transfers = [FREE] * order.row_count + [*map(times.transfer, order.messages)]
     rows_s, edges_s = [0.0] * order.row_count, [0.0] * len(order.edges)
     moments = Moments([], [], [0.0])
+    edges, arrivals_s = order.edges, moments.arrivals_s
+    add_end, add_leave = moments.ends_s.append, moments.leaves_s.append
     steps = zip(
         order.rows, order.awaited, order.computed, order.ways, order.streams, strict=True
     )  # fmt: skip
     for row, awaited, computed, way, streams in steps:
-        begin_s = max(rows_s[row], moments.arrivals_s[awaited])
-        rows_s[row] = end_s = begin_s + works_s[computed]
-        latency_s, occupancy_s, _ = transfers[way]
+        begin_s, arrival_s = rows_s[row], arrivals_s[awaited]
+        if arrival_s > begin_s:
+            begin_s = arrival_s
+        rows_s[row] = end_s = leave_s = begin_s + works_s[computed]
         in_chunks = streams and chunks[computed] > 1
-        first_s = begin_s + works_s[computed] / chunks[computed] if in_chunks else end_s
-        leave_s = max(first_s, edges_s[order.edges[way]])
+        if in_chunks:
+            leave_s = begin_s + works_s[computed] / chunks[computed]
+        latency_s, occupancy_s, _ = transfers[way]
+        edge = edges[way]
+        free_s = edges_s[edge]
+        if free_s > leave_s:
+            leave_s = free_s
         left_s = leave_s + occupancy_s
         if in_chunks:
             left_s = max(left_s, end_s + occupancy_s / chunks[computed])
-        edges_s[order.edges[way]] = left_s
-        moments.ends_s.append(end_s)
-        moments.leaves_s.append(leave_s)
-        moments.arrivals_s.append(left_s + latency_s)
+        edges_s[edge] = left_s
+        add_end(end_s)
+        add_leave(leave_s)
+        arrivals_s.append(left_s + latency_s)
     return moments
