@@ -153,7 +153,7 @@ class Clock:
         key, worker = step.key(action.number), self._workers[row]
         for target in self._targets.get(key, ()):
             if self._workers[target] != worker:
-                load = self._load(row, target, step, action, is_open=True)
+                load = self._load(row, target, step, action, key, is_open=True)
                 self._open[key, target] = network.put(load, now_s)
 
     # Messages.
@@ -176,17 +176,17 @@ class Clock:
                 self._free_s[edge] = left_s
                 self._arrive(row, target, action, key, start_s, left_s + latency_s)
             elif first_s is None:
-                self._network.put(self._load(row, target, step, action), now_s)
+                self._network.put(self._load(row, target, step, action, key), now_s)
             else:
                 load = self._open.pop((key, target))
                 least_s = (step.transfer or self._transfer(action)).occupancy_s / step.chunks
                 self._network.close(load, least_s, now_s)
 
     def _load(
-        self, row: int, target: int, step: Step, action: Action, is_open: bool = False
+        self, row: int, target: int, step: Step, action: Action, key: int, is_open: bool = False
     ) -> Load:
         edge = self._workers[row], self._workers[target]
-        transfer, key = step.transfer or self._transfer(action), step.key(action.number)
+        transfer = step.transfer or self._transfer(action)
         return Load(action, key, (row, target), transfer, (edge,), is_open=is_open)
 
     def _transfer(self, action: Action) -> Transfer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -67,7 +68,7 @@ class Media:
         self._events = events
         self._flows: dict[int, _Flow] = {}
         self._alone: dict[int, _Shared] = {}  # by flow, the one medium that it is on
-        self._on: dict[Medium, _Shared] = {}
+        self._on: dict[Medium, _Shared] = defaultdict(_Shared)
         self._states = 0
 
     def begin(
@@ -80,7 +81,7 @@ class Media:
     ) -> None:
         """Begin a flow that would take `work_s` alone."""
         if len(media) == 1 and not is_open:
-            shared = self._on.setdefault(media[0], _Shared())
+            shared = self._on[media[0]]
             shared.go_on(now_s)
             heappush(shared.ends, (shared.done_s + work_s, number))
             self._alone[number] = shared
@@ -88,7 +89,7 @@ class Media:
             return
         flow = self._flows[number] = _Flow(media, work_s, now_s, is_open)
         for medium in media:
-            shared = self._on.setdefault(medium, _Shared())
+            shared = self._on[medium]
             shared.flows[number] = flow
             flow.among = max(flow.among, shared.count)
         self._set(number, flow)

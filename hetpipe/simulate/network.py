@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,14 +35,14 @@ class Network:
         self._media = media
         self._next = first_number  # a load's number is that of its flow
         self._loads: dict[int, Load] = {}
-        self._queues: dict[Channel, deque[int]] = {}
+        self._queues: dict[Channel, deque[int]] = defaultdict(deque)
 
     def put(self, load: Load, now_s: float) -> int:
         """Put a load behind those that are there; it begins if there are none. Its number."""
         number, self._next = self._next, self._next + 1
         self._loads[number] = load
         for channel in load.channels:
-            self._queues.setdefault(channel, deque()).append(number)
+            self._queues[channel].append(number)
         self._begin(number, now_s)
         return number
 
