@@ -108,11 +108,8 @@ class NumpyDevice(BlockingDevice):
                 buffers[node] = NumpyBuffer(self, values[node].copy(order="C"))
         return [buffers[node] for node in outputs]
 
-    def _to_device(self, src: Array, dst: Buffer | None) -> NumpyBuffer:
-        if dst is None:
-            return NumpyBuffer(self, src.copy(order="C"))
-        _own(dst).array[...] = src
-        return _own(dst)
+    def _to_device(self, src: Array) -> NumpyBuffer:
+        return NumpyBuffer(self, src.copy(order="C"))
 
     def _to_host(self, buf: Buffer, dst: Array) -> None:
         dst[...] = _own(buf).array

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hetpipe.sdk.backend import DTYPE_NBYTES
+from hetpipe.sdk.info import DTYPE_NBYTES
 
 from .builder import Launch
 from .expr import Value

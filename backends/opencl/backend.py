@@ -137,7 +137,6 @@ def _describe(device: Any, device_id: str, entry: Runtime | None) -> DeviceInfo:
             emulated=bool(entry and entry.emulated),
             reference=bool(entry and entry.reference),
             compiles_ahead=True,
-            hidden_threads=on_host,
         ),
         cast_dtypes=("float16",),
     )

@@ -18,7 +18,7 @@ from hetpipe.sdk.info import HOST_MEMORY, DeviceInfo
 from .binaries import Binaries
 from .ceiling import fma_ceiling
 from .driver import driver, errors
-from .events import CommandEvent, LaterEvent, when_done
+from .events import CommandEvent
 from .executable import OpenCLExecutable
 from .lowering import Lowered, lower
 from .memory import GRANULE_NBYTES, Bytes, MemoryPool, OpenCLBuffer, computes_in_host
@@ -92,34 +92,27 @@ class OpenCLDevice(Device):
         """Build the programs; lowering again takes a hundredth of the time."""
         self._lowered(graphs)
 
-    def upload(
-        self, src: np.ndarray[Any, Any], dst: Buffer | None = None, after: Sequence[Event] = ()
-    ) -> tuple[Buffer, Event]:
+    def upload(self, src: np.ndarray[Any, Any]) -> tuple[Buffer, Event]:
         host = np.ascontiguousarray(src)
-        if dst is None:
-            memory = self.memory.take(host.nbytes)
-            dst = OpenCLBuffer(self, src.shape, str(src.dtype), memory)
-        buffer = self._mine(dst, src, "upload")
-        buffer.writes += 1
+        memory = self.memory.take(host.nbytes)
+        buffer = OpenCLBuffer(self, src.shape, str(src.dtype), memory)
         if host.nbytes == 0:
             return buffer, DONE
         source = host.reshape(-1).view(np.uint8)
-        if (room := buffer.memory.host) is not None:
-            return buffer, self._copy(room[: host.nbytes], source, after)
-        return buffer, self._transfer(buffer, buffer.memory.cl, source, after)
+        if (room := memory.host) is not None:
+            return buffer, self._copy(room[: host.nbytes], source)
+        return buffer, self._transfer(buffer, memory.cl, source)
 
-    def download(
-        self, buf: Buffer, dst: np.ndarray[Any, Any], after: Sequence[Event] = ()
-    ) -> Event:
-        buffer = self._mine(buf, dst, "download")
+    def download(self, buf: Buffer, dst: np.ndarray[Any, Any]) -> Event:
+        buffer = self._mine(buf, dst)
         if not (dst.flags.c_contiguous and dst.flags.writeable):
             raise BackendError("download needs a writable C-contiguous array to copy into")
         if dst.nbytes == 0:
             return DONE
         target = dst.reshape(-1).view(np.uint8)
         if (room := buffer.memory.host) is not None:
-            return self._copy(target, room[: dst.nbytes], after)
-        return self._transfer(buffer, target, buffer.memory.cl, after)
+            return self._copy(target, room[: dst.nbytes])
+        return self._transfer(buffer, target, buffer.memory.cl)
 
     def download_part(self, buf: Buffer, lo: int, hi: int, dst: np.ndarray[Any, Any]) -> Event:
         if not isinstance(buf, OpenCLBuffer) or buf.device is not self:
@@ -127,8 +120,8 @@ class OpenCLDevice(Device):
         target = dst.view(np.uint8)
         begin = lo * dst.itemsize
         if (room := buf.memory.host) is not None:
-            return self._copy(target, room[begin : begin + target.nbytes], ())
-        return self._transfer(buf, target, buf.memory.cl, (), src_offset=begin)
+            return self._copy(target, room[begin : begin + target.nbytes])
+        return self._transfer(buf, target, buf.memory.cl, src_offset=begin)
 
     def fma_ceiling(self) -> tuple[Callable[[], None], int] | None:
         return fma_ceiling(self)
@@ -187,46 +180,19 @@ class OpenCLDevice(Device):
         self.programs.prepare((launch.kernel for launch in launches), launches)
         return lowered
 
-    def _copy(self, dst: Bytes, src: Bytes, after: Sequence[Event]) -> Event:
+    def _copy(self, dst: Bytes, src: Bytes) -> Event:
         """Copy in the host's memory: a driver would first wait for the kernels that are running."""
+        np.copyto(dst, src)
+        return DONE
 
-        def start() -> Event:
-            np.copyto(dst, src)
-            return DONE
-
-        return self._when(after, start)
-
-    def _transfer(
-        self, buffer: OpenCLBuffer, dst: Any, src: Any, after: Sequence[Event], **where: int
-    ) -> Event:
-        def start() -> Event:
-            cl = driver()
-            with self._lock, errors(self.info.id, "copying"):
-                self._collect()
-                command = cl.enqueue_copy(self._transfers, dst, src, is_blocking=False, **where)
-                self._transfers.flush()
-                self._held.append((command, (buffer, src, dst)))
-            return CommandEvent(self, command, "copying")
-
-        return self._when(after, start)
-
-    def _when(self, after: Sequence[Event], start: Callable[[], Event]) -> Event:
-        """Start the copy as soon as all of `after` have ended."""
-        if all(event.done() for event in after):
-            return start()
-        later = LaterEvent(f"a copy on {self.info.id}")
-
-        def begin() -> None:
-            try:
-                for event in after:
-                    event.done()
-                started = start()
-                started.on_done(lambda: later.end(_failure(started)))
-            except BaseException as error:  # the event reports it to its waiters
-                later.end(error)
-
-        when_done(after, begin)
-        return later
+    def _transfer(self, buffer: OpenCLBuffer, dst: Any, src: Any, **where: int) -> Event:
+        cl = driver()
+        with self._lock, errors(self.info.id, "copying"):
+            self._collect()
+            command = cl.enqueue_copy(self._transfers, dst, src, is_blocking=False, **where)
+            self._transfers.flush()
+            self._held.append((command, (buffer, src, dst)))
+        return CommandEvent(self, command, "copying")
 
     def _collect(self) -> None:
         """Release the memory of finished transfers."""
@@ -234,20 +200,12 @@ class OpenCLDevice(Device):
         while self._held and self._held[0][0].command_execution_status <= complete:
             self._held.popleft()
 
-    def _mine(self, buf: Buffer, array: np.ndarray[Any, Any], doing: str) -> OpenCLBuffer:
+    def _mine(self, buf: Buffer, array: np.ndarray[Any, Any]) -> OpenCLBuffer:
         if not isinstance(buf, OpenCLBuffer) or buf.device is not self:
-            raise BackendError(f"cannot {doing}: the buffer is not on {self.info.id}")
+            raise BackendError(f"cannot download: the buffer is not on {self.info.id}")
         if buf.shape != array.shape or buf.dtype != str(array.dtype):
             raise BackendError(
-                f"cannot {doing}: the buffer is {buf.dtype}{list(buf.shape)}, "
+                f"cannot download: the buffer is {buf.dtype}{list(buf.shape)}, "
                 f"the array {array.dtype}{list(array.shape)}"
             )
         return buf
-
-
-def _failure(event: Event) -> BaseException | None:
-    try:
-        event.done()
-    except BackendError as error:
-        return error
-    return None

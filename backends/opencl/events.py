@@ -1,9 +1,9 @@
-"""Events: ends of commands on a device, and of transfers that wait for other devices."""
+"""Events: ends of commands on a device."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hetpipe.errors import BackendError
@@ -35,14 +35,6 @@ class CommandEvent(Event):
             raise BackendError(f"{self.device.info.id} failed while {self.doing}: status {status}")
         return bool(status == driver().command_execution_status.COMPLETE)
 
-    def on_done(self, fn: Callable[[], None]) -> None:
-        cl = driver()
-        if self.command.command_execution_status <= cl.command_execution_status.COMPLETE:
-            fn()
-            return
-        with errors(self.device.info.id, self.doing):
-            self.command.set_callback(cl.command_execution_status.COMPLETE, lambda status: fn())
-
     def wait(self, timeout_s: float | None = None) -> None:
         if self.done():
             return
@@ -50,8 +42,9 @@ class CommandEvent(Event):
             with errors(self.device.info.id, self.doing):
                 self.command.wait()
         else:
-            ended = threading.Event()
-            self.on_done(ended.set)
+            ended, complete = threading.Event(), driver().command_execution_status.COMPLETE
+            with errors(self.device.info.id, self.doing):
+                self.command.set_callback(complete, lambda status: ended.set())
             if not ended.wait(timeout_s):
                 raise BackendError(
                     f"{self.device.info.id} is still {self.doing} after {timeout_s} s"
@@ -59,7 +52,8 @@ class CommandEvent(Event):
         self.done()
 
     @property
-    def span_s(self) -> tuple[float, float] | None:
+    def span_s(self) -> tuple[float, float]:
+        """Start and end on the device's own clock, in seconds."""
         with errors(self.device.info.id, self.doing):
             profile = self.command.profile
             return profile.start * 1e-9, profile.end * 1e-9
@@ -81,58 +75,3 @@ class PassEvent(CommandEvent):
                 outcome.check(self.device.info.id)
             self._outcomes = ()  # frees their memory
         return ended
-
-
-class LaterEvent(Event):
-    """The end of work that starts when other events have ended."""
-
-    def __init__(self, doing: str) -> None:
-        self._doing = doing
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._waiting: list[Callable[[], None]] = []
-        self._error: BaseException | None = None
-
-    def end(self, error: BaseException | None = None) -> None:
-        """It has ended."""
-        with self._lock:
-            self._error = error
-            self._ended.set()
-            waiting, self._waiting = self._waiting, []
-        for fn in waiting:
-            fn()
-
-    def done(self) -> bool:
-        ended = self._ended.is_set()
-        if self._error is not None:
-            raise BackendError(f"{self._doing} failed: {self._error}") from self._error
-        return ended
-
-    def on_done(self, fn: Callable[[], None]) -> None:
-        with self._lock:
-            if not self._ended.is_set():
-                self._waiting.append(fn)
-                return
-        fn()
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        if not self._ended.wait(timeout_s):
-            raise BackendError(f"{self._doing} has not ended after {timeout_s} s")
-        self.done()
-
-
-def when_done(events: Sequence[Event], fn: Callable[[], None]) -> None:
-    """Call `fn` once when all of `events` have ended; possibly on a thread of a driver."""
-    left = len(events)
-    lock = threading.Lock()
-
-    def one() -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            last = left == 0
-        if last:
-            fn()
-
-    for event in events:
-        event.on_done(one)

@@ -83,7 +83,7 @@ class OpenCLExecutable(Executable):
         read = {arg.id for each in lowered.launches if each.steady for arg in each.args
                 if isinstance(arg, Value)}  # fmt: skip
         self._steady = [slot for slot, value in enumerate(lowered.inputs) if value.id in read]
-        self._weights: list[tuple[weakref.ref[OpenCLBuffer], int]] = []
+        self._weights: list[weakref.ref[OpenCLBuffer]] = []
         self._bound: dict[int, Any] = {}
         self._outside = {*slots, *self._kept}
         self._queue = device.pass_queue(0)
@@ -116,7 +116,7 @@ class OpenCLExecutable(Executable):
             same = self._are_same(weights)
             self._weights = []  # until the launches that read them are enqueued
             command, blocks = self._enqueue(self._changing if same else self._steps, waits)
-            self._weights = [(weakref.ref(buffer), buffer.writes) for buffer in weights]
+            self._weights = [weakref.ref(buffer) for buffer in weights]
             command, outcomes = self._read_checks(checked, command)
         event: Event = DONE
         if command is not None:
@@ -133,11 +133,10 @@ class OpenCLExecutable(Executable):
         return [outputs[index] for index in self._lowered.results], event, chunks
 
     def _are_same(self, weights: Sequence[OpenCLBuffer]) -> bool:
-        """Whether the last run had the same buffers, and none was written to since."""
+        """Whether the last run had the same buffers."""
         last_weights = self._weights
         return len(last_weights) == len(weights) and all(
-            last() is buffer and writes == buffer.writes
-            for (last, writes), buffer in zip(last_weights, weights, strict=True)
+            last() is buffer for last, buffer in zip(last_weights, weights, strict=True)
         )
 
     def _enqueue(

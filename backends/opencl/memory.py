@@ -65,7 +65,7 @@ class Memory:
 
 
 class OpenCLBuffer(Buffer):
-    """A tensor in a piece of device memory; `writes` counts the copies into it."""
+    """A tensor in a piece of device memory."""
 
     def __init__(
         self, device: OpenCLDevice, shape: tuple[int, ...], dtype: str, memory: Memory
@@ -74,7 +74,6 @@ class OpenCLBuffer(Buffer):
         self.shape = shape
         self.dtype = dtype
         self.memory = memory
-        self.writes = 0
 
 
 class MemoryPool:

@@ -21,13 +21,10 @@ class CpuDevice(TorchDevice, BlockingDevice):
     ) -> list[Buffer]:
         return program([self.own(buffer) for buffer in inputs], donate)
 
-    def _to_device(self, src: Array, dst: Buffer | None) -> TorchBuffer:
-        if dst is not None:
-            buffer = self.own(dst)
-        else:
-            dtype = src.dtype.name
-            tensor = torch.empty(src.shape, dtype=getattr(torch, dtype))
-            buffer = TorchBuffer(self, tensor, src.shape, dtype)
+    def _to_device(self, src: Array) -> TorchBuffer:
+        dtype = src.dtype.name
+        tensor = torch.empty(src.shape, dtype=getattr(torch, dtype))
+        buffer = TorchBuffer(self, tensor, src.shape, dtype)
         copy_array(host_array(buffer.tensor), src)
         return buffer
 
@@ -45,15 +42,12 @@ class SynchronizedDevice(CpuDevice):
         torch.accelerator.synchronize(self.torch_device)
         return outputs
 
-    def _to_device(self, src: Array, dst: Buffer | None) -> TorchBuffer:
-        staged = super()._to_device(src, None)
-        buffer = dst if dst is None else self.own(dst)
-        if buffer is None:
-            tensor = torch.empty_like(staged.tensor, device=self.torch_device)
-            buffer = TorchBuffer(self, tensor, staged.shape, staged.dtype)
-        buffer.tensor.copy_(staged.tensor.view(buffer.tensor.dtype))
+    def _to_device(self, src: Array) -> TorchBuffer:
+        staged = super()._to_device(src)
+        tensor = torch.empty_like(staged.tensor, device=self.torch_device)
+        tensor.copy_(staged.tensor)
         torch.accelerator.synchronize(self.torch_device)
-        return buffer
+        return TorchBuffer(self, tensor, staged.shape, staged.dtype)
 
     def _to_host(self, buf: Buffer, dst: Array) -> None:
         copy_array(dst, host_array(self.own(buf).tensor.cpu()))

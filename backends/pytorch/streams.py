@@ -14,6 +14,7 @@ from torch import fx
 
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Buffer, Chunk, Event, Executable
+from hetpipe.sdk.events import Signal, finish
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.sdk.inputs import Form, check_inputs, input_forms
 
@@ -39,7 +40,7 @@ class Lane:
 
     def mark(self) -> Any:
         """A native event after all work on the stream so far."""
-        native = self._module.Event(enable_timing=True)
+        native = self._module.Event()
         native.record(self.stream)
         return native
 
@@ -80,18 +81,13 @@ class Lane:
 class StreamEvent(Event):
     """The end of work on a lane."""
 
-    def __init__(self, device_id: str, lane: Lane, start: Any, native: Any, origin: Any) -> None:
+    def __init__(self, device_id: str, lane: Lane) -> None:
         self.lane = lane
-        self.native = native
+        self.native = lane.mark()
         self._device_id = device_id
-        self._start = start
-        self._origin = origin  # zero of the spans
 
     def done(self) -> bool:
         return bool(self._ask(self.native.query))
-
-    def on_done(self, fn: Callable[[], None]) -> None:
-        self.lane.when_ended(self.native, fn)
 
     def wait(self, timeout_s: float | None = None) -> None:
         if timeout_s is None:
@@ -104,58 +100,11 @@ class StreamEvent(Event):
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _POLL_S[1])
 
-    @property
-    def span_s(self) -> tuple[float, float] | None:
-        if not self.done():
-            return None
-        start_ms, end_ms = (self._origin.elapsed_time(e) for e in (self._start, self.native))
-        return start_ms / 1e3, end_ms / 1e3
-
     def _ask(self, question: Callable[[], Any]) -> Any:
         try:
             return question()
         except RuntimeError as error:
             raise BackendError(f"{self._device_id}: {error}") from error
-
-
-class HostEvent(Event):
-    """The end of work that a host thread finishes."""
-
-    def __init__(self, device_id: str) -> None:
-        self._device_id = device_id
-        self._ended = threading.Event()
-        self._lock = threading.Lock()
-        self._callbacks: list[Callable[[], None]] = []
-        self._error: BaseException | None = None
-
-    def finish(self, work: Callable[[], None]) -> None:
-        """Do the work, then call back all listeners."""
-        try:
-            work()
-        except BaseException as error:  # raised for each waiter, on its own thread
-            self._error = error
-        with self._lock:
-            self._ended.set()
-            callbacks, self._callbacks = self._callbacks, []
-        for fn in callbacks:
-            fn()
-
-    def done(self) -> bool:
-        if self._ended.is_set() and self._error is not None:
-            raise BackendError(f"{self._device_id}: {self._error}") from self._error
-        return self._ended.is_set()
-
-    def on_done(self, fn: Callable[[], None]) -> None:
-        with self._lock:
-            if not self._ended.is_set():
-                self._callbacks.append(fn)
-                return
-        fn()
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        if not self._ended.wait(timeout_s):
-            raise BackendError(f"{self._device_id}: not done after {timeout_s} s")
-        self.done()
 
 
 class StreamDevice(TorchDevice):
@@ -170,49 +119,34 @@ class StreamDevice(TorchDevice):
         self.compute = Lane(module, torch_device, f"{info.id} compute")
         self._in = Lane(module, torch_device, f"{info.id} in")
         self._out = Lane(module, torch_device, f"{info.id} out")
-        self._origin = self.compute.mark()
 
     def compile(self, graph: fx.GraphModule) -> Executable:
         return _StreamExecutable(self, self.prepare(graph), input_forms(graph))
 
-    def event(self, lane: Lane, start: Any) -> StreamEvent:
-        """The event of everything on the lane since the native event `start`."""
-        return StreamEvent(self.info.id, lane, start, lane.mark(), self._origin)
-
-    def upload(
-        self, src: Array, dst: Buffer | None = None, after: Sequence[Event] = ()
-    ) -> tuple[Buffer, Event]:
-        lane = self._in
-        dtype = src.dtype.name if dst is None else dst.dtype
+    def upload(self, src: Array) -> tuple[Buffer, Event]:
+        lane, dtype = self._in, src.dtype.name
         staged = self._pinned(src.shape, dtype)
         copy_array(host_array(staged), src)
-        lane.order(after)
-        start = lane.mark()
         with self.module.stream(lane.stream):
-            if dst is None:
-                tensor = torch.empty(src.shape, dtype=staged.dtype, device=self.torch_device)
-                buffer = TorchBuffer(self, tensor, src.shape, dtype)
-            else:
-                buffer = self.own(dst)
-            buffer.tensor.copy_(staged, non_blocking=True)
+            tensor = torch.empty(src.shape, dtype=staged.dtype, device=self.torch_device)
+            tensor.copy_(staged, non_blocking=True)
         # Memory belongs to the stream that allocated it: tell the allocator of the other user.
-        buffer.tensor.record_stream(self.compute.stream if dst is None else lane.stream)
-        return buffer, self.event(lane, start)
+        tensor.record_stream(self.compute.stream)
+        return TorchBuffer(self, tensor, src.shape, dtype), StreamEvent(self.info.id, lane)
 
-    def download(self, buf: Buffer, dst: Array, after: Sequence[Event] = ()) -> Event:
+    def download(self, buf: Buffer, dst: Array) -> Event:
         lane, tensor = self._out, self.own(buf).tensor
         staged = self._pinned(buf.shape, buf.dtype)
-        lane.order(after)
         with self.module.stream(lane.stream):
             staged.copy_(tensor, non_blocking=True)
         tensor.record_stream(lane.stream)
-        native, ended = lane.mark(), HostEvent(self.info.id)
+        native, ended = lane.mark(), Signal(f"{self.info.id}: a download")
 
         def arrive() -> None:
             native.synchronize()  # raises the copy's error
             copy_array(dst, host_array(staged))
 
-        lane.when_ended(native, lambda: ended.finish(arrive))
+        lane.when_ended(native, lambda: finish(ended, arrive))
         return ended
 
     def _pinned(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
@@ -243,7 +177,6 @@ class _StreamExecutable(Executable):
         device, lane = self._device, self._device.compute
         check_inputs(device.info.id, inputs, self._forms)
         lane.order(after)
-        start = lane.mark()
         with device.module.stream(lane.stream):
             outputs = self._program([device.own(buffer) for buffer in inputs], donate)
-        return outputs, device.event(lane, start), ()
+        return outputs, StreamEvent(device.info.id, lane), ()

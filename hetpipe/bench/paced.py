@@ -116,13 +116,11 @@ class PacedDevice(Device):
     def compile_ahead(self, graphs: Sequence[torch.fx.GraphModule]) -> None:
         self._inner.compile_ahead(graphs)
 
-    def upload(
-        self, src: Array, dst: Buffer | None = None, after: Sequence[Event] = ()
-    ) -> tuple[Buffer, Event]:
-        return self._inner.upload(src, dst, after)
+    def upload(self, src: Array) -> tuple[Buffer, Event]:
+        return self._inner.upload(src)
 
-    def download(self, buf: Buffer, dst: Array, after: Sequence[Event] = ()) -> Event:
-        return self._inner.download(buf, dst, after)
+    def download(self, buf: Buffer, dst: Array) -> Event:
+        return self._inner.download(buf, dst)
 
     def memory_used_nbytes(self) -> int | None:
         return self._inner.memory_used_nbytes()

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hetpipe.sdk.backend import DTYPE_NBYTES
+from hetpipe.sdk.info import DTYPE_NBYTES
 
 if TYPE_CHECKING:
     from torch import fx

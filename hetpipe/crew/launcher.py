@@ -15,7 +15,8 @@ from hetpipe.crew.settings import settings_of
 from hetpipe.errors import BackendError, ClusterError, HetpipeError
 from hetpipe.process import shadow
 from hetpipe.sdk.info import DeviceInfo
-from hetpipe.sdk.registry import backend_reference, devices_of
+from hetpipe.sdk.references import backend_reference, check_not_loading
+from hetpipe.sdk.registry import devices_of
 from hetpipe.wire.messages import Meeting, Open
 
 NAMED = 8  # boards in a message
@@ -38,6 +39,7 @@ def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout
     Raises `ClusterError` if there are no members, two have one id or one is a board, `BackendError`
     for a missing device, `HetpipeError` for a backend that no process can import.
     """
+    check_not_loading()
     transport, members = transport_of(cluster.transport), cluster.members
     if not members or len({member.id for member in members}) != len(members):
         raise ClusterError(
@@ -106,11 +108,11 @@ def _reference(member: Member) -> str:
     reference = backend_reference(name)
     if reference is None:
         raise HetpipeError(
-            f"backend {name!r} is defined in a script or a function, where no other process can "
-            'import it; put its class into a module, or use transport="local"'
+            f"backend {name!r} is defined in a function or at a prompt, where no other process can "
+            'load it; put its class at the top of a file, or use transport="local"'
         )
-    module = reference.partition(":")[0]
-    if (other := shadow(module)) is not None:
+    module = reference.rpartition(":")[0]
+    if not module.endswith(".py") and (other := shadow(module)) is not None:
         raise HetpipeError(
             f"backend {name!r} is in a module {module!r} of yours, and a worker would import "
             f"{other} under that name, because installed packages come first: rename yours"

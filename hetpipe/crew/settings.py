@@ -9,7 +9,8 @@ import os
 
 from hetpipe.cluster.cluster import Member
 from hetpipe.sdk.info import DeviceInfo
-from hetpipe.sdk.registry import blamed, get_backend
+from hetpipe.sdk.isolation import blamed
+from hetpipe.sdk.registry import get_backend
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """Thread pools of the libraries that torch and numpy bring."""

@@ -139,9 +139,7 @@ class SleepingDevice(BlockingDevice):
         self._speed.until(self._speed.begin(program[0]))
         return [inputs[place] for place in program[1]]
 
-    def _to_device(self, src: Array, dst: Buffer | None) -> Buffer:
-        if dst is not None:
-            raise BackendError(f"{self.info.id} keeps what it has")
+    def _to_device(self, src: Array) -> Buffer:
         return _Held(self, src.copy())
 
     def _to_host(self, buf: Buffer, dst: Array) -> None:
@@ -202,10 +200,3 @@ class _Reached(Event):
 
     def wait(self, timeout_s: float | None = None) -> None:
         self._speed.until(self._mine, self._left_s, math.inf if timeout_s is None else timeout_s)
-
-    def on_done(self, fn: Callable[[], None]) -> None:
-        def wait_and_call() -> None:
-            self.wait()
-            fn()
-
-        threading.Thread(target=wait_and_call, daemon=True).start()

@@ -1,4 +1,4 @@
-"""The backend contract: all that a hardware maker implements.
+"""The backend contract: all that a hardware maker implements. Its version is 1, and frozen.
 
 A backend finds devices and opens them. A device compiles graphs and moves tensors. An executable
 runs. Host tensors are C-contiguous numpy arrays; everything that crosses a graph's boundary is
@@ -14,37 +14,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hetpipe.sdk.info import DeviceInfo
+from hetpipe.errors import BackendError
+from hetpipe.sdk.info import DTYPE_NBYTES, DeviceInfo
 from hetpipe.sdk.inputs import Form, check_inputs, input_forms
 
 if TYPE_CHECKING:
     import torch
 
-DTYPE_NBYTES: dict[str, int] = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
-}  # fmt: skip
-
 
 class Event(ABC):
-    """The end of work on a device."""
+    """The end of work on a device. Any thread may ask, and several at once.
+
+    `hetpipe.sdk.events` has ready ones.
+    """
 
     @abstractmethod
     def done(self) -> bool:
         """Whether it has ended; raises the device's error if it failed."""
 
     @abstractmethod
-    def on_done(self, fn: Callable[[], None]) -> None:
-        """Call `fn` once when it ends (at once if it has); possibly on a thread of the driver."""
-
-    @abstractmethod
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until it ends. Raises `BackendError` on failure or after `timeout_s`."""
-
-    @property
-    def span_s(self) -> tuple[float, float] | None:
-        """Start and end on the device's own clock, in seconds, if it has one."""
-        return None
 
 
 class DoneEvent(Event):
@@ -52,9 +42,6 @@ class DoneEvent(Event):
 
     def done(self) -> bool:
         return True
-
-    def on_done(self, fn: Callable[[], None]) -> None:
-        fn()
 
     def wait(self, timeout_s: float | None = None) -> None:
         return
@@ -64,7 +51,11 @@ DONE = DoneEvent()
 
 
 class Buffer(ABC):
-    """A row-major tensor in a device's memory. Immutable unless donated."""
+    """A row-major tensor in a device's memory. Immutable unless donated.
+
+    Its memory may go when nobody has the object any more *and* all work that was given it has
+    ended: the engine drops buffers while passes that read them are still queued.
+    """
 
     device: Device
     shape: tuple[int, ...]
@@ -93,27 +84,36 @@ class Executable(ABC):
     ) -> tuple[list[Buffer], Event, Sequence[Chunk]]:
         """Run on `inputs` (one per placeholder, in order) once `after` has happened.
 
-        Returns the outputs, the event of completion and the chunks (may be empty). An input whose
-        index is in `donate` may be overwritten and returned; the caller never reads it again.
-        No output shares memory with an input that was not donated, unless the graph returns that
-        placeholder itself, and then the output is that very `Buffer`.
+        Returns the outputs, the event of completion and the chunks (may be empty). It may return
+        at once, and may block until the work is done. An input whose index is in `donate` may be
+        overwritten and returned; the caller never reads it again. No output shares memory with an
+        input that was not donated, unless the graph returns that placeholder itself, and then the
+        output is that very `Buffer`; nor with an output of another node, nor with a result of
+        another run. One thread at a time calls an executable, not always the same.
+
+        Raises `BackendError` for inputs of other shapes, dtypes or devices. Work that fails later
+        raises it from its event.
         """
 
 
 class Device(ABC):
-    """An opened device."""
+    """An opened device. Methods may be called from any thread, and at the same time."""
 
     info: DeviceInfo
 
     @abstractmethod
     def supports(self, node: torch.fx.Node) -> str | None:
-        """None if the device can run this node, else the reason why not."""
+        """None if the device can run this node, else the reason why not.
+
+        The answer depends on the node alone: its operator, its arguments, and shapes and dtypes in
+        `meta["val"]`. It is asked thousands of times while planning, so it takes microseconds.
+        """
 
     @abstractmethod
     def compile(self, graph: torch.fx.GraphModule) -> Executable:
-        """Compile a graph in the canonical form of `hetpipe.sdk.graph`.
+        """Compile a graph in the canonical form of `hetpipe.sdk.graph`. It may take long.
 
-        Raises `UnsupportedOperatorError` for a node that `supports` refuses.
+        Raises `UnsupportedOperatorError` for a node that `supports` refuses, and for no other.
         """
 
     def compile_all(self, graphs: Sequence[torch.fx.GraphModule]) -> list[Executable]:
@@ -131,22 +131,20 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def upload(
-        self,
-        src: np.ndarray[Any, Any],
-        dst: Buffer | None = None,
-        after: Sequence[Event] = (),
-    ) -> tuple[Buffer, Event]:
-        """Copy a host array to the device, into `dst` if given.
+    def upload(self, src: np.ndarray[Any, Any]) -> tuple[Buffer, Event]:
+        """Copy a host array of any shape and strides to a new buffer on the device.
 
-        `src` may be reused by the caller after the event.
+        The caller keeps `src` alive and unchanged until the event, and may then reuse it. Raises
+        `BackendError` where the device's memory does not suffice; the device goes on working.
         """
 
     @abstractmethod
-    def download(
-        self, buf: Buffer, dst: np.ndarray[Any, Any], after: Sequence[Event] = ()
-    ) -> Event:
-        """Copy a buffer into a host array of the same shape and dtype."""
+    def download(self, buf: Buffer, dst: np.ndarray[Any, Any]) -> Event:
+        """Copy a buffer into a C-contiguous host array of the same shape and dtype.
+
+        All work that writes `buf` has ended. The event happens when `dst` is filled; the caller
+        keeps both until then.
+        """
 
     def download_part(self, buf: Buffer, lo: int, hi: int, dst: np.ndarray[Any, Any]) -> Event:
         """Copy elements lo..hi of a buffer, in row-major order, into a flat host array.
@@ -154,7 +152,7 @@ class Device(ABC):
         Called for chunks that are ready while the pass still computes the rest of the buffer. A
         device with `capabilities.chunks` must have it.
         """
-        raise NotImplementedError(f"{self.info.id} has chunks, so it needs download_part")
+        raise BackendError(f"{self.info.id} declares chunks, so it needs download_part")
 
     def fma_ceiling(self) -> tuple[Callable[[], None], int] | None:
         """(run, operations), or None: `run` does that number of float32 operations, and waits.
@@ -164,11 +162,14 @@ class Device(ABC):
         return None
 
     def memory_used_nbytes(self) -> int | None:
-        """Bytes that this process holds on the device, or None if it does not count."""
+        """Bytes that this process holds on the device, or None if it does not count.
+
+        A training's report shows the most that its mini-batch ended with; a leak shows in it.
+        """
         return None
 
     def close(self) -> None:  # noqa: B027 - nothing to do is a fine default
-        """Release the device."""
+        """Wait for all work, and release the device. Nothing of it is used afterwards."""
 
 
 Finding = tuple[str, str, str]
@@ -179,17 +180,30 @@ class Backend(ABC):
     """A family of devices and how to reach them."""
 
     name: str
+    """The first part of its devices' ids: lower-case letters, digits, - and _."""
+    api_version: int = 1
+    """The version of this contract that it was written for: write the number down."""
+    discover_limit_s: float = 20.0
+    """The longest that `discover` may take; then the backend is off, by name."""
+    open_limit_s: float = 120.0
+    """The longest that `open` may take: loading a bitstream, say."""
 
     @abstractmethod
     def discover(self) -> list[DeviceInfo]:
-        """Devices present now. Raises `BackendError` with a cure if the driver is unusable."""
+        """Devices present now, the best first, without opening them.
+
+        Raises `BackendError` with a cure if the driver is unusable.
+        """
 
     @abstractmethod
     def open(self, info: DeviceInfo) -> Device:
-        """Open a device that `discover` returned."""
+        """Open a device that `discover` returned, once in a process, or several times."""
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
-        """Decompositions to apply to graphs for these devices; default: down to core ATen."""
+        """Decompositions to apply to graphs for these devices; default: down to core ATen.
+
+        Asked once; see `hetpipe.sdk.core_decompositions`.
+        """
         from hetpipe.sdk.graph import core_decompositions
 
         return core_decompositions()
@@ -207,7 +221,8 @@ class Backend(ABC):
 class BlockingDevice(Device):
     """A device whose calls return when their work is done: write three plain methods.
 
-    Keeps small backends tiny: events have already happened and there are no chunks.
+    Keeps small backends tiny: events have already happened and there are no chunks. `_run`,
+    `_to_device` and `_to_host` may be called at the same time, each with buffers of its own.
     """
 
     @abstractmethod
@@ -219,7 +234,7 @@ class BlockingDevice(Device):
         """Turn a graph into any object that `_run` understands."""
 
     @abstractmethod
-    def _to_device(self, src: np.ndarray[Any, Any], dst: Buffer | None) -> Buffer:
+    def _to_device(self, src: np.ndarray[Any, Any]) -> Buffer:
         """Copy in."""
 
     @abstractmethod
@@ -232,21 +247,10 @@ class BlockingDevice(Device):
         require_support(self, graph)
         return _BlockingExecutable(self, self._compile(graph), input_forms(graph))
 
-    def upload(
-        self,
-        src: np.ndarray[Any, Any],
-        dst: Buffer | None = None,
-        after: Sequence[Event] = (),
-    ) -> tuple[Buffer, Event]:
-        for event in after:
-            event.wait()
-        return self._to_device(src, dst), DONE
+    def upload(self, src: np.ndarray[Any, Any]) -> tuple[Buffer, Event]:
+        return self._to_device(src), DONE
 
-    def download(
-        self, buf: Buffer, dst: np.ndarray[Any, Any], after: Sequence[Event] = ()
-    ) -> Event:
-        for event in after:
-            event.wait()
+    def download(self, buf: Buffer, dst: np.ndarray[Any, Any]) -> Event:
         self._to_host(buf, dst)
         return DONE
 

@@ -6,6 +6,16 @@ from dataclasses import dataclass
 from enum import Enum
 
 API_VERSION = 1
+"""The version of the contract; `Backend.api_version` says which one a backend was written for."""
+
+KINDS = ("cpu", "gpu", "fpga", "npu", "other")
+"""The kinds of device."""
+
+DTYPE_NBYTES: dict[str, int] = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+"""The names of dtypes, and the bytes of an element."""
 
 HOST_MEMORY = "host"
 """The memory domain of devices that compute in the host's own memory."""
@@ -34,8 +44,6 @@ class Capabilities:
     """A reference: correct, not fast."""
     compiles_ahead: bool = False
     """Whether `compile_ahead` makes a later compilation quick."""
-    hidden_threads: bool = True
-    """CPU-type device whose compute threads follow the worker's core affinity."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,7 @@ class DeviceInfo:
 
     id: str
     backend: str
-    kind: str  # cpu | gpu | fpga | other
+    kind: str  # one of KINDS
     name: str
     vendor: str
     driver: str
@@ -57,7 +65,6 @@ class DeviceInfo:
     memory_domain: str
     dtypes: tuple[str, ...] = ("float32", "int32", "int64", "bool")
     execution: Execution = Execution.SYNC
-    api_version: int = API_VERSION
     capabilities: Capabilities = Capabilities()
     cast_dtypes: tuple[str, ...] = ()
 

@@ -1,37 +1,61 @@
 """Where backends are found: entry points of the group `hetpipe.backends`, and the user's own.
 
-A backend is imported on first use. It is other people's code: any exception, and any result other
-than a list of devices, disables that backend alone.
+A backend is imported on first use. It is other people's code: any exception, any result other than
+a list of devices, and a silence of some seconds disable that backend alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
-from typing import Any, get_origin, get_type_hints
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Backend, Device, Finding
-from hetpipe.sdk.info import API_VERSION, DeviceInfo
+from hetpipe.sdk.info import DeviceInfo
+from hetpipe.sdk.isolation import NoAnswerError, ask, blamed
+from hetpipe.sdk.validation import check_class, check_devices
 
 GROUP = "hetpipe.backends"
+LOAD_LIMIT_S = 120.0
+"""The longest that the import of a backend may take; a first import of torch takes 20 seconds."""
 
 _registered: dict[str, type[Backend]] = {}
 _instances: dict[str, Backend] = {}
+_silent: dict[str, NoAnswerError] = {}  # by backend: nobody waits for an answer twice
+
+
+@dataclass(frozen=True)
+class Provider:
+    """Where a backend comes from: an installed package, or a file of the user."""
+
+    source: str
+    """`module:class` of an entry point, or the file that registers the class."""
+    package: str = ""
+    """The distribution with the entry point; empty for a class that was registered here."""
+    version: str = ""
+
+    @property
+    def ours(self) -> bool:
+        """Whether hetpipe brings it."""
+        return self.package == __name__.partition(".")[0]
 
 
 def register_backend(backend: type[Backend]) -> type[Backend]:
     """Make a backend class known under its `name`; usable as a decorator.
 
-    Raises `BackendError` if another class already has the name.
+    Raises `BackendError` if it is no backend, or if another class already has the name.
     """
+    qualified = f"{getattr(backend, '__module__', '?')}.{getattr(backend, '__qualname__', backend)}"
+    check_class(backend, qualified)
     first = _registered.get(backend.name)
     if first is not None and first is not backend:
         raise BackendError(
             f"backend {backend.name!r} is already {first.__module__}.{first.__qualname__}; "
-            f"give {backend.__module__}.{backend.__qualname__} another name"
+            f"give {qualified} another name"
         )
     _registered[backend.name] = backend
     return backend
@@ -40,6 +64,18 @@ def register_backend(backend: type[Backend]) -> type[Backend]:
 def backend_names() -> list[str]:
     """Names of all known backends, loaded or not, in order."""
     return sorted(_registered.keys() | {point.name for point in entry_points(group=GROUP)})
+
+
+def provider_of(name: str) -> Provider:
+    """Where a backend comes from, without loading it. Raises `BackendError` if it is unknown."""
+    if point := _entry_point(name):
+        distribution = point.dist
+        package = "" if distribution is None else distribution.metadata["Name"]
+        return Provider(point.value, package, "" if distribution is None else distribution.version)
+    if name in _registered:
+        module = sys.modules.get(_registered[name].__module__)
+        return Provider(getattr(module, "__file__", None) or _registered[name].__module__)
+    raise _unknown(name)
 
 
 def get_backend(name: str) -> Backend:
@@ -65,79 +101,66 @@ def _decompositions(backend: Backend) -> Mapping[Any, Callable[..., Any]]:
         return backend.decompositions()
 
 
-def backend_reference(name: str) -> str | None:
-    """`module:class` by which another process can load the backend; None if it cannot."""
-    cls = type(get_backend(name))
-    if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
-        return None
-    return f"{cls.__module__}:{cls.__qualname__}"
-
-
-@contextmanager
-def blamed(name: str, problem: str) -> Iterator[None]:
-    """Turn exceptions of backend `name` inside into a `BackendError` that names it.
-
-    Its own `BackendError` passes unchanged, and so does Ctrl-C.
-    """
-    try:
-        yield
-    except BackendError:
-        raise
-    except (Exception, SystemExit) as error:
-        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise BackendError(f"backend {name!r} {problem}: {reason}") from error
-
-
 def _load(name: str) -> type[Backend]:
-    if name in _registered:
-        return _registered[name]
-    points = [point for point in entry_points(group=GROUP) if point.name == name]
-    if not points:
-        raise BackendError(f"no backend {name!r}; known: {', '.join(backend_names()) or 'none'}")
-    with blamed(name, f"cannot be loaded from {points[0].value}"):
-        loaded = points[0].load()
-    if not (isinstance(loaded, type) and issubclass(loaded, Backend)):
-        raise BackendError(f"backend {name!r}: {points[0].value} is not a Backend class")
+    if name in _silent:
+        raise _silent[name]
+    registered, point = _registered.get(name), _entry_point(name)
+    if point is None:
+        if registered is None:
+            raise _unknown(name)
+        return registered
+    loaded = check_class(
+        _asked(name, f"cannot be loaded from {point.value}", LOAD_LIMIT_S, point.load),
+        f"backend {name!r}: {point.value}",
+    )
+    if loaded.name != name:
+        raise BackendError(
+            f"backend {name!r}: {point.value} has the name {loaded.name!r}; the entry point and "
+            "the class need the same name"
+        )
+    if registered is not None and registered is not loaded:
+        raise BackendError(
+            f"backend {name!r} is {registered.__module__}.{registered.__qualname__} here and "
+            f"{point.value} in an installed package: give one of them another name"
+        )
     return loaded
+
+
+def _entry_point(name: str) -> EntryPoint | None:
+    """The entry point of that name. Raises `BackendError` if packages disagree about it."""
+    points = {point.value: point for point in entry_points(group=GROUP) if point.name == name}
+    if len(points) > 1:
+        raise BackendError(
+            f"backend {name!r} is in several installed packages: {', '.join(sorted(points))}; "
+            "uninstall all but one"
+        )
+    return next(iter(points.values()), None)
+
+
+def _unknown(name: str) -> BackendError:
+    return BackendError(f"no backend {name!r}; known: {', '.join(backend_names()) or 'none'}")
+
+
+def _asked(name: str, problem: str, limit_s: float, question: Callable[[], Any]) -> Any:
+    """The answer of a backend; one that does not answer is not asked again."""
+    if name in _silent:
+        raise _silent[name]
+    try:
+        return ask(name, problem, limit_s, question)
+    except NoAnswerError as error:
+        _silent[name] = error
+        raise
 
 
 def devices_of(name: str) -> list[DeviceInfo]:
     """The devices that a backend finds.
 
-    Raises `BackendError` with the reason if the backend cannot be loaded, fails, or returns
-    anything but a list of devices.
+    Raises `BackendError` with the reason if the backend cannot be loaded, fails, blocks, or returns
+    anything but a list of valid descriptions.
     """
     backend = get_backend(name)
-    with blamed(name, "fails to find its devices"):
-        infos = backend.discover()
-    if not isinstance(infos, (list, tuple)):
-        raise BackendError(
-            f"backend {name!r}: discover returns {type(infos).__name__}, not a list of DeviceInfo"
-        )
-    for info in infos:
-        _check_info(name, info)
-    return list(infos)
-
-
-def _check_info(name: str, info: Any) -> None:
-    """Raises `BackendError` if a backend's description of a device has wrong types or names."""
-    if not isinstance(info, DeviceInfo):
-        raise BackendError(
-            f"backend {name!r}: discover returns a list with {type(info).__name__} {info!r} in it, "
-            "where a DeviceInfo belongs"
-        )
-    for field, hint in get_type_hints(DeviceInfo).items():
-        value, expected = getattr(info, field), get_origin(hint) or hint
-        if not isinstance(value, expected):
-            raise BackendError(
-                f"backend {name!r}: {field} of device {info.id!r} is {type(value).__name__} "
-                f"{value!r}, not {expected.__name__}"
-            )
-    if info.id.partition(":")[0] != name or info.backend != name:
-        raise BackendError(
-            f"backend {name!r}: device {info.id!r} says that its backend is {info.backend!r}; ids "
-            f"are {name}:name:index"
-        )
+    infos = _asked(name, "fails to find its devices", backend.discover_limit_s, backend.discover)
+    return check_devices(name, infos)
 
 
 def findings_of(name: str) -> list[Finding]:
@@ -184,11 +207,9 @@ def open_device(device_id: str) -> Device:
     infos = {info.id: info for info in devices_of(name)}
     if device_id not in infos:
         raise BackendError(f"no device {device_id!r}; found: {', '.join(infos) or 'none'}")
-    info = infos[device_id]
-    if info.api_version != API_VERSION:
-        raise BackendError(
-            f"{device_id} was written for version {info.api_version} of the backend contract, "
-            f"this hetpipe has version {API_VERSION}"
-        )
-    with blamed(name, f"fails to open {device_id}"):
-        return get_backend(name).open(info)
+    backend, info = get_backend(name), infos[device_id]
+    problem = f"fails to open {device_id}"
+    device = _asked(name, problem, backend.open_limit_s, lambda: backend.open(info))
+    if not isinstance(device, Device):
+        raise BackendError(f"backend {name!r}: open returns {device!r}, not a Device")
+    return device

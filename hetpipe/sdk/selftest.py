@@ -147,7 +147,7 @@ def _copy_rate(device: Device) -> float:
     buffer, back = _put(device, array), np.empty_like(array)
 
     def both() -> None:
-        device.upload(array, buffer)[1].wait(_EVENT_S)
+        device.upload(array)[1].wait(_EVENT_S)
         device.download(buffer, back).wait(_EVENT_S)
 
     return 2 * nbytes / _per_call_s(both)

@@ -119,10 +119,12 @@ class _Divided(Executable):
         self, env: dict[str, Buffer], exchange: Exchange, after: Sequence[Event]
     ) -> list[Event]:
         terms, events = [], []
+        for event in after:
+            event.wait()
         for name in exchange.terms:
             buffer = env[name]
             terms.append(np.empty(buffer.shape, host_dtype(buffer.dtype)))
-            events.append(self._device.download(buffer, terms[-1], after))
+            events.append(self._device.download(buffer, terms[-1]))
         for event in events:
             event.wait()
         events = []

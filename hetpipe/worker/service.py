@@ -13,7 +13,8 @@ from typing import Any
 
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk.backend import Buffer, Device
-from hetpipe.sdk.registry import open_device, register_backend
+from hetpipe.sdk.references import load_reference
+from hetpipe.sdk.registry import open_device
 from hetpipe.wire.edges import Receiver, Sender, make_receiver
 from hetpipe.wire.handover import HandoverPort
 from hetpipe.wire.messages import (
@@ -126,8 +127,7 @@ class Service:
     def _open(self) -> Device:
         order = self._order
         if order.backend is not None:
-            module, _, name = order.backend.partition(":")
-            register_backend(getattr(importlib.import_module(module), name))
+            load_reference(order.backend)
         self._device = self._opener(order.member.device)
         self._emulation.shares_core = order.shares_core and self._device.info.on_cores
         if (meeting := order.meeting) is not None:

@@ -40,7 +40,9 @@ def upload(device: OpenCLDevice, *inputs: torch.Tensor) -> tuple[list[Buffer], l
 def fetch(device: OpenCLDevice, buffer: Buffer, after: Sequence[Event] = ()) -> Array:
     """A buffer as a numpy array."""
     array = np.empty(buffer.shape, buffer.dtype)
-    device.download(buffer, array, after).wait()
+    for event in after:
+        event.wait()
+    device.download(buffer, array).wait()
     return array
 
 

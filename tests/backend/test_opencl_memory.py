@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 import torch
-from hetpipe.backends.opencl.events import LaterEvent
 from hetpipe.backends.opencl.memory import OpenCLBuffer
 from opencl_devices import IDS, compiled, fetch, opencl_device, upload
 
@@ -32,9 +29,6 @@ def test_round_trip(device_id: str, dtype: str, shape: tuple[int, ...]) -> None:
     buffer, event = device.upload(array)
     assert (buffer.shape, buffer.dtype) == (shape, dtype)
     np.testing.assert_array_equal(fetch(device, buffer, [event]), array)
-    again, event = device.upload(1 - array if dtype != "bool" else ~array, buffer, [event])
-    assert again is buffer
-    np.testing.assert_array_equal(fetch(device, buffer, [event]) == array, np.zeros(shape, bool))
 
 
 def test_a_strided_array_is_uploaded_row_major(device_id: str) -> None:
@@ -128,52 +122,15 @@ def test_a_steady_state_allocates_nothing(device_id: str) -> None:
     assert device.memory_used_nbytes() == held
 
 
-def test_a_copy_waits_for_another_devices_event(device_id: str) -> None:
-    device = opencl_device(device_id)
-    gate, array = LaterEvent("a transfer elsewhere"), np.zeros(8, np.float32)
-    buffer, event = device.upload(array, after=[gate])
-    called = threading.Event()
-    event.on_done(called.set)
-    assert not event.done()
-    array[:] = 5  # not copied before the gate opens
-    gate.end()
-    event.wait(10)
-    assert called.wait(10)
-    np.testing.assert_array_equal(fetch(device, buffer), array)
-
-
-def test_the_error_of_an_awaited_event_reaches_the_copy(device_id: str) -> None:
-    device = opencl_device(device_id)
-    gate = LaterEvent("a transfer elsewhere")
-    _, event = device.upload(np.zeros(8, np.float32), after=[gate])
-    gate.end(RuntimeError("the cable is cut"))
-    with pytest.raises(BackendError, match="the cable is cut"):
-        event.wait(10)
-
-
-def test_a_wait_that_takes_too_long_is_an_error(device_id: str) -> None:
-    gate = LaterEvent("a transfer elsewhere")
-    _, event = opencl_device(device_id).upload(np.zeros(8, np.float32), after=[gate])
-    with pytest.raises(BackendError, match=r"not ended after 0\.01 s"):
-        event.wait(0.01)
-    gate.end()
-    event.wait(10)
-
-
-def test_a_pass_waits_for_its_events_and_calls_back(device_id: str) -> None:
+def test_a_pass_waits_for_its_events(device_id: str) -> None:
     device = opencl_device(device_id)
     x = torch.arange(64.0)
     executable = compiled(device, lambda a: a * 2, x)
     buffers, events = upload(device, x)
     outputs, event, chunks = executable.run(buffers, after=[*events, DoneEvent()])
-    called = threading.Event()
-    event.on_done(called.set)
     event.wait(60)
-    assert called.wait(10)
     assert event.done()
     assert not chunks
-    begin, end = event.span_s or (1.0, 0.0)
-    assert end >= begin
     np.testing.assert_array_equal(fetch(device, outputs[0]), x * 2)
 
 

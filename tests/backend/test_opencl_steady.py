@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from found_devices import trace
-from opencl_devices import fetch, opencl_device
+from opencl_devices import compiled, fetch, opencl_device
 from opencl_products import OPENCL
 
 from hetpipe.sdk.graph import canonical, graph_inputs
@@ -27,7 +27,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]] = 
 def test_new_weights_are_never_missed(
     device_id: str, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same buffer again, another, the first again, and the first after a copy into it."""
+    """The same buffer again, another, the first again, and a new one in its memory."""
     fn, x_shape, w_shape = CASES[case]
     generator = torch.Generator().manual_seed(0)
     x, one, other, third = (
@@ -55,7 +55,11 @@ def test_new_weights_are_never_missed(
 
     for weight, value in ((1, one), (1, one), (2, other), (2, other), (1, one), (1, one)):
         run(weight, value)
-    device.upload(third.numpy(), dst=buffers[1])[1].wait()
+    # An update donates the weight; the new one may lie in the same memory.
+    change = compiled(device, lambda weight, difference: weight + difference, one, third - one)
+    difference, _ = device.upload((third - one).numpy())
+    (buffers[1],), event, _ = change.run([buffers[1], difference], donate=frozenset({0}))
+    event.wait()
     run(1, third)
     most, less = launched[0], launched[1]
     assert less == most - 1

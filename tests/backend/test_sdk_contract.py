@@ -14,7 +14,7 @@ from hetpipe.backends.numpy import NumpyBackend, NumpyDevice
 
 from hetpipe.capture.program import Program, Slot
 from hetpipe.errors import BackendError, UnsupportedOperatorError
-from hetpipe.sdk import registry
+from hetpipe.sdk import references, registry
 from hetpipe.sdk.backend import Buffer, Device, DoneEvent
 from hetpipe.sdk.graph import dump_graph, load_graph
 from hetpipe.sdk.info import DeviceInfo
@@ -94,11 +94,9 @@ class Toy(NumpyBackend):
         return [
             DeviceInfo(
                 id="toy:cpu:0", backend="toy", kind="cpu", name="toy", vendor="tests", driver="1",
-                memory_nbytes=1 << 20, memory_domain="host", api_version=self.version,
+                memory_nbytes=1 << 20, memory_domain="host",
             )
         ]  # fmt: skip
-
-    version = 1
 
 
 @pytest.fixture
@@ -122,7 +120,7 @@ def test_a_backend_registered_at_run_time_is_found_and_runs() -> None:
     device = registry.open_device("toy:cpu:0")
     (result,) = run(device, graph_of(lambda a: a * 2, (2, 3)), [A])
     np.testing.assert_array_equal(result, A * 2)
-    assert registry.backend_reference("toy") == f"{__name__}:Toy"
+    assert references.backend_reference("toy") == f"{__name__}:Toy"
 
 
 @pytest.mark.usefixtures("registered")
@@ -131,7 +129,7 @@ def test_a_local_class_cannot_be_loaded_by_another_process() -> None:
         name = "local"
 
     registry.register_backend(Local)
-    assert registry.backend_reference("local") is None
+    assert references.backend_reference("local") is None
 
 
 @pytest.mark.usefixtures("registered")
@@ -167,10 +165,9 @@ def test_a_broken_entry_point_disables_itself_alone(
 
 
 @pytest.mark.usefixtures("registered")
-def test_a_device_of_another_contract_version_is_refused() -> None:
-    registry.register_backend(type("Old", (Toy,), {"version": 99, "name": "toy"}))
+def test_a_backend_of_another_contract_version_is_refused() -> None:
     with pytest.raises(BackendError, match=r"version 99 .* has version 1"):
-        registry.open_device("toy:cpu:0")
+        registry.register_backend(type("Old", (Toy,), {"api_version": 99}))
 
 
 # --- devices keep their promises ----------------------------------------------------------------
@@ -199,7 +196,8 @@ def test_outputs_share_no_memory_with_inputs_that_were_not_donated(device_id: st
     a = put(device, A)
     outputs, event, _ = device.compile(graph).run([a])
     event.wait(60)
-    device.upload(A * 0, a)[1].wait(60)
+    taking = device.compile(graph_of(lambda a: a * 0, (2, 3)))
+    taking.run([a], frozenset({0}))[1].wait(60)  # may overwrite the memory of `a`
     for found, expected in zip(outputs, (A.T, A.reshape(6), A[:1]), strict=True):
         np.testing.assert_array_equal(get(device, found), expected)
 
@@ -222,17 +220,13 @@ def test_inputs_keep_their_values_unless_donated(device_id: str) -> None:
 
 
 @pytest.mark.parametrize("device_id", FAST)
-def test_upload_into_a_buffer_and_reuse_of_the_source(device_id: str) -> None:
+def test_the_source_of_an_upload_may_be_reused(device_id: str) -> None:
     device = opened(device_id)
     source = A.copy()
     buffer, event = device.upload(source)
     event.wait(60)
     source[...] = -1
     np.testing.assert_array_equal(get(device, buffer), A)
-    again, event = device.upload(A * 3, buffer)
-    event.wait(60)
-    assert again is buffer
-    np.testing.assert_array_equal(get(device, buffer), A * 3)
     assert (buffer.shape, buffer.dtype, buffer.nbytes) == ((2, 3), "float32", 24)
 
 
@@ -265,15 +259,10 @@ def test_a_blocking_device_waits_for_what_it_must_follow() -> None:
             waited.append("wait")
 
     device = NumpyDevice(opened("numpy:cpu:0").info)
-    buffer, event = device.upload(A, after=[Watched()])
+    buffer, event = device.upload(A)
     executable = device.compile(graph_of(lambda a: a + 1, (2, 3)))
-    outputs, ran, chunks = executable.run([buffer], after=[Watched()])
-    device.download(outputs[0], np.empty_like(A), after=[Watched()])
-    assert waited == ["wait"] * 3
+    _, ran, chunks = executable.run([buffer], after=[Watched()])
+    assert waited == ["wait"]
     assert event.done()
     assert ran.done()
-    assert ran.span_s is None
     assert tuple(chunks) == ()
-    called: list[int] = []
-    ran.on_done(lambda: called.append(1))
-    assert called == [1]

@@ -36,8 +36,8 @@ class Broken(NumpyDevice):
 
 
 class Forgetful(NumpyDevice):
-    def _to_device(self, src: Any, dst: Buffer | None) -> Any:
-        return super()._to_device(src * 0, dst)
+    def _to_device(self, src: Any) -> Any:
+        return super()._to_device(src * 0)
 
 
 def test_wrong_arithmetic_is_found() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -111,7 +111,3 @@ class _Set(Event):
 
     def wait(self, timeout_s: float | None = None) -> None:
         assert self._event.wait(timeout_s)
-
-    def on_done(self, fn: Callable[[], None]) -> None:
-        self.wait()
-        fn()

@@ -1,0 +1,62 @@
+"""Plug-ins apart: whatever a backend raises, and however long it takes, harms it alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from hetpipe.errors import BackendError
+
+Result = TypeVar("Result")
+
+
+class NoAnswerError(BackendError):
+    """A backend has not answered in time."""
+
+
+@contextmanager
+def blamed(name: str, problem: str) -> Iterator[None]:
+    """Turn exceptions of backend `name` inside into a `BackendError` that names it.
+
+    Its own `BackendError` passes unchanged, and so does Ctrl-C.
+    """
+    try:
+        yield
+    except BackendError:
+        raise
+    except (Exception, SystemExit) as error:
+        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise BackendError(f"backend {name!r} {problem}: {reason}") from error
+
+
+def ask(name: str, problem: str, limit_s: float, question: Callable[[], Result]) -> Result:
+    """The answer of backend `name` to a question, asked in a thread of its own.
+
+    Raises `BackendError`, "backend NAME PROBLEM: ...", if it raises anything or has not answered
+    after `limit_s`. The thread of a question without an answer stays until the process ends.
+    """
+    answer: list[Result] = []
+    failure: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with blamed(name, problem):
+                answer.append(question())
+        except BaseException as error:  # raised again by the thread that asks
+            failure.append(error)
+
+    thread = threading.Thread(target=work, name=f"ask {name}", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if failure:
+        raise failure[0]
+    if not answer:
+        raise NoAnswerError(f"backend {name!r} {problem}: no answer after {limit_s:g} s")
+    return answer[0]
+
+
+def type_name(value: Any) -> str:
+    """The name of a value's type, for errors."""
+    return type(value).__name__

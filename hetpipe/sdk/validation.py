@@ -1,0 +1,105 @@
+"""The one place where the words of a backend about itself and its devices are checked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, get_origin, get_type_hints
+
+from hetpipe.errors import BackendError
+from hetpipe.sdk.backend import Backend
+from hetpipe.sdk.info import API_VERSION, DTYPE_NBYTES, KINDS, Capabilities, DeviceInfo
+from hetpipe.sdk.isolation import type_name
+
+_NAME = re.compile(r"[a-z][a-z0-9_-]*")
+
+
+def check_class(backend: Any, source: str) -> type[Backend]:
+    """The class of a backend. Raises `BackendError`, which begins with `source`, for anything else,
+    for a name that ids cannot have, and for another version of the contract."""
+    if not (isinstance(backend, type) and issubclass(backend, Backend)):
+        raise BackendError(f"{source} is not a Backend class")
+    name = getattr(backend, "name", None)
+    if not (isinstance(name, str) and _NAME.fullmatch(name)):
+        raise BackendError(
+            f"{source} has the name {name!r}; a name is a small letter, then small letters, "
+            "digits, - and _"
+        )
+    if backend.api_version != API_VERSION:
+        raise BackendError(
+            f"{source} was written for version {backend.api_version} of the backend contract, this "
+            f"hetpipe has version {API_VERSION}: install a matching version of either"
+        )
+    return backend
+
+
+def check_devices(name: str, infos: Any) -> list[DeviceInfo]:
+    """The result of `discover`. Raises `BackendError` with the first fault in it."""
+    if not isinstance(infos, (list, tuple)):
+        raise BackendError(
+            f"backend {name!r}: discover returns {type_name(infos)}, not a list of DeviceInfo"
+        )
+    for info in infos:
+        if not isinstance(info, DeviceInfo):
+            raise BackendError(
+                f"backend {name!r}: discover returns a list with {type_name(info)} {info!r} in it, "
+                "where a DeviceInfo belongs"
+            )
+        problem = _wrong_type(info, "device") or _wrong_value(name, info)
+        if problem:
+            raise BackendError(f"backend {name!r}: {problem}")
+    ids = [info.id for info in infos]
+    for device_id in ids:
+        if ids.count(device_id) > 1:
+            raise BackendError(f"backend {name!r}: discover returns {device_id!r} more than once")
+    return list(infos)
+
+
+def _wrong_type(record: Any, owner: str) -> str:
+    hints = get_type_hints(type(record))
+    for field in fields(record):
+        value, hint = getattr(record, field.name), hints[field.name]
+        expected = get_origin(hint) or hint
+        # A bool is an int to Python, but not to a reader.
+        if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
+            return (
+                f"{field.name} of {owner} {getattr(record, 'id', '')!r} is {type_name(value)} "
+                f"{value!r}, not {expected.__name__}"
+            )
+    return ""
+
+
+def _wrong_value(name: str, info: DeviceInfo) -> str:
+    """The first fault of a description whose fields have the right types."""
+    device, can = f"device {info.id!r}", info.capabilities
+    prefix, _, rest = info.id.partition(":")
+    if prefix != name or info.backend != name or not rest:
+        return f"{device} says that its backend is {info.backend!r}; ids are {name}:name:index"
+    if re.search(r"[\s#]", info.id):
+        return f"{device}: an id has neither blanks nor #"
+    if info.kind not in KINDS:
+        return f"{device} is of kind {info.kind!r}; the kinds are {', '.join(KINDS)}"
+    if info.memory_nbytes <= 0:
+        return f"{device} has {info.memory_nbytes} bytes of memory"
+    if not info.memory_domain:
+        return f'{device} has no memory_domain; say "host", or the id for memory of its own'
+    if problem := _wrong_dtypes(info.dtypes, info.cast_dtypes):
+        return f"{device} {problem}"
+    return (f"capabilities of {device}: " + problem) if (problem := _wrong_ability(can)) else ""
+
+
+def _wrong_dtypes(dtypes: Sequence[Any], cast_dtypes: Sequence[Any]) -> str:
+    for dtype in (*dtypes, *cast_dtypes):
+        if dtype not in DTYPE_NBYTES:
+            return f"has the dtype {dtype!r}; dtypes are {', '.join(DTYPE_NBYTES)}"
+    if "float32" not in dtypes:
+        return f"has the dtypes {', '.join(dtypes) or 'none'}; every device needs float32"
+    both = set(dtypes) & set(cast_dtypes)
+    return f"names {', '.join(sorted(both))} in dtypes and in cast_dtypes" if both else ""
+
+
+def _wrong_ability(capabilities: Capabilities) -> str:
+    if problem := _wrong_type(capabilities, "capability"):
+        return problem
+    return f"{capabilities.queues} queues; at least 1" if capabilities.queues < 1 else ""
