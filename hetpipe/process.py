@@ -44,7 +44,8 @@ def shadow(module: str) -> str | None:
     if top == "hetpipe":
         return None  # `start.py` loads the one that it belongs to
     spec = PathFinder.find_spec(top, ordered(sys.path))
-    if spec is None or spec.origin in (None, getattr(sys.modules.get(top), "__file__", None)):
+    loaded = sys.modules.get(top) or sys.modules["__main__"]  # of python -m MODULE
+    if spec is None or spec.origin in (None, getattr(loaded, "__file__", None)):
         return None
     return spec.origin
 

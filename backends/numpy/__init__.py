@@ -18,9 +18,13 @@ from hetpipe.sdk.indices import index_bounds
 from hetpipe.sdk.info import Capabilities, DeviceInfo
 
 from .convolution import Array
-from .operators import COMPOSED, OPERATORS
+from .operators import OPERATORS
 
 DTYPES = ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+
+
+OWN = [name.rpartition(".")[0] for name in OPERATORS if name.startswith("hetpipe.")]
+"""hetpipe's operators that the table has."""
 
 
 class NumpyBackend(Backend):
@@ -48,11 +52,7 @@ class NumpyBackend(Backend):
         return NumpyDevice(info)
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
-        from torch._decomp import get_decompositions
-
-        composed = [getattr(torch.ops.aten, name) for name in COMPOSED.split()]
-        core = graphs.core_decompositions(keep=["hetpipe.lstm", "hetpipe.lstm_backward"])
-        return {**core, **get_decompositions(composed)}
+        return graphs.primitive_decompositions(keep=OWN)
 
 
 class NumpyBuffer(Buffer):

@@ -18,11 +18,6 @@ from .convolution import Array, convolution, convolution_backward, max_pool2d
 from .random import keep_mask, uniform
 from .recurrent import lstm, lstm_backward
 
-# Operators that torch decomposes into others of the table, though it counts most as core.
-COMPOSED = """_native_batch_norm_legit _native_batch_norm_legit_functional native_batch_norm
-_native_batch_norm_legit_no_training native_layer_norm _log_softmax _softmax
-elu gelu hardtanh leaky_relu max_pool2d_with_indices_backward slice_scatter"""
-
 
 def _reduction(fn: Callable[..., Any]) -> Callable[..., Any]:
     def reduced(x: Array, dims: Any = None, keepdim: bool = False, **_: Any) -> Any:

@@ -9,7 +9,6 @@ import typer
 
 from hetpipe.cli.options import BackendsOption, JsonOption, split_names
 from hetpipe.cli.output import Output
-from hetpipe.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from hetpipe.sdk.info import DeviceInfo
@@ -24,25 +23,24 @@ def command(
     ] = True,
     json: JsonOption = None,
 ) -> None:
-    """Examine every backend and device. Exit 1 if a device that joins unasked fails its test."""
-    from hetpipe.cli.selftest import run_selftest
+    """Examine every backend and device. Exit 1 if a backend that is named, or a device that joins
+    unasked, does not work."""
     from hetpipe.errors import HetpipeError
     from hetpipe.sdk import backend_names, discover_devices
+    from hetpipe.sdk.tested import run_selftests
 
     output = Output(json)
+    named = split_names(backends) or []
     findings: list[dict[str, str]] = []
-    for name in split_names(backends) or backend_names():
-        findings += examine(name)
-    for finding in findings:
-        _show(output, finding)
-    infos, _ = discover_devices(split_names(backends))
+    for name in named or backend_names():
+        for finding in examine(name):
+            findings.append(finding)
+            _show(output, finding)
+    infos, _ = discover_devices(named or None)
     tests: dict[str, dict[str, Any]] = {}
     if selftest:
-        with progress_bar() as progress:
-            for done, info in enumerate(infos):
-                progress(f"testing {info.id}", done, len(infos))
-                tests[info.id] = run_selftest(info.id)
-        for device_id, result in tests.items():
+        for device_id, result in run_selftests(infos):
+            tests[device_id] = result
             level = "ok" if result["ok"] else "broken"
             _show(output, _finding("", level, f"{device_id}: {_tested(result)}", ""))
     output.finish(
@@ -51,9 +49,15 @@ def command(
             "devices": [{**asdict(info), "selftest": tests.get(info.id)} for info in infos],
         }
     )
-    failed = [info.id for info in infos if _matters(info) and not tests.get(info.id, _OK)["ok"]]
-    if failed:
-        raise HetpipeError(f"these devices do not work here: {', '.join(failed)}")
+    failed = [
+        info.id
+        for info in infos
+        if not tests.get(info.id, _OK)["ok"] and (info.backend in named or _joins(info))
+    ]
+    broken = {f["backend"] for f in findings if f["level"] == "broken" and f["backend"] in named}
+    if failed or broken:
+        what = [*(f"backend {name}" for name in sorted(broken)), *failed]
+        raise HetpipeError(f"this does not work here: {', '.join(what)}")
 
 
 def examine(name: str) -> list[dict[str, str]]:
@@ -80,7 +84,8 @@ def _tested(result: dict[str, Any]) -> str:
     )
 
 
-def _matters(info: DeviceInfo) -> bool:
+def _joins(info: DeviceInfo) -> bool:
+    """Whether it may join a cluster unasked."""
     return not (info.capabilities.emulated or info.capabilities.reference)
 
 

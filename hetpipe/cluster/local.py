@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,6 +11,11 @@ from hetpipe.cluster.cluster import Cluster, Member, available_cores
 from hetpipe.errors import BackendError, ClusterError
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.sdk.registry import discover_devices
+from hetpipe.sdk.tested import trusted
+
+
+class DeviceWarning(UserWarning):
+    """A device is here, and is not used."""
 
 
 def local(
@@ -22,15 +28,22 @@ def local(
 
     Without `devices`: every accelerator, and per memory domain the first CPU-type device of each
     backend, in the order of discovery (a backend lists its best first) or by the lowest `rank`.
-    Emulated and reference devices join only when named. `devices` lists ids, or prefixes up to a
+    Emulated and reference devices join only when named; where not even `backends` are named, so do
+    devices of other packages that fail their self-test. Only backends that are needed are loaded.
+    `devices` lists ids, or prefixes up to a
     colon, each for all devices that it matches; a device named twice becomes two members. Members
     that compute on the host's cores share them evenly. `emulate_speed` is keyed by member id.
 
     Raises `ClusterError` for a name without a match, or if no device is left, and `BackendError`
     with the reason for a named device whose backend does not work.
     """
-    infos, failures = discover_devices(None if backends is None else list(backends))
-    chosen = _default(infos, rank) if devices is None else _named(devices, infos, failures)
+    infos, failures = discover_devices(_needed(backends, devices))
+    if devices is not None:
+        chosen = _named(devices, infos, failures)
+    else:
+        chosen = _default(infos, rank)
+        if backends is None:
+            chosen = [info for info in chosen if _passes(info)]
     if not chosen:
         raise ClusterError(f"no usable device: {_overview(infos, failures)}")
     members = _share_cores(_members(chosen), chosen)
@@ -41,6 +54,27 @@ def local(
     return Cluster(
         tuple(replace(member, speed=emulate_speed.get(member.id, 1.0)) for member in members)
     )
+
+
+def _needed(backends: Sequence[str] | None, devices: Sequence[str] | None) -> list[str] | None:
+    """The backends to ask; None for all."""
+    if devices is None:
+        return None if backends is None else list(backends)
+    named = dict.fromkeys(device.partition(":")[0] for device in devices)
+    return [name for name in named if backends is None or name in backends]
+
+
+def _passes(info: DeviceInfo) -> bool:
+    """Whether a device may join unasked; warns if not."""
+    reason = trusted(info)
+    if reason:
+        warnings.warn(
+            f"{info.id} stays out of the cluster, because its self-test failed: {reason}; "
+            f"see hetpipe doctor --backends {info.backend}, or name the device to take it anyway",
+            DeviceWarning,
+            stacklevel=2,
+        )
+    return not reason
 
 
 def _default(

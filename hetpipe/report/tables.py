@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from hetpipe.cost.table import CostTable, DeviceCost
     from hetpipe.sdk.info import DeviceInfo
+    from hetpipe.sdk.registry import Provider
 
 
 class _PlainTable(Table):
@@ -33,9 +34,14 @@ def make_table(title: str, columns: Sequence[str], numbers: Collection[str] = ()
     return table
 
 
-def device_table(infos: Iterable[DeviceInfo], joining: Collection[str]) -> Table:
-    """Devices; `joining` are the ids that a local cluster takes unasked."""
-    columns = ("device", "kind", "name", "memory", "domain", "joins", "times are")
+def device_table(
+    infos: Iterable[DeviceInfo], joining: Collection[str], providers: Mapping[str, Provider]
+) -> Table:
+    """Devices; `joining` are the ids that a local cluster takes unasked.
+
+    `providers` has the provider of each backend.
+    """
+    columns = ("device", "kind", "name", "memory", "domain", "joins", "times are", "provided by")
     table = make_table("Devices", columns, {"memory"})
     for info in infos:
         table.add_row(
@@ -46,6 +52,7 @@ def device_table(infos: Iterable[DeviceInfo], joining: Collection[str]) -> Table
             info.memory_domain,
             "yes" if info.id in joining else "when named",
             "emulated" if info.capabilities.emulated else "measured",
+            str(providers[info.backend]),
         )
     return table
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import operator
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +34,9 @@ from hetpipe.errors import BackendError, UnsupportedOperatorError
 
 if TYPE_CHECKING:
     from hetpipe.sdk.backend import Device
+
+
+_Function = Callable[..., Any]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -75,11 +78,37 @@ def core_decompositions(keep: Iterable[str] = ()) -> Mapping[Any, Callable[..., 
     table: dict[Any, Callable[..., Any]] = dict(core_aten_decompositions())
     table |= hetpipe.sdk.attention.DECOMPOSITIONS
     table |= hetpipe.sdk.recurrent.DECOMPOSITIONS
+    return _without(kept, table)
+
+
+def _without(kept: Container[str], table: Mapping[Any, _Function]) -> dict[Any, _Function]:
     return {
         op: fn
         for op, fn in table.items()
         if str(op) not in kept and str(op).rpartition(".")[0] not in kept
     }
+
+
+_FURTHER = (
+    "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "native_batch_norm",
+    "_native_batch_norm_legit_no_training", "native_layer_norm", "_log_softmax", "_softmax",
+    "elu", "gelu", "hardtanh", "leaky_relu", "max_pool2d_with_indices_backward", "slice_scatter",
+)  # fmt: skip
+"""Operators of core ATen that torch itself can decompose into others of it."""
+
+
+def primitive_decompositions(keep: Iterable[str] = ()) -> Mapping[Any, Callable[..., Any]]:
+    """Decompositions to the fewest operators: further than core ATen, and of dropout's masks.
+
+    A device needs them least of all kernels; masks then need arithmetic of int64, with shifts and
+    bitwise operators. `keep` as for `core_decompositions`.
+    """
+    from torch._decomp import get_decompositions
+
+    further = get_decompositions([getattr(torch.ops.aten, name) for name in _FURTHER])
+    further |= hetpipe.sdk.operators.DECOMPOSITIONS
+    kept = frozenset(keep)
+    return {**core_decompositions(kept), **_without(kept, further)}
 
 
 def require_support(device: Device, graph: fx.GraphModule) -> None:

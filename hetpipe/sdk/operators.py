@@ -9,6 +9,8 @@ plan, number of micro-batches, replica and device draws the same numbers, and so
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -67,6 +69,12 @@ def keep_mask(
     `rng` is int64 (3,): seed, step, index in the mini-batch of the first of `samples` samples;
     `site` numbers the call in the model; size[batch_dim] is a multiple of `samples`.
     """
+    return _mask(rng, site, size, keep, batch_dim, samples)
+
+
+def _mask(
+    rng: torch.Tensor, site: int, size: list[int], keep: float, batch_dim: int, samples: int
+) -> torch.Tensor:
     return _draw(rng, site, size, batch_dim, samples) < keep
 
 
@@ -88,3 +96,10 @@ def uniform(
 @uniform.register_fake
 def _(rng: torch.Tensor, site: int, size: list[int], batch_dim: int, samples: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.float32, device=rng.device)
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    torch.ops.hetpipe.keep_mask.default: _mask,
+    torch.ops.hetpipe.uniform.default: _draw,
+}
+"""To core ATen, for devices with arithmetic of int64 that lack these operators."""

@@ -38,6 +38,9 @@ class Provider:
     """The distribution with the entry point; empty for a class that was registered here."""
     version: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.package} {self.version}" if self.package else self.source
+
     @property
     def ours(self) -> bool:
         """Whether hetpipe brings it."""
@@ -174,8 +177,10 @@ def findings_of(name: str) -> list[Finding]:
     except BackendError as error:
         failure = str(error)
     try:
-        with blamed(name, "fails to describe itself"):
-            findings = [(level, text, cure) for level, text, cure in backend.describe()]
+        problem = "fails to describe itself"
+        described = _asked(name, problem, backend.discover_limit_s, backend.describe)
+        with blamed(name, problem):
+            findings = [(level, text, cure) for level, text, cure in described]
     except BackendError:
         if not failure:
             raise

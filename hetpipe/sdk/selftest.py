@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk.backend import Buffer, Device, Executable
 from hetpipe.sdk.graph import canonical
-from hetpipe.sdk.registry import get_backend
+from hetpipe.sdk.registry import decompositions_of
 
 Array = np.ndarray[Any, Any]
 
@@ -79,11 +79,21 @@ def _round_trip(device: Device) -> str | None:
 
 
 def _compile(device: Device, fn: Callable[..., Any], inputs: list[Array]) -> Executable:
+    return device.compile(_graph(fn, inputs, decompositions_of(device.info.backend)))
+
+
+def _graph(
+    fn: Callable[..., Any], inputs: list[Array], table: Mapping[Any, Callable[..., Any]]
+) -> fx.GraphModule:
     tensors = [torch.from_numpy(array) for array in inputs]
-    table = dict(get_backend(device.info.backend).decompositions())
-    graph: fx.GraphModule = make_fx(fn, decomposition_table=table)(*tensors)
+    graph: fx.GraphModule = make_fx(fn, decomposition_table=dict(table))(*tensors)
     graph.graph.eliminate_dead_code()
-    return device.compile(canonical(graph))
+    return canonical(graph)
+
+
+def traced(table: Mapping[Any, Callable[..., Any]]) -> fx.GraphModule:
+    """The graph of the training step; the first trace of a process takes a second."""
+    return _graph(_step, _step_inputs(), table)
 
 
 def _step(x: Any, y: Any, w1: Any, b1: Any, w2: Any, lr: Any) -> tuple[Any, ...]:
@@ -105,11 +115,15 @@ def _step_in_float64(x: Array, y: Array, w1: Array, b1: Array, w2: Array, lr: Ar
     return [np.mean(difference * difference), *new]
 
 
-def _training(device: Device) -> str | None:
+def _step_inputs() -> list[Array]:
     generator = np.random.default_rng(1)
-    shapes = ((8, 12), (8, 3), (12, 16), (16,), (16, 3), ())
-    inputs = [generator.standard_normal(shape).astype(np.float32) for shape in shapes[:-1]]
-    inputs.append(np.asarray(0.1, np.float32))
+    shapes = ((8, 12), (8, 3), (12, 16), (16,), (16, 3))
+    inputs = [generator.standard_normal(shape).astype(np.float32) for shape in shapes]
+    return [*inputs, np.asarray(0.1, np.float32)]
+
+
+def _training(device: Device) -> str | None:
+    inputs = _step_inputs()
     executable = _compile(device, _step, inputs)
     parameters = [array.astype(np.float64) for array in inputs]
     buffers = [_put(device, array) for array in inputs]

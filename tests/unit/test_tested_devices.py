@@ -1,0 +1,91 @@
+"""Self-tests run apart, and a device of another package joins a cluster once it has passed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hetpipe.backends.numpy import NumpyBackend
+
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.local import DeviceWarning
+from hetpipe.sdk import registry, tested
+from hetpipe.sdk.info import Capabilities, DeviceInfo
+
+
+class Theirs(NumpyBackend):
+    """An accelerator of another package, as far as anybody can see."""
+
+    name = "theirs"
+
+    def discover(self) -> list[DeviceInfo]:
+        return [
+            replace(
+                info, id=f"{self.name}:unit:0", backend=self.name, kind="npu",
+                memory_domain=f"{self.name}:unit:0", capabilities=Capabilities(),
+            )
+            for info in super().discover()
+        ]  # fmt: skip
+
+
+class Crashing(Theirs):
+    name = "crashing"
+
+    def open(self, info: DeviceInfo) -> Any:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+class Hanging(Theirs):
+    name = "hanging"
+
+    def open(self, info: DeviceInfo) -> Any:
+        signal.pause() if sys.platform != "win32" else None
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry, "_instances", {})
+    monkeypatch.setattr(registry, "entry_points", lambda group: [])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+
+
+def test_a_crash_and_a_hang_are_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    for backend in (Crashing, Hanging, Theirs):
+        registry.register_backend(backend)
+    monkeypatch.setenv("HETPIPE_SELFTEST_LIMIT_S", "3")
+    infos, failures = registry.discover_devices()
+    assert not failures
+    results = dict(tested.run_selftests(infos))
+    assert list(results) == ["crashing:unit:0", "hanging:unit:0", "theirs:unit:0"]
+    assert "in the middle of the test, with signal 11" in results["crashing:unit:0"]["message"]
+    assert results["hanging:unit:0"] == {"ok": False, "message": "did not end within 3 s"}
+    assert results["theirs:unit:0"]["ok"]
+
+
+def test_it_joins_once_it_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry.register_backend(Theirs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (member,) = Cluster.local().members
+    assert member.device == "theirs:unit:0"
+    monkeypatch.setattr(tested, "run_selftests", lambda infos: pytest.fail("tested again"))
+    assert Cluster.local().members == (member,)
+
+
+def test_it_stays_out_if_it_fails_unless_it_is_named() -> None:
+    registry.register_backend(Theirs)
+    registry.register_backend(Crashing)
+    with pytest.warns(DeviceWarning, match=r"crashing:unit:0 stays out .* signal 11"):
+        (member,) = Cluster.local().members
+    assert member.device == "theirs:unit:0"
+    (named,) = Cluster.local(devices=["crashing:unit:0"]).members
+    assert named.device == "crashing:unit:0"
