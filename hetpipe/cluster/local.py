@@ -39,6 +39,8 @@ def local(
     """
     infos, failures = discover_devices(_needed(backends, devices))
     if devices is not None:
+        if not all(_matching(name, infos) for name in devices):  # the error lists all that is here
+            infos, failures = discover_devices(None if backends is None else list(backends))
         chosen = _named(devices, infos, failures)
     else:
         chosen = _default(infos, rank)
@@ -94,7 +96,7 @@ def _named(
 ) -> list[DeviceInfo]:
     chosen: list[DeviceInfo] = []
     for name in names:
-        matches = [i for i in infos if i.id == name or i.id.startswith(f"{name.rstrip(':')}:")]
+        matches = _matching(name, infos)
         if not matches:
             backend = name.partition(":")[0]
             if backend in failures:
@@ -102,6 +104,11 @@ def _named(
             raise ClusterError(f"no device {name!r}: {_overview(infos, failures)}")
         chosen += matches
     return chosen
+
+
+def _matching(name: str, infos: Sequence[DeviceInfo]) -> list[DeviceInfo]:
+    """The devices with this id or prefix."""
+    return [i for i in infos if i.id == name or i.id.startswith(f"{name.rstrip(':')}:")]
 
 
 def _overview(infos: Sequence[DeviceInfo], failures: Mapping[str, str]) -> str:

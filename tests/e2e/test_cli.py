@@ -76,7 +76,7 @@ def test_doctor_tests_each_device_and_says_so(home: Path) -> None:
 
 
 def test_doctor_names_what_is_broken_and_goes_on(home: Path) -> None:
-    done = run(home, "doctor", "--backends", "nope,numpy", "--no-selftest")
+    done = run(home, "doctor", "--backends", "nope,numpy", "--no-selftest", code=1)
     assert "broken  no backend 'nope'" in done.stdout
     assert "ok  numpy:cpu:0" in done.stdout
 

@@ -44,6 +44,7 @@ def machine(monkeypatch):
         monkeypatch.setattr("hetpipe.cluster.local.available_cores", lambda: cores)
 
     monkeypatch.setattr("hetpipe.cluster.local.discover_devices", discover)
+    monkeypatch.setattr("hetpipe.cluster.local.trusted", lambda info: "")
     set_cores(*range(4, 12))
     return set_cores
 
