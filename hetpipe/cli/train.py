@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -131,9 +131,9 @@ def command(
         comparison = compare(workload, pipe.plan, taken, seed)
         workload.model.load_state_dict(pipe.state_dict(), strict=False)
         _keep(output, pipe, save, picture, trace, model)
-        peaks = pipe.peak_nbytes
+        used = InUse(pipe.peak_nbytes, pipe.device_nbytes)
         correction = None if pipe.costs is None else pipe.corrected()
-    _conclude(output, workload, pipe.plan, taken, comparison, seed, peaks, correction)
+    _conclude(output, workload, pipe.plan, taken, comparison, seed, used, correction)
 
 
 def _keep(
@@ -219,7 +219,7 @@ def _conclude(
     taken: list[Step],
     comparison: Comparison | None,
     seed: int,
-    peaks: Sequence[int],
+    used: InUse,
     correction: Correction | None,
 ) -> None:
     """Rate, memory, validation, equality; then JSON.
@@ -231,7 +231,7 @@ def _conclude(
         f"{plan.mini_batch / step_s:.1f} samples/s ({plan.label}; median step "
         f"{step_s * 1e3:.1f} ms, {correction or 'not predicted'})"
     )
-    for line in memory_lines(plan, peaks):
+    for line in memory_lines(plan, used):
         output.text(line)
     figures = workload.validate(workload.model) if workload.validate else {}
     for name, value in figures.items():
@@ -251,7 +251,8 @@ def _conclude(
             "corrected_step_s": None if correction is None else correction.corrected_s,
             "samples_per_s": plan.mini_batch / step_s,
             "label": plan.label,
-            "peak_nbytes": list(peaks),
+            "peak_nbytes": list(used.peaks),
+            "device_nbytes": dict(used.counts),
             "validation": figures,
         }
     )
@@ -259,15 +260,26 @@ def _conclude(
         raise HetpipeError(str(comparison))
 
 
-def memory_lines(plan: Plan, peaks: Sequence[int]) -> list[str]:
-    """Measured and predicted memory of each stage's devices. `peaks` in bytes."""
+class InUse(NamedTuple):
+    """Measured memory in bytes: the peaks of stages, and what devices count, by member."""
+
+    peaks: Sequence[int]
+    counts: Mapping[str, int]
+
+
+def memory_lines(plan: Plan, used: InUse) -> list[str]:
+    """Measured and predicted memory of each stage's devices, and what devices count themselves."""
     from hetpipe.report.units import format_nbytes
 
     def planned(nbytes: int) -> str:
         return format_nbytes(nbytes) if plan.is_priced else "not"
 
-    return [
+    stages = [
         f"memory of stage {number} on {', '.join(stage.devices)}: {format_nbytes(peak)} at most, "
         f"measured ({planned(stage.memory_nbytes)} planned)"
-        for number, (stage, peak) in enumerate(zip(plan.stages, peaks, strict=True))
+        for number, (stage, peak) in enumerate(zip(plan.stages, used.peaks, strict=True))
+    ]
+    return stages + [
+        f"memory in use on {member}: {format_nbytes(nbytes)} after a mini-batch, by its own count"
+        for member, nbytes in used.counts.items()
     ]

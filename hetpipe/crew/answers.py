@@ -112,6 +112,11 @@ def result_of(
         tuple(max(in_flight for in_flight, _ in replicas) for replicas in held.values()),
         tuple(max(nbytes for _, nbytes in replicas) for replicas in held.values()),
         skipped,
+        {
+            member: report.device_nbytes
+            for member, report in zip(posted.lanes, reports, strict=True)
+            if report.device_nbytes is not None
+        },
     )
 
 

@@ -83,3 +83,5 @@ class StepResult:
     """The most bytes at once on a replica's device, see `hetpipe.worker.memory`."""
     skipped: bool = False
     """Whether the update was left out."""
+    device_nbytes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes in use at the end, by member, where its device counts them: programs' own too."""

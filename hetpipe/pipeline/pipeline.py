@@ -266,6 +266,11 @@ class Pipeline:
         return tuple(map(max, zip(*(result.peak_nbytes for result in recent), strict=True)))
 
     @property
+    def device_nbytes(self) -> dict[str, int]:
+        """By member, the bytes in use after the last mini-batch, where its device counts them."""
+        return dict(self._training.taken("device_nbytes")[-1].device_nbytes)
+
+    @property
     def effort(self) -> dict[str, int]:
         """The work of the start in counts, see `hetpipe.pipeline.effort`."""
         return effort_of(self._captured, self._efforts)

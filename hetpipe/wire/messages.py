@@ -296,3 +296,4 @@ class StepReport:
     versions: Mapping[int, int]  # of the last forward, counted in updates
     live_versions: Mapping[int, int]  # most at once
     memory: Mapping[int, tuple[int, int]]  # most micro-batches in flight, most bytes
+    device_nbytes: int | None  # in use now, by the device's own count

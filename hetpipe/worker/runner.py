@@ -229,6 +229,7 @@ class Runner:
             dict(self._versions),
             {n: stage.weights.take_most_live() for n, stage in self._stages.items()},
             {n: stage.memory.take() for n, stage in self._stages.items()},
+            next(stage.device.memory_used_nbytes() for stage in self._stages.values()),
         )
 
     def _losses(self, n: int) -> tuple[float, ...] | None:

@@ -12,7 +12,7 @@ import pytest
 from hetpipe.cli.output import Output, complain
 from hetpipe.cli.priced import microbatches_of
 from hetpipe.cli.progress import Lines
-from hetpipe.cli.train import memory_lines
+from hetpipe.cli.train import InUse, memory_lines
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import HetpipeError, PlanError
 from hetpipe.pipeline.launch_check import refuse_ranks
@@ -85,9 +85,10 @@ def test_a_device_that_is_left_out_is_noted() -> None:
 
 
 def test_memory_is_shown_beside_the_plan_s() -> None:
-    assert memory_lines(plan(1.0, "a", "b"), [3 * 2**19, 2**20]) == [
+    assert memory_lines(plan(1.0, "a", "b"), InUse([3 * 2**19, 2**20], {"b": 2**21})) == [
         "memory of stage 0 on a: 1.5 MiB at most, measured (1 MiB planned)",
         "memory of stage 1 on b: 1 MiB at most, measured (1 MiB planned)",
+        "memory in use on b: 2 MiB after a mini-batch, by its own count",
     ]
 
 
