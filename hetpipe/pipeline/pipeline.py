@@ -20,6 +20,7 @@ from hetpipe.pipeline.effort import effort_of
 from hetpipe.pipeline.fit import check_costs, check_count, check_cuts, check_dtypes, check_fit
 from hetpipe.pipeline.guard import OneThread
 from hetpipe.pipeline.launch_check import refuse_ranks
+from hetpipe.pipeline.measurements import Measurements
 from hetpipe.pipeline.options import PassOptions, PlanOptions, records_of
 from hetpipe.pipeline.planning import microbatches_of, planning_for
 from hetpipe.pipeline.rebalance import HORIZON, Rebalanced, Rebalancer, fixed_by
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["Pipeline", "Result"]
 
 
-class Pipeline:
+class Pipeline(Measurements):
     """A model in training on a cluster; use it as a context manager, on one thread at a time.
 
     `example` is one mini-batch `(x, y)`: tensors, tuples or dicts of them, batch first. `loss_fn`
@@ -230,45 +231,6 @@ class Pipeline:
     def costs(self) -> CostTable | None:
         """Those of the profile, scaled by what the last mini-batches took; None without one."""
         return self._rebalancer.costs
-
-    @property
-    def steps(self) -> int:
-        """The number of mini-batches handed in, including those before a checkpoint."""
-        return self._training.steps
-
-    @property
-    def loss_scale(self) -> float:
-        """The present factor of the loss's gradient."""
-        return self._training.scaling.scale
-
-    @property
-    def skipped(self) -> int:
-        """The number of updates that were left out because gradients were not finite."""
-        return self._training.scaling.skipped
-
-    @property
-    def timeline(self) -> Timeline:
-        """Measured timeline of the last step, or of the last mini-batches of a run.
-
-        Raises `HetpipeError` before the first.
-        """
-        recent = self._training.taken("timeline")
-        spans = tuple(span for result in recent for span in result.timeline.spans)
-        return replace(recent[0].timeline, spans=spans, label=self.plan.label)
-
-    @property
-    def peak_nbytes(self) -> tuple[int, ...]:
-        """By stage, the most bytes of buffers on a device, counted in the last mini-batches.
-
-        Raises `HetpipeError` before the first step.
-        """
-        recent = self._training.taken("peak_nbytes")
-        return tuple(map(max, zip(*(result.peak_nbytes for result in recent), strict=True)))
-
-    @property
-    def device_nbytes(self) -> dict[str, int]:
-        """By member, the bytes in use after the last mini-batch, where its device counts them."""
-        return dict(self._training.taken("device_nbytes")[-1].device_nbytes)
 
     @property
     def effort(self) -> dict[str, int]:
