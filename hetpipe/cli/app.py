@@ -15,6 +15,7 @@ from hetpipe.cli import (
     devices,
     doctor,
     matmul,
+    new_backend,
     papers,
     plan,
     profile,
@@ -33,10 +34,10 @@ app = typer.Typer(
 )
 COMMANDS = (
     doctor, devices, boards, profile, plan, simulate, compare, whatif, capacity, coverage,
-    reproduce, train, bench, matmul,
+    reproduce, train, bench, matmul, new_backend,
 )  # fmt: skip
 for module in COMMANDS:
-    app.command(name=module.__name__.rpartition(".")[2])(module.command)
+    app.command(name=module.__name__.rpartition(".")[2].replace("_", "-"))(module.command)
 app.add_typer(papers.app, name="papers")
 
 

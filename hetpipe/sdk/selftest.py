@@ -101,9 +101,9 @@ def _step(x: Any, y: Any, w1: Any, b1: Any, w2: Any, lr: Any) -> tuple[Any, ...]
     hidden = (x @ w1 + b1).relu()
     difference = hidden @ w2 - y
     slope = difference * (2.0 / difference.numel())
-    upward = (slope @ w2.t()) * (hidden > 0)
+    upward = torch.where(hidden <= 0, 0.0, slope @ w2.t())
     new = (w1 - lr * (x.t() @ upward), b1 - lr * upward.sum(0), w2 - lr * (hidden.t() @ slope))
-    return ((difference * difference).mean(), *new)
+    return ((difference * difference).sum([0, 1]) * (1 / difference.numel()), *new)
 
 
 def _step_in_float64(x: Array, y: Array, w1: Array, b1: Array, w2: Array, lr: Array) -> list[Array]:

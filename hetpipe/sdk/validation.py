@@ -20,18 +20,22 @@ def check_class(backend: Any, source: str) -> type[Backend]:
     for a name that ids cannot have, and for another version of the contract."""
     if not (isinstance(backend, type) and issubclass(backend, Backend)):
         raise BackendError(f"{source} is not a Backend class")
-    name = getattr(backend, "name", None)
-    if not (isinstance(name, str) and _NAME.fullmatch(name)):
-        raise BackendError(
-            f"{source} has the name {name!r}; a name is a small letter, then small letters, "
-            "digits, - and _"
-        )
+    check_name(getattr(backend, "name", None), source)
     if backend.api_version != API_VERSION:
         raise BackendError(
             f"{source} was written for version {backend.api_version} of the backend contract, this "
             f"hetpipe has version {API_VERSION}: install a matching version of either"
         )
     return backend
+
+
+def check_name(name: Any, source: str) -> None:
+    """Raise `BackendError`, which begins with `source`, if a backend cannot have that name."""
+    if not (isinstance(name, str) and _NAME.fullmatch(name)):
+        raise BackendError(
+            f"{source} has the name {name!r}; a name is a small letter, then small letters, "
+            "digits, - and _"
+        )
 
 
 def check_devices(name: str, infos: Any) -> list[DeviceInfo]:

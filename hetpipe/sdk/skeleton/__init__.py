@@ -1,0 +1,49 @@
+"""The skeleton of a backend's package. `backend.py` is the tutorial of docs/backends.md."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+
+from hetpipe.errors import HetpipeError
+from hetpipe.files import write_beside
+from hetpipe.sdk.validation import check_name
+
+_PLACES = {
+    "pyproject.toml.txt": "pyproject.toml",
+    "README.md.txt": "README.md",
+    "backend.py": "hetpipe_{module}/__init__.py",
+    "test_conformance.py": "tests/test_conformance.py",
+}
+"""Where each of our files goes in a new package."""
+
+
+def write_skeleton(name: str, folder: Path) -> list[Path]:
+    """Write a package with backend `name` into `folder`, and return its files.
+
+    Raises `HetpipeError` for a name that ids cannot have, and where one of the files is there
+    already: nothing is overwritten.
+    """
+    check_name(name, "a new backend")
+    module = name.replace("-", "_")
+    paths = {
+        Path(__file__).with_name(ours): folder / place.format(module=module)
+        for ours, place in _PLACES.items()
+    }
+    if present := [str(path) for path in paths.values() if path.exists()]:
+        raise HetpipeError(f"{present[0]} is there already; give another --folder")
+    for ours, path in paths.items():
+        text = _renamed(ours.read_text(), name, module)
+        write_beside(path, partial(_write, text))
+    return list(paths.values())
+
+
+def _write(text: str, path: Path) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _renamed(text: str, name: str, module: str) -> str:
+    camel = "".join(part.capitalize() for part in re.split("[-_]", name))
+    text = text.replace("hetpipe_skeleton", f"hetpipe_{module}").replace("skeleton", name)
+    return text.replace("Skeleton", camel)
