@@ -1,0 +1,78 @@
+"""The commands of docs/backends.md, run in an environment that has hetpipe as a wheel."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 250
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A virtual environment with hetpipe from a wheel; torch and the rest are those of this one.
+
+    A path in a `.pth` file is searched for modules, but `.pth` files in it are not read: so the
+    checkout, which is installed by one, is not there.
+    """
+    folder = tmp_path_factory.mktemp("guide")
+    run([sys.executable, "-m", "venv", str(folder / "venv")], folder)
+    python = folder / "venv" / "bin" / "python"
+    here = sysconfig.get_path("purelib")
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    (site,) = run([str(python), "-c", code], folder).splitlines()
+    Path(site, "libraries.pth").write_text(here + "\n")
+    pip = [str(python), "-m", "pip", "-q", "--disable-pip-version-check"]
+    built = ["--no-deps", "--no-build-isolation"]
+    run([*pip, "wheel", *built, "--wheel-dir", str(folder), str(ROOT)], folder)
+    (wheel,) = folder.glob("hetpipe-*.whl")
+    run([*pip, "install", "--no-deps", str(wheel)], folder)
+    variables = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("PYTHONPATH", "PYTEST_CURRENT_TEST", "VIRTUAL_ENV")
+    }
+    path = f"{python.parent}{os.pathsep}{variables['PATH']}"
+    return {
+        **variables,
+        "PATH": path,
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "GUIDE": str(folder),
+    }
+
+
+def run(command: list[str], folder: Path, variables: dict[str, str] | None = None) -> str:
+    done = subprocess.run(
+        command, cwd=folder, env=variables, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def commands(page: str) -> list[str]:
+    (block,) = re.findall(r"```console\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    return [line.removeprefix("$ ") for line in block.splitlines() if line.startswith("$ ")]
+
+
+def test_the_guide_trains_a_stage(environment: dict[str, str]) -> None:
+    folder = Path(environment["GUIDE"])
+    output = {
+        command: run(["bash", "-c", command], folder, environment)
+        for command in commands("backends.md")
+    }
+    for command, text in output.items():
+        print(f"$ {command}\n{text}")
+    devices, train = (
+        next(text for command, text in output.items() if f"hetpipe {name}" in command)
+        for name in ("devices", "train")
+    )
+    assert "skeleton:cpu:0" in devices
+    assert "hetpipe-skeleton 0.1.0" in devices.replace("\n", "")
+    assert "equal" in train
