@@ -11,6 +11,7 @@ from hetpipe.cli import (
     boards,
     capacity,
     compare,
+    conform,
     coverage,
     devices,
     doctor,
@@ -34,7 +35,7 @@ app = typer.Typer(
 )
 COMMANDS = (
     doctor, devices, boards, profile, plan, simulate, compare, whatif, capacity, coverage,
-    reproduce, train, bench, matmul, new_backend,
+    reproduce, train, bench, matmul, new_backend, conform,
 )  # fmt: skip
 for module in COMMANDS:
     app.command(name=module.__name__.rpartition(".")[2].replace("_", "-"))(module.command)

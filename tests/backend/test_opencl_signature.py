@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES
 from found_devices import infos, opened, trace
 from hetpipe.backends.opencl.codegen import Kernel, kernel_source
 from hetpipe.backends.opencl.expr import Value
 from hetpipe.backends.opencl.lowering import lower
 from hetpipe.backends.opencl.signature import bind, parameters
 
+from hetpipe.conformance.cases import CASES
 from hetpipe.errors import BackendError
 from hetpipe.sdk.graph import graph_calls
 from hetpipe.sdk.registry import get_backend

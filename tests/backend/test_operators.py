@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import CASES, Case
 from found_devices import infos, opened, run, trace
 from hetpipe.backends.numpy.operators import OPERATORS
 from torch import fx
 
+from hetpipe.conformance.cases import CASES, Case
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.graph import graph_calls, operator_name
 from hetpipe.sdk.registry import get_backend

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
-from operator_case import Feed, case, grads, r
 
 import hetpipe.sdk.recurrent  # noqa: F401 - registers the operator
+from hetpipe.conformance.cases.case import Feed, grads, r, table
+
+case = table("recurrent")
 
 own = torch.ops.hetpipe
 

@@ -36,14 +36,24 @@ class Feed:
 
 @dataclass(frozen=True)
 class Case:
-    """`terms`: how many terms the longest sum has, which sets the tolerance."""
+    """A function of tensors, to be traced.
 
+    `terms` is the number of terms of the longest sum, which sets the tolerance. `large` cases are
+    not for references, which are right and not fast.
+    """
+
+    family: str
     name: str
     fn: Callable[..., Any]
     feeds: tuple[Feed, ...]
     terms: int = 1
     large: bool = False
     tolerance: float = field(default=16.0)  # in units of sqrt(terms) * eps * largest magnitude
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether its results include gradients."""
+        return self.fn.__name__ == "gradients_too"
 
 
 def r(*shape: int) -> Feed:
@@ -68,7 +78,7 @@ RNG = Feed((3,), "rng")
 def grads(fn: Callable[..., torch.Tensor], count: int) -> Callable[..., Any]:
     """`fn`'s value and its gradients by the first `count` arguments, times a last argument."""
 
-    def both(*args: torch.Tensor) -> Any:
+    def gradients_too(*args: torch.Tensor) -> Any:
         *inputs, tangent = args
         inputs = [t.detach().requires_grad_(i < count) for i, t in enumerate(inputs)]
         with torch.enable_grad():
@@ -76,11 +86,16 @@ def grads(fn: Callable[..., torch.Tensor], count: int) -> Callable[..., Any]:
             gradients = torch.autograd.grad(value, inputs[:count], tangent)
         return (value.detach(), *gradients)
 
-    return both
+    return gradients_too
 
 
 CASES: list[Case] = []
 
 
-def case(name: str, fn: Callable[..., Any], *feeds: Feed, **settings: Any) -> None:
-    CASES.append(Case(name, fn, feeds, **settings))
+def table(family: str) -> Callable[..., None]:
+    """A function that adds cases of a family: name, function, feeds, and settings of `Case`."""
+
+    def case(name: str, fn: Callable[..., Any], *feeds: Feed, **settings: Any) -> None:
+        CASES.append(Case(family, name, fn, feeds, **settings))
+
+    return case

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from operator_case import case, grads, r
 
 import hetpipe.sdk.attention  # noqa: F401 - registers the operator
+from hetpipe.conformance.cases.case import grads, r, table
+
+case = table("attention")
 
 own = torch.ops.hetpipe
 
@@ -26,7 +28,7 @@ def attention(is_causal: bool) -> Callable[..., Any]:
 
 def swapped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """As in a model: heads are cut from the columns, and joined again."""
-    heads = [x.unflatten(2, (2, -1)).transpose(1, 2) for x in (query, key, value)]
+    heads = [x.view(*x.shape[:2], 2, -1).transpose(1, 2) for x in (query, key, value)]
     result: torch.Tensor = own.attention(*heads, True, 0.5)[0]
     return result.transpose(1, 2).flatten(2)
 

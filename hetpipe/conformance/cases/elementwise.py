@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
-from operator_case import aten, bools, case, grads, ints, pos, r
+
+from hetpipe.conformance.cases.case import aten, bools, grads, ints, pos, r, table
+
+case = table("elementwise")
 
 unary = "abs neg sign exp expm1 sin cos tanh sigmoid erf floor ceil round trunc relu square"
 for name in unary.split():
@@ -156,7 +161,7 @@ case(
     ),
     r(4, 5),
 )
-for name, fn in {
+activations: dict[str, Callable[..., torch.Tensor]] = {
     "relu": F.relu,
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
@@ -169,7 +174,8 @@ for name, fn in {
     "exp": torch.exp,
     "abs": torch.abs,
     "square": torch.square,
-}.items():
+}
+for name, fn in activations.items():
     case(f"{name}_backward", grads(fn, 1), r(4, 5), r(4, 5))
 case(
     "copy_fill",

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from operator_case import aten, bools, case, grads, ints, r
+
+from hetpipe.conformance.cases.case import aten, bools, grads, ints, r, table
+
+case = table("shapes")
 
 case("view", lambda a: (a.view(6, 2), a.view(-1), aten._unsafe_view(a, [2, 6]) + 1), r(3, 4))
 case(

@@ -1,0 +1,133 @@
+"""`hetpipe conform BACKEND`: the conformance suite on its devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hetpipe.cli.options import JsonOption
+from hetpipe.cli.output import Output
+from hetpipe.cli.progress import progress_bar
+
+if TYPE_CHECKING:
+    from hetpipe.conformance.run import Result
+    from hetpipe.sdk.info import DeviceInfo
+
+
+class LevelName(str, Enum):
+    """The levels, each with those before it."""
+
+    core = "core"
+    training = "training"
+    full = "full"
+
+
+def command(
+    backend: Annotated[str, typer.Argument(help="The name of a backend.")],
+    device: Annotated[
+        str | None, typer.Option(help="The id of one device. [default: all of them]")
+    ] = None,
+    level: Annotated[
+        LevelName,
+        typer.Option(help="core: memory, events, errors; training: all operators and trainings."),
+    ] = LevelName.training,
+    junit: Annotated[
+        Path | None, typer.Option(help="Write JUnit XML, one file per device.")
+    ] = None,
+    json: JsonOption = None,
+) -> None:
+    """Test a backend against the whole contract. Exit 1 if a device breaks a rule of it."""
+    from hetpipe.conformance.coverage import matrix, next_steps, refused_operators
+    from hetpipe.conformance.junit import write_junit
+    from hetpipe.errors import HetpipeError
+
+    output = Output(json)
+    reports: dict[str, Any] = {}
+    broken = []
+    for info in _devices(backend, device):
+        results = _run(output, info, level)
+        steps = next_steps(results, level.value)
+        _conclude(output, info, results, steps)
+        if junit is not None:
+            several = device is None and junit.suffix == ""
+            path = junit / f"{info.id.replace(':', '-')}.xml" if several else junit
+            write_junit(path, info.id, results)
+        reports[info.id] = {
+            "results": [asdict(result) for result in results],
+            "families": [asdict(row) for row in matrix(results)],
+            "refused": dict(refused_operators(results)),
+            "next": steps,
+        }
+        if any(result.failed for result in results):
+            broken.append(info.id)
+    output.finish({"level": level.value, "devices": reports})
+    if broken:
+        raise HetpipeError(f"these devices break rules of the contract: {', '.join(broken)}")
+
+
+def _devices(backend: str, device: str | None) -> Sequence[DeviceInfo]:
+    from hetpipe.errors import BackendError
+    from hetpipe.sdk.registry import devices_of
+
+    infos = devices_of(backend)
+    chosen = [info for info in infos if device in (None, info.id)]
+    if not chosen:
+        names = ", ".join(info.id for info in infos) or "none"
+        raise BackendError(f"no device {device or 'of ' + backend}; found: {names}")
+    return chosen
+
+
+def _run(output: Output, info: DeviceInfo, level: LevelName) -> list[Result]:
+    """The results; failures are shown as they come."""
+    from rich.markup import escape
+
+    from hetpipe.conformance.run import checks_of, run_suite
+    from hetpipe.conformance.suite import level_of
+
+    total = len(checks_of(level_of(level.value)))
+    results: list[Result] = []
+    with progress_bar() as progress:
+        progress(f"checking {info.id}", 0, total)
+        for result in run_suite(info, level_of(level.value)):
+            results.append(result)
+            progress(f"checking {info.id}", len(results), total)
+            if result.failed:
+                text = escape(result.text.replace("\n", "\n  "))
+                output.console.print(
+                    f"[red]{result.outcome:>8}[/]  [bold]{escape(result.name)}[/]: {text}",
+                    highlight=False, soft_wrap=True,
+                )  # fmt: skip
+    return results
+
+
+def _conclude(
+    output: Output, info: DeviceInfo, results: Sequence[Result], steps: Sequence[str]
+) -> None:
+    from hetpipe.conformance.coverage import matrix, refused_operators
+    from hetpipe.report.tables import make_table
+
+    rows = matrix(results)
+    if rows:
+        columns = ("operators", "passed", "failed", "refused")
+        table = make_table(f"Coverage of {info.id}", columns, columns[1:])
+        for row in rows:
+            table.add_row(row.name, str(row.passed), str(row.failed), str(row.refused))
+        output.console.print(table)
+    refused = refused_operators(results)
+    if refused:
+        shown = ", ".join(f"{name} ({count})" for name, count in refused[:20])
+        output.text(f"refused, with the checks that wait for them: {shown}")
+    by_outcome = {
+        name: sum(result.outcome == name for result in results)
+        for name in ("passed", "failed", "crashed", "skipped")
+    }
+    counts = ", ".join(f"{count} {name}" for name, count in by_outcome.items() if count)
+    seconds = sum(result.seconds for result in results)
+    output.text(f"{info.id}: {counts}, in {seconds:.0f} s")
+    for step in steps:
+        output.text(step)

@@ -1,0 +1,191 @@
+"""What the device says about itself, what it refuses, and how it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from hetpipe.conformance.check import BrokenRule, check, expect
+from hetpipe.conformance.operators import normal
+from hetpipe.conformance.rig import Rig, compare, trace
+from hetpipe.errors import BackendError, HetpipeError, UnsupportedOperatorError
+from hetpipe.sdk.backend import Backend
+from hetpipe.sdk.graph import graph_calls, operator_name
+from hetpipe.sdk.registry import devices_of, get_backend
+from hetpipe.sdk.validation import check_devices
+
+
+@check(
+    "contract/description",
+    "discover gives the same valid descriptions every time, and the opened device has its own",
+    "an id that changes, or a device that describes itself otherwise than its backend does",
+)
+def _(rig: Rig) -> None:
+    infos = [devices_of(rig.info.backend) for _ in range(2)]
+    expect(infos[0] == infos[1], f"discover says {infos[0]}, and then {infos[1]}")
+    check_devices(rig.info.backend, infos[0])
+    known = {info.id: info for info in infos[0]}
+    expect(rig.info.id in known, f"{rig.info.id} is open, and discover has {', '.join(known)}")
+    expect(
+        rig.info == known[rig.info.id],
+        f"the opened device says {rig.info}, discover {known[rig.info.id]}",
+    )
+
+
+@check(
+    "contract/abilities",
+    "what is declared is there: chunks need download_part, compiles_ahead needs compile_ahead",
+    "a capability that was copied from another backend",
+)
+def _(rig: Rig) -> None:
+    from hetpipe.sdk.backend import Device
+
+    can, kind = rig.info.capabilities, type(rig.device)
+    for declared, method in (
+        (can.chunks, "download_part"),
+        (can.compiles_ahead, "compile_ahead"),
+    ):
+        own = getattr(kind, method) is not getattr(Device, method)
+        expect(own or not declared, f"the capability is declared, and {method} is not there")
+    backend = get_backend(rig.info.backend)
+    environment = backend.worker_environment(rig.info, 1)
+    texts = all(isinstance(text, str) for pair in environment.items() for text in pair)
+    expect(texts, f"worker_environment gives {environment!r}, not texts")
+    for finding in backend.describe():
+        level, text, cure = finding
+        expect(
+            level in ("ok", "repaired", "missing", "broken")
+            and isinstance(text, str)
+            and isinstance(cure, str),
+            f"describe gives {finding!r}, not (level, text, cure)",
+        )
+    nbytes = rig.device.memory_used_nbytes()
+    expect(nbytes is None or nbytes >= 0, f"memory_used_nbytes is {nbytes!r}")
+
+
+@check(
+    "contract/refusals",
+    "compile raises UnsupportedOperatorError for the nodes that `supports` refuses, and only then",
+    "`supports` says yes, and compile says no, or the other way round",
+)
+def _(rig: Rig) -> None:
+    x = normal(4, 6).abs() + 0.1
+    functions: list[Callable[..., Any]] = [
+        torch.erfinv, torch.lgamma, torch.digamma, torch.special.i0e, torch.linalg.det,
+        lambda x: x.cumsum(0), lambda x: x.sort(0)[0],
+        torch.sin, torch.exp, torch.relu, lambda x: x + 1.0, lambda x: torch.mm(x, x.t()),
+    ]  # fmt: skip
+    refused = 0
+    for fn in functions:
+        inputs = normal(4, 4) if fn is torch.linalg.det else x
+        graph = trace(fn, [inputs], rig.table)
+        reasons = {}
+        for node in graph_calls(graph):
+            first, second = rig.device.supports(node), rig.device.supports(node)
+            name = operator_name(node)
+            expect(first == second, f"supports({name}) is {first!r}, and then {second!r}")
+            if first is not None:
+                reasons[name] = first
+        refused += bool(reasons)
+        try:
+            executable = rig.device.compile(graph)
+            rig.run(executable, [rig.put(inputs)])
+        except UnsupportedOperatorError as error:
+            expect(bool(reasons), f"`supports` accepts all of {_names(graph)}; compile: {error}")
+            expect(rig.info.id in str(error), f"the error does not name the device: {error}")
+            expect(
+                any(name in str(error) for name in reasons),
+                f"the error names none of {', '.join(reasons)}: {error}",
+            )
+        else:
+            expect(not reasons, f"`supports` refuses {reasons}, and compile takes it all the same")
+
+
+def _names(graph: torch.fx.GraphModule) -> str:
+    return ", ".join(dict.fromkeys(map(operator_name, graph_calls(graph))))
+
+
+@check(
+    "contract/wrong inputs",
+    "a run with other inputs than the graph's is a BackendError, and the device works afterwards",
+    "inputs that nobody compares with the graph; see hetpipe.sdk.check_inputs",
+)
+def _(rig: Rig) -> None:
+    a, b = normal(3, 4), normal(3, 4, seed=1)
+    executable = rig.compile(lambda a, b: a + b, a, b)
+    right = [rig.put(a), rig.put(b)]
+    wrong = {
+        "one input of two": right[:1],
+        "three inputs for two": [*right, right[0]],
+        "another shape": [right[0], rig.put(normal(4, 3))],
+        "fewer elements": [right[0], rig.put(normal(3))],
+        "another dtype": [right[0], rig.put(np.ones((3, 4), _other(rig)))],
+    }
+    for name, inputs in wrong.items():
+        try:
+            rig.run(executable, inputs)
+        except BackendError:
+            continue
+        except Exception as error:
+            raise BrokenRule(f"{name}: {_kind(error)}, not a BackendError") from error
+        raise BrokenRule(f"{name} is taken in silence")
+    (result,) = rig.run(executable, right)
+    compare(rig.get(result), (a + b).numpy(), 1e-5, "a right run after the wrong ones")
+
+
+def _kind(error: Exception) -> str:
+    return f"{type(error).__name__} ({error})"
+
+
+def _other(rig: Rig) -> str:
+    return next((name for name in ("int32", "int64", "bool") if name in rig.info.dtypes), "float32")
+
+
+@check(
+    "contract/buffers of others",
+    "a buffer of another device is refused with a BackendError",
+    "a buffer whose class nobody looks at",
+)
+def _(rig: Rig) -> None:
+    from hetpipe.sdk.backend import Buffer
+
+    class Foreign(Buffer):
+        def __init__(self) -> None:
+            self.device = rig.device
+            self.shape, self.dtype = (3,), "float32"
+
+    executable = rig.compile(lambda a: a + 1.0, normal(3))
+    uses: dict[str, Callable[[], Any]] = {
+        "run": lambda: rig.run(executable, [Foreign()]),
+        "download": lambda: rig.get(Foreign()),
+    }
+    for name, use in uses.items():
+        try:
+            use()
+        except HetpipeError:
+            continue
+        except Exception as error:
+            raise BrokenRule(f"{name}: {_kind(error)}, not a BackendError") from error
+        raise BrokenRule(f"{name} takes it")
+
+
+@check(
+    "contract/opened again",
+    "a device can be closed, and opened again in the same process",
+    "state of the driver that is made once, and closed with the device",
+)
+def _(rig: Rig) -> None:
+    backend: Backend = get_backend(rig.info.backend)
+    for _ in range(2):
+        device = backend.open(rig.info)
+        other = Rig(device)
+        x = normal(5)
+        results = other.results(other.compile(lambda x: x * 2.0, x), x)
+        compare(results[0], (x * 2.0).numpy(), 1e-6, "a result of a device that was opened again")
+        device.close()
+    x = normal(5)
+    results = rig.results(rig.compile(lambda x: x * 2.0, x), x)
+    compare(results[0], (x * 2.0).numpy(), 1e-6, "the first device, after another was closed")

@@ -1,0 +1,64 @@
+"""The coverage matrix of a device, and the operators that are worth a kernel next."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hetpipe.conformance.run import Result
+
+_REFUSED = re.compile(r"([a-z_0-9]+(?:\.[A-Za-z_0-9]+)+) \(")
+
+
+@dataclass(frozen=True)
+class Family:
+    """A row of the matrix: the operator cases of one kind, forward or with gradients."""
+
+    name: str
+    passed: int
+    failed: int
+    refused: int
+
+
+def matrix(results: Sequence[Result]) -> list[Family]:
+    """The rows of all families, in the order of their checks."""
+    rows = []
+    for name in dict.fromkeys(result.family for result in results if result.family):
+        own = Counter(r.outcome for r in results if r.family == name)
+        rows.append(Family(name, own["passed"], own["failed"] + own["crashed"], own["skipped"]))
+    return rows
+
+
+def refused_operators(results: Sequence[Result]) -> list[tuple[str, int]]:
+    """The operators that were refused, with the number of checks that they kept from running.
+
+    Those of the three models come first, then those of most cases.
+    """
+    counts = Counter[str]()
+    models = Counter[str]()
+    for result in results:
+        if result.outcome == "skipped":
+            operators = set(_REFUSED.findall(result.message))
+            counts.update(operators)
+            if result.name.startswith("programs/"):
+                models.update(operators)
+    return sorted(counts.items(), key=lambda item: (-models[item[0]], -item[1], item[0]))
+
+
+def next_steps(results: Sequence[Result], level: str) -> list[str]:
+    """What the author should do now, in sentences."""
+    failed = [result for result in results if result.failed]
+    if failed:
+        first = failed[0]
+        return [f"mend {first.name} first: {first.suspect}"]
+    steps = []
+    refused = refused_operators(results)
+    if refused:
+        names = ", ".join(name for name, _ in refused[:6])
+        steps.append(f"worth a kernel next: {names}")
+    higher = {"core": "training", "training": "full"}.get(level)
+    if higher:
+        steps.append(f"go on with --level {higher}")
+    return steps or ["nothing is left to do"]

@@ -1,0 +1,263 @@
+"""Operators against torch in float64: every case of ours, and the inputs that kernels get wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from hetpipe.conformance.cases import CASES, Case
+from hetpipe.conformance.check import CHECKS, BrokenRule, Check, Level, NotAsked, check, expect
+from hetpipe.conformance.rig import Rig, compare, in_float64, tolerance
+from hetpipe.errors import BackendError
+from hetpipe.sdk.graph import graph_outputs
+
+aten = torch.ops.aten
+SIZES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1025)
+"""Lengths of reductions: on, below and above the blocks that kernels usually have."""
+PRODUCTS = ((1, 1, 1), (1, 7, 1), (3, 1, 5), (5, 17, 3), (8, 16, 8), (33, 65, 17), (129, 31, 66))
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Random float32."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def judge(
+    rig: Rig,
+    fn: Callable[..., Any],
+    inputs: Sequence[torch.Tensor],
+    terms: int = 1,
+    units: float = 16.0,
+) -> None:
+    """Run a function on the device and compare every result with float64."""
+    graph = rig.graph(fn, *inputs)
+    actual = rig.results(rig.device.compile(graph), *inputs)
+    expected = in_float64(fn, inputs)
+    expect(len(actual) == len(expected), f"{len(actual)} results, there should be {len(expected)}")
+    for index, (array, wide, node) in enumerate(
+        zip(actual, expected, graph_outputs(graph), strict=True)
+    ):
+        promised = str(node.meta["val"].dtype)[6:]
+        where = f"result {index} (inputs {_shapes(inputs)})"
+        expect(array.dtype.name == promised, f"{where} is {array.dtype}, it should be {promised}")
+        compare(array, wide, tolerance(wide, promised, terms, units), where)
+
+
+def _shapes(inputs: Sequence[torch.Tensor]) -> str:
+    return ", ".join(f"{str(t.dtype)[6:]}{list(t.shape)}" for t in inputs)
+
+
+def _of_case(case: Case, rig: Rig) -> None:
+    if case.large and rig.info.capabilities.reference:
+        raise NotAsked("a large case, and the device is a reference")
+    generator = torch.Generator().manual_seed(len(case.name))
+    inputs = [feed.make(generator) for feed in case.feeds]
+    judge(rig, case.fn, inputs, case.terms, case.tolerance)
+
+
+CHECKS += [
+    Check(
+        f"operators/{case.name}",
+        Level.TRAINING,
+        "an operator that `supports` accepts computes what torch does in float64, within "
+        f"{case.tolerance:g} * sqrt({case.terms}) * eps * the largest magnitude",
+        "the kernel of an operator"
+        + (" or of its gradient: boundaries, padding, sums" if case.has_gradients else ""),
+        partial(_of_case, case),
+        case.family + (", backward" if case.has_gradients else ""),
+    )
+    for case in CASES
+]
+
+
+# --- reductions and products of all lengths ------------------------------------------------------
+
+
+def _reduced(fn: Callable[[torch.Tensor], Any], rig: Rig) -> None:
+    for size in SIZES:
+        judge(rig, fn, [normal(size, seed=size)], size)
+        judge(rig, fn, [normal(3, size, seed=size)], 3 * size)
+
+
+for _name, _fn in {
+    "sum": lambda x: (x.sum(), x.sum(-1), x.sum(0)),
+    "mean": lambda x: (x.mean(), x.mean(-1), x.mean(0)),
+    "largest": lambda x: (x.amax(), x.amax(-1), x.amin(0)),
+    "softmax": lambda x: x.softmax(-1),
+    "variance": lambda x: torch.var_mean(x, -1, correction=0),
+}.items():
+    CHECKS.append(
+        Check(
+            f"lengths/{_name}",
+            Level.CORE,
+            "a reduction reads every element once, whatever its length",
+            "an off-by-one reduction: the last elements of a block or the remainder behind it",
+            partial(_reduced, _fn),
+        )
+    )
+
+
+@check(
+    "lengths/product",
+    "a matrix product reads every element once, whatever its shape",
+    "an off-by-one reduction: the edges of a tile",
+)
+def _(rig: Rig) -> None:
+    for m, k, n in PRODUCTS:
+        judge(rig, torch.mm, [normal(m, k), normal(k, n, seed=1)], k)
+
+
+# --- operands with strides -----------------------------------------------------------------------
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda x: x.t(),
+    "permuted": lambda x: x.view(4, 3, 6).permute(2, 0, 1),
+    "sliced": lambda x: x[1::2, 2:5],
+    "expanded": lambda x: x[:, :1].expand(12, 5),
+    "flipped": lambda x: x.flip(0),
+    "reshaped after a transpose": lambda x: x.t().reshape(9, 8),
+    "selected": lambda x: x[3],
+    "squeezed": lambda x: x.unsqueeze(1).squeeze(1),
+}
+
+
+def _strided(view: Callable[[torch.Tensor], torch.Tensor], rig: Rig) -> None:
+    x = normal(12, 6)
+    judge(rig, lambda x: view(x), [x])
+    judge(rig, lambda x: view(x) + view(x) * 2.0, [x])
+    judge(rig, lambda x, y: view(x) + y, [x, normal(*view(x).shape, seed=1)])
+    judge(rig, lambda x: view(x).sum(-1), [x], 12)
+    if view(x).ndim == 2:
+        rows = view(x).shape[0]
+        judge(rig, lambda x, w: torch.mm(w, view(x)), [x, normal(5, rows, seed=1)], rows)
+        judge(rig, lambda x, w: torch.mm(view(x).t(), w), [x, normal(rows, 5, seed=1)], rows)
+
+
+for _name, _view in VIEWS.items():
+    CHECKS.append(
+        Check(
+            f"strides/{_name}",
+            Level.CORE,
+            "an operator reads the elements of a view, not the memory that the view lies in",
+            "wrong stride handling: a view is read as if it were row-major",
+            partial(_strided, _view),
+        )
+    )
+
+
+# --- dtypes --------------------------------------------------------------------------------------
+
+
+def _dtype(dtype: torch.dtype, fn: Callable[..., Any], values: list[Any], rig: Rig) -> None:
+    if str(dtype)[6:] not in rig.info.dtypes:
+        raise NotAsked(f"{str(dtype)[6:]} is not among its dtypes")
+    judge(rig, fn, [torch.tensor(values, dtype=dtype)])
+
+
+_WIDE = [2**40 + 1, -(2**53) - 1, 3, -7]
+for _name, _dtype_, _fn, _values in (
+    ("int64", torch.int64, lambda x: (x + 1, x * 3, x - x.flip(0)), _WIDE),
+    ("int64 comparisons", torch.int64, lambda x: (x > 2**40, x == 2**40 + 1, x != x + 1), _WIDE),
+    ("int64 sums", torch.int64, lambda x: x.sum(), _WIDE),
+    ("int32", torch.int32, lambda x: (x + 1, x * 3), [2**30 + 1, -(2**24) - 1, 3]),
+    ("int16", torch.int16, lambda x: (x + 1, x * 3), [257, -300, 3]),
+    ("int8", torch.int8, lambda x: (x + 1, x * 2), [31, -60, 3]),
+    ("uint8", torch.uint8, lambda x: (x + 1, x // 2), [255, 128, 3]),
+    ("float64", torch.float64, lambda x: (x + 1.0, x * x, x / 3.0), [1 + 2.0**-40, 0.1, 1e200]),
+    ("float64 functions", torch.float64, lambda x: (x.exp(), x.log(), x.sqrt()), [0.1, 2.0, 3.0]),
+    ("float16", torch.float16, lambda x: (x + 1.0, x * x), [0.1, 3.0, 100.0]),
+    ("bool", torch.bool, lambda x: (x & ~x, x | x.flip(0), x.to(torch.float32)), [True, False]),
+):
+    CHECKS.append(
+        Check(
+            f"dtypes/{_name}",
+            Level.CORE,
+            "a graph computes in the dtype that its nodes have",
+            "a dtype that is silently ignored: another, narrower one is computed with",
+            partial(_dtype, _dtype_, _fn, _values),
+        )
+    )
+
+
+@check(
+    "dtypes/casts",
+    "a cast rounds to even from a wider float, cuts off towards zero to an integer, and makes "
+    "every number but 0 true",
+    "a dtype that is silently ignored, or a cast that rounds otherwise",
+)
+def _(rig: Rig) -> None:
+    x = torch.tensor([0.0, -0.0, 0.5, -1.5, 2.75, -3.25, 1e6])
+    judge(rig, lambda x: (x.to(torch.int64), x.to(torch.bool)), [x])
+    judge(rig, lambda x: x.to(torch.float32), [torch.tensor([0, 5, -3, 2**24 + 1])])
+
+
+# --- values and shapes at the ends ---------------------------------------------------------------
+
+
+@check(
+    "values/not finite",
+    "infinities and NaN are ordinary values: they come out where torch has them",
+    "fast-math options of a compiler, or a maximum that loses NaN",
+)
+def _(rig: Rig) -> None:
+    x = torch.tensor([1.0, -1.0, 0.0, float("inf"), float("-inf"), float("nan")])
+    for fn in (
+        lambda x: (x + 1.0, x * 0.0, x - x),
+        lambda x: 1.0 / x,
+        lambda x: (x > 0, x == x, x != x),
+        torch.exp,
+        torch.relu,
+        lambda x: torch.where(x > 0, x, 0.0),
+    ):
+        judge(rig, fn, [x])
+    judge(rig, lambda x: x.amax(-1), [torch.stack([x, x.flip(0)])])
+
+
+@check("values/no elements", "a tensor may have no elements", "a launch with a size of zero")
+def _(rig: Rig) -> None:
+    judge(rig, lambda x, y: (x + y, x.t()), [torch.zeros(0, 3), torch.zeros(0, 3)])
+    judge(rig, lambda x: x.sum(0), [torch.zeros(0, 3)])
+    judge(rig, torch.mm, [torch.zeros(2, 0), torch.zeros(0, 3)])
+
+
+@check("values/no dimensions", "a tensor may have no dimensions", "a shape of () taken for (0,)")
+def _(rig: Rig) -> None:
+    x, y = torch.tensor(3.0), torch.tensor(-2.0)
+    judge(rig, lambda x, y: (x + y, x * y, x.exp()), [x, y])
+    judge(rig, lambda x: (x.sum(), x.view(1)), [x])
+    judge(rig, lambda x, y: x + y, [x, normal(3)])
+
+
+@check(
+    "values/index out of range",
+    "an index out of range is a BackendError, not a read or write of other memory",
+    "an index that nobody checks; see hetpipe.sdk.index_bounds",
+)
+def _(rig: Rig) -> None:
+    table = normal(5, 3)
+    functions: list[tuple[Callable[..., Any], list[torch.Tensor]]] = [
+        (lambda t, i: aten.index_select(t, 0, i), [table, torch.tensor([0, 5])]),
+        (lambda t, i: aten.gather(t, 0, i), [table, torch.tensor([[0, -1, 2]])]),
+        (lambda t, i: aten.embedding(t, i), [table, torch.tensor([1, 70])]),
+        (lambda t, i: aten.index(t, [i]), [table, torch.tensor([1, 5])]),
+    ]
+    asked = 0
+    for fn, (values, indices) in functions:
+        valid = indices.clamp(0, 4)
+        try:
+            executable = rig.compile(fn, values, valid)
+        except NotAsked:
+            continue
+        asked += 1
+        judge(rig, fn, [values, valid])
+        try:
+            rig.results(executable, values, indices)
+        except BackendError:
+            continue
+        bad = [int(i) for i in indices.flatten() if not 0 <= i < 5]
+        raise BrokenRule(f"indices {bad} of a dimension of 5 rows pass in silence")
+    if not asked:
+        raise NotAsked("refused: all operators with indices")

@@ -1,0 +1,209 @@
+"""The device under test, with the few moves that all checks are made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from hetpipe.conformance.check import BrokenRule, NotAsked
+from hetpipe.sdk.backend import Buffer, Device, Event, Executable
+from hetpipe.sdk.graph import canonical, graph_calls, operator_name
+from hetpipe.sdk.registry import decompositions_of
+
+Array = np.ndarray[Any, Any]
+Function = Callable[..., Any]
+
+WAIT_S = 60.0
+"""The longest wait for one event."""
+
+
+class Rig:
+    """A device; nothing is ever run elsewhere in its place."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.info = device.info
+        self.table = dict(decompositions_of(device.info.backend))
+
+    def graph(self, fn: Function, *inputs: torch.Tensor) -> fx.GraphModule:
+        """The canonical graph of a function, in the operators that the backend asks for.
+
+        Raises `NotAsked` if the device refuses one of them.
+        """
+        graph = trace(fn, inputs, self.table)
+        self.require(graph)
+        return graph
+
+    def require(self, graph: fx.GraphModule) -> None:
+        """Raise `NotAsked` if the device refuses a node of the graph, or a dtype of it."""
+        refused = refusals(self.device, graph)
+        if refused:
+            raise NotAsked("refused: " + "; ".join(dict.fromkeys(refused)))
+        dtypes = {*self.info.dtypes, *self.info.cast_dtypes}
+        for node in graph.graph.nodes:
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor) and (name := str(value.dtype)[6:]) not in dtypes:
+                raise NotAsked(f"{name} is not among its dtypes")
+
+    def compile(self, fn: Function, *inputs: torch.Tensor) -> Executable:
+        """The executable of a function; see `graph`."""
+        return self.device.compile(self.graph(fn, *inputs))
+
+    def put(self, value: Array | torch.Tensor) -> Buffer:
+        """A buffer with a copy of a host array."""
+        array = value.numpy() if isinstance(value, torch.Tensor) else value
+        buffer, event = self.device.upload(array)
+        event.wait(WAIT_S)
+        return buffer
+
+    def get(self, buffer: Buffer) -> Array:
+        """The host array of a buffer."""
+        # Never zeros: a copy that has not happened must show.
+        array = np.full(buffer.shape, 77, host_dtype(buffer.dtype))
+        self.device.download(buffer, array).wait(WAIT_S)
+        return array
+
+    def run(
+        self,
+        executable: Executable,
+        inputs: Sequence[Buffer],
+        donate: Sequence[int] = (),
+        queue: int = 0,
+    ) -> list[Buffer]:
+        """The outputs of a run that has ended."""
+        outputs, event, _ = executable.run(inputs, frozenset(donate), (), queue)
+        event.wait(WAIT_S)
+        return outputs
+
+    def results(self, executable: Executable, *inputs: torch.Tensor) -> list[Array]:
+        """The outputs of a run on these inputs, on the host."""
+        outputs = self.run(executable, [self.put(tensor) for tensor in inputs])
+        return [self.get(buffer) for buffer in outputs]
+
+    def begin(
+        self, executable: Executable, inputs: Sequence[Buffer], after: Sequence[Event] = ()
+    ) -> tuple[list[Buffer], Event]:
+        """The outputs and the event of a run that may still go on."""
+        outputs, event, _ = executable.run(inputs, frozenset(), after)
+        return outputs, event
+
+    def heavy(self, rows: int = 192, depth: int = 12) -> tuple[Executable, Array, Array]:
+        """A pass that takes some milliseconds, an input and its result: a chain of products.
+
+        Each product is divided by its size, so values stay near one. It is short on a reference.
+        """
+        if self.info.capabilities.reference and self.info.capabilities.emulated:
+            rows, depth = 16, 3
+
+        def chain(x: torch.Tensor) -> torch.Tensor:
+            for _ in range(depth):
+                x = torch.mm(x, x) * (1.0 / rows) + 1.0
+            return x
+
+        x = torch.rand(rows, rows, generator=torch.Generator().manual_seed(3))
+        executable = self.compile(chain, x)
+        return executable, x.numpy(), chain(x.double()).numpy()
+
+
+def host_dtype(name: str) -> np.dtype[Any]:
+    """numpy's dtype of a buffer's: bfloat16 comes to the host as 16-bit integers."""
+    return np.dtype("uint16" if name == "bfloat16" else name)
+
+
+def trace(fn: Function, inputs: Sequence[torch.Tensor], table: Any) -> fx.GraphModule:
+    """The canonical graph of a function that returns a tensor or a tuple of them.
+
+    Raises `NotAsked` if it reads constants, which no graph of a training has.
+    """
+
+    def flat(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tensors_of(fn(*args)))
+
+    own = [tensor.clone() for tensor in inputs]  # one tensor twice would be one input
+    graph = make_fx(flat, decomposition_table=dict(table))(*own)
+    if any(node.op == "get_attr" for node in graph.graph.nodes):
+        raise NotAsked("traced, it reads a constant")
+    graph.graph.eliminate_dead_code()
+    return canonical(graph)
+
+
+def tensors_of(result: Any) -> list[torch.Tensor]:
+    """The tensors of a result, in order."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, (tuple, list)):
+        return [tensor for item in result for tensor in tensors_of(item)]
+    return []
+
+
+def refusals(device: Device, graph: fx.GraphModule) -> list[str]:
+    """The operators of a graph that the device refuses, with its reasons.
+
+    Raises `BrokenRule` if `supports` answers with anything but a text or None.
+    """
+    answers = []
+    for node in graph_calls(graph):
+        reason = device.supports(node)
+        if not (reason is None or (isinstance(reason, str) and reason)):
+            raise BrokenRule(f"supports({operator_name(node)}) is {reason!r}, not a reason or None")
+        if reason is not None:
+            answers.append(f"{operator_name(node)} ({reason})")
+    return answers
+
+
+def in_float64(fn: Function, inputs: Sequence[torch.Tensor]) -> list[Array]:
+    """The results of a function that computes in float64 wherever its inputs are floating."""
+    wide = [t.double() if t.is_floating_point() else t for t in inputs]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return [tensor.detach().numpy() for tensor in tensors_of(fn(*wide))]
+    finally:
+        torch.set_default_dtype(before)
+
+
+def tolerance(wide: Array, dtype: str, terms: int, units: float = 16.0) -> float:
+    """The largest error that is allowed: units * sqrt(terms) * eps * the largest magnitude; 0 for
+    integers and bools."""
+    if wide.dtype.kind != "f":
+        return 0.0
+    finite = np.abs(wide[np.isfinite(wide)])
+    largest = max(1.0, float(finite.max()) if finite.size else 1.0)
+    return units * math.sqrt(terms) * EPS[dtype] * largest
+
+
+EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+
+def compare(actual: Array, expected: Array, limit: float, where: str) -> None:
+    """Raise `BrokenRule` with the worst element unless all differ by `limit` at most.
+
+    Infinities and NaN must be the same ones. Where neither is floating they must be equal.
+    """
+    if actual.shape != expected.shape:
+        raise BrokenRule(f"{where} has the shape {actual.shape}, not {expected.shape}")
+    if actual.size == 0:
+        return
+    if actual.dtype.kind not in "f":
+        wrong = actual != expected
+        error = np.asarray(wrong, np.float64)
+        limit = 0.0
+    else:
+        with np.errstate(invalid="ignore"):
+            same = (actual == expected) | (np.isnan(actual) & np.isnan(expected))
+            error = np.where(same, 0.0, np.abs(actual.astype(np.float64) - expected))
+        wrong = ~(error <= limit)
+    if wrong.any():
+        flat = int(np.argmax(np.where(np.isnan(error), np.inf, error)))
+        place = tuple(int(i) for i in np.unravel_index(flat, actual.shape))
+        raise BrokenRule(
+            f"{where}: element {list(place)} is {actual[place]!s}, it should be "
+            f"{expected[place]!s} (allowed {limit:.2g}); {int(wrong.sum())} of {actual.size} "
+            "elements are wrong"
+        )

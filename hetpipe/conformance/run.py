@@ -1,0 +1,197 @@
+"""Runs checks in a process of its own, which streams results; a crash or a hang costs one check.
+
+    this process  <--a line "begin NAME" and a line with the result per check--  the process
+        |                                                                         that runs them
+        `--where it has died, or is silent for too long: a new one, from the next check on
+
+`python -m hetpipe.conformance.run FD REFERENCE DEVICE LEVEL FIRST` is that process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from hetpipe import process
+from hetpipe.conformance.check import BrokenRule, Check, Level, NotAsked
+from hetpipe.errors import BackendError
+from hetpipe.sdk.references import backend_reference, load_reference
+from hetpipe.sdk.registry import devices_of, get_backend
+
+if TYPE_CHECKING:
+    from hetpipe.conformance.rig import Rig
+    from hetpipe.sdk.info import DeviceInfo
+
+LIMIT_S = 300.0
+"""The longest that one check may take."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of a check: passed, failed, skipped, or crashed with its process."""
+
+    name: str
+    outcome: str
+    message: str = ""
+    seconds: float = 0.0
+    rule: str = ""
+    suspect: str = ""
+    family: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the device has broken the rule."""
+        return self.outcome in ("failed", "crashed")
+
+    @property
+    def text(self) -> str:
+        """The failure in sentences."""
+        return f"{self.message}\n  the rule: {self.rule}\n  suspect: {self.suspect}"
+
+
+def checks_of(level: Level) -> list[Check]:
+    """The checks of a level and of those below, in order."""
+    import hetpipe.conformance.all  # noqa: F401 - fills CHECKS
+    from hetpipe.conformance.check import CHECKS
+
+    if level is Level.FULL:
+        from hetpipe.conformance.database import add_checks
+
+        add_checks()  # its import takes seconds
+    return sorted((each for each in CHECKS if each.level <= level), key=lambda each: each.level)
+
+
+def rig_of(device_id: str) -> Rig:
+    """The opened device under test: its own, without a companion that lends it operators.
+
+    Raises `BackendError` if it is not there or does not open.
+    """
+    from hetpipe.conformance.rig import Rig
+    from hetpipe.sdk.isolation import ask
+
+    name = device_id.partition(":")[0]
+    backend = get_backend(name)
+    infos = {info.id: info for info in devices_of(name)}
+    if device_id not in infos:
+        raise BackendError(f"no device {device_id!r}; found: {', '.join(infos) or 'none'}")
+    info = infos[device_id]
+    problem = f"fails to open {device_id}"
+    return Rig(ask(name, problem, backend.open_limit_s, lambda: backend.open(info)))
+
+
+def run_check(each: Check, rig: Rig) -> Result:
+    """The result of a check. Only Ctrl-C passes."""
+    start_s = time.perf_counter()
+    outcome, message = "passed", ""
+    try:
+        each.function(rig)
+    except NotAsked as reason:
+        outcome, message = "skipped", str(reason)
+    except BrokenRule as broken:
+        outcome, message = "failed", str(broken)
+    except Exception as error:
+        outcome, message = "failed", f"{type(error).__name__}: {error}"
+    seconds = time.perf_counter() - start_s
+    return Result(each.name, outcome, message, seconds, each.rule, each.suspect, each.family)
+
+
+def run_suite(info: DeviceInfo, level: Level, limit_s: float = LIMIT_S) -> Iterator[Result]:
+    """The results of all checks of a level on a device, as they come.
+
+    Raises `BackendError` if the backend cannot be loaded by another process.
+    """
+    reference = backend_reference(info.backend)
+    if reference is None:
+        raise BackendError(
+            f"backend {info.backend!r} is defined in a function or at a prompt, where no other "
+            "process can load it; put its class at the top of a file"
+        )
+    checks = checks_of(level)
+    first = 0
+    while first < len(checks):
+        for result in _results(reference, info.id, level, first, checks, limit_s):
+            first += 1
+            yield result
+
+
+def _results(
+    reference: str, device_id: str, level: Level, first: int, checks: list[Check], limit_s: float
+) -> Iterator[Result]:
+    """The results of one process, which ends with the last check or with one that it dies of."""
+    reading, writing = os.pipe()
+    arguments = (writing, reference, device_id, int(level), first)
+    child = subprocess.Popen(
+        process.command("hetpipe.conformance.run", *arguments),
+        env=process.environment(),
+        pass_fds=(writing,),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    os.close(writing)
+    try:
+        with os.fdopen(reading, "rb", buffering=0) as lines:
+            for each in checks[first:]:
+                text, late = _line(lines, limit_s)
+                if text:
+                    yield Result(**json.loads(text))
+                    continue
+                how = f"has not ended after {limit_s:g} s" if late else _end_of(child)
+                yield Result(
+                    each.name, "crashed", how, limit_s if late else 0.0,
+                    each.rule, each.suspect, each.family,
+                )  # fmt: skip
+                return
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        if child.stderr is not None:
+            child.stderr.close()
+
+
+def _line(lines: Any, limit_s: float) -> tuple[bytes, bool]:
+    """The next line, empty at the end; and whether the time was over before it came."""
+    text, end_s = b"", time.monotonic() + limit_s
+    while not text.endswith(b"\n"):
+        left_s = end_s - time.monotonic()
+        if left_s <= 0 or not select.select([lines], [], [], left_s)[0]:
+            return b"", True
+        part = lines.read(1)
+        if not part:
+            return b"", False
+        text += part
+    return text, False
+
+
+def _end_of(child: subprocess.Popen[bytes]) -> str:
+    code = child.wait()
+    assert child.stderr is not None
+    last = (child.stderr.read().decode(errors="replace").strip().splitlines() or ["no output"])[-1]
+    how = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit status {code}"
+    return f"the process ended in the middle of it, with {how}: {last}"
+
+
+def main(writing: int, reference: str, device_id: str, level: int, first: int) -> None:
+    """Run the checks from number `first` on, and write a line of JSON for each."""
+    load_reference(reference)
+    rig = rig_of(device_id)
+    with os.fdopen(writing, "w") as lines:
+        for each in checks_of(Level(level))[first:]:
+            lines.write(json.dumps(asdict(run_check(each, rig))) + "\n")
+            lines.flush()
+    os._exit(0)  # nothing of a driver's end can fail any more
+
+
+if __name__ == "__main__":
+    _writing, _reference, _device, _level, _first = sys.argv[1:]
+    main(int(_writing), _reference, _device, int(_level), int(_first))

@@ -1,0 +1,255 @@
+"""Programs of models as hetpipe cuts them, and their training, alone and beside another device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hetpipe.conformance.check import CHECKS, Check, Level, NotAsked, check, expect
+from hetpipe.conformance.rig import Array, Rig, compare, refusals, tolerance
+from hetpipe.sdk.graph import graph_outputs
+
+ROWS, MICROBATCHES, STEPS = 12, 3, 6
+LIMIT = 2e-4
+"""The largest difference of a loss from that of torch in float64, relative."""
+
+
+class _Perceptron(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(10, 17), nn.ReLU(), nn.Linear(17, 9), nn.ReLU(), nn.Linear(9, 5))
+
+
+class _Convolutions(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(2, 5, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(5, 7, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(28, 5),
+        )  # fmt: skip
+
+
+class _Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 12)
+        self.norm = nn.LayerNorm(12)
+        self.mixed = nn.Linear(12, 36)
+        self.out = nn.Linear(12, 12)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(x)
+        q, k, v = self.mixed(self.norm(x)).chunk(3, -1)
+        weights = (q @ k.transpose(1, 2) * 12**-0.5).softmax(-1)
+        x = x + self.out(nn.functional.gelu(weights @ v))
+        result: torch.Tensor = self.head(x.mean(1))
+        return result
+
+
+@dataclass(frozen=True)
+class Model:
+    """A small model, the shape of a sample (of integers below `high`), and its optimizer."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    sample: tuple[int, ...]
+    optimizer: tuple[str, dict[str, float]]
+    high: int = 0
+
+    def batch(self, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A mini-batch."""
+        generator = torch.Generator().manual_seed(seed)
+        shape = (ROWS, *self.sample)
+        x = (
+            torch.randint(0, self.high, shape, generator=generator)
+            if self.high
+            else torch.randn(shape, generator=generator)
+        )
+        return x, torch.randint(0, 5, (ROWS,), generator=generator)
+
+    def ours(self) -> Any:
+        """The optimizer of hetpipe."""
+        import hetpipe.optim
+
+        name, settings = self.optimizer
+        return getattr(hetpipe.optim, name)(**settings)
+
+    def losses(self) -> list[float]:
+        """The losses of unpartitioned torch in float64."""
+        torch.manual_seed(0)
+        model = self.model().double()
+        name, settings = self.optimizer
+        classes = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+        optimizer: torch.optim.Optimizer = classes[name](model.parameters(), **settings)
+        losses = []
+        for step in range(STEPS):
+            x, y = self.batch(step)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x.double() if x.is_floating_point() else x), y)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        return losses
+
+
+MODELS = (
+    Model("perceptron", _Perceptron, (10,), ("sgd", {"lr": 0.1, "momentum": 0.9})),
+    Model("convolutions", _Convolutions, (2, 8, 8), ("adam", {"lr": 3e-3})),
+    Model("transformer", _Transformer, (6,), ("adamw", {"lr": 3e-3}), 11),
+)
+
+
+def _programs(rig: Rig, model: Model, cuts: Sequence[int] = ()) -> list[tuple[str, Any]]:
+    """The programs of a model as the device gets them, by name; of one stage or of several."""
+    from hetpipe.capture import capture
+
+    torch.manual_seed(0)
+    captured = capture(model.model(), nn.functional.cross_entropy, model.batch(0))
+    count = len(cuts) + 1
+    size = ROWS // MICROBATCHES
+    stages = captured.stage_graphs(cuts, [rig.table] * count, [size], model.ours())
+    programs = []
+    for number, stage in enumerate(stages):
+        passes = stage.passes[size]
+        for name, program in {
+            "forward": passes.forward, "backward": passes.backward, "update": stage.update,
+            **{f"evaluation of {n}": each for n, each in stage.evaluation.items()},
+        }.items():  # fmt: skip
+            if program is not None:
+                programs.append((f"{name} of stage {number}", program))
+    return programs
+
+
+def _lacking(rig: Rig, model: Model) -> list[str]:
+    return [
+        reason
+        for _, program in _programs(rig, model)
+        for reason in refusals(rig.device, program.graph)
+    ]
+
+
+def _program_check(model: Model, rig: Rig) -> None:
+    from hetpipe.diagnosis.judge import judged
+
+    if lacking := _lacking(rig, model):
+        raise NotAsked("refused: " + "; ".join(dict.fromkeys(lacking)))
+    for cuts in ((), (2,)):
+        for name, program in _programs(rig, model, cuts):
+            generator = np.random.default_rng(5)
+            inputs = [_example(slot, generator) for slot in program.inputs]
+            values = judged(program.graph, [torch.from_numpy(array) for array in inputs])
+            expected = [values[node].numpy() for node in graph_outputs(program.graph)]
+            executable = rig.device.compile(program.graph)
+            outputs = rig.run(executable, [rig.put(array) for array in inputs])
+            for slot, output, wide in zip(program.outputs, outputs, expected, strict=True):
+                where = f"{slot.role} {slot.name} of the {name}"
+                compare(rig.get(output), wide, tolerance(wide, output.dtype, 4096), where)
+
+
+def _example(slot: Any, generator: np.random.Generator) -> Array:
+    """Values that every program can take: small classes, ones and zeros, positive numbers."""
+    if slot.dtype.startswith(("int", "uint")):
+        return np.asarray(generator.integers(0, 2, slot.shape), slot.dtype)
+    if slot.dtype == "bool":
+        return np.asarray(generator.integers(0, 2, slot.shape), np.bool_)
+    return np.asarray(np.abs(generator.standard_normal(slot.shape)) + 0.1, slot.dtype)
+
+
+def _trained(model: Model, devices: Sequence[str], transport: str) -> list[float]:
+    import hetpipe as hp
+    from hetpipe.cluster.cluster import Cluster, Member
+
+    torch.manual_seed(0)
+    members = tuple(Member(f"{n}", device) for n, device in enumerate(devices))
+    with hp.Pipeline(
+        model.model(),
+        nn.functional.cross_entropy,
+        model.batch(0),
+        cluster=Cluster(members, transport=transport),
+        optimizer=model.ours(),
+        cuts=[2] if len(devices) > 1 else [],
+        microbatches=MICROBATCHES,
+        schedule="1f1b",
+    ) as pipe:
+        return [pipe.step(*model.batch(step)) for step in range(STEPS)]
+
+
+def _training_check(model: Model, beside: bool, transport: str, rig: Rig) -> None:
+    if lacking := _lacking(rig, model):
+        raise NotAsked("refused: " + "; ".join(dict.fromkeys(lacking)))
+    if not beside:
+        _same_losses(model, _trained(model, [rig.info.id], transport), "alone")
+        return
+    other = _reference(rig)
+    for devices in ([rig.info.id, other], [other, rig.info.id]):
+        _same_losses(model, _trained(model, devices, transport), " | ".join(devices))
+
+
+def _same_losses(model: Model, losses: Sequence[float], where: str) -> None:
+    for step, (loss, expected) in enumerate(zip(losses, model.losses(), strict=True)):
+        expect(
+            abs(loss - expected) <= LIMIT * abs(expected),
+            f"{model.name}, {where}: the loss of step {step} is {loss:.7f}, with torch in float64 "
+            f"{expected:.7f}",
+        )
+
+
+def _reference(rig: Rig) -> str:
+    """A device of hetpipe's own that is not the one under test, for the other stage."""
+    from hetpipe.sdk.registry import discover_devices, provider_of
+
+    infos = [info for info in discover_devices()[0] if info.id != rig.info.id]
+    ours = [info for info in infos if provider_of(info.backend).ours]
+    references = [info for info in ours if info.capabilities.reference]
+    if not ours:
+        raise NotAsked("no other device is here")
+    return (references or ours)[0].id
+
+
+for _model in MODELS:
+    CHECKS.append(
+        Check(
+            f"programs/{_model.name}",
+            Level.TRAINING,
+            "forward, backward, evaluation and update of a model compute what torch does in "
+            "float64",
+            "a gradient of one operator, or operators that are right alone and wrong together",
+            partial(_program_check, _model),
+        )
+    )
+for _model in MODELS:
+    for _beside, _transport, _level in (
+        (False, "local", Level.TRAINING),
+        (True, "local", Level.TRAINING),
+        (True, "shared-memory", Level.FULL),
+    ):
+        _where = ("a stage beside another device" if _beside else "alone") + (
+            ", in processes" if _transport != "local" else ""
+        )
+        CHECKS.append(
+            Check(
+                f"training/{_model.name}, {_where}",
+                _level,
+                "a training has the losses of torch",
+                "state between passes: stale buffers, donation, events, queues",
+                partial(_training_check, _model, _beside, _transport),
+            )
+        )
+
+
+@check(
+    "training/something",
+    "a device trains at least one of the three models",
+    "operators that are missing: see the list at the end",
+    Level.TRAINING,
+)
+def _(rig: Rig) -> None:
+    lacking = {model.name: _lacking(rig, model) for model in MODELS}
+    least = min(lacking, key=lambda name: len(set(lacking[name])))
+    missing = "; ".join(dict.fromkeys(lacking[least]))
+    expect(not lacking[least], f"it trains none of them; {least} lacks the fewest: {missing}")
