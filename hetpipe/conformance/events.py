@@ -32,10 +32,10 @@ def _(rig: Rig) -> None:
         end_s = time.monotonic() + WAIT_S
         while not event.done():  # as a scheduler would look at it
             expect(time.monotonic() < end_s, f"the event has not happened after {WAIT_S:.0f} s")
-        compare(rig.get(outputs[0]), expected, 1e-2, f"the result at the moment of done, {turn}")
+        compare(rig.get(outputs[0]), expected, 1e-4, f"the result at the moment of done, {turn}")
         outputs, event = rig.begin(heavy, [buffer])
         event.wait(WAIT_S)
-        compare(rig.get(outputs[0]), expected, 1e-2, f"the result at the end of wait, {turn}")
+        compare(rig.get(outputs[0]), expected, 1e-4, f"the result at the end of wait, {turn}")
         expect(event.done(), "done() is false after wait()")
 
 
@@ -119,7 +119,7 @@ def _(rig: Rig) -> None:
     else:
         expect(event.done(), "wait(1e-6) returned, and done() is false")
     event.wait(WAIT_S)
-    compare(rig.get(outputs[0]), expected, 1e-2, "the result after a wait that was cut short")
+    compare(rig.get(outputs[0]), expected, 1e-4, "the result after a wait that was cut short")
 
 
 def at_once(*jobs: Callable[[], None]) -> None:
@@ -155,7 +155,7 @@ def _(rig: Rig) -> None:
     def passes() -> None:
         for _ in range(4):
             (result,) = rig.run(heavy, [buffer])
-            compare(rig.get(result), expected, 1e-2, "a pass beside copies")
+            compare(rig.get(result), expected, 1e-4, "a pass beside copies")
 
     def copies(seed: int) -> None:
         for turn in range(16):
@@ -265,7 +265,7 @@ def _(rig: Rig) -> None:
             compare(part, expected[lo:hi], 1e-2, f"chunk {lo}..{hi} at its event")
             reported += 1
         end.wait(WAIT_S)
-        compare(rig.get(outputs[0]).flatten(), expected, 1e-2, "the whole result")
+        compare(rig.get(outputs[0]).flatten(), expected, 1e-4, "the whole result")
     if not reported:
         raise BrokenRule("it declares chunks, and a product of 1024 x 96 x 640 has none")
 

@@ -73,6 +73,32 @@ CHECKS += [
 ]
 
 
+def _in_dtype(case: Case, dtype: str, rig: Rig) -> None:
+    if dtype not in rig.info.dtypes:
+        raise NotAsked(f"{dtype} is not among its dtypes")
+    generator = torch.Generator().manual_seed(len(case.name))
+    inputs = [feed.make(generator) for feed in case.feeds]
+    if case.large or not any(tensor.is_floating_point() for tensor in inputs):
+        raise NotAsked("a case without floating inputs, or a large one")
+    kind = getattr(torch, dtype)
+    cast = [t.to(kind) if t.is_floating_point() else t for t in inputs]
+    judge(rig, case.fn, cast, case.terms, 4 * case.tolerance)
+
+
+CHECKS += [
+    Check(
+        f"precision/{case.name}, {dtype}",
+        Level.FULL,
+        f"an operator that `supports` accepts in {dtype} computes in it",
+        f"another precision than {dtype} inside a kernel, constants of float32 in it",
+        partial(_in_dtype, case, dtype),
+        f"{case.family}, {dtype}",
+    )
+    for dtype in ("float64", "float16", "bfloat16")
+    for case in CASES
+]
+
+
 # --- reductions and products of all lengths ------------------------------------------------------
 
 

@@ -30,6 +30,12 @@ if TYPE_CHECKING:
     from hetpipe.conformance.rig import Rig
     from hetpipe.sdk.info import DeviceInfo
 
+GROUPS = (
+    "contract", "buffers", "events", "memory", "threads", "queues", "chunks", "dtypes", "values",
+    "strides", "lengths", "determinism", "operators", "precision", "programs", "training",
+    "database",
+)  # fmt: skip
+"""The order of checks: a fault in an earlier group is likely to show in the later ones too."""
 LIMIT_S = 300.0
 """The longest that one check may take."""
 
@@ -66,7 +72,8 @@ def checks_of(level: Level) -> list[Check]:
         from hetpipe.conformance.database import add_checks
 
         add_checks()  # its import takes seconds
-    return sorted((each for each in CHECKS if each.level <= level), key=lambda each: each.level)
+    chosen = (each for each in CHECKS if each.level <= level)
+    return sorted(chosen, key=lambda each: (each.level, GROUPS.index(each.group)))
 
 
 def rig_of(device_id: str) -> Rig:

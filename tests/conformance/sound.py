@@ -1,0 +1,193 @@
+"""A sound asynchronous device over numpy, made so that one method can be broken at a time.
+
+run, download -> WorkQueue of the pass's queue -> `_compute`: one node after the other
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from hetpipe.backends.numpy import OWN
+from hetpipe.backends.numpy.operators import OPERATORS
+from torch import fx
+
+from hetpipe.sdk import (
+    DONE,
+    Backend,
+    BackendError,
+    Buffer,
+    Capabilities,
+    Chunk,
+    Device,
+    DeviceInfo,
+    Event,
+    Executable,
+    WorkQueue,
+    check_inputs,
+    dtype_name,
+    graph_calls,
+    graph_inputs,
+    graph_outputs,
+    index_bounds,
+    input_forms,
+    operator_name,
+    primitive_decompositions,
+    require_support,
+)
+
+Array = np.ndarray[Any, Any]
+DTYPES = ("float32", "int64", "bool", "int32")
+
+
+class SoundBuffer(Buffer):
+    def __init__(self, device: SoundDevice, array: Array) -> None:
+        self.device, self.array = device, array
+        self.shape, self.dtype = array.shape, array.dtype.name
+
+
+class SoundDevice(Device):
+    def __init__(self, info: DeviceInfo) -> None:
+        self.info = info
+        self.queues = [WorkQueue(f"{info.id} {n}") for n in range(info.capabilities.queues)]
+        self.copies = WorkQueue(f"{info.id} copies")
+
+    def supports(self, node: fx.Node) -> str | None:
+        if operator_name(node) not in OPERATORS:
+            return "no kernel"
+        values = [each.meta["val"] for each in (node, *node.all_input_nodes)]
+        dtypes = {dtype_name(value.dtype) for value in values if hasattr(value, "dtype")}
+        return None if dtypes <= set(DTYPES) else f"no kernel for {dtypes}"
+
+    def compile(self, graph: fx.GraphModule) -> Executable:
+        require_support(self, graph)
+        return SoundExecutable(self, graph)
+
+    def upload(self, src: Array) -> tuple[Buffer, Event]:
+        array = np.empty(src.shape, src.dtype)
+        event = self.copies.submit(lambda: np.copyto(array, src))
+        return self.buffer(array), event
+
+    def download(self, buf: Buffer, dst: Array) -> Event:
+        array = self.own(buf).array
+        return self.copies.submit(lambda: np.copyto(dst, array))
+
+    def download_part(self, buf: Buffer, lo: int, hi: int, dst: Array) -> Event:
+        array = self.own(buf).array
+        return self.copies.submit(lambda: np.copyto(dst, array.reshape(-1)[lo:hi]))
+
+    def buffer(self, array: Array) -> SoundBuffer:
+        return SoundBuffer(self, array)
+
+    def own(self, buffer: Buffer) -> SoundBuffer:
+        if not isinstance(buffer, SoundBuffer):
+            raise BackendError(f"{self.info.id} was given a buffer of another device")
+        return buffer
+
+    def kernel(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """The result of an operator."""
+        return OPERATORS[operator_name(node)](*args, **kwargs)
+
+    def check(self, node: fx.Node, values: Mapping[fx.Node, Array]) -> None:
+        for bound in index_bounds(node):
+            bound.check(self.info.id, values[bound.index])
+
+    def memory_for(self, executable: SoundExecutable, nodes: Sequence[fx.Node]) -> list[Array]:
+        """Memory for results, before they are computed."""
+        metas = [node.meta["val"] for node in nodes]
+        return [np.empty(tuple(meta.shape), dtype_name(meta.dtype)) for meta in metas]
+
+    def submit(
+        self, work: Callable[[], None], after: Sequence[Event], queue: int, held: Sequence[Buffer]
+    ) -> Event:
+        """Begin a pass; the buffers in `held` must live until it has ended."""
+
+        def holding(held: Sequence[Buffer] = held) -> None:
+            work()
+
+        return self.queues[queue].submit(holding, after)
+
+    def store(
+        self, executable: SoundExecutable, values: dict[fx.Node, Array], results: Sequence[Array],
+        donated: Mapping[fx.Node, Array],
+    ) -> None:  # fmt: skip
+        """Put the results of a pass where they belong."""
+        for node, result in zip(executable.created, results, strict=True):
+            np.copyto(result, values[node])
+
+    def chunks(self, outputs: Sequence[Buffer], end: Event) -> Sequence[Chunk]:
+        """The parts that are ready early."""
+        return ()
+
+    def close(self) -> None:
+        for queue in (*self.queues, self.copies):
+            queue.close()
+
+
+class SoundExecutable(Executable):
+    def __init__(self, device: SoundDevice, graph: fx.GraphModule) -> None:
+        self.device = device
+        self.forms = input_forms(graph)
+        self.placeholders, self.calls = graph_inputs(graph), list(graph_calls(graph))
+        self.outputs = graph_outputs(graph)
+        self.created = [
+            node for node in dict.fromkeys(self.outputs) if node not in self.placeholders
+        ]
+
+    def run(
+        self,
+        inputs: Sequence[Buffer],
+        donate: frozenset[int] = frozenset(),
+        after: Sequence[Event] = (),
+        queue: int = 0,
+    ) -> tuple[list[Buffer], Event, Sequence[Chunk]]:
+        device = self.device
+        check_inputs(device.info.id, inputs, self.forms)
+        buffers: dict[fx.Node, Buffer] = dict(zip(self.placeholders, inputs, strict=True))
+        arrays = {node: device.own(buffer).array for node, buffer in buffers.items()}
+        donated = {self.placeholders[i]: arrays[self.placeholders[i]] for i in donate}
+        results = device.memory_for(self, self.created)
+        for node, array in zip(self.created, results, strict=True):
+            buffers[node] = device.buffer(array)
+
+        def work() -> None:
+            device.store(self, self.compute(dict(arrays)), results, donated)
+
+        event = device.submit(work, after, queue, list(buffers.values()))
+        outputs = [buffers[node] for node in self.outputs]
+        return outputs, event, device.chunks(outputs, event)
+
+    def compute(self, values: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
+        for node in self.calls:
+            self.device.check(node, values)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            with np.errstate(all="ignore"):
+                result = self.device.kernel(node, args, kwargs)
+            meta = node.meta["val"]
+            single = hasattr(meta, "dtype")
+            values[node] = np.asarray(result, dtype_name(meta.dtype)) if single else result
+        return values
+
+
+class SoundBackend(Backend):
+    name = "sound"
+    device: ClassVar[type[SoundDevice]] = SoundDevice
+    capabilities: ClassVar[Capabilities] = Capabilities(queues=2)
+
+    def discover(self) -> list[DeviceInfo]:
+        info = DeviceInfo(
+            id=f"{self.name}:unit:0", backend=self.name, kind="other", name="sound", vendor="tests",
+            driver="1", memory_nbytes=1 << 32, memory_domain="host", dtypes=DTYPES,
+            capabilities=self.capabilities,
+        )  # fmt: skip
+        return [info]
+
+    def open(self, info: DeviceInfo) -> Device:
+        return self.device(info)
+
+    def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
+        return primitive_decompositions(keep=OWN)
+
+
+__all__ = ["DONE", "Array", "SoundBackend", "SoundBuffer", "SoundDevice", "SoundExecutable"]

@@ -1,0 +1,36 @@
+"""The suite names the fault of every broken backend, and finds none in the sound one."""
+
+from __future__ import annotations
+
+import pytest
+from broken import FAULTS, results_of
+from sound import SoundBackend
+
+from hetpipe.conformance.check import Level
+from hetpipe.conformance.run import checks_of, rig_of, run_check
+from hetpipe.sdk import registry
+
+
+@pytest.fixture(autouse=True)
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    monkeypatch.setattr(registry, "_instances", dict(registry._instances))
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named(name: str) -> None:
+    fault = FAULTS[name]
+    (result,) = results_of(fault, [fault.check], Level.TRAINING)
+    assert result.outcome == "failed", result
+    assert fault.words in result.text
+
+
+def test_a_sound_backend_breaks_no_rule() -> None:
+    registry.register_backend(SoundBackend)
+    rig = rig_of("sound:unit:0")
+    results = [run_check(each, rig) for each in checks_of(Level.CORE)]
+    assert [result for result in results if result.failed] == []
+    passed = [result.name for result in results if result.outcome == "passed"]
+    named = {fault.check for fault in FAULTS.values()}
+    core = {each.name for each in checks_of(Level.CORE)}
+    assert named & core <= {*passed, "chunks/parts of results"}
