@@ -37,6 +37,10 @@ class WorkerError(HetpipeError):
     """A worker raised, died or stopped answering; the run is over and no process is left."""
 
 
+class NotFiniteError(HetpipeError):
+    """A loss is infinite or not a number; `Pipeline.diagnose` names the place where it begins."""
+
+
 class CheckpointError(HetpipeError):
     """A checkpoint is missing, damaged or of another version, or cannot be saved."""
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from hetpipe.cluster.cluster import Cluster
     from hetpipe.cost.table import CostTable
+    from hetpipe.diagnosis.record import Diagnosis
     from hetpipe.optim.rule import Optimizer
     from hetpipe.pipeline.options import Options
     from hetpipe.plan.plan import Plan
@@ -56,17 +57,12 @@ class Pipeline(Measurements):
     - of the plan: `plan`, or in parts `cuts`, `replicas`, `microbatches`, `schedule`, `weights`;
       the planner chooses the parts that are left out. `split` makes two layers of one, for a cut
       inside it. `costs` are those of `plan`. Nothing is measured where no part is left out, unless
-      `priced`. Replicas divide micro-batches by their speed, or take mini-batches in turn.
-      `schedule="data-parallel"` puts all stages on every device, `schedule="asp"` with
-      `replicas=[R]` the whole model on the first R devices. `weights` says how an asynchronous
-      schedule keeps versions of the weights (`stash`, its default, `vertical-sync`, `2bw`,
-      `spectrain`, `pipeoptim`); a synchronous one has `flush`.
+      `priced`. `weights` says how an asynchronous schedule keeps versions of the weights.
       `rebalance="auto"` moves layers between steps when the devices' speeds have changed.
-    - of the passes: `recompute` keeps fewer tensors for the backward and computes the others again;
-      `precision` works as under `torch.autocast`, and parameters, gradients and optimizer state
-      keep their dtypes; `cut_dtype`, `sync_batch_norm`, `check_finite`, `seed`.
+    - of the passes: `recompute` keeps fewer tensors for the backward, `precision` works as under
+      `torch.autocast`; `cut_dtype`, `sync_batch_norm`, `check_finite`, `seed`.
     - of the updates: `clip_norm` as in torch's `clip_grad_norm_`, `clip_each`, `accumulate`, and
-      `loss_scale`, a number or a rule; passes in float16 have a rule by default.
+      `loss_scale`, a number or a rule.
 
     A `crew` (started workers) or a `captured` model that the caller gives is left as it is by
     `close`; a crew serves one pipeline at a time. Raises children of `HetpipeError` only.
@@ -186,6 +182,18 @@ class Pipeline(Measurements):
             self.flush()
             loss, grads = self._training.gradients(x, y)
             return loss, as_tensors(grads)
+
+    def diagnose(self, x: Any, y: Any) -> Diagnosis:
+        """Compare every program of one mini-batch with torch in float64, and name the device, layer
+        and operator at which they part, or at which a value is not finite.
+
+        Takes as long as many steps, and changes nothing; flushes first, as `state_dict` does.
+        """
+        from hetpipe.pipeline.diagnosing import diagnose_training
+
+        with self._one_thread("diagnose"):
+            self._delivery.settle_anyway()
+            return diagnose_training(self._training, x, y)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The full model's parameters and buffers under their original names, on the CPU."""

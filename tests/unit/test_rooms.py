@@ -15,12 +15,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-FLOORS = ("cli", "papers", "study", "bench", "pipeline", "profile", "crew", "worker", "wire")
+FLOORS = (
+    "cli", "papers", "study", "bench", "pipeline", "diagnosis", "profile", "crew", "worker", "wire",
+)  # fmt: skip
 """From top to bottom; each may import all below it, and everything in GROUND.
 
 Commands show what papers, studies and benchmarks find out about pipelines as users make them. A
-pipeline profiles, plans and then drives a crew; a profile asks a crew's workers; the crew's
-controller starts workers and shares their vocabulary; workers talk over wires, which know of
+pipeline profiles, plans and then drives a crew; a diagnosis and a profile ask a crew's workers; the
+crew's controller starts workers and shares their vocabulary; workers talk over wires, which know of
 neither.
 """
 GROUND = {
@@ -38,7 +40,7 @@ GROUND = {
 }
 """Rooms that stand side by side, with those of them that each may import."""
 
-WITHOUT_CIRCLES = ("pipeline", "profile", "crew", "worker", "wire", "schedule")
+WITHOUT_CIRCLES = ("pipeline", "diagnosis", "profile", "crew", "worker", "wire", "schedule")
 FILE_LINES, CLASS_LINES, PARAMETERS = 350, 250, 8  # at most; self is no parameter
 
 EXEMPT = {
