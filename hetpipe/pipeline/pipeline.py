@@ -57,12 +57,17 @@ class Pipeline(Measurements):
     - of the plan: `plan`, or in parts `cuts`, `replicas`, `microbatches`, `schedule`, `weights`;
       the planner chooses the parts that are left out. `split` makes two layers of one, for a cut
       inside it. `costs` are those of `plan`. Nothing is measured where no part is left out, unless
-      `priced`. `weights` says how an asynchronous schedule keeps versions of the weights.
+      `priced`. Replicas divide micro-batches by their speed, or take mini-batches in turn.
+      `schedule="data-parallel"` puts all stages on every device, `schedule="asp"` with
+      `replicas=[R]` the whole model on the first R devices. `weights` says how an asynchronous
+      schedule keeps versions of the weights (`stash`, its default, `vertical-sync`, `2bw`,
+      `spectrain`, `pipeoptim`); a synchronous one has `flush`.
       `rebalance="auto"` moves layers between steps when the devices' speeds have changed.
-    - of the passes: `recompute` keeps fewer tensors for the backward, `precision` works as under
-      `torch.autocast`; `cut_dtype`, `sync_batch_norm`, `check_finite`, `seed`.
+    - of the passes: `recompute` keeps fewer tensors for the backward and computes the others again;
+      `precision` works as under `torch.autocast`, and parameters, gradients and optimizer state
+      keep their dtypes; `cut_dtype`, `sync_batch_norm`, `check_finite`, `seed`.
     - of the updates: `clip_norm` as in torch's `clip_grad_norm_`, `clip_each`, `accumulate`, and
-      `loss_scale`, a number or a rule.
+      `loss_scale`, a number or a rule; passes in float16 have a rule by default.
 
     A `crew` (started workers) or a `captured` model that the caller gives is left as it is by
     `close`; a crew serves one pipeline at a time. Raises children of `HetpipeError` only.
@@ -185,9 +190,7 @@ class Pipeline(Measurements):
 
     def diagnose(self, x: Any, y: Any) -> Diagnosis:
         """Compare every program of one mini-batch with torch in float64, and name the device, layer
-        and operator at which they part, or at which a value is not finite.
-
-        Takes as long as many steps, and changes nothing; flushes first, as `state_dict` does.
+        and operator at which they part, or at which a value is not finite. It changes nothing.
         """
         from hetpipe.pipeline.diagnosing import diagnose_training
 

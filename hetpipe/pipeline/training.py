@@ -229,7 +229,6 @@ class Training:
         return result
 
     def request(self, x: Any, y: Any, evaluates: bool = False) -> StepRequest:
-        """One mini-batch for the crew, without a schedule; loads stages for new sizes."""
         subject = self.subject
         leaves = subject.captured.leaves(x, y)
         rows = rows_of(leaves)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
 from typing import Any
 
 import pytest
@@ -14,45 +14,131 @@ from torch import nn
 from wrong_backends import WrongBackend
 
 import hetpipe as hp
+from hetpipe.errors import NotFiniteError
 from hetpipe.sdk import registry
 
 X, Y = batches(1)[0]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def wrong() -> Iterator[None]:
+def wrong() -> None:
     registry.register_backend(WrongBackend)
-    yield
 
 
-def opened(crews: Crews, kind: str, transport: str = "local", **options: Any) -> hp.Pipeline:
-    """An MLP on numpy and, from its second layer on, on a faulty device."""
+def opened(
+    crews: Crews, kind: str, members: str = "01", transport: str = "local", **options: Any
+) -> hp.Pipeline:
+    """An MLP on numpy, m0, and a faulty device, m1."""
     torch.manual_seed(0)
     crew = crews(("numpy:cpu:0", f"wrong:{kind}:0"), transport)
-    options = {"optimizer": hp.optim.adamw(lr=1e-2), **options}
+    options = {"optimizer": hp.optim.adamw(lr=1e-2), "cuts": [1], **options}
     loss_fn = nn.functional.cross_entropy
-    return pipeline(crew, MLP(), loss_fn, (X, Y), "01", microbatches=3, cuts=[1], **options)
+    return pipeline(crew, MLP(), loss_fn, (X, Y), members, microbatches=3, **options)
 
 
 FAULTS = {
-    "tanh": ("operator", "forward", "layers.0", ("aten.tanh.default",)),
-    "le": ("operator", "forward", "layers.2", ("aten.le.Scalar",)),
-    "sqrt": ("operator", "update", "layers.2.weight", ("aten.sqrt.default",)),
-    "nan": ("operator", "forward", "layers.4", ("aten.sigmoid.default",)),
-    "raises": ("failed", "forward", "layers.4", ("aten.sigmoid.default",)),
-    "unsteady": ("unsteady", "forward", "layers.4", ("aten.sigmoid.default",)),
-    "stale": ("unsteady", "forward", "layers.4", ("aten.sigmoid.default",)),
+    "tanh": ("operator", "forward", "layers.0", "aten.tanh.default"),
+    "le": ("operator", "forward", "layers.2", "aten.le.Scalar"),
+    "mm": ("operator", "backward", "layers.6", "aten.mm.default"),
+    "sqrt": ("operator", "update", "layers.2.weight", "aten.sqrt.default"),
+    "nan": ("operator", "forward", "layers.4", "aten.sigmoid.default"),
+    "raises": ("failed", "forward", "layers.4", "aten.sigmoid.default"),
+    "unsteady": ("unsteady", "forward", "layers.4", "aten.sigmoid.default"),
+    "stale": ("unsteady", "forward", "layers.4", "aten.sigmoid.default"),
 }
 
 
 @pytest.mark.parametrize("kind", FAULTS)
 def test_the_operator_is_named(crews: Crews, kind: str) -> None:
-    verdict, program, layer, operators = FAULTS[kind]
-    with opened(crews, kind) as pipe:
+    verdict, program, layer, name = FAULTS[kind]
+    stage = 0 if kind == "tanh" else 1
+    with opened(crews, kind, "01" if stage else "10") as pipe:
         found = pipe.diagnose(X, Y)
-    print(found)
     culprit = found.culprit
-    assert culprit is not None
-    assert (found.verdict, culprit.program, culprit.operators) == (verdict, program, operators)
+    assert culprit is not None, str(found)
+    assert found.blames_device
+    assert (found.verdict, culprit.program, culprit.operators) == (verdict, program, (name,))
     assert culprit.layer == layer
-    assert (culprit.stage, culprit.member, culprit.device) == (1, "m1", f"wrong:{kind}:0")
+    assert (culprit.stage, culprit.member, culprit.device) == (stage, "m1", f"wrong:{kind}:0")
+    assert f"stage {stage} on m1 (wrong:{kind}:0), {program}" in str(found)
+    assert json.loads(json.dumps(found.to_json()))["culprit"]["operators"] == [name]
+
+
+def test_a_value_that_is_not_finite_is_shown(crews: Crews) -> None:
+    with opened(crews, "nan") as pipe:
+        with pytest.raises(NotFiniteError, match=r"pipe\.diagnose\(x, y\)"):
+            pipe.step(X, Y)
+        text = str(pipe.diagnose(X, Y))
+    assert "nan at [0, 3], where torch has 0." in text
+    assert "its inputs were finite, from" in text
+    assert "learning rate" not in text
+
+
+def test_an_error_is_told_in_the_devices_words(crews: Crews) -> None:
+    with opened(crews, "raises") as pipe:
+        found = pipe.diagnose(X, Y)
+    assert found.culprit is not None
+    assert found.culprit.reason == "ValueError: boom 42"
+
+
+def test_a_device_that_is_lost(crews: Crews) -> None:
+    with opened(crews, "dies") as pipe:
+        found = pipe.diagnose(X, Y)
+    assert found.verdict == "failed"
+    assert "it raises in every other operator now, so the device may be lost" in str(found)
+
+
+def test_operators_that_are_wrong_only_together(crews: Crews) -> None:
+    with opened(crews, "together") as pipe:
+        found = pipe.diagnose(X, Y)
+    assert found.verdict == "combination"
+    assert found.culprit is not None
+    assert found.culprit.operators == ("aten.addmm.default", "aten.sigmoid.default")
+    assert "right one by one, and wrong in one graph" in str(found)
+
+
+def test_passes_that_disturb_each_other(crews: Crews) -> None:
+    """Each program is right whenever it runs alone, and wrong in the pipeline's own pass."""
+    with opened(crews, "between") as pipe:
+        found = pipe.diagnose(X, Y)
+    assert found.verdict == "between"
+    assert "and the pipeline's own pass does not: its gradient of layers." in str(found)
+
+
+@pytest.mark.parametrize("transport", ["local", "shared-memory"])
+def test_training_goes_on_as_if_nothing_was_asked(crews: Crews, transport: str) -> None:
+    data = batches(4)
+
+    def losses(asks: bool) -> list[float]:
+        with opened(crews, "right", transport=transport) as pipe:
+            taken = [pipe.step(*data[0]), pipe.step(*data[1])]
+            if asks:
+                found = pipe.diagnose(*data[2])
+                assert (found.verdict, found.culprit, found.runs) == ("healthy", None, 14)
+                assert str(found).startswith("every stage agrees with torch: 14 runs")
+                assert len(pipe.timeline.spans) > 0
+            return [*taken, *(pipe.step(*each) for each in data[2:])]
+
+    assert losses(asks=True) == losses(asks=False)
+
+
+def test_workers_in_processes_name_it_too(crews: Crews) -> None:
+    with opened(crews, "unsteady", transport="shared-memory") as pipe:
+        found = pipe.diagnose(X, Y)
+    assert found.culprit is not None
+    assert found.culprit.operators == ("aten.sigmoid.default",)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_numbers_are_to_blame(crews: Crews, schedule: str) -> None:
+    """With such a learning rate the second update overflows, on every device."""
+    optimizer = hp.optim.sgd(lr=1e38)
+    with opened(crews, "right", schedule=schedule, optimizer=optimizer) as pipe:
+        with pytest.raises(NotFiniteError):
+            list(pipe.run([(X, Y)] * 4))
+        found = pipe.diagnose(X, Y)
+    assert found.verdict == "numbers"
+    assert not found.blames_device
+    assert found.culprit is not None
+    assert found.culprit.layer.startswith("layers.")
+    assert "lower the learning rate" in str(found)

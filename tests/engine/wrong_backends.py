@@ -15,7 +15,7 @@ from hetpipe.sdk.graph import operator_name
 from hetpipe.sdk.info import DeviceInfo
 
 KINDS = (
-    "right", "tanh", "le", "sqrt", "nan", "raises", "together", "unsteady", "stale", "dies",
+    "right", "tanh", "le", "mm", "sqrt", "nan", "raises", "together", "unsteady", "stale", "dies",
     "compiles", "between",
 )  # fmt: skip
 
@@ -38,6 +38,7 @@ class WrongDevice(NumpyDevice):
         self.calls = 0
         self.dead = False
         self.pairs: dict[int, Any] = {}
+        self.downloaded = True
 
     def _compile(self, graph: fx.GraphModule) -> Any:
         program = super()._compile(graph)
@@ -58,16 +59,25 @@ class WrongDevice(NumpyDevice):
                 result = OPERATORS[operator_name(node)](*args, **kwargs)
             result = np.asarray(result, dtype) if dtype else result
             values[node] = self._spoiled(operator_name(node), result, names, program)
+        if self.kind == "between" and not self.downloaded:  # it uses memory again too early
+            values[outputs[0]] = values[outputs[0]] * np.float32(0.5)
+        self.downloaded = False
         for node in outputs:
             if node not in buffers:
                 buffers[node] = NumpyBuffer(self, values[node].copy(order="C"))
         return [buffers[node] for node in outputs]
+
+    def _to_host(self, buf: Buffer, dst: Any) -> None:
+        self.downloaded = True
+        super()._to_host(buf, dst)
 
     def _spoiled(self, name: str, result: Any, names: set[str], program: Any) -> Any:
         """The result of an operator, with the fault of this kind of device."""
         sigmoid = name == "aten.sigmoid.default"
         if self.kind == "tanh" and name == "aten.tanh.default":
             return result * np.float32(1.01)
+        if self.kind == "mm" and name == "aten.mm.default":
+            return result + np.float32(1e-3)
         if self.kind == "le" and name == "aten.le.Scalar":
             return ~result
         if self.kind == "sqrt" and name == "aten.sqrt.default" and result.ndim:
