@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -51,7 +51,7 @@ def exactly(node: fx.Node, arguments: Any) -> Value:
     if node.target is operator.getitem:
         return arguments[0][0][arguments[0][1]]
     try:
-        return _called(node, _wide(arguments))
+        value = _called(node, _wide(arguments))
     except (RuntimeError, TypeError):  # an operator without float64
         try:
             return _called(node, arguments)
@@ -59,14 +59,15 @@ def exactly(node: fx.Node, arguments: Any) -> Value:
             raise HetpipeError(
                 f"torch cannot judge {operator_name(node)} of layer {layer_of(node)}: {error}"
             ) from error
+    return _overflown(value, plainly(node, arguments)) if _is_large(arguments) else value
 
 
 def plainly(node: fx.Node, arguments: Any) -> Value:
-    """The result of a node by torch in the graph's own dtypes; exact where torch cannot do that."""
+    """The result of a node by torch in the graph's own dtypes, or wider where it must be."""
     try:
         return _called(node, arguments)
     except (RuntimeError, TypeError):
-        return exactly(node, arguments)
+        return _called(node, _wide(arguments))
 
 
 def layer_of(node: fx.Node) -> str:
@@ -98,7 +99,8 @@ def terms_of(node: fx.Node) -> int:
     if not sizes or not results or min(results) == 0:
         return 1
     if name in ("mm", "bmm", "addmm", "baddbmm", "mv", "dot", "addmv"):
-        return max(shapes[-2][-1], 1)
+        matrix: Any = node.args["add" in name]
+        return max(int(matrix.meta["val"].shape[-1]), 1)
     if "softmax" in name:
         return max(shapes[0], default=1)
     if any(word in name for word in _LONG_SUMS):
@@ -183,6 +185,32 @@ def _declared(result: Any, meta: Any) -> Value:
         return None
     dtype = meta.dtype if isinstance(meta, torch.Tensor) else result.dtype
     return result.to(dtype).contiguous()
+
+
+def _is_large(arguments: Any) -> bool:
+    """Whether products of inputs, or their sums, may overflow where the result does not."""
+    return any(
+        float(tensor.abs().nan_to_num(nan=0.0).max()) > torch.finfo(tensor.dtype).max ** 0.375
+        for tensor in _tensors_in(arguments)
+        if tensor.is_floating_point() and tensor.numel()
+    )
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item)
+
+
+def _overflown(exact: Value, plain: Value) -> Value:
+    """The exact value, but what torch overflows to in the graph's dtypes."""
+    if isinstance(exact, tuple):
+        return tuple(_overflown(own, other) for own, other in zip(exact, plain, strict=True))
+    if not isinstance(exact, torch.Tensor) or not exact.is_floating_point():
+        return exact
+    return torch.where(plain.isfinite(), exact, plain)
 
 
 def _wide(arguments: Any) -> Any:

@@ -42,8 +42,9 @@ def mean_loss(result: StepResult, samples: Sequence[int], index: int) -> float:
     if not math.isfinite(mean):
         first = next((m for m, loss in enumerate(result.losses) if not math.isfinite(loss)), 0)
         raise NotFiniteError(
-            f"the loss of mini-batch {index} is {mean} (first in micro-batch {first}): "
-            "pipe.diagnose(x, y) with that mini-batch names the layer and operator where it "
-            "begins, and says whether a device or the numbers are to blame."
+            f"the loss of mini-batch {index} is {mean} (first in micro-batch {first})",
+            index,
+            ": pipe.diagnose(x, y) with that mini-batch names the layer and operator where it "
+            "begins, and says whether a device or the numbers are to blame.",
         )
     return mean

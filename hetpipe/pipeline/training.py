@@ -133,7 +133,8 @@ class Training:
         except NotFiniteError as error:
             if accumulates:
                 self._update(float("nan"))
-            raise NotFiniteError(f"{error} Nothing of this update was applied.") from None
+            after = f"{error.advice} Nothing of this update was applied."
+            raise NotFiniteError(error.fact, error.index, after) from None
         self.steps += 1
         self.watch(result, sum(request.samples))
         if not accumulates:
