@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from hetpipe.capture.slots import extract
+from hetpipe.capture.units import Part, part_of, units_of
 from hetpipe.diagnosis.judge import (
     Difference,
     Value,
@@ -28,7 +28,7 @@ from hetpipe.diagnosis.judge import (
     terms_of,
 )
 from hetpipe.diagnosis.trials import DeviceFailedError, Given, Trials, declared
-from hetpipe.sdk.graph import canonical, graph_calls, graph_inputs, graph_outputs, operator_name
+from hetpipe.sdk.graph import graph_inputs, operator_name
 from hetpipe.sdk.recurrent import is_workspace
 from hetpipe.worker.trial import Held
 
@@ -62,15 +62,7 @@ class Search:
         held: Mapping[fx.Node, Held],
     ) -> None:
         self._trials, self.graph, self.values, self._held = trials, graph, values, held
-        self._outputs = set(graph_outputs(graph))
-        self._units: list[list[fx.Node]] = []  # a call with the items that are taken of its result
-        unit_of: dict[fx.Node, list[fx.Node]] = {}
-        for node in graph_calls(graph):
-            if operator_name(node) == "getitem":
-                unit_of[node.all_input_nodes[0]].append(node)
-            else:
-                unit_of[node] = [node]
-                self._units.append(unit_of[node])
+        self._units = units_of(graph)
 
     def alone(self) -> Finding | None:
         """The first operator that is wrong by itself, given the judge's inputs."""
@@ -143,7 +135,7 @@ class Search:
             outputs = self._trials.run(name, [self._given(source) for source in part.sources])
             self._trials.forget(name)
         except DeviceFailedError as error:
-            return None if error.refused else part.failing(str(error))
+            return None if error.refused else _failing(part, str(error))
         for node, output in zip(part.results, outputs, strict=True):
             found, actual = self._compare(node, output, self.values, single=high - low == 1)
             if found.parts:
@@ -171,27 +163,15 @@ class Search:
                         return Finding(part.nodes, node, found, actual)
             self._trials.forget(name)
         except DeviceFailedError as error:
-            return None if error.refused else part.failing(str(error))
+            return None if error.refused else _failing(part, str(error))
         return None
 
-    def _part(self, low: int, high: int) -> _Part | None:
+    def _part(self, low: int, high: int) -> Part | None:
         """The units low..high as a graph; None if it has no result, or unknown inputs."""
-        nodes = [node for unit in self._units[low:high] for node in unit]
-        inside = set(nodes)
-        reads = (source for node in nodes for source in node.all_input_nodes)
-        sources = list(dict.fromkeys(source for source in reads if source not in inside))
-        results = [node for node in nodes if self._leaves(node, inside)]
-        unknown = any(is_workspace(source) and source not in self._held for source in sources)
-        if not results or unknown:
+        part = part_of(self.graph, self._units[low:high], is_comparable)
+        if part is None or any(is_workspace(s) and s not in self._held for s in part.sources):
             return None
-        graph = _castable(canonical(extract(self.graph.graph, sources, results)), self._held)
-        return _Part(tuple(nodes), sources, results, graph)
-
-    def _leaves(self, node: fx.Node, inside: set[fx.Node]) -> bool:
-        """Whether a node's value is a result of a graph of these nodes, and can be compared."""
-        if not isinstance(self.values[node], torch.Tensor) or not is_comparable(node):
-            return False
-        return node in self._outputs or not set(node.users) <= inside
+        return replace(part, graph=_castable(part.graph, self._held))
 
     def _given(self, source: fx.Node, values: Values | None = None) -> Given:
         if source in self._held:
@@ -214,19 +194,10 @@ class Search:
         return Difference(found.error, found.allowed + extra), actual
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Nodes of a program as a graph of their own."""
-
-    nodes: tuple[fx.Node, ...]
-    sources: list[fx.Node]
-    results: list[fx.Node]
-    graph: fx.GraphModule
-
-    def failing(self, text: str) -> Finding:
-        """The finding that the device raises."""
-        gone = Difference(math.inf, 0.0)
-        return Finding(self.nodes, self.results[-1], gone, failure=text)
+def _failing(part: Part, text: str) -> Finding:
+    """The finding that the device raises."""
+    gone = Difference(math.inf, 0.0)
+    return Finding(part.nodes, part.results[-1], gone, failure=text)
 
 
 def _beyond(call: fx.Node, node: fx.Node, values: Values) -> float:

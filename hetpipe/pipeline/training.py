@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hetpipe.profile.measure import Progress
     from hetpipe.wire.messages import Array
 
+NOT_APPLIED = " Nothing of this update was applied."
 RECENT = 64
 """The number of mini-batches of a run whose timelines are kept."""
 
@@ -133,8 +134,7 @@ class Training:
         except NotFiniteError as error:
             if accumulates:
                 self._update(float("nan"))
-            after = f"{error.advice} Nothing of this update was applied."
-            raise NotFiniteError(error.fact, error.index, after) from None
+            raise NotFiniteError(error.fact, error.index, error.advice + NOT_APPLIED) from None
         self.steps += 1
         self.watch(result, sum(request.samples))
         if not accumulates:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from crews import Crews
 from models import MLP, batches
 from pipelines import pipeline
 from torch import nn
+from typer.testing import CliRunner
 from wrong_backends import WrongBackend
 
 import hetpipe as hp
+from hetpipe.cli.app import app
 from hetpipe.errors import NotFiniteError
 from hetpipe.sdk import registry
 
@@ -142,3 +145,43 @@ def test_numbers_are_to_blame(crews: Crews, schedule: str) -> None:
     assert found.culprit is not None
     assert found.culprit.layer.startswith("layers.")
     assert "lower the learning rate" in str(found)
+
+
+COMMAND = [
+    "train",
+    "digits",
+    "--steps",
+    "3",
+    "--cuts",
+    "3",
+    "--microbatches",
+    "2",
+    "--mini-batch",
+    "32",
+    "--schedule",
+    "1f1b",
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "end"),
+    [
+        ("mm", "stage 1 on m1 (wrong:mm:0), backward", "differs from unpartitioned torch"),
+        ("nan", "nan at [0, 0, 0, 3], where torch has", "the loss of mini-batch 0 is nan"),
+    ],
+)
+def test_the_command_asks_by_itself(kind: str, line: str, end: str, tmp_path: Path) -> None:
+    devices = [
+        f'[[device]]\nid = "m{n}"\ndevice = "{device}"\n'
+        for n, device in enumerate(("numpy:cpu:0", f"wrong:{kind}:0"))
+    ]
+    (tmp_path / "c.toml").write_text('transport = "local"\n' + "".join(devices))
+    more = ["--cluster", str(tmp_path / "c.toml"), "--json", str(tmp_path / "out.json")]
+    result = CliRunner().invoke(app, [*COMMAND.split(), *more])
+    assert result.exit_code == 1
+    assert line in result.output
+    assert end in str(result.exception)
+    assert "learning rate" not in result.output
+    written = json.loads((tmp_path / "out.json").read_text())["diagnosis"]
+    assert written["verdict"] == "operator"
+    assert written["culprit"]["device"] == f"wrong:{kind}:0"

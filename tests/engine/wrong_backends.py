@@ -16,7 +16,7 @@ from hetpipe.sdk.info import DeviceInfo
 
 KINDS = (
     "right", "tanh", "le", "mm", "sqrt", "nan", "raises", "together", "unsteady", "stale", "dies",
-    "compiles", "between",
+    "compiles", "between", "pairs", "uploads", "downloads",
 )  # fmt: skip
 
 
@@ -69,7 +69,14 @@ class WrongDevice(NumpyDevice):
 
     def _to_host(self, buf: Buffer, dst: Any) -> None:
         self.downloaded = True
+        if self.kind == "downloads":
+            raise OSError("bus")
         super()._to_host(buf, dst)
+
+    def _to_device(self, src: Any) -> NumpyBuffer:
+        if self.kind == "uploads":
+            raise KeyError("no room")
+        return super()._to_device(src)
 
     def _spoiled(self, name: str, result: Any, names: set[str], program: Any) -> Any:
         """The result of an operator, with the fault of this kind of device."""
@@ -87,6 +94,8 @@ class WrongDevice(NumpyDevice):
             result.flat[3] = np.nan
         if self.kind == "raises" and sigmoid:
             raise ValueError("boom 42")
+        if self.kind == "pairs" and sigmoid and "aten.addmm.default" in names:
+            raise ValueError("not these two")
         if self.kind == "dies" and sigmoid:
             self.dead = True
             raise RuntimeError("the context is gone")
