@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -26,7 +27,7 @@ from hetpipe.diagnosis.rehearsal import CHECKED, Rehearsal, Run, Start
 from hetpipe.diagnosis.report import culprit_of, is_finite, source_of
 from hetpipe.diagnosis.search import Finding, Search
 from hetpipe.diagnosis.trials import DeviceFailedError, Given, Trials, declared
-from hetpipe.errors import HetpipeError
+from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.sdk.graph import graph_calls, graph_inputs, graph_outputs, of_one_replica
 from hetpipe.sdk.recurrent import is_workspace
 from hetpipe.worker.trial import Held
@@ -59,7 +60,9 @@ def diagnose(crew: Workers, start: Start) -> tuple[Diagnosis, Rehearsal]:
         verdict = "healthy" if culprit is None else "numbers"
     except _FoundError as found:
         verdict, culprit = found.verdict, found.culprit
-    examination.close()
+    finally:
+        with suppress(WorkerError):  # a worker that has died is the news of whoever met it
+            examination.close()
     return Diagnosis(verdict, rehearsal.loss, examination.count, culprit), rehearsal
 
 

@@ -107,7 +107,8 @@ class Diagnosis:
                 f"every stage agrees with torch, where the value is not finite either: "
                 f"{culprit.place}",
                 culprit.not_finite,
-                "lower the learning rate, clip gradients (clip_norm), or look at the data",
+                "lower the learning rate or the loss scale, clip gradients (clip_norm), or look at "
+                "the data",
             ]
         lines = [f"{culprit.place}", f"{culprit.device} {_MEANING[self.verdict]}"]
         if culprit.inputs:

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from crews import Crews
-from models import MLP, batches
+from crews import MIXED, Crews
+from models import CASES, MLP, batches
 from pipelines import pipeline
 from torch import nn
 from typer.testing import CliRunner
 from wrong_backends import WrongBackend
 
 import hetpipe as hp
+from hetpipe.capture.precision import Precision
 from hetpipe.cli.app import app
 from hetpipe.errors import NotFiniteError
 from hetpipe.sdk import registry
@@ -147,20 +148,74 @@ def test_numbers_are_to_blame(crews: Crews, schedule: str) -> None:
     assert "lower the learning rate" in str(found)
 
 
+TORCH = ("pytorch:cpu:0",)
+KINDS: dict[str, dict[str, Any]] = {
+    "tied": {"model": "tied_autoencoder"},
+    "batch norm, uneven": {"model": "residual_cnn", "microbatches": 5},
+    "halves, clipped": {"schedule": "zb-h1", "clip_norm": 0.1},
+    "chunks": {"schedule": "interleaved", "members": "0101", "microbatches": 4},
+    "predicted": {"schedule": "pipedream", "weights": "pipeoptim"},
+    "accumulated": {"accumulate": 2},
+    "replicas": {"members": [("m0", "m1"), ("m2",)]},
+    "replicas that meet": {
+        "model": "residual_cnn", "members": [("m0", "m1"), ("m2",)], "sync_batch_norm": True,
+    },
+    "bfloat16": {"devices": TORCH * 2, "precision": Precision("bfloat16"), "recompute": "inputs"},
+    "float16": {"devices": TORCH * 2, "precision": Precision("float16", "float16")},
+}  # fmt: skip
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", KINDS)
+def test_devices_that_are_right_are_not_blamed(crews: Crews, kind: str) -> None:
+    options = {"members": "01", "microbatches": 3, "model": "mlp", **KINDS[kind]}
+    case = CASES[options.pop("model")]
+    torch.manual_seed(0)
+    crew = crews(options.pop("devices", MIXED))
+    batch = case.batch(torch.Generator().manual_seed(2))
+    optimizer = hp.optim.adamw(lr=1e-2)
+    with pipeline(crew, case.model(), case.loss_fn, batch, optimizer=optimizer, **options) as pipe:
+        before = pipe.step(*batch)
+        found = pipe.diagnose(*batch)
+        assert found.verdict == "healthy", str(found)
+        assert found.loss <= before
+        again = pipe.diagnose(*batch)
+        assert (again.loss, again.runs) == (found.loss, found.runs)
+
+
+def test_workspaces_of_a_library_are_left_to_it(crews: Crews) -> None:
+    """torch has the LSTM layers of oneDNN, whose saved tensors nobody else can read."""
+    torch.manual_seed(0)
+    batch = (torch.randn(6, 5, 4), torch.randint(0, 3, (6,)))
+    loss_fn = nn.functional.cross_entropy
+    with pipeline(
+        crews(TORCH * 2),
+        Recurrent(),
+        loss_fn,
+        batch,
+        "01",
+        microbatches=2,
+        optimizer=hp.optim.sgd(lr=0.1),
+    ) as pipe:
+        found = pipe.diagnose(*batch)
+    assert found.verdict == "healthy", str(found)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.LSTM(4, 8, batch_first=True)
+        self.second = nn.LSTM(8, 8, batch_first=True)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.second(self.first(x)[0])[0][:, -1])
+
+
 COMMAND = [
-    "train",
-    "digits",
-    "--steps",
-    "3",
-    "--cuts",
-    "3",
-    "--microbatches",
-    "2",
-    "--mini-batch",
-    "32",
-    "--schedule",
-    "1f1b",
-]
+    "train", "digits", "--steps", "3", "--cuts", "3", "--microbatches", "2", "--mini-batch", "32",
+    "--schedule", "1f1b",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -177,7 +232,7 @@ def test_the_command_asks_by_itself(kind: str, line: str, end: str, tmp_path: Pa
     ]
     (tmp_path / "c.toml").write_text('transport = "local"\n' + "".join(devices))
     more = ["--cluster", str(tmp_path / "c.toml"), "--json", str(tmp_path / "out.json")]
-    result = CliRunner().invoke(app, [*COMMAND.split(), *more])
+    result = CliRunner().invoke(app, [*COMMAND, *more])
     assert result.exit_code == 1
     assert line in result.output
     assert end in str(result.exception)
