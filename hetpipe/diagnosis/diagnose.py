@@ -149,7 +149,7 @@ class _Examination:
         parted = self._parted(run, search, outputs, search.values.__getitem__)
         if not parted:
             return
-        if (finding := search.alone()) is not None:
+        if (finding := search.alone(each.output for each in parted)) is not None:
             self._blame("operator", run, finding, search)
         beyond = [each for each in parted if self._is_beyond(search, each)]
         if not beyond:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hetpipe.capture.slots import reachable
 from hetpipe.capture.units import Part, part_of, units_of
 from hetpipe.diagnosis.judge import (
     Difference,
@@ -64,9 +65,13 @@ class Search:
         self._trials, self.graph, self.values, self._held = trials, graph, values, held
         self._units = units_of(graph)
 
-    def alone(self) -> Finding | None:
-        """The first operator that is wrong by itself, given the judge's inputs."""
-        for number in range(len(self._units)):
+    def alone(self, outputs: Iterable[fx.Node] | None = None) -> Finding | None:
+        """The first operator that is wrong by itself, given the judge's inputs; of those that these
+        outputs depend on, if any are given."""
+        needed = None if outputs is None else reachable(outputs, ())
+        for number, unit in enumerate(self._units):
+            if needed is not None and needed.isdisjoint(unit):
+                continue
             if (finding := self._window(number, number + 1)) is not None:
                 return finding
         return None

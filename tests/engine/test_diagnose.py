@@ -148,6 +148,45 @@ def test_numbers_are_to_blame(crews: Crews, schedule: str) -> None:
     assert "lower the learning rate" in str(found)
 
 
+class Root(nn.Module):
+    """The root of what may be negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(20, 8), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).sqrt())
+
+
+def diagnosed(crews: Crews, model: nn.Module, x: torch.Tensor) -> hp.Diagnosis:
+    crew, loss_fn = crews(("numpy:cpu:0", "wrong:right:0")), nn.functional.cross_entropy
+    optimizer = hp.optim.sgd(lr=0.1)
+    with pipeline(crew, model, loss_fn, (x, Y), "01", microbatches=3, optimizer=optimizer) as pipe:
+        return pipe.diagnose(x, Y)
+
+
+def test_the_models_own_operator_is_named(crews: Crews) -> None:
+    torch.manual_seed(0)
+    found = diagnosed(crews, Root(), X)
+    assert found.verdict == "numbers"
+    assert found.culprit is not None
+    assert (found.culprit.stage, found.culprit.operators) == (0, ("aten.sqrt.default",))
+    assert found.culprit.not_finite.startswith("nan at [0, ")
+    assert "its inputs were finite, from -" in found.culprit.not_finite
+
+
+def test_data_that_are_not_finite_are_named(crews: Crews) -> None:
+    x = X.clone()
+    x[5, 2] = float("inf")  # the second row of the second micro-batch
+    found = diagnosed(crews, MLP(), x)
+    assert found.verdict == "numbers"
+    assert found.culprit is not None
+    assert found.culprit.operators == ("the part of the batch x",)
+    assert found.culprit.microbatch == 1
+    assert found.culprit.not_finite.startswith("inf at [1, 2] of it")
+
+
 TORCH = ("pytorch:cpu:0",)
 KINDS: dict[str, dict[str, Any]] = {
     "tied": {"model": "tied_autoencoder"},
