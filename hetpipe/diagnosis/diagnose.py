@@ -23,13 +23,14 @@ from hetpipe.diagnosis.judge import (
     terms_of,
 )
 from hetpipe.diagnosis.record import Culprit, Diagnosis, Verdict
-from hetpipe.diagnosis.rehearsal import CHECKED, Rehearsal, Run, Start
+from hetpipe.diagnosis.rehearsal import Rehearsal, Run, Start
 from hetpipe.diagnosis.report import culprit_of, is_finite, source_of
 from hetpipe.diagnosis.search import Finding, Search
 from hetpipe.diagnosis.trials import DeviceFailedError, Given, Trials, declared
 from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.sdk.graph import graph_calls, graph_inputs, graph_outputs, of_one_replica
 from hetpipe.sdk.recurrent import is_workspace
+from hetpipe.worker.stage import CHECKED
 from hetpipe.worker.trial import Held
 
 Outputs = list[torch.Tensor | None]
@@ -150,7 +151,8 @@ class _Examination:
         if not parted:
             return
         if (finding := search.alone(each.output for each in parted)) is not None:
-            self._blame("operator", run, finding, search)
+            verdict: Verdict = "operator" if search.is_steady(finding) else "unsteady"
+            self._blame(verdict, run, finding, search)
         beyond = [each for each in parted if self._is_beyond(search, each)]
         if not beyond:
             return  # rounding on the way explains it

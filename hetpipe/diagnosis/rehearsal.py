@@ -18,7 +18,6 @@ from hetpipe.capture.program import (
     BUFFER,
     CONSTANT,
     COUNT,
-    CUT,
     GRAD,
     INPUT,
     LOSS,
@@ -37,6 +36,7 @@ from hetpipe.crew.request import StepRequest
 
 Array = np.ndarray[Any, Any]
 Key = tuple[str, str]
+PREDICTION = "prediction"
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,9 @@ class Rehearsal:
     saved: dict[tuple[int, int, str], torch.Tensor] = field(default_factory=dict)
     """By stage, micro-batch and name: the device's values, or the judge's where only the device can
     read its own."""
+    _squares: list[float] = field(default_factory=list)  # of the stages that have a norm
+    _grad_scale: float = 1.0
+    _clip: dict[int, float] = field(default_factory=dict)  # by stage
 
     def __post_init__(self) -> None:
         for role, named in self.start.values.items():
@@ -99,7 +102,7 @@ class Rehearsal:
             return float("nan")
         losses = [float(frame[key]) for frame, key in zip(self.frames, keys, strict=True) if key]
         if self._counted:
-            return sum(losses) / max(self._count, 1e-300)
+            return sum(losses) / self._count if self._count else float("nan")
         samples = self.start.request.samples
         pairs = zip(losses, samples, strict=True)
         return sum(loss * size for loss, size in pairs) / sum(samples)
@@ -122,7 +125,7 @@ class Rehearsal:
                 elif passes.backward is not None:
                     yield self._run(stage, "backward", passes.backward, m)
         self._sum_tied()
-        if not self._finite_grads():
+        if not self._finite_grads() or (self._counted and self._count == 0):
             return
         yield from self._update_runs()
 
@@ -151,12 +154,9 @@ class Rehearsal:
 
     def _run(self, stage: StageGraphs, name: str, program: Program, m: int | None) -> Run:
         inputs = [self._value(stage, slot, m) for slot in program.inputs]
-        roles = (GRAD, STATE, PARAM) if m is None and name == "update" else (GRAD,)
-        donates = m is None or name.startswith("backward")
-        donate = frozenset(
-            i for i, slot in enumerate(program.inputs) if donates and slot.role in roles
-        )
-        if name == "norm":
+        replaced = {slot.key for slot in program.outputs if slot.role in (GRAD, STATE, PARAM)}
+        donate = frozenset(i for i, slot in enumerate(program.inputs) if slot.key in replaced)
+        if name == PREDICTION:  # the present weights stay
             donate = frozenset()
         samples = self.start.request.samples
         is_first = m is None or m == 0 or samples[m] != samples[m - 1]
@@ -198,23 +198,22 @@ class Rehearsal:
     def _update_runs(self) -> Iterator[Run]:
         """Norms, updates and predictions of all stages."""
         request = self.start.request
-        scale = 1.0 / (self._count * request.loss_scale) if self._counted else request.grad_scale
-        self._grad_scale = 1.0 if scale is None else scale
-        self._clip: dict[int, float] = {}
-        by_stage: dict[int, float] = {}
-        for stage in self.start.stages:
-            if stage.norm is not None:
-                self._squares: list[float] = []
-                yield self._run(stage, "norm", stage.norm, None)
-                by_stage[stage.stage] = self._squares[0]
+        if self._counted:
+            self._grad_scale = 1.0 / (self._count * request.loss_scale)
+        elif request.grad_scale is not None:
+            self._grad_scale = request.grad_scale
+        with_norm = [stage for stage in self.start.stages if stage.norm is not None]
+        for stage in with_norm:
+            assert stage.norm is not None
+            yield self._run(stage, "norm", stage.norm, None)
         if (clip := request.clip) is not None:
-            total = sum(by_stage.values())
-            for n, square in by_stage.items():
+            total = sum(self._squares)
+            for stage, square in zip(with_norm, self._squares, strict=True):
                 factor = clip.factor(square if clip.each else total)
-                self._clip[n] = factor if np.isfinite(factor) else 1.0
+                self._clip[stage.stage] = factor if np.isfinite(factor) else 1.0
         for stage in self.start.stages:
             if stage.predict is not None:
-                yield self._run(stage, "prediction", stage.predict, None)
+                yield self._run(stage, PREDICTION, stage.predict, None)
             if stage.update is not None:
                 yield self._run(stage, "update", stage.update, None)
 
@@ -240,7 +239,3 @@ class Rehearsal:
         """The number of terms of the losses of the mini-batch."""
         frames = (value for frame in self.frames for key, value in frame.items() if key[0] == COUNT)
         return sum(map(float, frames))
-
-
-CHECKED = (CUT, LOSS, TANGENT, GRAD, PARAM)
-"""Roles of outputs that must be finite."""

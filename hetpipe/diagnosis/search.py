@@ -76,6 +76,22 @@ class Search:
                 return finding
         return None
 
+    def is_steady(self, finding: Finding) -> bool:
+        """Whether an operator that is wrong by itself is so in the same way each time."""
+        number = next(n for n, unit in enumerate(self._units) if unit[0] in finding.nodes)
+        part = self._part(number, number + 1)
+        if part is None or finding.failure or finding.actual is None:
+            return True
+        index = part.results.index(finding.output)
+        name = self._trials.compile(part.graph)
+        for _ in range(REPEATS):
+            outputs = self._trials.run(name, [self._given(source) for source in part.sources])
+            again = declared(outputs[index], finding.actual.dtype)
+            terms = terms_of(part.nodes[0])
+            if again is None or difference(again, finding.actual, terms).parts:
+                return False
+        return True
+
     def unsteady(self) -> Finding | None:
         """The first operator that is wrong once it has had other inputs, or now and then."""
         for number in range(len(self._units)):

@@ -48,6 +48,7 @@ FAULTS = {
     "nan": ("operator", "forward", "layers.4", "aten.sigmoid.default"),
     "raises": ("failed", "forward", "layers.4", "aten.sigmoid.default"),
     "unsteady": ("unsteady", "forward", "layers.4", "aten.sigmoid.default"),
+    "random": ("unsteady", "forward", "layers.4", "aten.sigmoid.default"),
     "stale": ("unsteady", "forward", "layers.4", "aten.sigmoid.default"),
 }
 

@@ -15,8 +15,8 @@ from hetpipe.sdk.graph import operator_name
 from hetpipe.sdk.info import DeviceInfo
 
 KINDS = (
-    "right", "tanh", "le", "mm", "sqrt", "nan", "raises", "together", "unsteady", "stale", "dies",
-    "compiles", "between", "pairs", "uploads", "downloads",
+    "right", "tanh", "le", "mm", "sqrt", "nan", "raises", "together", "unsteady", "random",
+    "stale", "dies", "compiles", "between", "pairs", "uploads", "downloads",
 )  # fmt: skip
 
 
@@ -104,6 +104,9 @@ class WrongDevice(NumpyDevice):
         if self.kind == "unsteady" and sigmoid:
             self.calls += 1
             return result + np.float32(0.25) * (self.calls % 3 == 0)
+        if self.kind == "random" and sigmoid:
+            self.calls += 1
+            return result + np.float32(0.01 * self.calls)
         if self.kind == "stale" and sigmoid:
             _, first = self.pairs.setdefault(id(program), (program, result))
             return first
