@@ -10,6 +10,7 @@ __getattr__, __dir__, __all__ = lazy(
         "Backend": "sdk.backend",
         "Cluster": "cluster.cluster",
         "DeviceInfo": "sdk.info",
+        "Diagnosis": "diagnosis.record",
         "HetpipeError": "errors",
         "LayerGraph": "capture.layers",
         "LossScale": "pipeline.lossscale",

@@ -37,6 +37,17 @@ class WorkerError(HetpipeError):
     """A worker raised, died or stopped answering; the run is over and no process is left."""
 
 
+class NotFiniteError(HetpipeError):
+    """A loss is infinite or not a number; `Pipeline.diagnose` names the place where it begins.
+
+    `fact` is the message without that advice, `index` the number of the mini-batch.
+    """
+
+    def __init__(self, fact: str, index: int, advice: str = "") -> None:
+        super().__init__(fact + advice)
+        self.fact, self.index, self.advice = fact, index, advice
+
+
 class CheckpointError(HetpipeError):
     """A checkpoint is missing, damaged or of another version, or cannot be saved."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -29,11 +30,12 @@ from hetpipe.cli.options import (
 )
 from hetpipe.cli.output import Output, logged
 from hetpipe.cli.progress import progress_bar
-from hetpipe.errors import HetpipeError
+from hetpipe.errors import HetpipeError, NotFiniteError
 
 if TYPE_CHECKING:
     from hetpipe.bench.training import Comparison, Step
     from hetpipe.cli.progress import Progress
+    from hetpipe.diagnosis.record import Diagnosis
     from hetpipe.pipeline.pipeline import Pipeline
     from hetpipe.plan.plan import Plan
     from hetpipe.profile.drift import Correction
@@ -125,15 +127,43 @@ def command(
     ):  # fmt: skip
         output.text(str(pipe.plan))
         count = _count(workload, pipe.plan.mini_batch, steps, epochs)
-        taken = _train(
-            workload, pipe, count, seed, min(count, check_steps) if check else 0, output, progress
-        )
+        checked = min(count, check_steps) if check else 0
+        diagnosis: Diagnosis | None = None
+        try:
+            taken = _train(workload, pipe, count, seed, checked, output, progress)
+        except NotFiniteError as error:
+            diagnosis = _diagnose(workload, pipe, seed, error.index, output, progress)
+            output.finish({"model": workload.name, "seed": seed, "diagnosis": diagnosis.to_json()})
+            raise HetpipeError(f"{error.fact}; what the diagnosis says is above") from None
         comparison = compare(workload, pipe.plan, taken, seed)
+        if comparison is not None and not comparison.equal:
+            worst = max(taken, key=lambda step: step.difference).index
+            diagnosis = _diagnose(workload, pipe, seed, worst, output, progress)
         workload.model.load_state_dict(pipe.state_dict(), strict=False)
         _keep(output, pipe, save, picture, trace, model)
         used = InUse(pipe.peak_nbytes, pipe.device_nbytes)
         correction = None if pipe.costs is None else pipe.corrected()
-    _conclude(output, workload, pipe.plan, taken, comparison, seed, used, correction)
+    judged = Judged(comparison, diagnosis)
+    _conclude(output, workload, pipe.plan, taken, judged, seed, used, correction)
+
+
+class Judged(NamedTuple):
+    """The comparison with torch, if there was one, and the diagnosis if they differ."""
+
+    comparison: Comparison | None
+    diagnosis: Diagnosis | None
+
+
+def _diagnose(
+    workload: Workload, pipe: Pipeline, seed: int, index: int, output: Output, progress: Progress
+) -> Diagnosis:
+    """Diagnose mini-batch `index`, and print the result."""
+    progress("comparing every program with torch", 0, 1)
+    x, y = next(islice(workload.batches(pipe.plan.mini_batch, seed), index, None))
+    diagnosis = pipe.diagnose(x, y)
+    progress("comparing every program with torch", 1, 1)
+    output.text(str(diagnosis))
+    return diagnosis
 
 
 def _keep(
@@ -217,7 +247,7 @@ def _conclude(
     workload: Workload,
     plan: Plan,
     taken: list[Step],
-    comparison: Comparison | None,
+    judged: Judged,
     seed: int,
     used: InUse,
     correction: Correction | None,
@@ -226,6 +256,7 @@ def _conclude(
 
     Raises `HetpipeError` if losses are not torch's.
     """
+    comparison, diagnosis = judged
     step_s = median(step.time_s for step in taken[len(taken) // 2 :])
     output.text(
         f"{plan.mini_batch / step_s:.1f} samples/s ({plan.label}; median step "
@@ -246,6 +277,7 @@ def _conclude(
             "losses": [step.loss for step in taken],
             "torch_losses": [step.expected for step in taken if step.expected is not None],
             "max_loss_rel_diff": comparison.difference if comparison else None,
+            "diagnosis": None if diagnosis is None else diagnosis.to_json(),
             "step_s": step_s,
             "predicted_step_s": None if correction is None else correction.raw_s,
             "corrected_step_s": None if correction is None else correction.corrected_s,

@@ -10,7 +10,7 @@ import torch
 
 from hetpipe.conformance.cases import CASES, Case
 from hetpipe.conformance.check import CHECKS, BrokenRule, Check, Level, NotAsked, check, expect
-from hetpipe.conformance.rig import Rig, compare, in_float64, tolerance
+from hetpipe.conformance.rig import EPS, Rig, compare, in_float64, tolerance
 from hetpipe.errors import BackendError
 from hetpipe.sdk.graph import graph_outputs
 
@@ -43,7 +43,8 @@ def judge(
         promised = str(node.meta["val"].dtype)[6:]
         where = f"result {index} (inputs {_shapes(inputs)})"
         expect(array.dtype.name == promised, f"{where} is {array.dtype}, it should be {promised}")
-        compare(array, wide, tolerance(wide, promised, terms, units), where)
+        coarsest = max((promised, *(str(t.dtype)[6:] for t in inputs)), key=lambda d: EPS.get(d, 0))
+        compare(array, wide, tolerance(wide, coarsest, terms, units), where)
 
 
 def _shapes(inputs: Sequence[torch.Tensor]) -> str:

@@ -179,6 +179,7 @@ def tolerance(wide: Array, dtype: str, terms: int, units: float = 16.0) -> float
 
 
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+"""The machine epsilon of each floating dtype."""
 
 
 def compare(actual: Array, expected: Array, limit: float, where: str) -> None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hetpipe.errors import HetpipeError
+from hetpipe.errors import NotFiniteError
 
 if TYPE_CHECKING:
     from hetpipe.crew.request import StepResult
@@ -33,7 +33,7 @@ def slices(leaves: Mapping[str, Any], samples: Sequence[int]) -> Iterator[dict[s
 
 
 def mean_loss(result: StepResult, samples: Sequence[int], index: int) -> float:
-    """The mean loss of mini-batch `index`. Raises `HetpipeError` if it is not finite."""
+    """The mean loss of mini-batch `index`. Raises `NotFiniteError` if it is not finite."""
     if result.counts is not None:
         mean = sum(result.losses) / sum(result.counts)
     else:
@@ -41,9 +41,10 @@ def mean_loss(result: StepResult, samples: Sequence[int], index: int) -> float:
         mean = sum(loss * size for loss, size in losses) / sum(samples)
     if not math.isfinite(mean):
         first = next((m for m, loss in enumerate(result.losses) if not math.isfinite(loss)), 0)
-        raise HetpipeError(
-            f"the loss of mini-batch {index} is {mean} (first in micro-batch {first}): lower the "
-            "learning rate, clip gradients (clip_norm), look at the data, or find the stage and "
-            "tensor where it begins with check_finite=True."
+        raise NotFiniteError(
+            f"the loss of mini-batch {index} is {mean} (first in micro-batch {first})",
+            index,
+            ": pipe.diagnose(x, y) with that mini-batch names the layer and operator where it "
+            "begins, and says whether a device or the numbers are to blame.",
         )
     return mean

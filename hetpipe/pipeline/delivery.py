@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
-from hetpipe.errors import HetpipeError
+from hetpipe.errors import HetpipeError, NotFiniteError
 from hetpipe.pipeline.guard import OneThread
 from hetpipe.pipeline.rebalance import Rebalancer
 from hetpipe.pipeline.training import Result, Training
@@ -31,6 +31,15 @@ class Delivery:
         """Wait until no mini-batch is under way and all are applied."""
         self._collect_all()
         self._training.flush()
+
+    def settle_anyway(self) -> None:
+        """`settle`, also where losses on the way are not finite."""
+        while True:
+            try:
+                self.settle()
+            except NotFiniteError:  # its mini-batch is collected now
+                continue
+            return
 
     def step(self, x: Any, y: Any) -> Result:
         """Train on one mini-batch, completely."""

@@ -47,13 +47,20 @@ class Loading:
         graphs: dict[tuple[int, int], StageGraphs] = {}  # by stage and replica
         for number in self._order(devices):
             replicas = [Replica(n, min(number, len(names) - 1)) for n, names in enumerate(devices)]
-            stages = self._traced(replicas, set(sizes), set(evaluated))
+            stages = self._traced(replicas, self._rows(replicas, set(sizes)), set(evaluated))
             for n, (names, stage) in enumerate(zip(devices, stages, strict=True)):
                 if number < len(names):
                     graphs[n, number] = self._own(stage, number, set(sizes))
                     if max(map(len, devices)) > 1:
                         self.crew.compile_ahead({names[number]: [graphs[n, number]]})
         return [[graphs[n, r] for r in range(len(names))] for n, names in enumerate(devices)]
+
+    def whole(self, number: int, sizes: Collection[int]) -> list[StageGraphs]:
+        """All stages, in the operators of their replicas of that number, or of the last ones, with
+        passes for all rows of micro-batches of these sizes."""
+        counts = [len(stage.devices) for stage in self.plan.stages]
+        replicas = [Replica(n, min(number, count - 1)) for n, count in enumerate(counts)]
+        return self._traced(replicas, sorted(sizes, reverse=True), set())
 
     def _order(self, devices: Sequence[Sequence[str]]) -> list[int]:
         """The numbers of replicas, first those with a member that compiles ahead."""
@@ -70,10 +77,10 @@ class Loading:
         return replace(stage, passes={n: p for n, p in stage.passes.items() if n in rows})
 
     def _traced(
-        self, replicas: Sequence[Replica], sizes: set[int], evaluated: set[int]
+        self, replicas: Sequence[Replica], rows: Sequence[int], evaluated: set[int]
     ) -> list[StageGraphs]:
-        """All stages, in the operators of a replica of each, at every size that one of them has;
-        in evaluation at every size that any replica has."""
+        """All stages, in the operators of a replica of each, for these numbers of rows; in
+        evaluation at every size that any replica has."""
         stages_of = zip(self.plan.stages, replicas, strict=True)
         devices = [stage.devices[replica.number] for stage, replica in stages_of]
         tables = [decompositions_of(self.crew.infos[name].backend) for name in devices]
@@ -81,7 +88,7 @@ class Loading:
         stages = self.captured.stage_graphs(
             self.plan.cuts,
             tables,
-            self._rows(replicas, sizes),
+            rows,
             self.optimizer,
             [modes] * len(devices) if isinstance(modes, str) else modes,
             self.halves,
@@ -90,8 +97,9 @@ class Loading:
         if not evaluated:
             return stages
         every = [r for stage in range(len(devices)) for r in self.shares.replicas(stage)]
-        rows = self._rows(every, evaluated)
-        forwards = self.captured.evaluation_graphs(self.plan.cuts, tables, rows)
+        forwards = self.captured.evaluation_graphs(
+            self.plan.cuts, tables, self._rows(every, evaluated)
+        )
         return [
             replace(
                 stage,

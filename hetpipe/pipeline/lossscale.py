@@ -66,8 +66,8 @@ class Scaling:
             if self.scale <= 1:
                 raise HetpipeError(
                     f"gradients are not finite at a loss scale of {self.scale:g}: it is not the "
-                    "scale that is too high; look for what is not finite with check_finite=True "
-                    "and loss_scale=1.0, or train in bfloat16"
+                    "scale that is too high; pipe.diagnose(x, y) names the operator where it "
+                    "begins, or train in bfloat16"
                 )
             self.scale *= self.rule.backoff
             return

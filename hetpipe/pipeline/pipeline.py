@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from hetpipe.cluster.cluster import Cluster
     from hetpipe.cost.table import CostTable
+    from hetpipe.diagnosis.record import Diagnosis
     from hetpipe.optim.rule import Optimizer
     from hetpipe.pipeline.options import Options
     from hetpipe.plan.plan import Plan
@@ -186,6 +187,16 @@ class Pipeline(Measurements):
             self.flush()
             loss, grads = self._training.gradients(x, y)
             return loss, as_tensors(grads)
+
+    def diagnose(self, x: Any, y: Any) -> Diagnosis:
+        """Compare every program of one mini-batch with torch in float64, and name the device, layer
+        and operator at which they part, or at which a value is not finite. It changes nothing.
+        """
+        from hetpipe.pipeline.diagnosing import diagnose_training
+
+        with self._one_thread("diagnose"):
+            self._delivery.settle_anyway()
+            return diagnose_training(self._training, x, y)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The full model's parameters and buffers under their original names, on the CPU."""

@@ -17,7 +17,7 @@ from hetpipe.pipeline.streaming import Streaming
 from hetpipe.wire.messages import Keep
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from hetpipe.capture.captured import Captured
     from hetpipe.capture.stages import Extra
@@ -126,18 +126,29 @@ class Stages:
 
     def _traced(self, plan: Plan) -> _Traced:
         """The graphs for the sizes in use. Raises `HetpipeError`."""
-        subject = self._subject
-        recompute = subject.passes.recompute
-        if plan.recompute and recompute == "none":
-            recompute = "inputs"  # the plan counts on it
-        loading = Loading(
-            subject.captured, plan, subject.optimizer, self._crew, recompute,
-            Schedules(plan).halved, self._extras(plan),
-        )  # fmt: skip
+        loading = self._loading(plan)
         graphs = loading.graphs(self.sizes, self.evaluated)
         tied = {(owner, others): None for stage in graphs for _, owner, others in stage[0].tied}
         schedules = Schedules(plan, tuple(tied))
         return _Traced(graphs, loading.shares, schedules, schedules.stream())
+
+    def columns(self) -> Iterator[tuple[list[StageGraphs], list[str]]]:
+        """Per number of a replica, the stages and their members; a stage with fewer replicas has
+        its last one. The passes are for all rows of a micro-batch."""
+        loading, devices = self._loading(self.plan), [stage.devices for stage in self.plan.stages]
+        for number in range(max(map(len, devices))):
+            members = [names[min(number, len(names) - 1)] for names in devices]
+            yield loading.whole(number, self.sizes), members
+
+    def _loading(self, plan: Plan) -> Loading:
+        subject = self._subject
+        recompute = subject.passes.recompute
+        if plan.recompute and recompute == "none":
+            recompute = "inputs"  # the plan counts on it
+        return Loading(
+            subject.captured, plan, subject.optimizer, self._crew, recompute,
+            Schedules(plan).halved, self._extras(plan),
+        )  # fmt: skip
 
     def _extras(self, plan: Plan) -> tuple[Extra, ...]:
         """The extra programs that this training needs."""

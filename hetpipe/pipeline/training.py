@@ -14,7 +14,7 @@ import numpy as np
 from hetpipe.capture.program import BUFFER, GRAD, PARAM
 from hetpipe.checkpoint import Checkpoint
 from hetpipe.crew.request import Apply, StepRequest, StepResult
-from hetpipe.errors import HetpipeError
+from hetpipe.errors import HetpipeError, NotFiniteError
 from hetpipe.pipeline.batches import mean_loss, rows_of, sizes_of, slices
 from hetpipe.pipeline.lossscale import Scaling, choose_scaling, watching
 from hetpipe.pipeline.resume import ROLES, progress_of
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hetpipe.profile.measure import Progress
     from hetpipe.wire.messages import Array
 
+NOT_APPLIED = " Nothing of this update was applied."
 RECENT = 64
 """The number of mini-batches of a run whose timelines are kept."""
 
@@ -59,7 +60,7 @@ class Training:
     ) -> None:
         """Loads stages for a mini-batch of `mini_batch` samples."""
         plan, updates = subject.plan, subject.updates
-        self._subject, self._crew = subject, subject.crew
+        self.subject, self._crew = subject, subject.crew
         before = None if resume is None else progress_of(resume)
         self.steps = 0 if before is None else before.steps
         self.updates = [0] * len(plan.stages) if before is None else before.updates_under(plan)
@@ -69,7 +70,7 @@ class Training:
         if before is not None and before.loss_scale is not None:
             self.scaling.restore(before.loss_scale)
         self._clip = watching(updates.clip, self.scaling)
-        self._stages = Stages(subject, progress, norms=self._clip is not None)
+        self.stages = Stages(subject, progress, norms=self._clip is not None)
         self.recent: deque[StepResult] = deque(maxlen=RECENT)
         self.watch: Callable[[StepResult, int], None] = lambda result, samples: None
         """It is called with the result of every mini-batch that was trained, and its samples."""
@@ -77,23 +78,23 @@ class Training:
         """The message of the first loss that was not finite and was applied all the same."""
         self._handed_out: deque[tuple[int, tuple[int, ...]]] = deque()  # index, samples
         self._accumulated: list[float] = []  # the counts of mini-batches since the last update
-        self._stages.sizes |= set(sizes_of(mini_batch, plan.microbatches))
-        self._stages.load(resume, self.updates, self.steps)
+        self.stages.sizes |= set(sizes_of(mini_batch, plan.microbatches))
+        self.stages.load(resume, self.updates, self.steps)
 
     @property
     def plan(self) -> Plan:
         """The present plan."""
-        return self._stages.plan
+        return self.stages.plan
 
     @property
     def loading_s(self) -> float:
         """Seconds of the last load or move of stages."""
-        return self._stages.took_s
+        return self.stages.took_s
 
     @property
     def streams(self) -> bool:
         """Whether mini-batches follow each other without a flush."""
-        return self._stages.streaming is not None
+        return self.stages.streaming is not None
 
     @property
     def under_way(self) -> int:
@@ -108,47 +109,47 @@ class Training:
     @property
     def is_full(self) -> bool:
         """Whether enough mini-batches are under way, so that one should be collected."""
-        streaming = self._stages.streaming
+        streaming = self.stages.streaming
         return streaming is not None and self.under_way > streaming.window
 
     def fits(self, x: Any, y: Any) -> bool:
         """Whether stages for the sizes of this mini-batch are loaded."""
-        samples = sizes_of(rows_of(self._subject.captured.leaves(x, y)), self.plan.microbatches)
-        return set(samples) <= self._stages.sizes
+        samples = sizes_of(rows_of(self.subject.captured.leaves(x, y)), self.plan.microbatches)
+        return set(samples) <= self.stages.sizes
 
     def step(self, x: Any, y: Any) -> Result:
         """Train on one mini-batch, completely, under a schedule that flushes.
 
-        Raises `HetpipeError` if its loss is not finite. Then neither it nor the mini-batches that
+        Raises `NotFiniteError` if its loss is not finite. Then neither it nor the mini-batches that
         were accumulated before it are applied.
         """
-        self._stages.check_own()
-        request = self._request(x, y)
-        accumulates = self._subject.updates.accumulate > 1
+        self.stages.check_own()
+        request = self.request(x, y)
+        accumulates = self.subject.updates.accumulate > 1
         ops = ALL - UPDATING - SUMMING if accumulates else ALL
         version = self.steps
         result = self._run(replace(request, guards=not accumulates), ops)
         try:
             loss = mean_loss(result, request.samples, self.steps)
-        except HetpipeError as error:
+        except NotFiniteError as error:
             if accumulates:
                 self._update(float("nan"))
-            raise HetpipeError(f"{error} Nothing of this update was applied.") from None
+            raise NotFiniteError(error.fact, error.index, error.advice + NOT_APPLIED) from None
         self.steps += 1
         self.watch(result, sum(request.samples))
         if not accumulates:
             self._record(result)
         else:
             self._accumulated.append(1.0 if result.counts is None else sum(result.counts))
-            if len(self._accumulated) == self._subject.updates.accumulate:
+            if len(self._accumulated) == self.subject.updates.accumulate:
                 self.apply()
         return Result(version, loss, (version,) * len(self.plan.stages))
 
     def admit(self, x: Any, y: Any) -> None:
         """Hand in a mini-batch, under a schedule without flushes."""
-        self._stages.check_own()
-        request = self._request(x, y)
-        streaming = self._stages.streaming
+        self.stages.check_own()
+        request = self.request(x, y)
+        streaming = self.stages.streaming
         assert streaming is not None
         if len(request.samples) != self.plan.microbatches:
             raise HetpipeError(
@@ -163,26 +164,26 @@ class Training:
         self.steps += 1
 
     def collect(self) -> Result:
-        """The result of the oldest mini-batch under way. Raises `HetpipeError` if its loss is not
+        """The result of the oldest mini-batch under way. Raises `NotFiniteError` if its loss is not
         finite. It has been applied by then, and `not_finite` keeps the message."""
-        streaming = self._stages.streaming
+        streaming = self.stages.streaming
         assert streaming is not None
-        self._stages.check_own()
+        self.stages.check_own()
         result = streaming.collect()
         self.recent.append(result)
         index, samples = self._handed_out.popleft()
         self.watch(result, sum(samples))
         try:
             loss = mean_loss(result, samples, index)
-        except HetpipeError as error:
+        except NotFiniteError as error:
             self.not_finite = self.not_finite or str(error)
             raise
         return Result(index, loss, result.versions, result.live_versions)
 
     def flush(self) -> None:
         """Apply all mini-batches that were handed in. All results must have been collected."""
-        self._stages.check_own()
-        if (streaming := self._stages.streaming) is not None:
+        self.stages.check_own()
+        if (streaming := self.stages.streaming) is not None:
             applied = streaming.flush()
             self.updates = [sum(pair) for pair in zip(self.updates, applied, strict=True)]
 
@@ -193,20 +194,20 @@ class Training:
 
     def evaluate(self, x: Any, y: Any) -> float:
         """The mean loss of one mini-batch in eval mode, at rest."""
-        self._stages.check_own()
-        request = self._request(x, y, evaluates=True)
+        self.stages.check_own()
+        request = self.request(x, y, evaluates=True)
         return mean_loss(self._run(request, FORWARDS), request.samples, self.steps)
 
     def gradients(self, x: Any, y: Any) -> tuple[float, dict[str, Array]]:
         """Loss and gradients of one mini-batch, by parameter, at rest. They change nothing."""
         buffers = self.read(BUFFER)
-        request = self._request(x, y)
+        request = self.request(x, y)
         result = self._run(request, ALL - UPDATING)
         loss = mean_loss(result, request.samples, self.steps)
         grads = self.read(GRAD)
         zeros = {name: np.zeros_like(grad) for name, grad in grads.items()}
         self._crew.write(BUFFER, buffers)
-        self._crew.write(GRAD, self._subject.captured.parts.split(zeros))
+        self._crew.write(GRAD, self.subject.captured.parts.split(zeros))
         return loss, {name: grad / self.scaling.scale for name, grad in grads.items()}
 
     def taken(self, asked: str) -> Sequence[StepResult]:
@@ -217,23 +218,23 @@ class Training:
 
     def read(self, role: str) -> dict[str, Array]:
         """Present values of PARAM, BUFFER, STATE or GRAD, by name in the model, at rest."""
-        self._stages.check_own()
-        return self._subject.captured.parts.join(self._crew.read(role))
+        self.stages.check_own()
+        return self.subject.captured.parts.join(self._crew.read(role))
 
     def _run(self, request: StepRequest, ops: frozenset[Any]) -> StepResult:
         """Run the actions of these kinds, for one mini-batch by itself."""
-        schedule = self._stages.schedules.of(len(request.samples), ops)
+        schedule = self.stages.schedules.of(len(request.samples), ops)
         result = self._crew.step(replace(request, schedule=schedule))
         self.recent.clear()
         self.recent.append(result)
         return result
 
-    def _request(self, x: Any, y: Any, evaluates: bool = False) -> StepRequest:
-        subject = self._subject
+    def request(self, x: Any, y: Any, evaluates: bool = False) -> StepRequest:
+        subject = self.subject
         leaves = subject.captured.leaves(x, y)
         rows = rows_of(leaves)
         samples = sizes_of(rows, self.plan.microbatches)
-        stages = self._stages
+        stages = self.stages
         self._prepare(set(samples), stages.evaluated if evaluates else stages.sizes)
         counted, scale = subject.captured.has_count, self.scaling.scale
         count = self.steps if self.streams else self.updates[0]
@@ -259,16 +260,16 @@ class Training:
         ready |= sizes
         roles = (*ROLES, *self._accumulating())
         values = Checkpoint({}, {role: self.read(role) for role in roles})
-        self._stages.load(values, self.updates, self.steps)
+        self.stages.load(values, self.updates, self.steps)
 
     def move(self, plan: Plan) -> None:
         """Go on under a plan with other cuts or members, at rest; nothing may be accumulated.
 
         Raises `HetpipeError` before anything has moved, `WorkerError` if a worker fails.
         """
-        self._stages.check_own()
+        self.stages.check_own()
         self.flush()
-        self._stages.move(plan, self.updates, self.steps)
+        self.stages.move(plan, self.updates, self.steps)
 
     def _accumulating(self) -> tuple[str, ...]:
         """GRAD if gradients are accumulated, after their owners have summed them; else nothing."""
@@ -277,17 +278,17 @@ class Training:
         if max(self.plan.replicas) > 1:
             raise HetpipeError(
                 f"a mini-batch of a new size after {len(self._accumulated)} of "
-                f"{self._subject.updates.accumulate} that are accumulated on replicas: flush() "
+                f"{self.subject.updates.accumulate} that are accumulated on replicas: flush() "
                 "before it, or leave it out"
             )
-        schedule = self._stages.schedules.of(self.plan.microbatches, SUMMING)
+        schedule = self.stages.schedules.of(self.plan.microbatches, SUMMING)
         self._crew.step(Apply(schedule, 0.0, self.steps, grad_scale=1.0))
         return (GRAD,)
 
     def _update(self, grad_scale: float) -> None:
         """Update with the accumulated gradients, multiplied by `grad_scale`; NaN drops them."""
-        schedule = self._stages.schedules.of(self.plan.microbatches, UPDATING | SUMMING)
-        lr = self._subject.optimizer.lr_at(self.updates[0] + 1)
+        schedule = self.stages.schedules.of(self.plan.microbatches, UPDATING | SUMMING)
+        lr = self.subject.optimizer.lr_at(self.updates[0] + 1)
         self._accumulated.clear()
         result = self._crew.step(Apply(schedule, lr, self.steps, grad_scale, self._clip))
         if not math.isnan(grad_scale):

@@ -42,6 +42,7 @@ from hetpipe.profile.fixed import Stirrer
 from hetpipe.profile.patterns import Network
 from hetpipe.sdk.backend import Buffer, Device, Executable
 from hetpipe.sdk.graph import of_one_replica, require_support
+from hetpipe.worker.blame import compile_graphs, run_error
 from hetpipe.worker.emulation import OWN_SPEED, Emulation
 
 Environment = dict[tuple[str, str], Buffer]
@@ -177,7 +178,7 @@ class Session:
             else:
                 programs |= own
                 graphs |= alone
-        executables = device.compile_all(list(graphs.values()))
+        executables = compile_graphs(device, list(graphs.values()))
         self.compilations = len(executables)
         for (place, program), executable in zip(programs.items(), executables, strict=True):
             self._programs[place] = program, executable
@@ -218,8 +219,12 @@ class Session:
             i for i, slot in enumerate(program.inputs) if which > 0 and _donated(slot, program)
         )
         begin = clock.begin()
-        outputs, event, _ = executable.run(inputs, donate)
-        event.wait()
+        try:
+            outputs, event, _ = executable.run(inputs, donate)
+            event.wait()
+        except Exception as error:
+            graph = of_one_replica(program.graph)
+            raise run_error(self._device, graph, inputs, donate, error) from error
         time_s = clock.since_s(begin, self.emulation)
         ahead_s = time_s - (clock.now_s() - begin.clock_s)
         taken.times_s[place].append(time_s)

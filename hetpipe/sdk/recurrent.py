@@ -13,10 +13,12 @@ Shapes: x [T, N, I], w_ih [4H, I], w_hh [4H, H], bias (torch's two, added) [4H],
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import getitem
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import fx
 
 from hetpipe.sdk.custom import define, operator
 
@@ -186,6 +188,15 @@ _Y = "Tensor y, Tensor last_c, Tensor c, Tensor gates"
 lstm_layer = define("lstm_layer", layer, schema=f"({_X}) -> ({_Y})")
 """(y, last_c, c, gates). Only `lstm_layer_backward` reads c and gates: a backend with the whole
 layer may return other tensors, of any shape, in their place."""
+
+
+def is_workspace(node: fx.Node) -> bool:
+    """Whether a node is one of these tensors, which only the backend that made them can read."""
+    source = node.args[0] if node.target is getitem else None
+    if not isinstance(source, fx.Node) or source.target is not torch.ops.hetpipe.lstm_layer.default:
+        return False
+    return node.args[1] in (2, 3)
+
 
 lstm_layer_backward = define(
     "lstm_layer_backward",

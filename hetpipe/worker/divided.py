@@ -18,6 +18,7 @@ from hetpipe.schedule.action import Action
 from hetpipe.sdk.backend import DONE, Buffer, Chunk, Device, Event, Executable
 from hetpipe.sdk.graph import of_one_replica
 from hetpipe.wire.wire import Content, Kind, Layout, host_dtype
+from hetpipe.worker.blame import compile_graphs, run_error
 
 Array = np.ndarray[Any, Any]
 
@@ -56,7 +57,7 @@ def compile_programs(
     """Each program as one executable. Without `meet` the only replica has all rows."""
     divided = [meet is not None and has_sums(program) for program in programs]
     whole = [p for p, parts in zip(programs, divided, strict=True) if not parts]
-    executables = iter(device.compile_all([of_one_replica(program.graph) for program in whole]))
+    executables = iter(compile_graphs(device, [of_one_replica(p.graph) for p in whole]))
     return [
         _Divided(device, divide(program), meet) if parts and meet else next(executables)
         for program, parts in zip(programs, divided, strict=True)
@@ -68,7 +69,10 @@ class _Compiled:
 
     def __init__(self, device: Device, part: Part) -> None:
         self.part = part
-        self.executable = None if part.graph is None else device.compile(part.graph)
+        self._device = device
+        self.executable: Executable | None = None
+        if part.graph is not None:
+            (self.executable,) = compile_graphs(device, [part.graph])
 
     def run(
         self, env: dict[str, Buffer], lent: frozenset[str], after: Sequence[Event], queue: int
@@ -80,7 +84,11 @@ class _Compiled:
         free = lent & part.last
         donate = frozenset(index for index, name in enumerate(part.sources) if name in free)
         inputs = [env[name] for name in part.sources]
-        outputs, event, _ = self.executable.run(inputs, donate, after, queue)
+        try:
+            outputs, event, _ = self.executable.run(inputs, donate, after, queue)
+        except Exception as error:
+            assert part.graph is not None
+            raise run_error(self._device, part.graph, inputs, donate, error) from error
         env.update(zip(part.results, outputs, strict=True))
         for name in part.last:
             del env[name]

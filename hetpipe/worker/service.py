@@ -36,6 +36,7 @@ from hetpipe.wire.messages import (
 )  # fmt: skip
 from hetpipe.wire.transport import EdgeClosedError
 from hetpipe.worker.bind import Key
+from hetpipe.worker.blame import deed_of, summary
 from hetpipe.worker.emulation import Emulation
 from hetpipe.worker.exchange import Exchange
 from hetpipe.worker.lanes import HandOver
@@ -122,7 +123,15 @@ class Service:
         if self._stopped or not self._failed.acquire(blocking=False):
             return
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        self._answer(Failure(self.doing, _summary(error), trace))
+        self._answer(Failure(self.doing, self._summary(error), trace))
+
+    def _summary(self, error: BaseException) -> str:
+        """One line; an exception of the device itself names the device and what it was to do."""
+        if isinstance(error, EdgeClosedError):
+            return f"the connection to a neighbouring worker is lost {error}".rstrip()
+        if isinstance(error, HetpipeError) or not (deed := deed_of(error)):
+            return summary(error)
+        return f"{self._order.member.device} fails in {deed}: {summary(error)}"
 
     def _open(self) -> Device:
         order = self._order
@@ -249,14 +258,3 @@ _COMMANDS: dict[type, Callable[[Service, Any, Sequence[int]], Any]] = {
     Read: Service._read,
     Write: Service._write,
 }
-
-
-def _summary(error: BaseException) -> str:
-    """One line: a `HetpipeError` speaks for itself, others need their type and place."""
-    if isinstance(error, HetpipeError):
-        return str(error)
-    if isinstance(error, EdgeClosedError):
-        return f"the connection to a neighbouring worker is lost {error}".rstrip()
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"

@@ -13,14 +13,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hetpipe.capture.division import has_sums
 from hetpipe.capture.program import COUNT, CUT, GRAD, LOSS, PARAM, RNG, TANGENT, Slot, StageGraphs
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Op
 from hetpipe.sdk.backend import Buffer, Device, Event, Executable
+from hetpipe.sdk.graph import of_one_replica
 from hetpipe.wire.messages import Keep
 from hetpipe.wire.pieces import Leaving
+from hetpipe.wire.transport import EdgeClosedError
 from hetpipe.wire.wire import Array, host_dtype
 from hetpipe.worker.bind import Binding, Key, StageBinding, Table
+from hetpipe.worker.blame import run_error
 from hetpipe.worker.divided import Meet, compile_programs
 from hetpipe.worker.frames import Frames, Results
 from hetpipe.worker.memory import Memory, nbytes_of
@@ -235,11 +239,17 @@ class Stage:
         tables = (params, self.store.entries, frame)
         inputs = [tables[table][index] for table, index in binding.sources]
         executable = self._executables[id(binding)]
-        outputs, event, chunks = executable.run(inputs, binding.donate | donate, after, queue)
-        slots = binding.program.outputs
-        if leaving is not None and chunks:
-            leaving(slots, outputs, event, chunks)
-        event.wait()
+        slots, donate = binding.program.outputs, binding.donate | donate
+        try:
+            outputs, event, chunks = executable.run(inputs, donate, after, queue)
+            if leaving is not None and chunks:
+                leaving(slots, outputs, event, chunks)
+            event.wait()
+        except Exception as error:
+            if isinstance(error, EdgeClosedError) or has_sums(binding.program):
+                raise
+            graph = of_one_replica(binding.program.graph)
+            raise run_error(self.device, graph, inputs, donate, error) from error
         if self._keep.check_finite:
             self._find_nonfinite(slots, outputs)
         version = params if into is None else into

@@ -16,15 +16,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 FLOORS = (
-    "cli", "conformance", "papers", "study", "bench", "pipeline", "profile", "crew", "worker",
-    "wire",
+    "cli", "conformance", "papers", "study", "bench", "pipeline", "diagnosis", "profile", "crew",
+    "worker", "wire",
 )  # fmt: skip
 """From top to bottom; each may import all below it, and everything in GROUND.
 
 Commands show what papers, studies and benchmarks find out about pipelines as users make them; the
-conformance suite trains with a backend as users would. A
-pipeline profiles, plans and then drives a crew; a profile asks a crew's workers; the crew's
-controller starts workers and shares their vocabulary; workers talk over wires, which know of
+conformance suite trains with a backend as users would. A pipeline profiles, plans and then drives a
+crew; a diagnosis and a profile ask a crew's workers; the crew's controller starts workers and shares
+their vocabulary; workers talk over wires, which know of
 neither.
 """
 GROUND = {
@@ -47,7 +47,7 @@ DOORS = {
 }
 """Files that import a room above them, and why; nothing in their room imports them."""
 
-WITHOUT_CIRCLES = ("pipeline", "profile", "crew", "worker", "wire", "schedule")
+WITHOUT_CIRCLES = ("pipeline", "diagnosis", "profile", "crew", "worker", "wire", "schedule")
 FILE_LINES, CLASS_LINES, PARAMETERS = 350, 250, 8  # at most; self is no parameter
 
 EXEMPT = {

@@ -1,0 +1,234 @@
+"""Diagnose: every run of a mini-batch's programs on its device, compared with the judge's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import fx
+
+from hetpipe.capture.program import CUT
+from hetpipe.crew.workers import Workers
+from hetpipe.diagnosis.judge import (
+    Difference,
+    difference,
+    eps_of,
+    is_comparable,
+    judged,
+    tensors_of,
+    terms_of,
+)
+from hetpipe.diagnosis.record import Culprit, Diagnosis, Verdict
+from hetpipe.diagnosis.rehearsal import Rehearsal, Run, Start
+from hetpipe.diagnosis.report import culprit_of, is_finite, source_of
+from hetpipe.diagnosis.search import Finding, Search
+from hetpipe.diagnosis.trials import DeviceFailedError, Given, Trials, declared
+from hetpipe.errors import HetpipeError, WorkerError
+from hetpipe.sdk.graph import graph_calls, graph_inputs, graph_outputs, of_one_replica
+from hetpipe.sdk.recurrent import is_workspace
+from hetpipe.worker.stage import CHECKED
+from hetpipe.worker.trial import Held
+
+Outputs = list[torch.Tensor | None]
+"""None for workspaces, which only the device can read."""
+
+
+class _FoundError(HetpipeError):
+    """Ends a rehearsal: the place is found."""
+
+    def __init__(self, verdict: Verdict, culprit: Culprit) -> None:
+        super().__init__(str(culprit))
+        self.verdict, self.culprit = verdict, culprit
+
+
+def diagnose(crew: Workers, start: Start) -> tuple[Diagnosis, Rehearsal]:
+    """Run a mini-batch's programs on the members' devices and by the judge, until they part.
+
+    Nothing of the workers' stages is read or written. Raises `HetpipeError` for a graph that torch
+    cannot judge, `WorkerError` if a worker dies.
+    """
+    rehearsal = Rehearsal(start)
+    examination = _Examination(crew, rehearsal)
+    verdict: Verdict = "healthy"
+    try:
+        for run in rehearsal.runs():
+            rehearsal.done(run, examination.outputs(run))
+        culprit = examination.not_finite
+        verdict = "healthy" if culprit is None else "numbers"
+    except _FoundError as found:
+        verdict, culprit = found.verdict, found.culprit
+    finally:
+        with suppress(WorkerError):  # a worker that has died is the news of whoever met it
+            examination.close()
+    return Diagnosis(verdict, rehearsal.loss, examination.count, culprit), rehearsal
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """A program on its device. `terms` of its longest sum, `eps` of its coarsest dtype."""
+
+    name: str
+    graph: fx.GraphModule
+    terms: int
+    eps: float
+
+
+class _Examination:
+    """Compares run after run. `not_finite` is the first place where torch's value is not."""
+
+    def __init__(self, crew: Workers, rehearsal: Rehearsal) -> None:
+        self.not_finite: Culprit | None = None
+        self.count = 0
+        self._rehearsal = rehearsal
+        self._devices = {member: info.id for member, info in crew.infos.items()}
+        self._trials = [
+            Trials(crew, member, f"{n} on {member}: ")
+            for n, member in enumerate(rehearsal.start.members)
+        ]
+        self._compiled: dict[int, _Compiled] = {}  # by the identity of programs
+
+    def close(self) -> None:
+        """Free the graphs and values on the devices."""
+        for trials in self._trials:
+            trials.forget()
+
+    def outputs(self, run: Run) -> list[torch.Tensor]:
+        """A run's outputs by its device, and by the judge where only the device can read its own.
+
+        Raises `_FoundError` where the two part.
+        """
+        graph = of_one_replica(run.program.graph)
+        values = judged(graph, run.inputs)
+        given = [self._given(run, index) for index in range(len(run.inputs))]
+        pairs = zip(graph_inputs(graph), given, strict=True)
+        held = {node: value for node, value in pairs if isinstance(value, Held)}
+        search = Search(self._trials[run.stage], graph, values, held)
+        outputs = self._run(run, search, given)
+        self.count += 1
+        self._compare(run, search, outputs)
+        if run.is_first:
+            self._repeat(run, search, given, outputs)
+        nodes = graph_outputs(graph)
+        self._watch(run, search, nodes)
+        pairs_out = zip(nodes, outputs, strict=True)
+        return [values[node] if own is None else own for node, own in pairs_out]
+
+    def _given(self, run: Run, index: int) -> Given:
+        name = self._rehearsal.held_name(run, run.program.inputs[index])
+        return run.inputs[index] if name is None else self._trials[run.stage].held(name)
+
+    def _program(self, run: Run, search: Search) -> _Compiled:
+        """The run's program on the device, compiled when it is first met."""
+        key = id(run.program)
+        if key not in self._compiled:
+            name = self._trials[run.stage].compile(search.graph)
+            terms = max(map(terms_of, graph_calls(search.graph)), default=1)
+            metas = [t for node in search.graph.graph.nodes for t in tensors_of(_meta(node))]
+            self._compiled[key] = _Compiled(name, search.graph, terms, eps_of(metas))
+        return self._compiled[key]
+
+    def _run(self, run: Run, search: Search, given: Sequence[Given], keeps: bool = True) -> Outputs:
+        """The outputs by the device, where saved tensors stay as well if it `keeps` them."""
+        nodes = graph_outputs(search.graph)
+        names = [self._rehearsal.held_name(run, slot) for slot in run.program.outputs]
+        kept = {index: name for index, name in enumerate(names) if keeps and name is not None}
+        unread = frozenset(index for index, node in enumerate(nodes) if is_workspace(node))
+        try:
+            name = self._program(run, search).name
+            outputs = self._trials[run.stage].run(name, given, run.donate, kept, unread)
+        except DeviceFailedError as error:
+            self._fail(run, search, str(error))
+        pairs = zip(outputs, nodes, strict=True)
+        return [declared(output, node.meta["val"].dtype) for output, node in pairs]
+
+    def _compare(self, run: Run, search: Search, outputs: Outputs) -> None:
+        """Raises `_FoundError` if outputs are not the judge's."""
+        parted = self._parted(run, search, outputs, search.values.__getitem__)
+        if not parted:
+            return
+        if (finding := search.alone(each.output for each in parted)) is not None:
+            verdict: Verdict = "operator" if search.is_steady(finding) else "unsteady"
+            self._blame(verdict, run, finding, search)
+        beyond = [each for each in parted if self._is_beyond(search, each)]
+        if not beyond:
+            return  # rounding on the way explains it
+        if (finding := search.together()) is not None:
+            self._blame("combination", run, finding, search)
+        if (finding := search.unsteady()) is not None:
+            self._blame("unsteady", run, finding, search)
+        self._blame("program", run, beyond[0], search)
+
+    def _repeat(self, run: Run, search: Search, given: Sequence[Given], outputs: Outputs) -> None:
+        """Run on the same inputs again, after others. Raises `_FoundError` if results differ."""
+        first = dict(zip(graph_outputs(search.graph), outputs, strict=True))
+        self._run(run, search, [_half(value) for value in given], keeps=False)
+        again = self._run(run, search, given, keeps=False)
+        for found in self._parted(run, search, again, first.__getitem__):
+            if self._is_beyond(search, found):
+                self._blame("unsteady", run, search.unsteady() or found, search)
+
+    def _parted(
+        self,
+        run: Run,
+        search: Search,
+        outputs: Outputs,
+        expected: Callable[[fx.Node], torch.Tensor | None],
+    ) -> list[Finding]:
+        """The outputs that are further from the expected ones than the usual bound."""
+        compiled, parted = self._program(run, search), []
+        for node, actual in zip(graph_outputs(search.graph), outputs, strict=True):
+            right = expected(node)
+            if actual is not None and right is not None and is_comparable(node):
+                found = difference(actual, right, compiled.terms, compiled.eps)
+                if found.parts:
+                    parted.append(Finding((), node, found, actual))
+        return parted
+
+    @staticmethod
+    def _is_beyond(search: Search, finding: Finding) -> bool:
+        """Whether an output parts further than errors of all operators before it explain."""
+        found = finding.difference
+        return found.error > found.allowed + search.allowed(finding.output)
+
+    def _fail(self, run: Run, search: Search, text: str) -> NoReturn:
+        """Raises `_FoundError` for a device that raises, with the operator if there is one."""
+        finding = search.alone() or search.together()
+        if finding is None:
+            whole = Difference(math.inf, 0.0)
+            finding = Finding((), graph_outputs(search.graph)[0], whole, failure=text)
+        elif not finding.failure:  # it is wrong, and what reads its result raises
+            self._blame("operator", run, finding, search)
+        elif search.fails_elsewhere(finding):
+            text = f"{text}; it raises in every other operator now, so the device may be lost"
+            finding = Finding((), finding.output, finding.difference, failure=text)
+        self._blame("failed", run, finding, search)
+
+    def _blame(self, verdict: Verdict, run: Run, finding: Finding, search: Search) -> NoReturn:
+        device = self._devices[run.member]
+        verdict = "failed" if finding.failure else verdict
+        raise _FoundError(verdict, culprit_of(run, device, finding, search.values))
+
+    def _watch(self, run: Run, search: Search, nodes: Sequence[fx.Node]) -> None:
+        """Keep the first place where torch's own value is not finite."""
+        for node, slot in zip(nodes, run.program.outputs, strict=True):
+            value = search.values[node]
+            if self.not_finite is not None or slot.role not in CHECKED or is_finite(value):
+                continue
+            if slot.role == CUT and bool((value.isfinite() | value.isneginf()).all()):
+                continue  # a mask of an attention
+            device = self._devices[run.member]
+            self.not_finite = source_of(run, device, search.graph, search.values, node)
+
+
+def _half(value: Given) -> Given:
+    """Other numbers of the same form."""
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value if isinstance(value, Held) or not is_float else value * 0.5
+
+
+def _meta(node: fx.Node) -> object:
+    return node.meta.get("val")

@@ -1,0 +1,130 @@
+"""Diagnosis: what a comparison of a pipeline's programs with torch has found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Verdict = Literal[
+    "healthy", "operator", "combination", "program", "unsteady", "failed", "between", "numbers"
+]
+
+_MEANING: Mapping[str, str] = {
+    "operator": "computes this operator wrong, for the same inputs that torch had",
+    "combination": "computes these operators right one by one, and wrong in one graph",
+    "program": "computes this program wrong, though each of its operators is right by itself",
+    "unsteady": "gives other results for the same inputs when it runs them again",
+    "failed": "raises an error here",
+}
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The place where a device and torch part, or where a number stops being finite.
+
+    `program` is the forward, backward or update of a stage, `output` the tensor that parts with its
+    dtype and shape, `inputs` those of the operator. `operators` has several names if they are wrong
+    only together. `error` is the largest, `allowed` the largest that rounding explains.
+    """
+
+    stage: int
+    member: str
+    device: str
+    program: str
+    microbatch: int | None
+    layer: str
+    operators: tuple[str, ...]
+    output: str
+    inputs: tuple[str, ...] = ()
+    error: float = 0.0
+    allowed: float = 0.0
+    not_finite: str = ""
+    """The first value that is not finite, and whether inputs were."""
+    reason: str = ""
+    """The device's own error."""
+
+    @property
+    def place(self) -> str:
+        """Stage, device, program, layer and operators."""
+        run = self.program if self.microbatch is None else (
+            f"{self.program} of micro-batch {self.microbatch}"
+        )  # fmt: skip
+        operators = " with ".join(self.operators) or "no operator by itself"
+        return (
+            f"stage {self.stage} on {self.member} ({self.device}), {run}, layer {self.layer}: "
+            f"{operators}"
+        )
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The result of `Pipeline.diagnose`.
+
+    `verdict` is `healthy`; `operator`, `combination` or `program`, for a device that is wrong by
+    its own; `unsteady`, for one whose results change; `failed`, for one that raises; `between`, if
+    all programs are right and the pipeline's own pass is not; or `numbers`, if a value is not
+    finite in torch as well. `runs` counts the runs of programs that were compared, `notes` has what
+    was left out.
+    """
+
+    verdict: Verdict
+    loss: float
+    runs: int
+    culprit: Culprit | None = None
+    detail: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def blames_device(self) -> bool:
+        """Whether a device, and not the numbers, is at fault."""
+        return self.verdict not in ("healthy", "numbers")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; numbers that are not finite are None."""
+        culprit = None if self.culprit is None else _plain(asdict(self.culprit))
+        return {**_plain(asdict(self)), "culprit": culprit}
+
+    def __str__(self) -> str:
+        lines = [*self._lines(), *(f"not compared: {note}" for note in self.notes)]
+        return "\n".join(lines)
+
+    def _lines(self) -> list[str]:
+        compared = f"{self.runs} runs of its programs"
+        if self.verdict == "healthy":
+            return [f"every stage agrees with torch: {compared}, loss {self.loss:.6g}"]
+        if self.verdict == "between":
+            return [
+                f"every stage agrees with torch, {compared}, and the pipeline's own pass does not: "
+                f"{self.detail}. Memory that is used again too early, an event that happens before "
+                "the end of its work, or a transfer may be the cause"
+            ]
+        culprit = self.culprit
+        assert culprit is not None
+        if self.verdict == "numbers":
+            return [
+                f"every stage agrees with torch, where the value is not finite either: "
+                f"{culprit.place}",
+                culprit.not_finite,
+                "lower the learning rate or the loss scale, clip gradients (clip_norm), or look at "
+                "the data",
+            ]
+        lines = [f"{culprit.place}", f"{culprit.device} {_MEANING[self.verdict]}"]
+        if culprit.inputs:
+            lines.append(f"{', '.join(culprit.inputs)} -> {culprit.output}")
+        if culprit.reason:
+            lines.append(culprit.reason)
+        elif culprit.not_finite:
+            lines.append(culprit.not_finite)
+        else:
+            lines.append(f"largest error {culprit.error:.3g}, allowed {culprit.allowed:.3g}")
+        return lines
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

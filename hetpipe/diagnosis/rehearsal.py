@@ -1,0 +1,241 @@
+"""Rehearsal: one mini-batch through all programs of a pipeline.
+
+Programs get the inputs that they get in training, from the devices before them, so the error of one
+stage is no other's. All values are copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from hetpipe.capture.program import (
+    BUFFER,
+    CONSTANT,
+    COUNT,
+    GRAD,
+    INPUT,
+    LOSS,
+    NORM,
+    PARAM,
+    RNG,
+    SAVED,
+    SCALAR,
+    STATE,
+    TANGENT,
+    Program,
+    Slot,
+    StageGraphs,
+)  # fmt: skip
+from hetpipe.crew.request import StepRequest
+
+Array = np.ndarray[Any, Any]
+Key = tuple[str, str]
+PREDICTION = "prediction"
+
+
+@dataclass(frozen=True)
+class Start:
+    """A pipeline at rest: what its programs would read, and the mini-batch.
+
+    `values` has by role, PARAM, BUFFER and STATE, the arrays by name; `updates` the updates so far
+    by stage.
+    """
+
+    stages: Sequence[StageGraphs]
+    members: Sequence[str]
+    values: Mapping[str, Mapping[str, Array]]
+    updates: Sequence[int]
+    request: StepRequest
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of a program, which is the first of its micro-batch's size if `is_first`."""
+
+    stage: int
+    member: str
+    name: str
+    program: Program
+    microbatch: int | None
+    inputs: list[torch.Tensor]
+    donate: frozenset[int]
+    is_first: bool
+
+
+@dataclass
+class Rehearsal:
+    """The runs of a mini-batch, in an order that needs no schedule: stage by stage, forwards, then
+    backwards, then updates. `done` takes the results of each before the next is asked for."""
+
+    start: Start
+    shared: dict[Key, torch.Tensor] = field(default_factory=dict)
+    """Parameters, optimizer state, and the buffers as forwards have left them."""
+    grads: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    """By stage."""
+    frames: list[dict[Key, torch.Tensor]] = field(default_factory=list)
+    """By micro-batch: tensors at cuts, losses, counts and tangents."""
+    saved: dict[tuple[int, int, str], torch.Tensor] = field(default_factory=dict)
+    """By stage, micro-batch and name: the device's values, or the judge's where only the device can
+    read its own."""
+    _squares: list[float] = field(default_factory=list)  # of the stages that have a norm
+    _grad_scale: float = 1.0
+    _clip: dict[int, float] = field(default_factory=dict)  # by stage
+
+    def __post_init__(self) -> None:
+        for role, named in self.start.values.items():
+            for name, value in named.items():
+                self.shared[role, name] = torch.from_numpy(np.array(value))
+        self.grads = [{} for _ in self.start.stages]
+        self.frames = [{} for _ in self.start.request.samples]
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of the mini-batch; NaN before the last forward."""
+        keys = [next((key for key in frame if key[0] == LOSS), None) for frame in self.frames]
+        if None in keys:
+            return float("nan")
+        losses = [float(frame[key]) for frame, key in zip(self.frames, keys, strict=True) if key]
+        if self._counted:
+            return sum(losses) / self._count if self._count else float("nan")
+        samples = self.start.request.samples
+        pairs = zip(losses, samples, strict=True)
+        return sum(loss * size for loss, size in pairs) / sum(samples)
+
+    def runs(self) -> Iterator[Run]:
+        """All runs. Without the backwards if a loss is not finite, nor updates if a gradient."""
+        stages, microbatches = self.start.stages, range(len(self.start.request.samples))
+        for stage in stages:
+            for m in microbatches:
+                program = self._passes(stage, m).forward
+                yield self._run(stage, "forward", program, m)
+        if not np.isfinite(self.loss):
+            return
+        for stage in reversed(stages):
+            for m in microbatches:
+                passes = self._passes(stage, m)
+                if passes.halves is not None:
+                    yield self._run(stage, "backward (inputs)", passes.halves[0], m)
+                    yield self._run(stage, "backward (weights)", passes.halves[1], m)
+                elif passes.backward is not None:
+                    yield self._run(stage, "backward", passes.backward, m)
+        self._sum_tied()
+        if not self._finite_grads() or (self._counted and self._count == 0):
+            return
+        yield from self._update_runs()
+
+    def done(self, run: Run, outputs: Sequence[torch.Tensor]) -> None:
+        """Take the outputs of a run."""
+        frame = {} if run.microbatch is None else self.frames[run.microbatch]
+        for slot, value in zip(run.program.outputs, outputs, strict=True):
+            if slot.role == SAVED and run.microbatch is not None:
+                self.saved[run.stage, run.microbatch, slot.name] = value
+            elif slot.role == NORM:
+                self._squares.append(float(value))
+            elif run.microbatch is None:
+                pass  # the update's results: nothing in this mini-batch reads them
+            elif slot.role == GRAD:
+                self.grads[run.stage][slot.name] = value
+            elif slot.role == BUFFER:
+                self.shared[slot.key] = value
+            else:
+                frame[slot.key] = value
+
+    def held_name(self, run: Run, slot: Slot) -> str | None:
+        """The name by which a saved tensor stays on the device; None for other tensors."""
+        if slot.role != SAVED:
+            return None
+        return f"{run.microbatch} {slot.name}"
+
+    def _run(self, stage: StageGraphs, name: str, program: Program, m: int | None) -> Run:
+        inputs = [self._value(stage, slot, m) for slot in program.inputs]
+        replaced = {slot.key for slot in program.outputs if slot.role in (GRAD, STATE, PARAM)}
+        donate = frozenset(i for i, slot in enumerate(program.inputs) if slot.key in replaced)
+        if name == PREDICTION:  # the present weights stay
+            donate = frozenset()
+        samples = self.start.request.samples
+        is_first = m is None or m == 0 or samples[m] != samples[m - 1]
+        member = self.start.members[stage.stage]
+        return Run(stage.stage, member, name, program, m, inputs, donate, is_first)
+
+    def _value(self, stage: StageGraphs, slot: Slot, m: int | None) -> torch.Tensor:
+        """The value of an input, as the worker would choose it."""
+        request, n = self.start.request, stage.stage
+        if slot.role in (PARAM, BUFFER, STATE):
+            return self.shared[slot.key]
+        if slot.role == CONSTANT:
+            return torch.from_numpy(np.array(stage.constants[slot.name]))
+        if slot.role == GRAD:
+            dtype = getattr(torch, slot.dtype)
+            return self.grads[n].setdefault(slot.name, torch.zeros(slot.shape, dtype=dtype))
+        if slot.role == SCALAR:
+            return torch.tensor(self._scalars(n)[slot.name], dtype=getattr(torch, slot.dtype))
+        assert m is not None
+        if slot.role == INPUT:
+            return torch.from_numpy(np.array(request.feeds[m][slot.name]))
+        if slot.role == RNG:
+            first = list(accumulate(request.samples, initial=0))[m]
+            return torch.tensor([request.seed, request.number, first])
+        if slot.role == SAVED:
+            return self.saved[n, m, slot.name]
+        if slot.key == (TANGENT, LOSS):
+            return torch.tensor(request.loss_tangents[m], dtype=getattr(torch, slot.dtype))
+        return self.frames[m][slot.key]
+
+    def _scalars(self, stage: int) -> dict[str, float]:
+        return {
+            "lr": self.start.request.lr,
+            "step": float(self.start.updates[stage] + 1),
+            "grad_scale": self._grad_scale * self._clip.get(stage, 1.0),
+            "ahead": 1.0,
+        }
+
+    def _update_runs(self) -> Iterator[Run]:
+        """Norms, updates and predictions of all stages."""
+        request = self.start.request
+        if self._counted:
+            self._grad_scale = 1.0 / (self._count * request.loss_scale)
+        elif request.grad_scale is not None:
+            self._grad_scale = request.grad_scale
+        with_norm = [stage for stage in self.start.stages if stage.norm is not None]
+        for stage in with_norm:
+            assert stage.norm is not None
+            yield self._run(stage, "norm", stage.norm, None)
+        if (clip := request.clip) is not None:
+            total = sum(self._squares)
+            for stage, square in zip(with_norm, self._squares, strict=True):
+                factor = clip.factor(square if clip.each else total)
+                self._clip[stage.stage] = factor if np.isfinite(factor) else 1.0
+        for stage in self.start.stages:
+            if stage.predict is not None:
+                yield self._run(stage, PREDICTION, stage.predict, None)
+            if stage.update is not None:
+                yield self._run(stage, "update", stage.update, None)
+
+    def _sum_tied(self) -> None:
+        """A parameter that stages share has its gradient where its owner is."""
+        for name, owner, others in dict.fromkeys(e for s in self.start.stages for e in s.tied):
+            for other in others:
+                self.grads[owner][name] = self.grads[owner][name] + self.grads[other][name]
+
+    def _finite_grads(self) -> bool:
+        grads = [grad for own in self.grads for grad in own.values()]
+        return all(bool(grad.isfinite().all()) for grad in grads)
+
+    def _passes(self, stage: StageGraphs, m: int) -> Any:
+        return stage.passes[self.start.request.samples[m]]
+
+    @property
+    def _counted(self) -> bool:
+        return any(role == COUNT for role, _ in self.frames[0])
+
+    @property
+    def _count(self) -> float:
+        """The number of terms of the losses of the mini-batch."""
+        frames = (value for frame in self.frames for key, value in frame.items() if key[0] == COUNT)
+        return sum(map(float, frames))

@@ -1,0 +1,92 @@
+"""Trials on a member's device: graphs that are compiled and run there, on values from here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from hetpipe.crew.workers import Workers
+from hetpipe.errors import HetpipeError
+from hetpipe.sdk.graph import dump_graph
+from hetpipe.worker.trial import Array, Failed, Held
+
+Given = torch.Tensor | Held
+"""An input: a tensor, or a value that lies on the device."""
+
+_MODULE = "hetpipe.worker.trial"
+
+
+class DeviceFailedError(HetpipeError):
+    """The device has raised in a trial; `refused` if it lacks an operator."""
+
+    def __init__(self, text: str, refused: bool = False) -> None:
+        super().__init__(text)
+        self.refused = refused
+
+
+class Trials:
+    """Trials on one member. Names of graphs and values begin with `prefix`, its own."""
+
+    def __init__(self, crew: Workers, member: str, prefix: str) -> None:
+        self._crew, self._member, self._prefix = crew, member, prefix
+        self._count = 0
+
+    def compile(self, graph: fx.GraphModule) -> str:
+        """Compile a graph. Returns its name. Raises `DeviceFailedError`."""
+        self._count += 1
+        name = f"{self._prefix}graph {self._count}"
+        self._call("compile_graph", name, dump_graph(graph))
+        return name
+
+    def run(
+        self,
+        name: str,
+        inputs: Sequence[Given],
+        donate: frozenset[int] = frozenset(),
+        kept: Mapping[int, str] | None = None,
+        unread: frozenset[int] = frozenset(),
+    ) -> list[torch.Tensor | None]:
+        """Run a graph; its outputs, None for those in `unread`. Raises `DeviceFailedError`.
+
+        Outputs in `kept` stay on the device under these names, see `held`.
+        """
+        given = [value if isinstance(value, Held) else array_of(value) for value in inputs]
+        names = {index: self._prefix + own for index, own in (kept or {}).items()}
+        outputs = self._call("run_graph", name, given, donate, names, unread)
+        return [None if array is None else tensor_of(array) for array in outputs]
+
+    def held(self, name: str) -> Held:
+        """An output that was kept on the device."""
+        return Held(self._prefix + name)
+
+    def forget(self, name: str | None = None) -> None:
+        """Free one graph, or everything."""
+        self._crew.call([self._member], f"{_MODULE}:forget", name or self._prefix)
+
+    def _call(self, function: str, *args: Any) -> Any:
+        (result,) = self._crew.call([self._member], f"{_MODULE}:{function}", *args)
+        if isinstance(result, Failed):
+            raise DeviceFailedError(result.text, result.refused)
+        return result
+
+
+def tensor_of(array: Array) -> torch.Tensor:
+    """A host array as a tensor that may be written."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def array_of(tensor: torch.Tensor) -> Array:
+    """A tensor for the host's side of a device; bfloat16 as int16."""
+    tensor = tensor.contiguous()
+    array: Array = (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+    return array
+
+
+def declared(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A tensor from a device in its own dtype: bfloat16 has come as int16."""
+    if tensor is not None and dtype is torch.bfloat16 and tensor.dtype is torch.int16:
+        return tensor.view(torch.bfloat16)
+    return tensor

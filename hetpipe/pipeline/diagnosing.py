@@ -1,0 +1,73 @@
+"""Diagnosing: a diagnosis of a training at rest, which changes nothing of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hetpipe.capture.program import BUFFER, PARAM, STATE
+from hetpipe.diagnosis.diagnose import diagnose
+from hetpipe.diagnosis.record import Diagnosis
+from hetpipe.diagnosis.rehearsal import Rehearsal, Start
+
+if TYPE_CHECKING:
+    from hetpipe.pipeline.stages import Subject
+    from hetpipe.pipeline.training import Training
+    from hetpipe.wire.messages import Array
+
+
+def diagnose_training(training: Training, x: Any, y: Any) -> Diagnosis:
+    """Run a mini-batch's programs on every device, then the pipeline's own pass, at rest.
+
+    The first replicas of all stages go through the mini-batch, then the second ones, and so on;
+    each does all rows of every micro-batch. Raises what `diagnose` raises.
+    """
+    training.stages.check_own()
+    request = training.request(x, y)
+    subject, stages = training.subject, training.stages
+    crew = subject.crew
+    values = {role: crew.read(role) for role in (PARAM, BUFFER, STATE)}
+    runs = 0
+    for graphs, members in stages.columns():
+        start = Start(graphs, members, values, training.updates, request)
+        diagnosis, rehearsal = diagnose(crew, start)
+        runs += diagnosis.runs
+        diagnosis = replace(diagnosis, runs=runs)
+        if diagnosis.verdict != "healthy":
+            return diagnosis
+    if max(training.plan.replicas) > 1 or training.accumulated:
+        return replace(diagnosis, notes=("the pipeline's own pass",))
+    recent = list(training.recent)
+    loss, grads = training.gradients(x, y)
+    training.recent.clear()
+    training.recent.extend(recent)
+    detail = _apart(subject, rehearsal, loss, grads)
+    return replace(diagnosis, verdict="between", detail=detail) if detail else diagnosis
+
+
+def _apart(subject: Subject, rehearsal: Rehearsal, loss: float, grads: Mapping[str, Array]) -> str:
+    """The loss, or the gradient, of the pipeline's own pass that is not the programs'."""
+    precision = subject.captured.precision
+    dtypes = [d for d in (precision.compute, precision.cut, "float32") if d is not None]
+    digits = math.sqrt(max(torch.finfo(getattr(torch, dtype)).eps for dtype in dtypes))
+    if not abs(loss - rehearsal.loss) <= digits * max(abs(rehearsal.loss), 1e-30):
+        return f"its loss is {loss:.6g}, that of the programs one by one {rehearsal.loss:.6g}"
+    for stage, named in zip(rehearsal.start.stages, rehearsal.grads, strict=True):
+        joined = subject.captured.parts.join({name: own.numpy() for name, own in named.items()})
+        owned = {name for name, owner, _ in stage.tied if owner != stage.stage}
+        for name in joined.keys() - owned:
+            right, actual = torch.from_numpy(joined[name]), torch.from_numpy(grads[name])
+            scale = rehearsal.start.request.loss_scale
+            error = float((actual.double() * scale - right.double()).abs().max())
+            largest = float(right.double().abs().max())
+            if not error <= digits * largest + 1e-30:
+                member = rehearsal.start.members[stage.stage]
+                return (
+                    f"its gradient of {name}, in stage {stage.stage} on {member}, is off by "
+                    f"{error:.3g}, where the largest is {largest:.3g}"
+                )
+    return ""

@@ -1,0 +1,116 @@
+"""Trials: graphs that the controller wants run on a worker's device, beside its stages.
+
+The controller calls these functions by `Workers.call`. Nothing that a stage holds is read or
+written. An exception of the device is a result, so that a trial ends no worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from hetpipe.errors import HetpipeError, UnsupportedOperatorError
+from hetpipe.sdk.backend import Buffer, Device, Executable
+from hetpipe.sdk.graph import load_graph
+
+Array = np.ndarray[Any, Any]
+
+WAIT_S = 300.0
+"""Seconds after which a run that does not end counts as failed."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """An input that lies on the device: the result of an earlier trial that was kept by a name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The device has raised; `refused` if it lacks an operator."""
+
+    text: str
+    refused: bool = False
+
+
+@dataclass
+class _Trials:
+    """Graphs and values on one device, by name."""
+
+    executables: dict[str, Executable] = field(default_factory=dict)
+    values: dict[str, Buffer] = field(default_factory=dict)
+
+
+_trials: WeakKeyDictionary[Device, _Trials] = WeakKeyDictionary()
+
+
+def _caught(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def catching(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception as error:
+            told = isinstance(error, HetpipeError)
+            text = str(error) if told else f"{type(error).__name__}: {error}".rstrip(": ")
+            return Failed(text, isinstance(error, UnsupportedOperatorError))
+
+    return catching
+
+
+@_caught
+def compile_graph(device: Device, name: str, graph: bytes) -> None:
+    """Compile a dumped graph, and keep it by a name. Returns None or `Failed`."""
+    trials = _trials.setdefault(device, _Trials())
+    (trials.executables[name],) = device.compile_all([load_graph(graph)])
+
+
+@_caught
+def run_graph(
+    device: Device,
+    name: str,
+    inputs: Sequence[Array | Held],
+    donate: frozenset[int],
+    kept: Mapping[int, str],
+    unread: frozenset[int] = frozenset(),
+) -> list[Array | None]:
+    """Run a graph; its outputs on the host, None for those in `unread`, or `Failed`.
+
+    Outputs in `kept` stay on the device as well, by these names. bfloat16 comes as int16.
+    """
+    trials = _trials[device]
+    buffers = []
+    for value in inputs:
+        if isinstance(value, Held):
+            buffers.append(trials.values[value.name])
+        else:
+            buffer, event = device.upload(np.asarray(value, order="C"))
+            event.wait(WAIT_S)
+            buffers.append(buffer)
+    outputs, event, _ = trials.executables[name].run(buffers, donate)
+    event.wait(WAIT_S)
+    trials.values.update({name: outputs[index] for index, name in kept.items()})
+    return [
+        None if index in unread else _on_host(device, buffer)
+        for index, buffer in enumerate(outputs)
+    ]
+
+
+def forget(device: Device, prefix: str = "") -> None:
+    """Drop the graphs and values whose names begin so."""
+    if (trials := _trials.get(device)) is not None:
+        for table in (trials.executables, trials.values):
+            for name in [name for name in table if name.startswith(prefix)]:
+                del table[name]
+
+
+def _on_host(device: Device, buffer: Buffer) -> Array:
+    dtype = "int16" if buffer.dtype == "bfloat16" else buffer.dtype
+    array = np.empty(buffer.shape, dtype)
+    device.download(buffer, array).wait(WAIT_S)
+    return array

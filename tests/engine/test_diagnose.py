@@ -1,0 +1,282 @@
+"""A device that is wrong is named, with layer and operator; one that is right is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crews import MIXED, Crews
+from models import CASES, MLP, batches
+from pipelines import pipeline
+from torch import nn
+from typer.testing import CliRunner
+from wrong_backends import WrongBackend
+
+import hetpipe as hp
+from hetpipe.capture.precision import Precision
+from hetpipe.cli.app import app
+from hetpipe.errors import NotFiniteError
+from hetpipe.sdk import registry
+
+X, Y = batches(1)[0]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def wrong() -> None:
+    registry.register_backend(WrongBackend)
+
+
+def opened(
+    crews: Crews, kind: str, members: str = "01", transport: str = "local", **options: Any
+) -> hp.Pipeline:
+    """An MLP on numpy, m0, and a faulty device, m1."""
+    torch.manual_seed(0)
+    crew = crews(("numpy:cpu:0", f"wrong:{kind}:0"), transport)
+    options = {"optimizer": hp.optim.adamw(lr=1e-2), "cuts": [1], **options}
+    loss_fn = nn.functional.cross_entropy
+    return pipeline(crew, MLP(), loss_fn, (X, Y), members, microbatches=3, **options)
+
+
+FAULTS = {
+    "tanh": ("operator", "forward", "layers.0", "aten.tanh.default"),
+    "le": ("operator", "forward", "layers.2", "aten.le.Scalar"),
+    "mm": ("operator", "backward", "layers.6", "aten.mm.default"),
+    "sqrt": ("operator", "update", "layers.2.weight", "aten.sqrt.default"),
+    "nan": ("operator", "forward", "layers.4", "aten.sigmoid.default"),
+    "raises": ("failed", "forward", "layers.4", "aten.sigmoid.default"),
+    "unsteady": ("unsteady", "forward", "layers.4", "aten.sigmoid.default"),
+    "random": ("unsteady", "forward", "layers.4", "aten.sigmoid.default"),
+    "stale": ("unsteady", "forward", "layers.4", "aten.sigmoid.default"),
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_the_operator_is_named(crews: Crews, kind: str) -> None:
+    verdict, program, layer, name = FAULTS[kind]
+    stage = 0 if kind == "tanh" else 1
+    with opened(crews, kind, "01" if stage else "10") as pipe:
+        found = pipe.diagnose(X, Y)
+    culprit = found.culprit
+    assert culprit is not None, str(found)
+    assert found.blames_device
+    assert (found.verdict, culprit.program, culprit.operators) == (verdict, program, (name,))
+    assert culprit.layer == layer
+    assert (culprit.stage, culprit.member, culprit.device) == (stage, "m1", f"wrong:{kind}:0")
+    assert f"stage {stage} on m1 (wrong:{kind}:0), {program}" in str(found)
+    assert json.loads(json.dumps(found.to_json()))["culprit"]["operators"] == [name]
+
+
+def test_a_value_that_is_not_finite_is_shown(crews: Crews) -> None:
+    with opened(crews, "nan") as pipe:
+        with pytest.raises(NotFiniteError, match=r"pipe\.diagnose\(x, y\)"):
+            pipe.step(X, Y)
+        text = str(pipe.diagnose(X, Y))
+    assert "nan at [0, 3], where torch has 0." in text
+    assert "its inputs were finite, from" in text
+    assert "learning rate" not in text
+
+
+def test_an_error_is_told_in_the_devices_words(crews: Crews) -> None:
+    with opened(crews, "raises") as pipe:
+        found = pipe.diagnose(X, Y)
+    assert found.culprit is not None
+    assert found.culprit.reason == "ValueError: boom 42"
+
+
+def test_a_device_that_is_lost(crews: Crews) -> None:
+    with opened(crews, "dies") as pipe:
+        found = pipe.diagnose(X, Y)
+    assert found.verdict == "failed"
+    assert "it raises in every other operator now, so the device may be lost" in str(found)
+
+
+def test_operators_that_are_wrong_only_together(crews: Crews) -> None:
+    with opened(crews, "together") as pipe:
+        found = pipe.diagnose(X, Y)
+    assert found.verdict == "combination"
+    assert found.culprit is not None
+    assert found.culprit.operators == ("aten.addmm.default", "aten.sigmoid.default")
+    assert "right one by one, and wrong in one graph" in str(found)
+
+
+def test_passes_that_disturb_each_other(crews: Crews) -> None:
+    """Each program is right whenever it runs alone, and wrong in the pipeline's own pass."""
+    with opened(crews, "between") as pipe:
+        found = pipe.diagnose(X, Y)
+    assert found.verdict == "between"
+    assert "and the pipeline's own pass does not: its gradient of layers." in str(found)
+
+
+@pytest.mark.parametrize("transport", ["local", "shared-memory"])
+def test_training_goes_on_as_if_nothing_was_asked(crews: Crews, transport: str) -> None:
+    data = batches(4)
+
+    def losses(asks: bool) -> list[float]:
+        with opened(crews, "right", transport=transport) as pipe:
+            taken = [pipe.step(*data[0]), pipe.step(*data[1])]
+            if asks:
+                found = pipe.diagnose(*data[2])
+                assert (found.verdict, found.culprit, found.runs) == ("healthy", None, 14)
+                assert str(found).startswith("every stage agrees with torch: 14 runs")
+                assert len(pipe.timeline.spans) > 0
+            return [*taken, *(pipe.step(*each) for each in data[2:])]
+
+    assert losses(asks=True) == losses(asks=False)
+
+
+def test_workers_in_processes_name_it_too(crews: Crews) -> None:
+    with opened(crews, "unsteady", transport="shared-memory") as pipe:
+        found = pipe.diagnose(X, Y)
+    assert found.culprit is not None
+    assert found.culprit.operators == ("aten.sigmoid.default",)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_numbers_are_to_blame(crews: Crews, schedule: str) -> None:
+    """With such a learning rate the second update overflows, on every device."""
+    optimizer = hp.optim.sgd(lr=1e38)
+    with opened(crews, "right", schedule=schedule, optimizer=optimizer) as pipe:
+        with pytest.raises(NotFiniteError):
+            list(pipe.run([(X, Y)] * 4))
+        found = pipe.diagnose(X, Y)
+    assert found.verdict == "numbers"
+    assert not found.blames_device
+    assert found.culprit is not None
+    assert found.culprit.layer.startswith("layers.")
+    assert "lower the learning rate" in str(found)
+
+
+class Root(nn.Module):
+    """The root of what may be negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(20, 8), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).sqrt())
+
+
+def diagnosed(crews: Crews, model: nn.Module, x: torch.Tensor) -> hp.Diagnosis:
+    crew, loss_fn = crews(("numpy:cpu:0", "wrong:right:0")), nn.functional.cross_entropy
+    optimizer = hp.optim.sgd(lr=0.1)
+    with pipeline(crew, model, loss_fn, (x, Y), "01", microbatches=3, optimizer=optimizer) as pipe:
+        return pipe.diagnose(x, Y)
+
+
+def test_the_models_own_operator_is_named(crews: Crews) -> None:
+    torch.manual_seed(0)
+    found = diagnosed(crews, Root(), X)
+    assert found.verdict == "numbers"
+    assert found.culprit is not None
+    assert (found.culprit.stage, found.culprit.operators) == (0, ("aten.sqrt.default",))
+    assert found.culprit.not_finite.startswith("nan at [0, ")
+    assert "its inputs were finite, from -" in found.culprit.not_finite
+
+
+def test_data_that_are_not_finite_are_named(crews: Crews) -> None:
+    x = X.clone()
+    x[5, 2] = float("inf")  # the second row of the second micro-batch
+    found = diagnosed(crews, MLP(), x)
+    assert found.verdict == "numbers"
+    assert found.culprit is not None
+    assert found.culprit.operators == ("the part of the batch x",)
+    assert found.culprit.microbatch == 1
+    assert found.culprit.not_finite.startswith("inf at [1, 2] of it")
+
+
+TORCH = ("pytorch:cpu:0",)
+KINDS: dict[str, dict[str, Any]] = {
+    "tied": {"model": "tied_autoencoder"},
+    "batch norm, uneven": {"model": "residual_cnn", "microbatches": 5},
+    "halves, clipped": {"schedule": "zb-h1", "clip_norm": 0.1},
+    "chunks": {"schedule": "interleaved", "members": "0101", "microbatches": 4},
+    "predicted": {"schedule": "pipedream", "weights": "pipeoptim"},
+    "accumulated": {"accumulate": 2},
+    "replicas": {"members": [("m0", "m1"), ("m2",)]},
+    "replicas that meet": {
+        "model": "residual_cnn", "members": [("m0", "m1"), ("m2",)], "sync_batch_norm": True,
+    },
+    "bfloat16": {"devices": TORCH * 2, "precision": Precision("bfloat16"), "recompute": "inputs"},
+    "float16": {"devices": TORCH * 2, "precision": Precision("float16", "float16")},
+}  # fmt: skip
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", KINDS)
+def test_devices_that_are_right_are_not_blamed(crews: Crews, kind: str) -> None:
+    options = {"members": "01", "microbatches": 3, "model": "mlp", **KINDS[kind]}
+    case = CASES[options.pop("model")]
+    torch.manual_seed(0)
+    crew = crews(options.pop("devices", MIXED))
+    batch = case.batch(torch.Generator().manual_seed(2))
+    optimizer = hp.optim.adamw(lr=1e-2)
+    with pipeline(crew, case.model(), case.loss_fn, batch, optimizer=optimizer, **options) as pipe:
+        before = pipe.step(*batch)
+        found = pipe.diagnose(*batch)
+        assert found.verdict == "healthy", str(found)
+        assert found.loss <= before
+        again = pipe.diagnose(*batch)
+        assert (again.loss, again.runs) == (found.loss, found.runs)
+
+
+def test_workspaces_of_a_library_are_left_to_it(crews: Crews) -> None:
+    """torch has the LSTM layers of oneDNN, whose saved tensors nobody else can read."""
+    torch.manual_seed(0)
+    batch = (torch.randn(6, 5, 4), torch.randint(0, 3, (6,)))
+    loss_fn = nn.functional.cross_entropy
+    with pipeline(
+        crews(TORCH * 2),
+        Recurrent(),
+        loss_fn,
+        batch,
+        "01",
+        microbatches=2,
+        optimizer=hp.optim.sgd(lr=0.1),
+    ) as pipe:
+        found = pipe.diagnose(*batch)
+    assert found.verdict == "healthy", str(found)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.LSTM(4, 8, batch_first=True)
+        self.second = nn.LSTM(8, 8, batch_first=True)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.second(self.first(x)[0])[0][:, -1])
+
+
+COMMAND = [
+    "train", "digits", "--steps", "3", "--cuts", "3", "--microbatches", "2", "--mini-batch", "32",
+    "--schedule", "1f1b",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "end"),
+    [
+        ("mm", "stage 1 on m1 (wrong:mm:0), backward", "differs from unpartitioned torch"),
+        ("nan", "nan at [0, 0, 0, 3], where torch has", "the loss of mini-batch 0 is nan"),
+    ],
+)
+def test_the_command_asks_by_itself(kind: str, line: str, end: str, tmp_path: Path) -> None:
+    devices = [
+        f'[[device]]\nid = "m{n}"\ndevice = "{device}"\n'
+        for n, device in enumerate(("numpy:cpu:0", f"wrong:{kind}:0"))
+    ]
+    (tmp_path / "c.toml").write_text('transport = "local"\n' + "".join(devices))
+    more = ["--cluster", str(tmp_path / "c.toml"), "--json", str(tmp_path / "out.json")]
+    result = CliRunner().invoke(app, [*COMMAND, *more])
+    assert result.exit_code == 1
+    assert line in result.output
+    assert end in str(result.exception)
+    assert "learning rate" not in result.output
+    written = json.loads((tmp_path / "out.json").read_text())["diagnosis"]
+    assert written["verdict"] == "operator"
+    assert written["culprit"]["device"] == f"wrong:{kind}:0"
