@@ -156,6 +156,5 @@ def add_checks() -> None:
 
 
 def _missing(reason: str, rig: Rig) -> None:
-    raise NotAsked(
-        f"torch's test suite is not complete here: {reason}; pip install 'hetpipe[conformance]'"
-    )
+    cure = "pip install 'hetpipe[conformance]'"
+    raise NotAsked(f"torch's operator database cannot be imported: {reason}; {cure}")

@@ -30,8 +30,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (site,) = run([str(python), "-c", code], folder).splitlines()
     Path(site, "libraries.pth").write_text(here + "\n")
     pip = [str(python), "-m", "pip", "-q", "--disable-pip-version-check"]
-    built = ["--no-deps", "--no-build-isolation"]
-    run([*pip, "wheel", *built, "--wheel-dir", str(folder), str(ROOT)], folder)
+    run([*pip, "wheel", "--no-deps", "--wheel-dir", str(folder), str(ROOT)], folder)
     (wheel,) = folder.glob("hetpipe-*.whl")
     run([*pip, "install", "--no-deps", str(wheel)], folder)
     variables = {

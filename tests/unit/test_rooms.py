@@ -22,10 +22,9 @@ FLOORS = (
 """From top to bottom; each may import all below it, and everything in GROUND.
 
 Commands show what papers, studies and benchmarks find out about pipelines as users make them; the
-conformance suite trains with a backend as users would. A pipeline profiles, plans and then drives a
-crew; a diagnosis and a profile ask a crew's workers; the crew's controller starts workers and shares
-their vocabulary; workers talk over wires, which know of
-neither.
+conformance suite trains with a backend as users would. A pipeline profiles, plans and then drives
+a crew; a diagnosis and a profile ask a crew's workers; the crew's controller starts workers and
+shares their vocabulary; workers talk over wires, which know of neither.
 """
 GROUND = {
     "capture": {"optim", "sdk"},  # graphs in the operators of a backend, and of its updates
