@@ -188,7 +188,9 @@ def test_a_class_that_no_process_can_import() -> None:
         name = "hidden"
 
     registry.register_backend(Hidden)
-    with pytest.raises(HetpipeError, match='put its class into a module, or use transport="local"'):
+    with pytest.raises(
+        HetpipeError, match='put its class at the top of a file, or use transport="local"'
+    ):
         start(["hidden:good:0"], "shared-memory")
 
 
