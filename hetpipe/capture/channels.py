@@ -17,9 +17,9 @@ from torch import fx
 from hetpipe.capture.flat import Flat
 from hetpipe.capture.parts import part_names
 from hetpipe.capture.program import PARAM
-from hetpipe.capture.slots import reachable
 from hetpipe.errors import PlanError
 from hetpipe.sdk.graph import operator_name
+from hetpipe.sdk.parts import reachable
 
 aten = torch.ops.aten
 

@@ -9,8 +9,9 @@ from torch import fx, nn
 from hetpipe.capture.flat import PARAMETRIZATIONS, Flat, is_getitem, owner
 from hetpipe.capture.layers import Layer, LayerGraph
 from hetpipe.capture.program import BUFFER, PARAM
-from hetpipe.capture.slots import is_tensor, node_nbytes, reachable
+from hetpipe.capture.slots import is_tensor, node_nbytes
 from hetpipe.sdk.graph import operator_name
+from hetpipe.sdk.parts import reachable
 
 
 def label(flat: Flat, model: nn.Module, updated_buffers: frozenset[str]) -> None:

@@ -23,6 +23,7 @@ from hetpipe.capture.program import (
     Slot,
 )
 from hetpipe.sdk.graph import canonical, dtype_name
+from hetpipe.sdk.parts import extract, reachable
 
 aten = torch.ops.aten
 Key = tuple[str, str]
@@ -135,35 +136,6 @@ def widens(node: Any) -> bool:
 def _same(node: fx.Node, source: Any) -> bool:
     a, b = node.meta["val"], source.meta["val"]
     return bool(a.dtype == b.dtype and a.shape == b.shape)
-
-
-def reachable(outputs: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes from which `outputs` are computed, down to `inputs` (included if reached)."""
-    stop, reached, stack = set(inputs), set[fx.Node](), list(outputs)
-    while stack:
-        node = stack.pop()
-        if node in reached:
-            continue
-        reached.add(node)
-        if node not in stop:
-            stack.extend(node.all_input_nodes)
-    return reached
-
-
-def extract(source: fx.Graph, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:
-    """A graph that computes `outputs` from `inputs` (any nodes of `source`), metas kept."""
-    needed = reachable(outputs, inputs)
-    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in inputs:
-        env[node] = graph.placeholder(node.name)
-        env[node].meta = dict(node.meta)
-    for node in source.nodes:
-        if node in needed and node not in env:
-            if node.op == "placeholder":
-                raise AssertionError(f"{node} is needed but is not an input")
-            env[node] = graph.node_copy(node, env.__getitem__)
-    graph.output(tuple(env[node] for node in outputs))
-    return graph
 
 
 def ordered(

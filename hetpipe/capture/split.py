@@ -12,7 +12,8 @@ from torch import fx
 from hetpipe.capture.flat import Flat
 from hetpipe.capture.precision import cast_at_cuts
 from hetpipe.capture.program import BUFFER, COUNT, CUT, LOSS
-from hetpipe.capture.slots import Key, extract, is_tensor, reachable
+from hetpipe.capture.slots import Key, is_tensor
+from hetpipe.sdk.parts import extract, reachable
 
 _FINALS = (LOSS, COUNT, BUFFER)
 

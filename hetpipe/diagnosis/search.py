@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from hetpipe.capture.slots import reachable
-from hetpipe.capture.units import Part, part_of, units_of
 from hetpipe.diagnosis.judge import (
     Difference,
     Value,
@@ -30,6 +28,7 @@ from hetpipe.diagnosis.judge import (
 )
 from hetpipe.diagnosis.trials import DeviceFailedError, Given, Trials, declared
 from hetpipe.sdk.graph import graph_inputs, operator_name
+from hetpipe.sdk.parts import Part, part_of, reachable, units_of
 from hetpipe.sdk.recurrent import is_workspace
 from hetpipe.worker.trial import Held
 

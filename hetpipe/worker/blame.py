@@ -13,11 +13,11 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 from torch import fx
 
-from hetpipe.capture.units import Part, part_of, units_of
 from hetpipe.errors import BackendError, HetpipeError, UnsupportedOperatorError
 from hetpipe.sdk.backend import Buffer, Device, Executable
 from hetpipe.sdk.graph import graph_calls, graph_inputs, operator_name
 from hetpipe.sdk.inputs import form_of
+from hetpipe.sdk.parts import Part, part_of, units_of
 from hetpipe.wire.wire import host_dtype
 
 SEARCH_S = 20.0

@@ -189,8 +189,6 @@ def test_a_class_that_no_process_can_import() -> None:
 
     registry.register_backend(Hidden)
     with pytest.raises(HetpipeError, match='at the top of a file, or use transport="local"'):
-        HetpipeError, match='put its class at the top of a file, or use transport="local"'
-    ):
         start(["hidden:good:0"], "shared-memory")
 
 

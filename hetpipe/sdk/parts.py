@@ -1,15 +1,13 @@
-"""Units of a graph: each operator's call with the items that are taken of its result, for those who
-run a graph operator by operator."""
+"""Parts of a graph: some of its nodes, or operator by operator, as graphs of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from hetpipe.capture.slots import extract
 from hetpipe.sdk.graph import canonical, graph_calls, graph_outputs, operator_name
 
 Unit = list[fx.Node]
@@ -23,6 +21,35 @@ class Part:
     sources: tuple[fx.Node, ...]
     results: tuple[fx.Node, ...]
     graph: fx.GraphModule
+
+
+def reachable(outputs: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes from which `outputs` are computed, down to `inputs` (included if reached)."""
+    stop, reached, stack = set(inputs), set[fx.Node](), list(outputs)
+    while stack:
+        node = stack.pop()
+        if node in reached:
+            continue
+        reached.add(node)
+        if node not in stop:
+            stack.extend(node.all_input_nodes)
+    return reached
+
+
+def extract(source: fx.Graph, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:
+    """A graph that computes `outputs` from `inputs` (any nodes of `source`), metas kept."""
+    needed = reachable(outputs, inputs)
+    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in inputs:
+        env[node] = graph.placeholder(node.name)
+        env[node].meta = dict(node.meta)
+    for node in source.nodes:
+        if node in needed and node not in env:
+            if node.op == "placeholder":
+                raise AssertionError(f"{node} is needed but is not an input")
+            env[node] = graph.node_copy(node, env.__getitem__)
+    graph.output(tuple(env[node] for node in outputs))
+    return graph
 
 
 def units_of(graph: fx.GraphModule) -> list[Unit]:
