@@ -24,7 +24,7 @@ from hetpipe import process
 from hetpipe.conformance.check import BrokenRule, Check, Level, NotAsked
 from hetpipe.errors import BackendError
 from hetpipe.sdk.references import backend_reference, load_reference
-from hetpipe.sdk.registry import devices_of, get_backend
+from hetpipe.sdk.registry import open_bare
 
 if TYPE_CHECKING:
     from hetpipe.conformance.rig import Rig
@@ -77,21 +77,13 @@ def checks_of(level: Level) -> list[Check]:
 
 
 def rig_of(device_id: str) -> Rig:
-    """The opened device under test: its own, without a companion that lends it operators.
+    """The opened device under test: alone, without a companion that runs operators for it.
 
     Raises `BackendError` if it is not there or does not open.
     """
     from hetpipe.conformance.rig import Rig
-    from hetpipe.sdk.isolation import ask
 
-    name = device_id.partition(":")[0]
-    backend = get_backend(name)
-    infos = {info.id: info for info in devices_of(name)}
-    if device_id not in infos:
-        raise BackendError(f"no device {device_id!r}; found: {', '.join(infos) or 'none'}")
-    info = infos[device_id]
-    problem = f"fails to open {device_id}"
-    return Rig(ask(name, problem, backend.open_limit_s, lambda: backend.open(info)))
+    return Rig(open_bare(device_id))
 
 
 def run_check(each: Check, rig: Rig) -> Result:

@@ -10,7 +10,7 @@ import os
 from hetpipe.cluster.cluster import Member
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.sdk.isolation import blamed
-from hetpipe.sdk.registry import get_backend
+from hetpipe.sdk.registry import companion_of, get_backend
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """Thread pools of the libraries that torch and numpy bring."""
@@ -25,11 +25,17 @@ every micro-batch faults its pages in anew: a tenth of a step."""
 
 
 def settings_of(member: Member, info: DeviceInfo) -> dict[str, str]:
-    """The variables to set for a member's worker."""
+    """The variables to set for a member's worker; those of its backend go before a companion's."""
     cores = len(member.cores) or len(os.sched_getaffinity(0))
-    name = info.backend
-    with blamed(name, f"fails to give the settings of {info.id}"):
-        return usual_settings(cores) | get_backend(name).worker_environment(info, cores)
+    settings = usual_settings(cores)
+    if companion := companion_of(info.backend):
+        settings |= _asked_of(companion, cores)
+    return settings | _asked_of(info, cores)
+
+
+def _asked_of(info: DeviceInfo, cores: int) -> dict[str, str]:
+    with blamed(info.backend, f"fails to give the settings of {info.id}"):
+        return get_backend(info.backend).worker_environment(info, cores)
 
 
 def usual_settings(cores: int) -> dict[str, str]:

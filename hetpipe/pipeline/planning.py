@@ -11,6 +11,7 @@ from hetpipe.cost.between import with_sizes_between
 from hetpipe.cost.table import CostTable, Label
 from hetpipe.errors import PlanError
 from hetpipe.pipeline.earlier import EarlierPlans
+from hetpipe.pipeline.lent import with_lent
 from hetpipe.pipeline.unpriced import free_table, without_price
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planner import explore, make_plan
@@ -67,6 +68,7 @@ def planning_for(
         partial(profile, *measured, progress=progress, report=report),
         partial(stored_costs, *measured), captured.layer_graph, crew.label,
         bool(captured.updated_buffers), EarlierPlans(cost_parts(*measured)),
+        partial(with_lent, *measured),
     )  # fmt: skip
 
 
@@ -85,6 +87,8 @@ class Planning:
     whole_batch_statistics: bool = True
     """Whether the training changes where replicas divide micro-batches, as with batch norms."""
     earlier: EarlierPlans | None = None
+    noted: Callable[[Plan], Plan] = lambda plan: plan
+    """Adds notes about the programs of a plan's stages."""
 
     def choose(self, asked: PlanOptions) -> tuple[Plan, CostTable | None]:
         """The quickest predicted plan that meets the options, and its costs. A plan among the
@@ -96,7 +100,7 @@ class Planning:
         if asked.plan is not None:
             return asked.plan, self._check(asked.plan, asked)
         plan, costs = self._chosen(asked)
-        return replace(plan, splits=splits_of(asked.split)), costs
+        return self.noted(replace(plan, splits=splits_of(asked.split))), costs
 
     def _chosen(self, asked: PlanOptions) -> tuple[Plan, CostTable | None]:
         if asked.schedule == "auto":

@@ -183,6 +183,9 @@ class Backend(ABC):
     """The first part of its devices' ids: lower-case letters, digits, - and _."""
     api_version: int = 1
     """The version of this contract that it was written for: write the number down."""
+    lends: str = ""
+    """The backend, or the id of a device, that runs the operators which its devices refuse; nobody
+    if empty. Values cross through the host's memory. Plans and `hetpipe coverage` name them."""
     discover_limit_s: float = 20.0
     """The longest that `discover` may take; then the backend is off, by name."""
     open_limit_s: float = 120.0

@@ -204,10 +204,43 @@ def discover_devices(
 
 
 def open_device(device_id: str) -> Device:
-    """Open the device of that id.
+    """Open the device of that id, with its companion if its backend asks for one.
 
     Raises `BackendError`, with the list of devices, if there is none of that id.
     """
+    device = open_bare(device_id)
+    companion = companion_of(device.info.backend)
+    if companion is None:
+        return device
+    from hetpipe.sdk.companion import CompanionDevice
+
+    return CompanionDevice(device, open_bare(companion.id))
+
+
+def companion_of(name: str) -> DeviceInfo | None:
+    """The device that runs the operators which a backend's devices lack, if its author asks.
+
+    Raises `BackendError`, which names both, if there is no such device.
+    """
+    lends = get_backend(name).lends
+    if not lends:
+        return None
+    problem = f"backend {name!r} lets {lends!r} run operators for it, which"
+    other = lends.partition(":")[0]
+    if other == name:
+        raise BackendError(f"{problem} is itself: name another backend in `lends`")
+    try:
+        infos = devices_of(other)
+    except BackendError as error:
+        raise BackendError(f"{problem} is of no use here: {error}") from error
+    for info in infos:
+        if lends in (other, info.id):
+            return info
+    raise BackendError(f"{problem} is not here; found: {', '.join(i.id for i in infos) or 'none'}")
+
+
+def open_bare(device_id: str) -> Device:
+    """Open the device of that id alone; errors are those of `open_device`."""
     name = device_id.partition(":")[0]
     infos = {info.id: info for info in devices_of(name)}
     if device_id not in infos:

@@ -1,0 +1,208 @@
+"""A companion runs what a device refuses, and nothing else; results are those without it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from found_devices import opened, trace
+from hetpipe.backends.numpy import NumpyBackend, NumpyDevice
+from models import MLP, batches
+from reference import train
+from torch import fx
+
+import hetpipe as hp
+from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.errors import BackendError, UnsupportedOperatorError
+from hetpipe.sdk import registry
+from hetpipe.sdk.backend import Buffer, Device
+from hetpipe.sdk.companion import CompanionDevice
+from hetpipe.sdk.graph import graph_calls, operator_name
+from hetpipe.sdk.info import DeviceInfo
+
+TABLE = NumpyBackend().decompositions()
+X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+W = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+
+
+class Lacking(NumpyDevice):
+    """numpy without the operators in `lacks`."""
+
+    lacks: frozenset[str] = frozenset({"aten.tanh.default", "aten.sigmoid.default"})
+
+    def supports(self, node: fx.Node) -> str | None:
+        if operator_name(node) in self.lacks:
+            return "no kernel yet"
+        return super().supports(node)
+
+
+class LackingBackend(NumpyBackend):
+    name = "lacking"
+    lends = "numpy"
+
+    def discover(self) -> list[DeviceInfo]:
+        (info,) = super().discover()
+        return [replace(info, id=f"{self.name}:unit:0", backend=self.name)]
+
+    def open(self, info: DeviceInfo) -> NumpyDevice:
+        return Lacking(info)
+
+
+class Alone(LackingBackend):
+    name = "alone"
+    lends = ""
+
+
+@pytest.fixture(autouse=True)
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    monkeypatch.setattr(registry, "_instances", dict(registry._instances))
+
+
+def network(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    a = torch.mm(x, w)
+    b = torch.tanh(a) + x
+    c = torch.mm(b, w).sigmoid()
+    value, place = (c * b).max(1)
+    return a, c.sum(0), x, (c - a).exp(), b, c, value, place, a
+
+
+def pair(lacks: frozenset[str]) -> CompanionDevice:
+    own = type("Own", (Lacking,), {"lacks": lacks})(LackingBackend().discover()[0])
+    return CompanionDevice(own, opened("numpy:cpu:0"))
+
+
+def results(device: Device, graph: fx.GraphModule, donate: Sequence[int] = ()) -> list[Any]:
+    buffers = [device.upload(tensor.numpy())[0] for tensor in (X, W)]
+    outputs, event, chunks = device.compile(graph).run(buffers, frozenset(donate))
+    event.wait()
+    assert not chunks
+    arrays = []
+    for buffer in outputs:
+        arrays.append(np.empty(buffer.shape, buffer.dtype))
+        device.download(buffer, arrays[-1]).wait()
+    return arrays
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_operators_may_be_lent(seed: int) -> None:
+    graph = trace(network, [X, W], TABLE)
+    names = sorted({operator_name(node) for node in graph_calls(graph)} - {"getitem"})
+    chosen = random.Random(seed)
+    lacks = frozenset(name for name in names if chosen.random() < 0.1 * (seed % 11))
+    donate = [index for index in (0, 1) if chosen.random() < 0.5]
+    for result, right in zip(
+        results(pair(lacks), graph, donate),
+        results(opened("numpy:cpu:0"), graph),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(result, right)
+
+
+def test_results_are_buffers_of_the_device_and_placeholders_themselves() -> None:
+    device = pair(Lacking.lacks)
+    graph = trace(network, [X, W], TABLE)
+    x, w = (device.upload(tensor.numpy())[0] for tensor in (X, W))
+    outputs, event, _ = device.compile(graph).run([x, w])
+    event.wait()
+    assert outputs[2] is x
+    assert outputs[0] is outputs[8]
+    assert all(buffer.device is device.device for buffer in outputs)
+
+
+def test_a_graph_without_lent_operators_is_the_devices_own() -> None:
+    device = pair(frozenset({"aten.tanh.default"}))
+    whole = device.compile(trace(lambda x, w: x + w, [W, W], TABLE))
+    assert type(whole) is type(device.device.compile(trace(lambda x, w: x + w, [W, W], TABLE)))
+    assert device.lent(trace(lambda x, w: x + w, [W, W], TABLE)) == []
+
+
+def test_lent_operators_are_named_with_their_bytes() -> None:
+    device = pair(frozenset({"aten.tanh.default"}))
+    (lent,) = device.lent(trace(lambda x: torch.tanh(x + 1.0) * 2.0, [X], TABLE))
+    assert (lent.operator, lent.calls) == ("aten.tanh.default", 1)
+    assert (lent.there_nbytes, lent.back_nbytes) == (6 * 8 * 4, 6 * 8 * 4)
+
+
+def test_what_neither_has_is_refused_with_both_reasons() -> None:
+    device = pair(Lacking.lacks)
+    graph = trace(torch.erfinv, [X], {})
+    with pytest.raises(
+        UnsupportedOperatorError, match="no such operator; its companion numpy:cpu:0: the reference"
+    ):
+        device.compile(graph)
+
+
+def test_weights_cross_once_for_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = pair(frozenset({"aten.mm.default"}))
+    graph = trace(lambda x, w: torch.mm(x, w) + 1.0, [X, W], TABLE)
+    [node for node in graph.graph.nodes if node.op == "placeholder"][1].meta["steady"] = True
+    executable = device.compile(graph)
+    shapes: list[tuple[int, ...]] = []
+    upload = device.companion.upload
+
+    def counted(src: Any) -> Any:
+        shapes.append(src.shape)
+        return upload(src)
+
+    monkeypatch.setattr(device.companion, "upload", counted)
+    x, w = (device.upload(tensor.numpy())[0] for tensor in (X, W))
+    for _ in range(3):
+        executable.run([x, w])
+    assert shapes.count(W.numpy().shape) == 1
+    other: Buffer = device.upload(2 * W.numpy())[0]
+    (result,), _, _ = executable.run([x, other])
+    array = np.empty((6, 8), np.float32)
+    device.download(result, array).wait()
+    np.testing.assert_allclose(array, (X @ (2 * W) + 1.0).numpy(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("transport", ["local", "shared-memory"])
+def test_a_stage_trains_with_lent_operators_and_the_plan_names_them(transport: str) -> None:
+    registry.register_backend(LackingBackend)
+    torch.manual_seed(0)
+    model = MLP()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    expected, _ = train(
+        model, torch.nn.functional.cross_entropy, batches(3), 3,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+    )  # fmt: skip
+    model.load_state_dict(state)
+    members = (Member("a", "lacking:unit:0"), Member("b", "numpy:cpu:0"))
+    with hp.Pipeline(
+        model, torch.nn.functional.cross_entropy, batches(1)[0],
+        cluster=Cluster(members, transport=transport), optimizer=hp.optim.sgd(lr=0.1),
+        cuts=[3], microbatches=3, schedule="gpipe",
+    ) as pipe:  # fmt: skip
+        losses = [pipe.step(x, y) for x, y in batches(3)]
+        notes = pipe.plan.notes
+    assert losses == pytest.approx(expected, rel=1e-5)
+    (note,) = [note for note in notes if "aten.tanh.default" in note]
+    assert note.startswith("numpy runs aten.tanh.default of layers.0 for a, 1 times in the forward")
+
+
+def test_it_is_never_silent() -> None:
+    """Without `lends` the operator is refused, as ever."""
+    registry.register_backend(Alone)
+    device = registry.open_device("alone:unit:0")
+    with pytest.raises(UnsupportedOperatorError, match="alone:unit:0 cannot run aten"):
+        device.compile(trace(torch.tanh, [X], TABLE))
+
+
+@pytest.mark.parametrize(
+    ("lends", "problem"),
+    [
+        ("lacking", "which is itself: name another backend"),
+        ("nobody", "which is of no use here: no backend 'nobody'"),
+        ("numpy:cpu:7", "which is not here; found: numpy:cpu:0"),
+    ],
+)
+def test_a_companion_that_is_not_there(lends: str, problem: str) -> None:
+    registry.register_backend(type("Lost", (LackingBackend,), {"lends": lends}))
+    with pytest.raises(BackendError, match=problem):
+        registry.open_device("lacking:unit:0")
