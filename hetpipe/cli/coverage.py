@@ -19,6 +19,7 @@ def command(
 ) -> None:
     """List the operators of a model that a device lacks: what its author should write next."""
     from hetpipe.report.tables import make_table
+    from hetpipe.report.units import format_nbytes
     from hetpipe.study.lacking import JUDGE, coverage
     from hetpipe.zoo.load import check_name
 
@@ -36,6 +37,16 @@ def command(
         )
     if answer.lacking:
         output.console.print(table)
+    if answer.lent:
+        columns = ["operator", "calls", "bytes that cross", "measured ms", "reason"]
+        table = make_table(f"{answer.companion} runs for {answer.device}", columns, columns[1:4])
+        for cost in answer.lent:
+            milliseconds = f"{1e3 * cost.measured_s:.2f}"
+            nbytes = format_nbytes(cost.nbytes)
+            table.add_row(cost.operator, str(cost.calls), nbytes, milliseconds, cost.reason)
+        output.console.print(table)
+    elif answer.lacking:
+        output.text("its author may let another backend run these operators: see `lends`")
     output.text(
         f"{device} has {100 * answer.covered:.1f} % of the {answer.calls} calls' time "
         f"(modelled, as on {JUDGE})"

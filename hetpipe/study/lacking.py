@@ -1,17 +1,30 @@
-"""The operators that a device lacks for a model, by their share of its time.
+"""The operators that a device lacks for a model, by their share of its time, and those that a
+companion runs for it, with their cost.
 
-The share is modelled: that of the operators' seconds on a processor that is only described.
+Shares are modelled: those of the operators' seconds on a processor that is only described. The cost
+of lent operators is measured, each call alone, with its copies there and back.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from hetpipe.cost.board import board
 from hetpipe.cost.gpu import kernels_s
 
+if TYPE_CHECKING:
+    from torch import fx
+
+    from hetpipe.sdk.companion import CompanionDevice
+
+RUNS = 4
+"""Of a lent operator, of which the shortest counts; the first warms up."""
 JUDGE = "desktop-cpu"
 """The board whose modelled seconds weigh the operators."""
 
@@ -28,6 +41,18 @@ class Lacking:
 
 
 @dataclass(frozen=True)
+class LentCost:
+    """An operator that a companion runs: its calls in a mini-batch's programs, the bytes that cross
+    and the seconds that they take, copies included, measured."""
+
+    operator: str
+    calls: int
+    nbytes: int
+    measured_s: float
+    reason: str
+
+
+@dataclass(frozen=True)
 class Coverage:
     """What a device lacks for one model, the largest share of time first."""
 
@@ -35,6 +60,8 @@ class Coverage:
     device: str
     calls: int
     lacking: tuple[Lacking, ...]
+    companion: str = ""
+    lent: tuple[LentCost, ...] = ()
 
     @property
     def covered(self) -> float:
@@ -49,16 +76,20 @@ class Coverage:
             "calls": self.calls,
             "covered": self.covered,
             "lacking": [vars(each) for each in self.lacking],
+            "companion": self.companion,
+            "lent": [vars(each) for each in self.lent],
         }
 
 
 def coverage(model: str, device: str, mini_batch: int | None = None) -> Coverage:
     """The operators of a workload's forwards, backwards and updates that a device refuses.
 
-    The model is captured in the operators of the device's backend. Opens the device; runs nothing.
+    The model is captured in the operators of the device's backend. Opens the device; runs nothing
+    but lent operators, on ones.
     Raises `HetpipeError` if there is no such model or device.
     """
     from hetpipe.profile.count import counted
+    from hetpipe.sdk.companion import CompanionDevice
     from hetpipe.sdk.graph import operator_name
     from hetpipe.sdk.registry import decompositions_of, open_device
     from hetpipe.study.models import of_model
@@ -77,10 +108,12 @@ def coverage(model: str, device: str, mini_batch: int | None = None) -> Coverage
     seconds: dict[str, float] = defaultdict(float)
     reasons: dict[str, str] = {}
     layers: dict[str, dict[str, None]] = {}
+    programs_all: list[fx.GraphModule] = []
     for stage in stages:
         passes = stage.passes[samples]
         programs = [passes.forward, passes.backward, stage.update]
         for program in (program for program in programs if program is not None):
+            programs_all.append(program.graph)
             for node, kernel in counted(program.graph.graph):
                 taken_s = kernels_s(judge, [kernel])
                 total_s += taken_s
@@ -96,4 +129,47 @@ def coverage(model: str, device: str, mini_batch: int | None = None) -> Coverage
         Lacking(name, calls[name], taken_s / total_s, reasons[name], tuple(layers[name]))
         for name, taken_s in sorted(seconds.items(), key=lambda item: -item[1])
     )
-    return Coverage(captured.name, device, calls[""], lacking)
+    companion, lent = "", list[LentCost]()
+    if isinstance(there, CompanionDevice):
+        companion, lent = there.companion.info.id, _lent(there, programs_all)
+    return Coverage(captured.name, device, calls[""], lacking, companion, tuple(lent))
+
+
+def _lent(device: CompanionDevice, graphs: Sequence[fx.GraphModule]) -> list[LentCost]:
+    """The operators of graphs that the companion runs, the most expensive first."""
+    from hetpipe.sdk.graph import graph_structure, operator_name
+    from hetpipe.sdk.parts import part_of, units_of
+
+    costs: dict[str, LentCost] = {}
+    measured: dict[str, float] = {}
+    for graph in graphs:
+        for unit in units_of(graph):
+            reason = device.lends(unit[0])
+            part = part_of(graph, [unit]) if reason is not None else None
+            if reason is None or part is None or device.supports(unit[0]) is not None:
+                continue
+            alike = repr(graph_structure(part.graph))
+            if alike not in measured:
+                measured[alike] = _seconds(device, part.graph)
+            name = operator_name(unit[0])
+            nbytes = sum(each.there_nbytes + each.back_nbytes for each in device.lent(part.graph))
+            old = costs.get(name, LentCost(name, 0, 0, 0.0, reason))
+            costs[name] = LentCost(
+                name, old.calls + 1, old.nbytes + nbytes, old.measured_s + measured[alike], reason
+            )
+    return sorted(costs.values(), key=lambda each: -each.measured_s)
+
+
+def _seconds(device: CompanionDevice, graph: fx.GraphModule) -> float:
+    """The shortest of some runs of a graph on ones."""
+    from hetpipe.sdk.inputs import input_forms
+
+    arrays = [np.ones(shape, dtype) for shape, dtype in input_forms(graph)]
+    buffers = [device.upload(array)[0] for array in arrays]
+    executable = device.compile(graph)
+    times_s = []
+    for _ in range(RUNS):
+        start_s = time.perf_counter()
+        executable.run(buffers)[1].wait()
+        times_s.append(time.perf_counter() - start_s)
+    return min(times_s)

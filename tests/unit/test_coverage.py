@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
-from hetpipe.backends.numpy import NumpyDevice
+from hetpipe.backends.numpy import NumpyBackend, NumpyDevice
 from torch import fx
 from typer.testing import CliRunner
 
@@ -46,3 +47,35 @@ def test_a_device_without_products(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_device() -> None:
     with pytest.raises(HetpipeError, match="no device 'numpy:cpu:7'"):
         coverage("mlp", "numpy:cpu:7")
+
+
+def test_lent_operators_have_a_measured_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lacking(NumpyDevice):
+        def supports(self, node: fx.Node) -> str | None:
+            is_product = str(node.target).startswith(("aten.mm", "aten.addmm"))
+            return "no products yet" if is_product else super().supports(node)
+
+    class LackingBackend(NumpyBackend):
+        name, lends = "lacking", "numpy"
+
+        def discover(self) -> list[DeviceInfo]:
+            (info,) = super().discover()
+            return [replace(info, id="lacking:unit:0", backend="lacking")]
+
+        def open(self, info: DeviceInfo) -> NumpyDevice:
+            return Lacking(info)
+
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    monkeypatch.setattr(registry, "_instances", dict(registry._instances))
+    registry.register_backend(LackingBackend)
+    answer = coverage("mlp", "lacking:unit:0")
+    assert answer.lacking == ()
+    assert answer.companion == "numpy:cpu:0"
+    assert {each.operator for each in answer.lent} == {"aten.mm.default", "aten.addmm.default"}
+    for each in answer.lent:
+        assert each.calls > 0
+        assert each.nbytes > 0
+        assert each.measured_s > 0
+        assert each.reason == "no products yet"
+    shown = CliRunner().invoke(app, ["coverage", "mlp", "lacking:unit:0"]).output
+    assert "numpy:cpu:0 runs for lacking:unit:0" in shown
