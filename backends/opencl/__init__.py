@@ -1,5 +1,8 @@
 """OpenCL devices: CPUs, GPUs and FPGAs of any vendor with a driver."""
 
+from hetpipe._lazy import lazy
+
 from .backend import OpenCLBackend
 
-__all__ = ["OpenCLBackend"]
+__getattr__, __dir__, _names = lazy(__name__, {"Call": "own", "OwnKernel": "own"})
+__all__ = ["Call", "OpenCLBackend", "OwnKernel"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Backend, Device, Finding
@@ -16,12 +17,16 @@ from .runtimes import EMULATORS, POCL, prepare
 
 if TYPE_CHECKING:
     from .device import OpenCLDevice
+    from .ops.registry import Lowering
+    from .own import OwnKernel
 
 
 class OpenCLBackend(Backend):
     """Every device that any OpenCL runtime of this machine offers."""
 
     name = "opencl"
+    kernels: ClassVar[tuple[OwnKernel, ...]] = ()
+    """Kernels of a subclass's own, which go before ours; see `register_kernel`."""
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[Any, Runtime | None]] = {}
@@ -39,7 +44,7 @@ class OpenCLBackend(Backend):
             for device in devices:
                 entry = runtime_of(platform.name, _is_cpu(device))
                 name = entry.slug if entry else slug(device.vendor)
-                info = _describe(device, f"opencl:{name}:{counts[name]}", entry)
+                info = _describe(device, f"{self.name}:{name}:{counts[name]}", entry)
                 counts[name] += 1
                 self._found[info.id] = (device, entry)
                 infos.append(info)
@@ -57,17 +62,44 @@ class OpenCLBackend(Backend):
             known_ids = ", ".join(self._found) or "none"
             raise BackendError(f"no OpenCL device {info.id!r} here; found: {known_ids}")
         device, entry = self._found[info.id]
-        opened: OpenCLDevice = OpenCLDevice(info, device, entry)
+        opened: OpenCLDevice = OpenCLDevice(info, device, entry, self.lowerings())
         return opened
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         from hetpipe.sdk.graph import core_decompositions
 
-        from . import ops  # noqa: F401 - registers the lowerings
         from .decompositions import decompositions
         from .ops.registry import kept_operators
 
-        return {**core_decompositions(keep=kept_operators()), **decompositions()}
+        kept = kept_operators(self.lowerings())
+        ours = {op: fn for op, fn in decompositions().items() if str(op) not in kept}
+        return {**core_decompositions(keep=kept), **ours}
+
+    def lowerings(self) -> Mapping[str, Lowering]:
+        """By operator, how graphs become launches: our kernels, and those of `kernels`."""
+        from .own import lowerings_with
+
+        return lowerings_with(self.kernels)
+
+    @classmethod
+    def register_kernel(
+        cls, operator: str, source: str | Path, function: str, **settings: Any
+    ) -> None:
+        """Run the kernel `function` of an OpenCL source, or of the file at a path, for an operator
+        such as `aten.mm.default`; `settings` are the other fields of `OwnKernel`.
+
+        Call it beside the class, in the file from which workers load it. Raises `BackendError` for
+        our own class: a backend with other kernels has a name of its own.
+        """
+        from .own import OwnKernel, text_of
+
+        if cls is OpenCLBackend:
+            raise BackendError(
+                "register_kernel belongs to a subclass: class Mine(OpenCLBackend), with a name of "
+                "its own, so that its devices are told apart from ours"
+            )
+        own = OwnKernel(operator, text_of(source), function, **settings)
+        cls.kernels = (*cls.kernels, own)
 
     def worker_environment(self, info: DeviceInfo, cores: int) -> dict[str, str]:
         name = info.id.split(":")[1]
@@ -122,7 +154,7 @@ def _describe(device: Any, device_id: str, entry: Runtime | None) -> DeviceInfo:
         dtypes.append("float64")
     return DeviceInfo(
         id=device_id,
-        backend="opencl",
+        backend=device_id.partition(":")[0],
         kind=kind,
         name=device.name.strip(),
         vendor=device.vendor.strip(),

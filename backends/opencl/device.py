@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from .executable import OpenCLExecutable
 from .lowering import Lowered, lower
 from .memory import GRANULE_NBYTES, Bytes, MemoryPool, OpenCLBuffer, computes_in_host
 from .names import Runtime
+from .ops.registry import Lowering
 from .programs import Programs
 from .queues import PassQueue
 from .second_compiler import SecondCompiler
@@ -36,7 +37,13 @@ class OpenCLDevice(Device):
     Memory goes from one queue to another only when the first has finished with it.
     """
 
-    def __init__(self, info: DeviceInfo, cl_device: Any, runtime: Runtime | None) -> None:
+    def __init__(
+        self,
+        info: DeviceInfo,
+        cl_device: Any,
+        runtime: Runtime | None,
+        lowerings: Mapping[str, Lowering],
+    ) -> None:
         cl = driver()
         self.info = info
         self.retired: deque[Any] = deque()
@@ -48,6 +55,7 @@ class OpenCLDevice(Device):
             local_memory_nbytes=cl_device.local_mem_size,
             alignment_nbytes=max(GRANULE_NBYTES, cl_device.mem_base_addr_align // 8),
             extensions=frozenset(cl_device.extensions.split()),
+            lowerings=lowerings,
         )
         with errors(info.id, "opening it"):
             self.context = cl.Context([cl_device])
@@ -79,7 +87,7 @@ class OpenCLDevice(Device):
         """Held while a pass is enqueued: passes share an arena, so their launches must not mix."""
 
     def supports(self, node: fx.Node) -> str | None:
-        return refusal(self.info, node)
+        return refusal(self.target, node)
 
     def compile(self, graph: fx.GraphModule) -> Executable:
         return self.compile_all([graph])[0]

@@ -26,6 +26,11 @@ class Value:
     shape: Shape
     dtype: str
 
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
 
 @dataclass(frozen=True)
 class Layout:

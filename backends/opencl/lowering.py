@@ -14,7 +14,6 @@ from hetpipe.sdk.graph import graph_calls, graph_inputs, graph_outputs, operator
 from .arena import inherits, lives, nbytes
 from .builder import Builder, Launch
 from .expr import Value
-from .ops.registry import LOWERINGS
 from .outside import Check, checks
 from .target import Target
 
@@ -52,7 +51,7 @@ def lower(graph: fx.GraphModule, target: Target) -> Lowered:
     inputs = [builder.input(node) for node in placeholders]
     calls = _order(graph)
     for node in calls:
-        lowering = LOWERINGS.get(operator_name(node))
+        lowering = target.lowerings.get(operator_name(node))
         if lowering is None:
             raise UnsupportedOperatorError(
                 f"{target.info.id} has no kernel for {operator_name(node)}"

@@ -8,16 +8,14 @@ import torch
 from torch import fx
 
 from hetpipe.sdk.graph import dtype_name, operator_name
-from hetpipe.sdk.info import DeviceInfo
 
-from . import ops  # noqa: F401 - registers the lowerings
-from .ops.registry import LOWERINGS
+from .target import Target
 
 
-def refusal(info: DeviceInfo, node: fx.Node) -> str | None:
+def refusal(target: Target, node: fx.Node) -> str | None:
     """The reason, or None if the device can."""
-    name = operator_name(node)
-    lowering = LOWERINGS.get(name)
+    name, info = operator_name(node), target.info
+    lowering = target.lowerings.get(name)
     if lowering is None:
         return f"{name} has no OpenCL lowering"
     for arg in (node, *node.all_input_nodes):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from hetpipe.sdk.info import DeviceInfo
+
+from .ops.registry import LOWERINGS, Lowering
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,8 @@ class Target:
     alignment_nbytes: int
     """Alignment of sub-buffers."""
     extensions: frozenset[str] = frozenset()
+    lowerings: Mapping[str, Lowering] = field(default_factory=lambda: LOWERINGS)
+    """By operator: those of the device's backend."""
 
     @property
     def kind(self) -> str:

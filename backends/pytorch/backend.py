@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,22 +23,33 @@ class PyTorchBackend(Backend):
     """torch as installed: `pytorch:cpu:0`, and for each accelerator one such as `pytorch:cuda:0`.
 
     It keeps fused operators whole: torch has kernels for them.
+
+    A subclass with a name of its own may run some operators by functions of its own:
+
+        class Mine(PyTorchBackend):
+            name = "mine"
+            operators = {"aten.gelu.default": my_gelu}  # takes the operator's arguments
     """
 
     name = "pytorch"
+    operators: ClassVar[Mapping[str, Callable[..., Any]]] = {}
 
     def discover(self) -> list[DeviceInfo]:
-        return [_cpu(), *_accelerators()]
+        infos = [_cpu(), *_accelerators()]
+        return [
+            replace(info, id=info.id.replace("pytorch", self.name, 1), backend=self.name)
+            for info in infos
+        ]
 
     def open(self, info: DeviceInfo) -> TorchDevice:
         _, kind, index = info.id.split(":")
         if kind == "cpu":
-            return CpuDevice(info, torch.device("cpu"))
+            return CpuDevice(info, torch.device("cpu"), self.operators)
         device = torch.device(kind, int(index))
         module = torch.get_device_module(kind)
         if not hasattr(module, "Stream"):
-            return SynchronizedDevice(info, device)
-        return StreamDevice(info, device, module)
+            return SynchronizedDevice(info, device, self.operators)
+        return StreamDevice(info, device, module, self.operators)
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         return {}

@@ -8,13 +8,14 @@ from torch import fx
 from hetpipe.sdk.backend import BlockingDevice, Buffer
 
 from .device import Array, CompiledGraph, TorchBuffer, TorchDevice, copy_array, host_array
+from .own import with_operators
 
 
 class CpuDevice(TorchDevice, BlockingDevice):
     """torch on the CPU, with the number of threads that the process has."""
 
     def _compile(self, graph: fx.GraphModule) -> CompiledGraph:
-        return CompiledGraph(graph, self)
+        return CompiledGraph(with_operators(graph, self._operators), self)
 
     def _run(
         self, program: CompiledGraph, inputs: list[Buffer], donate: frozenset[int]

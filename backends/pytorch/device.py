@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from hetpipe.sdk.backend import Buffer, Device
 from hetpipe.sdk.graph import operator_name, require_support, why_not_fill
 from hetpipe.sdk.info import DeviceInfo
 
+from .own import with_operators
 from .program import Program
 
 Array = np.ndarray[Any, Any]
@@ -88,14 +90,22 @@ class CompiledGraph:
 
 
 class TorchDevice(Device):
-    """A `torch.device`."""
+    """A `torch.device`; `operators` are functions of a subclass's own, by operator."""
 
-    def __init__(self, info: DeviceInfo, torch_device: torch.device) -> None:
+    def __init__(
+        self,
+        info: DeviceInfo,
+        torch_device: torch.device,
+        operators: Mapping[str, Callable[..., Any]] = {},
+    ) -> None:
         self.info = info
         self.torch_device = torch_device
+        self._operators = operators
 
     def supports(self, node: fx.Node) -> str | None:
         target = node.target
+        if operator_name(node) in self._operators:
+            return None
         if not isinstance(target, OpOverload):
             return None if operator_name(node) == "getitem" else "it is no torch operator"
         if (reason := why_not_fill(node)) is not None:
@@ -109,7 +119,7 @@ class TorchDevice(Device):
     def prepare(self, graph: fx.GraphModule) -> CompiledGraph:
         """Check and compile a graph."""
         require_support(self, graph)
-        return CompiledGraph(graph, self)
+        return CompiledGraph(with_operators(graph, self._operators), self)
 
     def own(self, buffer: Buffer) -> TorchBuffer:
         """The buffer, if it lies on this device."""

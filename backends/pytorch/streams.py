@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -113,8 +113,14 @@ class StreamDevice(TorchDevice):
     `module` is torch's module of the device type: `torch.cuda`, `torch.xpu`.
     """
 
-    def __init__(self, info: DeviceInfo, torch_device: torch.device, module: Any) -> None:
-        super().__init__(info, torch_device)
+    def __init__(
+        self,
+        info: DeviceInfo,
+        torch_device: torch.device,
+        module: Any,
+        operators: Mapping[str, Callable[..., Any]] = {},
+    ) -> None:
+        super().__init__(info, torch_device, operators)
         self.module = module
         self.compute = Lane(module, torch_device, f"{info.id} compute")
         self._in = Lane(module, torch_device, f"{info.id} in")

@@ -8,7 +8,7 @@ A module of this package registers its lowerings when it is imported:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ class Lowering:
 
 
 LOWERINGS: dict[str, Lowering] = {}
+"""Ours, which all backends on OpenCL begin with; see `OpenCLBackend.lowerings`."""
 
 
 def lowers(
@@ -55,6 +56,6 @@ def lowers(
     return register
 
 
-def kept_operators() -> frozenset[str]:
-    """The operators that are not decomposed."""
-    return frozenset(name for name, lowering in LOWERINGS.items() if lowering.kept)
+def kept_operators(lowerings: Mapping[str, Lowering] = LOWERINGS) -> frozenset[str]:
+    """The operators of a table that are not decomposed."""
+    return frozenset(name for name, lowering in lowerings.items() if lowering.kept)

@@ -1,0 +1,159 @@
+"""Kernels of one's own: OpenCL C for an operator, in a backend that is a subclass of ours.
+
+class Mine(OpenCLBackend):
+    name = "mine"
+
+Mine.register_kernel("aten.relu.default", SOURCE, "my_relu", arguments=..., global_size=...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hetpipe.errors import BackendError, UnsupportedOperatorError
+from hetpipe.sdk.graph import dtype_name, operator_name
+
+from .expr import Value
+from .ops.registry import LOWERINGS, Lowering
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from .builder import Builder
+    from .signature import Argument
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an operator: its tensors, row-major, and all its arguments as the graph has them.
+
+    `inputs` and `outputs` are passed on as arguments of a kernel; they have a `shape` and a
+    `dtype`. `args` and `kwargs` have numbers, lists and nodes.
+    """
+
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class OwnKernel:
+    """The kernel `function` of an OpenCL source for an operator.
+
+    `arguments` gives each parameter that the source declares, by its name: tensors of the call,
+    ints (int in the source) and floats. `global_size` and `local_size` give the range;
+    without the latter the runtime chooses. `applies` gives the reason to leave a call to the stock
+    kernel, or None. With `kept` the operator is not decomposed for this backend.
+    """
+
+    operator: str
+    source: str
+    function: str
+    arguments: Callable[[Call], Mapping[str, Argument]]
+    global_size: Callable[[Call], Sequence[int]]
+    local_size: Callable[[Call], Sequence[int]] | None = None
+    applies: Callable[[Call], str | None] = lambda call: None
+    options: tuple[str, ...] = ()
+    kept: bool = True
+
+
+def text_of(source: str | Path) -> str:
+    """The text of a source, or of the file at a path. Raises `BackendError` if it is not there."""
+    if not isinstance(source, Path):
+        return source
+    try:
+        return source.read_text(encoding="utf-8")
+    except OSError as error:
+        raise BackendError(f"cannot read the kernel {source}: {error.strerror}") from error
+
+
+def lowerings_with(kernels: Sequence[OwnKernel]) -> Mapping[str, Lowering]:
+    """Our lowerings, with those of these kernels in their place."""
+    from . import ops  # noqa: F401 - registers the lowerings
+
+    table = dict(LOWERINGS)
+    for kernel in kernels:
+        table[kernel.operator] = _lowering(kernel, table.get(kernel.operator))
+    return table
+
+
+def _lowering(kernel: OwnKernel, stock: Lowering | None) -> Lowering:
+    """The lowering that takes the kernel where it applies, and the stock one elsewhere."""
+
+    def supports(node: fx.Node) -> str | None:
+        reason = kernel.applies(_call(node))
+        if reason is None:
+            return None
+        if stock is None:
+            return f"kernel {kernel.function} does not take it: {reason}"
+        return None if stock.supports is None else stock.supports(node)
+
+    def lower(builder: Builder, node: fx.Node) -> None:
+        if kernel.applies(_call(node)) is None:
+            _launch(kernel, builder, node)
+        elif stock is not None:
+            stock.lower(builder, node)
+        else:
+            raise UnsupportedOperatorError(supports(node))
+
+    return Lowering(lower, supports, kernel.kept or (stock is not None and stock.kept))
+
+
+def _launch(kernel: OwnKernel, builder: Builder, node: fx.Node) -> None:
+    from .codegen import Kernel
+
+    call = _call(
+        node,
+        [builder.value(each) for each in _tensors_of(node)],
+        [builder.new(*form) for form in _forms(node.meta["val"])],
+    )
+    where = f"kernel {kernel.function} for {operator_name(node)}"
+    try:
+        arguments, global_size = kernel.arguments(call), kernel.global_size(call)
+        local_size = None if kernel.local_size is None else kernel.local_size(call)
+    except Exception as error:
+        raise BackendError(f"{where}: {type(error).__name__}: {error}") from error
+    own = Kernel(kernel.source, kernel.function, kernel.options)
+    builder.launch(own, global_size, local_size, arguments)
+    single = isinstance(node.meta["val"], torch.Tensor)
+    builder.result(node, call.outputs[0] if single else call.outputs)
+
+
+def _call(node: fx.Node, inputs: Sequence[Value] = (), outputs: Sequence[Value] = ()) -> Call:
+    """The call of a node; before it is lowered, with tensors that have only a shape and dtype."""
+    if not inputs and not outputs:
+        forms = [form for each in _tensors_of(node) for form in _forms(each.meta["val"])]
+        inputs = [Value(-1, *form) for form in forms]
+        outputs = [Value(-1, *form) for form in _forms(node.meta["val"])]
+    return Call(tuple(inputs), tuple(outputs), node.args, node.kwargs)
+
+
+def _tensors_of(node: fx.Node) -> list[fx.Node]:
+    """The tensor arguments, in order; one that is given twice counts twice."""
+    found: list[fx.Node] = []
+
+    def visit(value: Any) -> None:
+        if hasattr(value, "op") and hasattr(value, "meta"):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            for each in value:
+                visit(each)
+
+    visit(list(node.args))
+    visit(list(node.kwargs.values()))
+    return found
+
+
+def _forms(value: Any) -> list[tuple[tuple[int, ...], str]]:
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return [
+        (tuple(map(int, each.shape)), dtype_name(each.dtype))
+        for each in values
+        if isinstance(each, torch.Tensor)
+    ]

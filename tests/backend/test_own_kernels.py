@@ -1,0 +1,185 @@
+"""Kernels and operators of a subclass's own: they run, elsewhere the stock ones do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from found_devices import trace
+from hetpipe.backends.opencl import OpenCLBackend
+from hetpipe.backends.pytorch import PyTorchBackend
+
+from hetpipe.conformance.check import Level
+from hetpipe.conformance.run import checks_of, rig_of, run_check
+from hetpipe.errors import BackendError
+from hetpipe.sdk import registry
+from hetpipe.sdk.backend import Backend, Device
+from hetpipe.sdk.graph import graph_calls, operator_name
+
+PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
+X = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+SCALED = """
+__kernel void scaled(__global const float *x, __global float *y, int count, float factor)
+{
+    const int i = get_global_id(0);
+    if (i < count) y[i] = factor * x[i];
+}
+"""
+
+
+@pytest.fixture(autouse=True)
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    monkeypatch.setattr(registry, "_instances", dict(registry._instances))
+
+
+def blocks() -> list[dict[str, Any]]:
+    """What the blocks of the page define, and the backends that they register."""
+    codes = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    results = []
+    for code in codes:
+        names: dict[str, Any] = {"__name__": "page"}
+        exec(compile(code, str(PAGE), "exec"), names)
+        results.append(names)
+    return results
+
+
+def subclass(**settings: Any) -> type[OpenCLBackend]:
+    """A backend whose relu multiplies by three, which no stock kernel does."""
+    backend = type("Tripled", (OpenCLBackend,), {"name": "tripled"})
+    registry.register_backend(backend)
+    fields: dict[str, Any] = {
+        "arguments": lambda call: {
+            "x": call.inputs[0], "y": call.outputs[0], "count": call.outputs[0].numel,
+            "factor": 3.0,
+        },
+        "global_size": lambda call: (call.outputs[0].numel,),
+    }  # fmt: skip
+    backend.register_kernel("aten.relu.default", SCALED, "scaled", **{**fields, **settings})
+    return backend
+
+
+def pocl(name: str) -> str:
+    ids = [info.id for info in registry.devices_of(name)]
+    for device_id in ids:
+        if device_id.startswith(f"{name}:pocl:"):
+            return device_id
+    pytest.skip("PoCL is not here")
+
+
+def result(device: Device, fn: Callable[..., Any], *inputs: torch.Tensor) -> np.ndarray[Any, Any]:
+    graph = trace(fn, inputs, registry.decompositions_of(device.info.backend))
+    buffers = [device.upload(each.numpy())[0] for each in inputs]
+    (output,), event, _ = device.compile(graph).run(buffers)
+    event.wait(60)
+    array = np.empty(output.shape, output.dtype)
+    device.download(output, array).wait(60)
+    return array
+
+
+def test_the_kernel_runs_and_the_stock_backend_has_its_own() -> None:
+    subclass()
+    own, stock = (registry.open_device(pocl(name)) for name in ("tripled", "opencl"))
+    assert own.info.backend == "tripled"
+    for _ in range(2):
+        np.testing.assert_array_equal(result(own, torch.relu, X), 3 * X.numpy())
+        np.testing.assert_array_equal(result(stock, torch.relu, X), X.relu().numpy())
+    np.testing.assert_allclose(
+        result(own, lambda x: torch.relu(x + 1.0) * 2.0, X), 6 * (X + 1.0).numpy(), rtol=1e-6
+    )
+
+
+def test_it_runs_only_where_it_applies() -> None:
+    subclass(applies=lambda call: None if call.outputs[0].numel > 10 else "too small")
+    device = registry.open_device(pocl("tripled"))
+    np.testing.assert_array_equal(result(device, torch.relu, X), 3 * X.numpy())
+    small = X[0].clone()
+    np.testing.assert_array_equal(result(device, torch.relu, small), small.relu().numpy())
+
+
+def test_an_operator_that_only_it_has() -> None:
+    backend = subclass()
+    backend.register_kernel(
+        "aten.erfinv.default", SCALED, "scaled",
+        arguments=lambda call: {
+            "x": call.inputs[0], "y": call.outputs[0], "count": 35, "factor": 2.0
+        },
+        global_size=lambda call: (35,),
+        applies=lambda call: None if call.outputs[0].numel == 35 else "it needs 35 elements",
+    )  # fmt: skip
+    device = registry.open_device(pocl("tripled"))
+    np.testing.assert_array_equal(result(device, torch.erfinv, X), 2 * X.numpy())
+    node = next(iter(graph_calls(trace(torch.erfinv, [X[0].clone()], {}))))
+    assert device.supports(node) == "kernel scaled does not take it: it needs 35 elements"
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"arguments": lambda call: {"x": call.inputs[0]}}, "argument 'y': the source declares"),
+        (
+            {"arguments": lambda call: {"x": call.inputs[7]}},
+            "kernel scaled for aten.relu.default: IndexError",
+        ),
+    ],
+)
+def test_wrong_arguments(settings: dict[str, Any], problem: str) -> None:
+    subclass(**settings)
+    device = registry.open_device(pocl("tripled"))
+    with pytest.raises(BackendError, match=problem):
+        result(device, torch.relu, X)
+
+
+def test_a_source_that_does_not_build() -> None:
+    backend = subclass()
+    backend.register_kernel(
+        "aten.exp.default", SCALED.replace("factor * x[i]", "factor * nothing"), "scaled",
+        arguments=backend.kernels[0].arguments, global_size=backend.kernels[0].global_size,
+    )  # fmt: skip
+    device = registry.open_device(pocl("tripled"))
+    with pytest.raises(BackendError, match="nothing"):
+        result(device, torch.exp, X)
+    np.testing.assert_array_equal(result(device, torch.relu, X), 3 * X.numpy())
+
+
+def test_our_own_class_takes_no_kernels() -> None:
+    with pytest.raises(BackendError, match="belongs to a subclass"):
+        OpenCLBackend.register_kernel("aten.relu.default", SCALED, "scaled")
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    backend = type("Mine", (OpenCLBackend,), {"name": "mine"})
+    with pytest.raises(BackendError, match=r"cannot read the kernel .*my\.cl: No such file"):
+        backend.register_kernel("aten.relu.default", tmp_path / "my.cl", "my")
+
+
+def test_the_page_runs_and_is_right() -> None:
+    opencl, torch_ = blocks()
+    kinds: list[type[Backend]] = [opencl["MyOpenCL"], torch_["MyTorch"]]
+    ids = [pocl(kinds[0].name), "my-torch:cpu:0"]
+    names = ("operators/gelu_backward", "operators/activations", "strides/transposed")
+    checks = [each for each in checks_of(Level.TRAINING) if each.name in names]
+    assert len(checks) >= 2
+    for device_id in ids:
+        rig = rig_of(device_id)
+        graph = trace(torch.nn.functional.gelu, [X], rig.table)
+        assert "aten.gelu.default" in [operator_name(node) for node in graph_calls(graph)]
+        for each in checks:
+            outcome = run_check(each, rig)
+            assert outcome.outcome == "passed", outcome
+
+
+def test_an_operator_of_torchs_subclass_runs() -> None:
+    operators = {"aten.relu.default": lambda x: x, "aten.mul.Tensor": lambda a, b: a * b * 2}
+    fields = {"name": "odd", "operators": operators}
+    registry.register_backend(type("Odd", (PyTorchBackend,), fields))
+    device = registry.open_device("odd:cpu:0")
+    np.testing.assert_array_equal(result(device, torch.relu, X), X.numpy())
+    np.testing.assert_array_equal(result(device, lambda x: x * x, X), (2 * X * X).numpy())
+    stock = registry.open_device("pytorch:cpu:0")
+    np.testing.assert_array_equal(result(stock, torch.relu, X), X.relu().numpy())
