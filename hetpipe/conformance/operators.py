@@ -95,7 +95,7 @@ CHECKS += [
         partial(_in_dtype, case, dtype),
         f"{case.family}, {dtype}",
     )
-    for dtype in ("float64", "float16", "bfloat16")
+    for dtype in ("float64", "float16")  # bfloat16 is never uploaded
     for case in CASES
 ]
 
