@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hetpipe.errors import BackendError
@@ -61,7 +62,11 @@ def serialise(graph: fx.GraphModule | fx.Graph) -> bytes:
     """A canonical graph in the serialised form. Raises `BackendError` if it is not canonical."""
     from hetpipe.sdk.graph import graph_rows
 
-    rows = graph_rows(graph)
+    return serialise_rows(graph_rows(graph))
+
+
+def serialise_rows(rows: Sequence[tuple[Any, ...]]) -> bytes:
+    """Rows of `hetpipe.sdk.graph.graph_rows` in the serialised form. Raises `BackendError`."""
     writer = _Writer()
     for row in rows:
         writer.node(row)
