@@ -91,8 +91,7 @@ class NativeBackend(Backend):
     def describe(self) -> list[Finding]:
         infos, errors = self._devices()
         if not (infos or errors):
-            cure = f"set {LIBRARIES} to the path of a vendor's library, if you have one"
-            return [("ok", "no library is named, so there are no devices in C", cure)]
+            return [("ok", f"no library of a vendor is named; {LIBRARIES} takes their paths", "")]
         findings = [("ok", f"{info.id}: {info.name}, {info.driver}", "") for info in infos]
         return [*findings, *(("broken", error, "") for error in errors.values())]
 

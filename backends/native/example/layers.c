@@ -278,7 +278,7 @@ static int pooling(const call *c, uint32_t place, int dilates, const tensor *x, 
     int64_t given[2];
     w->dilation[0] = w->dilation[1] = 1;
     if (!is_float(x, 4) || !is_float(y, 4) || x->size[0] != y->size[0] || x->size[1] != y->size[1] ||
-        !pair_at(c, place, "kernel_size", 1, w->kernel) ||
+        !pair_at(c, place, "kernel_size", 1, w->kernel) || w->kernel[0] > 64 || w->kernel[1] > 64 ||
         !pair_at(c, place + 1, "stride", -1, given) ||
         !pair_at(c, place + 2, "padding", 0, w->padding) ||
         (dilates && !pair_at(c, place + 3, "dilation", 1, w->dilation)) ||
