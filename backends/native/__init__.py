@@ -109,9 +109,9 @@ class NativeBackend(Backend):
                 answer = self._answers[path]
                 if answer.error:
                     raise BackendError(answer.error)
+                described = _infos(path, answer)
                 if (owner := owners.setdefault(answer.name, path)) != path:
                     raise BackendError(f"{path} has the name {answer.name!r}, as {owner} has")
-                described = _infos(path, answer)
             except BackendError as error:
                 errors[path] = str(error)
                 continue

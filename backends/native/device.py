@@ -1,8 +1,9 @@
 """A device of a library: buffers, graphs and events behind the functions of its table.
 
 The host keeps what queued work uses. Every event holds the buffers, host arrays and earlier events
-of its work until it has been seen to happen, and the device holds all such events. So a library
-frees at once what it is told to free.
+of its work until it has been seen to happen, and this module holds all such events. So a library
+frees at once what it is told to free, and a device that is dropped in the middle of its work stays
+until the work has ended.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from .library import Handle, Library, constant, interface
 
 Array = np.ndarray[Any, Any]
 
+_pending: dict[NativeEvent, None] = {}  # in order; every operation on it is atomic
+_endless: list[object] = []  # what work uses whose end nobody can know
 _SLICE_S = 0.25  # the longest wait within a library, so that Ctrl-C is seen
 
 
@@ -76,7 +79,7 @@ class NativeEvent(Event):
             except BackendError as error:
                 self._failure = error
             self._handle, self._keeps = None, ()
-            self.device.forget(self)
+            _pending.pop(self, None)
         if self._failure is not None:
             raise self._failure
         return True
@@ -90,7 +93,6 @@ class NativeDevice(Device):
         out = interface().new("hetpipe_device **")
         library.call(f"{info.id} cannot be opened", "open", index, out)
         self._handle = Handle(self._given("open", out), library.function("close"), library)
-        self._pending: dict[NativeEvent, None] = {}  # in order; every operation on it is atomic
         self._reasons: dict[bytes, str | None] = {}
 
     # Graphs.
@@ -208,24 +210,21 @@ class NativeDevice(Device):
         give_back = self.library.function("release_event")
         if give_back is None:
             path = self.library.path
+            _endless.append(keeps)
             raise BackendError(f"{path} returns an event, and has neither wait nor release_event")
         event = NativeEvent(self, Handle(pointer, give_back, self._handle), keeps)
-        self._pending[event] = None
+        _pending[event] = None
         return event
-
-    def forget(self, event: NativeEvent) -> None:
-        """The event has been seen to happen."""
-        self._pending.pop(event, None)
 
     def sweep(self) -> None:
         """Look at all work that has not been seen to end, and let go of what it has used."""
-        for event in list(self._pending):
+        for event in list(_pending):
             with suppress(BackendError):  # whoever has the event gets the error
                 event.done()
 
     def close(self) -> None:
         """Wait for all work. The library's device is closed once no buffer of it is left."""
-        for event in list(self._pending):
+        for event in [event for event in list(_pending) if event.device is self]:
             with suppress(BackendError):
                 event.wait()
 

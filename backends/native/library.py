@@ -5,6 +5,7 @@ The header is the one source: its declarations are what cffi reads.
 
 from __future__ import annotations
 
+import atexit
 import re
 from collections.abc import Callable
 from functools import cache
@@ -27,6 +28,7 @@ TOGETHER = ("wait", "release_event")
 """Members that are both there or both NULL."""
 
 _loaded: dict[Path, Library] = {}
+_exiting: list[bool] = []  # empty until the process ends
 
 
 @cache
@@ -139,4 +141,11 @@ class Handle:
         self._owner = owner
 
     def __del__(self) -> None:
-        self._give_back(self.pointer)
+        if not _exiting:
+            self._give_back(self.pointer)
+
+
+@atexit.register
+def _exit() -> None:
+    """At the end of the process objects go in any order, and work may still run: all stays."""
+    _exiting.append(True)
