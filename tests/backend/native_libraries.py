@@ -49,7 +49,9 @@ def example() -> Path:
 def faulty(fault: str) -> Path:
     """A library with one fault of `native_faults.c`."""
     path = folder() / f"lib{fault.lower()}.so"
-    compile_c(str(FAULTS), *operators(), f"-D{fault}", "-shared", "-o", str(path), "-lm", "-pthread")
+    compile_c(
+        str(FAULTS), *operators(), f"-D{fault}", "-shared", "-o", str(path), "-lm", "-pthread"
+    )
     return path
 
 

@@ -55,7 +55,9 @@ def asked() -> dict[str, str]:
         with pytest.warns(LibraryWarning):
             working = {info.id for info in backend.discover()}
     assert working == {"native:example.cpu:0", "native:example.cpu:1"}
-    return {fault: text for fault in ASKED for text in broken if text.startswith(f"{faulty(fault)}")}
+    return {
+        fault: text for fault in ASKED for text in broken if text.startswith(f"{faulty(fault)}")
+    }
 
 
 @pytest.mark.parametrize("fault", ASKED)
