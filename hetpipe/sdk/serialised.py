@@ -101,7 +101,8 @@ class _Writer:
     def node(self, row: tuple[Any, ...]) -> None:
         op, name, target, args, kwargs, val, layer, steady, checked = row
         kind = {"placeholder": INPUT, "output": OUTPUT}.get(op, CALL)
-        kind = ITEM if target == "getitem" else kind
+        if kind == CALL and target == "getitem":  # an input may have the name, too
+            kind = ITEM
         self.data.append(kind)
         self._text(name)
         if layer is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from keyword import iskeyword
 from typing import TYPE_CHECKING, Any
 
 from hetpipe.errors import BackendError
@@ -84,6 +85,7 @@ class _Reader:
             )
         self._nodes = nodes
         self._vals: list[Any] = []
+        self._names: set[str] = set()
 
     def rows(self) -> list[tuple[Any, ...]]:
         rows = []
@@ -100,8 +102,9 @@ class _Reader:
     def _node(self) -> tuple[Any, ...]:
         kind, name, layer = self._u8(), self._text(), self._u32()
         where = None if layer == NONE else self._string(layer)
-        if not name.isidentifier():
-            raise _damaged(f"a node has the name {name[:40]!r}")
+        if not name.isidentifier() or name == "self" or iskeyword(name) or name in self._names:
+            raise _damaged(f"a node has the name {name[:40]!r}, which is taken or none of Python")
+        self._names.add(name)
         if kind == INPUT:
             steady, checked = self._input()
             return "placeholder", name, name, ("list", []), {}, self._form(), where, steady, checked
