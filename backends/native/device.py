@@ -1,18 +1,9 @@
-"""A device of a library: buffers, graphs and events behind the functions of its table.
-
-The host keeps what queued work uses. Every event holds the buffers, host arrays and earlier events
-of its work until it has been seen to happen, and this module holds all such events. So a library
-frees at once what it is told to free, and a device that is dropped in the middle of its work stays
-until the work has ended.
-"""
+"""A device of a library: memory, copies and graphs behind the functions of its table."""
 
 from __future__ import annotations
 
-import math
 import operator
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -22,67 +13,16 @@ from torch import fx
 
 from hetpipe.errors import BackendError, UnsupportedOperatorError
 from hetpipe.sdk import graph as graphs
-from hetpipe.sdk.backend import DONE, Buffer, Chunk, Device, Event, Executable
+from hetpipe.sdk.backend import DONE, Buffer, Device, Event, Executable
 from hetpipe.sdk.info import DeviceInfo
-from hetpipe.sdk.inputs import Form, check_inputs, form_of, input_forms
+from hetpipe.sdk.inputs import form_of, input_forms
 from hetpipe.sdk.serialised import serialise, serialise_rows
 
-from .library import Handle, Library, constant, interface
+from .events import NativeEvent, drain, keep_for_ever, sweep
+from .library import Handle, Library, interface
+from .program import NativeBuffer, NativeExecutable
 
 Array = np.ndarray[Any, Any]
-
-_pending: dict[NativeEvent, None] = {}  # in order; every operation on it is atomic
-_endless: list[object] = []  # what work uses whose end nobody can know
-_SLICE_S = 0.25  # the longest wait within a library, so that Ctrl-C is seen
-
-
-class NativeBuffer(Buffer):
-    """Memory of a device. `memory` is None once a run has made an output of it."""
-
-    def __init__(self, device: NativeDevice, form: Form, memory: Handle) -> None:
-        self.device = device
-        self.shape, self.dtype = form
-        self.memory: Handle | None = memory
-
-
-class NativeEvent(Event):
-    """The end of work; `keeps` is what the work uses."""
-
-    def __init__(self, device: NativeDevice, handle: Handle, keeps: Sequence[object]) -> None:
-        self.device = device
-        self._handle: Handle | None = handle
-        self._keeps = tuple(keeps)
-        self._failure: BackendError | None = None
-
-    @property
-    def pending(self) -> Handle | None:
-        """The library's event, or None if the work has ended."""
-        return self._handle
-
-    def done(self) -> bool:
-        return self._look(0.0)
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while not self._look(max(min(end_s - time.monotonic(), _SLICE_S), 0.0)):
-            if time.monotonic() >= end_s:
-                raise BackendError(f"{self.device.info.id}: not done after {timeout_s} s")
-
-    def _look(self, limit_s: float) -> bool:
-        """Whether the work ends within a time; raises its error if it failed."""
-        handle = self._handle  # another thread may see the end meanwhile
-        if handle is not None:
-            library, where = self.device.library, self.device.info.id
-            try:
-                if library.call(where, "wait", handle.pointer, limit_s) == constant("NOT_YET"):
-                    return False
-            except BackendError as error:
-                self._failure = error
-            self._handle, self._keeps = None, ()
-            _pending.pop(self, None)
-        if self._failure is not None:
-            raise self._failure
-        return True
 
 
 class NativeDevice(Device):
@@ -100,11 +40,12 @@ class NativeDevice(Device):
     def supports(self, node: fx.Node) -> str | None:
         if node.target is operator.getitem:
             return None  # an item of a result is no work
-        used = (node, *node.all_input_nodes)
-        forms = [form_of(n) for n in used if isinstance(n.meta["val"], torch.Tensor)]
+        used = [source.meta["val"] for source in (node, *node.all_input_nodes)]
+        tensors = [t for val in used for t in (val if isinstance(val, tuple) else (val,))]
+        dtypes = {graphs.dtype_name(t.dtype) for t in tensors if t is not None}
         casts = node.target is torch.ops.aten._to_copy.default
         known = {*self.info.dtypes, *(self.info.cast_dtypes if casts else ())}
-        if lacking := {dtype for _, dtype in forms} - known:
+        if lacking := dtypes - known:
             return f"the device has no {', '.join(sorted(lacking))}"
         try:
             data = serialise(_alone(node))
@@ -155,7 +96,7 @@ class NativeDevice(Device):
         if dtype not in (*self.info.dtypes, *self.info.cast_dtypes):
             there = ", ".join(self.info.dtypes)
             raise BackendError(f"{self.info.id} has no {dtype}; it has {there}")
-        self.sweep()
+        sweep()
         dense = np.ascontiguousarray(src)
         out = interface().new("hetpipe_buffer **")
         doing = f"{self.info.id}: no buffer of {dense.nbytes} bytes"
@@ -166,7 +107,7 @@ class NativeDevice(Device):
         return buffer, copy((memory, dense)) if dense.nbytes else DONE
 
     def download(self, buf: Buffer, dst: Array) -> Event:
-        self.sweep()
+        sweep()
         memory = self.memory_of(buf)
         if not buf.nbytes:
             return DONE
@@ -184,7 +125,7 @@ class NativeDevice(Device):
     def memory_used_nbytes(self) -> int | None:
         if self.library.function("memory_used") is None:
             return None
-        self.sweep()
+        sweep()
         out = interface().new("uint64_t *")
         self.library.call(self.info.id, "memory_used", self._handle.pointer, out)
         return int(out[0])
@@ -210,23 +151,13 @@ class NativeDevice(Device):
         give_back = self.library.function("release_event")
         if give_back is None:
             path = self.library.path
-            _endless.append(keeps)
+            keep_for_ever(keeps)
             raise BackendError(f"{path} returns an event, and has neither wait nor release_event")
-        event = NativeEvent(self, Handle(pointer, give_back, self._handle), keeps)
-        _pending[event] = None
-        return event
-
-    def sweep(self) -> None:
-        """Look at all work that has not been seen to end, and let go of what it has used."""
-        for event in list(_pending):
-            with suppress(BackendError):  # whoever has the event gets the error
-                event.done()
+        return NativeEvent(self, Handle(pointer, give_back, self._handle), keeps)
 
     def close(self) -> None:
         """Wait for all work. The library's device is closed once no buffer of it is left."""
-        for event in [event for event in list(_pending) if event.device is self]:
-            with suppress(BackendError):
-                event.wait()
+        drain(self)
 
     def _given(self, name: str, out: Any) -> Any:
         if out[0] == interface().NULL:
@@ -252,105 +183,3 @@ def _alone(node: fx.Node) -> fx.Graph:
             item.meta["val"] = result
     graph.output(tuple(item for item in outputs if item.meta["val"] is not None))
     return graph
-
-
-class NativeExecutable(Executable):
-    """A program of a library; None where the graph computes nothing.
-
-    `places` has for each output of the graph the number of the program's output, or ~number of the
-    placeholder that it is.
-    """
-
-    def __init__(
-        self,
-        device: NativeDevice,
-        program: Handle | None,
-        inputs: Sequence[Form],
-        outputs: Sequence[Form],
-        places: Sequence[int],
-    ) -> None:
-        self._device = device
-        self._program = program
-        self._inputs, self._outputs = inputs, outputs
-        self._places = places
-
-    def run(
-        self,
-        inputs: Sequence[Buffer],
-        donate: frozenset[int] = frozenset(),
-        after: Sequence[Event] = (),
-        queue: int = 0,
-    ) -> tuple[list[Buffer], Event, Sequence[Chunk]]:
-        device = self._device
-        check_inputs(device.info.id, inputs, self._inputs)
-        memories = [device.memory_of(buffer) for buffer in inputs]
-        device.sweep()
-        earlier = self._order(after)
-        if self._program is None:
-            return [inputs[~place] for place in self._places], DONE, ()
-        # A buffer that comes twice, or goes on as an output, is not given away.
-        going_on = {~place for place in self._places if place < 0}
-        given = {i for i in donate - going_on if memories.count(memories[i]) == 1}
-        pointers, made, event = self._queue(memories, given, earlier, queue)
-        buffers = []
-        for pointer, form in zip(pointers, self._outputs, strict=True):
-            buffers.append(NativeBuffer(device, form, self._claim(pointer, memories, given)))
-            made.append(buffers[-1].memory)
-        for memory, buffer in zip(memories, inputs, strict=True):
-            if memory in made:
-                assert isinstance(buffer, NativeBuffer)
-                buffer.memory = None
-        return [inputs[~p] if p < 0 else buffers[p] for p in self._places], event, ()
-
-    def _order(self, after: Sequence[Event]) -> list[Handle]:
-        """The events that the library waits for; all others have happened. Raises their errors."""
-        handles = []
-        for event in after:
-            handle = None
-            if isinstance(event, NativeEvent) and event.device is self._device:
-                handle = event.pending if self._program is not None else None
-            if handle is None:
-                event.wait()
-            else:
-                handles.append(handle)
-        return handles
-
-    def _queue(
-        self, memories: list[Handle], given: set[int], earlier: list[Handle], queue: int
-    ) -> tuple[list[Any], list[Handle | None], Event]:
-        """Queue the run: its outputs' pointers, a list for their handles, which the event keeps,
-        and the event."""
-        ffi, device, program = interface(), self._device, self._program
-        assert program is not None
-        outputs = ffi.new("hetpipe_buffer *[]", len(self._outputs))
-        event = ffi.new("hetpipe_event **")
-        device.library.call(
-            device.info.id,
-            "run",
-            program.pointer,
-            queue,
-            ffi.new("hetpipe_buffer *[]", [memory.pointer for memory in memories]),
-            bytes(i in given for i in range(len(memories))),
-            outputs,
-            ffi.new("hetpipe_event *[]", [handle.pointer for handle in earlier]),
-            len(earlier),
-            event,
-        )
-        made: list[Handle | None] = []
-        ended = device.event(event[0], [program, memories, earlier, made])
-        return list(outputs), made, ended
-
-    def _claim(self, pointer: Any, memories: list[Handle], given: set[int]) -> Handle:
-        """The memory of an output: a new one, or that of a donated input."""
-        path = self._device.library.path
-        if pointer == interface().NULL:
-            raise BackendError(f"{path}: run succeeds, and an output is NULL")
-        for number, memory in enumerate(memories):
-            if memory.pointer == pointer and number not in given:
-                raise BackendError(
-                    f"{path}: run returns input {number}, which was not donated, or twice"
-                )
-            if memory.pointer == pointer:
-                given.remove(number)
-                return memory
-        return self._device.memory(pointer)

@@ -27,8 +27,11 @@ int refuse(const call *c, int code, const char *format, ...)
     va_start(values, format);
     vsnprintf(reason, sizeof reason, format, values);
     va_end(values);
-    snprintf(c->error->text, sizeof c->error->text, "%.100s of layer %.200s: %s", c->node->target,
-             c->node->layer ? c->node->layer : "?", reason);
+    if (c->dry && !c->node->layer) /* in `supports`, whose caller names the operator */
+        snprintf(c->error->text, sizeof c->error->text, "%s", reason);
+    else
+        snprintf(c->error->text, sizeof c->error->text, "%.100s of layer %.200s: %s",
+                 c->node->target, c->node->layer ? c->node->layer : "?", reason);
     return code;
 }
 
