@@ -149,7 +149,7 @@ static int clamp(const call *c)
     return HETPIPE_OK;
 }
 
-/* full, full_like, fill, scalar_tensor: a number everywhere; `operands` is its place. arange: the
+/* full, full_like, scalar_tensor: a number everywhere; `operands` is its place. arange: the
  * numbers from the first on, in steps. */
 static int fill(const call *c)
 {
@@ -171,14 +171,6 @@ static int fill(const call *c)
         return refuse(c, BAD, "only of integers");
     for (i = 0; !c->dry && i < n; i++)
         store_whole(out, i, (int64_t)((u)room + (u)step * (u)i));
-    return HETPIPE_OK;
-}
-
-static int zeros(const call *c)
-{
-    const tensor *out = &c->results[0];
-    if (!c->dry)
-        memset(out->data, 0, (size_t)elements(out) * hetpipe_dtype_nbytes(out->dtype));
     return HETPIPE_OK;
 }
 
@@ -462,10 +454,8 @@ const operation ELEMENT_OPERATIONS[] = {
     {"clamp.default", clamp, NULL, NULL, 0, 1},
     {"full.default", fill, NULL, NULL, 1, 1},
     {"full_like.default", fill, NULL, NULL, 1, 1},
-    {"fill.Scalar", fill, NULL, NULL, 1, 1},
     {"scalar_tensor.default", fill, NULL, NULL, 0, 1},
     {"arange.start_step", fill, NULL, NULL, 0, 1},
-    {"zeros_like.default", zeros, NULL, NULL, 0, 1},
     {"view.default", copy, NULL, NULL, 0, 1},
     {"clone.default", copy, NULL, NULL, 0, 1},
     {"alias.default", copy, NULL, NULL, 0, 1},
@@ -476,7 +466,6 @@ const operation ELEMENT_OPERATIONS[] = {
     {"slice.Tensor", slice, NULL, NULL, 0, 1},
     {"select.int", slice, NULL, NULL, 1, 1},
     {"cat.default", concatenate, NULL, NULL, 0, 1},
-    {"sum.default", reduce, add, whole_add, 1, 1},
     {"sum.dim_IntList", reduce, add, whole_add, 2, 1},
     {"mean.default", reduce, add, NULL, 1, 1},
     {"mean.dim", reduce, add, NULL, 2, 1},
