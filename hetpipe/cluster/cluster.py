@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from hetpipe.cluster.topology import Layout, Server, Topology, check_link
 from hetpipe.cluster.topology import Link as Link  # who has a cluster's links need not look there
@@ -36,6 +37,17 @@ class Member:
 
 
 @dataclass(frozen=True)
+class BackendOptions:
+    """The table `[backend.NAME]` of a cluster file, for `hetpipe.sdk.Backend.configure`."""
+
+    values: Mapping[str, Any]
+    folder: Path
+    """That relative paths start from."""
+    place: str = field(default="", compare=False)
+    """Its file:line."""
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Devices in pipeline order, links by pair of ids (either order), servers and their network.
 
@@ -49,6 +61,7 @@ class Cluster:
     places: Mapping[str, str] = field(default_factory=dict, compare=False)  # file:line by member id
     servers: tuple[Server, ...] = ()
     network: Topology | None = None  # between servers; a device by itself counts as one
+    options: Mapping[str, BackendOptions] = field(default_factory=dict)  # by name of the backend
 
     def __post_init__(self) -> None:
         transport_of(self.transport)

@@ -7,12 +7,12 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from hetpipe.cluster import cluster
-from hetpipe.cluster.cluster import Cluster, Link, Member, choices
+from hetpipe.cluster.cluster import BackendOptions, Cluster, Link, Member, choices
 from hetpipe.cluster.topology import DUPLEXES, SHAPES, Server, Topology
 from hetpipe.cluster.transports import TRANSPORTS
 from hetpipe.errors import ClusterError, CostError
@@ -58,6 +58,7 @@ CURES = {
         for place in ("server.inside", "network")
         for key in _TOPOLOGY
     },
+    "backend": "write the options of each as a table: [backend.NAME]",
     "link": "write each as a [[link]] table",
     "link.between": 'write between = ["one", "other"]',
 }
@@ -175,6 +176,7 @@ class _Tables:
     link: tuple[_Link, ...] = ()
     server: tuple[_Server, ...] = ()
     network: _Topology = _ABSENT
+    backend: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def load(path: Path) -> Cluster:
@@ -189,6 +191,7 @@ def load(path: Path) -> Cluster:
     tables = source.record(_Tables, data)
     servers = _servers(tables, source)
     _check_devices(tables, source)
+    _check_backends(tables, source)
     members: dict[str, Member] = {}
     places: dict[str, str] = {}
     for index, member in _members(tables):
@@ -202,7 +205,15 @@ def load(path: Path) -> Cluster:
     links, network = _links(tables, members, source), tables.network.topology()
     if network is not None:
         _warn_of_unusual(tables.network.bandwidth, f"{path}:{lines.at(('network', 'bandwidth'))}")
-    return Cluster(tuple(members.values()), links, tables.transport, places, servers, network)
+    options = {
+        name: BackendOptions(
+            values, path.parent.absolute(), f"{path}:{lines.at(('backend', name))}"
+        )
+        for name, values in tables.backend.items()
+    }
+    return Cluster(
+        tuple(members.values()), links, tables.transport, places, servers, network, options
+    )
 
 
 def _servers(tables: _Tables, source: Source) -> tuple[Server, ...]:
@@ -234,6 +245,16 @@ def _check_devices(tables: _Tables, source: Source) -> None:
         if total > MOST_DEVICES:
             why = f"makes {total} devices of the cluster; it has at most {MOST_DEVICES}"
             raise source.fault(("device", index), why, "count")
+
+
+def _check_backends(tables: _Tables, source: Source) -> None:
+    """Raises `ClusterError` for options of a backend that no device is of."""
+    used = dict.fromkeys(table.device.partition(":")[0] for table in tables.device if table.device)
+    for name in tables.backend:
+        if name not in used:
+            there = ", ".join(used) or "none"
+            why = f"has options, and no device is of that backend; there is {there}"
+            raise source.fault(("backend", name), why)
 
 
 def _check_hardware(table: _Device, index: int, source: Source) -> None:

@@ -16,7 +16,7 @@ from hetpipe.errors import BackendError, ClusterError, HetpipeError
 from hetpipe.process import shadow
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.sdk.references import backend_reference, check_not_loading
-from hetpipe.sdk.registry import devices_of
+from hetpipe.sdk.registry import absent, configure_backend, devices_of
 from hetpipe.wire.messages import Meeting, Open
 
 NAMED = 8  # boards in a message
@@ -52,6 +52,7 @@ def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout
             f"not attached, as boards are only described: {names}{more}; plan and simulate with "
             "them, or name attached devices"
         )
+    _configure(cluster)
     threads, places = transport.in_threads, cluster.places
     workers = [_worker(member, threads, places.get(member.id)) for member in members]
     host, meeting = None, None
@@ -68,6 +69,7 @@ def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout
             len(workers),
             w.member.id in cluster.sharing,
             meeting,
+            cluster.options.get(_backend(w.member)),
         )
         for rank, w in enumerate(workers)
     ]
@@ -77,6 +79,17 @@ def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout
     fleet = ProcessFleet(control, orders, [worker.settings for worker in workers], silence_s)
     fleet.keep = host
     return fleet
+
+
+def _configure(cluster: Cluster) -> None:
+    """Give backends their options. Errors begin with the place of the table."""
+    for name, options in cluster.options.items():
+        try:
+            configure_backend(name, options.values, options.folder)
+        except HetpipeError as error:
+            raise type(error)(
+                f"{options.place}: {error}" if options.place else str(error)
+            ) from error
 
 
 def _worker(member: Member, in_thread: bool, place: str | None) -> _Worker:
@@ -97,9 +110,7 @@ def _worker(member: Member, in_thread: bool, place: str | None) -> _Worker:
 def _info(member: Member) -> DeviceInfo:
     infos = {info.id: info for info in devices_of(_backend(member))}
     if member.device not in infos:
-        raise BackendError(
-            f"member {member.id!r} needs {member.device!r}; found: {', '.join(infos) or 'none'}"
-        )
+        raise BackendError(f"member {member.id!r}: {absent(member.device, infos)}")
     return infos[member.device]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -201,6 +202,14 @@ class Backend(ABC):
     @abstractmethod
     def open(self, info: DeviceInfo) -> Device:
         """Open a device that `discover` returned, once in a process, or several times."""
+
+    def configure(self, options: Mapping[str, Any], folder: Path) -> None:
+        """Take the table `[backend.NAME]` of a cluster file, in place of an earlier one.
+
+        Called before `discover`, in the controller and in every worker of the backend; relative
+        paths start at `folder`. Raises `BackendError` for options that it does not know.
+        """
+        raise BackendError(f"backend {self.name!r} takes no options; it got {', '.join(options)}")
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         """Decompositions to apply to graphs for these devices; default: down to core ATen.

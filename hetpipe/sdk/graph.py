@@ -154,7 +154,7 @@ _Ref = tuple[str, Any]
 
 def dump_graph(graph: fx.GraphModule | fx.Graph) -> bytes:
     """Serialise a canonical graph; `load_graph` restores it in another process."""
-    return pickle.dumps(_rows(graph))
+    return pickle.dumps(graph_rows(graph))
 
 
 def graph_structure(graph: fx.GraphModule | fx.Graph) -> list[tuple[Any, ...]]:
@@ -163,7 +163,7 @@ def graph_structure(graph: fx.GraphModule | fx.Graph) -> list[tuple[Any, ...]]:
     The site of a random operator is a name, too: it says which numbers are drawn, not how many.
     """
     structure = []
-    for op, _, target, args, kwargs, val, _, steady, checked in _rows(graph):
+    for op, _, target, args, kwargs, val, _, steady, checked in graph_rows(graph):
         if op != "call_function":
             target = ""
         elif target in _DRAWING:
@@ -176,8 +176,12 @@ _DRAWING = ("hetpipe.keep_mask.default", "hetpipe.uniform.default")
 _SITE = 1  # the argument of these operators that numbers the call in the model
 
 
-def _rows(graph: fx.GraphModule | fx.Graph) -> list[tuple[Any, ...]]:
-    """A row of plain values per node; nodes among the arguments are the numbers of their rows."""
+def graph_rows(graph: fx.GraphModule | fx.Graph) -> list[tuple[Any, ...]]:
+    """A row of plain values per node: op, name, target, args, kwargs, val, layer, steady, checked.
+
+    An argument is (kind, value), with a kind of node, dtype, none, list or value; a node among the
+    arguments is the number of its row. `val` is (shape, dtype), None, or a list of such.
+    """
     index: dict[fx.Node, int] = {}
 
     def pack(value: Any) -> Any:
@@ -207,6 +211,11 @@ def _rows(graph: fx.GraphModule | fx.Graph) -> list[tuple[Any, ...]]:
 
 def load_graph(data: bytes) -> fx.GraphModule:
     """The inverse of `dump_graph`; metas are on the meta device, row-major."""
+    return graph_of_rows(pickle.loads(data))
+
+
+def graph_of_rows(rows: Iterable[tuple[Any, ...]]) -> fx.GraphModule:
+    """The inverse of `graph_rows`. Raises `BackendError` for an operator that is not there."""
     graph = fx.Graph()
     nodes: list[fx.Node] = []
 
@@ -220,7 +229,7 @@ def load_graph(data: bytes) -> fx.GraphModule:
             return [unpack(entry) for entry in value]
         return value
 
-    for op, name, target, args, kwargs, val, layer, steady, checked in pickle.loads(data):
+    for op, name, target, args, kwargs, val, layer, steady, checked in rows:
         if op == "placeholder":
             node = graph.placeholder(name)
         elif op == "output":
@@ -228,7 +237,7 @@ def load_graph(data: bytes) -> fx.GraphModule:
         else:
             node = graph.create_node(
                 op,
-                _resolve(target),
+                resolve_operator(target),
                 tuple(unpack(args)),
                 {key: unpack(value) for key, value in kwargs.items()},
                 name=name,
@@ -258,11 +267,17 @@ def canonical(graph: fx.GraphModule | fx.Graph) -> fx.GraphModule:
     return load_graph(dump_graph(graph))
 
 
-def _resolve(target: str) -> Any:
-    if target == "getitem":
+def resolve_operator(name: str) -> Any:
+    """The inverse of `operator_name`. Raises `BackendError` if this process has no such operator,
+    or no such overload of it."""
+    if name == "getitem":
         return operator.getitem
-    namespace, name, overload = target.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part, None) if part.isidentifier() else None
+    if not isinstance(found, torch._ops.OpOverload) or str(found) != name:
+        raise BackendError(f"a graph calls {name!r}, and torch has no operator of that name here")
+    return found
 
 
 def _pack_val(val: Any) -> Any:

@@ -7,10 +7,11 @@ a list of devices, and a silence of some seconds disable that backend alone.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any
 
 from hetpipe.errors import BackendError
@@ -25,6 +26,7 @@ LOAD_LIMIT_S = 120.0
 
 _registered: dict[str, type[Backend]] = {}
 _instances: dict[str, Backend] = {}
+_options: dict[str, tuple[Mapping[str, Any], Path]] = {}  # by backend: those that it has
 _silent: dict[str, NoAnswerError] = {}  # by backend: nobody waits for an answer twice
 
 
@@ -91,6 +93,19 @@ def get_backend(name: str) -> Backend:
         with blamed(name, "fails when it is made"):
             _instances[name] = loaded()
     return _instances[name]
+
+
+def configure_backend(name: str, options: Mapping[str, Any], folder: Path) -> None:
+    """Give a backend the options of a cluster file in `folder`; the same again change nothing.
+
+    Raises `BackendError` if there is no such backend, or if it refuses them.
+    """
+    if _options.get(name) == (options, folder):
+        return
+    backend = get_backend(name)
+    with blamed(name, "fails to take its options"):
+        backend.configure(options, folder)
+    _options[name] = (options, folder)
 
 
 def decompositions_of(name: str) -> Mapping[Any, Callable[..., Any]]:
@@ -203,6 +218,15 @@ def discover_devices(
     return devices, failures
 
 
+def absent(device_id: str, found: Iterable[str]) -> BackendError:
+    """The error for a device that its backend does not find, with what the backend finds broken."""
+    broken = [
+        text for level, text, _ in findings_of(device_id.partition(":")[0]) if level == "broken"
+    ]
+    there = ", ".join(found) or "none"
+    return BackendError("; ".join([f"no device {device_id!r}; found: {there}", *broken]))
+
+
 def open_device(device_id: str) -> Device:
     """Open the device of that id, with its companion if its backend asks for one.
 
@@ -244,7 +268,7 @@ def open_bare(device_id: str) -> Device:
     name = device_id.partition(":")[0]
     infos = {info.id: info for info in devices_of(name)}
     if device_id not in infos:
-        raise BackendError(f"no device {device_id!r}; found: {', '.join(infos) or 'none'}")
+        raise absent(device_id, infos)
     backend, info = get_backend(name), infos[device_id]
     problem = f"fails to open {device_id}"
     device = _asked(name, problem, backend.open_limit_s, lambda: backend.open(info))

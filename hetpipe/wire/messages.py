@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hetpipe.cluster.cluster import Link, Member
+from hetpipe.cluster.cluster import BackendOptions, Link, Member
 from hetpipe.schedule.action import Schedule
 from hetpipe.schedule.closing import Closing
 from hetpipe.schedule.weights import FLUSH, WeightPolicy
@@ -60,8 +60,8 @@ class Fork:
 class Open:
     """The first message: the worker's member, rank and meeting place.
 
-    `backend` is `module:Class`; None if the registry has the backend. `shares_core` says whether
-    other workers may run on the worker's cores.
+    `backend` is `module:Class`; None if the registry has the backend. `options` are for it.
+    `shares_core` says whether other workers may run on the worker's cores.
     """
 
     member: Member
@@ -72,6 +72,7 @@ class Open:
     world: int
     shares_core: bool = False
     meeting: Meeting | None = None
+    options: BackendOptions | None = None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk.backend import Buffer, Device
 from hetpipe.sdk.references import load_reference
-from hetpipe.sdk.registry import open_device
+from hetpipe.sdk.registry import configure_backend, open_device
 from hetpipe.wire.edges import Receiver, Sender, make_receiver
 from hetpipe.wire.handover import HandoverPort
 from hetpipe.wire.messages import (
@@ -137,6 +137,9 @@ class Service:
         order = self._order
         if order.backend is not None:
             load_reference(order.backend)
+        if (options := order.options) is not None:
+            backend = order.member.device.partition(":")[0]
+            configure_backend(backend, options.values, options.folder)
         self._device = self._opener(order.member.device)
         self._emulation.shares_core = order.shares_core and self._device.info.on_cores
         if (meeting := order.meeting) is not None:

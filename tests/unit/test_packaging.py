@@ -50,6 +50,14 @@ def test_every_kernel_and_board_file_is_package_data() -> None:
         assert data == shipped
 
 
+def test_the_headers_and_the_example_in_c_are_package_data() -> None:
+    top = ROOT / "backends" / "native"
+    patterns = SETUPTOOLS["package-data"]["hetpipe.backends.native"]
+    shipped = {path for pattern in patterns for path in top.glob(pattern)}
+    sources = {path for path in top.rglob("*") if path.is_file() and path.suffix in {".c", ".h"}}
+    assert shipped == sources | {top / "example" / "Makefile"}
+
+
 def test_import_is_lazy() -> None:
     """`import hetpipe` and the planner's room must not pay for torch or a driver."""
     code = (

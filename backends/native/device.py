@@ -1,0 +1,185 @@
+"""A device of a library: memory, copies and graphs behind the functions of its table."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from hetpipe.errors import BackendError, UnsupportedOperatorError
+from hetpipe.sdk import graph as graphs
+from hetpipe.sdk.backend import DONE, Buffer, Device, Event, Executable
+from hetpipe.sdk.info import DeviceInfo
+from hetpipe.sdk.inputs import form_of, input_forms
+from hetpipe.sdk.serialised import serialise, serialise_rows
+
+from .events import NativeEvent, drain, keep_for_ever, sweep
+from .library import Handle, Library, interface
+from .program import NativeBuffer, NativeExecutable
+
+Array = np.ndarray[Any, Any]
+
+
+class NativeDevice(Device):
+    """An opened device of a library."""
+
+    def __init__(self, info: DeviceInfo, library: Library, index: int) -> None:
+        self.info, self.library = info, library
+        out = interface().new("hetpipe_device **")
+        library.call(f"{info.id} cannot be opened", "open", index, out)
+        self._handle = Handle(self._given("open", out), library.function("close"), library)
+        self._reasons: dict[bytes, str | None] = {}
+
+    # Graphs.
+
+    def supports(self, node: fx.Node) -> str | None:
+        if node.target is operator.getitem:
+            return None  # an item of a result is no work
+        used = [source.meta["val"] for source in (node, *node.all_input_nodes)]
+        tensors = [t for val in used for t in (val if isinstance(val, tuple) else (val,))]
+        dtypes = {graphs.dtype_name(t.dtype) for t in tensors if t is not None}
+        casts = node.target is torch.ops.aten._to_copy.default
+        known = {*self.info.dtypes, *(self.info.cast_dtypes if casts else ())}
+        if lacking := dtypes - known:
+            return f"the device has no {', '.join(sorted(lacking))}"
+        try:
+            data = serialise(_alone(node))
+        except BackendError as error:
+            return str(error)
+        if data not in self._reasons:
+            self._reasons[data] = self._refusal(data)
+        return self._reasons[data]
+
+    def _refusal(self, data: bytes) -> str | None:
+        try:
+            if self.library.function("supports") is None:
+                self._compiled("", data)
+            else:
+                self.library.call("", "supports", self._handle.pointer, data, len(data))
+        except UnsupportedOperatorError as error:
+            return str(error).removeprefix(": ")
+        return None
+
+    def compile(self, graph: fx.GraphModule) -> Executable:
+        graphs.require_support(self, graph)
+        placeholders, outputs = graphs.graph_inputs(graph), graphs.graph_outputs(graph)
+        computed = list(dict.fromkeys(node for node in outputs if node.op != "placeholder"))
+        *rows, last = graphs.graph_rows(graph)
+        numbers = {row[1]: ("node", number) for number, row in enumerate(rows)}
+        returned = ("list", [numbers[node.name] for node in computed])
+        data = serialise_rows([*rows, (*last[:3], ("list", [returned]), *last[4:])])
+        program = None
+        if computed:
+            program = self._compiled(f"{self.info.id} cannot compile a graph", data)
+        places = [
+            ~placeholders.index(node) if node.op == "placeholder" else computed.index(node)
+            for node in outputs
+        ]
+        forms = tuple(map(form_of, computed))
+        return NativeExecutable(self, program, input_forms(graph), forms, places)
+
+    def _compiled(self, doing: str, data: bytes) -> Handle:
+        out = interface().new("hetpipe_program **")
+        self.library.call(doing, "compile", self._handle.pointer, data, len(data), out)
+        give_back = self.library.function("release_program")
+        return Handle(self._given("compile", out), give_back, self._handle)
+
+    # Memory.
+
+    def upload(self, src: Array) -> tuple[Buffer, Event]:
+        dtype = src.dtype.name
+        if dtype not in (*self.info.dtypes, *self.info.cast_dtypes):
+            there = ", ".join(self.info.dtypes)
+            raise BackendError(f"{self.info.id} has no {dtype}; it has {there}")
+        sweep()
+        dense = np.ascontiguousarray(src)
+        out = interface().new("hetpipe_buffer **")
+        doing = f"{self.info.id}: no buffer of {dense.nbytes} bytes"
+        self.library.call(doing, "allocate", self._handle.pointer, dense.nbytes, out)
+        memory = self.memory(self._given("allocate", out))
+        buffer = NativeBuffer(self, (tuple(src.shape), dtype), memory)
+        copy = partial(self._copy, "upload", memory.pointer, dense.ctypes.data, dense.nbytes)
+        return buffer, copy((memory, dense)) if dense.nbytes else DONE
+
+    def download(self, buf: Buffer, dst: Array) -> Event:
+        sweep()
+        memory = self.memory_of(buf)
+        if not buf.nbytes:
+            return DONE
+        keeps = (memory, dst)
+        return self._copy("download", memory.pointer, dst.ctypes.data, buf.nbytes, keeps)
+
+    def _copy(
+        self, name: str, pointer: Any, address: int, nbytes: int, keeps: Sequence[object]
+    ) -> Event:
+        event = interface().new("hetpipe_event **")
+        host = interface().cast("void *", address)
+        self.library.call(f"{self.info.id}: {name}", name, pointer, host, nbytes, event)
+        return self.event(event[0], keeps)
+
+    def memory_used_nbytes(self) -> int | None:
+        if self.library.function("memory_used") is None:
+            return None
+        sweep()
+        out = interface().new("uint64_t *")
+        self.library.call(self.info.id, "memory_used", self._handle.pointer, out)
+        return int(out[0])
+
+    def memory(self, pointer: Any) -> Handle:
+        """A buffer of the library, which is freed with its handle."""
+        return Handle(pointer, self.library.function("free"), self._handle)
+
+    def memory_of(self, buffer: Buffer) -> Handle:
+        """The memory of a buffer. Raises `BackendError` if it is another device's, or gone."""
+        if not isinstance(buffer, NativeBuffer) or buffer.device is not self:
+            raise BackendError(f"{self.info.id} was given a buffer of {buffer.device.info.id}")
+        if buffer.memory is None:
+            raise BackendError(f"{self.info.id}: a buffer is used after it was donated")
+        return buffer.memory
+
+    # Events.
+
+    def event(self, pointer: Any, keeps: Sequence[object]) -> Event:
+        """The event of work that uses what it `keeps`; NULL: the work has ended."""
+        if pointer == interface().NULL:
+            return DONE
+        give_back = self.library.function("release_event")
+        if give_back is None:
+            path = self.library.path
+            keep_for_ever(keeps)
+            raise BackendError(f"{path} returns an event, and has neither wait nor release_event")
+        return NativeEvent(self, Handle(pointer, give_back, self._handle), keeps)
+
+    def close(self) -> None:
+        """Wait for all work. The library's device is closed once no buffer of it is left."""
+        drain(self)
+
+    def _given(self, name: str, out: Any) -> Any:
+        if out[0] == interface().NULL:
+            raise BackendError(f"{self.library.path}: {name} succeeds, and gives NULL")
+        return out[0]
+
+
+def _alone(node: fx.Node) -> fx.Graph:
+    """A graph of one call: its inputs, the call, the items of several results, an output."""
+    graph = fx.Graph()
+    inputs: dict[fx.Node, fx.Node] = {}
+    for number, source in enumerate(node.all_input_nodes):
+        inputs[source] = graph.placeholder(f"x{number}")
+        inputs[source].meta["val"] = source.meta["val"]
+    assert callable(node.target)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), inputs.__getitem__)
+    call = graph.create_node("call_function", node.target, args, kwargs, name="call")
+    call.meta["val"] = val = node.meta["val"]
+    outputs = [call]
+    if not isinstance(val, torch.Tensor):
+        outputs = [graph.call_function(operator.getitem, (call, i)) for i in range(len(val))]
+        for item, result in zip(outputs, val, strict=True):
+            item.meta["val"] = result
+    graph.output(tuple(item for item in outputs if item.meta["val"] is not None))
+    return graph

@@ -1,0 +1,87 @@
+"""The ends of a library's work, and all that work uses until then.
+
+Every event holds the buffers, host arrays and earlier events of its work until it has been seen to
+happen, and this module holds all such events. So a library frees at once what it is told to free,
+and a device that is dropped in the middle of its work stays until the work has ended.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from hetpipe.errors import BackendError
+from hetpipe.sdk.backend import Event
+
+from .library import Handle, constant
+
+if TYPE_CHECKING:
+    from .device import NativeDevice
+
+_pending: dict[NativeEvent, None] = {}  # in order; every operation on it is atomic
+_endless: list[object] = []  # what work uses whose end nobody can know
+_SLICE_S = 0.25  # the longest wait within a library, so that Ctrl-C is seen
+
+
+class NativeEvent(Event):
+    """The end of work; `keeps` is what the work uses."""
+
+    def __init__(self, device: NativeDevice, handle: Handle, keeps: Sequence[object]) -> None:
+        self.device = device
+        self._handle: Handle | None = handle
+        self._keeps = tuple(keeps)
+        self._failure: BackendError | None = None
+        _pending[self] = None
+
+    @property
+    def pending(self) -> Handle | None:
+        """The library's event, or None if the work has ended."""
+        return self._handle
+
+    def done(self) -> bool:
+        return self._look(0.0)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not self._look(max(min(end_s - time.monotonic(), _SLICE_S), 0.0)):
+            if time.monotonic() >= end_s:
+                raise BackendError(f"{self.device.info.id}: not done after {timeout_s} s")
+
+    def _look(self, limit_s: float) -> bool:
+        """Whether the work ends within a time; raises its error if it failed."""
+        handle = self._handle  # another thread may see the end meanwhile
+        if handle is not None:
+            library, where = self.device.library, self.device.info.id
+            try:
+                if library.call(where, "wait", handle.pointer, limit_s) == constant("NOT_YET"):
+                    return False
+            except BackendError as error:
+                self._failure = error
+            self._handle, self._keeps = None, ()
+            _pending.pop(self, None)
+        if self._failure is not None:
+            raise self._failure
+        return True
+
+
+def sweep() -> None:
+    """Look at all work that has not been seen to end, and let go of what it has used."""
+    for event in list(_pending):
+        with suppress(BackendError):  # whoever has the event gets the error
+            event.done()
+
+
+def drain(device: NativeDevice) -> None:
+    """Wait for all work of a device."""
+    for event in list(_pending):
+        if event.device is device:
+            with suppress(BackendError):
+                event.wait()
+
+
+def keep_for_ever(keeps: object) -> None:
+    """Never let go of what work uses whose end nobody can know."""
+    _endless.append(keeps)

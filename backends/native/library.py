@@ -1,0 +1,151 @@
+"""A vendor's shared library: the table of functions of `hetpipe_backend.h`, called through cffi.
+
+The header is the one source: its declarations are what cffi reads.
+"""
+
+from __future__ import annotations
+
+import atexit
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import cffi
+
+from hetpipe.errors import BackendError, UnsupportedOperatorError
+
+FOLDER = Path(__file__).resolve().parent
+HEADER = FOLDER / "hetpipe_backend.h"
+ENTRY = "hetpipe_backend_entry"
+REQUIRED = (
+    "name", "count", "describe", "open", "close", "allocate", "free", "upload", "download",
+    "compile", "release_program", "run",
+)  # fmt: skip
+"""Members of the table that are never NULL."""
+TOGETHER = ("wait", "release_event")
+"""Members that are both there or both NULL."""
+
+_loaded: dict[Path, Library] = {}
+_exiting: list[bool] = []  # empty until the process ends
+
+
+@cache
+def interface() -> Any:
+    """The types and constants of the header."""
+    text = re.sub(r"#ifdef __cplusplus.*?#endif", "", HEADER.read_text("utf-8"), flags=re.DOTALL)
+    make: Any = cffi.FFI  # cffi has no types
+    ffi = make()
+    try:
+        ffi.cdef("\n".join(line for line in text.splitlines() if not line.startswith("#")))
+    except cffi.CDefError as error:
+        raise BackendError(f"{HEADER} is damaged: {error}; install hetpipe again") from error
+    return ffi
+
+
+def constant(name: str) -> int:
+    """A constant of the header, `constant("OK")` for `HETPIPE_OK`."""
+    return int(getattr(_constants(), f"HETPIPE_{name}"))
+
+
+@cache
+def _constants() -> Any:
+    return interface().dlopen(None)
+
+
+class Library:
+    """A loaded library. Its functions are attributes, None where an optional one is left out."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `BackendError`, which begins with the path, if it is no library, lacks the entry,
+        or has another version of the interface."""
+        ffi, self.path = interface(), path
+        version = constant("ABI_VERSION")
+        try:
+            self._shared = ffi.dlopen(str(path))
+        except OSError as error:
+            reason = str(error).replace(f"cannot load library '{path}': ", "")
+            raise BackendError(f"{path} is no library that can be loaded: {reason}") from error
+        try:
+            entry = getattr(self._shared, ENTRY)
+        except AttributeError as error:
+            raise BackendError(
+                f"{path} does not export {ENTRY}: it is no backend of hetpipe, or hides its symbols"
+            ) from error
+        table = entry(version)
+        if table == ffi.NULL:
+            raise BackendError(
+                f"{path} has no version {version} of the interface, which this hetpipe has: "
+                "install a matching version of either"
+            )
+        if table.abi_version != version:
+            raise BackendError(
+                f"{path} has version {table.abi_version} of the interface, this hetpipe has "
+                f"version {version}: install a matching version of either"
+            )
+        self._table = whole = ffi.new("hetpipe_backend *")
+        size = min(table.struct_size, ffi.sizeof("hetpipe_backend"))
+        ffi.memmove(whole, table, size)  # what an older header lacks is NULL
+        missing = [name for name in REQUIRED if getattr(whole, name) == ffi.NULL]
+        if missing:
+            raise BackendError(f"{path} lacks {', '.join(missing)} in its table")
+        if len({getattr(whole, name) == ffi.NULL for name in TOGETHER}) > 1:
+            raise BackendError(f"{path} has only one of {' and '.join(TOGETHER)} in its table")
+        self.name = ffi.string(whole.name).decode(errors="replace")
+
+    def function(self, name: str) -> Any:
+        """A function of the table; None for an optional one that is left out."""
+        function = getattr(self._table, name)
+        return None if function == interface().NULL else function
+
+    def call(self, doing: str, name: str, *arguments: Any) -> int:
+        """Call a function, whose last parameter is the error; OK or NOT_YET.
+
+        Raises `BackendError`, which begins with `doing`, or `UnsupportedOperatorError`.
+        """
+        ffi = interface()
+        error = ffi.new("hetpipe_error *")
+        code = int(getattr(self._table, name)(*arguments, error))
+        if code in (constant("OK"), constant("NOT_YET")):
+            return code
+        text = text_of(error.text) or f"{name} gives no reason"
+        if code == constant("UNSUPPORTED"):
+            raise UnsupportedOperatorError(f"{doing}: {text}")
+        if code != constant("FAILED"):
+            text = f"{name} returns {code}, which is no code of the interface; {text}"
+        raise BackendError(f"{doing}: {text}")
+
+
+def loaded(path: Path) -> Library:
+    """The library, loaded once and never unloaded. Raises `BackendError`."""
+    if path not in _loaded:
+        _loaded[path] = Library(path)
+    return _loaded[path]
+
+
+def text_of(characters: Any) -> str:
+    """The text in an array of characters."""
+    return bytes(interface().buffer(characters)).partition(b"\0")[0].decode(errors="replace")
+
+
+class Handle:
+    """A pointer of a library, given back when nobody has this object any more.
+
+    `owner` is what must outlive it: the device's own handle.
+    """
+
+    def __init__(self, pointer: Any, give_back: Callable[[Any], None], owner: object) -> None:
+        self.pointer = pointer
+        self._give_back = give_back
+        self._owner = owner
+
+    def __del__(self) -> None:
+        if not _exiting:
+            self._give_back(self.pointer)
+
+
+@atexit.register
+def _exit() -> None:
+    """At the end of the process objects go in any order, and work may still run: all stays."""
+    _exiting.append(True)

@@ -1,0 +1,242 @@
+"""Reads the serialised form of a graph (`hetpipe.sdk.serialised`) from bytes that nobody trusts."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from keyword import iskeyword
+from typing import TYPE_CHECKING, Any
+
+from hetpipe.errors import BackendError
+from hetpipe.sdk.graph import graph_of_rows, resolve_operator
+from hetpipe.sdk.serialised import (
+    A_BOOL,
+    A_DTYPE,
+    A_FLOAT,
+    A_INT,
+    A_LIST,
+    A_NODE,
+    A_NONE,
+    A_TEXT,
+    CALL,
+    CHECKED,
+    CHECKED_FROM,
+    DTYPES,
+    F64,
+    HEADER,
+    I64,
+    IGNORED,
+    INPUT,
+    ITEM,
+    MAGIC,
+    MOST_DEPTH,
+    MOST_RANK,
+    NONE,
+    OUTPUT,
+    STEADY,
+    U32,
+    VERSION,
+)  # fmt: skip
+
+if TYPE_CHECKING:
+    from torch import fx
+
+_MOST_ELEMENTS = 1 << 59  # so that the bytes of a tensor are a number of 63 bits
+
+
+def read(data: bytes) -> fx.GraphModule:
+    """The graph; see `hetpipe.sdk.serialised.deserialise`."""
+    rows = _Reader(data).rows()
+    graph = graph_of_rows(rows)
+    for node, row in zip(graph.graph.nodes, rows, strict=True):
+        if node.name != row[1]:
+            raise _damaged(f"a node has the name {row[1][:40]!r}, which is taken or none of Python")
+    return graph
+
+
+class _Reader:
+    """Bytes to rows of `graph_rows`; every number is checked before it is used."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data = bytes(data)
+        if len(data) < HEADER.size or data[: len(MAGIC)] != MAGIC:
+            raise BackendError(f"these {len(data)} bytes are no serialised graph")
+        _, version, nbytes, checksum, strings, strings_nbytes, nodes = HEADER.unpack_from(data)
+        if version != VERSION:
+            raise BackendError(
+                f"the graph has version {version} of the serialised form, this hetpipe reads "
+                f"{VERSION}: install a matching version"
+            )
+        if nbytes != len(data):
+            raise _damaged(f"{len(data)} bytes are here, and its header counts {nbytes}")
+        if checksum != zlib.crc32(data[CHECKED_FROM:]):
+            raise _damaged("its checksum does not match its content")
+        self._at = HEADER.size
+        table = self._take(strings_nbytes)
+        if strings_nbytes and table[-1]:
+            raise _damaged("the last string has no end")
+        try:
+            self._strings = [text.decode() for text in table.split(b"\0")[:-1]]
+        except UnicodeDecodeError as error:
+            raise _damaged("a string is not in UTF-8") from error
+        if len(self._strings) != strings:
+            raise _damaged(
+                f"{len(self._strings)} strings are here, and its header counts {strings}"
+            )
+        self._nodes = nodes
+        self._vals: list[Any] = []
+        self._names: set[str] = set()
+
+    def rows(self) -> list[tuple[Any, ...]]:
+        rows = []
+        for number in range(self._nodes):
+            row = self._node()
+            if (row[0] == "output") != (number == self._nodes - 1):
+                raise _damaged("its output is not the last node")
+            rows.append(row)
+            self._vals.append(row[5])
+        if not rows or self._at != len(self._data):
+            raise _damaged(f"it ends at byte {self._at} of {len(self._data)}")
+        return rows
+
+    def _node(self) -> tuple[Any, ...]:
+        kind, name, layer = self._u8(), self._text(), self._u32()
+        where = None if layer == NONE else self._string(layer)
+        if not name.isidentifier() or name == "self" or iskeyword(name) or name in self._names:
+            raise _damaged(f"a node has the name {name[:40]!r}, which is taken or none of Python")
+        self._names.add(name)
+        if kind == INPUT:
+            steady, checked = self._input()
+            return "placeholder", name, name, ("list", []), {}, self._form(), where, steady, checked
+        if kind == CALL:
+            target, args, kwargs, val = self._call()
+            return "call_function", name, target, args, kwargs, val, where, False, None
+        if kind == ITEM:
+            args, val = self._item(), self._form()
+            return "call_function", name, "getitem", args, {}, val, where, False, None
+        if kind != OUTPUT:
+            raise _damaged(f"a node is of kind {kind}")
+        outputs = ("list", [self._reference() for _ in range(self._count(4))])
+        return "output", name, "output", ("list", [outputs]), {}, None, where, False, None
+
+    def _input(self) -> tuple[bool, tuple[int, int, int | None] | None]:
+        flags = self._u8()
+        if flags > STEADY | CHECKED | IGNORED or (flags & IGNORED and not flags & CHECKED):
+            raise _damaged(f"an input has the flags {flags}")
+        checked = None
+        if flags & CHECKED:
+            low, size = self._i64(), self._i64()
+            checked = (low, size, self._i64() if flags & IGNORED else None)
+        return bool(flags & STEADY), checked
+
+    def _call(self) -> tuple[str, Any, dict[str, Any], Any]:
+        target = self._text()
+        if target == "getitem":
+            raise _damaged("a call is an item")
+        names = [argument.name for argument in resolve_operator(target)._schema.arguments]
+        args = [self._argument(0) for _ in range(self._count(1))]
+        kwargs = {}
+        for _ in range(self._count(5)):
+            key = self._text()
+            if key not in names[len(args) :] or key in kwargs:
+                raise _damaged(f"{target} has no argument {key[:40]!r}, or has it already")
+            kwargs[key] = self._argument(0)
+        if len(args) > len(names):
+            raise _damaged(f"{target} has {len(args)} arguments; it takes {len(names)}")
+        several = self._bool()
+        val = [self._form() for _ in range(self._count(2))] if several else self._form()
+        return target, ("list", args), kwargs, val
+
+    def _item(self) -> tuple[str, list[tuple[str, Any]]]:
+        number, index = self._u32(), self._u32()
+        val = self._vals[number] if number < len(self._vals) else None
+        if not isinstance(val, list) or index >= len(val):
+            raise _damaged(f"an item is number {index} of node {number}, which has not so many")
+        return "list", [("node", number), ("value", index)]
+
+    def _argument(self, depth: int) -> tuple[str, Any]:
+        kind = self._u8()
+        if kind == A_NODE:
+            return self._reference()
+        if kind == A_LIST:
+            if depth == MOST_DEPTH:
+                raise _damaged(f"it has lists deeper than {MOST_DEPTH}")
+            return "list", [self._argument(depth + 1) for _ in range(self._count(1))]
+        if kind == A_DTYPE:
+            return "dtype", self._dtype()
+        if kind == A_NONE:
+            return "value", None
+        if kind > A_LIST:
+            raise _damaged(f"an argument is of kind {kind}")
+        plain = {A_BOOL: self._bool, A_INT: self._i64, A_FLOAT: self._f64, A_TEXT: self._text}
+        return "value", plain[kind]()
+
+    def _reference(self) -> tuple[str, int]:
+        number = self._u32()
+        if number >= len(self._vals) or not isinstance(self._vals[number], tuple):
+            raise _damaged(f"node {len(self._vals)} reads node {number}, which is no tensor")
+        return "node", number
+
+    def _form(self) -> tuple[tuple[int, ...], str] | None:
+        code, rank = self._u8(), self._u8()
+        if code == 0 and rank == 0:
+            return None
+        if rank > MOST_RANK:
+            raise _damaged(f"a tensor has {rank} dimensions; at most {MOST_RANK}")
+        shape = tuple(self._i64() for _ in range(rank))
+        if any(size < 0 for size in shape) or math.prod(s or 1 for s in shape) > _MOST_ELEMENTS:
+            raise _damaged(f"a tensor has the shape {shape}")
+        return shape, _dtype_of(code)
+
+    def _count(self, nbytes: int) -> int:
+        """A count of entries of so many bytes at least: no more than there may be left."""
+        count = self._u32()
+        if count * nbytes > len(self._data) - self._at:
+            raise _damaged(f"it counts {count} entries at byte {self._at} of {len(self._data)}")
+        return count
+
+    def _take(self, nbytes: int) -> bytes:
+        end = self._at + nbytes
+        if end > len(self._data):
+            raise _damaged(f"it needs {nbytes} bytes at byte {self._at} of {len(self._data)}")
+        part, self._at = self._data[self._at : end], end
+        return part
+
+    def _u8(self) -> int:
+        return self._take(1)[0]
+
+    def _u32(self) -> int:
+        return int(U32.unpack(self._take(4))[0])
+
+    def _i64(self) -> int:
+        return int(I64.unpack(self._take(8))[0])
+
+    def _f64(self) -> float:
+        return float(F64.unpack(self._take(8))[0])
+
+    def _bool(self) -> bool:
+        value = self._u8()
+        if value > 1:
+            raise _damaged(f"{value} stands for a bool")
+        return bool(value)
+
+    def _dtype(self) -> str:
+        return _dtype_of(self._u8())
+
+    def _text(self) -> str:
+        return self._string(self._u32())
+
+    def _string(self, number: int) -> str:
+        if number >= len(self._strings):
+            raise _damaged(f"it names string {number} of {len(self._strings)}")
+        return self._strings[number]
+
+
+def _dtype_of(code: int) -> str:
+    if not 0 < code <= len(DTYPES):
+        raise _damaged(f"a dtype has the code {code}")
+    return DTYPES[code - 1]
+
+
+def _damaged(reason: str) -> BackendError:
+    return BackendError(f"the serialised graph is damaged: {reason}")

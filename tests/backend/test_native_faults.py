@@ -1,0 +1,136 @@
+"""A faulty library is an error by its path, and takes nothing else along."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from found_devices import trace
+from hetpipe.backends.native import LibraryWarning, NativeBackend
+from native_libraries import example, faulty
+
+from hetpipe.errors import BackendError
+from hetpipe.sdk.backend import Device
+from hetpipe.sdk.graph import core_decompositions
+from hetpipe.sdk.registry import findings_of, open_device
+
+ASKED = {
+    "OTHER_VERSION": r"has version 7 of the interface, this hetpipe has version 1",
+    "NO_VERSION": r"has no version 1 of the interface",
+    "NO_ENTRY": r"does not export hetpipe_backend_entry",
+    "NO_RUN": r"lacks run in its table",
+    "HALF_EVENTS": r"has only one of wait and release_event",
+    "CRASH_AT_LOAD": r"crashes \(SIGSEGV\) while it is loaded",
+    "ABORT_IN_COUNT": r"crashes \(SIGABRT\) while its devices are counted; it said: "
+    r"libfaulty: assertion failed",
+    "COUNT_FAILS": r"its devices cannot be counted: the driver is too old",
+    "ENDLESS_COUNT": r"has 1000000 devices; at most 256",
+    "HANG_IN_DESCRIBE": r"gives no answer within 3 s, while device 0 is described",
+    "BAD_NAME": r"has the name 'My Card'; a name has small letters",
+    "BAD_ID": r"has a device with 'my card:0' for its id",
+    "BAD_KIND": r"is of kind 'xxxxxxxx'; the kinds are cpu",
+    "NO_FLOAT32": r"has the dtypes int64; every device needs float32",
+    "UNKNOWN_DTYPE": r"has unknown bits 0x80000000 for dtypes",
+    "SAME_NAME": r"has the name 'example', as .*libexample.so has",
+}
+"""What is wrong when libraries are asked for their devices."""
+
+
+def named(monkeypatch: pytest.MonkeyPatch, *paths: Path) -> NativeBackend:
+    monkeypatch.setenv("HETPIPE_NATIVE", os.pathsep.join(map(str, paths)))
+    return NativeBackend()
+
+
+@pytest.fixture(scope="module")
+def asked() -> dict[str, str]:
+    """The findings about all faulty libraries together, by fault; they are asked at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HETPIPE_NATIVE_LIMIT_S", "3")
+        backend = named(patch, example(), *map(faulty, ASKED))
+        broken = [text for level, text, _ in backend.describe() if level == "broken"]
+        with pytest.warns(LibraryWarning):
+            working = {info.id for info in backend.discover()}
+    assert working == {"native:example.cpu:0", "native:example.cpu:1"}
+    return {
+        fault: text for fault in ASKED for text in broken if text.startswith(f"{faulty(fault)}")
+    }
+
+
+@pytest.mark.parametrize("fault", ASKED)
+def test_a_fault_is_an_error_of_its_library_alone(asked: dict[str, str], fault: str) -> None:
+    assert re.search(ASKED[fault], asked[fault]), asked[fault]
+
+
+def test_a_file_that_is_no_library_and_one_that_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "text.so").write_text("no library")
+    backend = named(monkeypatch, tmp_path / "text.so", tmp_path / "absent.so")
+    with pytest.raises(BackendError) as error:
+        backend.discover()
+    for name in ("text.so", "absent.so"):
+        assert f"{tmp_path / name} is no library that can be loaded: " in str(error.value)
+
+
+def test_a_device_of_a_broken_library_is_missed_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    named(monkeypatch, example(), faulty("OTHER_VERSION"))
+    with (
+        pytest.warns(LibraryWarning),
+        pytest.raises(BackendError, match=r"no device 'native:faulty.cpu:0'.* version 7"),
+    ):
+        open_device("native:faulty.cpu:0")
+    assert any(level == "broken" for level, _, _ in findings_of("native"))
+
+
+OPENED = {"OPEN_FAILS": "taken by process 7", "OPEN_GIVES_NULL": "open succeeds, and gives NULL"}
+
+
+@pytest.mark.parametrize("fault", OPENED)
+def test_a_device_that_does_not_open(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    backend = named(monkeypatch, faulty(fault))
+    with pytest.raises(BackendError, match=OPENED[fault]):
+        backend.open(backend.discover()[0])
+
+
+def opened(monkeypatch: pytest.MonkeyPatch, fault: str) -> Device:
+    backend = named(monkeypatch, faulty(fault))
+    return backend.open(backend.discover()[0])
+
+
+RUN = {
+    "RUN_GIVES_NULL": "run succeeds, and an output is NULL",
+    "RUN_RETURNS_AN_INPUT": "run returns input 0, which was not donated",
+    "RUN_FAILS": "native:faulty.cpu:0: the bus is stuck",
+    "RUN_INVENTS_A_CODE": "run returns 99, which is no code of the interface",
+}
+
+
+@pytest.mark.parametrize("fault", RUN)
+def test_a_run_that_breaks_the_rules(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    device = opened(monkeypatch, fault)
+    graph = trace(lambda x: (x + 1, x * 2), [torch.ones(3)], core_decompositions())
+    buffer, event = device.upload(np.ones(3, np.float32))
+    event.wait(10)
+    with pytest.raises(BackendError, match=RUN[fault]):
+        device.compile(graph).run([buffer])
+    device.close()
+
+
+def test_events_that_nobody_can_wait_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = opened(monkeypatch, "EVENTS_UNTOLD")
+    with pytest.raises(BackendError, match="returns an event, and has neither wait nor"):
+        device.upload(np.ones(3, np.float32))
+
+
+def test_a_wait_ends_in_time_whatever_the_library_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = opened(monkeypatch, "SLOW")
+    _, event = device.upload(np.ones(3, np.float32))
+    assert not event.done()
+    with pytest.raises(BackendError, match=r"native:faulty.cpu:0: not done after 0.3 s"):
+        event.wait(0.3)
