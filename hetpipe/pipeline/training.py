@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
     from hetpipe.plan.plan import Plan
     from hetpipe.profile.measure import Progress
+    from hetpipe.schedule.action import Schedule
     from hetpipe.wire.messages import Array
 
 NOT_APPLIED = " Nothing of this update was applied."
@@ -46,6 +47,14 @@ class Result:
     loss: float
     versions: tuple[int, ...]
     live_versions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What ran last: its schedule, None for a stream, and the samples of its micro-batches."""
+
+    schedule: Schedule | None
+    samples: tuple[int, ...]
 
 
 class Training:
@@ -72,6 +81,8 @@ class Training:
         self._clip = watching(updates.clip, self.scaling)
         self.stages = Stages(subject, progress, norms=self._clip is not None)
         self.recent: deque[StepResult] = deque(maxlen=RECENT)
+        self.ran: Ran | None = None
+        """The schedule of the latest of these results; None before the first."""
         self.watch: Callable[[StepResult, int], None] = lambda result, samples: None
         """It is called with the result of every mini-batch that was trained, and its samples."""
         self.not_finite: str | None = None
@@ -172,6 +183,7 @@ class Training:
         result = streaming.collect()
         self.recent.append(result)
         index, samples = self._handed_out.popleft()
+        self.ran = Ran(None, samples)
         self.watch(result, sum(samples))
         try:
             loss = mean_loss(result, samples, index)
@@ -227,6 +239,7 @@ class Training:
         result = self._crew.step(replace(request, schedule=schedule))
         self.recent.clear()
         self.recent.append(result)
+        self.ran = Ran(schedule, request.samples)
         return result
 
     def request(self, x: Any, y: Any, evaluates: bool = False) -> StepRequest:

@@ -137,7 +137,7 @@ class Service:
         order = self._order
         if order.backend is not None:
             load_reference(order.backend)
-        self._device = self._opener(order.member.device)
+        self._device = self._opener(order.member.opened)
         self._emulation.shares_core = order.shares_core and self._device.info.on_cores
         if (meeting := order.meeting) is not None:
             transport = importlib.import_module(meeting.module)

@@ -156,7 +156,15 @@ A, B = Member("a", "x"), Member("b", "x")
         ((Member("a", ""),), {}, "auto", "a: it has neither a device nor a board"),
         ((Member("a", "x", board="t4"),), {}, "auto", "a: it has both a device and a board"),
         ((Member("a", "", (4,), board="t4"),), {}, "auto", "a: it is a board, t4, and only att"),
-        ((Member("a", "", (), 0.5, "t4"),), {}, "auto", "a: it is a board, t4, and only attached"),
+        ((Member("a", "", (), 0.5, "t4"),), {}, "auto", "t4, whose times are modelled, and only"),
+        ((Member("a", "x", numerics="y"),), {}, "auto", "a: it has numerics, y, and no board who"),
+        (
+            (Member("a", "", (), 0.5, "t4", numerics="y"),),
+            {},
+            "auto",
+            "a: it is a board, t4, whose times are modelled",
+        ),
+        ((Member("a", "x", board="t4", numerics="y"),), {}, "auto", "both a device and a board"),
         ((Member("a", "x", server="s"),), {}, "auto", "a: no server 's'; the cluster has none"),
     ],
 )
