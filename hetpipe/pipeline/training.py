@@ -15,7 +15,7 @@ from hetpipe.capture.program import BUFFER, GRAD, PARAM
 from hetpipe.checkpoint import Checkpoint
 from hetpipe.crew.request import Apply, StepRequest, StepResult
 from hetpipe.errors import HetpipeError, NotFiniteError
-from hetpipe.pipeline.batches import mean_loss, rows_of, sizes_of, slices
+from hetpipe.pipeline.batches import check_whole, mean_loss, rows_of, sizes_of, slices
 from hetpipe.pipeline.lossscale import Scaling, choose_scaling, watching
 from hetpipe.pipeline.resume import ROLES, progress_of
 from hetpipe.pipeline.schedules import ALL, FORWARDS, SUMMING, UPDATING
@@ -162,12 +162,7 @@ class Training:
         request = self.request(x, y)
         streaming = self.stages.streaming
         assert streaming is not None
-        if len(request.samples) != self.plan.microbatches:
-            raise HetpipeError(
-                f"a mini-batch of {sum(request.samples)} samples is too small for "
-                f"{self.plan.microbatches} micro-batches, which {self.plan.schedule} cannot do "
-                "without; leave it out"
-            )
+        check_whole(request.samples, self.plan)
         if streaming.admitted == 0:
             self.recent.clear()
         streaming.admit(request)
