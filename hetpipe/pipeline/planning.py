@@ -70,6 +70,7 @@ def planning_for(
             captured.name, captured.layer_names, list(crew.infos), mini_batch,
             partial(board_costs, *measured, progress=progress, report=report),
             whole_batch_statistics=bool(captured.updated_buffers), label="modelled",
+            noted=partial(with_lent, *measured),
         )  # fmt: skip
     return Planning(
         captured.name, captured.layer_names, list(crew.infos), mini_batch,
