@@ -135,6 +135,7 @@ def command(
             diagnosis = _diagnose(workload, pipe, seed, error.index, output, progress)
             output.finish({"model": workload.name, "seed": seed, "diagnosis": diagnosis.to_json()})
             raise HetpipeError(f"{error.fact}; what the diagnosis says is above") from None
+        pace = pace_of(pipe, median(step.time_s for step in taken[len(taken) // 2 :]))
         comparison = compare(workload, pipe.plan, taken, seed)
         if comparison is not None and not comparison.equal:
             worst = max(taken, key=lambda step: step.difference).index
@@ -142,7 +143,6 @@ def command(
         workload.model.load_state_dict(pipe.state_dict(), strict=False)
         _keep(output, pipe, save, picture, trace, model)
         used = InUse(pipe.peak_nbytes, pipe.device_nbytes)
-        pace = pace_of(pipe, median(step.time_s for step in taken[len(taken) // 2 :]))
     _conclude(output, workload, pace, taken, Judged(comparison, diagnosis), seed, used)
 
 
