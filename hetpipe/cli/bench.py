@@ -23,6 +23,7 @@ from hetpipe.cli.options import (
 )
 from hetpipe.cli.output import Output
 from hetpipe.cli.progress import progress_bar
+from hetpipe.errors import ClusterError
 
 if TYPE_CHECKING:
     from hetpipe.bench.outcome import Outcome, Setting
@@ -122,6 +123,11 @@ def command(
     link = LINK if link is None and full else link
     slow = parse_link(link) if link else None
     here = make_cluster(cluster, devices, backends, emulate_speed)
+    if here.described:
+        raise ClusterError(
+            f"bench measures, and the times of {', '.join(m.id for m in here.described)} are "
+            "modelled: they are boards; use `hetpipe train` or `hetpipe compare`"
+        )
     if full and not (cluster or devices or backends or emulate_speed):
         rehearse = REHEARSED if rehearse is None else rehearse
         twice = here.ids[0] if twice is None else twice

@@ -1,7 +1,7 @@
 """`hetpipe plan`: the stages, their devices, and the predicted time of a step.
 
-Costs are measured on attached devices, or read from a file; a cluster with boards, a published
-profile or a planner by name makes it a study (`hetpipe.study`).
+Costs are measured on attached devices, or read from a file; boards without numerics, a
+published profile or a planner by name make it a study (`hetpipe.study`).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def command(
     if model is not None:
         check_name(model)
     members = make_cluster(cluster, None, None, emulate_speed) if cluster else None
-    if profile or planner or recompute or (members is not None and members.described):
+    if profile or planner or recompute or (members is not None and members.unopened):
         if costs is not None:
             raise PlanError(f"--costs {costs} is for a plan of its own devices: leave it out")
         members = members or make_cluster(None, devices, backends, emulate_speed)

@@ -29,6 +29,7 @@ from hetpipe.cli.options import (
     make_cluster,
 )
 from hetpipe.cli.output import Output, logged
+from hetpipe.cli.pace import Pace, pace_of
 from hetpipe.cli.progress import progress_bar
 from hetpipe.errors import HetpipeError, NotFiniteError
 
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from hetpipe.diagnosis.record import Diagnosis
     from hetpipe.pipeline.pipeline import Pipeline
     from hetpipe.plan.plan import Plan
-    from hetpipe.profile.drift import Correction
     from hetpipe.simulate.timeline import Timeline
     from hetpipe.zoo.workload import Workload
 
@@ -135,6 +135,7 @@ def command(
             diagnosis = _diagnose(workload, pipe, seed, error.index, output, progress)
             output.finish({"model": workload.name, "seed": seed, "diagnosis": diagnosis.to_json()})
             raise HetpipeError(f"{error.fact}; what the diagnosis says is above") from None
+        pace = pace_of(pipe, median(step.time_s for step in taken[len(taken) // 2 :]))
         comparison = compare(workload, pipe.plan, taken, seed)
         if comparison is not None and not comparison.equal:
             worst = max(taken, key=lambda step: step.difference).index
@@ -142,9 +143,7 @@ def command(
         workload.model.load_state_dict(pipe.state_dict(), strict=False)
         _keep(output, pipe, save, picture, trace, model)
         used = InUse(pipe.peak_nbytes, pipe.device_nbytes)
-        correction = None if pipe.costs is None else pipe.corrected()
-    judged = Judged(comparison, diagnosis)
-    _conclude(output, workload, pipe.plan, taken, judged, seed, used, correction)
+    _conclude(output, workload, pace, taken, Judged(comparison, diagnosis), seed, used)
 
 
 class Judged(NamedTuple):
@@ -175,24 +174,28 @@ def _keep(
     title: str,
 ) -> None:
     """Write the requested files."""
-    from hetpipe.report import draw_timelines
+    from hetpipe.report.picture import draw_workloads
 
     if save is not None:
         pipe.save(save)
         output.text(f"checkpoint of step {pipe.steps} in {save}")
     if picture is not None:
-        draw_timelines(picture, _timelines(pipe), title)
+        draw_workloads(picture, _panels(pipe), title)
         output.text(f"timelines of a step drawn in {picture}")
     if trace is not None:
         from hetpipe.report import write_trace
 
-        write_trace(trace, _timelines(pipe))
+        write_trace(trace, [timeline for panel in _panels(pipe) for timeline in panel])
         output.text(f"timelines of a step in {trace}, for ui.perfetto.dev or chrome://tracing")
 
 
-def _timelines(pipe: Pipeline) -> list[Timeline]:
-    """Those of a step, measured and predicted if there is a prediction."""
-    return [pipe.timeline] if pipe.costs is None else [pipe.timeline, pipe.predicted]
+def _panels(pipe: Pipeline) -> list[list[Timeline]]:
+    """The timelines of a step: measured, or modelled for boards, and predicted if there is another
+    prediction, on one time axis. On another axis that of the boards' numerics."""
+    boards = {board.id for board in pipe.boards}
+    known = pipe.costs is None or boards >= {*pipe.plan.all_devices}  # they take what is predicted
+    timelines = [pipe.timeline] if known else [pipe.timeline, pipe.predicted]
+    return [timelines] if pipe.modelled_step_s is None else [timelines, [pipe.wall_timeline]]
 
 
 def _count(workload: Workload, rows: int, steps: int, epochs: int | None) -> int:
@@ -245,24 +248,18 @@ def _train(
 def _conclude(
     output: Output,
     workload: Workload,
-    plan: Plan,
+    pace: Pace,
     taken: list[Step],
     judged: Judged,
     seed: int,
     used: InUse,
-    correction: Correction | None,
 ) -> None:
     """Rate, memory, validation, equality; then JSON.
 
     Raises `HetpipeError` if losses are not torch's.
     """
     comparison, diagnosis = judged
-    step_s = median(step.time_s for step in taken[len(taken) // 2 :])
-    output.text(
-        f"{plan.mini_batch / step_s:.1f} samples/s ({plan.label}; median step "
-        f"{step_s * 1e3:.1f} ms, {correction or 'not predicted'})"
-    )
-    for line in memory_lines(plan, used):
+    for line in (*pace.lines(), *memory_lines(pace.plan, used)):
         output.text(line)
     figures = workload.validate(workload.model) if workload.validate else {}
     for name, value in figures.items():
@@ -273,16 +270,12 @@ def _conclude(
         {
             "model": workload.name,
             "seed": seed,
-            "plan": plan.to_json(),
+            "plan": pace.plan.to_json(),
             "losses": [step.loss for step in taken],
             "torch_losses": [step.expected for step in taken if step.expected is not None],
             "max_loss_rel_diff": comparison.difference if comparison else None,
             "diagnosis": None if diagnosis is None else diagnosis.to_json(),
-            "step_s": step_s,
-            "predicted_step_s": None if correction is None else correction.raw_s,
-            "corrected_step_s": None if correction is None else correction.corrected_s,
-            "samples_per_s": plan.mini_batch / step_s,
-            "label": plan.label,
+            **pace.to_json(),
             "peak_nbytes": list(used.peaks),
             "device_nbytes": dict(used.counts),
             "validation": figures,

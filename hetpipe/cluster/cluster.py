@@ -25,7 +25,9 @@ MOST_LISTED = 20
 class Member:
     """One device of a cluster, attached or only described. `id` is unique in the cluster.
 
-    An attached one has `device`, a `DeviceInfo.id`; a described one has `board`, a `Board.id`.
+    An attached one has `device`, a `DeviceInfo.id`; a described one has `board`, a `Board.id`. Of
+    a board with `numerics`, a `DeviceInfo.id` too, that device computes the numbers; its time is
+    modelled all the same.
     """
 
     id: str
@@ -34,6 +36,12 @@ class Member:
     speed: float = 1.0  # at most 1; 0.5 (emulated) doubles the time of every compute action
     board: str = ""
     server: str = ""  # empty: it is by itself
+    numerics: str = ""  # of a board that takes part in a training
+
+    @property
+    def opened(self) -> str:
+        """The device that its worker opens; empty for a board that is only described."""
+        return self.numerics or self.device
 
 
 @dataclass(frozen=True)
@@ -86,8 +94,13 @@ class Cluster:
 
     @property
     def described(self) -> tuple[Member, ...]:
-        """The members that are boards: nobody can start a worker on them."""
+        """The members that are boards: their times are modelled, with `numerics` or without."""
         return tuple(member for member in self.members if member.board)
+
+    @property
+    def unopened(self) -> tuple[Member, ...]:
+        """The members on which nobody can start a worker: boards without numerics."""
+        return tuple(member for member in self.members if not member.opened)
 
     @cached_property
     def sharing(self) -> frozenset[str]:
@@ -124,6 +137,15 @@ class Cluster:
                 f"between them, or {self._layout.lack(one, other)}"
             )
         return link
+
+    def emulated_link(self, one: str, other: str) -> Link | None:
+        """The [[link]] by which messages between two members are held back, if there is one.
+
+        Those from or to a board are not: their times are modelled.
+        """
+        if self.member(one).board or self.member(other).board:
+            return None
+        return self._own_link(one, other)
 
     def sum_speed(self, one: str, other: str) -> float:
         """The bandwidth of sums over replicas on a link, relative to that of messages."""
@@ -235,10 +257,20 @@ def _check_member(member: Member) -> None:
     if bool(member.device) == bool(member.board):
         both = "both a device and a board" if member.board else "neither a device nor a board"
         raise ClusterError(f"{member.id}: it has {both}; give it one of the two")
-    if member.board and (member.cores or member.speed != 1.0):
+    if member.numerics and not member.board:
         raise ClusterError(
-            f"{member.id}: it is a board, {member.board}, and only attached devices have cores and "
-            "an emulated speed: leave them out"
+            f"{member.id}: it has numerics, {member.numerics}, and no board whose time counts: "
+            "give it a board, or name the device as its device"
+        )
+    if member.board and member.speed != 1.0:
+        raise ClusterError(
+            f"{member.id}: it is a board, {member.board}, whose times are modelled, and only "
+            "attached devices have an emulated speed: leave it out"
+        )
+    if member.board and member.cores and not member.numerics:
+        raise ClusterError(
+            f"{member.id}: it is a board, {member.board}, and only attached devices and numerics "
+            "have cores: leave them out"
         )
     if not 0 < member.speed <= 1:  # a device can be held back, not hurried
         raise ClusterError(f"{member.id}: speed is {member.speed}, it must be above 0, at most 1")

@@ -115,6 +115,7 @@ class _Device:
 
     device: Name = ""
     board: Name = ""
+    numerics: Name = ""  # of a board
     id: Name = ""  # empty: the device's id, or the board's with a number
     count: Many = None  # None: one, under the id itself
     server: Name = ""
@@ -201,7 +202,8 @@ def load(path: Path) -> Cluster:
             why = f"is {short(member.id)}: two devices have the id, and ids are unique"
             raise source.fault(("device", index, "id" if table.id else key), why)
         members[member.id] = member
-        places[member.id] = f"{path}:{lines.at(('device', index, key))}"
+        opened = "numerics" if table.numerics else key
+        places[member.id] = f"{path}:{lines.at(('device', index, opened))}"
     links, network = _links(tables, members, source), tables.network.topology()
     if network is not None:
         _warn_of_unusual(tables.network.bandwidth, f"{path}:{lines.at(('network', 'bandwidth'))}")
@@ -259,6 +261,12 @@ def _check_backends(tables: _Tables, source: Source) -> None:
 
 def _check_hardware(table: _Device, index: int, source: Source) -> None:
     """Raises `ClusterError` for a device or a board that cannot be, and for absent cores."""
+    if table.numerics and not table.board:
+        why = (
+            "computes the numbers of a board, and the table has none; write board = "
+            '"v100-sxm-16" as well, or device in place of numerics'
+        )
+        raise source.fault(("device", index, "numerics"), why)
     if bool(table.device) == bool(table.board):
         both = "both a device and a board" if table.board else "neither a device nor a board"
         why = f'has {both}; write device = "backend:name:index" or board = "v100-sxm-16"'
@@ -270,10 +278,12 @@ def _check_hardware(table: _Device, index: int, source: Source) -> None:
             board(table.board)
         except CostError as error:
             raise source.fault(("device", index, "board"), f"is unknown: {error}") from error
-        for key in ("cores", "speed"):
-            if getattr(table, key) != getattr(_Device, key):
-                why = "is of attached devices alone, and this is a board; leave it out"
-                raise source.fault(("device", index, key), why)
+        if table.speed != _Device.speed:
+            why = "is of attached devices alone, and a board's times are modelled; leave it out"
+            raise source.fault(("device", index, "speed"), why)
+        if table.cores and not table.numerics:
+            why = "is of attached devices and numerics, and this is a board alone; leave it out"
+            raise source.fault(("device", index, "cores"), why)
     absent = set(table.cores) - set(cluster.available_cores()) if table.cores else ()
     if absent:
         there = ", ".join(map(str, cluster.available_cores()))
@@ -313,7 +323,7 @@ def _ids(table: _Device, copied: bool, numbers: Counter[str]) -> Iterator[str]:
 
 
 def _member(table: _Device, id: str, server: str) -> Member:
-    return Member(id, table.device, table.cores, table.speed, table.board, server)
+    return Member(id, table.device, table.cores, table.speed, table.board, server, table.numerics)
 
 
 def _warn_of_unusual(bandwidth_Bps: float, where: str) -> None:

@@ -122,7 +122,7 @@ class Assembly:
             if source == target:
                 plugged[source][0].append(EdgeEnd(wire, None, Link(), (0, 0)))
                 continue
-            link = cluster.links.get(frozenset((source, target)))
+            link = cluster.emulated_link(source, target)
             ranks = workers[source], workers[target]
             parts = PARTS if source in streaming else 1
             plugs = transport.plugs(wire, ranks, tag, parts)

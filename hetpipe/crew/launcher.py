@@ -36,8 +36,9 @@ class _Worker:
 def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout_s: float) -> Fleet:
     """Start one worker per member; they open their devices and then reply.
 
-    Raises `ClusterError` if there are no members, two have one id or one is a board, `BackendError`
-    for a missing device, `HetpipeError` for a backend that no process can import.
+    Raises `ClusterError` if there are no members, two have one id or one is a board without
+    numerics, `BackendError` for a missing device, `HetpipeError` for a backend that no process can
+    import.
     """
     check_not_loading()
     transport, members = transport_of(cluster.transport), cluster.members
@@ -45,12 +46,13 @@ def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout
         raise ClusterError(
             f"a crew needs members with different ids, got {[member.id for member in members]}"
         )
-    if boards := cluster.described:
+    if boards := cluster.unopened:
         names = ", ".join(board.id for board in boards[:NAMED])
         more = f" and {len(boards) - NAMED} more" if len(boards) > NAMED else ""
         raise ClusterError(
             f"not attached, as boards are only described: {names}{more}; plan and simulate with "
-            "them, or name attached devices"
+            "them, give them numerics (a device that computes their numbers), or name attached "
+            "devices"
         )
     _configure(cluster)
     threads, places = transport.in_threads, cluster.places
@@ -73,7 +75,7 @@ def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout
         )
         for rank, w in enumerate(workers)
     ]
-    control = Control([f"worker {m.id!r} ({m.device})" for m in members])
+    control = Control([f"worker {m.id!r} ({m.opened})" for m in members])
     if transport.in_threads:
         return ThreadFleet(control, orders)
     fleet = ProcessFleet(control, orders, [worker.settings for worker in workers], silence_s)
@@ -109,9 +111,10 @@ def _worker(member: Member, in_thread: bool, place: str | None) -> _Worker:
 
 def _info(member: Member) -> DeviceInfo:
     infos = {info.id: info for info in devices_of(_backend(member))}
-    if member.device not in infos:
-        raise BackendError(f"member {member.id!r}: {absent(member.device, infos)}")
-    return infos[member.device]
+    if member.opened not in infos:
+        use = "the numerics of " if member.numerics else ""
+        raise BackendError(f"{use}member {member.id!r}: {absent(member.opened, infos)}")
+    return infos[member.opened]
 
 
 def _reference(member: Member) -> str:
@@ -132,4 +135,4 @@ def _reference(member: Member) -> str:
 
 
 def _backend(member: Member) -> str:
-    return member.device.partition(":")[0]
+    return member.opened.partition(":")[0]

@@ -73,7 +73,8 @@ class Workers:
     def label(self) -> Label:
         """The label of speeds that are measured with all members."""
         emulated = any(self.label_of(m) == "emulated" for m in self.cluster.members)
-        return "emulated" if emulated or self.cluster.links else "measured"
+        links = any(self.cluster.emulated_link(*pair) for pair in self.cluster.links)
+        return "emulated" if emulated or links else "measured"
 
     def label_of(self, member: Member) -> Label:
         """The label of speeds of this member."""

@@ -7,10 +7,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hetpipe.errors import NotFiniteError
+from hetpipe.errors import HetpipeError, NotFiniteError
 
 if TYPE_CHECKING:
     from hetpipe.crew.request import StepResult
+    from hetpipe.plan.plan import Plan
 
 
 def rows_of(leaves: Mapping[str, Any]) -> int:
@@ -22,6 +23,15 @@ def sizes_of(rows: int, microbatches: int) -> tuple[int, ...]:
     """Sizes of min(microbatches, rows) micro-batches; they differ by at most one."""
     count = min(microbatches, rows)
     return tuple(rows // count + (index < rows % count) for index in range(count))
+
+
+def check_whole(samples: Sequence[int], plan: Plan) -> None:
+    """Raises `HetpipeError` for a mini-batch with too few samples for the plan's micro-batches."""
+    if len(samples) != plan.microbatches:
+        raise HetpipeError(
+            f"a mini-batch of {sum(samples)} samples is too small for {plan.microbatches} "
+            f"micro-batches, which {plan.schedule} cannot do without; leave it out"
+        )
 
 
 def slices(leaves: Mapping[str, Any], samples: Sequence[int]) -> Iterator[dict[str, Any]]:

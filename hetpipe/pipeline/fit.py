@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hetpipe.errors import HetpipeError, PlanError
@@ -11,6 +12,7 @@ from hetpipe.schedule.lanes import laned_stages, row_workers
 
 if TYPE_CHECKING:
     from hetpipe.capture.precision import Precision
+    from hetpipe.cluster.cluster import Cluster, Member
     from hetpipe.optim.rule import Optimizer
     from hetpipe.pipeline.options import PlanOptions, UpdateOptions
     from hetpipe.plan.plan import Plan
@@ -63,14 +65,50 @@ def check_fit(
     optimizer: Optimizer,
     updates: UpdateOptions,
     sync_batch_norm: bool,
+    boards: Collection[str] = (),
 ) -> None:
-    """Raises `HetpipeError` where options or devices (`infos`, by member) do not fit a plan."""
+    """Raises `HetpipeError` where options or devices (`infos`, by member) do not fit a plan.
+
+    `boards` are the members that are boards.
+    """
     check_policy(plan, optimizer)
-    check_lanes(plan, infos)
+    check_lanes(plan, infos, boards)
     if sync_batch_norm:
         check_sync_batch_norm(plan)
     check_clip(plan, updates.clip)
     check_accumulate(plan, updates.accumulate)
+
+
+def boards_of(plan: Plan, cluster: Cluster) -> list[Member]:
+    """The boards that have a stage of the plan."""
+    return [member for member in cluster.described if member.id in plan.all_devices]
+
+
+def check_boards(plan: Plan, cluster: Cluster, infos: Mapping[str, DeviceInfo]) -> None:
+    """Raises `PlanError` where a plan's times of boards are not modelled, or where the devices that
+    compute their numbers (`infos`, by member) lack the memory: they store everything."""
+    boards = boards_of(plan, cluster)
+    if not boards:
+        return
+    names = ", ".join(board.id for board in boards)
+    if plan.label != "modelled":
+        raise PlanError(
+            f"the plan's times are {plan.label}, and {names} are boards here, whose times are "
+            "modelled: make a plan with this cluster"
+        )
+    needs: dict[str, int] = defaultdict(int)
+    for stage in plan.stages:
+        for member in stage.devices:
+            needs[infos[member].memory_domain] += stage.memory_nbytes
+    for board in boards:
+        info = infos[board.id]
+        need = needs[info.memory_domain]
+        if need > info.memory_nbytes:
+            raise PlanError(
+                f"{info.id} is the numerics of {board.id}, and the stages in its memory need "
+                f"{need} bytes, of which it has {info.memory_nbytes}: {need - info.memory_nbytes} "
+                "bytes are lacking; choose other numerics, or a smaller mini-batch"
+            )
 
 
 def check_policy(plan: Plan, optimizer: Optimizer) -> None:
@@ -89,8 +127,9 @@ def check_policy(plan: Plan, optimizer: Optimizer) -> None:
         )
 
 
-def check_lanes(plan: Plan, infos: Mapping[str, DeviceInfo]) -> None:
-    """Raises `HetpipeError` where the schedule needs more queues than a device has."""
+def check_lanes(plan: Plan, infos: Mapping[str, DeviceInfo], boards: Collection[str] = ()) -> None:
+    """Raises `HetpipeError` where the schedule needs more queues than a device has, or the device
+    that computes the numbers of one of these `boards`."""
     if not plan.rule.flushes:
         return
     rows = _rows(plan)
@@ -100,6 +139,13 @@ def check_lanes(plan: Plan, infos: Mapping[str, DeviceInfo]) -> None:
         lanes = workers.count(worker)
         for member in plan.stages[stage].devices:
             queues = infos[member].capabilities.queues
+            if queues < lanes and member in boards:
+                raise HetpipeError(
+                    f"{plan.schedule} runs {lanes} passes of a stage at once, and {member} is a "
+                    f"board whose numerics, {infos[member].id}, run {queues}: choose another "
+                    f"schedule, such as 1f1b, or numerics with capabilities.queues of {lanes} or "
+                    "more; `hetpipe simulate` needs none"
+                )
             if queues < lanes:
                 raise HetpipeError(
                     f"{plan.schedule} runs {lanes} passes of a stage at once, and {member} "

@@ -81,7 +81,7 @@ def ratios_of(
     predicted = [_predicted(stage, table) for stage in plan.stages]
     ratios: dict[str, list[float]] = defaultdict(list)
     for timeline in timelines:
-        sums_s, counts = _sums(timeline)
+        sums_s, counts = sums_of(timeline)
         for number, stage in enumerate(plan.stages):
             parts = [part for part in "FBU" if counts[number, part]]
             if parts[:2] != ["F", "B"]:
@@ -97,7 +97,7 @@ def ratios_of(
     return ratios
 
 
-def _sums(timeline: Timeline) -> tuple[dict[tuple[int, str], float], Counter[tuple[int, str]]]:
+def sums_of(timeline: Timeline) -> tuple[dict[tuple[int, str], float], Counter[tuple[int, str]]]:
     """Seconds and numbers of forwards, backwards and updates, by stage and F, B or U.
 
     A backward in two halves counts once. A time that makes no sense makes a sum of NaN.

@@ -1,4 +1,4 @@
-"""What a pipeline has counted and measured so far."""
+"""What a pipeline has counted and measured so far, and its modelled time if it has boards."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hetpipe.pipeline.training import Training
+    from hetpipe.cluster.cluster import Member
+    from hetpipe.crew.crew import Crew
+    from hetpipe.pipeline.boardtime import BoardTime
+    from hetpipe.pipeline.training import Ran, Training
     from hetpipe.simulate.timeline import Timeline
 
 
@@ -14,6 +17,9 @@ class Measurements:
     """The properties of a pipeline that its training measures."""
 
     _training: Training
+    _crew: Crew
+    _board_time: BoardTime | None
+    """Of a plan with boards."""
 
     @property
     def steps(self) -> int:
@@ -31,14 +37,47 @@ class Measurements:
         return self._training.scaling.skipped
 
     @property
-    def timeline(self) -> Timeline:
-        """Measured timeline of the last step, or of the last mini-batches of a run.
+    def boards(self) -> tuple[Member, ...]:
+        """The members that are boards."""
+        return self._crew.cluster.described
 
-        Raises `HetpipeError` before the first.
+    @property
+    def timeline(self) -> Timeline:
+        """Timeline of the last step, or of the last mini-batches of a run: measured.
+
+        Of a plan with boards it is modelled, and labelled so: the schedule that ran, in the time of
+        the boards. Raises `HetpipeError` before the first step.
         """
-        recent = self._training.taken("timeline")
-        spans = tuple(span for result in recent for span in result.timeline.spans)
-        return replace(recent[0].timeline, spans=spans, label=self._training.plan.label)
+        if self._board_time is None:
+            return replace(self._measured("timeline"), label=self._training.plan.label)
+        ran, walls = self._ran("timeline")
+        return self._board_time.timeline(ran, walls)
+
+    @property
+    def wall_timeline(self) -> Timeline:
+        """The same by this machine's clock. With boards it says how long their numerics took, and
+        its label and its rows say so: that is no time of a board.
+
+        Raises `HetpipeError` before the first step.
+        """
+        wall = self._measured("wall_timeline")
+        if self._board_time is None:
+            return replace(wall, label=self._training.plan.label)
+        names = {m.id: f"{m.id}: {m.numerics}" for m in self._crew.cluster.described}
+        parts = (name.partition(" lane ") for name in wall.workers)
+        workers = tuple(names.get(id, id) + lane + number for id, lane, number in parts)
+        return replace(wall, workers=workers, label=f"{self._crew.label} on numerics")
+
+    @property
+    def modelled_step_s(self) -> float | None:
+        """Modelled seconds of the last mini-batch: of a stream, in a full pipeline. None without
+        boards in the plan.
+
+        Raises `HetpipeError` before the first step.
+        """
+        if self._board_time is None:
+            return None
+        return self._board_time.step_s(*self._ran("modelled_step_s"))
 
     @property
     def peak_nbytes(self) -> tuple[int, ...]:
@@ -53,3 +92,14 @@ class Measurements:
     def device_nbytes(self) -> dict[str, int]:
         """By member, the bytes in use after the last mini-batch, where its device counts them."""
         return dict(self._training.taken("device_nbytes")[-1].device_nbytes)
+
+    def _measured(self, asked: str) -> Timeline:
+        recent = self._training.taken(asked)
+        spans = tuple(span for result in recent for span in result.timeline.spans)
+        return replace(recent[0].timeline, spans=spans)
+
+    def _ran(self, asked: str) -> tuple[Ran, list[Timeline]]:
+        """The schedule that ran last, and its measured timelines."""
+        walls = [result.timeline for result in self._training.taken(asked)]
+        assert self._training.ran is not None
+        return self._training.ran, walls

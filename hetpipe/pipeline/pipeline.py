@@ -15,9 +15,18 @@ from hetpipe.checkpoint import load as load_checkpoint
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
 from hetpipe.optim import check_optimizer
+from hetpipe.pipeline.boardtime import BoardTime
 from hetpipe.pipeline.delivery import Delivery
 from hetpipe.pipeline.effort import effort_of
-from hetpipe.pipeline.fit import check_costs, check_count, check_cuts, check_dtypes, check_fit
+from hetpipe.pipeline.fit import (
+    boards_of,
+    check_boards,
+    check_costs,
+    check_count,
+    check_cuts,
+    check_dtypes,
+    check_fit,
+)
 from hetpipe.pipeline.guard import OneThread
 from hetpipe.pipeline.launch_check import refuse_ranks
 from hetpipe.pipeline.measurements import Measurements
@@ -90,7 +99,8 @@ class Pipeline(Measurements):
         refuse_ranks()
         optimizer = check_optimizer(optimizer)
         planned, passes, updates = records_of(options)
-        fixed = fixed_by(planned)
+        cluster = cluster if crew is None else crew.cluster
+        fixed = fixed_by(planned, cluster.described)
         progress = progress or (lambda text, done, total: None)
         if resume is not None and planned.plan is None and not planned.asked:
             planned = replace(planned, plan=progress_of(resume).plan)
@@ -106,7 +116,7 @@ class Pipeline(Measurements):
         self._crew = crew or Crew.start(cluster, wait=False)  # workers begin while we capture
         try:
             progress("capturing", 0, 1)
-            if planned.measures:
+            if planned.measures and not cluster.described:
                 warm.begin(self._crew)
             self._captured = captured or Captured(
                 model, loss_fn, example, passes.dtypes, passes.sync_batch_norm,
@@ -123,8 +133,11 @@ class Pipeline(Measurements):
                 self._captured, self._crew, optimizer, mini_batch, progress, self._efforts.append
             )
             plan, costs = planning.choose(planned)
-            check_fit(plan, infos, optimizer, updates, self._captured.sync_batch_norm)
+            boards = [board.id for board in cluster.described]
+            check_fit(plan, infos, optimizer, updates, self._captured.sync_batch_norm, boards)
+            check_boards(plan, cluster, infos)
             subject = Subject(self._captured, self._crew, plan, optimizer, passes, updates)
+            self._board_time = self._time_of_boards(plan, costs)
             self._training = Training(subject, mini_batch, resume, progress)
             self._rebalancer = Rebalancer(
                 self._training, self._crew, costs, fixed, planned.rebalance is not None
@@ -262,6 +275,12 @@ class Pipeline(Measurements):
         with self._one_thread("corrected"):
             self._delivery.settle()
             return corrected_now(self._crew, self.plan, self._rebalancer.planned_by)
+
+    def _time_of_boards(self, plan: Plan, costs: CostTable | None) -> BoardTime | None:
+        cluster = self._crew.cluster
+        if costs is None or not boards_of(plan, cluster):
+            return None
+        return BoardTime(self._captured, cluster, self._optimizer, plan, costs)
 
     def close(self) -> None:
         """Stop the workers, unless they were lent."""

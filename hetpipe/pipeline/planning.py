@@ -19,6 +19,7 @@ from hetpipe.plan.pricing import check_able
 from hetpipe.plan.replicated import Passes, replicated_plan, staged_plan
 from hetpipe.plan.split import splits_of
 from hetpipe.plan.unused import with_notes
+from hetpipe.profile.boards import board_costs
 from hetpipe.profile.measure import cost_parts, profile, stored_costs
 from hetpipe.schedule.rule import GPIPE, ONE_F_ONE_B, Rule, rule_of
 from hetpipe.schedule.weights import FLUSH, WeightPolicy, policy_for
@@ -60,9 +61,17 @@ def planning_for(
 ) -> Planning:
     """Planning for a model on a crew, which is profiled where costs are needed.
 
-    `report` is told what a profile took.
+    `report` is told what a profile took. With boards among the members nothing is kept from one
+    pipeline to the next: their costs are counted, and do not vary.
     """
     measured = captured, crew, optimizer
+    if crew.cluster.described:
+        return Planning(
+            captured.name, captured.layer_names, list(crew.infos), mini_batch,
+            partial(board_costs, *measured, progress=progress, report=report),
+            whole_batch_statistics=bool(captured.updated_buffers), label="modelled",
+            noted=partial(with_lent, *measured),
+        )  # fmt: skip
     return Planning(
         captured.name, captured.layer_names, list(crew.infos), mini_batch,
         partial(profile, *measured, progress=progress, report=report),

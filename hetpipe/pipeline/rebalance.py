@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -20,6 +20,7 @@ from hetpipe.plan.pricing import Partition, Question, price, problem
 from hetpipe.schedule.rule import rule_of
 
 if TYPE_CHECKING:
+    from hetpipe.cluster.cluster import Member
     from hetpipe.cost.table import CostTable
     from hetpipe.crew.crew import Crew
     from hetpipe.crew.request import StepResult
@@ -86,7 +87,8 @@ class Rebalancer:
     ) -> None:
         self._training, self._crew = training, crew
         self._planned_by = costs
-        self._learning = None if costs is None else Learning(costs, training.plan)
+        known = None if crew.cluster.described else costs  # nothing measured is a board's time
+        self._learning = None if known is None else Learning(known, training.plan)
         self._fixed = fixed
         if not fixed and max(training.plan.replicas) > 1:
             self._fixed = "layers on several replicas do not move: choose a schedule, as '1f1b'"
@@ -102,9 +104,9 @@ class Rebalancer:
 
     @property
     def costs(self) -> CostTable | None:
-        """The costs as they are learned so far."""
+        """The costs as they are learned so far; those of the plan where nothing is learned."""
         if self._learning is None:
-            return None
+            return self._planned_by
         emulated = [member.id for member in self._crew.cluster.members if member.speed != 1.0]
         return self._learning.table(emulated)
 
@@ -274,13 +276,20 @@ def _partition(plan: Plan) -> Partition:
     return Partition(plan.devices, plan.cuts, plan.in_flight)
 
 
-def fixed_by(asked: PlanOptions) -> str:
+def fixed_by(asked: PlanOptions, boards: Sequence[Member] = ()) -> str:
     """The reason why no layer of such a plan may move; empty if there is none.
+
+    `boards` are those of its cluster.
 
     Raises `HetpipeError` if `rebalance` is among the options all the same.
     """
     rule = None if asked.schedule == "auto" else rule_of(asked.schedule)
-    if asked.plan is not None:
+    if boards:
+        why = (
+            f"the time of {', '.join(board.id for board in boards)} is modelled, so none that is "
+            "measured says that it has changed: leave out boards"
+        )
+    elif asked.plan is not None:
         why = "a given plan says where every layer is: leave out plan"
     elif asked.cuts:
         why = f"cuts {list(asked.cuts)} say where every layer is: leave out cuts"

@@ -15,7 +15,7 @@ from hetpipe.capture.program import BUFFER, GRAD, PARAM
 from hetpipe.checkpoint import Checkpoint
 from hetpipe.crew.request import Apply, StepRequest, StepResult
 from hetpipe.errors import HetpipeError, NotFiniteError
-from hetpipe.pipeline.batches import mean_loss, rows_of, sizes_of, slices
+from hetpipe.pipeline.batches import check_whole, mean_loss, rows_of, sizes_of, slices
 from hetpipe.pipeline.lossscale import Scaling, choose_scaling, watching
 from hetpipe.pipeline.resume import ROLES, progress_of
 from hetpipe.pipeline.schedules import ALL, FORWARDS, SUMMING, UPDATING
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
     from hetpipe.plan.plan import Plan
     from hetpipe.profile.measure import Progress
+    from hetpipe.schedule.action import Schedule
     from hetpipe.wire.messages import Array
 
 NOT_APPLIED = " Nothing of this update was applied."
@@ -46,6 +47,14 @@ class Result:
     loss: float
     versions: tuple[int, ...]
     live_versions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What ran last: its schedule, None for a stream, and the samples of its micro-batches."""
+
+    schedule: Schedule | None
+    samples: tuple[int, ...]
 
 
 class Training:
@@ -72,6 +81,8 @@ class Training:
         self._clip = watching(updates.clip, self.scaling)
         self.stages = Stages(subject, progress, norms=self._clip is not None)
         self.recent: deque[StepResult] = deque(maxlen=RECENT)
+        self.ran: Ran | None = None
+        """The schedule of the latest of these results; None before the first."""
         self.watch: Callable[[StepResult, int], None] = lambda result, samples: None
         """It is called with the result of every mini-batch that was trained, and its samples."""
         self.not_finite: str | None = None
@@ -151,12 +162,7 @@ class Training:
         request = self.request(x, y)
         streaming = self.stages.streaming
         assert streaming is not None
-        if len(request.samples) != self.plan.microbatches:
-            raise HetpipeError(
-                f"a mini-batch of {sum(request.samples)} samples is too small for "
-                f"{self.plan.microbatches} micro-batches, which {self.plan.schedule} cannot do "
-                "without; leave it out"
-            )
+        check_whole(request.samples, self.plan)
         if streaming.admitted == 0:
             self.recent.clear()
         streaming.admit(request)
@@ -172,6 +178,7 @@ class Training:
         result = streaming.collect()
         self.recent.append(result)
         index, samples = self._handed_out.popleft()
+        self.ran = Ran(None, samples)
         self.watch(result, sum(samples))
         try:
             loss = mean_loss(result, samples, index)
@@ -227,6 +234,7 @@ class Training:
         result = self._crew.step(replace(request, schedule=schedule))
         self.recent.clear()
         self.recent.append(result)
+        self.ran = Ran(schedule, request.samples)
         return result
 
     def request(self, x: Any, y: Any, evaluates: bool = False) -> StepRequest:

@@ -151,12 +151,18 @@ def step_s(plan: Plan, timeline: Timeline) -> float:
 
 
 def predict(
-    plan: Plan, table: CostTable, *, tied: Tied | None = None, times: StageTimes | None = None
+    plan: Plan,
+    table: CostTable,
+    *,
+    tied: Tied | None = None,
+    times: StageTimes | None = None,
+    mini_batches: int | None = None,
 ) -> Timeline:
     """The timeline of one step of `plan`, priced by `table`; without flushes, of some mini-batches.
 
-    `tied` are stages that share parameters that the table lacks; their transfers cost nothing.
-    `times` of stages are by default those that the table gives.
+    `mini_batches` is by default a number that fills the pipeline some times. `tied` are stages that
+    share parameters that the table lacks; their transfers cost nothing. `times` of stages are by
+    default those that the table gives.
     """
     times = times or stage_times(plan, table)
     pairs = tied_stages(plan, table) if tied is None else tied
@@ -165,7 +171,7 @@ def predict(
     count = 1
     if not plan.rule.flushes:  # four times the number that fills the pipeline
         count = 4 * -(-max(plan.in_flight) // plan.microbatches) + 4
-        count *= max(plan.replicas)
+        count = mini_batches or count * max(plan.replicas)
     schedule = generate(
         plan.schedule, len(plan.stages), plan.microbatches, in_flight=plan.in_flight, tied=pairs,
         mini_batches=count, workers=len(set(plan.devices)),

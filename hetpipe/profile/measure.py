@@ -15,7 +15,7 @@ from hetpipe.capture.captured import Captured
 from hetpipe.capture.program import PARAM, StageGraphs
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, TiedBytes
 from hetpipe.crew.crew import Crew
-from hetpipe.errors import CostError
+from hetpipe.errors import ClusterError, CostError
 from hetpipe.profile import cache, contention, warm
 from hetpipe.profile.clock import Samples
 from hetpipe.profile.drift import drifts_since, probe_again, probes_of
@@ -57,8 +57,13 @@ def profile(
     stored. Stored costs are corrected for a drift of the devices since they were measured.
     `report` is told what a measurement took; it is not called if nothing is measured. Each of two
     halves of a measurement takes `half_s` seconds or more. Raises `CostError` for a device whose
-    times cannot be believed.
+    times cannot be believed, `ClusterError` for boards: their costs are modelled.
     """
+    if boards := [member.id for member in crew.cluster.described]:
+        raise ClusterError(
+            f"{', '.join(boards)}: what is measured on numerics is no time of a board, so boards "
+            "are not profiled; plan with them, or name attached devices"
+        )
     say = progress or (lambda text, done, total: None)
     entries = _entries(captured, crew, optimizer, samples)
     tables = _stored(entries)

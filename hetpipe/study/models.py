@@ -5,14 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetpipe.cluster.cluster import Cluster
-from hetpipe.cluster.costs import link_costs
-from hetpipe.cost.board import board
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import CostError, HetpipeError
 from hetpipe.plan.plan import Plan
@@ -57,19 +54,17 @@ class Model:
 
         Raises `HetpipeError` where a device cannot be opened or a link is not described.
         """
-        boards = {member.id: board(member.board) for member in cluster.described}
-        attached = tuple(member for member in cluster.members if not member.board)
-        if not attached:
-            return self._described(cluster, sorted({min(sizes), *sizes[::3], max(sizes)}))
+        from hetpipe.profile.boards import attached, joined
+
+        devices = attached(cluster)
+        if devices is None:
+            return self._modelled(cluster, sorted({min(sizes), *sizes[::3], max(sizes)}))
         chosen = sorted({-(-self.mini_batch // parts) for parts in MEASURED_PARTS})
-        links = {
-            pair: link for pair, link in cluster.links.items() if pair <= {m.id for m in attached}
-        }
-        tables = self._measured(replace(cluster, members=attached, links=links), chosen)
-        if not boards:
+        tables = self._measured(devices, chosen)
+        if not cluster.described:
             return tables
-        modelled = self._described(cluster, chosen)
-        return {size: _joined(table, modelled[size]) for size, table in tables.items()}
+        modelled = self._modelled(cluster, chosen)
+        return {size: joined(table, modelled[size]) for size, table in tables.items()}
 
     def channels(self) -> dict[str, int]:
         """Output channels of the layers that can be split; none if the optimizer forbids it."""
@@ -108,15 +103,11 @@ class Model:
         example = next(self.workload.batches(self.mini_batch, 0))
         return Captured(self.workload.model, self.workload.loss_fn, example, samples=self.samples)
 
-    def _described(self, cluster: Cluster, sizes: Sequence[int]) -> dict[int, CostTable]:
-        from hetpipe.profile.described import described_table
+    def _modelled(self, cluster: Cluster, sizes: Sequence[int]) -> dict[int, CostTable]:
+        from hetpipe.profile.boards import modelled_costs
         from hetpipe.zoo.load import optimizer_of
 
-        boards = {member.id: board(member.board) for member in cluster.described}
-        links, optimizer = link_costs(cluster), optimizer_of(self.workload)
-        return {
-            size: described_table(self.captured(), boards, links, size, optimizer) for size in sizes
-        }
+        return modelled_costs(self.captured(), cluster, optimizer_of(self.workload), sizes)
 
     def _measured(self, cluster: Cluster, sizes: Sequence[int]) -> dict[int, CostTable]:
         from hetpipe.crew.crew import Crew
@@ -125,15 +116,6 @@ class Model:
 
         with Crew.start(cluster) as crew:
             return profile(self.captured(), crew, optimizer_of(self.workload), sizes)
-
-
-def _joined(measured: CostTable, modelled: CostTable) -> CostTable:
-    """Both tables' devices; links as they are measured, and else as they are described."""
-    return replace(
-        measured,
-        devices={**modelled.devices, **measured.devices},
-        links={**modelled.links, **measured.links},
-    )
 
 
 def of_model(name: str, mini_batch: int | None = None) -> Model:

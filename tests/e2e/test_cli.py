@@ -136,6 +136,50 @@ def test_a_plan_is_kept_and_trained(home: Path) -> None:
     assert "measured" in (home / "step.svg").read_text()
 
 
+BOARDS = """
+[[device]]
+id = "gpu"
+board = "v100-sxm-16"
+numerics = "numpy:cpu:0"
+
+[[device]]
+id = "fpga"
+board = "vcu118"
+numerics = "pytorch:cpu:0"
+
+[[link]]
+between = ["gpu", "fpga"]
+bandwidth = "10 Gb/s"
+latency = "10 us"
+"""
+
+
+def test_boards_train_in_modelled_time(home: Path) -> None:
+    """A plan of them is kept, simulated and trained; all times but the clock's are modelled."""
+    (home / "boards.toml").write_text(BOARDS)
+    options = ("--cluster", "boards.toml", "--cuts", 3, "--microbatches", 4, "--schedule", "1f1b")
+    plan = result(home, "plan", "mlp", *options, "--out", "boards.json")
+    assert plan["label"] == "modelled"
+    simulated = result(home, "simulate", "boards.json", "--cluster", "boards.toml")
+    assert simulated["step_s"] == pytest.approx(plan["step_s"], rel=1e-9)
+    done = run(
+        home, "train", "mlp", "--cluster", "boards.toml", "--plan", "boards.json", "--steps", 6,
+        "--picture", "boards.svg", "--json", "-",
+    )  # fmt: skip
+    report = json.loads(done.stdout)
+    assert report["max_loss_rel_diff"] < 1e-4
+    assert (report["label"], report["wall_label"]) == ("modelled", "measured on numerics")
+    assert report["step_s"] == pytest.approx(plan["step_s"], rel=1e-9)
+    assert report["wall_step_s"] != report["step_s"]
+    assert report["boards"] == {"gpu": "v100-sxm-16", "fpga": "vcu118"}
+    assert report["numerics"] == {"gpu": "numpy:cpu:0", "fpga": "pytorch:cpu:0"}
+    assert "samples/s (modelled; a step takes " in done.stderr
+    assert "measured on numerics: median step " in done.stderr
+    picture = (home / "boards.svg").read_text()
+    assert "modelled: " in picture
+    assert "measured on numerics: " in picture
+
+
 def test_stages_with_replicas_are_planned_as_asked(home: Path) -> None:
     options = ("--devices", TWO, "--cuts", "2", "--replicas", "1,1", "--microbatches", 2)
     plan = result(home, "plan", "mlp", *options)

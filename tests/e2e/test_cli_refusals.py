@@ -38,6 +38,7 @@ REFUSED = [
     (("bench", "--schedule", "pipedream"), "schedule pipedream is asynchronous"),
     (("bench", "--workload", "mlp", "--workload", "nope"), "no model 'nope'"),
     (("bench", "--link", "1 ms"), "write bandwidth and latency"),
+    (("bench", "--cluster", "board.toml"), "the times of t4.0 are modelled: they are boards"),
     (("train", "mlp", "--microbatches", "0"), "'--microbatches': "),
 ]
 
@@ -83,6 +84,8 @@ def test_wrong_options_are_refused_without_torch(tmp_path: Path) -> None:
     """A schedule of an unknown name once took 57 s of profiling first."""
     (tmp_path / "bad.toml").write_text("colour = 1\n")
     (tmp_path / "one.toml").write_text('[[device]]\ndevice = "numpy:cpu:0"\n')
+    board = '[[device]]\nboard = "t4"\nnumerics = "numpy:cpu:0"\n'
+    (tmp_path / "board.toml").write_text(board)
     (tmp_path / "list.json").write_text("[1]")
     (tmp_path / "old.json").write_text(json.dumps(PLAN))
     done = subprocess.run(

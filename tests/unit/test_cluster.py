@@ -156,7 +156,15 @@ A, B = Member("a", "x"), Member("b", "x")
         ((Member("a", ""),), {}, "auto", "a: it has neither a device nor a board"),
         ((Member("a", "x", board="t4"),), {}, "auto", "a: it has both a device and a board"),
         ((Member("a", "", (4,), board="t4"),), {}, "auto", "a: it is a board, t4, and only att"),
-        ((Member("a", "", (), 0.5, "t4"),), {}, "auto", "a: it is a board, t4, and only attached"),
+        ((Member("a", "", (), 0.5, "t4"),), {}, "auto", "t4, whose times are modelled, and only"),
+        ((Member("a", "x", numerics="y"),), {}, "auto", "a: it has numerics, y, and no board who"),
+        (
+            (Member("a", "", (), 0.5, "t4", numerics="y"),),
+            {},
+            "auto",
+            "a: it is a board, t4, whose times are modelled",
+        ),
+        ((Member("a", "x", board="t4", numerics="y"),), {}, "auto", "both a device and a board"),
         ((Member("a", "x", server="s"),), {}, "auto", "a: no server 's'; the cluster has none"),
     ],
 )
@@ -220,7 +228,7 @@ def test_a_cluster_file(write):
             4,
             r'device\.0 has neither a device nor a board; write device = "backend:name:index" or',
         ),
-        ("speed = 0.5", "sped = 0.5", 8, "'sped'; known: device, board, id, count, server, c"),
+        ("speed = 0.5", "sped = 0.5", 8, "'sped'; known: device, board, numerics, id, count, se"),
         ("speed = 0.5", "speed = 0", 8, "speed is 0, it should be above 0; write a number"),
         ("speed = 0.5", "speed = 2", 8, "speed is 2, it should be at most 1; write a number"),
         ("speed = 0.5", 'speed = "half"', 8, "speed is 'half', it should be a number"),
@@ -354,7 +362,13 @@ def test_a_file_of_servers_with_boards_and_an_attached_device(write):
         ("count = 3", "count = 0", 6, r"device\.1\.count is 0, it should be at least 1; write"),
         ("count = 3", "count = 100001", 6, "count is 100001, it should be at most 100000"),
         ("count = 3", "count = 60000", 6, "makes 120001 devices of the cluster; it has at most "),
-        ("count = 3", "cores = [4]", 6, r"device\.1\.cores is of attached devices alone"),
+        ("count = 3", "cores = [4]", 6, r"device\.1\.cores is of attached devices and numerics"),
+        ("count = 3", 'device = "a:b:0"\nnumerics = "a:b:0"', 5, r"device\.1 has both a dev"),
+        ("count = 3", 'numerics = ""', 6, r"device\.1\.numerics is '', it should be text that is"),
+        (
+            'board = "t4"\ncount = 3', 'numerics = "a:b:0"', 5,
+            r"device\.1\.numerics computes the numbers of a board, and the table has none; write",
+        ),
         ("count = 3", "speed = 0.5", 6, r"device\.1\.speed is of attached devices alone"),
         ('server = "a"', 'server = "c"', 7, "names no server: 'c'; there is a, b"),
         ('name = "a"', "", 9, r'server\.0 lacks the key .name.; write name = "a"'),
@@ -408,6 +422,22 @@ def test_no_worker_is_started_on_a_board(transport):
         Crew.start(Cluster(members, transport=transport))
     with pytest.raises(ClusterError, match=r"only described: t4\.0, t4\.1; plan and simulate"):
         Crew.start(Cluster(members[:3], transport=transport))
+
+
+def test_boards_with_numerics_are_boards_that_a_worker_can_open(write):
+    """Several may share their numerics, which may be pinned."""
+    board = 'board = "t4"\nnumerics = "torchy:cpu:0"\ncores = [4]\ncount = 3\nserver = "a"'
+    text = DESCRIBED.replace('board = "t4"\ncount = 3\nserver = "a"', board)
+    path = write(text)
+    cluster = Cluster.load(path)
+    with_numerics = [member for member in cluster.members if member.numerics]
+    names = ["t4.0", "t4.1", "t4.2", "t4.4", "t4.5", "t4.6"]
+    assert [member.id for member in with_numerics] == names
+    for member in with_numerics:
+        assert (member.opened, member.device, member.cores) == ("torchy:cpu:0", "", (4,))
+    assert [member.id for member in cluster.unopened] == ["t4.3", "t4.7", "odd"]
+    assert len(cluster.described) == 9
+    assert cluster.places["t4.4"] == f"{path}:6"
 
 
 def test_files_that_hold_nothing(write, tmp_path):

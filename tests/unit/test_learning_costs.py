@@ -153,7 +153,7 @@ class FakeTraining:
 
 def rebalanced(costs: CostTable, auto: bool = True) -> tuple[FakeTraining, Rebalancer]:
     training = FakeTraining(costs, plan_of(costs))
-    crew: Any = SimpleNamespace(cluster=SimpleNamespace(members=()))
+    crew: Any = SimpleNamespace(cluster=SimpleNamespace(members=(), described=()))
     either: Any = training
     return training, Rebalancer(either, crew, costs, "", auto)
 
