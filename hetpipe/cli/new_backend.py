@@ -1,4 +1,4 @@
-"""`hetpipe new-backend NAME`: writes a backend that runs as it is, as a package to install."""
+"""`hetpipe new-backend NAME`: writes a backend that runs as it is, in Python or in C."""
 
 from __future__ import annotations
 
@@ -7,19 +7,31 @@ from typing import Annotated
 
 import typer
 
+GROUP = "hetpipe.skeletons"
+"""Entry points of functions that write a skeleton, by language."""
+
 
 def command(
     name: Annotated[str, typer.Argument(help="Its name, the first part of its devices' ids.")],
+    c: Annotated[
+        bool, typer.Option("--c", help="Write a library in C; else a package in Python.")
+    ] = False,
     folder: Annotated[
-        Path | None, typer.Option(help="Where the package is written.", show_default="NAME")
+        Path | None, typer.Option(help="The folder that is written.", show_default="NAME")
     ] = None,
 ) -> None:
-    """Write the skeleton of a backend: a package that is installed, tested and trained with."""
-    from hetpipe.cli.output import Output
-    from hetpipe.sdk.skeleton import write_skeleton
+    """Write the skeleton of a backend, which runs as it is: its README says what to do next."""
+    from importlib.metadata import entry_points
 
-    package = folder or Path(name)
+    from hetpipe.cli.output import Output
+    from hetpipe.errors import HetpipeError
+
+    language = "c" if c else "python"
+    points = entry_points(group=GROUP, name=language)
+    if not points:
+        raise HetpipeError(f"no package has a skeleton in {language}; install hetpipe again")
+    target = folder or Path(name)
     output = Output(None)
-    for path in write_skeleton(name, package):
+    for path in next(iter(points)).load()(name, target):
         output.text(str(path))
-    output.text(f"now: pip install -e {package} && hetpipe conform {name}")
+    output.text(f"now read {target / 'README.md'}")

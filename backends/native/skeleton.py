@@ -1,0 +1,57 @@
+"""The skeleton of a vendor's library: example, headers and reader of graphs as files of its own."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from hetpipe.errors import HetpipeError
+from hetpipe.files import write_beside
+from hetpipe.sdk.validation import check_name
+
+from . import include_folder
+
+_README = """# {name}, a library of devices for hetpipe
+
+    make                                              # lib{name}.so
+    export HETPIPE_NATIVE=$PWD/lib{name}.so
+    hetpipe devices --backends native
+    hetpipe conform native --device native:{name}.cpu:0
+    hetpipe coverage mlp native:{name}.cpu:0          # which operators are missing for a model?
+
+`device.c` is the interface of `include/hetpipe_backend.h`, function by function; `elements.c` and
+`layers.c` have the operators. It runs as it is, on the processor: put your driver in its place, and
+run `hetpipe conform` after each step. `make sanitized` builds library and driver under
+AddressSanitizer and UndefinedBehaviorSanitizer.
+"""
+
+
+def write_skeleton(name: str, folder: Path) -> list[Path]:
+    """Write a library `name` in C into `folder`, and return its files.
+
+    Raises `HetpipeError` for a name that ids cannot have, and where one of the files is there
+    already: nothing is overwritten.
+    """
+    check_name(name, "a new library")
+    ours = include_folder()
+    texts = {f"include/{path.name}": path.read_text() for path in sorted(ours.glob("*.[ch]"))}
+    for path in sorted((ours / "example").iterdir()):
+        if path.suffix in (".c", ".h") or path.name == "Makefile":
+            texts[path.name] = _renamed(path.read_text(), name)
+    texts["README.md"] = _README.format(name=name)
+    if present := [place for place in texts if (folder / place).exists()]:
+        raise HetpipeError(f"{folder / present[0]} is there already; give another --folder")
+    for place, text in texts.items():
+        write_beside(folder / place, partial(_write, text))
+    return [folder / place for place in texts]
+
+
+def _write(text: str, path: Path) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _renamed(text: str, name: str) -> str:
+    text = text.replace("libexample", f"lib{name}").replace(
+        '.name = "example"', f'.name = "{name}"'
+    )
+    return text.replace("INCLUDE ?= $(HERE)..", "INCLUDE ?= $(HERE)include")
