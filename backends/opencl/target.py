@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hetpipe.sdk.info import DeviceInfo
 
-from .ops.registry import LOWERINGS, Lowering
+if TYPE_CHECKING:
+    from .ops.registry import Lowering
 
 
 @dataclass(frozen=True)
@@ -20,9 +22,9 @@ class Target:
     local_memory_nbytes: int
     alignment_nbytes: int
     """Alignment of sub-buffers."""
-    extensions: frozenset[str] = frozenset()
-    lowerings: Mapping[str, Lowering] = field(default_factory=lambda: LOWERINGS)
+    lowerings: Mapping[str, Lowering]
     """By operator: those of the device's backend."""
+    extensions: frozenset[str] = frozenset()
 
     @property
     def kind(self) -> str:

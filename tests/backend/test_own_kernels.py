@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -183,3 +185,11 @@ def test_an_operator_of_torchs_subclass_runs() -> None:
     np.testing.assert_array_equal(result(device, lambda x: x * x, X), (2 * X * X).numpy())
     stock = registry.open_device("pytorch:cpu:0")
     np.testing.assert_array_equal(result(stock, torch.relu, X), X.relu().numpy())
+
+
+@pytest.mark.parametrize("module", ["builder", "device", "lowering", "own", "ops.matmul", "target"])
+def test_every_module_can_be_imported_first(module: str) -> None:
+    """Lowerings need the builder, and targets know lowerings: that must not become a circle."""
+    code = f"import hetpipe.backends.opencl.{module}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
