@@ -111,7 +111,7 @@ def command(
     The short form takes some minutes. The long form has more workloads and rows; without a cluster,
     devices or speeds also two workers of one device, and one of two at half speed (emulated).
     """
-    from hetpipe.cluster.file import parse_link
+    from hetpipe.cluster.units import parse_link
     from hetpipe.zoo.load import check_name
 
     output = Output(json)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +13,7 @@ from hetpipe.cluster import cluster
 from hetpipe.cluster.cluster import BackendOptions, Cluster, Link, Member, choices
 from hetpipe.cluster.topology import DUPLEXES, SHAPES, Server, Topology
 from hetpipe.cluster.transports import TRANSPORTS
+from hetpipe.cluster.units import parse_bandwidth, parse_time
 from hetpipe.errors import ClusterError, CostError
 from hetpipe.records import (
     Count,
@@ -30,11 +29,6 @@ from hetpipe.records import (
 )
 from hetpipe.toml import Lines, parse_toml
 
-PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
-            "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}  # fmt: skip
-NUMBER = r"([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*"
-MOST_S = 1e9
-PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 MOST_DEVICES = 100_000
 USUAL_BPS = (1e6, 25e9)
 """Networks between servers are quicker than the first and slower than the second."""
@@ -66,44 +60,6 @@ CURES = {
 
 class BandwidthWarning(UserWarning):
     """A bandwidth is possible, but bits were written as bytes, perhaps."""
-
-
-def parse_bandwidth(text: str) -> float:
-    """Bytes per second of `1 Gb/s`, `250 MB/s`, `2 GiB/s` (b: bits, B: bytes).
-
-    Raises `ClusterError`.
-    """
-    match = re.fullmatch(rf"{NUMBER}([kKMGT]?i?)(b|B)/s", text.strip())
-    if match is None or match[2] not in PREFIXES:
-        raise ClusterError(
-            f"bandwidth {short(text)}: write a number and b/s (bits) or B/s (bytes), with "
-            f'{" ".join(prefix for prefix in PREFIXES if prefix)} before it: "1 Gb/s"'
-        )
-    bandwidth_Bps = float(match[1]) * PREFIXES[match[2]] / (8 if match[3] == "b" else 1)
-    if not 0 < bandwidth_Bps < math.inf:
-        raise ClusterError(f"bandwidth is {bandwidth_Bps} B/s, must be above 0 and finite")
-    return bandwidth_Bps
-
-
-def parse_time(text: str) -> float:
-    """Seconds of `1 ms`. Raises `ClusterError`."""
-    match = re.fullmatch(rf"{NUMBER}([a-z]+)", text.strip())
-    if match is None or match[2] not in PER_SECOND:
-        raise ClusterError(
-            f'latency {short(text)}: write a number and one of {", ".join(PER_SECOND)}: "1 ms"'
-        )
-    time_s = float(match[1]) / PER_SECOND[match[2]]
-    if time_s > MOST_S:
-        raise ClusterError(f"latency is {time_s} s, must be at most {MOST_S:g}")
-    return time_s
-
-
-def parse_link(text: str) -> Link:
-    """A link of `1 Gb/s, 1 ms`: bandwidth, latency. Raises `ClusterError`."""
-    bandwidth, comma, latency = text.partition(",")
-    if not comma:
-        raise ClusterError(f'link {text!r}: write bandwidth and latency, as "1 Gb/s, 1 ms"')
-    return Link(parse_time(latency), parse_bandwidth(bandwidth))
 
 
 Many = Annotated[int | None, Whole(1, MOST_DEVICES)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hetpipe.cluster.cluster import Cluster, Member
-from hetpipe.cluster.file import parse_link
+from hetpipe.cluster.units import parse_link
 from hetpipe.errors import ClusterError, HetpipeError
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.proposal import PlannerOptions

@@ -3,8 +3,9 @@
 import pytest
 
 from hetpipe.cluster.cluster import Cluster, Link, Member
-from hetpipe.cluster.file import BandwidthWarning, parse_bandwidth, parse_link, parse_time
+from hetpipe.cluster.file import BandwidthWarning
 from hetpipe.cluster.topology import Server, Topology
+from hetpipe.cluster.units import parse_bandwidth, parse_link, parse_time
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import ClusterError
 from hetpipe.sdk.info import Capabilities, DeviceInfo
