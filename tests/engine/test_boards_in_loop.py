@@ -229,7 +229,8 @@ def test_what_measured_times_would_say_of_boards_is_refused(tmp_path: Path) -> N
 
 def test_numerics_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(
-        BackendError, match=r"toml:12: member 'fpga' needs as numerics 'numpy:gpu:7'; found: numpy"
+        BackendError,
+        match=r"toml:12: the numerics of member 'fpga': no device 'numpy:gpu:7'; found",
     ):
         pipeline(cluster_of(tmp_path, "numpy:gpu:7"))
 
