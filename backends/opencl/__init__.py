@@ -4,5 +4,5 @@ from hetpipe._lazy import lazy
 
 from .backend import OpenCLBackend
 
-__getattr__, __dir__, _names = lazy(__name__, {"Call": "own", "OwnKernel": "own"})
-__all__ = ["Call", "OpenCLBackend", "OwnKernel"]
+__getattr__, __dir__, _names = lazy(__name__, {"Call": "own", "OwnKernel": "own", "Pack": "own"})
+__all__ = ["Call", "OpenCLBackend", "OwnKernel", "Pack"]

@@ -9,7 +9,7 @@ Mine.register_kernel("aten.relu.default", SOURCE, "my_relu", arguments=..., glob
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,14 +32,33 @@ if TYPE_CHECKING:
 class Call:
     """A call of an operator: its tensors, row-major, and all its arguments as the graph has them.
 
-    `inputs` and `outputs` are passed on as arguments of a kernel; they have a `shape` and a
-    `dtype`. `args` and `kwargs` have numbers, lists and nodes.
+    `inputs`, `outputs` and `packed` are passed on as arguments of a kernel; they have a `shape` and
+    a `dtype`. `args` and `kwargs` have numbers, lists and nodes. `packed` has the results of the
+    kernel's `packs`, by name.
     """
 
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    packed: Mapping[str, Value] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Another layout of input number `input`, made by the kernel `function` of the same source.
+
+    `shape` and `dtype` are those of the result, which is passed on as `call.packed[NAME]`. Of a
+    weight it is made once per update, and not per micro-batch.
+    """
+
+    input: int
+    function: str
+    shape: Callable[[Call], Sequence[int]]
+    arguments: Callable[[Call], Mapping[str, Argument]]
+    global_size: Callable[[Call], Sequence[int]]
+    local_size: Callable[[Call], Sequence[int]] | None = None
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -59,6 +78,8 @@ class OwnKernel:
     global_size: Callable[[Call], Sequence[int]]
     local_size: Callable[[Call], Sequence[int]] | None = None
     applies: Callable[[Call], str | None] = lambda call: None
+    packs: Mapping[str, Pack] = field(default_factory=dict)
+    """Other layouts of inputs, by name."""
     options: tuple[str, ...] = ()
     kept: bool = True
 
@@ -115,14 +136,26 @@ def _launch(kernel: OwnKernel, builder: Builder, node: fx.Node) -> None:
     )
     where = f"kernel {kernel.function} for {operator_name(node)}"
     try:
-        arguments, global_size = kernel.arguments(call), kernel.global_size(call)
-        local_size = None if kernel.local_size is None else kernel.local_size(call)
+        for name, pack in kernel.packs.items():
+            packed = builder.new(tuple(pack.shape(call)), pack.dtype)
+            call = replace(call, packed={**call.packed, name: packed})
+            steady = builder.steady(call.inputs[pack.input])
+            packing = Kernel(kernel.source, pack.function, kernel.options)
+            builder.launch(packing, *_range(pack, call), pack.arguments(call), steady=steady)
+        own = Kernel(kernel.source, kernel.function, kernel.options)
+        builder.launch(own, *_range(kernel, call), kernel.arguments(call))
+    except BackendError:
+        raise
     except Exception as error:
         raise BackendError(f"{where}: {type(error).__name__}: {error}") from error
-    own = Kernel(kernel.source, kernel.function, kernel.options)
-    builder.launch(own, global_size, local_size, arguments)
     single = isinstance(node.meta["val"], torch.Tensor)
     builder.result(node, call.outputs[0] if single else call.outputs)
+
+
+def _range(kernel: OwnKernel | Pack, call: Call) -> tuple[Sequence[int], Sequence[int] | None]:
+    """Global and local size."""
+    local_size = None if kernel.local_size is None else kernel.local_size(call)
+    return kernel.global_size(call), local_size
 
 
 def _call(node: fx.Node, inputs: Sequence[Value] = (), outputs: Sequence[Value] = ()) -> Call:

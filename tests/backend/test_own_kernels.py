@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from found_devices import trace
-from hetpipe.backends.opencl import OpenCLBackend
+from hetpipe.backends.opencl import OpenCLBackend, Pack
 from hetpipe.backends.pytorch import PyTorchBackend
 
 from hetpipe.conformance.check import Level
@@ -21,7 +21,7 @@ from hetpipe.conformance.run import checks_of, rig_of, run_check
 from hetpipe.errors import BackendError
 from hetpipe.sdk import registry
 from hetpipe.sdk.backend import Backend, Device
-from hetpipe.sdk.graph import graph_calls, operator_name
+from hetpipe.sdk.graph import graph_calls, graph_inputs, operator_name
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 X = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
@@ -147,6 +147,78 @@ def test_a_source_that_does_not_build() -> None:
     with pytest.raises(BackendError, match="nothing"):
         result(device, torch.exp, X)
     np.testing.assert_array_equal(result(device, torch.relu, X), 3 * X.numpy())
+
+
+PRODUCT = """
+__kernel void flip(__global const float *w, __global float *t, int rows, int columns)
+{
+    const int i = get_global_id(0);
+    t[(i % columns) * rows + i / columns] = w[i];
+}
+__kernel void product(__global const float *x, __global const float *t, __global float *y,
+                      int depth, int columns)
+{
+    const int row = get_global_id(0), column = get_global_id(1);
+    float sum = 0;
+    for (int k = 0; k < depth; ++k)
+        sum += x[row * depth + k] * t[column * depth + k];
+    y[row * columns + column] = sum;
+}
+"""
+
+
+def with_product() -> Device:
+    backend = subclass()
+    backend.register_kernel(
+        "aten.mm.default", PRODUCT, "product",
+        packs={"t": Pack(
+            input=1, function="flip", shape=lambda call: call.inputs[1].shape[::-1],
+            arguments=lambda call: {
+                "w": call.inputs[1], "t": call.packed["t"], "rows": call.inputs[1].shape[0],
+                "columns": call.inputs[1].shape[1],
+            },
+            global_size=lambda call: (call.inputs[1].numel,),
+        )},
+        arguments=lambda call: {
+            "x": call.inputs[0], "t": call.packed["t"], "y": call.outputs[0],
+            "depth": call.inputs[0].shape[1], "columns": call.outputs[0].shape[1],
+        },
+        global_size=lambda call: call.outputs[0].shape,
+    )  # fmt: skip
+    return registry.open_device(pocl("tripled"))
+
+
+def test_a_product_with_packed_weights_is_right() -> None:
+    device = with_product()
+    weight = torch.randn(7, 4, generator=torch.Generator().manual_seed(1))
+    exact = X.double() @ weight.double()
+    np.testing.assert_allclose(result(device, torch.mm, X, weight), exact, rtol=1e-5, atol=1e-5)
+    fused = result(device, lambda x, w: torch.mm(x, w) * 2.0 + 1.0, X, weight)
+    np.testing.assert_allclose(fused, 2 * exact + 1, rtol=1e-5, atol=1e-5)
+
+
+def test_a_weight_is_packed_once_per_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    device: Any = with_product()
+    first, second = torch.ones(7, 4), torch.full((7, 4), 2.0)
+    graph = trace(torch.mm, [X, first], registry.decompositions_of("tripled"))
+    graph_inputs(graph)[1].meta["steady"] = True
+    executable = device.compile(graph)
+    launched: list[int] = []
+    enqueue = executable._enqueue
+
+    def counted(steps: Any, waits: Any) -> Any:
+        launched.append(len(steps))
+        return enqueue(steps, waits)
+
+    monkeypatch.setattr(executable, "_enqueue", counted)
+    x, *weights = (device.upload(each.numpy())[0] for each in (X, first, second))
+    for index, weight in ((0, first), (0, first), (1, second), (1, second)):
+        (output,), event, _ = executable.run([x, weights[index]])
+        event.wait(60)
+        array = np.empty(output.shape, output.dtype)
+        device.download(output, array).wait(60)
+        np.testing.assert_allclose(array, (X @ weight).numpy(), rtol=1e-4, atol=1e-5)
+    assert launched == [2, 1, 2, 1]
 
 
 def test_our_own_class_takes_no_kernels() -> None:
