@@ -13,11 +13,13 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from reprlib import Repr
+from types import NoneType, UnionType
 from typing import (
     TYPE_CHECKING,
     Annotated,
     Any,
     TypeVar,
+    Union,
     cast,
     get_args,
     get_origin,
@@ -35,6 +37,8 @@ Place = tuple[int | str, ...]
 """Keys and indices from the top of a file down to a value."""
 
 MOST_DIGITS = 40  # of a whole number in JSON
+LEAST, MOST = 1e-15, 1e30
+"""What is measured or sold lies between them, in any unit."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +56,22 @@ class Whole:
 
 @dataclass(frozen=True)
 class Number:
-    """Allows finite numbers up to `most`, and from `least` or, if `above`, greater ones."""
+    """Allows finite numbers up to `most`, and from `least` or, if `above`, greater ones.
+
+    Products and quotients of those that are above 0 neither overflow nor become 0.
+    """
 
     least: float = 0.0
-    most: float = 1e300
+    most: float = MOST
     above: bool = False
 
     def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        from pydantic_core.core_schema import float_schema
+        from pydantic_core.core_schema import chain_schema, float_schema
 
-        ge, gt = (None, self.least) if self.above else (self.least, None)
-        return float_schema(strict=True, allow_inf_nan=False, ge=ge, gt=gt, le=self.most)
+        if not self.above:
+            return float_schema(strict=True, allow_inf_nan=False, ge=self.least, le=self.most)
+        above = float_schema(strict=True, allow_inf_nan=False, gt=self.least, le=self.most)
+        return chain_schema([above, float_schema(ge=self.least + LEAST)])
 
 
 @dataclass(frozen=True)
@@ -285,6 +294,8 @@ def _keys(kind: Any, place: Place) -> list[str]:
             kind = get_type_hints(kind)[str(part)]
         else:
             kind = get_args(kind)[1 if get_origin(kind) is dict else 0]
+        if get_origin(kind) in (Union, UnionType):  # a record or None
+            kind = next(one for one in get_args(kind) if one is not NoneType)
     return [entry.name for entry in fields(kind)]
 
 
