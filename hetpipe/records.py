@@ -155,7 +155,7 @@ class Source:
 
     def fault(self, place: Place, why: str, key: str | int = "") -> HetpipeError:
         """The error for a place, or a key there: `plan.json: stages.1.hi is 3, ...`."""
-        subject = ".".join(map(_word, place)) if place else self.title
+        subject = ".".join(map(word, place)) if place else self.title
         return self._error((*place, key) if key else place, f"{subject} {why}")
 
     def _error(self, place: Place, sentence: str) -> HetpipeError:
@@ -190,7 +190,7 @@ class Source:
     def _refusal(self, kind: type, detail: ErrorDetails) -> HetpipeError:
         place: Place = detail["loc"][1:]
         if detail["type"] == "refused":
-            return self._error(place, f"{'.'.join(map(_word, place))}: {detail['msg']}")
+            return self._error(place, f"{'.'.join(map(word, place))}: {detail['msg']}")
         cure = self.cures.get(".".join(part for part in place if isinstance(part, str)))
         end = f"; {cure}" if cure else ""
         if detail["type"] == "missing" and isinstance(place[-1], str):
@@ -241,6 +241,12 @@ def read_json(path: Path, error: type[HetpipeError]) -> Any:
 def short(value: object) -> str:
     """A value for a message, however large or deep it is."""
     return _SHORT.repr(value)
+
+
+def word(part: int | str) -> str:
+    """A name for a message: as it is, unless it is long or not printable."""
+    plain = isinstance(part, int) or (part.isprintable() and len(part) <= _SHORT.maxstring)
+    return str(part) if plain else short(part)
 
 
 class _Short(Repr):
@@ -323,11 +329,6 @@ def _with_place(make: Callable[[], T]) -> T:
         return make()
     except HetpipeError as refused:
         raise PydanticCustomError("refused", "{why}", {"why": str(refused)}) from refused
-
-
-def _word(part: int | str) -> str:
-    plain = isinstance(part, int) or (part.isprintable() and len(part) <= _SHORT.maxstring)
-    return str(part) if plain else short(part)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

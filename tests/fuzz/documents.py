@@ -14,10 +14,5 @@ def document(name: str) -> Any:
 
 
 PLAN, COSTS, TIMELINE = (document(f"{name}.json") for name in ("plan", "costs", "timeline"))
-IN_JSON = (
-    r"^:\d+: |^: (costs: )?[a-z_]+\.\d|^: (costs: )?['a-zA-Z_.]+ (is|has|lacks)|devices\."
-    r"|files\.|^: (costs: )?the (plan|cost table|timeline|manifest|profile) (lacks|has|is)"
-    r"|the key|the number [-0-9]+|stages |splits|cut_nbytes|microbatches|nested too deeply"
-    r"|(NaN|Infinity) is not JSON|cannot be read"
-)
-"""What a message says behind the file's name: line, or place in the document."""
+IN_JSON = r"^(:\d+)?: \S"
+"""What stands behind the file's name in a message: the line of what is no JSON, or a place."""

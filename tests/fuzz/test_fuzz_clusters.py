@@ -76,12 +76,9 @@ def attempt(path: Path, content: bytes) -> str:
     if isinstance(cluster, str):
         assert re.match(r":\d+: ", cluster.removeprefix(str(path))), cluster
         return REFUSED
-    ask = lambda: [
-        (cluster.link(one, other), cluster.way(one, other))
-        for one in cluster.ids[:5]
-        for other in cluster.ids[-5:]
-    ]
-    result_of(ask, (ClusterError,))
+    pairs = [(one, other) for one in cluster.ids[:5] for other in cluster.ids[-5:]]
+    result_of(lambda: [cluster.way(*pair) for pair in pairs], (ClusterError,))
+    result_of(lambda: [cluster.link(*pair) for pair in pairs], (ClusterError,))
     result_of(lambda: (cluster.groups(), cluster.levels()), (ClusterError,))
     return ACCEPTED
 
