@@ -13,11 +13,13 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from reprlib import Repr
+from types import NoneType, UnionType
 from typing import (
     TYPE_CHECKING,
     Annotated,
     Any,
     TypeVar,
+    Union,
     cast,
     get_args,
     get_origin,
@@ -35,6 +37,8 @@ Place = tuple[int | str, ...]
 """Keys and indices from the top of a file down to a value."""
 
 MOST_DIGITS = 40  # of a whole number in JSON
+LEAST, MOST = 1e-15, 1e30
+"""What is measured or sold lies between them, in any unit."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +56,22 @@ class Whole:
 
 @dataclass(frozen=True)
 class Number:
-    """Allows finite numbers up to `most`, and from `least` or, if `above`, greater ones."""
+    """Allows finite numbers up to `most`, and from `least` or, if `above`, greater ones.
+
+    Products and quotients of those that are above 0 neither overflow nor become 0.
+    """
 
     least: float = 0.0
-    most: float = 1e300
+    most: float = MOST
     above: bool = False
 
     def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        from pydantic_core.core_schema import float_schema
+        from pydantic_core.core_schema import chain_schema, float_schema
 
-        ge, gt = (None, self.least) if self.above else (self.least, None)
-        return float_schema(strict=True, allow_inf_nan=False, ge=ge, gt=gt, le=self.most)
+        if not self.above:
+            return float_schema(strict=True, allow_inf_nan=False, ge=self.least, le=self.most)
+        above = float_schema(strict=True, allow_inf_nan=False, gt=self.least, le=self.most)
+        return chain_schema([above, float_schema(ge=self.least + LEAST)])
 
 
 @dataclass(frozen=True)
@@ -146,7 +155,7 @@ class Source:
 
     def fault(self, place: Place, why: str, key: str | int = "") -> HetpipeError:
         """The error for a place, or a key there: `plan.json: stages.1.hi is 3, ...`."""
-        subject = ".".join(map(_word, place)) if place else self.title
+        subject = ".".join(map(word, place)) if place else self.title
         return self._error((*place, key) if key else place, f"{subject} {why}")
 
     def _error(self, place: Place, sentence: str) -> HetpipeError:
@@ -181,7 +190,7 @@ class Source:
     def _refusal(self, kind: type, detail: ErrorDetails) -> HetpipeError:
         place: Place = detail["loc"][1:]
         if detail["type"] == "refused":
-            return self._error(place, f"{'.'.join(map(_word, place))}: {detail['msg']}")
+            return self._error(place, f"{'.'.join(map(word, place))}: {detail['msg']}")
         cure = self.cures.get(".".join(part for part in place if isinstance(part, str)))
         end = f"; {cure}" if cure else ""
         if detail["type"] == "missing" and isinstance(place[-1], str):
@@ -232,6 +241,12 @@ def read_json(path: Path, error: type[HetpipeError]) -> Any:
 def short(value: object) -> str:
     """A value for a message, however large or deep it is."""
     return _SHORT.repr(value)
+
+
+def word(part: int | str) -> str:
+    """A name for a message: as it is, unless it is long or not printable."""
+    plain = isinstance(part, int) or (part.isprintable() and len(part) <= _SHORT.maxstring)
+    return str(part) if plain else short(part)
 
 
 class _Short(Repr):
@@ -285,6 +300,8 @@ def _keys(kind: Any, place: Place) -> list[str]:
             kind = get_type_hints(kind)[str(part)]
         else:
             kind = get_args(kind)[1 if get_origin(kind) is dict else 0]
+        if get_origin(kind) in (Union, UnionType):  # a record or None
+            kind = next(one for one in get_args(kind) if one is not NoneType)
     return [entry.name for entry in fields(kind)]
 
 
@@ -312,11 +329,6 @@ def _with_place(make: Callable[[], T]) -> T:
         return make()
     except HetpipeError as refused:
         raise PydanticCustomError("refused", "{why}", {"why": str(refused)}) from refused
-
-
-def _word(part: int | str) -> str:
-    plain = isinstance(part, int) or (part.isprintable() and len(part) <= _SHORT.maxstring)
-    return str(part) if plain else short(part)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -20,15 +20,20 @@ _NAME = r"""(?:"[^"]*"|'[^']*'|[\w-]+)"""
 _NAMES = rf"\s*({_NAME}(?:\s*\.\s*{_NAME})*)\s*"
 _HEADER = re.compile(rf"\s*(\[\[?){_NAMES}\]")
 _SETTING = re.compile(rf"{_NAMES}=")
+_LONG_KEY = re.compile(r"""(?<![\w"'-])(?:[\w"'-]+\s*\.\s*){100}""")
+"""No file has such a key, and what is read of one takes the square of its length."""
 
 
 def parse_toml(text: str, path: Path, error: type[HetpipeError]) -> dict[str, Any]:
     """The data of a file's text. Raises `error` as `path:line: fault`."""
+    if long_key := _LONG_KEY.search(text):
+        line = text.count("\n", 0, long_key.start()) + 1
+        raise error(f"{path}:{line}: a key has more than 100 parts; write tables, and short keys")
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as fault:
-        line = re.search(r"line (\d+)", str(fault))
-        raise error(f"{path}:{line[1] if line else 1}: {fault}") from fault
+        found = re.search(r"line (\d+)", str(fault))
+        raise error(f"{path}:{found[1] if found else 1}: {fault}") from fault
     except ValueError as fault:  # a whole number too long for Python
         raise error(f"{path}:1: {fault}") from fault
     except RecursionError as fault:

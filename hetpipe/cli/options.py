@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hetpipe.errors import ClusterError, PlanError, ScheduleError
+from hetpipe.errors import ClusterError, PlanError
 
 if TYPE_CHECKING:
     from hetpipe.cluster import Cluster
@@ -52,14 +52,9 @@ def _known_schedule(value: str) -> str:
     """A schedule's name; a file with a schedule as text registers it under the file's name."""
     if not value.endswith(".txt"):
         return value
-    from hetpipe.schedule import register_text
+    from hetpipe.schedule import register_file
 
-    path = Path(value)
-    try:
-        register_text(path.stem, path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ScheduleError(f"cannot read the schedule {path}: {error.strerror}") from error
-    return path.stem
+    return register_file(Path(value))
 
 
 CutsOption = Annotated[

@@ -62,9 +62,9 @@ class Board:
 def read_board(path: Path) -> Board:
     """The board that a TOML file describes. Raises `CostError` as `file:line: key and fault`."""
     text = read_text(path, CostError)
+    data = parse_toml(text, path, CostError)
     lines = Lines(text)
     source = Source("the board", CostError, lambda at: f"{path}:{lines.at(at)}", _CURES)
-    data = parse_toml(text, path, CostError)
     fabric: Fabric | None = None
     peak_flops: dict[str, float] = {}
     tables: _Tables

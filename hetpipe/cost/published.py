@@ -16,6 +16,7 @@ from pathlib import Path
 
 from hetpipe.errors import CostError
 from hetpipe.files import write_beside
+from hetpipe.records import short, word
 
 SEPARATOR = " -- "
 FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
@@ -37,7 +38,7 @@ class ProfileNode:
 
     def __post_init__(self) -> None:
         if not self.name or any(letter.isspace() for letter in self.name):
-            raise CostError(f"a node is named {self.name!r}; give it a name without spaces")
+            raise CostError(f"a node is named {short(self.name)}; give it a name without spaces")
         if {"\n", "\r"} & set(self.description):
             raise CostError(f"the description of {self.name} has several lines; write it in one")
         for field in ("forward_s", "backward_s", "activation_nbytes", "params_nbytes"):
@@ -89,7 +90,7 @@ class ProfileGraph:
         Raises `CostError` for a circle.
         """
         if circle := self.circle():
-            raise CostError(f"the edges go in a circle, {_names(circle)}; remove one of them")
+            raise CostError(f"the edges go in a circle, {path_of(circle)}; remove one of them")
         return self._ordered()
 
     def circle(self) -> tuple[Edge, ...]:
@@ -145,6 +146,12 @@ class ProfileGraph:
         return tuple(ordered)
 
 
+def path_of(circle: Sequence[Edge]) -> str:
+    """The names along a circle of edges, for a message; not all of many."""
+    names = [word(name) for name in (circle[0][0], *(reader for _, reader in circle))]
+    return " -> ".join(names if len(names) <= 10 else [*names[:8], "...", names[-1]])
+
+
 def read_profile(path: Path) -> ProfileGraph:
     """The profile in a file.
 
@@ -167,7 +174,7 @@ def read_profile(path: Path) -> ProfileGraph:
             node = _node(line)
             if node.name in node_lines:
                 raise CostError(
-                    f"{node.name} is there twice, first in line {node_lines[node.name]}; "
+                    f"{word(node.name)} is there twice, first in line {node_lines[node.name]}; "
                     "give each node its own name"
                 )
         except CostError as error:
@@ -178,12 +185,12 @@ def read_profile(path: Path) -> ProfileGraph:
         raise CostError(f"{path}:1: the profile has no nodes; give one with a layer or more")
     for edge, number in edge_lines.items():
         if unknown := [name for name in edge if name not in node_lines]:
-            why = f"the edge names {unknown[0]!r}, which is no node; name one of the file's"
+            why = f"the edge names {short(unknown[0])}, which is no node; name one of the file's"
             raise CostError(f"{path}:{number}: {why}")
     graph = ProfileGraph(tuple(nodes), tuple(edge_lines))
     if circle := graph.circle():
         number = max(edge_lines[edge] for edge in circle)
-        raise CostError(f"{path}:{number}: the edge closes a circle, {_names(circle)}; remove it")
+        raise CostError(f"{path}:{number}: the edge closes a circle, {path_of(circle)}; remove it")
     return graph
 
 
@@ -231,10 +238,6 @@ def _node(line: str) -> ProfileNode:
     )
 
 
-def _names(circle: Sequence[Edge]) -> str:
-    return " -> ".join((circle[0][0], *(reader for _, reader in circle)))
-
-
 def _item(item: str) -> tuple[str, str]:
     key, _, value = item.partition("=")
     return key.strip(), value.strip()
@@ -251,9 +254,9 @@ def _number(values: Mapping[str, str], field: str) -> Decimal:
         try:
             number = Decimal(part.strip())
         except InvalidOperation as error:
-            raise CostError(f"{field} is {text!r}; give a number") from error
+            raise CostError(f"{field} is {short(text)}; give a number") from error
         if not number.is_finite() or not 0 <= number <= MOST:
-            raise CostError(f"{field} is {text}; give a number from 0 to {MOST:g}")
+            raise CostError(f"{field} is {short(text)}; give a number from 0 to {MOST:g}")
         total += number
     return total
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from hetpipe.cost.published import ChainCosts, ProfileGraph, ProfileNode
+from hetpipe.cost.published import ChainCosts, ProfileGraph, ProfileNode, path_of
 from hetpipe.records import Count, Entries, Number, Source, Whole
 
 Latency = Literal["accelerator", "cpu"]
@@ -315,9 +315,8 @@ def _chain(
     )
     graph = ProfileGraph(tuple(nodes), tuple(places))
     if circle := graph.circle():
-        path = " -> ".join((circle[0][0], *(reader for _, reader in circle)))
         last = max(places[edge] for edge in circle)
-        raise source.fault(("edges", last), f"closes a circle, {path}; remove it")
+        raise source.fault(("edges", last), f"closes a circle, {path_of(circle)}; remove it")
     chain = graph.chain()
     saved_nbytes = {names[id]: layer.saved_nbytes for id, layer in layers.items()}
     return replace(chain, activation_nbytes=tuple(saved_nbytes[name] for name in chain.names))

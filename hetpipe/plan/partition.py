@@ -30,8 +30,11 @@ def balanced(costs: Sequence[Array], whole_s: Sequence[float]) -> tuple[int, ...
 
 def _placed(costs: Sequence[Array], whole_s: Sequence[float]) -> tuple[int, ...]:
     """Each stage takes layers while it stays within T, and leaves one for each later stage."""
-    speed = sum(1 / time_s for time_s in whole_s)
-    ideal_s = 1 / speed if speed else float("inf")
+    if min(whole_s) > 0:
+        speed = sum(1 / time_s for time_s in whole_s)
+        ideal_s = 1 / speed if speed else float("inf")
+    else:
+        ideal_s = 0.0  # a device that takes no time could take all layers
     stages, layers = len(costs), costs[0].shape[0] - 1
     cuts: list[int] = []
     for stage in range(stages - 1):

@@ -48,7 +48,7 @@ def load(entry: str) -> dict[str, Any] | None:
             raise ValueError("its checksum does not match its content")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         text = f"cache entry {path} is damaged and will be made again: {error}"
         warnings.warn(text, CacheWarning, stacklevel=2)
         return None

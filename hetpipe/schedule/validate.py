@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from hetpipe.errors import ScheduleError
-from hetpipe.schedule.action import GRADIENTS, Action, Message, Op, Schedule
+from hetpipe.schedule.action import GRADIENTS, TIED, Action, Message, Op, Schedule
 from hetpipe.schedule.grid import format_grid
 from hetpipe.schedule.lanes import laned_stages, row_names
 from hetpipe.schedule.requirements import (
@@ -114,6 +114,9 @@ def _check_complete(schedule: Schedule, shape: Shape, mini_batches: int) -> None
                     f"{action} has no place among {shape.stages} stages, "
                     f"{shape.microbatches * mini_batches} micro-batches"
                 )
+                raise _fail(schedule, why, worker, index)
+            if action.op.value[-1] in TIED and action.number >= shape.stages:
+                why = f"{action} names stage {action.number}, and there are {shape.stages} stages"
                 raise _fail(schedule, why, worker, index)
             seen.add(action)
         for action in sorted(required - seen):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -11,11 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hetpipe.errors import HetpipeError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from hetpipe.records import read_text
+from hetpipe.toml import parse_toml
 
 DATA = "HETPIPE_DATA"
 """The variable that names the folder of published profiles and figures."""
@@ -80,10 +76,7 @@ def reproduce(paper: str, name: str | None = None, data: Path | None = None) -> 
 def expected(data: Path, paper: str) -> dict[str, Any]:
     """The published figures of a paper. Raises `HetpipeError`."""
     path = data / "expected" / f"{paper}.toml"
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise HetpipeError(f"cannot read {path}: {error}; {DATA} names the folder") from error
+    return parse_toml(read_text(path, HetpipeError), path, HetpipeError)
 
 
 def _data() -> Path:

@@ -1,0 +1,95 @@
+"""Cluster files: the error names file and line; a cluster that is read knows its ways."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from damage import changed, spoilt
+from fuzzing import ACCEPTED, REFUSED, check_both_ends, outcomes, result_of
+from hypothesis import strategies as st
+from invented import toml, values
+
+from hetpipe.cluster import file
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cost import board
+from hetpipe.errors import ClusterError
+
+PAPERS = Path(file.__file__).with_name("papers")
+ATTACHED = b"""\
+transport = "shared-memory"
+
+[[device]]
+id = "slow"
+device = "soft:cpu:0"
+cores = [0]
+speed = 0.5
+
+[[device]]
+device = "soft:board:7"
+
+[[link]]
+between = ["soft:board:7", "slow"]
+bandwidth = "1 Gb/s"
+latency = "1 ms"
+"""
+FILES = [ATTACHED, *(path.read_bytes() for path in sorted(PAPERS.glob("*.toml")))]
+AMOUNTS = st.sampled_from(["1", "0", "2.5", "1e3", "1e-3", "1e999", "9" * 400, "-1", "", "nan"])
+UNITS = st.sampled_from(["Gb/s", "MiB/s", "b/s", "Kib/s", "ms", "s", "ns", "", "b", "Gb/s Gb/s"])
+SPEEDS = st.tuples(AMOUNTS, st.sampled_from(["", " ", " " * 50_000]), UNITS).map("".join)
+TEXTS = {
+    file.parse_bandwidth: st.sampled_from(["1 Gb/s", "2.5 kB/s"]) | SPEEDS,
+    file.parse_time: st.sampled_from(["1 ms", "0 s"]) | SPEEDS,
+}
+SOUND = {file.parse_bandwidth: st.just("1 Gb/s"), file.parse_time: st.just("1 ms")}
+
+
+def fitted(tables: dict[str, Any]) -> dict[str, Any]:
+    """Tables that name each other's devices and servers, and a board that is there."""
+    servers = ["", *(f"s{number}" for number, _ in enumerate(tables["server"]))]
+    for name, server in zip(servers[1:], tables["server"], strict=True):
+        server |= {"name": name, "count": None}
+    for number, device in enumerate(tables["device"]):
+        device |= {"id": f"d{number}", "board": "v100-pcie-16", "count": None}
+        device["server"] = servers[number % len(servers)] or None
+        for key in ("device", "cores", "speed"):
+            del device[key]
+    for link in tables["link"]:
+        link["between"] = ["d0", f"d{len(tables['device']) - 1}"]
+    return tables
+
+
+@pytest.fixture(autouse=True)
+def cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetpipe.cluster.cluster.available_cores", lambda: (0, 1))
+    board.board("v100-pcie-16")  # reads all boards, once
+
+
+def attempt(path: Path, content: bytes) -> str:
+    path.write_bytes(content)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", file.BandwidthWarning)
+        cluster = result_of(lambda: Cluster.load(path), (ClusterError,))
+    if isinstance(cluster, str):
+        assert re.match(r":\d+: ", cluster.removeprefix(str(path))), cluster
+        return REFUSED
+    pairs = [(one, other) for one in cluster.ids[:5] for other in cluster.ids[-5:]]
+    result_of(lambda: [cluster.way(*pair) for pair in pairs], (ClusterError,))
+    result_of(lambda: [cluster.link(*pair) for pair in pairs], (ClusterError,))
+    result_of(lambda: (cluster.groups(), cluster.levels()), (ClusterError,))
+    return ACCEPTED
+
+
+def test_damaged(tmp_path: Path) -> None:
+    files = spoilt(st.sampled_from(FILES))
+    check_both_ends(outcomes(files, lambda content: attempt(tmp_path / "c.toml", content)))
+
+
+def test_invented(tmp_path: Path) -> None:
+    tables = values(file._Tables, TEXTS)
+    whole = values(file._Tables, SOUND, strict=True).map(fitted)
+    files = (tables | whole | changed(whole)).map(toml)
+    check_both_ends(outcomes(files, lambda content: attempt(tmp_path / "c.toml", content)))

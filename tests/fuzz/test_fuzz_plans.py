@@ -1,0 +1,76 @@
+"""Plans in files: the error names the place; a plan that is read is shown, kept and simulated."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from damage import changed, damaged_json, dumped
+from documents import COSTS, IN_JSON, PLAN
+from fuzzing import ACCEPTED, REFUSED, check_both_ends, outcomes, result_of
+from hypothesis import strategies as st
+from invented import values
+
+from hetpipe.errors import CostError, HetpipeError, PlanError, ScheduleError
+from hetpipe.plan import Plan, read_plan, write_plan
+from hetpipe.plan.plan import VERSION
+from hetpipe.schedule.rule import schedule_names
+from hetpipe.study.simulation import simulate
+
+USE: tuple[type[HetpipeError], ...] = (PlanError, ScheduleError, CostError)
+
+
+def attempt(path: Path, content: bytes) -> str:
+    path.write_bytes(content)
+    read = result_of(lambda: read_plan(path), (PlanError, CostError))
+    if isinstance(read, str):
+        assert re.search(IN_JSON, read.removeprefix(str(path))), read
+        return REFUSED
+    plan, costs = read
+    result_of(lambda: str(plan), USE)
+    write_plan(path, plan, costs)
+    assert read_plan(path) == (plan, costs)
+    if costs is not None and plan.microbatches <= 8:
+        result_of(lambda: simulate(plan, costs), USE)
+    return ACCEPTED
+
+
+def fitted(plan: dict[str, Any]) -> dict[str, Any]:
+    """Stages that cover the layers one after another, each on one device."""
+    plan["layers"] = [f"{number}" for number in range(len(plan["stages"]))]
+    for number, stage in enumerate(plan["stages"]):
+        stage |= {"lo": number, "hi": number + 1, "in_flight": 1 + stage["in_flight"] % 9}
+        stage["shares"] = [1.0 for _ in stage["devices"]]
+    plan["microbatches"] = 1 + plan["microbatches"] % 9
+    plan["mini_batch"] = max(plan["mini_batch"], plan["microbatches"])
+    plan |= {"cut_nbytes": [9] * (len(plan["stages"]) - 1), "splits": [], "version": VERSION}
+    return plan
+
+
+def test_damaged(tmp_path: Path) -> None:
+    files = damaged_json(st.sampled_from([PLAN, PLAN | {"costs": COSTS}]))
+    check_both_ends(outcomes(files, lambda content: attempt(tmp_path / "p.json", content)))
+
+
+def test_invented(tmp_path: Path) -> None:
+    names = st.fixed_dictionaries(
+        {
+            "schedule": st.sampled_from(schedule_names()),
+            "weights": st.sampled_from(["flush", "stash", "2bw", "vertical-sync"]),
+        }
+    )
+    whole = st.tuples(values(Plan, strict=True).map(fitted), names).map(lambda p: p[0] | p[1])
+    loose = values(Plan).map(versioned)
+    files = (whole | whole | changed(whole) | loose).map(dumped)
+    check_both_ends(outcomes(files, lambda content: attempt(tmp_path / "p.json", content)))
+
+
+def versioned(plan: Any) -> Any:
+    return plan | {"version": VERSION} if isinstance(plan, dict) else plan
+
+
+def test_what_is_written_is_json_that_others_read(tmp_path: Path) -> None:
+    write_plan(tmp_path / "p.json", Plan.from_json(PLAN), None)
+    json.loads((tmp_path / "p.json").read_text(), parse_constant=lambda word: 1 / 0)
