@@ -7,9 +7,24 @@ import subprocess
 import sys
 from pathlib import Path
 
+from hetpipe.backends.opencl.device import OpenCLDevice
 from opencl_devices import IDS
 
+from hetpipe.sdk.registry import get_backend
+
 ORACLE = next((device_id for device_id in IDS if "oclgrind" in device_id), None)
+
+
+def opened_here(device_id: str) -> OpenCLDevice:
+    """The device, opened in this thread.
+
+    Oclgrind's check for uninitialised reads crashes in other threads than that of the context, and
+    `open_device` has one of its own.
+    """
+    backend = get_backend("opencl")
+    device = backend.open(next(info for info in backend.discover() if info.id == device_id))
+    assert isinstance(device, OpenCLDevice)
+    return device
 
 
 def log_of(code: str, folder: Path, *checks: str) -> str:
@@ -21,5 +36,5 @@ def log_of(code: str, folder: Path, *checks: str) -> str:
         [sys.executable, "-c", head + code], env=os.environ | settings, capture_output=True,
         text=True, check=False, timeout=250,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, f"exit {done.returncode}: {done.stderr}"
     return log.read_text() if log.exists() else ""

@@ -11,8 +11,9 @@ GRAPHS = """
 import sys
 import numpy as np, torch
 sys.path.insert(0, TESTS)
-from opencl_devices import close_to_torch, opencl_device
-device = opencl_device(ORACLE)
+from oclgrind import opened_here
+from opencl_devices import close_to_torch
+device = opened_here(ORACLE)
 def x(*shape): return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 close_to_torch(device, lambda a, b: (a.t() + b[:, None], torch.cat([a, a * 2], 1)[:, 3:]), x(5, 19), x(19))
 close_to_torch(device, lambda a: torch.nn.functional.pad(a, (1, 2, 3, 0), value=2.0).exp(), x(3, 17))
@@ -25,10 +26,10 @@ close_to_torch(device, lambda a: (a.sum((0, 2)), a.mean(), a.var(1), a.amax((1, 
 FAULT = """
 import numpy as np, sys
 sys.path.insert(0, TESTS)
-from opencl_devices import opencl_device
+from oclgrind import opened_here
 from hetpipe.backends.opencl.builder import Kernel
 import pyopencl as cl
-device = opencl_device(ORACLE)
+device = opened_here(ORACLE)
 kernel = Kernel("__kernel void out(__global float *a) { a[999] = 1.0f; }", "out")
 device.programs.prepare([kernel])
 ready = device.programs.kernel(kernel)

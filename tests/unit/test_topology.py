@@ -297,6 +297,6 @@ def test_commands_take_a_published_name_or_a_file(
 
 def test_a_speed_of_a_board_is_refused() -> None:
     with pytest.raises(
-        ClusterError, match=re.escape("titan-x.1: it is a board, titan-x, and only")
+        ClusterError, match=re.escape("titan-x.1: it is a board, titan-x, whose times are modelled")
     ):
         make_cluster(Path("pipedream-c"), None, None, ["titan-x.1=0.5"])
