@@ -52,7 +52,7 @@ def _known_schedule(value: str) -> str:
     """A schedule's name; a file with a schedule as text registers it under the file's name."""
     if not value.endswith(".txt"):
         return value
-    from hetpipe.schedule import register_file
+    from hetpipe.schedule.fixed import register_file
 
     return register_file(Path(value))
 
