@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from reprlib import Repr
 from types import NoneType, UnionType
 from typing import (
     TYPE_CHECKING,
@@ -27,6 +26,7 @@ from typing import (
 )
 
 from hetpipe.errors import HetpipeError
+from hetpipe.words import short, word
 
 if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler, TypeAdapter
@@ -237,26 +237,6 @@ def read_json(path: Path, error: type[HetpipeError]) -> Any:
             f"{path}: lists and objects are nested too deeply; make it flatter"
         ) from failure
 
-
-def short(value: object) -> str:
-    """A value for a message, however large or deep it is."""
-    return _SHORT.repr(value)
-
-
-def word(part: int | str) -> str:
-    """A name for a message: as it is, unless it is long or not printable."""
-    plain = isinstance(part, int) or (part.isprintable() and len(part) <= _SHORT.maxstring)
-    return str(part) if plain else short(part)
-
-
-class _Short(Repr):
-    def repr_int(self, x: int, level: int) -> str:
-        """Python refuses to print what has more than 4300 digits."""
-        return repr(x) if x.bit_length() < 128 else f"a number of {x.bit_length()} bits"
-
-
-_SHORT = _Short()
-_SHORT.maxstring = _SHORT.maxother = 80
 
 _ALLOWED = {
     "int_type": "a whole number",

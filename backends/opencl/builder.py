@@ -11,7 +11,7 @@ from hetpipe.errors import BackendError
 from hetpipe.sdk.graph import dtype_name
 
 from . import epilogue
-from .codegen import Kernel, Launch, Store, Tile, generate, kernel_source
+from .codegen import Kernel, Launch, Store, Tile, WithStores, generate, kernel_source
 from .expr import Apply, Const, Expr, Layout, Load, Pool, Shape, Value, View, loads, walk, work
 from .signature import Argument, bind
 from .target import Target
@@ -93,12 +93,15 @@ class Builder:
         if math.prod(launch.global_size) > 0:
             self._steps.append(launch)
 
-    def product(self, out: Value, launches: Sequence[Launch]) -> None:
+    def product(
+        self, out: Value, launches: Sequence[Launch], with_stores: WithStores | None = None
+    ) -> None:
         """Add a product: `launches` compute the matrices `out`, the last may take an epilogue.
 
-        They wait for that epilogue until another kernel needs the product.
+        They wait for that epilogue until another kernel needs the product. `with_stores` makes the
+        last launch with an epilogue where its kernel is not ours.
         """
-        tile = Tile(out.shape, out.dtype, tuple(launches))
+        tile = Tile(out.shape, out.dtype, tuple(launches), with_stores)
         self._groups.append([Store(tile, out, Layout.row_major(out.shape))])
         waiting = [group for group in self._groups if epilogue.is_product(group)]
         if len(waiting) > WAITING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -68,10 +68,13 @@ class Launch:
 class Tile(Expr):
     """An element of a matrix product, in a register of the kernel that computes it.
 
-    `launches` compute and store the product; to the last of them an epilogue can be added.
+    `launches` compute and store the product; to the last of them an epilogue can be added, by
+    `with_stores` where the kernel is not ours: it makes that launch from a group and its stores
+    that are kept.
     """
 
     launches: tuple[Launch, ...]
+    with_stores: WithStores | None = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,10 @@ class Store:
         """Whether it reads or overwrites a tensor that `group` writes."""
         touched = self.reads | {self.out.id}
         return any(store.out.id in touched for store in group)
+
+
+WithStores = Callable[[Sequence[Store], Sequence[Store]], Launch]
+"""The last launch of a product, with the stores of its group that are kept."""
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ def fitted(pool: Pool, store: Store, group: Sequence[Store]) -> Store | None:
     have rows that end where the product's rows end.
     """
     tile = group[0].expr
+    assert isinstance(tile, Tile)
     written = {other.out.id for other in group}
     mine = [load for load in loads(store.expr) if load.value.id in written]
     if not mine or not all(load.plain for load in mine) or not store.plain:
@@ -45,6 +46,8 @@ def fitted(pool: Pool, store: Store, group: Sequence[Store]) -> Store | None:
     stores = [*group[1:], reshaped]
     if len(written.union(*(other.reads | {other.out.id} for other in stores))) >= MOST_TENSORS:
         return None
+    if tile.with_stores is not None:
+        return reshaped
     nest = _nest(shape, tile.shape[-1], stores)
     if nest is None or not all(map(Body(nest).has_lanes, walk(expr))):
         return None
@@ -58,6 +61,8 @@ def launches(group: Sequence[Store], kept: Sequence[Store], target: Target) -> l
     if list(kept) == [group[0]]:
         return list(tile.launches)
     *before, last = tile.launches
+    if tile.with_stores is not None:
+        return [*before, tile.with_stores(group, kept)]
     product = group[0].out
     names = (parameter.name for parameter in parameters(last.kernel))
     args = dict(zip(names, last.args, strict=True))

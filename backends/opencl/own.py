@@ -20,6 +20,7 @@ from hetpipe.sdk.graph import dtype_name, operator_name
 
 from .expr import Value
 from .ops.registry import LOWERINGS, Lowering
+from .own_epilogue import STORES_NOTHING, OwnLaunch
 
 if TYPE_CHECKING:
     from torch import fx
@@ -80,6 +81,9 @@ class OwnKernel:
     applies: Callable[[Call], str | None] = lambda call: None
     packs: Mapping[str, Pack] = field(default_factory=dict)
     """Other layouts of inputs, by name."""
+    epilogue: bool = False
+    """Whether the source ends its parameters with `RESULTS` and writes every element of its one
+    result, once, by `STORE(element, value)`: pointwise operators that follow are done there."""
     options: tuple[str, ...] = ()
     kept: bool = True
 
@@ -140,10 +144,18 @@ def _launch(kernel: OwnKernel, builder: Builder, node: fx.Node) -> None:
             packed = builder.new(tuple(pack.shape(call)), pack.dtype)
             call = replace(call, packed={**call.packed, name: packed})
             steady = builder.steady(call.inputs[pack.input])
-            packing = Kernel(kernel.source, pack.function, kernel.options)
+            text = STORES_NOTHING + kernel.source if kernel.epilogue else kernel.source
+            packing = Kernel(text, pack.function, kernel.options)
             builder.launch(packing, *_range(pack, call), pack.arguments(call), steady=steady)
         own = Kernel(kernel.source, kernel.function, kernel.options)
-        builder.launch(own, *_range(kernel, call), kernel.arguments(call))
+        launch = OwnLaunch(own, kernel.arguments(call), *_range(kernel, call))
+        if not kernel.epilogue:
+            builder.launch(own, launch.global_size, launch.local_size, launch.arguments)
+        elif len(call.outputs) == 1:
+            builder.product(call.outputs[0], [launch.plain(call.outputs[0])], launch.with_stores)
+        else:
+            count = len(call.outputs)
+            raise BackendError(f"{where}: an epilogue is for 1 result, it has {count}")
     except BackendError:
         raise
     except Exception as error:
@@ -152,10 +164,10 @@ def _launch(kernel: OwnKernel, builder: Builder, node: fx.Node) -> None:
     builder.result(node, call.outputs[0] if single else call.outputs)
 
 
-def _range(kernel: OwnKernel | Pack, call: Call) -> tuple[Sequence[int], Sequence[int] | None]:
+def _range(kernel: OwnKernel | Pack, call: Call) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     """Global and local size."""
-    local_size = None if kernel.local_size is None else kernel.local_size(call)
-    return kernel.global_size(call), local_size
+    local_size = None if kernel.local_size is None else tuple(kernel.local_size(call))
+    return tuple(kernel.global_size(call)), local_size
 
 
 def _call(node: fx.Node, inputs: Sequence[Value] = (), outputs: Sequence[Value] = ()) -> Call:

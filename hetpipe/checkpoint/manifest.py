@@ -13,7 +13,8 @@ from typing import Any
 from hetpipe import __version__
 from hetpipe.capture.program import BUFFER, PARAM, STATE
 from hetpipe.errors import CheckpointError
-from hetpipe.records import Count, Source, short
+from hetpipe.records import Count, Source
+from hetpipe.words import short
 
 VERSION = 1
 ROLES = (PARAM, BUFFER, STATE)

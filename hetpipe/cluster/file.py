@@ -15,19 +15,9 @@ from hetpipe.cluster.topology import DUPLEXES, SHAPES, Server, Topology
 from hetpipe.cluster.transports import TRANSPORTS
 from hetpipe.cluster.units import parse_bandwidth, parse_time
 from hetpipe.errors import ClusterError, CostError
-from hetpipe.records import (
-    Count,
-    Entries,
-    Name,
-    Number,
-    OneOf,
-    Parsed,
-    Source,
-    Whole,
-    read_text,
-    short,
-)
+from hetpipe.records import Count, Entries, Name, Number, OneOf, Parsed, Source, Whole, read_text
 from hetpipe.toml import Lines, parse_toml
+from hetpipe.words import short
 
 MOST_DEVICES = 100_000
 USUAL_BPS = (1e6, 25e9)

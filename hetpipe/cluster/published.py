@@ -8,7 +8,7 @@ from pathlib import Path
 from hetpipe.cluster.cluster import Cluster, choices
 from hetpipe.cluster.file import load
 from hetpipe.errors import ClusterError
-from hetpipe.records import short
+from hetpipe.words import short
 
 _FOLDER = files("hetpipe.cluster") / "papers"
 

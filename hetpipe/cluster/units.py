@@ -7,7 +7,7 @@ import re
 
 from hetpipe.cluster.cluster import Link
 from hetpipe.errors import ClusterError
-from hetpipe.records import short
+from hetpipe.words import short
 
 PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
             "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}  # fmt: skip

@@ -11,17 +11,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from hetpipe.errors import CostError
-from hetpipe.records import (
-    Name,
-    Number,
-    OneOf,
-    Place,
-    Positive,
-    Source,
-    read_text,
-    short,
-)
+from hetpipe.records import Name, Number, OneOf, Place, Positive, Source, read_text
 from hetpipe.toml import Lines, parse_toml
+from hetpipe.words import short
 
 KINDS = ("gpu", "fpga", "cpu")
 EXECUTIONS = ("sync", "async")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hetpipe.errors import CostError
 from hetpipe.files import write_beside
-from hetpipe.records import short, word
+from hetpipe.words import short, word
 
 SEPARATOR = " -- "
 FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from hetpipe.errors import ScheduleError
-from hetpipe.records import short
+from hetpipe.words import short
 
 MOST_STAGE = 9_999
 MOST_NUMBER = 999_999_999  # micro-batches are counted through all mini-batches

@@ -167,11 +167,10 @@ __kernel void product(__global const float *x, __global const float *t, __global
 """
 
 
-def with_product() -> Device:
-    backend = subclass()
-    backend.register_kernel(
-        "aten.mm.default", PRODUCT, "product",
-        packs={"t": Pack(
+def with_product(**settings: Any) -> Device:
+    fields: dict[str, Any] = {
+        "source": PRODUCT,
+        "packs": {"t": Pack(
             input=1, function="flip", shape=lambda call: call.inputs[1].shape[::-1],
             arguments=lambda call: {
                 "w": call.inputs[1], "t": call.packed["t"], "rows": call.inputs[1].shape[0],
@@ -179,12 +178,14 @@ def with_product() -> Device:
             },
             global_size=lambda call: (call.inputs[1].numel,),
         )},
-        arguments=lambda call: {
+        "arguments": lambda call: {
             "x": call.inputs[0], "t": call.packed["t"], "y": call.outputs[0],
             "depth": call.inputs[0].shape[1], "columns": call.outputs[0].shape[1],
         },
-        global_size=lambda call: call.outputs[0].shape,
-    )  # fmt: skip
+        "global_size": lambda call: call.outputs[0].shape,
+    }  # fmt: skip
+    backend = subclass()
+    backend.register_kernel("aten.mm.default", function="product", **{**fields, **settings})
     return registry.open_device(pocl("tripled"))
 
 
@@ -219,6 +220,97 @@ def test_a_weight_is_packed_once_per_update(monkeypatch: pytest.MonkeyPatch) -> 
         device.download(output, array).wait(60)
         np.testing.assert_allclose(array, (X @ weight).numpy(), rtol=1e-4, atol=1e-5)
     assert launched == [2, 1, 2, 1]
+
+
+STORING = """
+__kernel void product(__global const float *x, __global const float *w, int depth, int columns,
+                      RESULTS)
+{
+    const int row = get_global_id(0), i = get_global_id(1);
+    float sum = 0;
+    for (int k = 0; k < depth; ++k)
+        sum += x[row * depth + k] * w[k * columns + i];
+    STORE(row * columns + i, sum);
+}
+"""
+
+
+def with_epilogue() -> Device:
+    backend = type("Tripled", (OpenCLBackend,), {"name": "tripled"})
+    registry.register_backend(backend)
+    backend.register_kernel(
+        "aten.mm.default", STORING, "product",
+        epilogue=True,
+        arguments=lambda call: {
+            "x": call.inputs[0], "w": call.inputs[1], "depth": call.inputs[0].shape[1],
+            "columns": call.outputs[0].shape[1],
+        },
+        global_size=lambda call: call.outputs[0].shape,
+    )  # fmt: skip
+    return registry.open_device(pocl("tripled"))
+
+
+Function = Callable[..., Any]
+EPILOGUES: dict[str, tuple[Function, int]] = {
+    "none": (lambda p, b, r: p, 1),
+    "bias": (lambda p, b, r: p + b, 1),
+    "bias and relu": (lambda p, b, r: torch.relu(p + b), 1),
+    "a residual in its order": (lambda p, b, r: (p * 2.0 + r).sigmoid(), 1),
+    "product and result": (lambda p, b, r: (p, torch.relu(p)), 1),
+    "two results": (lambda p, b, r: (p + b, p - r), 1),
+    "another shape": (lambda p, b, r: torch.exp(p.reshape(5, 2, 2) + 1.0), 1),
+    "integers": (lambda p, b, r: (p > 0.0).to(torch.int64), 1),
+    "its transpose": (lambda p, b, r: torch.exp(p.t()), 2),
+    "a row of its own": (lambda p, b, r: p - p.sum(1, keepdim=True), 3),
+}
+
+
+@pytest.mark.parametrize("name", EPILOGUES)
+def test_operators_that_follow_are_done_in_its_store(name: str) -> None:
+    device: Any = with_epilogue()
+    function, launches = EPILOGUES[name]
+    random = torch.Generator().manual_seed(2)
+    inputs = [X, *(torch.randn(size, generator=random) for size in ((7, 4), (4,), (5, 4)))]
+
+    def whole(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, r: torch.Tensor) -> Any:
+        return function(torch.mm(x, w), b, r)
+
+    executable: Any = device.compile(trace(whole, inputs, registry.decompositions_of("tripled")))
+    assert len(executable._lowered.launches) == launches
+    outputs, event, _ = executable.run([device.upload(each.numpy())[0] for each in inputs])
+    event.wait(60)
+    exact = whole(*(each.double() for each in inputs))
+    for output, right in zip(outputs, exact if isinstance(exact, tuple) else [exact], strict=True):
+        array = np.empty(output.shape, output.dtype)
+        device.download(output, array).wait(60)
+        np.testing.assert_allclose(array, right, rtol=1e-5, atol=1e-5)
+
+
+def test_an_epilogue_after_packed_weights() -> None:
+    source = PRODUCT.replace("__global float *y,\n", "").replace(
+        "int depth, int columns)", "int depth, int columns, RESULTS)"
+    )
+    source = source.replace(
+        "y[row * columns + column] = sum;", "STORE(row * columns + column, sum);"
+    )
+    device = with_product(
+        source=source,
+        epilogue=True,
+        arguments=lambda call: {
+            "x": call.inputs[0], "t": call.packed["t"], "depth": call.inputs[0].shape[1],
+            "columns": call.outputs[0].shape[1],
+        },
+    )  # fmt: skip
+    weight = torch.randn(7, 4, generator=torch.Generator().manual_seed(1))
+    fused = result(device, lambda x, w: torch.mm(x, w) * 2.0 + 1.0, X, weight)
+    exact = 2 * (X.double() @ weight.double()) + 1
+    np.testing.assert_allclose(fused, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_an_epilogue_of_nothing() -> None:
+    device = with_epilogue()
+    nothing = torch.empty(0, 7)
+    assert result(device, lambda x, w: torch.mm(x, w) + 1.0, nothing, X.t()).shape == (0, 5)
 
 
 def test_our_own_class_takes_no_kernels() -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from hetpipe.errors import HetpipeError, PlanError
 from hetpipe.plan.plan import Plan
-from hetpipe.records import Count, Entries, Number, OneOf, Source, read_json, short
+from hetpipe.records import Count, Entries, Number, OneOf, Source, read_json
+from hetpipe.words import short
 
 PLAN = Path(__file__).parents[1] / "data" / "plan.json"
 

@@ -1,0 +1,26 @@
+"""Values and names in messages, short whatever a file says."""
+
+from __future__ import annotations
+
+from reprlib import Repr
+
+
+def short(value: object) -> str:
+    """A value for a message, however large or deep it is."""
+    return _SHORT.repr(value)
+
+
+def word(part: int | str) -> str:
+    """A name for a message: as it is, unless it is long or not printable."""
+    plain = isinstance(part, int) or (part.isprintable() and len(part) <= _SHORT.maxstring)
+    return str(part) if plain else short(part)
+
+
+class _Short(Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        """Python refuses to print what has more than 4300 digits."""
+        return repr(x) if x.bit_length() < 128 else f"a number of {x.bit_length()} bits"
+
+
+_SHORT = _Short()
+_SHORT.maxstring = _SHORT.maxother = 80
