@@ -256,7 +256,7 @@ def _number(values: Mapping[str, str], field: str) -> Decimal:
         except InvalidOperation as error:
             raise CostError(f"{field} is {short(text)}; give a number") from error
         if not number.is_finite() or not 0 <= number <= MOST:
-            raise CostError(f"{field} is {short(text)}; give a number from 0 to {MOST:g}")
+            raise CostError(f"{field} is {word(text)}; give a number from 0 to {MOST:g}")
         total += number
     return total
 
