@@ -86,14 +86,15 @@ def _run(output: Output, info: DeviceInfo, level: LevelName) -> list[Result]:
     """The results; failures are shown as they come."""
     from rich.markup import escape
 
+    from hetpipe.conformance.check import Level
     from hetpipe.conformance.run import checks_of, run_suite
-    from hetpipe.conformance.suite import level_of
 
-    total = len(checks_of(level_of(level.value)))
+    asked = Level.named(level.value)
+    total = len(checks_of(asked))
     results: list[Result] = []
     with progress_bar() as progress:
         progress(f"checking {info.id}", 0, total)
-        for result in run_suite(info, level_of(level.value)):
+        for result in run_suite(info, asked):
             results.append(result)
             progress(f"checking {info.id}", len(results), total)
             if result.failed:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+from hetpipe.errors import BackendError
+
 if TYPE_CHECKING:
     from hetpipe.conformance.rig import Rig
 
@@ -17,6 +19,14 @@ class Level(IntEnum):
     CORE = 0
     TRAINING = 1
     FULL = 2
+
+    @classmethod
+    def named(cls, name: str) -> Level:
+        """The level of that name, in small letters. Raises `BackendError` for another name."""
+        levels = {level.name.lower(): level for level in cls}
+        if name not in levels:
+            raise BackendError(f"no level {name!r}; the levels are {', '.join(levels)}")
+        return levels[name]
 
 
 class BrokenRule(Exception):

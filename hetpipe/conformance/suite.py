@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
@@ -37,7 +37,7 @@ class BackendSuite:
         except BackendError:
             ids = []  # the test of the devices says why
         chosen = [each for each in ids if self.device in (None, each)]
-        pairs = [(each, check) for each in chosen for check in checks_of(level_of(self.level))]
+        pairs = [(each, check) for each in chosen for check in checks_of(Level.named(self.level))]
         metafunc.parametrize(
             ("device_id", "check"), pairs, ids=[f"{each}-{check.name}" for each, check in pairs]
         )
@@ -56,11 +56,3 @@ class BackendSuite:
             pytest.skip(result.message)
         if result.failed:
             pytest.fail(result.text, pytrace=False)
-
-
-def level_of(name: str) -> Level:
-    """The level of that name. Raises `BackendError` for another name."""
-    levels: dict[str, Any] = {level.name.lower(): level for level in Level}
-    if name not in levels:
-        raise BackendError(f"no level {name!r}; the levels are {', '.join(levels)}")
-    return Level(levels[name])

@@ -7,9 +7,12 @@ import re
 import subprocess
 import sys
 import sysconfig
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 250
@@ -17,18 +20,15 @@ LIMIT_S = 250
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A virtual environment with hetpipe from a wheel; torch and the rest are those of this one.
-
-    A path in a `.pth` file is searched for modules, but `.pth` files in it are not read: so the
-    checkout, which is installed by one, is not there.
-    """
+    """A virtual environment with hetpipe from a wheel, and links to what it depends on: no more."""
     folder = tmp_path_factory.mktemp("guide")
     run([sys.executable, "-m", "venv", str(folder / "venv")], folder)
     python = folder / "venv" / "bin" / "python"
-    here = sysconfig.get_path("purelib")
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    (site,) = run([str(python), "-c", code], folder).splitlines()
-    Path(site, "libraries.pth").write_text(here + "\n")
+    site = Path(run([str(python), "-c", code], folder).strip())
+    for entry in entries(dependencies("hetpipe") - {"hetpipe"}):
+        if not (site / entry).exists():
+            (site / entry).symlink_to(Path(sysconfig.get_path("purelib"), entry))
     pip = [str(python), "-m", "pip", "-q", "--disable-pip-version-check"]
     run([*pip, "wheel", "--no-deps", "--wheel-dir", str(folder), str(ROOT)], folder)
     (wheel,) = folder.glob("hetpipe-*.whl")
@@ -45,6 +45,27 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "XDG_CACHE_HOME": str(folder / "cache"),
         "GUIDE": str(folder),
     }
+
+
+def dependencies(name: str) -> set[str]:
+    """The distributions that an installation without extras brings, by name."""
+    names, waiting = set[str](), [name]
+    while waiting:
+        each = waiting.pop()
+        if each in names:
+            continue
+        names.add(each)
+        for line in metadata.requires(each) or ():
+            requirement = Requirement(line)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                waiting.append(canonicalize_name(requirement.name))
+    return names
+
+
+def entries(distributions: set[str]) -> set[str]:
+    """What they put into the folder of packages."""
+    files = (file for name in distributions for file in metadata.files(name) or ())
+    return {file.parts[0] for file in files} - {"..", "__pycache__"}
 
 
 def run(command: list[str], folder: Path, variables: dict[str, str] | None = None) -> str:
