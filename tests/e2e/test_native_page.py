@@ -44,7 +44,7 @@ def test_the_page_is_followed_to_the_letter(tmp_path: Path) -> None:
     train, dump = blocks("python")
     (tmp_path / "train.py").write_text(train)
     (tmp_path / "dump.py").write_text(dump)
-    begin, run = blocks("sh")
+    begin, run, conform = blocks("sh")
     said = shell(tmp_path, begin)
     assert "native:example.cpu:1" in said
     assert "has 100.0 % of the" in said
@@ -54,6 +54,8 @@ def test_the_page_is_followed_to_the_letter(tmp_path: Path) -> None:
     assert last < first
     said = shell(tmp_path, f"python dump.py\n{run.replace('10000', '50')}")
     assert "50 cycles; from cycle 5 on the process has grown by" in said
+    said = shell(tmp_path, conform)
+    assert re.search(r"native:example\.cpu:0: \d+ passed, \d+ skipped", said), said
 
 
 def test_the_pages_cluster_file_is_one(tmp_path: Path) -> None:
