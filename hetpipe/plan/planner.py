@@ -310,6 +310,12 @@ def _why_not(
             device: question.costs.table.devices[device].layers[index] for device in orders[0]
         }
         if all(entry.impossible for entry in entries.values()):
-            refusals = "; ".join(f"{name}: {entry.reason}" for name, entry in entries.items())
-            return f"none of them can run layer {layer.name} ({refusals})"
+            refusals = "; ".join(
+                entry.reason if entry.reason.startswith(name) else f"{name}: {entry.reason}"
+                for name, entry in entries.items()
+            )
+            return (
+                f"none of them can run layer {layer.name} ({refusals}); add a device that can, or "
+                "let another backend run its operators (`lends`): `hetpipe coverage` lists them all"
+            )
     return "each can run some layers, but in no order of them do these join to the whole model"

@@ -116,9 +116,9 @@ def require_support(device: Device, graph: fx.GraphModule) -> None:
     for node in graph_calls(graph):
         reason = device.supports(node)
         if reason is not None:
+            where = f" of layer {node.meta['layer']}" if "layer" in node.meta else ""
             raise UnsupportedOperatorError(
-                f"{device.info.id} cannot run {operator_name(node)} of layer "
-                f"{node.meta.get('layer', '?')}: {reason}"
+                f"{device.info.id} cannot run {operator_name(node)}{where}: {reason}"
             )
 
 
