@@ -40,6 +40,8 @@ class NativeDevice(Device):
     def supports(self, node: fx.Node) -> str | None:
         if node.target is operator.getitem:
             return None  # an item of a result is no work
+        if node.meta["val"] is None:
+            return "it has no result"
         used = [source.meta["val"] for source in (node, *node.all_input_nodes)]
         tensors = [t for val in used for t in (val if isinstance(val, tuple) else (val,))]
         dtypes = {graphs.dtype_name(t.dtype) for t in tensors if t is not None}

@@ -5,8 +5,8 @@ The header is the one source: its declarations are what cffi reads.
 
 from __future__ import annotations
 
-import atexit
 import re
+import weakref
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -28,7 +28,6 @@ TOGETHER = ("wait", "release_event")
 """Members that are both there or both NULL."""
 
 _loaded: dict[Path, Library] = {}
-_exiting: list[bool] = []  # empty until the process ends
 
 
 @cache
@@ -132,20 +131,15 @@ def text_of(characters: Any) -> str:
 class Handle:
     """A pointer of a library, given back when nobody has this object any more.
 
-    `owner` is what must outlive it: the device's own handle.
+    `owner` is what must outlive it: the device's own handle. A collection of garbage ends objects
+    in any order, so the finalizer keeps the owner. When the process ends all stays, as work may
+    still run.
     """
 
     def __init__(self, pointer: Any, give_back: Callable[[Any], None], owner: object) -> None:
         self.pointer = pointer
-        self._give_back = give_back
-        self._owner = owner
-
-    def __del__(self) -> None:
-        if not _exiting:
-            self._give_back(self.pointer)
+        weakref.finalize(self, _ended, give_back, pointer, owner).atexit = False
 
 
-@atexit.register
-def _exit() -> None:
-    """At the end of the process objects go in any order, and work may still run: all stays."""
-    _exiting.append(True)
+def _ended(give_back: Callable[[Any], None], pointer: Any, owner: object) -> None:
+    give_back(pointer)

@@ -45,6 +45,8 @@ def _along(index: Array, dim: int) -> tuple[Array, ...]:
 
 
 def _gather(x: Array, dim: int, index: Array, **_: Any) -> Array:
+    if index.size == 0:  # of any rank
+        return np.empty(index.shape, x.dtype)
     picked = np.atleast_1d(x)[_along(np.atleast_1d(index), dim)]
     return picked.reshape(index.shape)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from found_devices import trace
 from hetpipe.backends.native import LibraryWarning, NativeBackend
+from hetpipe.backends.native.library import Handle
 from native_libraries import example, faulty
 
 from hetpipe.errors import BackendError
@@ -126,6 +128,19 @@ def test_events_that_nobody_can_wait_for_are_refused(monkeypatch: pytest.MonkeyP
     device = opened(monkeypatch, "EVENTS_UNTOLD")
     with pytest.raises(BackendError, match="returns an event, and has neither wait nor"):
         device.upload(np.ones(3, np.float32))
+
+
+def test_a_collection_of_garbage_ends_a_device_after_its_buffers() -> None:
+    """Within one collection Python finalizes objects in any order."""
+    for _ in range(20):
+        ended: list[str] = []
+        device = Handle("device", ended.append, None)
+        buffers = [Handle("buffer", ended.append, device) for _ in range(3)]
+        circle: list[object] = [device, *buffers]
+        circle.append(circle)
+        del device, buffers, circle
+        gc.collect()
+        assert ended == ["buffer", "buffer", "buffer", "device"]
 
 
 def test_a_wait_ends_in_time_whatever_the_library_does(monkeypatch: pytest.MonkeyPatch) -> None:

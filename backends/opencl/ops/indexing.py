@@ -70,7 +70,8 @@ def gather(builder: Builder, node: fx.Node) -> None:
     dim %= len(table)
     strides = list(_strides(table))
     step, strides[dim] = strides[dim], 0
-    strides = strides[: len(node_shape(node))]
+    rank = len(node_shape(node))  # another than the table's for one element, or an empty index
+    strides = [*strides, *[0] * rank][:rank]
     index = builder.expr(node.args[2])
     _read(builder, node, builder.value(source), strides, [(index, step, table[dim])])
 

@@ -89,6 +89,7 @@ case(
     r(5, 4),
     ints(4, 3),
 )
+case("gather_nothing", lambda a, i: a.gather(0, i), r(5), ints(5, 2, 0))
 case(
     "scatter",
     lambda a, i, s: (aten.scatter_add(a, 0, i, s), aten.scatter.value(a, 0, i, 2.0)),
