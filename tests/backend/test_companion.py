@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from found_devices import opened, trace
+from found_devices import infos, opened, trace
 from hetpipe.backends.numpy import NumpyBackend, NumpyDevice
+from hetpipe.backends.opencl import OpenCLBackend
 from models import MLP, batches
 from reference import train
 from torch import fx
@@ -127,6 +128,20 @@ def test_lent_operators_are_named_with_their_bytes() -> None:
     (lent,) = device.lent(trace(lambda x: torch.tanh(x + 1.0) * 2.0, [X], TABLE))
     assert (lent.operator, lent.calls) == ("aten.tanh.default", 1)
     assert (lent.there_nbytes, lent.back_nbytes) == (6 * 8 * 4, 6 * 8 * 4)
+
+
+def test_an_opencl_device_may_borrow() -> None:
+    if not any(info.backend == "opencl" for info in infos()):
+        pytest.skip("no OpenCL device is here")
+    registry.register_backend(
+        type("Borrower", (OpenCLBackend,), {"name": "borrower", "lends": "numpy"})
+    )
+    device = registry.open_device(registry.devices_of("borrower")[0].id)
+    graph = trace(lambda x, w: (torch.relu(x @ w) * 2.0).cumsum(0).tanh(), [X, W], TABLE)
+    assert isinstance(device, CompanionDevice)
+    assert [lent.operator for lent in device.lent(graph)] == ["aten.cumsum.default"]
+    expected = (torch.relu(X.double() @ W.double()) * 2.0).cumsum(0).tanh()
+    np.testing.assert_allclose(results(device, graph)[0], expected, atol=1e-5)
 
 
 def test_what_neither_has_is_refused_with_both_reasons() -> None:
