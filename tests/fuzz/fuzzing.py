@@ -1,7 +1,7 @@
 """Runs a reader on many files that hypothesis makes, each within limits of time and memory.
 
 In the test suite the cases of a test are few, and the same every time. `HETPIPE_FUZZ=20000` runs so
-many of each test, others every time:
+many of each test of a reader, and a fifth of a test of commands, others every time:
 
     HETPIPE_FUZZ=20000 python -m pytest -s tests/fuzz --timeout 0
 """
@@ -38,7 +38,7 @@ def outcomes(
     counts: Counter[str] = Counter()
 
     @settings(
-        max_examples=ASKED or cases,
+        max_examples=ASKED * cases // CASES or cases,
         derandomize=not ASKED,
         database=None,
         deadline=None,
