@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from reprlib import Repr
 
 
@@ -14,6 +15,16 @@ def word(part: int | str) -> str:
     """A name for a message: as it is, unless it is long or not printable."""
     plain = isinstance(part, int) or (part.isprintable() and len(part) <= _SHORT.maxstring)
     return str(part) if plain else short(part)
+
+
+def words(parts: Iterable[int | str]) -> str:
+    """Names for a message, with commas; of many the first ones, and their number."""
+    names = [word(part) for part in parts]
+    rest = [f"... {len(names)} in all"] if len(names) > MOST_WORDS else []
+    return ", ".join(names[:MOST_WORDS] + rest)
+
+
+MOST_WORDS = 24
 
 
 class _Short(Repr):

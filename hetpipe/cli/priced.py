@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hetpipe.cli.check import check_devices
 from hetpipe.errors import PlanError
+from hetpipe.words import word, words
 
 if TYPE_CHECKING:
     from hetpipe.cost.table import CostTable
@@ -27,7 +28,7 @@ def plan_by(
     members = devices or list(costs.devices)
     for member in members:
         if member not in costs.devices:
-            raise PlanError(f"no costs for {member}; the table has {', '.join(costs.devices)}")
+            raise PlanError(f"no costs for {word(member)}; the table has {words(costs.devices)}")
     check_devices(asked, len(members))
     asked = replace(asked, microbatches=microbatches_of(costs, mini_batch, asked.microbatches))
     layers = [layer.name for layer in costs.layers]

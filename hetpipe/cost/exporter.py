@@ -7,6 +7,7 @@ from itertools import pairwise
 from hetpipe.cost.published import ProfileGraph, ProfileNode
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import CostError
+from hetpipe.words import word, words
 
 
 def graph_of(table: CostTable, device: str) -> ProfileGraph:
@@ -20,7 +21,7 @@ def graph_of(table: CostTable, device: str) -> ProfileGraph:
     Raises `CostError` for a device that is not in the table, or that cannot run a layer.
     """
     if device not in table.devices:
-        raise CostError(f"no costs for {device}; the table has {', '.join(table.devices)}")
+        raise CostError(f"no costs for {word(device)}; the table has {words(table.devices)}")
     nodes = []
     for index, (layer, cost) in enumerate(
         zip(table.layers, table.devices[device].layers, strict=True), start=1

@@ -19,6 +19,7 @@ from hetpipe.records import (
     Seconds,
     Source,
 )
+from hetpipe.words import short, words
 
 VERSION = 3
 EARLIER = (1, 2)
@@ -307,7 +308,7 @@ def _check_references(table: _Table, source: Source) -> None:
     for index, pair in enumerate(pairs):
         absent = [id for id in pair if id not in table.devices]
         if absent:
-            why = f"names {absent[0]!r}; the table has {', '.join(table.devices)}"
+            why = f"names {short(absent[0])}; the table has {words(table.devices)}"
             raise source.fault(("links", index), why)
         if pair in pairs[:index]:
             why = f"is a second one from {pair[0]} to {pair[1]}"

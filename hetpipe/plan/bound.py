@@ -46,7 +46,10 @@ def shared_s(times_s: Array) -> float:
     `times_s[d, l]` is the time of layer l on device d. Devices without a difference count as one.
     """
     kinds, counts = np.unique(times_s, axis=0, return_counts=True)
-    weights = 1 / kinds.sum(axis=1)  # the exact dual where devices differ by a factor alone
+    sums_s = kinds.sum(axis=1)
+    if not sums_s.all():
+        return 0.0  # a device does all in no time
+    weights = 1 / sums_s  # the exact dual where devices differ by a factor alone
     best_s = 0.0
     for number in range(ROUNDS):
         weights = weights / (weights @ counts)

@@ -17,6 +17,7 @@ from hetpipe.cost.table import CostTable
 from hetpipe.errors import ClusterError, CostError
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.proposal import PlannerOptions
+from hetpipe.words import word, words
 
 REFERENCE = "v100-pcie-16"
 """The board on which PipeDream's and DAPPLE's profiles were measured."""
@@ -84,7 +85,8 @@ def of_table(table: CostTable, mini_batch: int) -> Subject:
     def costs(cluster: Cluster, sizes: Sequence[int]) -> dict[int, CostTable]:
         for member in cluster.ids:
             if member not in table.devices:
-                raise CostError(f"no costs for {member}; the table has {', '.join(table.devices)}")
+                there = words(table.devices)
+                raise CostError(f"no costs for {word(member)}; the table has {there}")
         return {table.samples: table}
 
     return Subject(table.model, mini_batch, costs)

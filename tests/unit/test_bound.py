@@ -44,5 +44,10 @@ def test_devices_that_differ_by_a_factor_alone():
     assert shared_s(times_s) == pytest.approx(4.0)  # 6 s on one, 12 s on the other
 
 
+def test_a_device_that_takes_no_time():
+    assert shared_s(np.array([[1.0, 2.0], [0.0, 0.0]])) == 0.0
+    assert shared_s(np.array([[1.0, 2.0], [0.0, 3.0]])) == pytest.approx(1.2)  # 3/5 of layer 1
+
+
 def test_many_equal_devices():
     assert shared_s(np.ones((512, 100))) == pytest.approx(100 / 512)
