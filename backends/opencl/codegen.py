@@ -28,6 +28,8 @@ TILE = 256
 """Width of the tile of a work-item that reads across rows."""
 LANES = 16
 MOST_TENSORS = 24
+HELPERS = {"exact_erf(": "erf.cl"}
+"""The file that defines each function that generated code may call."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,12 @@ def kernel_source(path: str) -> str:
         return files("hetpipe.kernels").joinpath(path).read_text(encoding="utf-8")
     except (FileNotFoundError, IsADirectoryError) as error:
         raise BackendError(f"there is no kernel source {path!r} in hetpipe.kernels") from error
+
+
+def with_helpers(text: str) -> str:
+    """Generated code, after the functions of ours that it calls."""
+    helpers = [kernel_source(file) for call, file in HELPERS.items() if call in text]
+    return "\n".join([*helpers, text])
 
 
 def generate(group: Sequence[Store], target: Target, kept: Sequence[Store]) -> Code:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from .body import Body
 from .cnames import C_TYPES, pointed
-from .codegen import Kernel, Launch, Store, Tile, indent
+from .codegen import Kernel, Launch, Store, Tile, indent, with_helpers
 from .expr import Coord, Layout, Load, Value, loads, walk
 from .nest import Nest
 from .signature import Argument, bind
@@ -64,7 +64,7 @@ def _macros(group: Sequence[Store], kept: Sequence[Store]) -> tuple[str, dict[st
     head = f"inline void store_element({', '.join(declared)}) {{"
     results = ", ".join(f"{pointer}result_{name}" for name, pointer in pointers.items())
     passed = "".join(f"result_{name}, " for name in pointers)
-    text = "\n".join(indent(lines, head, "}"))
+    text = with_helpers("\n".join(indent(lines, head, "}")))
     text += f"\n#define RESULTS {results}\n"
     text += f"#define STORE(element, value) store_element({passed}element, value)\n"
     return text, {f"result_{name}": value for name, value in body.named.items()}

@@ -9,16 +9,14 @@ from typing import Any
 
 from .arena import nbytes
 from .binaries import Binaries
-from .builder import Kernel, Launch, kernel_source
+from .builder import Kernel, Launch
+from .codegen import with_helpers
 from .driver import driver, errors, quiet
 from .expr import Value
 from .groups import groups_of
 from .memory import room_nbytes
 from .second_compiler import SecondCompiler
 from .specialise import FirstLaunch, Job, build
-
-HELPERS = {"exact_erf(": "erf.cl"}
-"""The file that defines each function that generated kernels may call."""
 
 
 class Programs:
@@ -68,9 +66,8 @@ class Programs:
         names = {kernel.source: kernel.name for kernel in generated}
         for sources in groups_of(generated):
             text = "\n".join(sources)
-            helpers = [kernel_source(f) for call, f in HELPERS.items() if call in text]
             name = next(names[source] for source in sources if source in names)
-            yield _Program("\n".join([*helpers, text]), (), sources, name)
+            yield _Program(with_helpers(text), (), sources, name)
         others = {(k.source, k.options): k.name for k in new if not k.generated}
         for (source, options), name in others.items():
             yield _Program(source, options, (source,), name)

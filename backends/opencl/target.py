@@ -32,6 +32,11 @@ class Target:
         return self.info.kind
 
     @property
+    def family(self) -> str:
+        """The folder of `kernels/` for products and convolutions: cpu, or gpu."""
+        return "gpu" if self.kind == "gpu" else "cpu"
+
+    @property
     def checks_memory(self) -> bool:
         """Whether it is an interpreter that reports accesses outside an allocation."""
         return self.info.capabilities.reference

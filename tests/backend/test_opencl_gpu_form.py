@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from as_gpu import AsGpu
 from found_devices import infos
 from hetpipe.backends.opencl.device import OpenCLDevice
-from opencl_devices import IDS, close_to_torch, results
+from oclgrind import ORACLE, log_of
+from opencl_devices import IDS, close_to_torch, compiled, results
+from torch.nn import functional
 
 from hetpipe.sdk.operators import keep_mask
-from hetpipe.sdk.registry import get_backend
 
 pytestmark = pytest.mark.parametrize("device_id", IDS)
 
@@ -21,8 +25,8 @@ pytestmark = pytest.mark.parametrize("device_id", IDS)
 @cache
 def as_gpu(device_id: str) -> OpenCLDevice:
     """The device, taken for a GPU."""
-    (info,) = (info for info in infos() if info.id == device_id)
-    device = get_backend("opencl").open(replace(info, kind="gpu"))
+    info = next(info for info in infos() if info.id == device_id)
+    device = AsGpu().open(replace(info, id=f"as-gpu{device_id[6:]}", kind="gpu"))
     assert isinstance(device, OpenCLDevice)
     return device
 
@@ -72,3 +76,112 @@ def test_masks(device_id: str) -> None:
         return keep_mask(words, 1, [4, 5, 6], 0.5, 0, 2)
 
     np.testing.assert_array_equal(results(as_gpu(device_id), fn, rng)[0], fn(rng).numpy())
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "cols"), [(1, 1, 1), (33, 70, 45), (64, 16, 64), (65, 300, 129), (3, 5, 400)]
+)
+def test_products(device_id: str, rows: int, depth: int, cols: int) -> None:
+    a, b = normal(rows, depth), normal(depth, cols)
+    close_to_torch(as_gpu(device_id), lambda a, b: a @ b, a, b)
+    close_to_torch(
+        as_gpu(device_id), lambda a, b: a.t() @ b.t(), a.t().contiguous(), normal(cols, depth)
+    )
+
+
+def test_products_in_batches_with_a_bias_that_is_broadcast(device_id: str) -> None:
+    a, b = normal(3, 20, 35), normal(3, 40, 35)
+    close_to_torch(as_gpu(device_id), lambda a, b: a @ b.transpose(1, 2), a, b)
+    close_to_torch(
+        as_gpu(device_id),
+        lambda a, b, c: torch.baddbmm(c, a, b.transpose(1, 2), beta=0.5, alpha=2.0),
+        a, b, normal(20, 1),
+    )  # fmt: skip
+
+
+def test_long_sums_are_divided_and_the_same_every_time(device_id: str) -> None:
+    def gradient(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+        return x.t() @ dy
+
+    x, dy = normal(3000, 13), normal(3000, 17)
+    device = as_gpu(device_id)
+    assert len(compiled(device, gradient, x, dy)._lowered.launches) == 2
+    close_to_torch(device, gradient, x, dy)
+    first, second = (results(device, gradient, x, dy)[0] for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+
+
+def test_an_epilogue_is_done_by_the_product(device_id: str) -> None:
+    def layer(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+        return functional.gelu(torch.addmm(b, x, w.t())) + r
+
+    inputs = normal(35, 20), normal(50, 20), normal(50), normal(35, 50)
+    device = as_gpu(device_id)
+    assert len(compiled(device, layer, *inputs)._lowered.launches) == 1
+    close_to_torch(device, layer, *inputs)
+
+
+CONVOLUTIONS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "plain": ((6, 4, 3, 2), {}),
+    "one pixel": ((70, 4, 1, 1), {}),
+    "strided": ((6, 4, 3, 3), {"stride": 2, "padding": 1}),
+    "groups": ((6, 2, 3, 2), {"groups": 2, "padding": (1, 2)}),
+    "depthwise": ((4, 1, 3, 3), {"groups": 4, "padding": 1}),
+    "dilated": ((6, 4, 3, 2), {"dilation": 2, "stride": (1, 2), "padding": 2}),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions_and_their_gradients(device_id: str, name: str) -> None:
+    shape, how = CONVOLUTIONS[name]
+    x, w, b = normal(2, 4, 11, 13), normal(*shape), normal(shape[0])
+    dy = normal(*functional.conv2d(x, w, b, **how).shape)
+
+    def both(
+        x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, dy: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        y, gradients = torch.func.vjp(lambda *args: functional.conv2d(*args, **how), x, w, b)
+        return y.relu(), *gradients(dy)
+
+    close_to_torch(as_gpu(device_id), both, x, w, b, dy)
+
+
+def test_a_transposed_convolution(device_id: str) -> None:
+    x, w, b = normal(2, 6, 5, 4), normal(6, 4, 3, 3), normal(4)
+    how: dict[str, Any] = {"stride": 2, "padding": 1, "output_padding": 1}
+    dy = normal(*functional.conv_transpose2d(x, w, b, **how).shape)
+
+    def both(
+        x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, dy: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        run = functional.conv_transpose2d
+        y, gradients = torch.func.vjp(lambda *args: run(*args, **how), x, w, b)
+        return y, *gradients(dy)
+
+    close_to_torch(as_gpu(device_id), both, x, w, b, dy)
+
+
+CHECKED = """
+import sys
+import torch
+sys.path.insert(0, TESTS)
+from dataclasses import replace
+from as_gpu import AsGpu
+from opencl_devices import close_to_torch
+from torch.nn import functional
+backend = AsGpu()
+device = backend.open(next(info for info in backend.discover() if "oclgrind" in info.id))
+def x(*shape): return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+def convolve(a, w, dy):
+    y, gradients = torch.func.vjp(lambda a, w: functional.conv2d(a, w, stride=2, padding=1), a, w)
+    return y, *gradients(dy)
+close_to_torch(device, lambda a, b: (a @ b).tanh(), x(5, 19), x(19, 34))
+close_to_torch(device, convolve, x(1, 2, 5, 4), x(3, 2, 3, 3), x(1, 3, 3, 2))
+"""
+
+
+@pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")
+def test_no_races_and_no_access_outside(device_id: str, tmp_path: Path) -> None:
+    if device_id != IDS[0]:
+        pytest.skip("Oclgrind is one device")
+    assert log_of(CHECKED, tmp_path, "OCLGRIND_DATA_RACES") == ""

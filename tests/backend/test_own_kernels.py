@@ -255,6 +255,7 @@ EPILOGUES: dict[str, tuple[Function, int]] = {
     "none": (lambda p, b, r: p, 1),
     "bias": (lambda p, b, r: p + b, 1),
     "bias and relu": (lambda p, b, r: torch.relu(p + b), 1),
+    "a function of ours": (lambda p, b, r: torch.nn.functional.gelu(p + b), 1),
     "a residual in its order": (lambda p, b, r: (p * 2.0 + r).sigmoid(), 1),
     "product and result": (lambda p, b, r: (p, torch.relu(p)), 1),
     "two results": (lambda p, b, r: (p + b, p - r), 1),

@@ -12,10 +12,11 @@ from itertools import product
 
 from torch import fx
 
+from .. import gpu
 from ..builder import Builder, Kernel, Value
+from ..geometry import Geometry
 from ._convolution import (
     Axis,
-    Geometry,
     choose_tile,
     forward_axis,
     geometry_of,
@@ -243,7 +244,10 @@ def convolution(builder: Builder, node: fx.Node) -> None:
     g, transposed = geometry_of(node)
     x, weight = _images(builder, x_node), _images(builder, weight_node)
     bias = None if bias_node is None else builder.value(bias_node)
-    if transposed:
+    if builder.device.family == "gpu":
+        compute = gpu.input_gradient if transposed else gpu.forward
+        y = compute(builder, g, x, weight, bias)
+    elif transposed:
         y = input_gradient(builder, g, _gradient_copy(builder, g, x), weight, bias)
     else:
         y = forward(builder, g, x, weight, bias)
@@ -259,16 +263,24 @@ def convolution_backward(builder: Builder, node: fx.Node) -> None:
     dy, x, weight = (_images(builder, each) for each in (dy_node, x_node, weight_node))
     wide, narrow = (dy, x) if transposed else (x, dy)  # operand and result of the plain convolution
     dx = dw = None
-    if want_x and transposed:
-        dx = forward(builder, g, dy, weight, None)
-    if want_weight or not transposed:
-        narrow_copy = _gradient_copy(builder, g, narrow, border=want_x and not transposed)
-        if want_x and not transposed:
-            dx = input_gradient(builder, g, narrow_copy, weight)
-        if want_weight:
-            dw = weight_gradient(builder, g, _forward_copy(builder, g, wide), narrow_copy)
-            dw = builder.reshape(dw, weight_node.meta["val"].shape)
+    if builder.device.family == "gpu":
+        if want_x:
+            compute = gpu.forward if transposed else gpu.input_gradient
+            dx = compute(builder, g, dy, weight, None)
+        dw = gpu.weight_gradient(builder, g, wide, narrow) if want_weight else None
+        db = gpu.bias_gradient(builder, dy) if want_bias else None
+    else:
+        if want_x and transposed:
+            dx = forward(builder, g, dy, weight, None)
+        if want_weight or not transposed:
+            narrow_copy = _gradient_copy(builder, g, narrow, border=want_x and not transposed)
+            if want_x and not transposed:
+                dx = input_gradient(builder, g, narrow_copy, weight)
+            if want_weight:
+                dw = weight_gradient(builder, g, _forward_copy(builder, g, wide), narrow_copy)
+        db = bias_gradient(builder, dy) if want_bias else None
     if dx is not None:
         dx = builder.reshape(dx, x_node.meta["val"].shape)
-    db = bias_gradient(builder, dy) if want_bias else None
+    if dw is not None:
+        dw = builder.reshape(dw, weight_node.meta["val"].shape)
     builder.result(node, (dx, dw, db))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from ..builder import Builder, Kernel, Launch, Value
+from ..gpu import tiled_product
+from ..product import Operand, Product
 from ..signature import Argument, bind
 from ._float32 import arguments, why_not_all_float32
 from .registry import lowers
@@ -25,50 +27,10 @@ THIN_OPERATIONS = 1 << 14
 """Sizes up to which packing costs more than it saves."""
 
 
-@dataclass(frozen=True)
-class Operand:
-    """A batch of matrices in memory; `batch`, `row` and `col` are strides in elements."""
-
-    value: Value
-    offset: int
-    batch: int
-    row: int
-    col: int
-
-    @property
-    def transposed(self) -> Operand:
-        """The same memory, rows and columns exchanged."""
-        return replace(self, row=self.col, col=self.row)
-
-
-@dataclass(frozen=True)
-class Product:
-    """C = alpha * left @ right + beta * bias; left is rows x depth, right depth x cols."""
-
-    batch: int
-    rows: int
-    cols: int
-    depth: int
-    left: Operand
-    right: Operand
-    bias: Operand | None = None
-    alpha: float = 1.0
-    beta: float = 0.0
-
-    @property
-    def scaling(self) -> dict[str, Argument]:
-        """Kernel arguments alpha, beta, bias and its strides; without a bias, any tensor."""
-        bias = self.bias or replace(self.left, offset=0, batch=0, row=0, col=0)
-        beta = float(self.beta) if self.bias else 0.0
-        return {
-            "alpha": float(self.alpha), "beta": beta, "bias": bias.value,
-            "bias_offset": bias.offset, "bias_batch": bias.batch, "bias_row": bias.row,
-            "bias_col": bias.col,
-        }  # fmt: skip
-
-
 def lower_product(builder: Builder, product: Product) -> Value:
     """Add the launches of a product; returns C, (batch, rows, cols) row-major."""
+    if builder.device.family == "gpu":
+        return tiled_product(builder, product)
     thin = min(product.rows, product.cols) <= THIN_ROWS
     if thin or product.rows * product.cols * product.depth <= THIN_OPERATIONS:
         return _thin(builder, product)

@@ -7,8 +7,9 @@ import math
 from torch import fx
 
 from ..builder import Builder, Kernel, Value
+from ..product import Operand
 from ._float32 import arguments, optional, why_not_float32
-from .matmul import Operand, pack_columns
+from .matmul import pack_columns
 from .registry import lowers
 
 LARGEST_ROWS = 12

@@ -1,0 +1,23 @@
+"""Matrix products on GPUs."""
+
+from __future__ import annotations
+
+from ..builder import Builder, Value
+from ..product import Product
+from .tiles import in_parts, launch, tiles_of
+
+
+def tiled_product(builder: Builder, p: Product) -> Value:
+    """C of a product, (batch, rows, cols) row-major."""
+    target = builder.device
+    tiles = in_parts(tiles_of(target, p.rows, p.cols, p.depth, p.batch), target)
+    a, b = p.left, p.right
+    return launch(
+        builder, "matmul", "matmul", tiles, (p.batch, p.rows, p.cols),
+        {
+            "a": a.value, "a_offset": a.offset, "a_batch": a.batch, "a_row": a.row, "a_k": a.col,
+            "b": b.value, "b_offset": b.offset, "b_batch": b.batch, "b_k": b.row, "b_col": b.col,
+            "batches": p.batch, "rows": p.rows, "cols": p.cols, "depth": p.depth,
+            "each": tiles.each, **p.scaling,
+        },
+    )  # fmt: skip

@@ -1,0 +1,93 @@
+"""Tiles of products on GPUs: their size, how many there are, and parts of long sums."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..builder import Builder, Kernel, Value
+from ..own_epilogue import OwnLaunch
+from ..reduce import SUM, reduce
+from ..signature import Argument
+from ..target import Target
+
+DEPTH = 16
+"""Steps of k in local memory at once."""
+GROUPS_PER_UNIT = 4
+"""Work-groups that keep a compute unit busy while some of them wait for memory."""
+SHORTEST_PART = 256
+"""Steps of k below which a part of a sum is not worth its trip through memory."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """C of rows x cols, `batches` times, in square tiles, one for each work-group."""
+
+    rows: int
+    cols: int
+    batches: int
+    depth: int
+    group: int
+    """Work-items of a work-group in each direction."""
+    item: int
+    """Elements of a work-item in each direction."""
+    parts: int = 1
+    """Parts of each sum over k, which are computed apart and then added in order."""
+
+    @property
+    def each(self) -> int:
+        """Steps of k of a part."""
+        return -(-self.depth // self.parts)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Of the kernels' source."""
+        return (f"-DGROUP={self.group}", f"-DITEM={self.item}", f"-DDEPTH={DEPTH}")
+
+    @property
+    def global_size(self) -> tuple[int, int, int]:
+        """Columns, rows, parts and batches."""
+        side = self.group * self.item
+        across, down = math.ceil(self.cols / side), math.ceil(self.rows / side)
+        return (across * self.group, down * self.group, self.parts * self.batches)
+
+    @property
+    def local_size(self) -> tuple[int, int, int]:
+        """A work-group."""
+        return (self.group, self.group, 1)
+
+
+def tiles_of(target: Target, rows: int, cols: int, depth: int, batches: int = 1) -> Tiles:
+    """Large tiles read less; small ones leave less of themselves empty and are more of them."""
+    group = 16 if target.max_work_group_size >= 256 else 8
+    item = 4 if min(rows, cols) > 2 * group else 2
+    return Tiles(rows, cols, batches, depth, group, item)
+
+
+def in_parts(tiles: Tiles, target: Target) -> Tiles:
+    """With long sums divided, where there are too few tiles to fill the device."""
+    across, down, _ = tiles.global_size
+    groups = across * down * tiles.batches // tiles.group**2
+    parts = min(GROUPS_PER_UNIT * target.compute_units // groups, tiles.depth // SHORTEST_PART)
+    return Tiles(
+        tiles.rows, tiles.cols, tiles.batches, tiles.depth, tiles.group, tiles.item, max(1, parts)
+    )
+
+
+def launch(
+    builder: Builder, file: str, function: str, tiles: Tiles, shape: tuple[int, ...],
+    args: Mapping[str, Argument],
+) -> Value:  # fmt: skip
+    """The result, of `shape`, of a kernel of `kernels/gpu/`; it may take an epilogue if its sums
+    are in one part."""
+    text = builder.source("gpu/tile.cl") + builder.source(f"gpu/{file}.cl")
+    kernel = Kernel(text, function, tiles.options)
+    own = OwnLaunch(kernel, args, tiles.global_size, tiles.local_size)
+    if tiles.parts == 1:
+        out = builder.new(shape, "float32")
+        builder.product(out, [own.plain(out)], own.with_stores)
+        return out
+    parts = builder.new((tiles.parts, *shape), "float32")
+    builder.add(own.plain(parts))
+    return reduce(builder, builder.pool.load(parts), [0], SUM)

@@ -1,0 +1,26 @@
+// Matrix products on GPUs: C = alpha * A B + beta * bias, batched, any strides.
+//
+//   C  [splits][batches][rows][cols]   parts of the sum over k, to be added; usually 1
+//
+// global size: column tiles, row tiles (each times GROUP), splits * batches
+
+#define A(row, k) ((row) < rows ? a[a_at + (row) * a_row + (k) * a_k] : 0.0f)
+#define B(k, col) ((col) < cols ? b[b_at + (k) * b_k + (col) * b_col] : 0.0f)
+
+WORK_GROUP __kernel void matmul(__global const float* a, const int a_offset, const int a_batch, const int a_row,
+                                const int a_k, __global const float* b, const int b_offset, const int b_batch,
+                                const int b_k, const int b_col, const int batches, const int rows, const int cols,
+                                const int depth, const int each, const float alpha, const float beta,
+                                __global const float* bias, const int bias_offset, const int bias_batch,
+                                const int bias_row, const int bias_col, RESULTS) {
+  TILES;
+  const int batch = get_group_id(2) % batches, split = get_group_id(2) / batches;
+  const int a_at = a_offset + batch * a_batch, b_at = b_offset + batch * b_batch;
+  MULTIPLY(A, a_k == 1, B, b_k == 1, split * each, min(depth, (split + 1) * each));
+  EACH(rows, cols)
+    float scaled = alpha * sum;
+    if (beta != 0.0f && split == 0)
+      scaled += beta * bias[bias_offset + batch * bias_batch + row * bias_row + col * bias_col];
+    STORE(((int)get_group_id(2) * rows + row) * cols + col, scaled);
+  EACH_END
+}

@@ -1,0 +1,22 @@
+"""Every OpenCL device of this machine, taken for a GPU: its kernels can be tested without one.
+
+hetpipe conform tests/backend/as_gpu.py --device as-gpu:pocl:0
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hetpipe.backends.opencl import OpenCLBackend
+
+from hetpipe.sdk import DeviceInfo, register_backend
+
+
+@register_backend
+class AsGpu(OpenCLBackend):
+    """Devices with the kernels of GPUs."""
+
+    name = "as-gpu"
+
+    def discover(self) -> list[DeviceInfo]:
+        return [replace(info, kind="gpu") for info in super().discover()]
