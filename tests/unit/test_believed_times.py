@@ -95,7 +95,7 @@ def test_some_jumps_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         looks[0] += 1
         return 1e-3 * looks[0] + 3600.0 * ((looks[0] // 11) % 2)
 
-    # The engine's part of an action, which is in each layer's times, is measured by a clock that runs.
+    # The engine's part of an action is in each layer's times, and measured by a clock that runs.
     monkeypatch.setattr(measure, "engine_s", lambda crew, orders: {})
     with pytest.warns(ClockWarning, match=r"a \(numpy:cpu:0\): .* took .* which cannot be"):
         table = profiled(tmp_path, monkeypatch, now_s)
