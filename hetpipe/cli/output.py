@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,9 +72,12 @@ def error_console() -> Console:
 
 
 def _console(stderr: bool, width: int | None = None) -> Console:
-    """A console that leaves `:factory:` as it is."""
+    """A console that leaves `:factory:` as it is, and escapes what the terminal cannot show."""
     from rich.console import Console
 
+    stream = sys.stderr if stderr else sys.stdout
+    if isinstance(stream, TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
     return Console(stderr=stderr, width=width, emoji=False)
 
 

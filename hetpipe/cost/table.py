@@ -23,6 +23,8 @@ from hetpipe.words import short, words
 
 VERSION = 3
 EARLIER = (1, 2)
+LONGEST_ID = 1000
+"""Letters of a device's id: messages name devices."""
 """Tables of these versions are read, too: both lack `sum_speed`, 1 has no probe and no spread."""
 
 Factor = Annotated[float, Number(most=1.0, above=True)]
@@ -301,6 +303,9 @@ def _check_references(table: _Table, source: Source) -> None:
     """Raises `CostError` where a part names a device or layer that the table lacks."""
     count = len(table.layers)
     for id, device in table.devices.items():
+        if len(id) > LONGEST_ID:
+            why = f"has {short(id)}, of {len(id)} letters; an id has {LONGEST_ID} at most"
+            raise source.fault(("devices",), why)
         if len(device.layers) != count:
             why = f"has {len(device.layers)} entries, the model has {count} layers: give one each"
             raise source.fault(("devices", id, "layers"), why)

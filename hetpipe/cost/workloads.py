@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from hetpipe.cost.published import ChainCosts, ProfileGraph, ProfileNode, path_of
 from hetpipe.records import Count, Entries, Number, Source, Whole
+from hetpipe.words import words
 
 Latency = Literal["accelerator", "cpu"]
 """Whose time of a node counts; the files call any accelerator an FPGA."""
@@ -129,7 +130,7 @@ def piper_chain(source: Source, data: Any, unit_s: float) -> ChainCosts:
     layers = {}
     for index, node in enumerate(workload.nodes):
         if "1" not in node.TMPCs:
-            why = f"has the degrees {', '.join(node.TMPCs) or 'none'}; give the costs of degree 1"
+            why = f"has the degrees {words(node.TMPCs) or 'none'}; give the costs of degree 1"
             raise source.fault(("nodes", index, "TMPCs"), why)
         costs = min(node.TMPCs["1"], key=lambda costs: costs.timePerSample)
         layers[node.id] = _Layer(

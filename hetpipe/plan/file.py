@@ -9,6 +9,7 @@ from hetpipe.errors import PlanError
 from hetpipe.files import write_json
 from hetpipe.plan.plan import Plan
 from hetpipe.records import Source, read_json
+from hetpipe.words import short, words
 
 
 def write_plan(path: Path, plan: Plan, costs: CostTable | None) -> None:
@@ -40,5 +41,5 @@ def _check_fit(plan: Plan, table: CostTable, source: Source) -> None:
         raise source.fault(("costs", "layers"), why)
     for device in plan.all_devices:
         if device not in table.devices:
-            why = f"has {', '.join(table.devices)} and lacks {device!r}, which the plan names"
+            why = f"has {words(table.devices)} and lacks {short(device)}, which the plan names"
             raise source.fault(("costs", "devices"), why)

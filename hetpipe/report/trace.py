@@ -13,6 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from hetpipe.errors import CostError
 from hetpipe.files import write_beside
 from hetpipe.report.intervals import Interval, Kind, intervals, pairs
 from hetpipe.schedule.action import Op
@@ -37,14 +38,22 @@ def write_trace(path: Path, timelines: Sequence[Timeline]) -> None:
     """Write timelines as one trace; all of them begin at its time 0.
 
     Every span is an event with its own times, except that a receive begins when its message is on
-    its way: until then there is a wait. Raises `HetpipeError` if the file cannot be written.
+    its way: until then there is a wait. Raises `HetpipeError` if the file cannot be written, `CostError` if a
+    time is not finite in it.
     """
     events = [
         event
         for process, timeline in enumerate(timelines, 1)
         for event in _Process(process, timeline).events()
     ]
-    text = json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, allow_nan=False)
+    try:
+        text = json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, allow_nan=False)
+    except ValueError as error:
+        last_s = max(span.end_s for timeline in timelines for span in timeline.spans)
+        raise CostError(
+            f"cannot write {path}: a timeline ends at {last_s:g} s, which is no finite number in "
+            "the microseconds of a trace; check the costs"
+        ) from error
     write_beside(path, lambda beside: beside.write_text(text, encoding="utf-8"))
 
 

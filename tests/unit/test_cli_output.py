@@ -109,3 +109,12 @@ def test_several_ranks_are_refused() -> None:
     for rank in ("RANK", "LOCAL_RANK"):
         with pytest.raises(HetpipeError, match="process 2 of 4"):
             refuse_ranks({"WORLD_SIZE": "4", rank: "2"})
+
+
+def test_a_name_that_a_terminal_cannot_show_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JSON can have half of a surrogate pair; a terminal may know ASCII alone."""
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stderr", terminal)
+    complain("no costs for \ud800 and é")
+    terminal.flush()
+    assert terminal.buffer.getvalue() == b"no costs for \\ud800 and \\xe9\n"  # type: ignore[attr-defined]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost
-from hetpipe.errors import HetpipeError
+from hetpipe.errors import CostError, HetpipeError
 from hetpipe.files import dump_json, write_beside, write_json
-from hetpipe.report import cost_table, draw_timelines, link_table
+from hetpipe.report import cost_table, draw_timelines, link_table, write_trace
 from hetpipe.report.units import format_nbytes, format_rate, format_s
 from hetpipe.schedule.action import Action
 from hetpipe.simulate.timeline import Span, Timeline
@@ -115,3 +116,10 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
         write_beside(path, fail)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_trace_of_a_time_beyond_all_numbers_is_refused(tmp_path: Path) -> None:
+    endless = replace(timeline("a"), spans=(Span(0, Action.parse("0F0"), 0.0, 1e305),))
+    with pytest.raises(CostError, match=r"ends at 1e\+305 s, .* check the costs"):
+        write_trace(tmp_path / "trace.json", [endless])
+    assert not list(tmp_path.iterdir())
