@@ -38,8 +38,8 @@ def write_trace(path: Path, timelines: Sequence[Timeline]) -> None:
     """Write timelines as one trace; all of them begin at its time 0.
 
     Every span is an event with its own times, except that a receive begins when its message is on
-    its way: until then there is a wait. Raises `HetpipeError` if the file cannot be written, `CostError` if a
-    time is not finite in it.
+    its way: until then there is a wait. Raises `HetpipeError` if the file cannot be written, and
+    `CostError` if a time is not finite in it.
     """
     events = [
         event
