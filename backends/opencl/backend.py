@@ -69,11 +69,16 @@ class OpenCLBackend(Backend):
         from hetpipe.sdk.graph import core_decompositions
 
         from .decompositions import decompositions
+        from .further import further_decompositions
         from .ops.registry import kept_operators
 
         kept = kept_operators(self.lowerings())
-        ours = {op: fn for op, fn in decompositions().items() if str(op) not in kept}
-        return {**core_decompositions(keep=kept), **ours}
+        table = {
+            **further_decompositions(),
+            **core_decompositions(keep=kept),
+            **decompositions(),
+        }
+        return {op: fn for op, fn in table.items() if str(op) not in kept}
 
     def lowerings(self) -> Mapping[str, Lowering]:
         """By operator, how graphs become launches: our kernels, and those of `kernels`."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx
+from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hetpipe.conformance.check import BrokenRule, NotAsked
@@ -126,7 +127,9 @@ def trace(fn: Function, inputs: Sequence[torch.Tensor], table: Any) -> fx.GraphM
         return tuple(tensors_of(fn(*args)))
 
     own = [tensor.clone() for tensor in inputs]  # one tensor twice would be one input
-    graph = make_fx(flat, decomposition_table=dict(table))(*own)
+    # As captured graphs: nothing is changed in place.
+    functional = functionalize(make_fx(flat)(*own), remove="mutations")
+    graph = make_fx(functional, decomposition_table=dict(table))(*own)
     if any(node.op == "get_attr" for node in graph.graph.nodes):
         raise NotAsked("traced, it reads a constant")
     graph.graph.eliminate_dead_code()

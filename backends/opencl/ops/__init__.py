@@ -12,6 +12,7 @@ from . import (
     pooling,
     recurrent,
     reduction,
+    scatter,
     view,
 )
 
@@ -27,5 +28,6 @@ __all__ = [
     "pooling",
     "recurrent",
     "reduction",
+    "scatter",
     "view",
 ]

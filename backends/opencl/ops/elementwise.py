@@ -55,7 +55,7 @@ FUNCTIONS = {
         name: (f"{name}({{0}})", DEAR)
         for name in (
             "exp", "exp2", "log", "log2", "log10", "log1p", "expm1", "sin", "cos", "tan", "tanh",
-            "erfc", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh",
+            "lgamma", "erfc", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh",
         )
     },
 }  # fmt: skip
@@ -63,6 +63,17 @@ POWERS = {
     0.0: "({T})(1)", 1.0: "{0}", 2.0: "{0} * {0}", 3.0: "{0} * {0} * {0}", 0.5: "sqrt({0})",
     -0.5: "rsqrt({0})", -1.0: "({T})(1) / {0}", -2.0: "({T})(1) / ({0} * {0})",
 }  # fmt: skip
+
+
+FLOATING = {
+    "hypot.default": "hypot({0}, {1})",
+    "nextafter.default": "nextafter({0}, {1})",
+    "copysign.Tensor": "copysign({0}, {1})",
+    "copysign.Scalar": "copysign({0}, {1})",
+    "fmax.default": "fmax({0}, {1})",
+    "fmin.default": "fmin({0}, {1})",
+}
+"""Functions of two numbers that C has for floats."""
 
 
 def _names(table: Any, *overloads: str) -> list[str]:
@@ -102,6 +113,20 @@ def arithmetic(builder: Builder, node: fx.Node) -> None:
     code, weight = ARITHMETIC[_stem(node)]
     a, b = operands(builder, node, node.args[:2])
     builder.define(node, _truth(builder, builder.apply(code, a.dtype, a, b, weight=weight)))
+
+
+@lowers(*(f"aten.{name}" for name in FLOATING), supports=_floats_only)
+def floating(builder: Builder, node: fx.Node) -> None:
+    a, b = operands(builder, node, node.args[:2])
+    code = FLOATING[operator_name(node).removeprefix("aten.")]
+    builder.define(node, builder.apply(code, a.dtype, a, b, weight=DEAR))
+
+
+@lowers("aten.signbit.default")
+def signbit(builder: Builder, node: fx.Node) -> None:
+    a = builder.expr(node.args[0])
+    code = "signbit({0})" if a.dtype in FLOATS else "{0} < 0"
+    builder.define(node, builder.apply(f"abs(convert_{{M}}({code}))", "bool", a))
 
 
 def _truth(builder: Builder, expr: Expr) -> Expr:

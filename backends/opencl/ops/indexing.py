@@ -5,16 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 from torch import fx
 
-from hetpipe.sdk.graph import operator_name
-
 from .. import layouts
-from ..builder import Builder, Kernel, node_dtype, node_shape
-from ..cnames import C_TYPES
-from ..expr import Const, Expr, Layout, Load, Value
-from ._common import argument, cast
+from ..builder import Builder, node_dtype, node_shape
+from ..expr import Expr, Layout, Load, Value
 from .registry import lowers
 
 Index = tuple[Expr, int, int]
@@ -113,75 +108,3 @@ def _indices(
         at = indexed[0] + rank - len(node_shape(args[d]))
         indices.append((_index(builder, args[d], shape, at), strides[d], table[d]))
     return indexed[0], rank, indices
-
-
-def _unscaled(node: fx.Node) -> str | None:
-    scaled = argument(node, 4, "scale_grad_by_freq", False)
-    return "scale_grad_by_freq=True has no kernel" if scaled else None
-
-
-@lowers("aten.embedding_dense_backward.default", supports=_unscaled, kept=True)
-def embedding_backward(builder: Builder, node: fx.Node) -> None:
-    """Sums the gradients of each row in the order of the samples: the same on every run."""
-    arguments: Any = node.args
-    gradient, indices, rows, padding = arguments[:4]
-    width = node_shape(gradient)[-1]
-    index = builder.store(cast(builder, builder.expr(indices), "int64"))
-    zero = builder.pool.make(Const, node_shape(node), node_dtype(node), 0.0)
-    out = builder.store_copy(zero)
-    count = math.prod(node_shape(indices))
-    skip = padding if isinstance(padding, int) else -1
-    args = {
-        "rows": builder.value(gradient), "index": index, "out": out, "count": count,
-        "width": width, "table": rows, "skip": skip,
-    }  # fmt: skip
-    _accumulate(builder, node_dtype(node), args)
-    builder.result(node, out)
-
-
-def _accumulate(builder: Builder, dtype: str, args: dict[str, Any]) -> None:
-    lanes = 1 if builder.device.kind == "gpu" else 16
-    kernel = Kernel(
-        builder.source("scatter.cl"), "add_rows", (f"-DTYPE={C_TYPES[dtype]}", f"-DLANES={lanes}")
-    )
-    builder.launch(kernel, (-(-args["width"] // lanes),), None, args)
-
-
-def _accumulates(node: fx.Node) -> str | None:
-    if operator_name(node) == "aten.index_put.default" and not argument(node, 3, "accumulate"):
-        return "index_put that overwrites; only accumulate=True has a kernel"
-    indices: Any = node.args[1]
-    if indices[0] is None:
-        return "index_put with a whole dimension before an index"
-    return _together(node)
-
-
-@lowers("aten.index_put.default", "aten._unsafe_index_put.default", supports=_accumulates)
-def index_put(builder: Builder, node: fx.Node) -> None:
-    """The gradient of `index`: adds rows; rows of equal index in the order of the samples."""
-    indices: Any = node.args[1]
-    shape, dtype = node_shape(node), node_dtype(node)
-    spread = _broadcast_shape([node_shape(index) for index in indices])
-    strides, row = _strides(shape), None
-    for d, index in enumerate(indices):
-        at = cast(builder, builder.expr(index, spread), "int64")
-        scale = builder.pool.make(Const, spread, "int64", strides[d] // strides[len(indices) - 1])
-        size = builder.pool.make(Const, spread, "int64", shape[d])
-        code = "({0} + select(({T})(0), {2}, convert_{M}({0} < ({T})(0)))) * {1}"
-        term = builder.apply(code, "int64", at, scale, size, weight=3)
-        row = term if row is None else builder.apply("{0} + {1}", "int64", row, term)
-    assert row is not None
-    width = strides[len(indices) - 1]
-    values = builder.expr(node.args[2], spread + shape[len(indices) :])
-    out = builder.store_copy(builder.expr(node.args[0]))
-    count, rows = math.prod(spread), math.prod(shape[: len(indices)])
-    args = {
-        "rows": builder.store(cast(builder, values, dtype)), "index": builder.store(row),
-        "out": out, "count": count, "width": width, "table": rows, "skip": -1,
-    }  # fmt: skip
-    _accumulate(builder, dtype, args)
-    builder.result(node, out)
-
-
-def _broadcast_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
-    return tuple(np.broadcast_shapes(*shapes))

@@ -1,0 +1,203 @@
+"""Writes at computed places: gradients of reads, and operators of their own."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from torch import fx
+
+from hetpipe.sdk.graph import operator_name
+
+from .. import layouts
+from ..builder import Builder, Kernel, node_dtype, node_shape
+from ..cnames import C_TYPES
+from ..expr import Const, Coord, Expr, Layout
+from ._common import FLOATS, argument, cast
+from .registry import lowers
+
+JOINS = {"sum": "ADD", "add": "ADD", "prod": "MULTIPLY", "multiply": "MULTIPLY",
+         "amax": "LARGER", "amin": "SMALLER"}  # fmt: skip
+"""The macro of `kernels/scatter.cl` for each reduction that torch names."""
+
+
+def _unscaled(node: fx.Node) -> str | None:
+    scaled = argument(node, 4, "scale_grad_by_freq", False)
+    return "scale_grad_by_freq=True has no kernel" if scaled else None
+
+
+@lowers("aten.embedding_dense_backward.default", supports=_unscaled, kept=True)
+def embedding_backward(builder: Builder, node: fx.Node) -> None:
+    """Sums the gradients of each row in the order of the samples: the same on every run."""
+    arguments: Any = node.args
+    gradient, indices, rows, padding = arguments[:4]
+    index = builder.store(cast(builder, builder.expr(indices), "int64"))
+    zero = builder.pool.make(Const, node_shape(node), node_dtype(node), 0.0)
+    out = builder.store_copy(zero)
+    args = {
+        "rows": builder.value(gradient), "index": index, "out": out,
+        "count": math.prod(node_shape(indices)), "width": node_shape(gradient)[-1], "table": rows,
+        "skip": padding if isinstance(padding, int) else -1,
+    }  # fmt: skip
+    _put_rows(builder, node_dtype(node), "ADD", args)
+    builder.result(node, out)
+
+
+def _put_rows(builder: Builder, dtype: str, how: str, args: dict[str, Any]) -> None:
+    lanes = 1 if builder.device.kind == "gpu" else 16
+    kernel = _kernel(builder, "put_rows", dtype, how, lanes)
+    builder.launch(kernel, (-(-args["width"] // lanes),), None, args)
+
+
+def _kernel(builder: Builder, name: str, dtype: str, how: str, lanes: int = 1) -> Kernel:
+    if dtype == "bool" and how == "ADD":
+        how = "LARGER"
+    options = (f"-DTYPE={C_TYPES[dtype]}", f"-DJOIN={how}", f"-DLANES={lanes}")
+    return Kernel(builder.source("scatter.cl"), name, options)
+
+
+def _no_masks(node: fx.Node) -> str | None:
+    indices: Any = node.args[1]
+    if any(node_dtype(index) == "bool" for index in indices if index is not None):
+        return "bool masks as indices: how many elements they choose depends on data"
+    return None
+
+
+@lowers("aten.index_put.default", "aten._unsafe_index_put.default", supports=_no_masks)
+def index_put(builder: Builder, node: fx.Node) -> None:
+    """Rows of equal index are joined in the order of the samples; of others the last stays."""
+    indices: Any = node.args[1]
+    shape, dtype = node_shape(node), node_dtype(node)
+    indexed = [d for d, index in enumerate(indices) if index is not None]
+    whole = [d for d in range(len(shape)) if d not in indexed]
+    spread = tuple(np.broadcast_shapes(*(node_shape(indices[d]) for d in indexed)))
+    # Dimensions of the values: those of the indices stand in the place of a run of indexed ones.
+    run = indexed == list(range(indexed[0], indexed[-1] + 1))
+    before = [d for d in whole if run and d < indexed[0]]
+    after = [d for d in whole if d not in before]
+    sizes = (*(shape[d] for d in before), *spread, *(shape[d] for d in after))
+    first, rank = len(before), len(spread)
+    order = [*range(first, first + rank), *range(first), *range(first + rank, len(sizes))]
+    values = cast(builder, builder.expr(node.args[2], sizes), dtype)
+    moved = builder.view(values, lambda layout: layouts.permute(layout, order))
+
+    places = [*indexed, *whole]
+    source = builder.expr(node.args[0])
+    copy = builder.view(source, lambda layout: layouts.permute(layout, places))
+    out = builder.store_copy(copy)
+    if moved.numel:
+        args = {
+            "rows": builder.store(moved), "index": builder.store(_row(builder, node, spread)),
+            "out": out, "count": math.prod(spread), "width": math.prod(shape[d] for d in whole),
+            "table": math.prod(shape[d] for d in indexed), "skip": -1,
+        }  # fmt: skip
+        _put_rows(builder, dtype, "ADD" if argument(node, 3, "accumulate", False) else "SET", args)
+    back = [places.index(d) for d in range(len(shape))]
+    stored = builder.pool.load(out)
+    builder.define(node, builder.view(stored, lambda layout: layouts.permute(layout, back)))
+
+
+def _row(builder: Builder, node: fx.Node, spread: tuple[int, ...]) -> Expr:
+    """The number of the row that the index tensors choose together, among the indexed sizes."""
+    indices: Any = node.args[1]
+    shape = node_shape(node)
+    row: Expr | None = None
+    for d, index in enumerate(indices):
+        if index is None:
+            continue
+        at = cast(builder, builder.expr(index, spread), "int64")
+        size = builder.pool.make(Const, spread, "int64", shape[d])
+        at = builder.apply(
+            "{0} + select(({T})(0), {1}, convert_{M}({0} < ({T})(0)))", "int64", at, size, weight=2
+        )
+        row = at if row is None else builder.apply("{0} * {2} + {1}", "int64", row, at, size)
+    assert row is not None
+    return row
+
+
+def _reduction(node: fx.Node) -> str | None:
+    """The name that torch gives to the reduction of a node, or None if it overwrites."""
+    name = operator_name(node)
+    if name == "aten.scatter_add.default":
+        return "sum"
+    if name == "aten.scatter_reduce.two":
+        return str(argument(node, 4, "reduce"))
+    reduction = node.kwargs.get("reduce")
+    return None if reduction is None else str(reduction)
+
+
+def _known(node: fx.Node) -> str | None:
+    reduction = _reduction(node)
+    return None if reduction is None or reduction in JOINS else f"reduction {reduction!r}"
+
+
+@lowers("aten.scatter.src", "aten.scatter.value", "aten.scatter.reduce",
+        "aten.scatter.value_reduce", "aten.scatter_add.default", "aten.scatter_reduce.two",
+        supports=_known)  # fmt: skip
+def scatter(builder: Builder, node: fx.Node) -> None:
+    """Sources with one place are joined in order; where they overwrite, the last stays."""
+    source, dim, places, values = node.args[:4]
+    dtype, reduction = node_dtype(node), _reduction(node)
+    shape = node_shape(node) or (1,)
+    line = _as_lines(builder, places, "int64", int(str(dim)))
+    out = builder.store_copy(_with_a_dimension(builder, builder.expr(source)))
+    if isinstance(values, fx.Node):
+        lines = _as_lines(builder, values, dtype, int(str(dim)), _whole(places))
+    else:
+        lines = builder.expr(values, line.shape, dtype)
+    d = int(str(dim)) % len(shape)
+    strides = Layout.row_major(shape).strides
+    others = tuple(stride for at, stride in enumerate(strides) if at != d)
+    base = builder.pool.make(Coord, line.shape[:-1], "int32", Layout(line.shape[:-1], others))
+    if line.numel:
+        args: dict[str, Any] = {
+            "index": builder.store(line), "base": builder.store(base), "out": out,
+            "count": line.shape[-1], "step": strides[d], "size": shape[d],
+        }  # fmt: skip
+        joins = [("SET" if reduction is None else JOINS[reduction], lines)]
+        if argument(node, 5, "include_self", True) is False:
+            start = _start(JOINS[str(reduction)], dtype)
+            joins.insert(0, ("SET", builder.pool.make(Const, line.shape, dtype, start)))
+        for how, joined in joins:
+            kernel = _kernel(builder, "put_lines", dtype, how)
+            count = math.prod(line.shape[:-1])
+            builder.launch(kernel, (count,), None, {**args, "lines": builder.store(joined)})
+    builder.result(node, builder.reshape(out, node_shape(node)))
+
+
+def _whole(node: Any) -> tuple[int, ...]:
+    return node_shape(node) or (1,)
+
+
+def _with_a_dimension(builder: Builder, expr: Expr) -> Expr:
+    """A 0-d tensor as one of one element."""
+    if expr.shape:
+        return expr
+    return builder.view(expr, lambda layout: layouts.unsqueeze(layout, 0))
+
+
+def _as_lines(
+    builder: Builder, node: Any, dtype: str, dim: int, sizes: tuple[int, ...] | None = None
+) -> Expr:
+    """A tensor, or its first `sizes`, with dimension `dim` last."""
+    expr = _with_a_dimension(builder, cast(builder, builder.expr(node), dtype))
+    for d, size in enumerate(sizes or ()):
+        if size != expr.shape[d]:
+            expr = builder.view(expr, lambda layout, d=d, n=size: layouts.narrow(layout, d, 0, n))  # type: ignore[misc]
+    rank = len(expr.shape)
+    order = [d for d in range(rank) if d != dim % rank] + [dim % rank]
+    return builder.view(expr, lambda layout: layouts.permute(layout, order))
+
+
+def _start(how: str, dtype: str) -> float | int:
+    """The neutral element of a way to join."""
+    if how in ("ADD", "MULTIPLY"):
+        return int(how == "MULTIPLY")
+    sign = -1 if how == "LARGER" else 1
+    if dtype in FLOATS:
+        return sign * math.inf
+    if dtype == "bool":
+        return int(sign > 0)
+    limits = np.iinfo(dtype)
+    return int(limits.min if how == "LARGER" else limits.max)
