@@ -55,6 +55,12 @@ def reduce(builder: Builder, expr: Expr, dims: Sequence[int], how: Reduction) ->
     kept = [d for d in range(rank) if d not in dims]
     reduced = [d for d in range(rank) if d in dims]
     shape = tuple(expr.shape[d] for d in kept)
+    if 1 in expr.shape:  # such a dimension is no loop
+        loops = [d for d in range(rank) if expr.shape[d] != 1]
+        sizes = tuple(expr.shape[d] for d in loops)
+        narrow = builder.view(expr, lambda layout: layouts.reshape(layout, sizes))
+        inner = [at for at, d in enumerate(loops) if d in dims]
+        return builder.reshape(reduce(builder, narrow, inner, how), shape)
     if expr.numel == 0 or not reduced:
         return _degenerate(builder, expr, shape, how)
     if _contiguous(expr, reduced) or not kept:
@@ -170,10 +176,8 @@ def _by_columns(
     builder: Builder, expr: Expr, nest: Nest, shape: tuple[int, ...], count: int, how: Reduction
 ) -> Value:
     """A work-item holds neighbouring columns and walks down the rows."""
-    last = shape[-1]
-    # A last dimension of size 1 is not in the nest; its columns are one.
-    inner = nest.inner if last > 1 else 1
-    outer = math.prod(shape) // last
+    inner = nest.inner
+    outer = math.prod(shape) // inner
     segments = max(1, -(-count // CHAIN))
     each = -(-count // segments)
     segments = -(-count // each)

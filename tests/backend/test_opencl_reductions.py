@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 import pytest
@@ -30,6 +30,21 @@ def test_dims(device_id: str, shape: tuple[int, ...], dims: tuple[int, ...]) -> 
         ),
         normal(*shape),
     )  # fmt: skip
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (0, 2, 1)], ids=str)
+@pytest.mark.parametrize("shape", product((1, 3), (1, 4), (1, 5)), ids=str)
+def test_dimensions_of_size_1(
+    device_id: str, shape: tuple[int, ...], order: tuple[int, ...]
+) -> None:
+    """They are no loop, wherever they stand."""
+
+    def each(a: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        moved = a.permute(order)
+        return tuple(reduced for dims in DIMS for reduced in (moved.sum(dims), moved.amax(dims)))
+
+    close_to_torch(opencl_device(device_id), each, normal(*shape))
 
 
 def test_of_views_and_products(device_id: str) -> None:
