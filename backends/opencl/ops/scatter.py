@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -137,32 +138,33 @@ def _known(node: fx.Node) -> str | None:
         supports=_known)  # fmt: skip
 def scatter(builder: Builder, node: fx.Node) -> None:
     """Sources with one place are joined in order; where they overwrite, the last stays."""
-    source, dim, places, values = node.args[:4]
+    arguments: Any = node.args
+    source, dim, places, values = arguments[:4]
     dtype, reduction = node_dtype(node), _reduction(node)
-    shape = node_shape(node) or (1,)
-    line = _as_lines(builder, places, "int64", int(str(dim)))
-    out = builder.store_copy(_with_a_dimension(builder, builder.expr(source)))
+    shape = _whole(node)
+    dim %= len(shape)
+    index = _as_lines(builder, places, "int64", dim)
     if isinstance(values, fx.Node):
-        lines = _as_lines(builder, values, dtype, int(str(dim)), _whole(places))
+        lines = _as_lines(builder, values, dtype, dim, _whole(places))
     else:
-        lines = builder.expr(values, line.shape, dtype)
-    d = int(str(dim)) % len(shape)
-    strides = Layout.row_major(shape).strides
-    others = tuple(stride for at, stride in enumerate(strides) if at != d)
-    base = builder.pool.make(Coord, line.shape[:-1], "int32", Layout(line.shape[:-1], others))
-    if line.numel:
+        lines = builder.expr(values, index.shape, dtype)
+    out = builder.store_copy(_with_a_dimension(builder, builder.expr(source)))
+    joins = [("SET" if reduction is None else JOINS[reduction], lines)]
+    if argument(node, 5, "include_self", True) is False:
+        start = _start(joins[0][0], dtype)
+        joins.insert(0, ("SET", builder.pool.make(Const, index.shape, dtype, start)))
+    if index.numel:
+        strides = Layout.row_major(shape).strides
+        begins = Layout(index.shape[:-1], (*strides[:dim], *strides[dim + 1 :]))
+        base = builder.pool.make(Coord, begins.shape, "int32", begins)
         args: dict[str, Any] = {
-            "index": builder.store(line), "base": builder.store(base), "out": out,
-            "count": line.shape[-1], "step": strides[d], "size": shape[d],
+            "index": builder.store(index), "base": builder.store(base), "out": out,
+            "count": index.shape[-1], "step": strides[dim], "size": shape[dim],
         }  # fmt: skip
-        joins = [("SET" if reduction is None else JOINS[reduction], lines)]
-        if argument(node, 5, "include_self", True) is False:
-            start = _start(JOINS[str(reduction)], dtype)
-            joins.insert(0, ("SET", builder.pool.make(Const, line.shape, dtype, start)))
         for how, joined in joins:
             kernel = _kernel(builder, "put_lines", dtype, how)
-            count = math.prod(line.shape[:-1])
-            builder.launch(kernel, (count,), None, {**args, "lines": builder.store(joined)})
+            args["lines"] = builder.store(joined)
+            builder.launch(kernel, (math.prod(begins.shape),), None, args)
     builder.result(node, builder.reshape(out, node_shape(node)))
 
 
@@ -184,7 +186,8 @@ def _as_lines(
     expr = _with_a_dimension(builder, cast(builder, builder.expr(node), dtype))
     for d, size in enumerate(sizes or ()):
         if size != expr.shape[d]:
-            expr = builder.view(expr, lambda layout, d=d, n=size: layouts.narrow(layout, d, 0, n))  # type: ignore[misc]
+            first = functools.partial(layouts.narrow, dim=d, start=0, length=size)
+            expr = builder.view(expr, first)
     rank = len(expr.shape)
     order = [d for d in range(rank) if d != dim % rank] + [dim % rank]
     return builder.view(expr, lambda layout: layouts.permute(layout, order))
