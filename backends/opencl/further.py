@@ -273,10 +273,9 @@ def diagonal_scatter(
     x: Tensor, source: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> Tensor:
     """`x` with another diagonal."""
-    moved = x.movedim((dim1, dim2), (-2, -1))
     number = torch.arange(source.shape[-1], device=x.device)
     places = [*[None] * (x.dim() - 2), number + max(-offset, 0), number + max(offset, 0)]
-    written: Tensor = aten.index_put(moved, places, source)
+    written: Tensor = aten.index_put(x.movedim((dim1, dim2), (-2, -1)), places, source)
     return written.movedim((-2, -1), (dim1, dim2))
 
 
@@ -321,6 +320,11 @@ def digamma(x: Tensor) -> Tensor:
     return torch.where(x == 0, torch.copysign(torch.full_like(x, math.inf), -x), result)
 
 
+def shrink_backward(gradient: Tensor, x: Tensor, lambd: float) -> Tensor:
+    """Nothing passes where the function is 0."""
+    return torch.where((x >= -lambd) & (x <= lambd), torch.zeros_like(gradient), gradient)
+
+
 def angle(x: Tensor) -> Any:
     """0, or pi for negative numbers."""
     if x.is_complex() or not x.is_floating_point():
@@ -340,5 +344,7 @@ OURS: Mapping[Any, Callable[..., Any]] = {
     aten.masked_scatter.default: masked_scatter, aten.angle.default: angle,
     aten.masked_scatter_backward.default: masked_scatter_backward,
     aten.diagonal_scatter.default: diagonal_scatter, aten.cumprod.default: cumprod,
+    aten.hardshrink_backward.default: shrink_backward,
+    aten.softshrink_backward.default: shrink_backward,
     aten.round.decimals: round_decimals, aten.digamma.default: digamma,
 }  # fmt: skip

@@ -170,3 +170,13 @@ def test_distances_and_their_gradient(device_id: str) -> None:
                 return y.detach(), *torch.autograd.grad((y * y).sum(), [a])
 
         close_to_torch(opencl_device(device_id), both, normal(4, 3), normal(5, 3))
+
+
+def test_gradients_of_shrinking(device_id: str) -> None:
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            total = F.softshrink(x, 0.7).sum() + (F.hardshrink(x, 0.7) * x).sum()
+            return torch.autograd.grad(total, [x])
+
+    close_to_torch(opencl_device(device_id), both, normal(5, 4))
