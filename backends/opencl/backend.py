@@ -16,6 +16,8 @@ from .names import RUNTIMES, Runtime, runtime_of, slug
 from .runtimes import EMULATORS, POCL, prepare
 
 if TYPE_CHECKING:
+    from hetpipe.sdk.kernels import KernelRunner
+
     from .device import OpenCLDevice
     from .ops.registry import Lowering
     from .own import OwnKernel
@@ -56,14 +58,26 @@ class OpenCLBackend(Backend):
     def open(self, info: DeviceInfo) -> Device:
         from .device import OpenCLDevice
 
-        if info.id not in self._found:
-            self.discover()
-        if info.id not in self._found:
-            known_ids = ", ".join(self._found) or "none"
-            raise BackendError(f"no OpenCL device {info.id!r} here; found: {known_ids}")
-        device, entry = self._found[info.id]
+        device, entry = self._place(info.id)
         opened: OpenCLDevice = OpenCLDevice(info, device, entry, self.lowerings())
         return opened
+
+    def cl_device(self, device_id: str) -> Any:
+        """pyopencl's device of that id. Raises `BackendError` if it is not here."""
+        return self._place(device_id)[0]
+
+    def kernel_runner(self) -> KernelRunner:
+        from .runner import OpenCLRunner
+
+        return OpenCLRunner(self)
+
+    def _place(self, device_id: str) -> tuple[Any, Runtime | None]:
+        if device_id not in self._found:
+            self.discover()
+        if device_id not in self._found:
+            known_ids = ", ".join(self._found) or "none"
+            raise BackendError(f"no OpenCL device {device_id!r} here; found: {known_ids}")
+        return self._found[device_id]
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         from hetpipe.sdk.graph import core_decompositions

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from .codegen import Kernel
 
 Argument = Value | int | float
-QUALIFIERS = re.compile(r"\b(__global|const|restrict|volatile)\b")
+QUALIFIERS = re.compile(
+    r"\b(__global|global|__local|local|__constant|constant|const|restrict|volatile)\b"
+)
 DEFINE = re.compile(r"#define (\w+)(?:\(([^)]*)\))?[ \t]*(.*)")
 
 
@@ -78,7 +80,7 @@ def parameters(kernel: Kernel) -> tuple[Parameter, ...]:
         name, _, body = option.removeprefix("-D").partition("=")
         macros[name] = (None, body or "1")
     text = "\n".join(_lines(source, macros))
-    head = re.search(rf"__kernel\s+void\s+{kernel.name}\s*\(", text)
+    head = re.search(rf"\b(?:__)?kernel\b[^;{{}}]*?\bvoid\s+{kernel.name}\s*\(", text)
     if head is None:
         raise BackendError(f"the source of kernel {kernel.name} does not declare it")
     return tuple(map(_parameter, _split(_expand(_inside(text, head.end()), macros))))

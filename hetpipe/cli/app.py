@@ -15,6 +15,7 @@ from hetpipe.cli import (
     coverage,
     devices,
     doctor,
+    kernels,
     matmul,
     new_backend,
     papers,
@@ -40,6 +41,7 @@ COMMANDS = (
 for module in COMMANDS:
     app.command(name=module.__name__.rpartition(".")[2].replace("_", "-"))(module.command)
 app.add_typer(papers.app, name="papers")
+app.add_typer(kernels.app, name="kernels")
 
 
 def _print_version(asked: bool) -> None:

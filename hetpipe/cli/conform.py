@@ -36,12 +36,29 @@ def command(
         LevelName,
         typer.Option(help="core: memory, events, errors; training: all operators and trainings."),
     ] = LevelName.training,
+    group: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this group of checks, as operators; repeatable. [default: all]"),
+    ] = None,
     junit: Annotated[
         Path | None, typer.Option(help="Write JUnit XML, one file per device.")
     ] = None,
     json: JsonOption = None,
 ) -> None:
     """Test a backend against the whole contract. Exit 1 if a device breaks a rule of it."""
+    conform(_devices(backend, device), level, group or (), junit, json, several=device is None)
+
+
+def conform(
+    infos: Sequence[DeviceInfo],
+    level: LevelName,
+    groups: Sequence[str],
+    junit: Path | None,
+    json: str | None,
+    several: bool,
+) -> None:
+    """Test these devices; with `several`, `junit` may be a folder. Raises `HetpipeError` if one
+    breaks a rule."""
     from hetpipe.conformance.coverage import matrix, next_steps, refused_operators
     from hetpipe.conformance.junit import write_junit
     from hetpipe.errors import HetpipeError
@@ -49,13 +66,13 @@ def command(
     output = Output(json)
     reports: dict[str, Any] = {}
     broken = []
-    for info in _devices(backend, device):
-        results = _run(output, info, level)
+    for info in infos:
+        results = _run(output, info, level, groups)
         steps = next_steps(results, level.value)
         _conclude(output, info, results, steps)
         if junit is not None:
-            several = device is None and junit.suffix == ""
-            path = junit / f"{info.id.replace(':', '-')}.xml" if several else junit
+            folder = several and junit.suffix == ""
+            path = junit / f"{info.id.replace(':', '-')}.xml" if folder else junit
             write_junit(path, info.id, results)
         reports[info.id] = {
             "results": [asdict(result) for result in results],
@@ -82,7 +99,7 @@ def _devices(backend: str, device: str | None) -> Sequence[DeviceInfo]:
     return chosen
 
 
-def _run(output: Output, info: DeviceInfo, level: LevelName) -> list[Result]:
+def _run(output: Output, info: DeviceInfo, level: LevelName, groups: Sequence[str]) -> list[Result]:
     """The results; failures are shown as they come."""
     from rich.markup import escape
 
@@ -90,11 +107,11 @@ def _run(output: Output, info: DeviceInfo, level: LevelName) -> list[Result]:
     from hetpipe.conformance.run import checks_of, run_suite
 
     asked = Level.named(level.value)
-    total = len(checks_of(asked))
+    total = len(checks_of(asked, groups))
     results: list[Result] = []
     with progress_bar() as progress:
         progress(f"checking {info.id}", 0, total)
-        for result in run_suite(info, asked):
+        for result in run_suite(info, asked, groups=groups):
             results.append(result)
             progress(f"checking {info.id}", len(results), total)
             if result.failed:

@@ -4,7 +4,7 @@
         |                                                                         that runs them
         `--where it has died, or is silent for too long: a new one, from the next check on
 
-`python -m hetpipe.conformance.run FD REFERENCE DEVICE LEVEL FIRST` is that process.
+`python -m hetpipe.conformance.run FD REFERENCE DEVICE LEVEL GROUPS FIRST` is that process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -63,16 +63,22 @@ class Result:
         return f"{self.message}\n  the rule: {self.rule}\n  suspect: {self.suspect}"
 
 
-def checks_of(level: Level) -> list[Check]:
-    """The checks of a level and of those below, in order."""
+def checks_of(level: Level, groups: Collection[str] = ()) -> list[Check]:
+    """The checks of a level and of those below, in order; of some groups alone, if they are named.
+
+    Raises `BackendError` for a group that is not in `GROUPS`.
+    """
     import hetpipe.conformance.all  # noqa: F401 - fills CHECKS
     from hetpipe.conformance.check import CHECKS
 
+    if unknown := [group for group in groups if group not in GROUPS]:
+        raise BackendError(f"no group {unknown[0]!r} of checks; known: {', '.join(GROUPS)}")
     if level is Level.FULL:
         from hetpipe.conformance.database import add_checks
 
         add_checks()  # its import takes seconds
-    chosen = (each for each in CHECKS if each.level <= level)
+    asked = groups or GROUPS
+    chosen = (each for each in CHECKS if each.level <= level and each.group in asked)
     return sorted(chosen, key=lambda each: (each.level, GROUPS.index(each.group)))
 
 
@@ -102,10 +108,13 @@ def run_check(each: Check, rig: Rig) -> Result:
     return Result(each.name, outcome, message, seconds, each.rule, each.suspect, each.family)
 
 
-def run_suite(info: DeviceInfo, level: Level, limit_s: float = LIMIT_S) -> Iterator[Result]:
-    """The results of all checks of a level on a device, as they come.
+def run_suite(
+    info: DeviceInfo, level: Level, limit_s: float = LIMIT_S, groups: Collection[str] = ()
+) -> Iterator[Result]:
+    """The results of all checks of a level, or of some groups of it, on a device, as they come.
 
-    Raises `BackendError` if the backend cannot be loaded by another process.
+    Raises `BackendError` if the backend cannot be loaded by another process, or for an unknown
+    group.
     """
     reference = backend_reference(info.backend)
     if reference is None:
@@ -113,22 +122,22 @@ def run_suite(info: DeviceInfo, level: Level, limit_s: float = LIMIT_S) -> Itera
             f"backend {info.backend!r} is defined in a function or at a prompt, where no other "
             "process can load it; put its class at the top of a file"
         )
-    checks = checks_of(level)
-    first = 0
+    checks = checks_of(level, groups)
+    first, names = 0, ",".join(groups)
     while first < len(checks):
-        for result in _results(reference, info.id, level, first, checks, limit_s):
+        arguments = (reference, info.id, int(level), names)
+        for result in _results(arguments, first, checks, limit_s):
             first += 1
             yield result
 
 
 def _results(
-    reference: str, device_id: str, level: Level, first: int, checks: list[Check], limit_s: float
+    arguments: tuple[object, ...], first: int, checks: list[Check], limit_s: float
 ) -> Iterator[Result]:
     """The results of one process, which ends with the last check or with one that it dies of."""
     reading, writing = os.pipe()
-    arguments = (writing, reference, device_id, int(level), first)
     child = subprocess.Popen(
-        process.command("hetpipe.conformance.run", *arguments),
+        process.command("hetpipe.conformance.run", writing, *arguments, first),
         env=process.environment(),
         pass_fds=(writing,),
         stdin=subprocess.DEVNULL,
@@ -180,17 +189,20 @@ def _end_of(child: subprocess.Popen[bytes]) -> str:
     return f"the process ended in the middle of it, with {how}: {last}"
 
 
-def main(writing: int, reference: str, device_id: str, level: int, first: int) -> None:
+def main(
+    writing: int, reference: str, device_id: str, level: int, groups: Collection[str], first: int
+) -> None:
     """Run the checks from number `first` on, and write a line of JSON for each."""
     load_reference(reference)
     rig = rig_of(device_id)
     with os.fdopen(writing, "w") as lines:
-        for each in checks_of(Level(level))[first:]:
+        for each in checks_of(Level(level), groups)[first:]:
             lines.write(json.dumps(asdict(run_check(each, rig))) + "\n")
             lines.flush()
     os._exit(0)  # nothing of a driver's end can fail any more
 
 
 if __name__ == "__main__":
-    _writing, _reference, _device, _level, _first = sys.argv[1:]
-    main(int(_writing), _reference, _device, int(_level), int(_first))
+    _writing, _reference, _device, _level, _groups, _first = sys.argv[1:]
+    _named = [group for group in _groups.split(",") if group]
+    main(int(_writing), _reference, _device, int(_level), _named, int(_first))

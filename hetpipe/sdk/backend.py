@@ -22,6 +22,8 @@ from hetpipe.sdk.inputs import Form, check_inputs, input_forms
 if TYPE_CHECKING:
     import torch
 
+    from hetpipe.sdk.kernels import KernelRunner
+
 
 class Event(ABC):
     """The end of work on a device. Any thread may ask, and several at once.
@@ -219,6 +221,13 @@ class Backend(ABC):
         from hetpipe.sdk.graph import core_decompositions
 
         return core_decompositions()
+
+    def kernel_runner(self) -> KernelRunner | None:
+        """Runs kernels by themselves, for `hetpipe kernels`; default: none.
+
+        See `hetpipe.sdk.kernels`.
+        """
+        return None
 
     def worker_environment(self, info: DeviceInfo, cores: int) -> dict[str, str]:
         """Environment variables to set before a worker process for this device starts."""

@@ -16,8 +16,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 FLOORS = (
-    "cli", "conformance", "papers", "study", "bench", "pipeline", "diagnosis", "profile", "crew",
-    "worker", "wire",
+    "cli", "workbench", "conformance", "papers", "study", "bench", "pipeline", "diagnosis",
+    "profile", "crew", "worker", "wire",
 )  # fmt: skip
 """From top to bottom; each may import all below it, and everything in GROUND.
 

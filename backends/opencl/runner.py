@@ -1,0 +1,242 @@
+"""Kernels by themselves on an OpenCL device: built from a text, launched once, looked after.
+
+Arrays lie in the middle of larger buffers, so a write beyond them shows in the guards on both
+sides, and a read there gives NaN. Under Oclgrind they have buffers of their own: it sees both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hetpipe.errors import BackendError
+from hetpipe.sdk.kernels import (
+    Array,
+    Flaw,
+    KernelCall,
+    KernelFaultError,
+    KernelRunner,
+    LocalMemory,
+    Shipped,
+)
+
+from .codegen import Kernel
+from .driver import driver, quiet
+from .oclgrind_log import flaws_of
+from .shipped import shipped_kernels
+from .signature import Parameter, parameters
+
+if TYPE_CHECKING:
+    from .backend import OpenCLBackend
+
+KERNEL = re.compile(r"\b(?:__)?kernel\b[^;{}]*?\bvoid\s+(\w+)\s*\(")
+ERROR = re.compile(r":(\d+):\d+: (?:fatal )?error|error: \S+:(\d+):\d+:")
+"""The place of an error in a compiler's log, as clang and PoCL write it."""
+GUARD = 0xFF
+"""The byte of guards: floats of it are NaN."""
+CTYPES = {
+    "char": np.int8, "uchar": np.uint8, "short": np.int16, "ushort": np.uint16, "int": np.int32,
+    "uint": np.uint32, "unsigned": np.uint32, "unsigned int": np.uint32, "long": np.int64,
+    "ulong": np.uint64, "float": np.float32, "double": np.float64,
+}  # fmt: skip
+ELEMENTS = {**{name: np.dtype(kind).name for name, kind in CTYPES.items()}, "half": "float16"}
+
+
+class OpenCLRunner(KernelRunner):
+    """Runs the kernels of a `.cl` file."""
+
+    suffix = ".cl"
+
+    def __init__(self, backend: OpenCLBackend) -> None:
+        self._backend = backend
+        self._opened: dict[str, _Opened] = {}
+
+    def functions(self, source: str) -> Sequence[str]:
+        return KERNEL.findall(_without_comments(source))
+
+    def shipped(self) -> Sequence[Shipped]:
+        return shipped_kernels()
+
+    def checks(self, device_id: str) -> bool:
+        return device_id.split(":")[1] == "oclgrind"
+
+    def checker_environment(self, log: Path) -> Mapping[str, str]:
+        return {
+            "OCLGRIND_LOG": str(log), "OCLGRIND_DATA_RACES": "1", "OCLGRIND_UNINITIALIZED": "1",
+            "OCLGRIND_MAX_ERRORS": "200",
+        }  # fmt: skip
+
+    def flaws_of(self, log: str) -> Sequence[Flaw]:
+        return flaws_of(log)
+
+    def line_that_writes(self, source: str, function: str, argument: str) -> int | None:
+        name = re.escape(argument)
+        writes = re.compile(
+            rf"\b{name}\s*\[[^;]*\]\s*[-+*/|&^]?=[^=]|\bvstore\w*\s*\([^;]*\b{name}\b|"
+            rf"\batomic_\w+\s*\([^;]*\b{name}\b|\*\s*{name}\b\s*[-+*/]?=[^=]"
+        )
+        text = _without_comments(source)
+        heads = [(head.start(), head[1]) for head in KERNEL.finditer(text)]
+        begin = next((at for at, head in heads if head == function), 0)
+        end = next((at for at, _ in heads if at > begin), len(text))
+        found = writes.search(text, begin, end)
+        return None if found is None else text.count("\n", 0, found.start()) + 1
+
+    def run(self, device_id: str, call: KernelCall) -> tuple[dict[str, Array], Sequence[Flaw]]:
+        if device_id not in self._opened:
+            self._opened[device_id] = _Opened(self._backend, device_id, self.checks(device_id))
+        return self._opened[device_id].run(call)
+
+
+class _Opened:
+    """A device with a queue, and the programs that were built for it."""
+
+    def __init__(self, backend: OpenCLBackend, device_id: str, checks: bool) -> None:
+        cl = driver()
+        self._id, self._checks = device_id, checks
+        cl_device = backend.cl_device(device_id)
+        self._alignment = max(64, cl_device.mem_base_addr_align // 8)
+        self._context = cl.Context([cl_device])
+        self._queue = cl.CommandQueue(self._context)
+        self._programs: dict[tuple[str, tuple[str, ...]], Any] = {}
+
+    def run(self, call: KernelCall) -> tuple[dict[str, Array], Sequence[Flaw]]:
+        cl = driver()
+        kernel = self._kernel(call)
+        rooms = {
+            name: _Room(self, value, name in call.inputs)
+            for name, value in call.arguments.items()
+            if isinstance(value, np.ndarray)
+        }
+        try:
+            for at, parameter in enumerate(_declared(call)):
+                kernel.set_arg(at, _argument(call, parameter, rooms))
+            if 0 not in call.global_size:
+                cl.enqueue_nd_range_kernel(self._queue, kernel, call.global_size, call.local_size)
+            self._queue.finish()
+            outputs = {name: room.array() for name, room in rooms.items() if name in call.outputs}
+        except cl.Error as error:
+            sizes = f"global size {call.global_size}, local size {call.local_size}"
+            text = f"cannot be launched with {sizes}: {str(error).strip()}"
+            raise KernelFaultError(Flaw("wrong arguments", call.function, text)) from error
+        damage = [room.damage(name, call.function) for name, room in rooms.items()]
+        return outputs, [flaw for flaw in damage if flaw is not None]
+
+    def _kernel(self, call: KernelCall) -> Any:
+        cl = driver()
+        key = (call.source, call.options)
+        try:
+            with quiet():
+                if key not in self._programs:
+                    options = [*call.options, *(["-cl-opt-disable"] if self._checks else [])]
+                    program = cl.Program(self._context, call.source)
+                    self._programs[key] = program.build(options=options)
+                return cl.Kernel(self._programs[key], call.function)
+        except cl.Error as error:
+            log = str(error).strip()
+            at = ERROR.search(log)
+            text = f"{self._id} cannot build it: {log}"
+            line = int(at[1] or at[2]) if at else None
+            raise KernelFaultError(Flaw("does not build", call.function, text, line)) from error
+
+    def buffer(self, nbytes: int, content: Array, is_input: bool) -> tuple[Any, Any, int]:
+        """(the whole buffer, the part for an array of `nbytes`, bytes of each guard).
+
+        A checker sees the reads of memory into which nothing was copied.
+        """
+        cl = driver()
+        flags = cl.mem_flags.READ_WRITE
+        if self._checks:
+            whole = cl.Buffer(self._context, flags, max(nbytes, 1))
+            if content.size and is_input:
+                cl.enqueue_copy(self._queue, whole, content)
+            return whole, whole, 0
+        guard = self._alignment
+        padded = np.full(guard + nbytes + guard, GUARD, np.uint8)
+        padded[guard : guard + nbytes] = content
+        whole = cl.Buffer(self._context, flags | cl.mem_flags.COPY_HOST_PTR, hostbuf=padded)
+        return whole, whole.get_sub_region(guard, max(nbytes, 1)), guard
+
+    def read(self, buffer: Any, nbytes: int) -> Array:
+        """The bytes of a buffer."""
+        content = np.empty(nbytes, np.uint8)
+        if nbytes:
+            driver().enqueue_copy(self._queue, content, buffer)
+        return content
+
+
+class _Room:
+    """The memory of one array."""
+
+    def __init__(self, opened: _Opened, array: Array, is_input: bool) -> None:
+        self._opened, self._array = opened, array
+        content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        self._nbytes = array.nbytes
+        self._whole, self.part, self._guard = opened.buffer(array.nbytes, content, is_input)
+
+    @cached_property
+    def _content(self) -> Array:
+        return self._opened.read(self._whole, self._nbytes + 2 * self._guard)
+
+    def array(self) -> Array:
+        """The array as it is now."""
+        inside = self._content[self._guard : self._guard + self._nbytes]
+        return inside.view(self._array.dtype).reshape(self._array.shape).copy()
+
+    def damage(self, name: str, function: str) -> Flaw | None:
+        """The first byte of a guard that the kernel has written."""
+        for side, lo in (("before its begin", 0), ("behind its end", self._guard + self._nbytes)):
+            hurt = np.flatnonzero(self._content[lo : lo + self._guard] != GUARD)
+            if hurt.size:
+                first = int(hurt[0]) if lo else self._guard - int(hurt[-1])
+                text = f"writes beyond {name}, {first} bytes {side} ({self._nbytes} bytes)"
+                return Flaw("out of bounds", function, text)
+        return None
+
+
+def _declared(call: KernelCall) -> Sequence[Parameter]:
+    """The parameters of the source. Raises `KernelFaultError` where the call has others."""
+    try:
+        declared = parameters(Kernel(call.source, call.function, call.options))
+    except BackendError as error:
+        flaw = Flaw("wrong arguments", call.function, str(error))
+        raise KernelFaultError(flaw) from error
+    names = [parameter.name for parameter in declared]
+    if sorted(names) != sorted(call.arguments):
+        text = (
+            f"the source declares {', '.join(names)}; the specification has "
+            f"{', '.join(call.arguments)}"
+        )
+        raise KernelFaultError(Flaw("wrong arguments", call.function, text))
+    return declared
+
+
+def _argument(call: KernelCall, parameter: Parameter, rooms: Mapping[str, _Room]) -> Any:
+    """The value of a parameter. Raises `KernelFaultError` if it is of another type."""
+    value = call.arguments[parameter.name]
+    if isinstance(value, LocalMemory):
+        if parameter.points:
+            return driver().LocalMemory(max(value.nbytes, 1))
+    elif isinstance(value, np.ndarray):
+        if parameter.points and ELEMENTS.get(parameter.ctype) == value.dtype.name.replace(
+            "bool", "uint8"
+        ):
+            return rooms[parameter.name].part
+    elif not parameter.points and parameter.ctype in CTYPES:
+        kind: Any = CTYPES[parameter.ctype]
+        if isinstance(value, int) or np.dtype(kind).kind == "f":
+            return kind(value)
+    form = value.dtype.name + " array" if isinstance(value, np.ndarray) else type(value).__name__
+    text = f"the source declares {parameter}, the specification gives {parameter.name} as {form}"
+    raise KernelFaultError(Flaw("wrong arguments", call.function, text))
+
+
+def _without_comments(source: str) -> str:
+    """The source with comments as blanks; lines stay where they are."""
+    pattern = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+    return pattern.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), source)

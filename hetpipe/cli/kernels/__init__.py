@@ -1,0 +1,14 @@
+"""`hetpipe kernels`: the bench where kernels are tested, each command in a file of its own."""
+
+from __future__ import annotations
+
+import typer
+
+from hetpipe.cli.kernels import list as list_command
+from hetpipe.cli.kernels import test as test_command
+
+app = typer.Typer(
+    help="Test, measure and tune kernels: a backend's, or your own.", no_args_is_help=True
+)
+for _name, _module in {"list": list_command, "test": test_command}.items():
+    app.command(name=_name)(_module.command)

@@ -1,0 +1,125 @@
+"""`hetpipe kernels test`: a kernel of one's own on every device, or a backend's operators."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hetpipe.cli.options import JsonOption
+from hetpipe.cli.output import Output
+from hetpipe.cli.progress import progress_bar
+
+if TYPE_CHECKING:
+    from hetpipe.workbench.trial import Outcome, Trial
+
+GROUPS = ("operators", "lengths", "strides", "dtypes", "values")
+"""Of the conformance suite: the checks that show a wrong kernel."""
+
+
+def command(
+    source: Annotated[
+        Path | None, typer.Argument(metavar="[FILE]", help="A file with the kernel, as my.cl.")
+    ] = None,
+    spec: Annotated[
+        Path | None,
+        typer.Option(help="Its specification, TOML.", show_default="the same name with .toml"),
+    ] = None,
+    function: Annotated[
+        str, typer.Option(help="The kernel, where a file has several.", show_default=False)
+    ] = "",
+    device: Annotated[
+        list[str] | None,
+        typer.Option(help="A device's id; repeatable. [default: all that run such files]"),
+    ] = None,
+    case: Annotated[
+        list[int] | None, typer.Option(help="A case's number, from 0; repeatable.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the inputs' random numbers.")] = 0,
+    json: JsonOption = None,
+) -> None:
+    """Test a kernel of your own by its specification: values, races, bounds, uninitialised reads.
+
+    Without a file: the operators that backends' kernels compute, against torch in float64. Exit 1
+    if a kernel is at fault.
+    """
+    from hetpipe.errors import HetpipeError
+
+    if source is None:
+        return _operators(device or [], json)
+    from hetpipe.workbench.trial import check_sizes, devices_for, outcomes, trial_of
+
+    output = Output(json)
+    trial = trial_of(source, spec or source.with_suffix(".toml"), function, seed)
+    check_sizes(trial)
+    device_ids = devices_for(source, device or ())
+    results: list[Outcome] = []
+    shown: set[tuple[object, ...]] = set()
+    with progress_bar() as progress:
+        progress(f"testing {trial.function}", 0, 1)
+        for outcome in outcomes(trial, device_ids, case or ()):
+            results.append(outcome)
+            _show_flaws(output, trial, outcome, shown)
+    _summary(output, trial, results)
+    output.finish({"kernel": trial.function, "outcomes": [_plain(each, trial) for each in results]})
+    at_fault = list(dict.fromkeys(flaw.kind for each in results for flaw in each.flaws))
+    if at_fault:
+        raise HetpipeError(
+            f"kernel {trial.function} of {source} is at fault: {', '.join(at_fault)}"
+        )
+    return None
+
+
+def _operators(device_ids: list[str], json: str | None) -> None:
+    """The conformance suite's checks of operators, on these devices or all with kernels."""
+    from hetpipe.cli.conform import LevelName, conform
+    from hetpipe.errors import BackendError
+    from hetpipe.sdk.registry import devices_of
+    from hetpipe.workbench.trial import runners
+
+    found = {info.id: info for name, _ in runners() for info in devices_of(name)}
+    if unknown := [device_id for device_id in device_ids if device_id not in found]:
+        there = ", ".join(found) or "none"
+        raise BackendError(f"no device {unknown[0]!r} with kernels; there is {there}")
+    infos = [found[device_id] for device_id in device_ids] or list(found.values())
+    conform(infos, LevelName.training, GROUPS, None, json, several=True)
+
+
+def _show_flaws(
+    output: Output, trial: Trial, outcome: Outcome, shown: set[tuple[object, ...]]
+) -> None:
+    """Print a case's flaws, each with the command that repeats it; the same one of another device
+    or case in a line."""
+    where = f"{outcome.device_id}, case {outcome.case}"
+    for flaw, text in zip(outcome.flaws, trial.texts(outcome), strict=True):
+        if (flaw.kind, flaw.line) in shown:
+            output.text(f"{flaw.kind}  likewise on {where}: {flaw.text}")
+        else:
+            shown.add((flaw.kind, flaw.line))
+            output.text(text)
+
+
+def _summary(output: Output, trial: Trial, results: list[Outcome]) -> None:
+    from hetpipe.report.tables import make_table
+
+    columns = ("device", "cases", "at fault", "largest error, ulp")
+    table = make_table(f"Kernel {trial.function}", columns, columns[1:])
+    for device_id in dict.fromkeys(each.device_id for each in results):
+        mine = [each for each in results if each.device_id == device_id]
+        faults = sum(bool(each.flaws) for each in mine)
+        worst = max((ulp for each in mine for ulp in each.ulp.values()), default=float("nan"))
+        table.add_row(device_id, str(len(mine)), str(faults), f"{worst:.3g}")
+    output.console.print(table)
+
+
+def _plain(outcome: Outcome, trial: Trial) -> dict[str, Any]:
+    return {
+        "device": outcome.device_id,
+        "case": outcome.case,
+        "sizes": dict(outcome.sizes),
+        "ulp": dict(outcome.ulp),
+        "flaws": [asdict(flaw) for flaw in outcome.flaws],
+        "again": trial.again(outcome.device_id, outcome.case),
+    }

@@ -1,0 +1,158 @@
+"""The specification of a kernel of one's own, a TOML file: arguments, sizes, what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from hetpipe.errors import BackendError
+from hetpipe.records import Entries, Number, OneOf, Placed, Source, Whole, read_text
+from hetpipe.sdk.info import DTYPE_NBYTES
+from hetpipe.sdk.sizes import Size
+from hetpipe.toml import Lines, parse_toml
+from hetpipe.words import words
+
+VALUES = ("normal", "uniform", "integers", "zeros", "ones", "arange")
+CLASSES = ("exact", "ulp", "sum")
+_CURES = {
+    "argument": "write each argument as a table: [argument.x]",
+    "case": "write the sizes of each case as a table: [[case]]",
+    "global_size": 'write global_size = ["n"]',
+}
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A parameter of a kernel: a tensor (`shape`), a number (`value`) or local memory (`local`)."""
+
+    shape: tuple[Size, ...] | None = None
+    dtype: Annotated[str, OneOf(tuple(DTYPE_NBYTES))] = "float32"
+    values: Annotated[str, OneOf(VALUES)] | None = None
+    """Of an input. An output has none; a tensor with both is read and written."""
+    low: float = -1.0
+    high: float = 1.0
+    """Bounds of uniform numbers, and of integers, which are below `high`."""
+    output: bool = False
+    value: Size | None = None
+    number: Annotated[float, Number(-1e30, 1e30)] | None = None
+    local: Size | None = None
+    """Elements of local memory."""
+    input: Annotated[int, Whole(0, 99)] | None = None
+    result: Annotated[int, Whole(0, 99)] | None = None
+    """In a training: this tensor is that input or result of the operator."""
+
+    def __post_init__(self) -> None:
+        """Raises `BackendError` where an argument is none of the three, or more than one."""
+        forms = (self.shape, self.value, self.number, self.local)
+        given = sum(form is not None for form in forms)
+        if given != 1:
+            raise BackendError(
+                f"an argument has {given} of shape, value, number and local; write one: shape for "
+                "a tensor, value for an int, number for a float, local for local memory"
+            )
+        if self.shape is None and (self.output or self.values is not None):
+            raise BackendError("only a tensor has values or is an output; give it a shape")
+        if self.low > self.high:
+            raise BackendError(f"low is {self.low:g}, above high, {self.high:g}")
+
+    @property
+    def is_input(self) -> bool:
+        """Whether it is a tensor that the kernel reads."""
+        return self.shape is not None and (self.values is not None or not self.output)
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far an output may be off.
+
+    `exact`: not at all. `ulp`: by `units` units in the last place of each element. `sum`: by
+    16 * sqrt(terms) * eps * the largest magnitude of the output, the error of a sum of `terms`.
+    """
+
+    error: Annotated[str, OneOf(CLASSES)] = "sum"
+    units: Annotated[float, Number(0.0, 1e6)] = 4.0
+    terms: Size = field(default_factory=lambda: Size("1"))
+
+
+Sizes = dict[str, Annotated[int, Whole(0, 2**31 - 1)]]
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """What a kernel is given, and what it should compute.
+
+    `expect` has an expression of numpy for each output, over the inputs in float64 and the sizes;
+    or `reference` names a function, `FILE.py:FUNCTION`, with these as keywords, which returns the
+    output, or a dict of several.
+    """
+
+    argument: Annotated[dict[str, Annotated[Argument, Placed()]], Entries(1)]
+    global_size: Annotated[tuple[Size, ...], Entries(1, 3)]
+    case: Annotated[tuple[Sizes, ...], Entries(1)]
+    function: str = ""
+    options: tuple[str, ...] = ()
+    local_size: tuple[Size, ...] = ()
+    expect: dict[str, str] = field(default_factory=dict)
+    reference: str = ""
+    tolerance: dict[str, Tolerance] = field(default_factory=dict)
+    operator: str = ""
+    """Such as `aten.relu.default`: the operator that it may replace in a training."""
+    source: str = ""
+    """The file of the kernel, relative to this one; for a training."""
+    time_limit_s: Annotated[float, Number(0.1, 3600.0)] = 20.0
+
+    def __post_init__(self) -> None:
+        """Raises `BackendError` where parts of it do not fit together."""
+        outputs = self.outputs
+        if not outputs:
+            raise BackendError("no argument is an output; write output = true in one")
+        if bool(self.expect) == bool(self.reference):
+            raise BackendError(
+                "it needs a table [expect] with an expression for each output, or reference = "
+                '"FILE.py:FUNCTION", and not both'
+            )
+        for table in ("expect", "tolerance"):
+            if unknown := [name for name in getattr(self, table) if name not in outputs]:
+                raise BackendError(
+                    f"{table} has {words(unknown)}, which is no output; outputs: {words(outputs)}"
+                )
+        if self.expect and (missing := [name for name in outputs if name not in self.expect]):
+            raise BackendError(f"expect lacks the output {words(missing)}")
+        if self.local_size and len(self.local_size) != len(self.global_size):
+            raise BackendError(
+                f"local_size has {len(self.local_size)} dimensions, global_size "
+                f"{len(self.global_size)}"
+            )
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the tensors that the kernel reads."""
+        return tuple(name for name, each in self.argument.items() if each.is_input)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The names of the tensors that the kernel writes."""
+        return tuple(name for name, each in self.argument.items() if each.output)
+
+    def texts(self) -> Iterator[str]:
+        """The code in it, which is run: expressions, and the name of the reference."""
+        yield from self.expect.values()
+        if self.reference:
+            yield self.reference
+
+
+def read_spec(path: Path) -> KernelSpec:
+    """The specification in a TOML file. Raises `BackendError` as `path:line: fault`."""
+    text = read_text(path, BackendError)
+    return spec_of(parse_toml(text, path, BackendError), text, path)
+
+
+def spec_of(data: Mapping[str, Any], text: str, path: Path) -> KernelSpec:
+    """The specification of a file's data; `text` gives the lines of errors."""
+    lines = Lines(text)
+    source = Source(
+        "the specification", BackendError, lambda place: f"{path}:{lines.at(place)}", _CURES
+    )
+    return source.record(KernelSpec, data)

@@ -1,0 +1,169 @@
+"""One case of a specification: the arguments of a launch, and what it should compute."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hetpipe.errors import BackendError
+from hetpipe.sdk.kernels import Array, KernelCall, LocalMemory
+from hetpipe.sdk.kernelspec import Argument, KernelSpec
+from hetpipe.words import short
+
+MOST_ELEMENTS = 1 << 26
+"""The largest tensor of a case."""
+POISONS = (0xFF, 0x3D)
+"""The bytes of outputs before a kernel writes them, run by run: floats that are NaN, or small."""
+_ERF = np.frompyfunc(math.erf, 1, 1)
+
+
+def call_of(
+    spec: KernelSpec, number: int, path: Path, source: str, function: str, seed: int, run: int
+) -> KernelCall:
+    """The launch of case `number`, the same for the same seed but for what outputs hold before
+    `run` 0 or 1. Raises `BackendError` for a size that it cannot have."""
+    sizes = spec.case[number]
+    generator = np.random.default_rng([seed, number])
+    arguments: dict[str, Array | int | float | LocalMemory] = {}
+    for name, each in spec.argument.items():
+        try:
+            arguments[name] = _argument(each, sizes, generator, POISONS[run])
+        except BackendError as error:
+            raise BackendError(f"case {number}, argument {name}: {error}") from error
+    try:
+        global_size = tuple(size.value(sizes) for size in spec.global_size)
+        local_size = tuple(size.value(sizes) for size in spec.local_size)
+    except BackendError as error:
+        raise BackendError(f"case {number}: {error}") from error
+    for whole, part in zip(global_size, local_size, strict=False):
+        if part == 0 or whole % part:
+            raise BackendError(
+                f"case {number}: the global size {whole} is no multiple of the local size {part}; "
+                f'write "round_up({whole}, {max(part, 1)})"'
+            )
+    return KernelCall(
+        path, source, function, spec.options, arguments, spec.inputs, spec.outputs, global_size,
+        local_size or None,
+    )  # fmt: skip
+
+
+def _argument(
+    spec: Argument, sizes: Mapping[str, int], generator: np.random.Generator, poison: int
+) -> Array | int | float | LocalMemory:
+    if spec.value is not None:
+        return spec.value.value(sizes)
+    if spec.number is not None:
+        return float(spec.number)
+    itemsize = np.dtype(spec.dtype).itemsize
+    if spec.local is not None:
+        return LocalMemory(spec.local.value(sizes) * itemsize)
+    assert spec.shape is not None
+    shape = tuple(size.value(sizes) for size in spec.shape)
+    if math.prod(shape) > MOST_ELEMENTS:
+        raise BackendError(f"it has {math.prod(shape)} elements, {MOST_ELEMENTS} at most")
+    if spec.is_input:
+        return _values(spec, shape, generator)
+    filled = np.full(math.prod(shape) * itemsize, poison, np.uint8)
+    return filled.view(np.bool_ if spec.dtype == "bool" else spec.dtype).reshape(shape)
+
+
+def _values(spec: Argument, shape: tuple[int, ...], generator: np.random.Generator) -> Array:
+    kind = spec.values or ("normal" if spec.dtype.startswith("float") else "integers")
+    if kind == "normal":
+        values: Array = generator.standard_normal(shape)
+    elif kind == "uniform":
+        values = generator.uniform(spec.low, spec.high, shape)
+    elif kind == "integers":
+        low, high = (0, 2) if (spec.low, spec.high) == (-1.0, 1.0) else (spec.low, spec.high)
+        values = generator.integers(int(low), max(int(high), int(low) + 1), shape)
+    elif kind == "arange":
+        values = np.arange(math.prod(shape)).reshape(shape)
+    else:
+        values = np.zeros(shape) if kind == "zeros" else np.ones(shape)
+    return np.ascontiguousarray(values.astype(spec.dtype))
+
+
+def expected(spec: KernelSpec, number: int, call: KernelCall, folder: Path) -> dict[str, Array]:
+    """The outputs in float64, from the inputs as float64 and the sizes, by name.
+
+    `folder` is the specification's. Raises `BackendError` where an expression or the reference
+    raises, or gives another shape.
+    """
+    names: dict[str, Any] = dict(spec.case[number])
+    for name, value in call.arguments.items():
+        if isinstance(value, np.ndarray):
+            if spec.argument[name].is_input:
+                names[name] = value.astype(np.float64) if value.dtype.kind == "f" else value.copy()
+        elif not isinstance(value, LocalMemory):
+            names[name] = value
+    results = _by_function(spec, names, folder) if spec.reference else _by_expression(spec, names)
+    for name in spec.outputs:
+        if name not in results:
+            raise BackendError(
+                f"{spec.reference} returns no {name!r}; return a dict of all outputs"
+            )
+        shape = call.arguments[name].shape  # type: ignore[union-attr]
+        result = np.asarray(results[name])
+        if result.shape != shape:
+            raise BackendError(
+                f"case {number}: the reference of {name} has the shape {list(result.shape)}, the "
+                f"argument {list(shape)}"
+            )
+        results[name] = result
+    return results
+
+
+def _by_expression(spec: KernelSpec, names: Mapping[str, Any]) -> dict[str, Any]:
+    functions = {name: each for name, each in vars(np).items() if not name.startswith("_")}
+    scope = {"np": np, "erf": lambda x: np.asarray(_ERF(x), np.float64), **functions, **names}
+    results = {}
+    for name, text in spec.expect.items():
+        try:
+            with np.errstate(all="ignore"):
+                results[name] = eval(text, {"__builtins__": {}}, scope)
+        except Exception as error:
+            raise BackendError(
+                f"expect.{name} = {short(text)} raises {type(error).__name__}: {error}"
+            ) from error
+    return results
+
+
+def _by_function(spec: KernelSpec, names: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    function = load_reference(spec.reference, folder)
+    try:
+        with np.errstate(all="ignore"):
+            result = function(**names)
+    except Exception as error:
+        raise BackendError(
+            f"{spec.reference}({', '.join(names)}) raises {type(error).__name__}: {error}"
+        ) from error
+    if isinstance(result, Mapping):
+        return dict(result)
+    if len(spec.outputs) != 1:
+        raise BackendError(f"{spec.reference} returns one result; return a dict of all outputs")
+    return {spec.outputs[0]: result}
+
+
+def load_reference(reference: str, folder: Path) -> Any:
+    """The function `FILE.py:FUNCTION`. Raises `BackendError` if it is not there."""
+    file, _, name = reference.rpartition(":")
+    path = folder / file
+    if not file or not path.is_file():
+        raise BackendError(f"reference {reference!r}: no file {path}; write FILE.py:FUNCTION")
+    found = spec_from_file_location(f"hetpipe_reference_{path.stem}", path)
+    assert found is not None
+    assert found.loader is not None
+    module = module_from_spec(found)
+    try:
+        found.loader.exec_module(module)
+    except Exception as error:
+        raise BackendError(f"{path} raises {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise BackendError(f"reference {reference!r}: {path} has no function {name!r}")
+    return function

@@ -1,0 +1,46 @@
+"""The pytest fixture `check_kernel`, which pytest finds wherever hetpipe is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def check_kernel(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Tests a kernel as `hetpipe kernels test` does:
+
+        def test_mine(check_kernel):
+            check_kernel("my.cl", "my.toml", devices=["opencl:pocl:0"])
+
+    Paths are relative to the test's file; the specification is that of the same name, and the
+    devices are all that run such files, unless they are given. Fails with every flaw, its line and
+    the command that repeats it.
+    """
+    folder = request.path.parent
+
+    def check(
+        source: str | Path,
+        spec: str | Path | None = None,
+        *,
+        function: str = "",
+        devices: tuple[str, ...] | list[str] = (),
+        seed: int = 0,
+    ) -> None:
+        from hetpipe.workbench.trial import check_sizes, devices_for, outcomes, trial_of
+
+        path = folder / source
+        spec_path = path.with_suffix(".toml") if spec is None else folder / spec
+        trial = trial_of(path, spec_path, function, seed)
+        check_sizes(trial)
+        flaws = [
+            text
+            for outcome in outcomes(trial, devices_for(path, devices))
+            for text in trial.texts(outcome)
+        ]
+        if flaws:
+            pytest.fail("\n".join(flaws), pytrace=False)
+
+    return check

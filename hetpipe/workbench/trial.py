@@ -1,0 +1,304 @@
+"""A kernel on every device that runs it: each case in a process that may crash or hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetpipe import process
+from hetpipe.errors import BackendError
+from hetpipe.records import read_text
+from hetpipe.sdk.kernels import Flaw, KernelRunner
+from hetpipe.sdk.kernelspec import KernelSpec, read_spec
+from hetpipe.sdk.references import backend_reference
+from hetpipe.sdk.registry import backend_names, devices_of, get_backend
+from hetpipe.workbench.case import call_of
+
+START_LIMIT_S = 60.0
+"""The longest that a process may take until its first case begins."""
+CHECKED_ITEMS = 4096
+"""The most work-items of a case that a checker runs; of larger cases alone, the smallest."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One case on one device: its flaws, and the largest error of each output in ulp."""
+
+    device_id: str
+    case: int
+    sizes: Mapping[str, int]
+    flaws: tuple[Flaw, ...]
+    ulp: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is tried: the kernel `function` of a source, by a specification."""
+
+    source: Path
+    spec_path: Path
+    spec: KernelSpec
+    function: str
+    seed: int = 0
+
+    def again(self, device_id: str, case: int) -> str:
+        """The command that repeats a case."""
+        function = f" --function {self.function}" if self.spec.function != self.function else ""
+        return (
+            f"hetpipe kernels test {self.source} --spec {self.spec_path}{function} "
+            f"--device {device_id} --case {case} --seed {self.seed}"
+        )
+
+    def texts(self, outcome: Outcome) -> list[str]:
+        """A case's flaws: kind, line, kernel, device and sizes, then the text and the command."""
+        sizes = ", ".join(f"{name} = {size}" for name, size in outcome.sizes.items())
+        again = self.again(outcome.device_id, outcome.case)
+        return [
+            f"{flaw.kind}  {self.source}{'' if flaw.line is None else f':{flaw.line}'}  "
+            f"{flaw.kernel} on {outcome.device_id}, case {outcome.case} ({sizes})\n"
+            f"    {flaw.text}\n    {again}"
+            for flaw in outcome.flaws
+        ]
+
+
+def trial_of(source: Path, spec_path: Path, function: str = "", seed: int = 0) -> Trial:
+    """Read a source and its specification; where neither names a kernel, the source has one.
+
+    Raises `BackendError` if one is not there or wrong, or if the kernel is not in the source.
+    """
+    runner = _runner_of(source)
+    spec, names = read_spec(spec_path), runner.functions(read_text(source, BackendError))
+    chosen = function or spec.function
+    if not chosen and len(names) == 1:
+        chosen = names[0]
+    if chosen not in names:
+        there = ", ".join(names) or "none"
+        wanted = f"no kernel {chosen!r}" if chosen else f"{len(names)} kernels"
+        raise BackendError(
+            f"{source} has {wanted}; it has {there}; write function = NAME in {spec_path}"
+        )
+    return Trial(source, spec_path, spec, chosen, seed)
+
+
+def runners() -> Iterator[tuple[str, KernelRunner]]:
+    """The backends that run kernels by themselves, by name."""
+    for name in backend_names():
+        try:
+            runner = get_backend(name).kernel_runner()
+        except BackendError:
+            continue  # `hetpipe doctor` says why
+        if runner is not None:
+            yield name, runner
+
+
+def _runner_of(source: Path) -> KernelRunner:
+    """The runner of a file's language. Raises `BackendError` if no backend has one."""
+    known = [runner for _, runner in runners() if runner.suffix == source.suffix]
+    if not known:
+        suffixes = ", ".join(sorted({runner.suffix for _, runner in runners()})) or "none"
+        raise BackendError(f"no backend runs kernels of {source}; files with {suffixes} are run")
+    return known[0]
+
+
+def devices_for(source: Path, named: Sequence[str] = ()) -> list[str]:
+    """The ids of the devices that run such a file; or those `named`, if all of them do.
+
+    Raises `BackendError` for others.
+    """
+    found: list[str] = []
+    for name, runner in runners():
+        if runner.suffix == source.suffix:
+            found += [info.id for info in devices_of(name)]
+    if unknown := [device_id for device_id in named if device_id not in found]:
+        there = ", ".join(found) or "none"
+        raise BackendError(f"no device {unknown[0]!r} that runs {source.suffix}; there is {there}")
+    return list(named) or found
+
+
+def outcomes(
+    trial: Trial, device_ids: Sequence[str], cases: Sequence[int] = ()
+) -> Iterator[Outcome]:
+    """Every case on every device, as they end; devices side by side, one on each core.
+
+    Raises `BackendError` where a case's sizes or reference are wrong.
+    """
+    results: queue.SimpleQueue[Outcome | BackendError | None] = queue.SimpleQueue()
+
+    def work(device_id: str) -> None:
+        try:
+            for outcome in _on_device(trial, device_id, cases):
+                results.put(outcome)
+        except BackendError as error:
+            results.put(error)
+        finally:
+            results.put(None)
+
+    with ThreadPoolExecutor(max(1, min(len(device_ids), os.cpu_count() or 1))) as pool:
+        for device_id in device_ids:
+            pool.submit(work, device_id)
+        left = len(device_ids)
+        failure: BackendError | None = None
+        while left:
+            result = results.get()
+            if result is None:
+                left -= 1
+            elif isinstance(result, BackendError):
+                failure = failure or result
+            else:
+                yield result
+    if failure is not None:
+        raise failure
+
+
+def _on_device(trial: Trial, device_id: str, cases: Sequence[int]) -> Iterator[Outcome]:
+    runner = get_backend(device_id.partition(":")[0]).kernel_runner()
+    assert runner is not None, "devices_for has asked"
+    numbers = list(cases) or list(range(len(trial.spec.case)))
+    if beyond := [number for number in numbers if number >= len(trial.spec.case)]:
+        raise BackendError(
+            f"no case {beyond[0]} in {trial.spec_path}; it has {len(trial.spec.case)}, from 0"
+        )
+    checks = runner.checks(device_id)
+    if checks and not cases:
+        numbers = _small(trial, numbers)
+    with tempfile.TemporaryDirectory(prefix="hetpipe-kernel-") as folder:
+        log = Path(folder, "log")
+        environment = dict(runner.checker_environment(log)) if checks else {}
+        ended = list(_run(trial, device_id, numbers, environment))
+        found = runner.flaws_of(log.read_text(errors="replace")) if log.exists() else ()
+    if found and ended:
+        first = ended[0]
+        flaws = (*found, *(flaw for flaw in first.flaws if flaw.kind not in ("wrong result",)))
+        ended[0] = Outcome(device_id, first.case, first.sizes, flaws, first.ulp)
+    yield from ended
+
+
+def _small(trial: Trial, numbers: Sequence[int]) -> list[int]:
+    """The cases that an interpreter ends soon; if there is none, the smallest."""
+    items = {}
+    for number in numbers:
+        sizes = trial.spec.case[number]
+        items[number] = 1
+        for size in trial.spec.global_size:
+            items[number] *= size.value(sizes)
+    small = [number for number in numbers if items[number] <= CHECKED_ITEMS]
+    return small or [min(numbers, key=items.__getitem__)]
+
+
+def _run(
+    trial: Trial, device_id: str, numbers: Sequence[int], environment: Mapping[str, str]
+) -> Iterator[Outcome]:
+    """The cases in a process of their own; after one that crashed or hung, in a new one."""
+    left = list(numbers)
+    while left:
+        done = 0
+        for outcome in _process(trial, device_id, left, environment):
+            done += 1
+            yield outcome
+            if any(flaw.kind in ("hangs", "does not build") for flaw in outcome.flaws):
+                return  # the other cases would take as long to say the same
+        left = left[max(done, 1) :]
+
+
+def _process(
+    trial: Trial, device_id: str, numbers: Sequence[int], environment: Mapping[str, str]
+) -> Iterator[Outcome]:
+    reference = backend_reference(device_id.partition(":")[0])
+    arguments = (reference, device_id, trial.source, trial.spec_path, trial.function, trial.seed)
+    child = subprocess.Popen(
+        process.command("hetpipe.workbench.child", *arguments, *numbers),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+        env={**process.environment(), **environment},
+    )  # fmt: skip
+    lines, errors = _reader(child.stdout), _reader(child.stderr)
+    limit_s, current = START_LIMIT_S, numbers[0]
+    try:
+        while True:
+            try:
+                line = lines.get(timeout=limit_s)
+            except queue.Empty:
+                text = f"did not end within {limit_s:g} s on {device_id}"
+                yield _failed(trial, device_id, current, Flaw("hangs", trial.function, text))
+                return
+            if line is None:
+                break
+            said = _said(line)
+            if "begins" in said:
+                current, limit_s = said["begins"], trial.spec.time_limit_s
+            elif "error" in said:
+                raise BackendError(f"{trial.spec_path}: {said['error']}")
+            elif "case" in said:
+                yield _outcome(trial, device_id, said)
+                limit_s = START_LIMIT_S
+        if child.wait() != 0:
+            last = _drained(errors)[-1:] or ["nothing was said"]
+            text = f"ended the process with {child.returncode} on {device_id}: {last[0].strip()}"
+            yield _failed(trial, device_id, current, Flaw("crashes", trial.function, text))
+    finally:
+        child.kill()
+        child.wait()
+
+
+def _reader(stream: Any) -> queue.SimpleQueue[str | None]:
+    """The lines of a stream as they come, then None; a thread of its own reads and closes it."""
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        with stream:
+            for line in stream:
+                lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    return lines
+
+
+def _drained(lines: queue.SimpleQueue[str | None]) -> list[str]:
+    end_s = time.monotonic() + 1.0
+    text: list[str] = []
+    while time.monotonic() < end_s:
+        try:
+            line = lines.get(timeout=0.2)
+        except queue.Empty:
+            break
+        if line is None:
+            break
+        if line.strip():
+            text.append(line)
+    return text
+
+
+def _said(line: str) -> dict[str, Any]:
+    """What the process says; a kernel may print lines of its own."""
+    try:
+        said = json.loads(line)
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def _outcome(trial: Trial, device_id: str, said: Mapping[str, Any]) -> Outcome:
+    flaws = tuple(Flaw(**flaw) for flaw in said["flaws"])
+    number = said["case"]
+    return Outcome(device_id, number, trial.spec.case[number], flaws, said["ulp"])
+
+
+def _failed(trial: Trial, device_id: str, number: int, flaw: Flaw) -> Outcome:
+    return Outcome(device_id, number, trial.spec.case[number], (flaw,), {})
+
+
+def check_sizes(trial: Trial) -> None:
+    """Raises `BackendError` for a case with sizes that a launch cannot have, before any runs."""
+    source = read_text(trial.source, BackendError)
+    for number in range(len(trial.spec.case)):
+        call_of(trial.spec, number, trial.source, source, trial.function, trial.seed, 0)

@@ -1,0 +1,312 @@
+"""The bench for kernels of one's own: right ones pass, a planted fault has its name and line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from opencl_devices import IDS
+
+from hetpipe.errors import BackendError
+from hetpipe.sdk.kernelspec import Tolerance, read_spec
+from hetpipe.sdk.sizes import Size
+from hetpipe.workbench.compare import difference
+from hetpipe.workbench.trial import Outcome, check_sizes, outcomes, trial_of
+
+CHECKER = next((each for each in IDS if "oclgrind" in each), None)
+RUNTIME = next((each for each in IDS if "pocl" in each or "intel-cpu" in each), None)
+needs_checker = pytest.mark.skipif(CHECKER is None, reason="Oclgrind is not installed")
+needs_runtime = pytest.mark.skipif(RUNTIME is None, reason="no OpenCL runtime for CPUs")
+
+FAULTY = """\
+__kernel void race(__global const float *x, __global float *y, const int n)
+{
+    const int i = get_global_id(0);
+    y[i / 2] = x[i];
+}
+__kernel void bounds(__global const float *x, __global float *y, const int n)
+{
+    const int i = get_global_id(0);
+    y[i] = x[i] + x[i + 1];
+}
+__kernel void stale(__global const float *x, __global float *y, const int n)
+{
+    const int i = get_global_id(0);
+    y[i] += x[i];
+}
+__kernel void wrong(__global const float *x, __global float *y, const int n)
+{
+    const int i = get_global_id(0);
+    const float exact = x[i];
+    y[i] = i == 5 ? exact * 1.0001f : exact;
+}
+__kernel void beyond(__global const float *x, __global float *y, const int n)
+{
+    const int i = get_global_id(0);
+    y[i] = x[i];
+    if (i == 0) y[n] = 1.0f;
+}
+__kernel void half_done(__global const float *x, __global float *y, const int n)
+{
+    const int i = get_global_id(0);
+    if (i != 7) y[i] = x[i];
+}
+__kernel void endless(__global const float *x, __global volatile float *y, const int n)
+{
+    while (n > 0) y[0] = x[0];
+}
+__kernel void crashing(__global const float *x, __global float *y, const int n)
+{
+    y[get_global_id(0) + (1 << 29)] = x[0];
+}
+"""
+SPEC = """\
+global_size = ["n"]
+time_limit_s = 4.0
+[argument.x]
+shape = ["n"]
+[argument.y]
+shape = ["n"]
+output = true
+[argument.n]
+value = "n"
+[expect]
+y = "x"
+[[case]]
+n = 64
+"""
+SAXPY = """\
+kernel __attribute__((reqd_work_group_size(16, 1, 1)))
+void saxpy(global const float *x, global float *y, float a, int n, local float *room)
+{
+    const int i = get_global_id(0);
+    room[get_local_id(0)] = i < n ? x[i] : 0.0f;  /* y[0] = 1 is no store */
+    barrier(CLK_LOCAL_MEM_FENCE);
+    if (i < n)
+        y[i] = a * room[get_local_id(0)] + y[i];
+}
+"""
+SAXPY_SPEC = """\
+global_size = ["round_up(n, 16)"]
+local_size = [16]
+[argument.x]
+shape = ["n"]
+values = "uniform"
+low = -8.0
+high = 8.0
+[argument.y]
+shape = ["n"]
+values = "normal"
+output = true
+[argument.a]
+number = 1.5
+[argument.n]
+value = "n"
+[argument.room]
+local = 16
+[expect]
+y = "a * x + y"
+[tolerance.y]
+error = "ulp"
+units = 2
+[[case]]
+n = 1
+[[case]]
+n = 0
+[[case]]
+n = 100
+"""
+
+
+@pytest.fixture
+def tried(tmp_path: Path) -> Callable[..., list[Outcome]]:
+    """Runs a kernel on a device."""
+
+    def run(device_id: str, source: str, spec: str, function: str = "") -> list[Outcome]:
+        path = tmp_path / "mine.cl"
+        path.write_text(source)
+        path.with_suffix(".toml").write_text(spec)
+        trial = trial_of(path, path.with_suffix(".toml"), function)
+        check_sizes(trial)
+        return list(outcomes(trial, [device_id]))
+
+    return run
+
+
+@pytest.mark.parametrize("device_id", IDS)
+def test_a_right_kernel_passes_everywhere(
+    device_id: str, tried: Callable[..., list[Outcome]]
+) -> None:
+    results = tried(device_id, SAXPY, SAXPY_SPEC)
+    assert [each.case for each in results] == [0, 1, 2]
+    assert [each.flaws for each in results] == [(), (), ()]
+    assert all(0 <= each.ulp["y"] <= 2 for each in results)
+
+
+@needs_checker
+@pytest.mark.parametrize(
+    ("function", "kind", "line"),
+    [("race", "race", 4), ("bounds", "out of bounds", 9), ("stale", "uninitialised read", 14)],
+)
+def test_the_checker_names_kind_and_line(
+    tried: Callable[..., list[Outcome]], function: str, kind: str, line: int
+) -> None:
+    (result,) = tried(CHECKER, FAULTY, SPEC, function)
+    assert (kind, function, line) in [(f.kind, f.kernel, f.line) for f in result.flaws]
+
+
+@needs_runtime
+@pytest.mark.parametrize(
+    ("function", "kinds", "line"),
+    [
+        ("wrong", ["wrong result"], 20),
+        ("beyond", ["out of bounds"], None),
+        ("half_done", ["not written"], None),
+        ("stale", ["not deterministic", "wrong result"], None),
+        ("bounds", ["wrong result"], 9),  # what lies beyond is NaN
+        ("endless", ["hangs"], None),
+        ("crashing", ["crashes"], None),
+    ],
+)
+def test_a_runtime_shows_what_it_can(
+    tried: Callable[..., list[Outcome]], function: str, kinds: list[str], line: int | None
+) -> None:
+    (result,) = tried(RUNTIME, FAULTY, SPEC, function)
+    assert [flaw.kind for flaw in result.flaws] == kinds
+    assert {flaw.kernel for flaw in result.flaws} == {function}
+    if line is not None:
+        assert result.flaws[0].line == line
+    if function == "wrong":
+        assert "element [5]" in result.flaws[0].text
+        assert "1 of 64 elements" in result.flaws[0].text
+
+
+@needs_runtime
+@pytest.mark.parametrize(
+    ("source", "spec", "kind", "word"),
+    [
+        (SAXPY.replace("barrier", "barrer"), SAXPY_SPEC, "does not build", "barrer"),
+        (SAXPY, SAXPY_SPEC.replace("[argument.a]", "[argument.b]"), "wrong arguments", "declares"),
+        (SAXPY, SAXPY_SPEC.replace("number = 1.5", 'shape = ["n"]'), "wrong arguments", "float a"),
+        (SAXPY, SAXPY_SPEC.replace("= [16]", "= [8]").replace("16)", "8)"), "wrong arguments", "8"),
+    ],
+    ids=["build", "name", "type", "local size"],
+)
+def test_a_launch_that_cannot_be_is_a_flaw(
+    tried: Callable[..., list[Outcome]], source: str, spec: str, kind: str, word: str
+) -> None:
+    spec = spec.replace('y = "a * x + y"', 'y = "x"')
+    result = tried(RUNTIME, source, spec)[0]
+    assert [flaw.kind for flaw in result.flaws] == [kind]
+    assert word in result.flaws[0].text
+    if kind == "does not build":
+        assert result.flaws[0].line == 6
+
+
+@needs_runtime
+def test_a_reference_in_python(tmp_path: Path, tried: Callable[..., list[Outcome]]) -> None:
+    (tmp_path / "reference.py").write_text("def same(x, n):\n    return x[:n] * 1.0\n")
+    spec = SPEC.replace('[expect]\ny = "x"\n', "")
+    spec = 'reference = "reference.py:same"\n' + spec
+    right = FAULTY.replace("y[i / 2] = x[i]", "y[i] = x[i]")
+    (result,) = tried(RUNTIME, right, spec, "race")
+    assert result.flaws == ()
+    (tmp_path / "reference.py").write_text("def same(x, n):\n    return x / none\n")
+    with pytest.raises(BackendError, match=r"same.*NameError"):
+        tried(RUNTIME, right, spec, "race")
+
+
+@needs_runtime
+def test_the_fixture_fails_with_the_line_and_the_command(tmp_path: Path) -> None:
+    (tmp_path / "mine.cl").write_text(FAULTY)
+    (tmp_path / "mine.toml").write_text(SPEC)
+    (tmp_path / "test_mine.py").write_text(
+        "def test_wrong(check_kernel):\n"
+        f"    check_kernel('mine.cl', function='wrong', devices=['{RUNTIME}'])\n"
+        "def test_right(check_kernel):\n"
+        f"    check_kernel('good.cl', 'mine.toml', function='race', devices=['{RUNTIME}'])\n"
+    )
+    (tmp_path / "good.cl").write_text(FAULTY.replace("y[i / 2] = x[i]", "y[i] = x[i]"))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", ".", "."],
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200,
+    )  # fmt: skip
+    assert "1 failed, 1 passed" in done.stdout
+    assert "mine.cl:20  wrong on" in done.stdout
+    assert "hetpipe kernels test" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("[argument.n]", "[argument.n]\nshape = [3]"), "2 of shape, value, number and local"),
+        (('y = "x"', 'z = "x"'), "expect has z"),
+        (("n = 64", "n = -1"), "case.0.n is -1"),
+        (('["n"]\ntime', '["n +"]\ntime'), "is no size"),
+        (('["n"]\ntime', '["m"]\ntime'), "no size 'm'"),
+        (("output = true", ""), "no argument is an output"),
+        (("time_limit_s = 4.0", "speed = 1"), "unknown key 'speed'"),
+        (('["n"]\ntime', '["n"]\nlocal_size = [48]\ntime'), "no multiple of the local size 48"),
+        (("n = 64", "n = 2000000000"), "elements"),
+        (("time_limit_s = 4.0", "reference = 'a.py:b'"), "not both"),
+    ],
+)
+def test_a_specification_is_refused_with_its_place(
+    tmp_path: Path, change: tuple[str, str], message: str
+) -> None:
+    (tmp_path / "mine.cl").write_text(FAULTY)
+    path = tmp_path / "mine.toml"
+    path.write_text(SPEC.replace(*change, 1))
+    with pytest.raises(BackendError, match=message):
+        check_sizes(trial_of(tmp_path / "mine.cl", path, "wrong"))
+
+
+def test_a_kernel_is_named_where_there_are_several(tmp_path: Path) -> None:
+    (tmp_path / "mine.cl").write_text(FAULTY)
+    (tmp_path / "mine.toml").write_text(SPEC)
+    with pytest.raises(BackendError, match=r"8 kernels; it has race, bounds.*write function"):
+        trial_of(tmp_path / "mine.cl", tmp_path / "mine.toml")
+    with pytest.raises(BackendError, match=r"no backend runs kernels of .*mine\.cu"):
+        trial_of(tmp_path / "mine.cu", tmp_path / "mine.toml")
+
+
+def test_sizes_are_whole_numbers() -> None:
+    sizes = {"n": 100, "m": 7}
+    for text, value in {
+        "n": 100, "ceil_div(n, 64)": 2, "round_up(n, 64) * 2": 256, "n // m % 5": 4,
+        "max(n, m, 3) - min(n, m)": 93, "12": 12,
+    }.items():  # fmt: skip
+        assert Size(text).value(sizes) == value
+    for text in ("n.bit_length()", "__import__('os')", "n if m else 1", "2 ** 99", "f(n)", "1.5"):
+        with pytest.raises(BackendError, match="is no size"):
+            Size(text)
+    for text, why in {"m - n": "is -93", "n // (m - 7)": "divides by 0"}.items():
+        with pytest.raises(BackendError, match=why):
+            Size(text).value(sizes)
+
+
+def test_error_classes() -> None:
+    right = np.array([1.0, 2.0, np.inf, np.nan])
+    near = right.astype(np.float32)
+    near[0] = np.nextafter(np.float32(1.0), np.float32(2.0))
+    ulp = Tolerance("ulp", 1.0)
+    assert difference(near, right, ulp, 1).wrong == 0
+    assert difference(near, right, ulp, 1).ulp == 1
+    assert difference(near, right, Tolerance("exact"), 1).wrong == 1
+    assert difference(near, right, Tolerance("sum"), 1).wrong == 0
+    for bad in (np.array([1, 2, -np.inf, np.nan]), np.array([1, 2, np.inf, 0.0])):
+        for tolerance in (ulp, Tolerance("sum"), Tolerance("exact")):
+            assert difference(bad.astype(np.float32), right, tolerance, 1).wrong == 1
+    large = np.array([1000.0, 0.0])
+    off = np.array([1000.0, 1e-3], np.float32)
+    assert difference(off, large, Tolerance("sum"), 1).wrong == 0  # 16 eps of 1000 is 1.9e-3
+    assert difference(off, large, ulp, 1).wrong == 1
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(BackendError, match="cannot be read"):
+        read_spec(tmp_path / "none.toml")
