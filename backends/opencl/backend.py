@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hetpipe.errors import BackendError
+from hetpipe.records import Source
 from hetpipe.sdk.backend import Backend, Device, Finding
 from hetpipe.sdk.info import HOST_MEMORY, Capabilities, DeviceInfo, Execution
 
@@ -23,6 +25,13 @@ if TYPE_CHECKING:
     from .own import OwnKernel
 
 
+@dataclass(frozen=True)
+class _Options:
+    """The table [backend.opencl] of a cluster file."""
+
+    kernels: tuple[str, ...] = ()
+
+
 class OpenCLBackend(Backend):
     """Every device that any OpenCL runtime of this machine offers."""
 
@@ -32,6 +41,15 @@ class OpenCLBackend(Backend):
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[Any, Runtime | None]] = {}
+        self._configured: tuple[OwnKernel, ...] = ()
+
+    def configure(self, options: Mapping[str, Any], folder: Path) -> None:
+        """`kernels`: specifications of kernels that go before ours."""
+        from .own_spec import kernel_of
+
+        source = Source(f"the options of backend {self.name}", BackendError)
+        named = source.record(_Options, dict(options))
+        self._configured = tuple(kernel_of(Path(folder, text)) for text in named.kernels)
 
     def discover(self) -> list[DeviceInfo]:
         infos: list[DeviceInfo] = []
@@ -47,6 +65,7 @@ class OpenCLBackend(Backend):
                 entry = runtime_of(platform.name, _is_cpu(device))
                 name = entry.slug if entry else slug(device.vendor)
                 info = _describe(device, f"{self.name}:{name}:{counts[name]}", entry)
+                info = self._with_kernels(info)
                 counts[name] += 1
                 self._found[info.id] = (device, entry)
                 infos.append(info)
@@ -98,7 +117,7 @@ class OpenCLBackend(Backend):
         """By operator, how graphs become launches: our kernels, and those of `kernels`."""
         from .own import lowerings_with
 
-        return lowerings_with(self.kernels)
+        return lowerings_with((*self.kernels, *self._configured))
 
     @classmethod
     def register_kernel(
@@ -119,6 +138,29 @@ class OpenCLBackend(Backend):
             )
         own = OwnKernel(operator, text_of(source), function, **settings)
         cls.kernels = (*cls.kernels, own)
+
+    @classmethod
+    def register_spec(cls, path: str | Path) -> None:
+        """Run the kernel of a specification for the operator that it names, as `register_kernel`.
+
+        Raises `BackendError` as `register_kernel` does, and for what is wrong with the file.
+        """
+        from .own_spec import kernel_of
+
+        own = kernel_of(Path(path))
+        settings = {each.name: getattr(own, each.name) for each in fields(own)}
+        given = [settings.pop(name) for name in ("operator", "source", "function")]
+        cls.register_kernel(*given, **settings)
+
+    def _with_kernels(self, info: DeviceInfo) -> DeviceInfo:
+        """Costs are kept by a device's description, so it says which kernels are not ours."""
+        if not self._configured:
+            return info
+        from .own_spec import digest_of
+
+        names = ", ".join(each.function for each in self._configured)
+        own = f"{info.driver}, kernels {names} {digest_of(self._configured)}"
+        return replace(info, driver=own)
 
     def worker_environment(self, info: DeviceInfo, cores: int) -> dict[str, str]:
         name = info.id.split(":")[1]

@@ -16,7 +16,7 @@ from hetpipe.errors import BackendError, ClusterError, HetpipeError
 from hetpipe.process import shadow
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.sdk.references import backend_reference, check_not_loading
-from hetpipe.sdk.registry import absent, configure_backend, devices_of
+from hetpipe.sdk.registry import absent, configure_backend, devices_of, forget_options
 from hetpipe.wire.messages import Meeting, Open
 
 NAMED = 8  # boards in a message
@@ -84,7 +84,10 @@ def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout
 
 
 def _configure(cluster: Cluster) -> None:
-    """Give backends their options. Errors begin with the place of the table."""
+    """Give backends their options; those of an earlier cluster end. Errors begin with the place of
+    the table."""
+    for name in {_backend(member) for member in cluster.members} - cluster.options.keys():
+        forget_options(name)
     for name, options in cluster.options.items():
         try:
             configure_backend(name, options.values, options.folder)

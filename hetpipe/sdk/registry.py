@@ -105,7 +105,15 @@ def configure_backend(name: str, options: Mapping[str, Any], folder: Path) -> No
     backend = get_backend(name)
     with blamed(name, "fails to take its options"):
         backend.configure(options, folder)
+    _decompositions.cache_clear()  # options may change them
     _options[name] = (options, folder)
+
+
+def forget_options(name: str) -> None:
+    """Take back the options of an earlier cluster file, if there were any."""
+    if name in _options:
+        configure_backend(name, {}, _options[name][1])
+        del _options[name]
 
 
 def decompositions_of(name: str) -> Mapping[Any, Callable[..., Any]]:

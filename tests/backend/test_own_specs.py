@@ -1,0 +1,178 @@
+"""A kernel with a specification takes the place of ours: in a cluster file, and in Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hetpipe.backends.opencl import OpenCLBackend
+from test_own_kernels import apart, pocl, result  # noqa: F401 - a fixture
+
+import hetpipe as hp
+from hetpipe.cluster import Cluster
+from hetpipe.errors import BackendError
+from hetpipe.sdk import registry
+
+SOURCE = """
+__kernel void doubled(__global const float *x, __global float *y, const int n, const float factor)
+{
+    const int i = get_global_id(0);
+    if (i < n)
+        y[i] = factor * fmax(x[i], 0.0f);
+}
+"""
+SPEC = """
+operator = "aten.relu.default"
+global_size = ["round_up(n, 8)"]
+local_size = [8]
+[argument.x]
+shape = ["n"]
+input = 0
+[argument.y]
+shape = ["n"]
+output = true
+result = 0
+[argument.n]
+value = "n"
+[argument.factor]
+number = 2.0
+[expect]
+y = "factor * maximum(x, 0)"
+[[case]]
+n = 100
+"""
+PRODUCT = """
+__kernel void product(__global const float *a, __global const float *b, __global float *c, int k,
+                      int n)
+{
+    const int row = get_global_id(0), col = get_global_id(1);
+    float sum = 1.0f;  // a mark: ours begin with 0
+    for (int i = 0; i < k; i++) sum += a[row * k + i] * b[i * n + col];
+    c[row * n + col] = sum;
+}
+"""
+PRODUCT_SPEC = """
+operator = "aten.mm.default"
+global_size = ["m", "n"]
+argument.a = { shape = ["m", "k"], input = 0 }
+argument.b = { shape = ["k", "n"], input = 1 }
+argument.c = { shape = ["m", "n"], output = true, result = 0 }
+argument.k = { value = "k" }
+argument.n = { value = "n" }
+expect.c = "1 + a @ b"
+[[case]]
+m = 3
+k = 4
+n = 5
+"""
+X = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    (tmp_path / "mine.cl").write_text(SOURCE)
+    (tmp_path / "mine.toml").write_text(SPEC)
+    return tmp_path / "mine.toml"
+
+
+def test_by_a_cluster_file_it_trains_in_workers(spec: Path) -> None:
+    """Twice the relu is the relu of a network whose first layer is twice as large."""
+    pocl("opencl")
+    text = '[backend.opencl]\nkernels = ["mine.toml"]\n'
+    for device in ("opencl:pocl:0", "pytorch:cpu:0"):
+        text += f'[[device]]\ndevice = "{device}"\n'
+    path = spec.with_name("cluster.toml")
+    path.write_text(text)
+
+    class Doubled(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * torch.relu(x)
+
+    def model(doubled: bool) -> torch.nn.Sequential:
+        torch.manual_seed(0)
+        relu = Doubled() if doubled else torch.nn.ReLU()
+        return torch.nn.Sequential(torch.nn.Linear(6, 8), relu, torch.nn.Linear(8, 3))
+
+    x, y = torch.randn(8, 6), torch.randint(3, (8,))
+    loss_fn = torch.nn.functional.cross_entropy
+    cluster = Cluster.load(path)
+    with hp.Pipeline(
+        model(doubled=False), loss_fn, (x, y), cluster=cluster, optimizer=hp.optim.sgd(lr=0.1),
+        cuts=[1], microbatches=2,
+    ) as pipe:  # fmt: skip
+        assert pipe.evaluate(x, y) == pytest.approx(loss_fn(model(True)(x), y).item(), rel=1e-5)
+        assert pipe.evaluate(x, y) != pytest.approx(loss_fn(model(False)(x), y).item(), rel=1e-2)
+    (info,) = [each for each in registry.devices_of("opencl") if each.id == "opencl:pocl:0"]
+    assert "kernels doubled" in info.driver
+    plain = Cluster.local(devices=["opencl:pocl:0", "pytorch:cpu:0"])  # the options end with it
+    with hp.Pipeline(
+        model(doubled=False), loss_fn, (x, y), cluster=plain, optimizer=hp.optim.sgd(lr=0.1),
+        cuts=[1], microbatches=2,
+    ) as pipe:  # fmt: skip
+        assert pipe.evaluate(x, y) == pytest.approx(loss_fn(model(False)(x), y).item(), rel=1e-5)
+    assert all("kernels" not in each.driver for each in registry.devices_of("opencl"))
+
+
+def test_in_python(spec: Path) -> None:
+    backend = type("Mine", (OpenCLBackend,), {"name": "mine"})
+    registry.register_backend(backend)
+    backend.register_spec(spec)
+    device = registry.open_device(pocl("mine"))
+    np.testing.assert_array_equal(result(device, torch.relu, X), 2 * X.relu().numpy())
+    with pytest.raises(BackendError, match="subclass"):
+        OpenCLBackend.register_spec(spec)
+
+
+def test_sizes_come_from_the_shapes(tmp_path: Path) -> None:
+    (tmp_path / "product.cl").write_text(PRODUCT)
+    (tmp_path / "product.toml").write_text(PRODUCT_SPEC)
+    backend = type("Mine", (OpenCLBackend,), {"name": "mine"})
+    registry.register_backend(backend)
+    backend.register_spec(tmp_path / "product.toml")
+    device = registry.open_device(pocl("mine"))
+    w = torch.randn(7, 4, generator=torch.Generator().manual_seed(1))
+    np.testing.assert_allclose(result(device, torch.mm, X, w), 1 + (X @ w).numpy(), rtol=1e-5)
+
+
+def test_another_call_than_that_of_the_specification_is_ours(tmp_path: Path) -> None:
+    """`gelu` by its approximation has an argument of which the specification says nothing."""
+    (tmp_path / "mine.cl").write_text(SOURCE)
+    (tmp_path / "mine.toml").write_text(SPEC.replace("relu.default", "gelu.default"))
+    backend = type("Mine", (OpenCLBackend,), {"name": "mine"})
+    registry.register_backend(backend)
+    backend.register_spec(tmp_path / "mine.toml")
+    device = registry.open_device(pocl("mine"))
+    gelu = torch.nn.functional.gelu
+    np.testing.assert_array_equal(result(device, gelu, X), 2 * X.relu().numpy())
+    np.testing.assert_allclose(
+        result(device, lambda x: gelu(x, approximate="tanh"), X),
+        gelu(X, approximate="tanh").numpy(), rtol=0, atol=1e-6,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("operator", "# operator"), "names no operator"),
+        (("relu.default", "rely.default"), "torch has no operator 'aten.rely.default'"),
+        (("input = 0", ""), r"which input of aten.relu.default is x\?"),
+        (("result = 0", ""), r"which result of aten.relu.default is y\?"),
+        (("output = true", 'output = true\nvalues = "ones"'), "y is read and written"),
+        (("number = 2.0", "local = 8"), "factor is local memory"),
+        (("operator", 'function = "tripled"\noperator'), "no kernel 'tripled'.*doubled"),
+        (("operator", 'source = "none.cl"\noperator'), "cannot read the kernel .*none.cl"),
+    ],
+)
+def test_a_specification_that_says_too_little(
+    spec: Path, change: tuple[str, str], message: str
+) -> None:
+    spec.write_text(SPEC.replace(*change, 1))
+    with pytest.raises(BackendError, match=message):
+        OpenCLBackend().configure({"kernels": [spec.name]}, spec.parent)
+
+
+def test_options_that_the_backend_does_not_know(tmp_path: Path) -> None:
+    with pytest.raises(BackendError, match=r"unknown key .kernel.; known: .*kernels"):
+        OpenCLBackend().configure({"kernel": []}, tmp_path)
