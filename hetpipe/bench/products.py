@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from collections.abc import Sequence
 from typing import Any
 
-from hetpipe import process
-from hetpipe.cluster import available_cores
-from hetpipe.crew.settings import usual_settings
+from hetpipe.bench.pinned import run_pinned
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk.info import DeviceInfo
-from hetpipe.sdk.registry import discover_devices, get_backend
+from hetpipe.sdk.registry import discover_devices
 
 LIMIT_S = 300.0
 
@@ -42,23 +37,7 @@ def _asked(device: str, infos: Sequence[DeviceInfo]) -> dict[str, Any]:
 
 
 def _measure(info: DeviceInfo) -> dict[str, Any] | None:
-    settings = usual_settings(1) | get_backend(info.backend).worker_environment(info, 1)
-    core = available_cores()[0]
-
-    def pin() -> None:
-        if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, {core})
-
-    done = subprocess.run(
-        process.command("hetpipe.bench.matmul", "--json", info.id),
-        env=process.environment(settings),
-        preexec_fn=pin,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
+    figures: dict[str, Any] | None = run_pinned(
+        "hetpipe.bench.matmul", info, "--json", info.id, limit_s=LIMIT_S
     )
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise HetpipeError(f"matrix products on {info.id} failed: {last}")
-    figures: dict[str, Any] | None = json.loads(done.stdout.strip().splitlines()[-1])
     return figures

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
@@ -32,9 +32,15 @@ class Output:
 
     def finish(self, data: Mapping[str, Any]) -> None:
         """Write the command's result as JSON if the user asked for it. Raises `HetpipeError`."""
+        self._write({"version": VERSION, **data})
+
+    def finish_list(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """`finish` for a result that is a list. Raises `HetpipeError`."""
+        self._write(rows)
+
+    def _write(self, data: Any) -> None:
         from hetpipe.files import dump_json, write_json
 
-        data = {"version": VERSION, **data}
         if self._target == "-":
             sys.stdout.write(dump_json(data))
         elif self._target is not None:

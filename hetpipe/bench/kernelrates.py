@@ -1,0 +1,182 @@
+"""Kernels of a device against the ceilings of its core and against torch on the same core.
+
+    python -m hetpipe.bench.kernelrates DEVICE SETS SECONDS ROUNDS
+
+prints a line of JSON, a list of `KernelRate`. The contenders take turns in every round. With
+HETPIPE_CLOCK=process seconds are those in which this process computed, for a busy machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from hetpipe.bench.kernelcases import SETS, Case
+from hetpipe.sdk.backend import Device
+from hetpipe.sdk.graph import canonical
+from hetpipe.sdk.registry import decompositions_of, open_device
+
+WAIT_S = 120.0
+
+
+@dataclass(frozen=True)
+class KernelRate:
+    """One kernel at one size: medians over the rounds of one run, measured on one core.
+
+    `share_of_ceiling` is the shortest time that the ceilings allow, by multiply-adds in registers
+    and by the copying of as many bytes, over the time taken. `torch_time_s` is torch's best on the
+    same core (convolutions with channels last). `spread` is half the distance of the quartiles over
+    the median. `error` is the largest difference from torch in float64, over the largest element.
+    """
+
+    kernel: str
+    shape: str
+    device: str
+    time_s: float
+    gflops: float
+    gbytes_per_s: float
+    share_of_ceiling: float
+    torch_time_s: float
+    group: str
+    spread: float
+    error: float
+    ceiling_gflops: float
+    copy_gbytes_per_s: float
+
+
+CLOCK = time.process_time if os.environ.get("HETPIPE_CLOCK") == "process" else time.perf_counter
+
+
+def measure(device_id: str, cases: Sequence[Case], round_s: float, rounds: int) -> list[KernelRate]:
+    """The rates of all cases that the device runs. Torch has one thread meanwhile."""
+    device = open_device(device_id)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return [_measure(device, case, round_s, rounds) for case in cases]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure(device: Device, case: Case, round_s: float, rounds: int) -> KernelRate:
+    torch.manual_seed(0)
+    tensors = [torch.randn(shape) * 0.1 for shape in case.shapes]
+    ours, fetch = _resident(device, case, tensors)
+    error = _error(case, tensors, fetch())
+    theirs = _torch(case, tensors)
+    room = torch.empty(int(case.nbytes // 8))
+    source = torch.ones_like(room)
+    ceiling = device.fma_ceiling()
+    contenders: list[Callable[[], object]] = [ours, theirs, lambda: room.copy_(source)]
+    if ceiling is not None:
+        contenders.append(ceiling[0])
+    counts = [_count(run, round_s) for run in contenders]
+    table = [
+        [_time_s(run, count) for run, count in zip(contenders, counts, strict=True)]
+        for _ in range(rounds)
+    ]
+    ours_s, torch_s, copy_s, *peak_s = (list(column) for column in zip(*table, strict=True))
+    peak = [ceiling[1] / each for each in peak_s[0]] if ceiling is not None else []
+    bound_s = [
+        max(copy, case.operations / peak[i] if peak else 0.0) for i, copy in enumerate(copy_s)
+    ]
+    time_s = statistics.median(ours_s)
+    return KernelRate(
+        kernel=case.kernel,
+        shape=case.shape,
+        device=device.info.id,
+        time_s=time_s,
+        gflops=case.operations / time_s / 1e9,
+        gbytes_per_s=case.nbytes / time_s / 1e9,
+        share_of_ceiling=statistics.median(b / o for b, o in zip(bound_s, ours_s, strict=True)),
+        torch_time_s=time_s
+        * statistics.median(t / o for t, o in zip(torch_s, ours_s, strict=True)),
+        group=case.group,
+        spread=_spread(ours_s),
+        error=error,
+        ceiling_gflops=statistics.median(peak) / 1e9 if peak else 0.0,
+        copy_gbytes_per_s=case.nbytes / statistics.median(copy_s) / 1e9,
+    )
+
+
+def _resident(
+    device: Device, case: Case, tensors: Sequence[torch.Tensor]
+) -> tuple[Callable[[], None], Callable[[], Any]]:
+    """A call that runs the graph on resident tensors, and one that fetches its first result."""
+    table = decompositions_of(device.info.backend)
+
+    def whole(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        result = case.function(*inputs)
+        return result if isinstance(result, tuple) else (result,)
+
+    graph = make_fx(whole, decomposition_table=dict(table))(*tensors)
+    graph.graph.eliminate_dead_code()
+    executable = device.compile(canonical(graph))
+    buffers = []
+    for tensor in tensors:
+        buffer, event = device.upload(tensor.numpy())
+        event.wait(WAIT_S)
+        buffers.append(buffer)
+
+    def run() -> None:
+        executable.run(buffers)[1].wait(WAIT_S)
+
+    def fetch() -> Any:
+        results, event, _ = executable.run(buffers)
+        event.wait(WAIT_S)
+        host = np.empty(results[0].shape, results[0].dtype)
+        device.download(results[0], host).wait(WAIT_S)
+        return host
+
+    return run, fetch
+
+
+def _torch(case: Case, tensors: Sequence[torch.Tensor]) -> Callable[[], object]:
+    function = case.theirs or case.function
+    if case.channels_last:
+        tensors = [t.contiguous(memory_format=torch.channels_last) for t in tensors]
+    return lambda: function(*tensors)
+
+
+def _error(case: Case, tensors: Sequence[torch.Tensor], actual: Any) -> float:
+    """The largest difference of the first result, relative to its largest element."""
+    result = case.function(*(tensor.double() for tensor in tensors))
+    wide = (result[0] if isinstance(result, tuple) else result).numpy()
+    return float(np.abs(actual - wide).max() / np.abs(wide).max())
+
+
+def _count(run: Callable[[], object], round_s: float) -> int:
+    """Runs that take about `round_s`, after one that warms up."""
+    run()
+    return max(1, round(round_s / _time_s(run, 1)))
+
+
+def _time_s(run: Callable[[], object], count: int) -> float:
+    begin_s = CLOCK()
+    for _ in range(count):
+        run()
+    return (CLOCK() - begin_s) / count
+
+
+def _spread(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(values, n=4)
+    return (high - low) / 2 / middle
+
+
+if __name__ == "__main__":
+    _device, _names, _seconds, _rounds = sys.argv[1:]
+    _cases = [case for name in _names.split(",") for case in SETS[name]()]
+    _rates = measure(_device, _cases, float(_seconds), int(_rounds))
+    print(json.dumps([asdict(rate) for rate in _rates]))

@@ -1,0 +1,44 @@
+"""A module of ours in a process of its own on one core, with the device's runtime held to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from typing import Any
+
+from hetpipe import process
+from hetpipe.cluster import available_cores
+from hetpipe.crew.settings import usual_settings
+from hetpipe.errors import HetpipeError
+from hetpipe.sdk.info import DeviceInfo
+from hetpipe.sdk.registry import get_backend
+
+
+def run_pinned(module: str, info: DeviceInfo, *arguments: object, limit_s: float) -> Any:
+    """The JSON on the last line that `python -m MODULE ARGUMENTS...` prints.
+
+    Raises `HetpipeError` with the last line of its errors if it fails or takes too long.
+    """
+    settings = usual_settings(1) | get_backend(info.backend).worker_environment(info, 1)
+    core = available_cores()[0]
+
+    def pin() -> None:
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, {core})
+
+    try:
+        done = subprocess.run(
+            process.command(module, *arguments),
+            env=process.environment(settings),
+            preexec_fn=pin,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise HetpipeError(f"{module} on {info.id} did not end within {limit_s:g} s") from error
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise HetpipeError(f"{module} on {info.id} failed: {last}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
