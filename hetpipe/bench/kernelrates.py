@@ -80,9 +80,9 @@ def _measure(device: Device, case: Case, round_s: float, rounds: int) -> KernelR
     contenders: list[Callable[[], object]] = [ours, theirs, lambda: room.copy_(source)]
     if ceiling is not None:
         contenders.append(ceiling[0])
-    counts = [_count(run, round_s) for run in contenders]
+    counts = [runs_in(run, round_s) for run in contenders]
     table = [
-        [_time_s(run, count) for run, count in zip(contenders, counts, strict=True)]
+        [time_of(run, count) for run, count in zip(contenders, counts, strict=True)]
         for _ in range(rounds)
     ]
     ours_s, torch_s, copy_s, *peak_s = (list(column) for column in zip(*table, strict=True))
@@ -102,7 +102,7 @@ def _measure(device: Device, case: Case, round_s: float, rounds: int) -> KernelR
         torch_time_s=time_s
         * statistics.median(t / o for t, o in zip(torch_s, ours_s, strict=True)),
         group=case.group,
-        spread=_spread(ours_s),
+        spread=spread_of(ours_s),
         error=error,
         ceiling_gflops=statistics.median(peak) / 1e9 if peak else 0.0,
         copy_gbytes_per_s=case.nbytes / statistics.median(copy_s) / 1e9,
@@ -155,20 +155,20 @@ def _error(case: Case, tensors: Sequence[torch.Tensor], actual: Any) -> float:
     return float(np.abs(actual - wide).max() / np.abs(wide).max())
 
 
-def _count(run: Callable[[], object], round_s: float) -> int:
+def runs_in(run: Callable[[], object], round_s: float) -> int:
     """Runs that take about `round_s`, after one that warms up."""
     run()
-    return max(1, round(round_s / _time_s(run, 1)))
+    return max(1, round(round_s / time_of(run, 1)))
 
 
-def _time_s(run: Callable[[], object], count: int) -> float:
+def time_of(run: Callable[[], object], count: int) -> float:
     begin_s = CLOCK()
     for _ in range(count):
         run()
     return (CLOCK() - begin_s) / count
 
 
-def _spread(values: Sequence[float]) -> float:
+def spread_of(values: Sequence[float]) -> float:
     if len(values) < 2:
         return 0.0
     low, middle, high = statistics.quantiles(values, n=4)

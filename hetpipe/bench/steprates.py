@@ -1,0 +1,124 @@
+"""Whole training steps of models on one core: a device's stage against eager torch, in turns.
+
+    python -m hetpipe.bench.steprates DEVICE SECONDS ROUNDS MODEL...
+
+prints a line of JSON, a list of `StepRate`. With HETPIPE_CLOCK=process seconds are those in which
+this process computed, for a busy machine.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from hetpipe.bench.eager import Eager
+from hetpipe.bench.kernelrates import runs_in, spread_of, time_of
+from hetpipe.capture.captured import Captured
+from hetpipe.sdk.backend import Device
+from hetpipe.sdk.registry import decompositions_of, open_device
+from hetpipe.zoo.load import load_workload, optimizer_of
+from hetpipe.zoo.workload import Workload
+
+
+@dataclass(frozen=True)
+class StepRate:
+    """One model: medians over rounds of one run, measured on one core.
+
+    A step is a forward, a backward and an update with one micro-batch. `operations` are those of
+    products and convolutions, as torch counts them; `share_of_ceiling` is the time that these take
+    by multiply-adds in registers alone, over the time of the step.
+    """
+
+    model: str
+    device: str
+    samples: int
+    operations: float
+    time_s: float
+    torch_time_s: float
+    share_of_ceiling: float
+    ceiling_gflops: float
+    spread: float
+    loss: float
+    torch_loss: float
+
+
+def measure(device_id: str, name: str, round_s: float, rounds: int) -> StepRate:
+    """The rate of one model of the zoo, or of `package.module:factory`."""
+    workload = load_workload(name)
+    samples = workload.mini_batch
+    x, y = next(workload.batches(samples, 0))
+    eager = Eager(copy.deepcopy(workload.model), workload.loss_fn, optimizer_of(workload))
+    with FlopCounterMode(display=False) as counter:
+        torch_loss = eager.step(x, y, [samples])
+    operations = float(counter.get_total_flops())
+    device = open_device(device_id)
+    ours = _stepper(device, workload, (x, y))
+    loss = ours()
+    ceiling = device.fma_ceiling()
+    contenders: list[Callable[[], object]] = [ours, lambda: eager.step(x, y, [samples])]
+    if ceiling is not None:
+        contenders.append(ceiling[0])
+    counts = [runs_in(run, round_s) for run in contenders]
+    table = [
+        [time_of(run, count) for run, count in zip(contenders, counts, strict=True)]
+        for _ in range(rounds)
+    ]
+    ours_s, torch_s, *peak_s = (list(column) for column in zip(*table, strict=True))
+    time_s = statistics.median(ours_s)
+    peak = ceiling[1] / statistics.median(peak_s[0]) if ceiling is not None else float("inf")
+    ratio = statistics.median(t / o for t, o in zip(torch_s, ours_s, strict=True))
+    return StepRate(
+        model=name,
+        device=device_id,
+        samples=samples,
+        operations=operations,
+        time_s=time_s,
+        torch_time_s=time_s * ratio,
+        share_of_ceiling=operations / peak / time_s,
+        ceiling_gflops=peak / 1e9,
+        spread=spread_of(ours_s),
+        loss=loss,
+        torch_loss=torch_loss,
+    )
+
+
+def _stepper(device: Device, workload: Workload, batch: tuple[Any, Any]) -> Callable[[], float]:
+    """A function that trains a step on the device and returns its loss."""
+    from hetpipe.capture.program import COUNT, LOSS
+    from hetpipe.schedule.action import Op
+    from hetpipe.wire.messages import Keep
+    from hetpipe.worker.stage import Pass, Stage
+
+    samples, rule = workload.mini_batch, optimizer_of(workload)
+    captured = Captured(workload.model, workload.loss_fn, batch)
+    table = decompositions_of(device.info.backend)
+    (graphs,) = captured.stage_graphs([], [table], [samples], rule, extras=())
+    values = {**captured.parameters, **captured.buffers}
+    stage = Stage(device, graphs, values, np.zeros, Keep(updates=(0,)))
+    feed = captured.leaves(*batch)
+
+    def step() -> float:
+        stage.run(Pass(Op.FORWARD, 0, samples, feed))
+        stage.run(Pass(Op.BACKWARD, 0, samples, feed, loss_tangent=1.0))
+        (loss,), counts = stage.results.take(LOSS) or (), stage.results.take(COUNT)
+        scale = 1 / counts[0] if counts else 1.0
+        stage.update(rule.lr_at(1), scale)
+        return float(loss * scale)
+
+    return step
+
+
+if __name__ == "__main__":
+    _device, _seconds, _rounds, *_models = sys.argv[1:]
+    torch.set_num_threads(1)
+    _rates = [measure(_device, name, float(_seconds), int(_rounds)) for name in _models]
+    print(json.dumps([asdict(rate) for rate in _rates]))
