@@ -21,11 +21,15 @@ WORK_ITEM __kernel void softmax_rows(__global const float* restrict x, __global 
   for (int i = 0; i < classes; i += LANES) peaks = fmax(peaks, load_or(x + i, classes - i, -INFINITY));
   const float peak = max_lanes(peaks);
   float16 sums = (float16)(0.0f);
-  for (int i = 0; i < classes; i += LANES) sums += exp(load_or(x + i, classes - i, -INFINITY) - peak);
+  for (int i = 0; i < classes; i += LANES) {
+    const float16 power = exp(load_or(x + i, classes - i, -INFINITY) - peak);
+    if (!logarithm) store_upto(power, y + i, classes - i);
+    sums += power;
+  }
   const float sum = sum_lanes(sums), log_sum = log(sum), inverse = 1.0f / sum;
   for (int i = 0; i < classes; i += LANES) {
-    const float16 v = load_upto(x + i, classes - i) - peak;
-    store_upto(logarithm ? v - log_sum : exp(v) * inverse, y + i, classes - i);
+    const int count = classes - i;
+    store_upto(logarithm ? load_upto(x + i, count) - peak - log_sum : load_upto(y + i, count) * inverse, y + i, count);
   }
 }
 
