@@ -77,20 +77,20 @@ class OpenCLBackend(Backend):
     def open(self, info: DeviceInfo) -> Device:
         from .device import OpenCLDevice
 
-        device, entry = self._place(info.id)
+        device, entry = self.place(info.id)
         opened: OpenCLDevice = OpenCLDevice(info, device, entry, self.lowerings())
         return opened
-
-    def cl_device(self, device_id: str) -> Any:
-        """pyopencl's device of that id. Raises `BackendError` if it is not here."""
-        return self._place(device_id)[0]
 
     def kernel_runner(self) -> KernelRunner:
         from .runner import OpenCLRunner
 
         return OpenCLRunner(self)
 
-    def _place(self, device_id: str) -> tuple[Any, Runtime | None]:
+    def place(self, device_id: str) -> tuple[Any, Runtime | None]:
+        """pyopencl's device of that id, and its runtime if that has peculiarities.
+
+        Raises `BackendError` if it is not here.
+        """
         if device_id not in self._found:
             self.discover()
         if device_id not in self._found:

@@ -29,6 +29,7 @@ from .queues import PassQueue
 from .second_compiler import SecondCompiler
 from .support import refusal
 from .target import Target
+from .tuning import tuning_of
 
 
 class OpenCLDevice(Device):
@@ -56,6 +57,7 @@ class OpenCLDevice(Device):
             alignment_nbytes=max(GRANULE_NBYTES, cl_device.mem_base_addr_align // 8),
             extensions=frozenset(cl_device.extensions.split()),
             lowerings=lowerings,
+            tuning=tuning_of(cl_device, runtime),
         )
         with errors(info.id, "opening it"):
             self.context = cl.Context([cl_device])

@@ -143,7 +143,7 @@ def _kernel(signature: Sequence[str], lines: Sequence[str], target: Target) -> K
     text = "(\n    " + ",\n    ".join(signature) + ")\n{\n    " + "\n    ".join(lines) + "\n}\n"
     name = f"matmul_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     # Kernels that share a program share these definitions.
-    interpreted = "#define INTERPRETED\n" if target.checks_memory else ""
+    defines = "".join(f"#define {name}\n" for name in target.defines)
     shared = kernel_source("cpu/common.cl") + kernel_source("cpu/matmul.cl")
-    head = f"#ifndef EPILOGUE\n#define EPILOGUE\n{interpreted}{shared}#endif\n"
+    head = f"#ifndef EPILOGUE\n#define EPILOGUE\n{defines}{shared}#endif\n"
     return Kernel(f"{head}WORK_ITEM __kernel void {name}{text}", name, generated=True)

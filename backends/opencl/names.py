@@ -25,6 +25,8 @@ class Runtime:
     """Whether a wait for an event returns only when its whole queue is empty."""
     forgets: bool = False
     """Whether it keeps no compiled programs from one process to the next."""
+    named_arch: bool = False
+    """Whether it makes code for the processor that `runtimes.target_arch` names."""
     late: bool = False
     """Whether it compiles a kernel when that is first launched, one kernel at a time."""
 
@@ -37,10 +39,10 @@ RUNTIMES = (
     # The emulator's pool must not be bounded: kernels joined by channels hang in a small pool.
     Runtime(
         "intel-fpga-emulator", "FPGA Emulation", "fpga", emulated=True, queues=2, streams=True,
-        drains=True, forgets=True,
+        drains=True, forgets=True, named_arch=True,
     ),
     Runtime(
-        "intel-cpu", "Intel(R) OpenCL", "cpu", drains=True, forgets=True,
+        "intel-cpu", "Intel(R) OpenCL", "cpu", drains=True, forgets=True, named_arch=True,
         threads=("CL_CONFIG_CPU_TBB_NUM_WORKERS", "DPCPP_CPU_NUM_CUS"),
     ),
     # Its one device claims to be of every type at once.

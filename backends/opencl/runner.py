@@ -30,6 +30,7 @@ from .driver import driver, quiet
 from .oclgrind_log import flaws_of
 from .shipped import shipped_kernels
 from .signature import Parameter, parameters
+from .tuning import VARIABLE, candidates, keep, text_of, tuning_of
 
 if TYPE_CHECKING:
     from .backend import OpenCLBackend
@@ -71,6 +72,20 @@ class OpenCLRunner(KernelRunner):
             "OCLGRIND_MAX_ERRORS": "200",
         }  # fmt: skip
 
+    def tunings(self, device_id: str) -> Mapping[str, Mapping[str, str]]:
+        in_use = tuning_of(*self._backend.place(device_id))
+        every = [in_use, *(each for each in candidates() if each != in_use)]
+        return {str(each): {VARIABLE: text_of(each)} for each in every}
+
+    def keep_tuning(self, device_id: str, name: str) -> None:
+        cl_device, runtime = self._backend.place(device_id)
+        every = [tuning_of(cl_device, runtime), *candidates()]
+        named = next((each for each in every if str(each) == name), None)
+        if named is None:
+            super().keep_tuning(device_id, name)
+        else:
+            keep(cl_device, named)
+
     def flaws_of(self, log: str) -> Sequence[Flaw]:
         return flaws_of(log)
 
@@ -99,7 +114,7 @@ class _Opened:
     def __init__(self, backend: OpenCLBackend, device_id: str, checks: bool) -> None:
         cl = driver()
         self._id, self._checks = device_id, checks
-        cl_device = backend.cl_device(device_id)
+        cl_device, _ = backend.place(device_id)
         self._alignment = max(64, cl_device.mem_base_addr_align // 8)
         self._context = cl.Context([cl_device])
         self._queue = cl.CommandQueue(self._context)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hetpipe.sdk.info import DeviceInfo
+
+from .tuning import Tuning
 
 if TYPE_CHECKING:
     from .ops.registry import Lowering
@@ -25,6 +27,7 @@ class Target:
     lowerings: Mapping[str, Lowering]
     """By operator: those of the device's backend."""
     extensions: frozenset[str] = frozenset()
+    tuning: Tuning = field(default_factory=Tuning)
 
     @property
     def kind(self) -> str:
@@ -35,6 +38,12 @@ class Target:
     def family(self) -> str:
         """The folder of `kernels/` for products and convolutions: cpu, or gpu."""
         return "gpu" if self.kind == "gpu" else "cpu"
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        """The macros with which the files of products are read."""
+        named = {"INTERPRETED": self.checks_memory, "NARROW": self.tuning.narrow}
+        return tuple(name for name, is_set in named.items() if is_set)
 
     @property
     def checks_memory(self) -> bool:

@@ -61,6 +61,12 @@ def products() -> Iterator[Case]:
     yield _product("mm", 2048, 384, 1536, torch.mm)
 
 
+def tuned() -> Iterator[Case]:
+    """The products by which tunings are compared: small, usual, deep and large."""
+    for m, k, n in ((256, 256, 256), (1024, 1024, 1024), (384, 4096, 384), (2048, 384, 1536)):
+        yield _product("mm", m, k, n, torch.mm)
+
+
 @dataclass(frozen=True)
 class Layer:
     """A convolution of a network: channels, the side of its input, its kernel, and its stride."""
@@ -160,6 +166,7 @@ def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
 
 SETS: dict[str, Callable[[], Iterator[Case]]] = {
     "products": products,
+    "tuning": tuned,
     "memory": memory_bound,
     "resnet50": partial(convolutions, RESNET50),
     "vgg16": partial(convolutions, VGG16),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Mapping
 from typing import Any
 
 from hetpipe import process
@@ -15,8 +16,14 @@ from hetpipe.sdk.info import DeviceInfo
 from hetpipe.sdk.registry import get_backend
 
 
-def run_pinned(module: str, info: DeviceInfo, *arguments: object, limit_s: float) -> Any:
-    """The JSON on the last line that `python -m MODULE ARGUMENTS...` prints.
+def run_pinned(
+    module: str,
+    info: DeviceInfo,
+    *arguments: object,
+    limit_s: float,
+    variables: Mapping[str, str] = {},
+) -> Any:
+    """The JSON on the last line that `python -m MODULE ARGUMENTS...` prints, with more variables.
 
     Raises `HetpipeError` with the last line of its errors if it fails or takes too long.
     """
@@ -30,7 +37,7 @@ def run_pinned(module: str, info: DeviceInfo, *arguments: object, limit_s: float
     try:
         done = subprocess.run(
             process.command(module, *arguments),
-            env=process.environment(settings),
+            env=process.environment({**settings, **variables}),
             preexec_fn=pin,
             capture_output=True,
             text=True,

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy.typing as npt
 
+from hetpipe.errors import BackendError
+
 Array = npt.NDArray[Any]
 
 
@@ -88,6 +90,20 @@ class KernelRunner(ABC):
     @abstractmethod
     def shipped(self) -> Sequence[Shipped]:
         """The kernels that the backend brings."""
+
+    def tunings(self, device_id: str) -> Mapping[str, Mapping[str, str]]:
+        """Ways to divide the work of kernels, by name: variables of a process that measures one.
+
+        The first is the one in use. Default: none.
+        """
+        return {}
+
+    def keep_tuning(self, device_id: str, name: str) -> None:
+        """Use a way of `tunings` from now on, in every process of this user.
+
+        Raises `BackendError` for a name that is not there.
+        """
+        raise BackendError(f"the kernels of {device_id} have no tuning {name!r}")
 
     def checks(self, device_id: str) -> bool:
         """Whether a device is a checker: an interpreter that sees every access; default: none."""

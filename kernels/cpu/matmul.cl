@@ -54,9 +54,42 @@
       sums[m][1] = hi[m];                                                                                     \
     }                                                                                                         \
   }
+#ifndef NARROW
 MULTIPLY_ROWS(multiply_4, 4)
 MULTIPLY_ROWS(multiply_8, 8)
 MULTIPLY_ROWS(multiply_12, ROWS)
+#else
+// 16 registers of 8 floats hold 6 rows x 16 columns of sums, with what they are made of: a tile is four of these.
+#define MULTIPLY_PART(name, COUNT)                                                                             \
+  inline void name(__global const float* restrict a, __global const float* restrict b, const int depth,       \
+                   float16 sums[ROWS][2], const int row, const int half_of_columns) {                         \
+    float16 sum[COUNT];                                                                                       \
+    a += row;                                                                                                 \
+    b += half_of_columns * LANES;                                                                             \
+    _Pragma("unroll") for (int m = 0; m < COUNT; m++) sum[m] = (float16)(0.0f);                               \
+    for (int k = 0; k < depth; k++) {                                                                         \
+      const float16 columns = vload16(0, b);                                                                  \
+      _Pragma("unroll") for (int m = 0; m < COUNT; m++) sum[m] = fma((float16)(a[m]), columns, sum[m]);       \
+      a += ROWS;                                                                                              \
+      b += COLS;                                                                                              \
+    }                                                                                                         \
+    _Pragma("unroll") for (int m = 0; m < COUNT; m++) sums[row + m][half_of_columns] = sum[m];                \
+  }
+MULTIPLY_PART(multiply_part_4, 4)
+MULTIPLY_PART(multiply_part_6, 6)
+
+inline void multiply_4(__global const float* a, __global const float* b, const int depth, float16 sums[ROWS][2]) {
+  for (int n = 0; n < 2; n++) multiply_part_4(a, b, depth, sums, 0, n);
+}
+inline void multiply_8(__global const float* a, __global const float* b, const int depth, float16 sums[ROWS][2]) {
+  for (int row = 0; row < 8; row += 4)
+    for (int n = 0; n < 2; n++) multiply_part_4(a, b, depth, sums, row, n);
+}
+inline void multiply_12(__global const float* a, __global const float* b, const int depth, float16 sums[ROWS][2]) {
+  for (int row = 0; row < ROWS; row += 6)
+    for (int n = 0; n < 2; n++) multiply_part_6(a, b, depth, sums, row, n);
+}
+#endif
 
 // This work-item's tile of A B, summed over k0 <= k < k1; at the lower edge only rows that exist, in fours.
 inline void multiply_tile(__global const float* restrict left, __global const float* restrict right, const int rows,

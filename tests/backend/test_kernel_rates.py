@@ -68,7 +68,7 @@ def test_the_command_writes_figures_and_a_picture(
         "group": "products", "spread": 0.01, "error": 1e-7, "ceiling_gflops": 100.0,
         "copy_gbytes_per_s": 20.0,
     }  # fmt: skip
-    infos = list(bench._devices([]))[:1] if RUNTIME else []
+    infos = list(bench.processors([]))[:1] if RUNTIME else []
     if not infos:
         pytest.skip("no OpenCL runtime for CPUs")
     row["device"] = infos[0].id

@@ -13,13 +13,14 @@ import torch.nn.functional as F
 from found_devices import trace
 from hetpipe.backends.opencl.lowering import lower
 from hetpipe.backends.opencl.memory import OpenCLBuffer
-from hetpipe.backends.opencl.ops.matmul import DEPTH_BLOCK
+from hetpipe.backends.opencl.tuning import by_rules, cache_nbytes
 from oclgrind import ORACLE, log_of
 from opencl_devices import close_to_torch, compiled, fetch, opencl_device, upload
 from opencl_products import INTERPRETERS, OPENCL
 
 from hetpipe.sdk.registry import get_backend
 
+DEPTH_BLOCK = by_rules(16, cache_nbytes()).depth_block
 on_every_device = pytest.mark.parametrize("device_id", OPENCL)
 SIZES = [(24, 64, 48), (25, 33, 50), (13, 95, 31), (36, 16, 40), (50, 70, DEPTH_BLOCK + 29)]
 """Rows, columns and depth: whole tiles, every edge, and a depth of two blocks."""

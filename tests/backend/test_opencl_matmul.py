@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hetpipe.backends.opencl.ops.matmul import DEPTH_BLOCK, depth_blocks
+from hetpipe.backends.opencl.ops.matmul import depth_blocks
+from hetpipe.backends.opencl.tuning import by_rules, cache_nbytes
 from opencl_products import INTERPRETERS, OPENCL, check_sums, on_device
 
 aten = torch.ops.aten
+DEPTH_BLOCK = by_rules(16, cache_nbytes()).depth_block
 SHAPES = [
     (1, 1, 1), (12, 32, 16), (13, 33, 17), (64, 64, 64), (50, 70, DEPTH_BLOCK + 29), (24, 95, 31),
     (2, 100, 129), (100, 1, 37), (100, 2, 37), (3, 5, 7), (32, 10, 64), (40, 31, 1),
@@ -67,7 +69,7 @@ def test_bmm(device_id: str) -> None:
 
 def test_blocks_of_depth_cover_it_evenly() -> None:
     for depth in (1, DEPTH_BLOCK, DEPTH_BLOCK + 1, 5 * DEPTH_BLOCK - 3):
-        blocks = depth_blocks(depth)
+        blocks = depth_blocks(depth, DEPTH_BLOCK)
         assert [k0 for k0, _ in blocks[1:]] == [k1 for _, k1 in blocks[:-1]]
         assert (blocks[0][0], blocks[-1][1]) == (0, depth)
         sizes = [k1 - k0 for k0, k1 in blocks]

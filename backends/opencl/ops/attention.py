@@ -45,8 +45,7 @@ def _kernels(builder: Builder, cols: int) -> Kernels:
     files = ("cpu/common.cl", "cpu/matmul.cl", "cpu/attention.cl")
     source = "".join(builder.source(file) for file in files)
     options = [f"-DCAPACITY={1 << (math.ceil(cols / COLS) - 1).bit_length()}"]
-    if builder.device.checks_memory:
-        options.append("-DINTERPRETED")
+    options += [f"-D{each}" for each in builder.device.defines]
     return lambda name: Kernel(source, name, tuple(options))
 
 

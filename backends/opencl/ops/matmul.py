@@ -20,8 +20,6 @@ ROWS, COLS = 12, 32
 """The register tile of `kernels/cpu/matmul.cl`: 24 accumulators of 16 lanes."""
 DEPTH_CHUNK = 128
 """Steps of K that one work-item packs."""
-DEPTH_BLOCK = 1024
-"""K per launch: a panel of DEPTH_BLOCK x COLS floats is 128 KiB."""
 THIN_ROWS = 2
 THIN_OPERATIONS = 1 << 14
 """Sizes up to which packing costs more than it saves."""
@@ -37,9 +35,9 @@ def lower_product(builder: Builder, product: Product) -> Value:
     return _packed(builder, product)
 
 
-def depth_blocks(depth: int) -> list[tuple[int, int]]:
-    """Equal ranges of K of at most DEPTH_BLOCK."""
-    count = math.ceil(depth / DEPTH_BLOCK)
+def depth_blocks(depth: int, most: int) -> list[tuple[int, int]]:
+    """Equal ranges of K of at most `most`."""
+    count = math.ceil(depth / most)
     return [(depth * i // count, depth * (i + 1) // count) for i in range(count)]
 
 
@@ -69,7 +67,7 @@ def _packed(builder: Builder, p: Product) -> Value:
             },
             step=ROWS * p.cols if p.batch == 1 and k1 == p.depth else 0,
         )
-        for k0, k1 in depth_blocks(p.depth)
+        for k0, k1 in depth_blocks(p.depth, builder.device.tuning.depth_block)
     ]  # fmt: skip
     builder.product(out, [*packs, *tiles])
     return out
@@ -129,7 +127,7 @@ def _thin(builder: Builder, p: Product) -> Value:
 
 def _kernel(builder: Builder, name: str) -> Kernel:
     source = builder.source("cpu/common.cl") + builder.source("cpu/matmul.cl")
-    return Kernel(source, name, ("-DINTERPRETED",) if builder.device.checks_memory else ())
+    return Kernel(source, name, tuple(f"-D{each}" for each in builder.device.defines))
 
 
 def _operand(builder: Builder, node: fx.Node, shape: Sequence[int]) -> Operand:

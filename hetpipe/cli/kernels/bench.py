@@ -42,7 +42,7 @@ def command(
     output.text(describe())
     rows: list[dict[str, Any]] = []
     with progress_bar() as progress:
-        for number, info in enumerate(chosen := _devices(device or [])):
+        for number, info in enumerate(chosen := processors(device or [])):
             progress(f"kernels of {info.id}", number, len(chosen))
             rates = run_pinned(
                 "hetpipe.bench.kernelrates", info, info.id, sets, seconds, rounds, limit_s=LIMIT_S
@@ -58,12 +58,12 @@ def command(
 def _check_sets(sets: str) -> None:
     from hetpipe.errors import HetpipeError
 
-    known = ("products", "memory", "resnet50", "vgg16")
+    known = ("products", "memory", "resnet50", "vgg16", "tuning")
     if unknown := [name for name in sets.split(",") if name not in known]:
         raise HetpipeError(f"no set of kernels {unknown[0]!r}; known: {', '.join(known)}")
 
 
-def _devices(named: list[str]) -> list[DeviceInfo]:
+def processors(named: list[str]) -> list[DeviceInfo]:
     """Those of that id; else the processors of all backends with kernels, at their own speed."""
     from hetpipe.errors import BackendError
     from hetpipe.sdk.registry import devices_of
