@@ -10,9 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from opencl_devices import IDS
+from typer.testing import CliRunner
 
+from hetpipe.cli.app import app
+from hetpipe.conformance.check import Level
+from hetpipe.conformance.run import checks_of, run_suite
 from hetpipe.errors import BackendError
 from hetpipe.sdk.kernelspec import Tolerance, read_spec
+from hetpipe.sdk.registry import devices_of
 from hetpipe.sdk.sizes import Size
 from hetpipe.workbench.compare import difference
 from hetpipe.workbench.trial import Outcome, check_sizes, outcomes, trial_of
@@ -310,3 +315,31 @@ def test_error_classes() -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(BackendError, match="cannot be read"):
         read_spec(tmp_path / "none.toml")
+
+
+def test_without_a_file_the_operators_of_a_backend_are_tested(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only checks that show a wrong kernel, on the device that is named."""
+    seen: list[tuple[list[str], tuple[str, ...]]] = []
+    monkeypatch.setattr(
+        "hetpipe.cli.conform.conform",
+        lambda infos, level, groups, *_, **__: seen.append(([i.id for i in infos], groups)),
+    )
+    if RUNTIME is None:
+        pytest.skip("no OpenCL runtime for CPUs")
+    done = CliRunner().invoke(app, ["kernels", "test", "--device", RUNTIME])
+    assert done.exit_code == 0, done.output
+    assert seen == [([RUNTIME], ("operators", "lengths", "strides", "dtypes", "values"))]
+    done = CliRunner().invoke(app, ["kernels", "test", "--device", "opencl:none:0"])
+    assert "no device 'opencl:none:0' with kernels" in str(done.exception)
+
+
+def test_a_group_of_checks_alone() -> None:
+    (info,) = [each for each in devices_of("numpy") if each.id == "numpy:cpu:0"]
+    results = list(run_suite(info, Level.CORE, groups=("lengths",)))
+    assert [each.name.partition("/")[0] for each in results] == ["lengths"] * len(results)
+    assert len(results) == len(checks_of(Level.CORE, ("lengths",))) > 3
+    assert not any(each.failed for each in results)
+    with pytest.raises(BackendError, match="no group 'length' of checks; known: contract"):
+        checks_of(Level.CORE, ("length",))
