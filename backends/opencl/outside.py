@@ -56,7 +56,8 @@ def checks(builder: Builder, calls: Iterable[fx.Node]) -> tuple[Check, ...]:
         # Indices that read no tensor are constants of the graph: torch has checked them already.
         if key not in distinct and index.numel and loads(index):
             distinct[key] = Check(bound, _least_outside(builder, index, bound))
-    return tuple(distinct.values())
+    # An index tensor of one element and a view of it have one result: it is looked at once.
+    return tuple({check.value.id: check for check in reversed(distinct.values())}.values())[::-1]
 
 
 def _least_outside(builder: Builder, index: Expr, bound: Bound) -> Value:
