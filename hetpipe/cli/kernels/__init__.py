@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import typer
 
-from hetpipe.cli.kernels import bench
+from hetpipe.cli.kernels import bench, build, export
 from hetpipe.cli.kernels import list as list_command
 from hetpipe.cli.kernels import test as test_command
 
 app = typer.Typer(
-    help="Test, measure and tune kernels: a backend's, or your own.", no_args_is_help=True
+    help="Test, measure and tune kernels, a backend's or your own; export a plan's as bundles.",
+    no_args_is_help=True,
 )
-for _name, _module in {"list": list_command, "test": test_command, "bench": bench}.items():
+_COMMANDS = {
+    "list": list_command, "test": test_command, "bench": bench, "export": export, "build": build,
+}  # fmt: skip
+for _name, _module in _COMMANDS.items():
     app.command(name=_name)(_module.command)
