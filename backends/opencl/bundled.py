@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from hetpipe.errors import BundleError
-from hetpipe.sdk.bundle import BUILD, KernelEntry, Manifest, SourceEntry, read_binary, read_bundles
+from hetpipe.sdk.bundle import (
+    BUILD,
+    Binary,
+    KernelEntry,
+    Manifest,
+    SourceEntry,
+    read_binary,
+    read_bundles,
+)
 
 from .builder import Kernel, Launch
 from .driver import driver, errors, quiet
@@ -75,20 +83,24 @@ class BundledPrograms:
 
     def _load(self, bundle: _Bundle, source: SourceEntry) -> Any:
         binary, content = read_binary(bundle.place, bundle.manifest, source)
-        facts = self._facts
-        other = [key for key in {**facts, **binary.facts} if facts.get(key) != binary.facts.get(key)]
-        if other:
-            here, there = (
-                ", ".join(f"{key} {of.get(key, 'unknown')}" for key in other)
-                for of in (facts, binary.facts)
-            )
-            raise BundleError(
-                f"{bundle.place / binary.file} was compiled for {there}, and {self._device_id} has "
-                f"{here}; compile it again: {BUILD} {bundle.place} --device {self._device_id}"
-            )
+        self._check(bundle.place, binary)
         cl = driver()
         with quiet(), errors(self._device_id, f"loading {bundle.place / binary.file}"):
             return cl.Program(self._context, [self._cl_device], [content]).build()
+
+    def _check(self, place: Path, binary: Binary) -> None:
+        """Raises `BundleError` for a binary of another driver, version or processor."""
+        here, there = self._facts, binary.facts
+        if other := [key for key in {**here, **there} if here.get(key) != there.get(key)]:
+            raise BundleError(
+                f"{place / binary.file} was compiled for {_said(there, other)}, and "
+                f"{self._device_id} has {_said(here, other)}; compile it again: {BUILD} {place} "
+                f"--device {self._device_id}"
+            )
+
+
+def _said(facts: Mapping[str, str], keys: Sequence[str]) -> str:
+    return ", ".join(f"{key} {facts.get(key) or 'unknown'}" for key in keys)
 
 
 class _Bundle:
@@ -116,7 +128,8 @@ class _Bundle:
         return BundleError(
             f"{self.place} does not fit what {device_id} is given: kernel {first.name}{more} with "
             f"the hash {kernel_hash(first)} is needed, and the bundle has {has} (all its kernels: "
-            f"{self.manifest.sha256}); write it again: {self.manifest.command}"
+            f"{self.manifest.sha256}); write it again: {self.manifest.command}, or train without "
+            "bundles what it was not written for: another model, plan or size, a profile"
         )
 
 

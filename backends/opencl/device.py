@@ -30,7 +30,7 @@ from .ops.registry import Lowering
 from .programs import Programs
 from .queues import PassQueue
 from .second_compiler import SecondCompiler
-from .specialise import Job, specialise
+from .specialise import specialise
 from .support import refusal
 from .target import Target
 
@@ -121,7 +121,7 @@ class OpenCLDevice(Device):
     def build(self, source: SourceEntry, text: str, programs: Sequence[ProgramEntry]) -> bytes:
         """A late runtime's binary has the kernels as they are launched first, too."""
         cl = driver()
-        job = job_of(text, source.options, programs) if self._late else Job(text, source.options, [])
+        job = job_of(text, source.options, programs if self._late else ())
         with quiet(), errors(self.info.id, f"compiling {source.file} of a bundle"):
             program = specialise(cl, cl.CommandQueue(self.context), job)
             (binary,) = program.get_info(cl.program_info.BINARIES)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Training:
+class Exportable:
     """A training whose stages are exported: its options decide which programs they have."""
 
     captured: Captured
@@ -36,8 +36,8 @@ class Training:
     optimizer: Optimizer
     costs: CostTable | None = None
     """Those of the plan."""
-    passes: PassOptions = PassOptions()
-    updates: UpdateOptions = UpdateOptions()
+    passes: PassOptions = PassOptions()  # noqa: RUF009 - frozen
+    updates: UpdateOptions = UpdateOptions()  # noqa: RUF009 - frozen
     evaluates: bool = False
     """Whether the forwards of evaluation are exported, too."""
 
@@ -48,9 +48,7 @@ class Training:
             self.updates.loss_scale, captured.precision.compute, not plan.rule.flushes
         )
         norms = watching(self.updates.clip, scaling) is not None
-        loading = loading_of(
-            captured, plan, self.optimizer, workers, self.passes.recompute, norms
-        )
+        loading = loading_of(captured, plan, self.optimizer, workers, self.passes.recompute, norms)
         sizes = set(sizes_of(plan.mini_batch, plan.microbatches))
         return replace(loading, ahead=False).graphs(sizes, sizes if self.evaluates else ())
 
@@ -84,7 +82,7 @@ def check_layers(plan: Plan, captured: Captured) -> None:
 
 
 def export(
-    training: Training,
+    training: Exportable,
     workers: Workers,
     folder: Path,
     boards: Mapping[str, Board],

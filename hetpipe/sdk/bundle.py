@@ -19,20 +19,33 @@ from typing import Annotated, Any
 
 from hetpipe.errors import BundleError
 from hetpipe.files import write_beside, write_json
-from hetpipe.records import Count, Entries, Name, Number, OneOf, Placed, Positive, Source
-from hetpipe.records import Whole, read_json
+from hetpipe.records import (
+    Count,
+    Entries,
+    Name,
+    Number,
+    OneOf,
+    Placed,
+    Positive,
+    Source,
+    Whole,
+    read_json,
+)
 from hetpipe.sdk.info import DTYPE_NBYTES
 from hetpipe.words import short, word
 
 VERSION = 1
 MANIFEST = "manifest.json"
-LARGEST = 3.5e38
-"""No float32 is beyond it."""
 DIRECTIONS = ("in", "out", "inout", "value")
 BUILD = "hetpipe kernels build"
 """The command that puts binaries into a bundle."""
 
+LARGEST = 3.5e38
+"""No float32 is beyond it."""
+
 Hash = Annotated[str, Entries(64, 64)]  # SHA-256, in hexadecimal digits
+Int32 = Annotated[int, Whole(-(2**31), 2**31 - 1)]
+Float32 = Annotated[float, Number(-LARGEST, LARGEST)]
 Range = Annotated[tuple[Positive, ...], Entries(1, 3)]
 
 
@@ -61,7 +74,11 @@ class Argument:
 
     dtype: Annotated[str, OneOf(tuple(DTYPE_NBYTES))]
     shape: tuple[Count, ...] | None  # None: a number
-    value: Annotated[int, Whole(-(2**31), 2**31 - 1)] | Annotated[float, Number(-LARGEST, LARGEST)] | None
+    value: (
+        Annotated[int, Whole(-(2**31), 2**31 - 1)]
+        | Annotated[float, Number(-LARGEST, LARGEST)]
+        | None
+    )
 
 
 @dataclass(frozen=True)

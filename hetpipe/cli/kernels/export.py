@@ -40,7 +40,7 @@ def command(
     ] = None,
     board: Annotated[
         str | None,
-        typer.Option("--board", metavar="ID", help="Of `hetpipe boards`: whose compiler it is for."),
+        typer.Option("--board", metavar="ID", help="A board: whose compiler it is for."),
     ] = None,
     device: Annotated[
         str | None,
@@ -78,7 +78,7 @@ def command(
 
     from hetpipe.capture import Captured
     from hetpipe.crew.workers import Workers
-    from hetpipe.pipeline.exporting import Training, check_layers, export
+    from hetpipe.pipeline.exporting import Exportable, check_layers, export
     from hetpipe.pipeline.options import PlanOptions
     from hetpipe.zoo.load import load_workload, optimizer_of
 
@@ -94,9 +94,7 @@ def command(
         )  # fmt: skip
         check_layers(stored, captured)
         progress("exporting", 0, 1)
-        training = Training(
-            captured, stored, optimizer_of(workload), costs, evaluates=evaluate
-        )
+        training = Exportable(captured, stored, optimizer_of(workload), costs, evaluates=evaluate)
         again = _again(plan, options, build, evaluate)
         written = export(training, workers, out, boards, again)
     if build:
