@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from hetpipe.records import (
     Name,
     Number,
     OneOf,
-    Placed,
+    Parsed,
     Positive,
     Source,
     Whole,
@@ -43,7 +44,23 @@ BUILD = "hetpipe kernels build"
 LARGEST = 3.5e38
 """No float32 is beyond it."""
 
-Hash = Annotated[str, Entries(64, 64)]  # SHA-256, in hexadecimal digits
+
+def hash_of(text: str) -> str:
+    """A SHA-256 in hexadecimal digits. Raises `BundleError` for anything else."""
+    if re.fullmatch("[0-9a-f]{64}", text) is None:
+        raise BundleError(f"{short(text)} is no SHA-256, 64 hexadecimal digits")
+    return text
+
+
+def file_of(text: str) -> str:
+    """The name of a file in a bundle's folder. Raises `BundleError` for anything else."""
+    if re.fullmatch(r"\w[\w.-]{0,99}", text, re.ASCII) is None:
+        raise BundleError(f"{short(text)} is no name of a file in the bundle's own folder")
+    return text
+
+
+Hash = Annotated[str, Parsed(hash_of)]
+FileName = Annotated[str, Parsed(file_of)]
 Int32 = Annotated[int, Whole(-(2**31), 2**31 - 1)]
 Float32 = Annotated[float, Number(-LARGEST, LARGEST)]
 Range = Annotated[tuple[Positive, ...], Entries(1, 3)]
@@ -99,37 +116,26 @@ class ProgramEntry:
     launches: tuple[LaunchEntry, ...]
 
 
-def _check_file(name: str) -> None:
-    if name in (".", "..") or not set(name).isdisjoint("/\\\0"):
-        raise BundleError(f"{name!r} is no name of a file in the bundle's own folder")
-
-
 @dataclass(frozen=True)
 class Binary:
     """What a compiler made of a source, and the device for which: its driver, its version."""
 
-    file: Name
+    file: FileName
     sha256: Hash
     source_sha256: Hash  # of the source at that time
     facts: dict[str, str]
-
-    def __post_init__(self) -> None:
-        _check_file(self.file)
 
 
 @dataclass(frozen=True)
 class SourceEntry:
     """A source and its kernels. `commands` are those of the vendor's compiler, if it is known."""
 
-    file: Name
+    file: FileName
     sha256: Hash
     options: tuple[str, ...]
     kernels: tuple[KernelEntry, ...]
     commands: tuple[str, ...]
-    binary: Annotated[Binary, Placed()] | None
-
-    def __post_init__(self) -> None:
-        _check_file(self.file)
+    binary: Binary | None
 
     @property
     def stem(self) -> str:
@@ -150,7 +156,7 @@ class Manifest:
     compiler: str  # the board's, or why there is none
     command: str  # makes this bundle again
     programs: tuple[ProgramEntry, ...]
-    sources: Annotated[tuple[Annotated[SourceEntry, Placed()], ...], Entries(1)]
+    sources: Annotated[tuple[SourceEntry, ...], Entries(1)]
 
     @property
     def sha256(self) -> str:
@@ -207,7 +213,7 @@ def read_manifest(folder: Path) -> Manifest:
     data = read_json(path, BundleError)
     there = data.pop("checksum", None) if isinstance(data, dict) else None
     manifest = source.versioned(Manifest, data, VERSION)
-    if there != (now := _checksum(data)):
+    if there != (now := checksum_of(data)):
         why = f"has the checksum {short(there)}, and its content {now}: it was changed by hand"
         raise source.fault((), f"{why}; write it again: {word(manifest.command)}")
     return manifest
@@ -265,11 +271,11 @@ def add_binary(
 
 def _write_manifest(folder: Path, manifest: Manifest) -> Manifest:
     data: dict[str, Any] = {"version": VERSION, **asdict(manifest)}
-    write_json(folder / MANIFEST, data | {"checksum": _checksum(data)})
+    write_json(folder / MANIFEST, data | {"checksum": checksum_of(data)})
     return manifest
 
 
-def _checksum(data: Any) -> str:
+def checksum_of(data: Any) -> str:
     """By which a changed manifest is known: its launches would run in other memory."""
     return sha256_of(json.dumps(data, sort_keys=True).encode())
 

@@ -227,9 +227,11 @@ def test_other_options_are_refused(tmp_path: Path) -> None:
         OpenCLBackend().configure({}, tmp_path)
 
 
-def two_layers() -> nn.Module:
+def perceptron() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 4))
+    return nn.Sequential(
+        nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 4)
+    )
 
 
 BATCHES = [(torch.randn(8, 6), torch.randint(4, (8,))) for _ in range(3)]
@@ -247,7 +249,7 @@ def trained(device_id: str, plan: Plan | None) -> tuple[Plan, list[float]]:
     if plan is None:
         options = {"cuts": [1], "microbatches": 2, "schedule": "1f1b"}
     with hp.Pipeline(
-        two_layers(), cross_entropy, BATCHES[0], cluster=crew_of(device_id), optimizer=OPTIMIZER,
+        perceptron(), cross_entropy, BATCHES[0], cluster=crew_of(device_id), optimizer=OPTIMIZER,
         **options,
     ) as pipe:  # fmt: skip
         return pipe.plan, [pipe.step(*batch) for batch in BATCHES]
@@ -258,7 +260,7 @@ def test_a_training_from_bundles_has_the_same_losses_bit_for_bit(
     device_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: list[str]
 ) -> None:
     plan, losses = trained(device_id, None)
-    captured = Captured(two_layers(), cross_entropy, BATCHES[0], samples=4)
+    captured = Captured(perceptron(), cross_entropy, BATCHES[0], samples=4)
     sources.clear()
     with Workers.start(crew_of(device_id)) as workers:
         written = export(Exportable(captured, plan, OPTIMIZER), workers, tmp_path, {}, AGAIN)
