@@ -40,6 +40,19 @@ class Exportable:
     updates: UpdateOptions = UpdateOptions()  # noqa: RUF009 - frozen
     evaluates: bool = False
     """Whether the forwards of evaluation are exported, too."""
+    stand_in: str | None = None
+    """The member for whose device all stages are written, in place of the plan's own."""
+
+    @property
+    def placed(self) -> Plan:
+        """The plan with the stand-in everywhere, if there is one."""
+        if self.stand_in is None:
+            return self.plan
+        stages = [
+            replace(stage, devices=(self.stand_in,) * len(stage.devices))
+            for stage in self.plan.stages
+        ]
+        return replace(self.plan, stages=tuple(stages))
 
     def graphs(self, workers: Workers) -> list[list[StageGraphs]]:
         """Per stage its replicas' graphs. Raises `CaptureError`, `HetpipeError`."""
@@ -50,7 +63,9 @@ class Exportable:
         norms = watching(self.updates.clip, scaling) is not None
         loading = loading_of(captured, plan, self.optimizer, workers, self.passes.recompute, norms)
         sizes = set(sizes_of(plan.mini_batch, plan.microbatches))
-        return replace(loading, ahead=False).graphs(sizes, sizes if self.evaluates else ())
+        return replace(loading, plan=self.placed, ahead=False).graphs(
+            sizes, sizes if self.evaluates else ()
+        )
 
     def probes(self, member: str) -> dict[str, bytes]:
         """The programs of a member's probe, by which a training corrects its prediction."""
@@ -94,7 +109,7 @@ def export(
     Stages on devices that export nothing are left out. Raises `BackendError` if all are, and
     `PlanError` if the plan names members that are not there.
     """
-    plan, infos = training.plan, workers.infos
+    plan, infos = training.placed, workers.infos
     for number, stage in enumerate(plan.stages):
         for member in stage.devices:
             if member not in infos:

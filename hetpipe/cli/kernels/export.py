@@ -71,9 +71,6 @@ def command(
         raise HetpipeError(f"{plan} does not name its model: give it, --model MODEL")
     check_name(name)
     members = _members(stored, cluster, devices, backends, device)
-    if device is not None:
-        stages = [replace(s, devices=(device,) * len(s.devices)) for s in stored.stages]
-        stored, costs = replace(stored, stages=tuple(stages)), None
     boards = _boards(members, board)
 
     from hetpipe.capture import Captured
@@ -94,11 +91,13 @@ def command(
         )  # fmt: skip
         check_layers(stored, captured)
         progress("exporting", 0, 1)
-        training = Exportable(captured, stored, optimizer_of(workload), costs, evaluates=evaluate)
+        training = Exportable(
+            captured, stored, optimizer_of(workload), costs, evaluates=evaluate, stand_in=device
+        )
         again = _again(plan, options, build, evaluate)
         written = export(training, workers, out, boards, again)
     if build:
-        written = [_built(each, progress=output.text) for each in written]
+        written = list(map(_built, written))
     for each in written:
         output.text(_line(each))
     output.finish({"model": name, "stages": [_data(each) for each in written]})
@@ -134,7 +133,7 @@ def _again(plan: Path, options: Mapping[str, Any], build: bool, evaluate: bool) 
     return shlex.join([*words, *(flag for flag, is_set in flags.items() if is_set)])
 
 
-def _built(written: Written, progress: Any) -> Written:
+def _built(written: Written) -> Written:
     from hetpipe.cli.kernels.build import build_bundle
 
     if written.folder is None:

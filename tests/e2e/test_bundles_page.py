@@ -1,0 +1,131 @@
+"""The page on bundles: its commands run, one after the other, and what it says of them is so."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hetpipe.cli.app import app
+from hetpipe.cli.kernels import build, export
+from hetpipe.errors import BackendError, BundleError, HetpipeError, WorkerError
+from hetpipe.sdk import registry
+from hetpipe.sdk.bundle import read_manifest
+
+PAGE = (Path(__file__).parents[2] / "docs" / "bundles.md").read_text(encoding="utf-8")
+LINES = re.findall(r"^    hetpipe (.*)$", PAGE, re.MULTILINE)
+EMULATOR = "opencl:intel-fpga-emulator:0"
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder in which the page's first commands have been run, and what they printed."""
+    if EMULATOR not in {info.id for info in registry.discover_devices(["opencl"])[0]}:
+        pytest.skip("no FPGA emulator: install the extra `emulators`")
+    folder = tmp_path_factory.mktemp("lab")
+    block = re.search(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    assert block is not None
+    (folder / "lab.toml").write_text(block[1], encoding="utf-8")
+    before = dict(registry._options), dict(registry._instances)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        printed = [run(line) for line in LINES[:4]]
+        (folder / "printed.json").write_text(json.dumps(printed))
+        yield folder
+    # Options stay with a backend: later tests of this process are to compile.
+    for name, kept in zip(("_options", "_instances"), before, strict=True):
+        setattr(registry, name, kept)
+
+
+def run(line: str, *more: str) -> str:
+    done = CliRunner().invoke(app, [*shlex.split(line), *more])
+    if isinstance(done.exception, HetpipeError):
+        raise done.exception
+    assert done.exit_code == 0, f"{line}: {done.output}"
+    return done.output
+
+
+def printed(lab: Path, number: int) -> str:
+    return str(json.loads((lab / "printed.json").read_text())[number])
+
+
+def test_the_commands_write_a_bundle_and_train_from_it(lab: Path) -> None:
+    assert len(LINES) == 5
+    shown = re.findall(r"^    (stage .*|  aoc .*)$", PAGE, re.MULTILINE)
+    there = [re.sub(r"hash \w+", "hash", line) for line in printed(lab, 1).splitlines()]
+    assert [re.sub(r"hash \w+", "hash", line) for line in shown] == [
+        line for line in there if line.startswith(("stage", "  aoc"))
+    ]
+    assert "equal to unpartitioned torch" in printed(lab, 3)
+    manifest = read_manifest(lab / "bundles" / "stage-1")
+    assert [program.name for program in manifest.programs] == [
+        "forward of 32 samples", "backward of 32 samples", "update", "product of the probe",
+        "elementwise pass of the probe",
+    ]  # fmt: skip
+    assert not (lab / "bundles" / "stage-0").exists()
+
+
+def test_the_losses_are_those_without_bundles(lab: Path) -> None:
+    options = ["--plan", "plan.json", "--steps", "5", "--no-check", "--json"]
+    devices = ["--devices", f"pytorch:cpu:0,{EMULATOR}"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("HETPIPE_OPENCL_BUNDLES", raising=False)
+        run("train mlp", *options, "without.json", *devices)
+    run("train mlp", *options, "with.json", "--cluster", "lab.toml")
+    without, loaded = (
+        json.loads((lab / f"{name}.json").read_text())["losses"] for name in ("without", "with")
+    )
+    assert without == loaded
+
+
+def test_a_vendors_binary_is_taken_in(lab: Path) -> None:
+    shutil.copy(lab / "bundles" / "stage-1" / "stage.bin", lab / "stage.aocx")
+    before = read_manifest(lab / "bundles" / "stage-1")
+    run(LINES[4])
+    assert read_manifest(lab / "bundles" / "stage-1") == before
+    with pytest.raises(BundleError, match=r"no\.aocx: cannot be read"):
+        run(LINES[4].replace("stage.aocx", "no.aocx"))
+
+
+def test_what_does_not_fit_is_refused_as_the_page_says(lab: Path) -> None:
+    (shown,) = re.findall(r"^    (bundles/stage-1 does not fit .*)$", PAGE, re.MULTILINE)
+    with pytest.raises(WorkerError) as caught:
+        run("train mlp --cluster lab.toml --cuts 2 --microbatches 4 --schedule 1f1b --steps 1")
+    assert shown in str(caught.value)
+    assert "write it again: hetpipe kernels export plan.json --board pac-d5005" in str(caught.value)
+
+
+def test_a_source_that_was_changed_by_hand_is_not_compiled(lab: Path, tmp_path: Path) -> None:
+    shutil.copytree(lab / "bundles" / "stage-1", tmp_path / "changed")
+    with (tmp_path / "changed" / "stage.cl").open("a") as file:
+        file.write("// by hand\n")
+    with pytest.raises(BundleError, match=r"stage\.cl has changed: its hash is \w{64}, the manif"):
+        run(f"kernels build {tmp_path / 'changed'}")
+
+
+def test_a_plan_without_a_device_that_exports_is_refused(lab: Path) -> None:
+    with pytest.raises(BackendError, match="nothing to export: backend 'pytorch' of pytorch:cpu:0"):
+        run("kernels export plan.json --device pytorch:cpu:0 --out no")
+    assert not (lab / "no").exists()
+
+
+def test_a_board_without_a_compiler_has_none_in_its_manifest(lab: Path) -> None:
+    """Its stages may be written for one device."""
+    done = run(f"kernels export plan.json --device {EMULATOR} --board agilex-agf027 --out agilex")
+    assert done.count("the vendor's compiler: none is known for this board") == 2
+    for stage in (0, 1):
+        manifest = read_manifest(lab / "agilex" / f"stage-{stage}")
+        assert (manifest.board, manifest.device) == ("agilex-agf027", EMULATOR)
+        assert manifest.sources[0].commands == ()
+
+
+@pytest.mark.parametrize("command", [export.command, build.command])
+def test_every_option_is_on_the_page(command: object) -> None:
+    declared = set(re.findall(r'"(--[a-z]+)"', Path(str(command.__code__.co_filename)).read_text()))  # type: ignore[attr-defined]
+    assert declared <= set(re.findall(r"--[a-z]+", PAGE)) | {"--json"}
