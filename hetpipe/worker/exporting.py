@@ -27,7 +27,7 @@ def export(
 def _programs(stage: StageGraphs) -> Iterator[tuple[str, fx.GraphModule]]:
     """By name: what `hetpipe.worker.stage` compiles."""
     for samples, passes in stage.passes.items():
-        of = f"of {samples} samples"
+        of = _of(samples)
         yield f"forward {of}", of_one_replica(passes.forward.graph)
         if passes.halves is not None:
             for half, program in zip(("input", "weight"), passes.halves, strict=True):
@@ -39,4 +39,8 @@ def _programs(stage: StageGraphs) -> Iterator[tuple[str, fx.GraphModule]]:
         if extra is not None:
             yield name, extra.graph
     for samples, program in stage.evaluation.items():
-        yield f"evaluation of {samples} samples", of_one_replica(program.graph)
+        yield f"evaluation {_of(samples)}", of_one_replica(program.graph)
+
+
+def _of(samples: int) -> str:
+    return f"of {samples} sample{'' if samples == 1 else 's'}"

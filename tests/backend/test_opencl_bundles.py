@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from hetpipe.cluster.cluster import Member
 from hetpipe.crew.workers import Workers
 from hetpipe.errors import BackendError, BundleError, WorkerError
 from hetpipe.optim import adamw
-from hetpipe.pipeline.exporting import Exportable, export
+from hetpipe.pipeline.exporting import Exportable, Written, export
+from hetpipe.pipeline.options import UpdateOptions
 from hetpipe.plan import Plan
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.bundle import add_binary, read_manifest
@@ -243,16 +245,19 @@ def crew_of(device_id: str) -> hp.Cluster:
     return hp.Cluster((Member("a", device_id), Member("b", device_id)), transport="local")
 
 
-def trained(device_id: str, plan: Plan | None) -> tuple[Plan, list[float]]:
-    """The plan of two stages on a device, and the losses of three steps."""
+def trained(
+    device_id: str, plan: Plan | None, schedule: str = "1f1b", evaluates: bool = False, **more: Any
+) -> tuple[Plan, list[float]]:
+    """The plan of two stages on a device, and the losses of three steps and of an evaluation."""
     options: Any = {"plan": plan}
     if plan is None:
-        options = {"cuts": [1], "microbatches": 2, "schedule": "1f1b"}
+        options = {"cuts": [1], "microbatches": 2, "schedule": schedule}
     with hp.Pipeline(
         perceptron(), cross_entropy, BATCHES[0], cluster=crew_of(device_id), optimizer=OPTIMIZER,
-        **options,
+        **options, **more,
     ) as pipe:  # fmt: skip
-        return pipe.plan, [pipe.step(*batch) for batch in BATCHES]
+        losses = [pipe.step(*batch) for batch in BATCHES]
+        return pipe.plan, [*losses, *([pipe.evaluate(*BATCHES[0])] if evaluates else [])]
 
 
 @pytest.mark.parametrize("device_id", TRAINED)
@@ -279,3 +284,59 @@ def test_a_training_from_bundles_has_the_same_losses_bit_for_bit(
     sources.clear()
     assert trained(device_id, plan) == (plan, losses)
     assert sources == []
+
+
+@pytest.mark.parametrize(
+    ("schedule", "clip"), [("zb-h1", 0.1), ("pipedream", None)], ids=["halves", "versions"]
+)
+def test_every_program_of_a_training_is_in_its_bundles(
+    schedule: str, clip: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backwards in halves, the norm of gradients, and forwards in eval mode: none is compiled."""
+    device_id = IDS[0]
+    more: Any = {"schedule": schedule, "evaluates": True, "clip_norm": clip}
+    plan, losses = trained(device_id, None, **more)
+    captured = Captured(perceptron(), cross_entropy, BATCHES[0], samples=4)
+    exportable = Exportable(
+        captured, plan, OPTIMIZER, updates=UpdateOptions(clip_norm=clip), evaluates=True
+    )
+    with Workers.start(crew_of(device_id)) as workers:
+        written = export(exportable, workers, tmp_path, {}, AGAIN)
+    device = open_device(device_id)
+    for each in written:
+        assert each.folder is not None
+        assert each.manifest is not None
+        build(each.folder, device, each.manifest)
+    sources = count_sources(monkeypatch)
+    monkeypatch.setenv(BUNDLES, str(tmp_path))
+    assert trained(device_id, plan, **more) == (plan, losses)
+    assert sources == []
+
+
+def test_replicas_have_bundles_of_their_own(tmp_path: Path) -> None:
+    """One has 3 rows of each micro-batch, the other 1."""
+    plan, _ = trained(IDS[0], None)
+    one, other = plan.stages
+    plan = replace(plan, stages=(replace(one, devices=("a", "c"), shares=(3.0, 1.0)), other))
+    cluster = hp.Cluster(tuple(Member(name, IDS[0]) for name in "abc"), transport="local")
+    captured = Captured(perceptron(), cross_entropy, BATCHES[0], samples=4)
+    with Workers.start(cluster) as workers:
+        written = export(Exportable(captured, plan, OPTIMIZER), workers, tmp_path, {}, AGAIN)
+    assert {each.folder and each.folder.name: _first_program(each) for each in written} == {
+        "stage-0": "forward of 3 samples", "stage-0.1": "forward of 1 sample",
+        "stage-1": "forward of 4 samples",
+    }  # fmt: skip
+
+
+def _first_program(written: Written) -> str:
+    assert written.manifest is not None
+    return written.manifest.programs[0].name
+
+
+def test_a_backend_without_bundles_refuses_them_by_name(tmp_path: Path, first: Device) -> None:
+    manifest = read_manifest(tmp_path / "stage-0")
+    other = open_device("numpy:cpu:0")
+    with pytest.raises(BackendError, match="numpy:cpu:0 exports no kernels: its backend lacks"):
+        other.export({"forward": GRAPH})
+    with pytest.raises(BackendError, match="numpy:cpu:0 compiles no bundles: its backend lacks"):
+        other.build(manifest.sources[0], "", manifest.programs)
