@@ -122,14 +122,15 @@ class _Bundle:
     def stale(self, missing: Sequence[Kernel], device_id: str) -> BundleError:
         """The error for kernels that it lacks, of which the first is named."""
         first = missing[0]
-        others = [sha256 for sha256, function in self.entries if function == first.name]
-        has = f"that with the hash {others[0]}" if others else "no kernel of that name"
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        others = [sha256 for sha256, function in self.entries if function == first.name]
+        has = f"it with the hash {others[0]}" if others else "no kernel of that name"
         return BundleError(
-            f"{self.place} does not fit what {device_id} is given: kernel {first.name}{more} with "
-            f"the hash {kernel_hash(first)} is needed, and the bundle has {has} (all its kernels: "
-            f"{self.manifest.sha256}); write it again: {self.manifest.command}, or train without "
-            "bundles what it was not written for: another model, plan or size, a profile"
+            f"{self.place} does not fit what {device_id} is given: that needs kernel {first.name} "
+            f"with the hash {kernel_hash(first)}{more}, and the bundle has {has} (the hash of all "
+            f"its kernels is {self.manifest.sha256}); write it again: {self.manifest.command}; or "
+            "train without bundles what it was not written for: another model, plan or size, a "
+            "profile"
         )
 
 

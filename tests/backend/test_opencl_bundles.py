@@ -110,10 +110,10 @@ def test_a_stale_bundle_is_refused_with_both_hashes(
     """The kernel of another factor is another kernel."""
     message = refusal(first.info.id, tmp_path, graph_of(0.25))
     manifest = read_manifest(tmp_path / "stage-0")
-    needed = re.search(r"kernel fused_\w+ with the hash (\w{64}) is needed", message)
+    needed = re.search(r"that needs kernel fused_\w+ with the hash (\w{64}), and", message)
     assert needed is not None
     assert needed[1] not in {kernel.sha256 for kernel in manifest.sources[0].kernels}
-    assert f"no kernel of that name (all its kernels: {manifest.sha256})" in message
+    assert f"no kernel of that name (the hash of all its kernels is {manifest.sha256})" in message
     assert f"write it again: {AGAIN}" in message
     assert sources == []
 
@@ -129,7 +129,7 @@ def test_a_kernel_of_the_same_name_and_another_text_is_told_by_its_hash(
 
     changed(tmp_path / "stage-0", change)
     message = refusal(first.info.id, tmp_path)
-    assert f"the hash {here} is needed, and the bundle has that with the hash {'0' * 64}" in message
+    assert f"the hash {here}, and the bundle has it with the hash {'0' * 64} (" in message
 
 
 def test_a_bundle_of_another_device_is_refused(tmp_path: Path, first: Device) -> None:
