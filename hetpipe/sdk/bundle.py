@@ -221,6 +221,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 def read_bundles(folder: Path) -> dict[Path, Manifest]:
     """The bundle of a folder, or else those of its folders. Raises `BundleError`."""
+    if not folder.is_dir():
+        return {}
     folders = [folder] if (folder / MANIFEST).exists() else sorted(folder.glob(f"*/{MANIFEST}"))
     places = [path if path.is_dir() else path.parent for path in folders]
     return {place: read_manifest(place) for place in places}
