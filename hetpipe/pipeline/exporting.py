@@ -15,6 +15,7 @@ from hetpipe.pipeline.options import PassOptions, UpdateOptions
 from hetpipe.profile.drift import probes_of
 from hetpipe.profile.probe import NBYTES, ORDERS, probe_graphs
 from hetpipe.sdk.bundle import Manifest, SourceEntry, sha256_of, write_bundle
+from hetpipe.words import words
 
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from hetpipe.optim.rule import Optimizer
     from hetpipe.plan.plan import Plan
     from hetpipe.sdk.bundle import Exported
+    from hetpipe.sdk.info import DeviceInfo
 
 
 @dataclass(frozen=True)
@@ -105,26 +107,12 @@ def export(
 ) -> list[Written]:
     """Write a bundle for each stage and replica: `folder`/stage-0, or stage-0.1 for replica 1.
 
-    `boards`, by member, have the vendors' commands; `command` is the one that exports again.
-    Stages on devices that export nothing are left out. Raises `BackendError` if all are, and
-    `PlanError` if the plan names members that are not there.
+    `boards`, by the plan's members, have the vendors' commands; `command` exports all again. Stages
+    on devices that export nothing are left out. Raises `BackendError` if all are, and `PlanError`
+    if the plan names members that are not there.
     """
     plan, infos = training.placed, workers.infos
-    for number, stage in enumerate(plan.stages):
-        for member in stage.devices:
-            if member not in infos:
-                raise PlanError(
-                    f"stage {number} of the plan is on {member!r}, and the cluster has "
-                    f"{', '.join(infos)}: name the plan's devices, or one for all with --device"
-                )
-    lacking = {
-        member: f"backend {infos[member].backend!r} of {infos[member].id} exports no kernels"
-        for member in plan.all_devices
-        if not infos[member].capabilities.exports
-    }
-    if len(lacking) == len(set(plan.all_devices)):
-        reasons = "; ".join(dict.fromkeys(lacking.values()))
-        raise BackendError(f"nothing to export: {reasons}; name a device that does with --device")
+    lacking = _lacking(plan, infos)
     results = []
     for number, replicas in enumerate(training.graphs(workers)):
         for replica, graphs in enumerate(replicas):
@@ -134,16 +122,36 @@ def export(
                 continue
             args = (graphs, training.probes(member))
             ((exported, facts),) = workers.call([member], "hetpipe.worker.exporting:export", *args)
-            place = folder / (f"stage-{number}.{replica}" if replica else f"stage-{number}")
-            device, board = infos[member].id, boards.get(member)
+            board = boards.get(training.plan.stages[number].devices[replica])
             manifest = Manifest(
-                plan.model, number, replica, device, facts, "" if board is None else board.id,
+                plan.model, number, replica, infos[member].id, facts, board.id if board else "",
                 _compiler(board), command, exported.programs, _sources(exported, board),
             )  # fmt: skip
+            place = folder / (f"stage-{number}.{replica}" if replica else f"stage-{number}")
             texts = {source.file: source.text for source in exported.sources}
             manifest = write_bundle(place, manifest, texts)
             results.append(Written(number, replica, member, place, manifest))
     return results
+
+
+def _lacking(plan: Plan, infos: Mapping[str, DeviceInfo]) -> dict[str, str]:
+    """The members whose devices export nothing, and why. Raises where nobody exports."""
+    for number, stage in enumerate(plan.stages):
+        for member in stage.devices:
+            if member not in infos:
+                raise PlanError(
+                    f"stage {number} of the plan is on {member!r}, and the cluster has "
+                    f"{words(infos)}: name the plan's devices, or one for all with --device"
+                )
+    lacking = {
+        member: f"backend {infos[member].backend!r} of {infos[member].id} exports no kernels"
+        for member in plan.all_devices
+        if not infos[member].capabilities.exports
+    }
+    if len(lacking) == len(set(plan.all_devices)):
+        reasons = "; ".join(dict.fromkeys(lacking.values()))
+        raise BackendError(f"nothing to export: {reasons}; name a device that does with --device")
+    return lacking
 
 
 def _compiler(board: Board | None) -> str:

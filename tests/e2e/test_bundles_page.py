@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from hetpipe.cli.app import app
 from hetpipe.cli.kernels import build, export
-from hetpipe.errors import BackendError, BundleError, HetpipeError, WorkerError
+from hetpipe.errors import BackendError, BundleError, ClusterError, HetpipeError, WorkerError
 from hetpipe.sdk import registry
 from hetpipe.sdk.bundle import read_manifest
 
@@ -129,6 +129,30 @@ def test_a_board_without_a_compiler_has_none_in_its_manifest(lab: Path) -> None:
         manifest = read_manifest(lab / "agilex" / f"stage-{stage}")
         assert (manifest.board, manifest.device) == ("agilex-agf027", EMULATOR)
         assert manifest.sources[0].commands == ()
+
+
+def test_a_plan_of_boards_is_written_for_a_device_with_each_boards_commands(lab: Path) -> None:
+    rows = [f'[[device]]\nid = "{id}"\nboard = "{id}"\n' for id in ("pac-d5005", "u250")]
+    (lab / "boards.toml").write_text("".join(rows))
+    text = (lab / "plan.json").read_text().replace("pytorch:cpu:0", "pac-d5005")
+    plan = json.loads(text.replace(EMULATOR, "u250"))
+    plan.pop("costs")
+    (lab / "boards.json").write_text(json.dumps(plan))
+    with pytest.raises(ClusterError, match=r"no device 'pac-d5005'.*name the plan's cluster"):
+        run("kernels export boards.json")
+    with pytest.raises(ClusterError, match="open no worker: pac-d5005, u250; name an attached"):
+        run("kernels export boards.json --cluster boards.toml")
+    run(f"kernels export boards.json --cluster boards.toml --device {EMULATOR} --out hardware")
+    first, second = (read_manifest(lab / "hardware" / f"stage-{n}").sources[0] for n in (0, 1))
+    assert first.commands == ("aoc -board=pac_s10_dc stage.cl -o stage.aocx",)
+    *each, link = second.commands
+    platform = "xilinx_u250_gen3x16_xdma_4_1_202210_1"
+    assert each == [
+        f"v++ -c -t hw --platform {platform} -k {k.name} stage.cl -o {k.name}.xo"
+        for k in second.kernels
+    ]
+    objects = " ".join(f"{kernel.name}.xo" for kernel in second.kernels)
+    assert link == f"v++ -l -t hw --platform {platform} {objects} -o stage.xclbin"
 
 
 @pytest.mark.parametrize("command", [export.command, build.command])

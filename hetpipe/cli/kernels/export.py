@@ -19,7 +19,8 @@ from hetpipe.cli.options import (
 )
 from hetpipe.cli.output import Output
 from hetpipe.cli.progress import progress_bar
-from hetpipe.errors import HetpipeError
+from hetpipe.errors import ClusterError, HetpipeError
+from hetpipe.words import words
 
 if TYPE_CHECKING:
     from hetpipe.cluster import Cluster
@@ -71,7 +72,7 @@ def command(
         raise HetpipeError(f"{plan} does not name its model: give it, --model MODEL")
     check_name(name)
     members = _members(stored, cluster, devices, backends, device)
-    boards = _boards(members, board)
+    boards = _boards(stored, cluster, board)
 
     from hetpipe.capture import Captured
     from hetpipe.crew.workers import Workers
@@ -106,22 +107,36 @@ def command(
 def _members(
     plan: Plan, cluster: Path | None, devices: str | None, backends: str | None, device: str | None
 ) -> Cluster:
-    """The cluster of the options; without any, that of the plan's devices."""
+    """The cluster whose workers write the kernels: that of the options, or the plan's devices, or
+    one device for all stages. Raises `HetpipeError`."""
     if device is not None:
-        for option, value in {"--cluster": cluster, "--devices": devices}.items():
-            if value:
-                raise HetpipeError(f"--device {device} is for all stages: leave out {option}")
+        if devices:
+            raise HetpipeError(f"--device {device} is for all stages: leave out --devices")
         return make_cluster(None, device, None, None)
+    hint = "name the plan's cluster, --cluster FILE, or a device for all stages, --device ID"
     if cluster is None and devices is None and backends is None:
-        devices = ",".join(dict.fromkeys(plan.all_devices))
-    return make_cluster(cluster, devices, backends, None)
+        try:
+            return make_cluster(None, ",".join(dict.fromkeys(plan.all_devices)), None, None)
+        except ClusterError as error:
+            raise ClusterError(f"the plan's devices: {error}; {hint}") from error
+    members = make_cluster(cluster, devices, backends, None)
+    if members.unopened:
+        names = words(member.id for member in members.unopened)
+        raise ClusterError(
+            f"boards that are only described open no worker: {names}; name an attached device for "
+            "all stages, --device ID"
+        )
+    return members
 
 
-def _boards(members: Cluster, board: str | None) -> dict[str, Board]:
-    """By member, the board of the option, or that of the cluster."""
+def _boards(plan: Plan, cluster: Path | None, board: str | None) -> dict[str, Board]:
+    """By the plan's members, the board of the option, or that of the cluster file."""
     from hetpipe.cost.board import board as board_of
 
-    named = {member.id: board or member.board for member in members.members}
+    named = dict.fromkeys(plan.all_devices, board)
+    if board is None and cluster is not None:
+        described = make_cluster(cluster, None, None, None)
+        named = {member: described.member(member).board for member in named}
     return {member: board_of(id) for member, id in named.items() if id}
 
 
