@@ -33,6 +33,10 @@ class BackendError(HetpipeError):
     """A backend or one of its devices failed to load, compile or run."""
 
 
+class BundleError(HetpipeError):
+    """A bundle of kernels is damaged, stale, incomplete or of another device."""
+
+
 class WorkerError(HetpipeError):
     """A worker raised, died or stopped answering; the run is over and no process is left."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -9,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hetpipe.errors import BackendError
-from hetpipe.records import Source
+from hetpipe.records import Name, Source
 from hetpipe.sdk.backend import Backend, Device, Finding
 from hetpipe.sdk.info import HOST_MEMORY, Capabilities, DeviceInfo, Execution
 
 from .driver import driver, errors, platforms
-from .names import RUNTIMES, Runtime, runtime_of, slug
+from .names import BUNDLES, RUNTIMES, Runtime, runtime_of, slug
 from .runtimes import EMULATORS, POCL, prepare
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class _Options:
     """The table [backend.opencl] of a cluster file."""
 
     kernels: tuple[str, ...] = ()
+    bundles: Name | None = None  # a folder of bundles, which are loaded in place of compiling
 
 
 class OpenCLBackend(Backend):
@@ -42,14 +44,16 @@ class OpenCLBackend(Backend):
     def __init__(self) -> None:
         self._found: dict[str, tuple[Any, Runtime | None]] = {}
         self._configured: tuple[OwnKernel, ...] = ()
+        self._bundles: Path | None = None
 
     def configure(self, options: Mapping[str, Any], folder: Path) -> None:
-        """`kernels`: specifications of kernels that go before ours."""
+        """`kernels`: specifications of kernels that go before ours; `bundles`: their folder."""
         from .own_spec import kernel_of
 
         source = Source(f"the options of backend {self.name}", BackendError)
         named = source.record(_Options, dict(options))
         self._configured = tuple(kernel_of(Path(folder, text)) for text in named.kernels)
+        self._bundles = None if named.bundles is None else Path(folder, named.bundles)
 
     def discover(self) -> list[DeviceInfo]:
         infos: list[DeviceInfo] = []
@@ -78,7 +82,9 @@ class OpenCLBackend(Backend):
         from .device import OpenCLDevice
 
         device, entry = self.place(info.id)
-        opened: OpenCLDevice = OpenCLDevice(info, device, entry, self.lowerings())
+        named = os.environ.get(BUNDLES)
+        bundles = self._bundles or (Path(named) if named else None)
+        opened: OpenCLDevice = OpenCLDevice(info, device, entry, self.lowerings(), bundles)
         return opened
 
     def kernel_runner(self) -> KernelRunner:
@@ -230,6 +236,7 @@ def _describe(device: Any, device_id: str, entry: Runtime | None) -> DeviceInfo:
             emulated=bool(entry and entry.emulated),
             reference=bool(entry and entry.reference),
             compiles_ahead=True,
+            exports=True,
         ),
         cast_dtypes=("float16",),
     )

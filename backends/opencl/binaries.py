@@ -15,17 +15,25 @@ from .runtimes import cpu_flags, target_arch
 ENTRIES = Entries("opencl/programs", "bin", most=2000)
 
 
+def facts_of(cl_device: Any, on_cores: bool) -> dict[str, str]:
+    """On what the use of a device's binaries depends, by name; `on_cores`: also on the host."""
+    platform = cl_device.platform
+    facts = {
+        "platform": platform.name, "platform version": platform.version, "device": cl_device.name,
+        "device version": cl_device.version, "driver": cl_device.driver_version,
+    }  # fmt: skip
+    if on_cores:
+        facts |= {"target": target_arch(), "processor flags": key_of(sorted(cpu_flags()))}
+    return facts
+
+
 class Binaries:
     """The kept programs of one device, for the processor and the driver of today."""
 
     def __init__(self, cl_device: Any, device_id: str) -> None:
-        platform = cl_device.platform
         self._cl_device = cl_device
         self._device_id = device_id
-        self._facts = (
-            platform.name, platform.version, cl_device.name, cl_device.version,
-            cl_device.driver_version, target_arch(), sorted(cpu_flags()),
-        )  # fmt: skip
+        self._facts = tuple(facts_of(cl_device, on_cores=True).items())
 
     def load(self, context: Any, source: str, options: tuple[str, ...]) -> Any:
         """The built program; None if there is none. Warns with `CacheWarning` if the runtime

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import fx
@@ -15,11 +16,13 @@ from hetpipe.sdk.backend import DONE, Buffer, Device, Event, Executable
 from hetpipe.sdk.graph import require_support
 from hetpipe.sdk.info import HOST_MEMORY, DeviceInfo
 
-from .binaries import Binaries
+from .binaries import Binaries, facts_of
+from .bundled import BundledPrograms
 from .ceiling import fma_ceiling
-from .driver import driver, errors
+from .driver import driver, errors, quiet
 from .events import CommandEvent
 from .executable import OpenCLExecutable
+from .exporting import exported, job_of
 from .lowering import Lowered, lower
 from .memory import GRANULE_NBYTES, Bytes, MemoryPool, OpenCLBuffer, computes_in_host
 from .names import Runtime
@@ -27,9 +30,13 @@ from .ops.registry import Lowering
 from .programs import Programs
 from .queues import PassQueue
 from .second_compiler import SecondCompiler
+from .specialise import specialise
 from .support import refusal
 from .target import Target
 from .tuning import tuning_of
+
+if TYPE_CHECKING:
+    from hetpipe.sdk.bundle import Exported, ProgramEntry, SourceEntry
 
 
 class OpenCLDevice(Device):
@@ -44,9 +51,12 @@ class OpenCLDevice(Device):
         cl_device: Any,
         runtime: Runtime | None,
         lowerings: Mapping[str, Lowering],
+        bundles: Path | None = None,
     ) -> None:
+        """With a folder of `bundles` their binaries are loaded, and nothing is compiled."""
         cl = driver()
         self.info = info
+        self._cl_device = cl_device
         self.retired: deque[Any] = deque()
         self._drains = runtime is not None and runtime.drains
         self.target = Target(
@@ -76,13 +86,18 @@ class OpenCLDevice(Device):
             self.context, info.id, host_queue, lambda: tuple(q.last for q in self.pass_queues)
         )
         forgets = runtime is not None and runtime.forgets
-        late = runtime is not None and runtime.late
-        self.programs = Programs(
-            self.context,
-            info.id,
-            Binaries(cl_device, info.id) if forgets else None,
-            SecondCompiler(self.context, cl_device, info.id) if late else None,
-        )
+        self._late = runtime is not None and runtime.late
+        self.programs: Programs | BundledPrograms
+        if bundles is not None:
+            facts = self.binary_facts()
+            self.programs = BundledPrograms(self.context, cl_device, info.id, facts, bundles)
+        else:
+            self.programs = Programs(
+                self.context,
+                info.id,
+                Binaries(cl_device, info.id) if forgets else None,
+                SecondCompiler(self.context, cl_device, info.id) if self._late else None,
+            )
         self._held: deque[tuple[Any, tuple[Any, ...]]] = deque()
         self._lock = threading.RLock()
         self.enqueueing = threading.Lock()
@@ -101,6 +116,21 @@ class OpenCLDevice(Device):
     def compile_ahead(self, graphs: Sequence[fx.GraphModule]) -> None:
         """Build the programs; lowering again takes a hundredth of the time."""
         self._lowered(graphs)
+
+    def export(self, programs: Mapping[str, fx.GraphModule]) -> Exported:
+        return exported({name: self._lower(graph) for name, graph in programs.items()})
+
+    def build(self, source: SourceEntry, text: str, programs: Sequence[ProgramEntry]) -> bytes:
+        """A late runtime's binary has the kernels as they are launched first, too."""
+        cl = driver()
+        job = job_of(text, source.options, programs if self._late else ())
+        with quiet(), errors(self.info.id, f"compiling {source.file} of a bundle"):
+            program = specialise(cl, cl.CommandQueue(self.context), job)
+            (binary,) = program.get_info(cl.program_info.BINARIES)
+        return bytes(binary)
+
+    def binary_facts(self) -> Mapping[str, str]:
+        return facts_of(self._cl_device, self.info.on_cores)
 
     def upload(self, src: np.ndarray[Any, Any]) -> tuple[Buffer, Event]:
         host = np.ascontiguousarray(src)
@@ -183,12 +213,14 @@ class OpenCLDevice(Device):
 
     def _lowered(self, graphs: Sequence[fx.GraphModule]) -> list[Lowered]:
         """The graphs as launches, whose programs are built."""
-        for graph in graphs:
-            require_support(self, graph)
-        lowered = [lower(graph, self.target) for graph in graphs]
+        lowered = list(map(self._lower, graphs))
         launches = [launch for each in lowered for launch in each.launches]
         self.programs.prepare((launch.kernel for launch in launches), launches)
         return lowered
+
+    def _lower(self, graph: fx.GraphModule) -> Lowered:
+        require_support(self, graph)
+        return lower(graph, self.target)
 
     def _copy(self, dst: Bytes, src: Bytes) -> Event:
         """Copy in the host's memory: a driver would first wait for the kernels that are running."""

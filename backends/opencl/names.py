@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+BUNDLES = "HETPIPE_OPENCL_BUNDLES"
+"""Variable with the folder of bundles, where no cluster file names one."""
+
 
 @dataclass(frozen=True)
 class Runtime:

@@ -34,6 +34,8 @@ class Parameter:
     name: str
     ctype: str
     points: bool
+    constant: bool = False
+    """Whether the kernel may only read what it points to."""
 
     def __str__(self) -> str:
         return f"{self.ctype} {'*' if self.points else ''}{self.name}"
@@ -83,7 +85,7 @@ def parameters(kernel: Kernel) -> tuple[Parameter, ...]:
     head = re.search(rf"\b(?:__)?kernel\b[^;{{}}]*?\bvoid\s+{kernel.name}\s*\(", text)
     if head is None:
         raise BackendError(f"the source of kernel {kernel.name} does not declare it")
-    return tuple(map(_parameter, _split(_expand(_inside(text, head.end()), macros))))
+    return tuple(map(_parameter, split(_expand(inside(text, head.end()), macros))))
 
 
 def _lines(source: str, macros: dict[str, tuple[list[str] | None, str]]) -> Iterator[str]:
@@ -106,7 +108,7 @@ def _lines(source: str, macros: dict[str, tuple[list[str] | None, str]]) -> Iter
                 yield line
 
 
-def _inside(text: str, begin: int) -> str:
+def inside(text: str, begin: int) -> str:
     """The text up to the parenthesis that closes the one before `begin`."""
     depth = 1
     for end in range(begin, len(text)):
@@ -119,24 +121,27 @@ def _inside(text: str, begin: int) -> str:
 def _expand(text: str, macros: Mapping[str, tuple[list[str] | None, str]]) -> str:
     for name, (formal, body) in macros.items():
         if formal is None:
-            text = _replaced(text, {name: body})
+            text = replaced(text, {name: body})
             continue
         while (call := re.search(rf"\b{name}\s*\(", text)) is not None:
-            argument_list = _inside(text, call.end())
-            actual = dict(zip(formal, _split(argument_list), strict=True))
-            filled = _replaced(body, actual).replace("##", "")
+            argument_list = inside(text, call.end())
+            actual = dict(zip(formal, split(argument_list), strict=True))
+            filled = replaced(body, actual).replace("##", "")
             text = text[: call.start()] + filled + text[call.end() + len(argument_list) + 1 :]
     return text
 
 
-def _replaced(text: str, names: Mapping[str, str]) -> str:
+def replaced(text: str, names: Mapping[str, str]) -> str:
+    """The text with other words for these."""
     return re.sub(r"\w+", lambda word: names.get(word[0], word[0]), text)
 
 
-def _split(text: str) -> list[str]:
+def split(text: str) -> list[str]:
+    """What stands between commas."""
     return [part.strip() for part in text.split(",")]
 
 
 def _parameter(text: str) -> Parameter:
     *ctype, name = QUALIFIERS.sub(" ", text).replace("*", " ").split()
-    return Parameter(name, " ".join(ctype), "*" in text)
+    before, star, _ = text.partition("*")
+    return Parameter(name, " ".join(ctype), bool(star), bool(star) and "const" in before.split())

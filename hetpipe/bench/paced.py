@@ -63,7 +63,9 @@ class PacedBackend(Backend):
                 info,
                 id=f"{self.name}:{pace}:{info.id}",
                 backend=self.name,
-                capabilities=replace(info.capabilities, queues=1, chunks=False, emulated=True),
+                capabilities=replace(
+                    info.capabilities, queues=1, chunks=False, emulated=True, exports=False
+                ),
             )
             for info in get_backend(self.of).discover()
             if info.kind == "cpu"

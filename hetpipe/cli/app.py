@@ -40,6 +40,7 @@ COMMANDS = (
 )  # fmt: skip
 for module in COMMANDS:
     app.command(name=module.__name__.rpartition(".")[2].replace("_", "-"))(module.command)
+app.add_typer(kernels.app, name="kernels")
 app.add_typer(papers.app, name="papers")
 app.add_typer(kernels.app, name="kernels")
 

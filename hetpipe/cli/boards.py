@@ -60,13 +60,13 @@ def _overview(boards: dict[str, Board]) -> Table:
 
 
 def _page(board: Board) -> Table:
-    """A line for each number of a board."""
+    """A line for each number of a board, and for its compiler."""
     from hetpipe.report.tables import make_table
 
     title = f"{board.id}: {board.name} ({board.kind}, {board.execution})"
     table = make_table(title, ("key", "value", "source"), ("value",))
     for key, source in board.sources.items():
-        table.add_row(key, _shown(key, _number(board, key)), source)
+        table.add_row(key, _value(board, key), source)
     return table
 
 
@@ -75,6 +75,14 @@ def _arithmetic(board: Board) -> str:
         return f"{board.fabric.dsp} DSP at {_shown('clock_Hz', board.fabric.clock_Hz)}"
     peaks = board.peak_flops.items()
     return ", ".join(f"{_shown('peak_flops', peak)} {dtype}" for dtype, peak in peaks)
+
+
+def _value(board: Board, key: str) -> str:
+    """What a key of the file has, for people."""
+    if key == "offline":
+        assert board.offline is not None
+        return board.offline.compiler
+    return _shown(key, _number(board, key))
 
 
 def _number(board: Board, key: str) -> float:

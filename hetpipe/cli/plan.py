@@ -119,7 +119,7 @@ def command(
     best, table = chosen
     output.text(str(best))
     if out is not None:
-        write_plan(out, best, table)
+        write_plan(out, best, table, model or "")
         output.text(f"written to {out}")
     if picture or trace:
         for path in draw([predict(best, table)], picture, trace, f"{best.model}, {best.origin}"):

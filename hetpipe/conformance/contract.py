@@ -37,7 +37,8 @@ def _(rig: Rig) -> None:
 
 @check(
     "contract/abilities",
-    "what is declared is there: chunks need download_part, compiles_ahead needs compile_ahead",
+    "what is declared is there: chunks need download_part, compiles_ahead needs compile_ahead, "
+    "exports needs export and build",
     "a capability that was copied from another backend",
 )
 def _(rig: Rig) -> None:
@@ -47,6 +48,8 @@ def _(rig: Rig) -> None:
     for declared, method in (
         (can.chunks, "download_part"),
         (can.compiles_ahead, "compile_ahead"),
+        (can.exports, "export"),
+        (can.exports, "build"),
     ):
         own = getattr(kind, method) is not getattr(Device, method)
         expect(own or not declared, f"the capability is declared, and {method} is not there")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
@@ -34,6 +34,39 @@ class Fabric:
 
 
 @dataclass(frozen=True)
+class Offline:
+    """How the vendor's compiler is called for kernels of the board, which need not be attached.
+
+    Texts have `{source}`, `{options}` and `{binary}` in them, the first also `{kernel}`, and the
+    second `{objects}`, the results of the first.
+    """
+
+    compiler: str  # its name
+    kernel: str  # once for each kernel; empty: no such command
+    program: str  # once for all
+    binary: str  # suffix of its file: "aocx"
+
+    def commands(
+        self, stem: str, source: str, options: Sequence[str], kernels: Sequence[str]
+    ) -> tuple[str, ...]:
+        """The commands for a source with these kernels; the binary is `stem` with its suffix."""
+        names = {
+            "source": source,
+            "options": " ".join(options),
+            "binary": f"{stem}.{self.binary}",
+            "objects": " ".join(f"{kernel}.xo" for kernel in kernels),
+        }
+        each = [_filled(self.kernel, {**names, "kernel": kernel}) for kernel in kernels]
+        return (*(each if self.kernel else ()), _filled(self.program, names))
+
+
+def _filled(text: str, names: Mapping[str, str]) -> str:
+    for name, value in names.items():
+        text = text.replace(f"{{{name}}}", value)
+    return " ".join(text.split())
+
+
+@dataclass(frozen=True)
 class Board:
     """A graphics card, an FPGA board or a processor, by its data sheet."""
 
@@ -48,6 +81,7 @@ class Board:
     host_Bps: float  # one way to its host
     peer_Bps: float | None  # one way to an equal board by direct links, if it has them
     fabric: Fabric | None  # of an FPGA
+    offline: Offline | None  # of a board whose kernels are compiled beforehand, where it is known
     sources: dict[str, str]  # by key of the file, "fabric.dsp": where the number is from
 
 
@@ -78,6 +112,7 @@ def read_board(path: Path) -> Board:
         tables.host_Bps.value,
         tables.peer_Bps.value or None,
         fabric,
+        _offline(tables.offline),
         dict(_sources(data)),
     )
 
@@ -143,6 +178,17 @@ _ABSENT = _Number(0.0, "")
 
 
 @dataclass(frozen=True)
+class _Offline:
+    """The [offline] table."""
+
+    compiler: Name
+    program: Name
+    binary: Name
+    source: Name
+    kernel: str = ""
+
+
+@dataclass(frozen=True)
 class _Tables:
     """The keys that the files of all kinds have."""
 
@@ -154,6 +200,7 @@ class _Tables:
     launch_s: _Number
     host_Bps: _Number
     peer_Bps: _Number = field(default=_ABSENT, kw_only=True)
+    offline: _Offline | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -205,6 +252,12 @@ def _fabric(table: _Fabric, source: Source) -> Fabric:
         table.usable.value,
         table.efficiency.value,
     )
+
+
+def _offline(table: _Offline | None) -> Offline | None:
+    if table is None:
+        return None
+    return Offline(table.compiler, table.kernel, table.program, table.binary)
 
 
 def _by_dtype(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hetpipe.capture.program import StageGraphs
+from hetpipe.pipeline.schedules import Schedules
 from hetpipe.sdk.registry import decompositions_of
 from hetpipe.wire.shares import Replica, Shares
 
@@ -16,6 +17,22 @@ if TYPE_CHECKING:
     from hetpipe.crew.workers import Workers
     from hetpipe.optim.rule import Optimizer
     from hetpipe.plan.plan import Plan
+
+
+def loading_of(
+    captured: Captured,
+    plan: Plan,
+    optimizer: Optimizer,
+    crew: Workers,
+    recompute: str | Sequence[str],
+    norms: bool,
+) -> Loading:
+    """The loading of a plan as it trains. `norms`: the training takes the norms of gradients."""
+    if plan.recompute and recompute == "none":
+        recompute = "inputs"  # the plan counts on it
+    needed: dict[Extra, bool] = {"predict": plan.policy.predicts, "norm": norms}
+    extras = tuple(extra for extra, is_needed in needed.items() if is_needed)
+    return Loading(captured, plan, optimizer, crew, recompute, Schedules(plan).halved, extras)
 
 
 @dataclass(frozen=True)
@@ -29,6 +46,7 @@ class Loading:
     recompute: str | Sequence[str]
     halves: bool  # backwards in two
     extras: Collection[Extra]
+    ahead: bool = True  # members that can begin to compile do so
 
     @property
     def shares(self) -> Shares:
@@ -51,7 +69,7 @@ class Loading:
             for n, (names, stage) in enumerate(zip(devices, stages, strict=True)):
                 if number < len(names):
                     graphs[n, number] = self._own(stage, number, set(sizes))
-                    if max(map(len, devices)) > 1:
+                    if self.ahead and max(map(len, devices)) > 1:
                         self.crew.compile_ahead({names[number]: [graphs[n, number]]})
         return [[graphs[n, r] for r in range(len(names))] for n, names in enumerate(devices)]
 

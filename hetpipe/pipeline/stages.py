@@ -10,7 +10,7 @@ from hetpipe.capture.program import BUFFER, GRAD, PARAM, STATE, StageGraphs
 from hetpipe.checkpoint import Checkpoint
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
-from hetpipe.pipeline.loading import Loading
+from hetpipe.pipeline.loading import Loading, loading_of
 from hetpipe.pipeline.resume import check
 from hetpipe.pipeline.schedules import Schedules
 from hetpipe.pipeline.streaming import Streaming
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from hetpipe.capture.captured import Captured
-    from hetpipe.capture.stages import Extra
     from hetpipe.optim.rule import Optimizer
     from hetpipe.pipeline.options import PassOptions, UpdateOptions
     from hetpipe.plan.plan import Plan
@@ -142,18 +141,10 @@ class Stages:
 
     def _loading(self, plan: Plan) -> Loading:
         subject = self._subject
-        recompute = subject.passes.recompute
-        if plan.recompute and recompute == "none":
-            recompute = "inputs"  # the plan counts on it
-        return Loading(
-            subject.captured, plan, subject.optimizer, self._crew, recompute,
-            Schedules(plan).halved, self._extras(plan),
+        return loading_of(
+            subject.captured, plan, subject.optimizer, self._crew, subject.passes.recompute,
+            self._norms,
         )  # fmt: skip
-
-    def _extras(self, plan: Plan) -> tuple[Extra, ...]:
-        """The extra programs that this training needs."""
-        needed: dict[Extra, bool] = {"predict": plan.policy.predicts, "norm": self._norms}
-        return tuple(extra for extra, is_needed in needed.items() if is_needed)
 
     def _keep(self, updates: Sequence[int], step: int) -> Keep:
         subject = self._subject

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import PlanError
@@ -12,10 +13,14 @@ from hetpipe.records import Source, read_json
 from hetpipe.words import short, words
 
 
-def write_plan(path: Path, plan: Plan, costs: CostTable | None) -> None:
-    """Write a plan as JSON, its costs under the key `costs`. Raises `HetpipeError`."""
+def write_plan(path: Path, plan: Plan, costs: CostTable | None, workload: str = "") -> None:
+    """Write a plan as JSON, its costs under the key `costs`. Raises `HetpipeError`.
+
+    `workload` is the name by which commands know the model, if there is one.
+    """
     kept = {} if costs is None else {"costs": costs.to_json()}
-    write_json(path, plan.to_json() | kept)
+    named = {"workload": workload} if workload else {}
+    write_json(path, plan.to_json() | named | kept)
 
 
 def read_plan(path: Path) -> tuple[Plan, CostTable | None]:
@@ -25,12 +30,30 @@ def read_plan(path: Path) -> tuple[Plan, CostTable | None]:
     """
     data = read_json(path, PlanError)
     costs = data.pop("costs", None) if isinstance(data, dict) else None
+    _workload(data, path)
     plan = Plan.from_json(data, str(path))
     if costs is None:
         return plan, None
     table = CostTable.from_json(costs, f"{path}: costs")
     _check_fit(plan, table, Source("the plan", PlanError, str(path)))
     return plan, table
+
+
+def read_workload(path: Path) -> str:
+    """The name by which commands know the model of a plan; empty if the file has none.
+
+    Raises `PlanError`.
+    """
+    return _workload(read_json(path, PlanError), path)
+
+
+def _workload(data: Any, path: Path) -> str:
+    """The name, which is taken out of the plan's data."""
+    name = data.pop("workload", "") if isinstance(data, dict) else ""
+    if not isinstance(name, str):
+        source = Source("the plan", PlanError, str(path))
+        raise source.fault(("workload",), f"is {short(name)}, it should be text")
+    return name
 
 
 def _check_fit(plan: Plan, table: CostTable, source: Source) -> None:

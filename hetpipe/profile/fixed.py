@@ -20,10 +20,18 @@ Shape = tuple[int, ...]
 
 def compiled(device: Device, operator: Any, count: int, shape: Shape) -> Executable | None:
     """An operator on `count` float32 tensors of a shape, with a result of that shape, compiled;
-    None if the device lacks it.
+    None if the device lacks it."""
+    try:
+        return device.compile(graph_of(operator, count, shape))
+    except UnsupportedOperatorError:
+        return None
 
-    The graph is not traced: workers may be threads, and only one thread may trace. Nor is torch
-    asked for the result's shape: it would import its compilers, for two seconds.
+
+def graph_of(operator: Any, count: int, shape: Shape) -> fx.GraphModule:
+    """The graph of an operator on `count` float32 tensors of a shape, with a result of that shape.
+
+    It is not traced: workers may be threads, and only one thread may trace. Nor is torch asked for
+    the result's shape: it would import its compilers, for two seconds.
     """
     graph = fx.Graph()
     inputs = [graph.placeholder(f"x{index}") for index in range(count)]
@@ -31,10 +39,7 @@ def compiled(device: Device, operator: Any, count: int, shape: Shape) -> Executa
     for node in (*inputs, call):
         node.meta["val"] = torch.empty(shape, device="meta")
     graph.output((call,))
-    try:
-        return device.compile(canonical(graph))
-    except UnsupportedOperatorError:
-        return None
+    return canonical(graph)
 
 
 def filled(device: Device, shape: Shape) -> Buffer:

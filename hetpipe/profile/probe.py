@@ -18,8 +18,9 @@ from hetpipe.cost.probe import Probe
 from hetpipe.crew.crew import Crew
 from hetpipe.profile import clock
 from hetpipe.profile.clock import ClockWarning, Samples
-from hetpipe.profile.fixed import compiled, filled
+from hetpipe.profile.fixed import compiled, filled, graph_of
 from hetpipe.sdk.backend import Buffer, Device, Executable
+from hetpipe.sdk.graph import dump_graph
 from hetpipe.worker.emulation import Emulation
 
 ORDERS = (128, 256, 512, 1024, 2048, 4096)
@@ -147,15 +148,29 @@ def warn_of_bad(subject: str, samples: Samples) -> None:
         warnings.warn(text, ClockWarning, stacklevel=2)
 
 
+PRODUCT, ELEMENTWISE = (torch.ops.aten.mm.default, 2), (torch.ops.aten.neg.default, 1)
+"""Operator and number of operands of the two programs."""
+
+
+def probe_graphs(order: int, nbytes: int) -> dict[str, bytes]:
+    """The programs of a probe of these sizes, by name, as `dump_graph` writes them."""
+    product = graph_of(*PRODUCT, (order, order))
+    elementwise = graph_of(*ELEMENTWISE, (nbytes // 4,))
+    return {
+        "product of the probe": dump_graph(product),
+        "elementwise pass of the probe": dump_graph(elementwise),
+    }
+
+
 def _product(device: Device, order: int) -> tuple[Executable, list[Buffer]] | None:
     shape = (order, order)
-    program = compiled(device, torch.ops.aten.mm.default, 2, shape)
+    program = compiled(device, *PRODUCT, shape)
     return None if program is None else (program, [filled(device, shape) for _ in range(2)])
 
 
 def _elementwise(device: Device, nbytes: int) -> tuple[Executable, list[Buffer]] | None:
     shape = (nbytes // 4,)
-    program = compiled(device, torch.ops.aten.neg.default, 1, shape)
+    program = compiled(device, *ELEMENTWISE, shape)
     return None if program is None else (program, [filled(device, shape)])
 
 

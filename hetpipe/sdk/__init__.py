@@ -1,12 +1,18 @@
 """The interface for authors of backends: all that one needs stands here."""
 
 from hetpipe._lazy import lazy
-from hetpipe.errors import BackendError, HetpipeError, UnsupportedOperatorError
+from hetpipe.errors import (
+    BackendError,
+    BundleError,
+    HetpipeError,
+    UnsupportedOperatorError,
+)
 
 __getattr__, __dir__, _names = lazy(
     __name__,
     {
         "API_VERSION": "info",
+        "Argument": "bundle",
         "Backend": "backend",
         "BlockingDevice": "backend",
         "Buffer": "backend",
@@ -18,12 +24,20 @@ __getattr__, __dir__, _names = lazy(
         "DeviceInfo": "info",
         "DoneEvent": "backend",
         "Event": "backend",
+        "Exported": "bundle",
+        "ExportedSource": "bundle",
         "Executable": "backend",
         "Execution": "info",
         "FdEvent": "events",
         "KINDS": "info",
+        "KernelEntry": "bundle",
+        "LaunchEntry": "bundle",
+        "Manifest": "bundle",
+        "Parameter": "bundle",
         "PolledEvent": "events",
+        "ProgramEntry": "bundle",
         "Signal": "events",
+        "SourceEntry": "bundle",
         "WorkQueue": "events",
         "backend_names": "registry",
         "check_inputs": "inputs",
@@ -39,8 +53,10 @@ __getattr__, __dir__, _names = lazy(
         "open_device": "registry",
         "operator_name": "graph",
         "primitive_decompositions": "graph",
+        "read_binary": "bundle",
+        "read_bundles": "bundle",
         "register_backend": "registry",
         "require_support": "graph",
     },
 )
-__all__ = [*_names, "BackendError", "HetpipeError", "UnsupportedOperatorError"]
+__all__ = [*_names, "BackendError", "BundleError", "HetpipeError", "UnsupportedOperatorError"]

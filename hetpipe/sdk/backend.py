@@ -22,6 +22,7 @@ from hetpipe.sdk.inputs import Form, check_inputs, input_forms
 if TYPE_CHECKING:
     import torch
 
+    from hetpipe.sdk.bundle import Exported, ProgramEntry, SourceEntry
     from hetpipe.sdk.kernels import KernelRunner
 
 
@@ -132,6 +133,24 @@ class Device(ABC):
         Called where `capabilities.compiles_ahead`. Override both where something is kept that makes
         the later `compile_all` quick, such as built programs; errors are those of `compile`.
         """
+
+    def export(self, programs: Mapping[str, torch.fx.GraphModule]) -> Exported:
+        """The kernels of all these graphs, by name, as sources for an offline compiler.
+
+        Called where `capabilities.exports`, as `build` is. It compiles nothing; errors are those of
+        `compile`. Where a board has one binary at a time, write one source.
+        """
+        raise BackendError(f"{self.info.id} exports no kernels: its backend lacks `export`")
+
+    def build(self, source: SourceEntry, text: str, programs: Sequence[ProgramEntry]) -> bytes:
+        """The binary of an exported source, made by the device's own driver as a vendor's compiler
+        would offline. Raises `BackendError`.
+        """
+        raise BackendError(f"{self.info.id} compiles no bundles: its backend lacks `build`")
+
+    def binary_facts(self) -> Mapping[str, str]:
+        """On what the use of a binary depends, such as the driver's version, by name."""
+        return {"driver": self.info.driver}
 
     @abstractmethod
     def upload(self, src: np.ndarray[Any, Any]) -> tuple[Buffer, Event]:

@@ -14,7 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ from hetpipe.sdk.graph import (
 from hetpipe.sdk.info import DTYPE_NBYTES
 from hetpipe.sdk.inputs import check_inputs, form_of, input_forms
 from hetpipe.sdk.parts import Part, Unit, part_of, units_of
+
+if TYPE_CHECKING:
+    from hetpipe.sdk.bundle import Exported, ProgramEntry, SourceEntry
 
 Array = np.ndarray[Any, Any]
 
@@ -115,6 +118,25 @@ class CompanionDevice(Device):
         parts = [self._parts(graph) for graph in graphs]
         own = [part.graph for each in parts for part, lends in each if not lends]
         self.device.compile_ahead([*(g for g, p in zip(graphs, parts, strict=True) if not p), *own])
+
+    def export(self, programs: Mapping[str, fx.GraphModule]) -> Exported:
+        """The device's own kernels: what is lent is compiled by the companion as ever."""
+        own: dict[str, fx.GraphModule] = {}
+        for name, graph in programs.items():
+            require_support(self, graph)
+            parts = self._parts(graph)
+            if not parts:
+                own[name] = graph
+            for number, (part, lends) in enumerate(parts):
+                if not lends:
+                    own[f"{name}, part {number}"] = part.graph
+        return self.device.export(own)
+
+    def build(self, source: SourceEntry, text: str, programs: Sequence[ProgramEntry]) -> bytes:
+        return self.device.build(source, text, programs)
+
+    def binary_facts(self) -> Mapping[str, str]:
+        return self.device.binary_facts()
 
     def upload(self, src: Array) -> tuple[Buffer, Event]:
         buffer, event = self.device.upload(src)

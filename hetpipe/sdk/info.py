@@ -44,6 +44,8 @@ class Capabilities:
     """A reference: correct, not fast."""
     compiles_ahead: bool = False
     """Whether `compile_ahead` makes a later compilation quick."""
+    exports: bool = False
+    """Whether `export` writes kernels as sources, and `build` compiles these."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 from torch import fx
 
-from hetpipe.errors import BackendError, HetpipeError, UnsupportedOperatorError
+from hetpipe.errors import BackendError, BundleError, HetpipeError, UnsupportedOperatorError
 from hetpipe.sdk.backend import Buffer, Device, Executable
 from hetpipe.sdk.graph import graph_calls, graph_inputs, operator_name
 from hetpipe.sdk.inputs import form_of
@@ -30,7 +30,7 @@ def compile_graphs(device: Device, graphs: Sequence[fx.GraphModule]) -> list[Exe
     """`Device.compile_all`. Raises `BackendError` with operator and layer for any exception."""
     try:
         return device.compile_all(graphs)
-    except UnsupportedOperatorError:
+    except (UnsupportedOperatorError, BundleError):
         raise
     except Exception as error:
         if _is_clear(error, graphs):

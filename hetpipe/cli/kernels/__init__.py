@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import typer
 
-from hetpipe.cli.kernels import bench, tune
+from hetpipe.cli.kernels import bench, build, export, tune
 from hetpipe.cli.kernels import list as list_command
 from hetpipe.cli.kernels import test as test_command
 
 app = typer.Typer(
-    help="Test, measure and tune kernels: a backend's, or your own.", no_args_is_help=True
+    help="Test, measure and tune kernels, a backend's or your own; export a plan's as bundles.",
+    no_args_is_help=True,
 )
-_COMMANDS = {"list": list_command, "test": test_command, "bench": bench, "tune": tune}
+_COMMANDS = {
+    "list": list_command, "test": test_command, "bench": bench, "tune": tune, "export": export,
+    "build": build,
+}  # fmt: skip
 for _name, _module in _COMMANDS.items():
     app.command(name=_name)(_module.command)

@@ -1,0 +1,132 @@
+"""Many kernels in one source: boards have one binary at a time.
+
+A part of the source is the text of a kernel file with one set of `-D` options, or all generated
+kernels. Parts may have functions and macros of one name:
+
+    #define ROWS 8                      -DROWS=8
+    #define load_upto load_upto_2       an earlier part has a function load_upto
+    ...                                 the text of the file
+    #undef load_upto
+    #undef ROWS                         and the text's own macros
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from .codegen import Kernel, with_helpers
+from .signature import inside, replaced, split
+
+MACRO = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)(?:\(([^)]*)\))?(.*)$", re.MULTILINE)
+COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+GUARD_END = "\n#endif\n"
+WORD = re.compile(r"\w+")
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A source with kernels, by the names that they have there, and options for its compiler."""
+
+    text: str
+    options: tuple[str, ...]
+    names: dict[Kernel, str]
+
+
+def joined(kernels: Iterable[Kernel]) -> list[Joined]:
+    """As few sources as can be: one, unless kernels have options that are no macros."""
+    parts: dict[tuple[str, ...], dict[tuple[str, ...], list[Kernel]]] = {}
+    for kernel in dict.fromkeys(kernels):
+        others = tuple(option for option in kernel.options if not option.startswith("-D"))
+        key = () if kernel.generated else (kernel.source, *kernel.options)
+        parts.setdefault(others, {}).setdefault(key, []).append(kernel)
+    return [_join(list(own.values()), options) for options, own in parts.items()]
+
+
+def _join(parts: Sequence[Sequence[Kernel]], options: tuple[str, ...]) -> Joined:
+    taken: set[str] = set()
+    texts: list[str] = []
+    names: dict[Kernel, str] = {}
+    for number, kernels in enumerate(parts, 1):
+        text = with_helpers("\n".join(_once(kernel.source for kernel in kernels)))
+        macros = [_macro(o) for o in kernels[0].options if o.startswith("-D")]
+        own = defined(text)
+        renamed = {name: _fresh(name, number, taken) for name in sorted(own & taken)}
+        taken |= own | set(renamed.values())
+        names |= {kernel: renamed.get(kernel.name, kernel.name) for kernel in kernels}
+        of_text = [match[1] for match in MACRO.finditer(text)]
+        ends = dict.fromkeys([*renamed, *(name for name, _ in macros), *of_text])
+        texts += [
+            f"// ---- part {number} of {len(parts)}: {', '.join(k.name for k in kernels)}",
+            *(f"#define {name} {value}" for name, value in macros),
+            *(f"#define {name} {other}" for name, other in renamed.items()),
+            text.rstrip("\n"),
+            *(f"#undef {name}" for name in ends),
+            "",
+        ]
+    return Joined("\n".join(texts), options, names)
+
+
+def _once(sources: Iterable[str]) -> Iterator[str]:
+    """Texts of which each begins with definitions, in an `#ifndef` of its own, that others have
+    as well: these stand there once."""
+    heads: set[str] = set()
+    for source in dict.fromkeys(sources):
+        head, guard, rest = source.rpartition(GUARD_END)
+        yield rest if guard and head in heads else source
+        heads.add(head)
+
+
+def _macro(option: str) -> tuple[str, str]:
+    """`-DROWS=8` -> ROWS, 8."""
+    name, equals, value = option.removeprefix("-D").partition("=")
+    return name, value if equals else "1"
+
+
+def _fresh(name: str, number: int, taken: set[str]) -> str:
+    while (other := f"{name}_{number}") in taken:
+        number += 1
+    return other
+
+
+def defined(source: str) -> set[str]:
+    """The names of functions, types and variables that a text declares outside functions.
+
+    Declarations that a macro makes count; of an `#if` all branches do.
+    """
+    text = COMMENT.sub(" ", source).replace("\\\n", " ")
+    macros = {m[1]: (split(m[2]), m[3]) for m in MACRO.finditer(text) if m[2] is not None}
+    plain = re.sub(r"^[ \t]*#.*$", "", text, flags=re.MULTILINE)
+    return set(_declared(plain, macros))
+
+
+def _declared(text: str, macros: dict[str, tuple[list[str], str]]) -> Iterator[str]:
+    outside = _without(text, "{", "}")
+    for name, (formal, body) in macros.items():
+        for call in re.finditer(rf"\b{name}\s*\(", outside):
+            before = outside[: call.start()]
+            actual = split(inside(outside, call.end()))
+            if before.count("(") == before.count(")") and len(actual) == len(formal):
+                filled = replaced(body, dict(zip(formal, actual, strict=True)))
+                others = {other: macros[other] for other in macros if other != name}
+                yield from _declared(filled.replace("##", ""), others)
+    flat = _without(outside, "(", ")")
+    yield from re.findall(r"(\w+)\s*\(\)\s*\{\}", flat)
+    for declaration in re.split(r"\(\)\s*\{\}|;", flat):
+        head = re.sub(r"__attribute__\s*\(\)", "", declaration.partition("=")[0])
+        names = re.findall(r"(\w+)\s*(?:\[[^\]]*\]\s*)*$", head)
+        if len(WORD.findall(head)) > 1 or "}" in head:
+            yield from names
+
+
+def _without(text: str, opening: str, closing: str) -> str:
+    """The text with nothing between these brackets."""
+    kept: list[str] = []
+    depth = 0
+    for char in text:
+        depth -= char == closing
+        if depth <= 0:
+            kept.append(char)
+        depth += char == opening
+    return "".join(kept)

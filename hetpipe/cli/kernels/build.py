@@ -1,0 +1,88 @@
+"""`hetpipe kernels build BUNDLE`: binaries of a bundle's sources, beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hetpipe.cli.options import JsonOption
+from hetpipe.cli.output import Output
+from hetpipe.errors import BundleError
+
+if TYPE_CHECKING:
+    from hetpipe.sdk.bundle import Manifest
+
+
+def command(
+    bundle: Annotated[
+        Path,
+        typer.Argument(metavar="BUNDLE", help="The folder of a bundle, or of several bundles."),
+    ],
+    device: Annotated[
+        str | None,
+        typer.Option("--device", metavar="ID", help="The device; else that of the bundle."),
+    ] = None,
+    binary: Annotated[
+        Path | None,
+        typer.Option("--binary", metavar="FILE", help="What the vendor's compiler has made of it."),
+    ] = None,
+    json: JsonOption = None,
+) -> None:
+    """Compile a bundle with a device's own driver, or put the vendor's binary into it."""
+    from hetpipe.sdk.bundle import read_bundles
+
+    output = Output(json)
+    bundles = read_bundles(bundle)
+    if not bundles:
+        raise BundleError(f"{bundle} has no bundle, with a manifest.json; export one first")
+    if binary is not None and len(bundles) > 1:
+        names = ", ".join(place.name for place in bundles)
+        raise BundleError(f"--binary {binary} is of one bundle; name one of {names} in {bundle}")
+    results = []
+    for place in bundles:
+        manifest = build_bundle(place, device, binary)
+        for source in manifest.sources:
+            assert source.binary is not None
+            hashed = source.binary.sha256
+            output.text(f"{place / source.binary.file}, hash {hashed[:12]}, for {manifest.device}")
+            results.append(
+                {"file": str(place / source.binary.file), "sha256": hashed,
+                 "device": manifest.device, "facts": source.binary.facts}
+            )  # fmt: skip
+    output.finish({"binaries": results})
+
+
+def build_bundle(place: Path, device: str | None = None, binary: Path | None = None) -> Manifest:
+    """Compile a bundle's sources, or take `binary` in their place; the manifest with the result.
+
+    Raises `HetpipeError`.
+    """
+    from dataclasses import replace
+
+    from hetpipe.sdk.bundle import add_binary, read_manifest, read_source
+    from hetpipe.sdk.registry import open_device
+
+    manifest = read_manifest(place)
+    if binary is not None and len(manifest.sources) > 1:
+        raise BundleError(f"{place} has {len(manifest.sources)} sources, --binary is of one")
+    opened = open_device(device or manifest.device)
+    try:
+        manifest = replace(manifest, device=opened.info.id)
+        for source in manifest.sources:
+            text = read_source(place, manifest, source)
+            content = (
+                opened.build(source, text, manifest.programs) if binary is None else _read(binary)
+            )
+            manifest = add_binary(place, manifest, source, content, opened.binary_facts())
+    finally:
+        opened.close()
+    return manifest
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise BundleError(f"{path}: cannot be read: {error.strerror}") from error

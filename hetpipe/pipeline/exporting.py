@@ -1,0 +1,182 @@
+"""Exports the kernels of a plan's stages as bundles, for compilers that run offline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hetpipe.errors import BackendError, PlanError
+from hetpipe.pipeline.batches import sizes_of
+from hetpipe.pipeline.loading import loading_of
+from hetpipe.pipeline.lossscale import choose_scaling, watching
+from hetpipe.pipeline.options import PassOptions, UpdateOptions
+from hetpipe.profile.drift import probes_of
+from hetpipe.profile.probe import NBYTES, ORDERS, probe_graphs
+from hetpipe.sdk.bundle import Manifest, SourceEntry, sha256_of, write_bundle
+from hetpipe.words import words
+
+if TYPE_CHECKING:
+    from hetpipe.capture.captured import Captured
+    from hetpipe.capture.program import StageGraphs
+    from hetpipe.cost.board import Board
+    from hetpipe.cost.table import CostTable
+    from hetpipe.crew.workers import Workers
+    from hetpipe.optim.rule import Optimizer
+    from hetpipe.plan.plan import Plan
+    from hetpipe.sdk.bundle import Exported
+    from hetpipe.sdk.info import DeviceInfo
+
+
+@dataclass(frozen=True)
+class Exportable:
+    """A training whose stages are exported: its options decide which programs they have."""
+
+    captured: Captured
+    plan: Plan
+    optimizer: Optimizer
+    costs: CostTable | None = None
+    """Those of the plan."""
+    passes: PassOptions = PassOptions()  # noqa: RUF009 - frozen
+    updates: UpdateOptions = UpdateOptions()  # noqa: RUF009 - frozen
+    evaluates: bool = False
+    """Whether the forwards of evaluation are exported, too."""
+    stand_in: str | None = None
+    """The member for whose device all stages are written, in place of the plan's own."""
+
+    @property
+    def placed(self) -> Plan:
+        """The plan with the stand-in everywhere, if there is one."""
+        if self.stand_in is None:
+            return self.plan
+        stages = [
+            replace(stage, devices=(self.stand_in,) * len(stage.devices))
+            for stage in self.plan.stages
+        ]
+        return replace(self.plan, stages=tuple(stages))
+
+    def graphs(self, workers: Workers) -> list[list[StageGraphs]]:
+        """Per stage its replicas' graphs. Raises `CaptureError`, `HetpipeError`."""
+        plan, captured = self.plan, self.captured
+        scaling = choose_scaling(
+            self.updates.loss_scale, captured.precision.compute, not plan.rule.flushes
+        )
+        norms = watching(self.updates.clip, scaling) is not None
+        loading = loading_of(captured, plan, self.optimizer, workers, self.passes.recompute, norms)
+        sizes = set(sizes_of(plan.mini_batch, plan.microbatches))
+        return replace(loading, plan=self.placed, ahead=False).graphs(
+            sizes, sizes if self.evaluates else ()
+        )
+
+    def probes(self, member: str) -> dict[str, bytes]:
+        """The programs of a member's probe, by which a training corrects its prediction."""
+        probe = None if self.costs is None else probes_of(self.costs).get(member)
+        sizes = (ORDERS[0], NBYTES[0]) if probe is None else (probe.order, probe.nbytes)
+        return probe_graphs(*sizes)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A bundle that was written; or a stage that was left out, and why."""
+
+    stage: int
+    replica: int
+    member: str
+    folder: Path | None = None
+    manifest: Manifest | None = None
+    why: str = ""
+
+
+def check_layers(plan: Plan, captured: Captured) -> None:
+    """Raises `PlanError` if a plan is of another model."""
+    if plan.layers != tuple(captured.layer_names):
+        raise PlanError(
+            f"the plan is for {len(plan.layers)} layers, {plan.layers[0]} to {plan.layers[-1]}, "
+            f"and the model has {len(captured.layer_names)}, {captured.layer_names[0]} to "
+            f"{captured.layer_names[-1]}: name the plan's model"
+        )
+
+
+def export(
+    training: Exportable,
+    workers: Workers,
+    folder: Path,
+    boards: Mapping[str, Board],
+    command: str,
+) -> list[Written]:
+    """Write a bundle for each stage and replica: `folder`/stage-0, or stage-0.1 for replica 1.
+
+    `boards`, by the plan's members, have the vendors' commands; `command` exports all again. Stages
+    on devices that export nothing are left out. Raises `BackendError` if all are, and `PlanError`
+    if the plan names members that are not there.
+    """
+    plan, infos = training.placed, workers.infos
+    lacking = _lacking(plan, infos)
+    results = []
+    for number, replicas in enumerate(training.graphs(workers)):
+        for replica, graphs in enumerate(replicas):
+            member = plan.stages[number].devices[replica]
+            if member in lacking:
+                results.append(Written(number, replica, member, why=lacking[member]))
+                continue
+            args = (graphs, training.probes(member))
+            ((exported, facts),) = workers.call([member], "hetpipe.worker.exporting:export", *args)
+            board = boards.get(training.plan.stages[number].devices[replica])
+            manifest = Manifest(
+                plan.model, number, replica, infos[member].id, facts, board.id if board else "",
+                _compiler(board), command, exported.programs, _sources(exported, board),
+            )  # fmt: skip
+            place = folder / (f"stage-{number}.{replica}" if replica else f"stage-{number}")
+            texts = {source.file: source.text for source in exported.sources}
+            manifest = write_bundle(place, manifest, texts)
+            results.append(Written(number, replica, member, place, manifest))
+    return results
+
+
+def _lacking(plan: Plan, infos: Mapping[str, DeviceInfo]) -> dict[str, str]:
+    """The members whose devices export nothing, and why. Raises where nobody exports."""
+    for number, stage in enumerate(plan.stages):
+        for member in stage.devices:
+            if member not in infos:
+                raise PlanError(
+                    f"stage {number} of the plan is on {member!r}, and the cluster has "
+                    f"{words(infos)}: name the plan's devices, or one for all with --device"
+                )
+    lacking = {
+        member: f"backend {infos[member].backend!r} of {infos[member].id} exports no kernels"
+        for member in plan.all_devices
+        if not infos[member].capabilities.exports
+    }
+    if len(lacking) == len(set(plan.all_devices)):
+        reasons = "; ".join(dict.fromkeys(lacking.values()))
+        raise BackendError(f"nothing to export: {reasons}; name a device that does with --device")
+    return lacking
+
+
+def _compiler(board: Board | None) -> str:
+    if board is None:
+        return "none is known: no board was named"
+    return "none is known for this board" if board.offline is None else board.offline.compiler
+
+
+def _sources(exported: Exported, board: Board | None) -> tuple[SourceEntry, ...]:
+    return tuple(
+        SourceEntry(
+            source.file,
+            sha256_of(source.text.encode()),
+            source.options,
+            source.kernels,
+            _commands(board, source.file, source.options, [k.name for k in source.kernels]),
+            None,
+        )
+        for source in exported.sources
+    )
+
+
+def _commands(
+    board: Board | None, file: str, options: Sequence[str], kernels: Sequence[str]
+) -> tuple[str, ...]:
+    if board is None or board.offline is None:
+        return ()
+    return board.offline.commands(Path(file).stem, file, options, kernels)

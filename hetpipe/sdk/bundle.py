@@ -1,0 +1,293 @@
+"""Bundles: the kernels of a stage as sources, and the binaries that a compiler made of them.
+
+    bundles/stage-0/manifest.json   what is in the bundle, with hashes: a `Manifest`
+    bundles/stage-0/stage.cl        sources, for a compiler that runs offline
+    bundles/stage-0/stage.bin       what it made of them
+
+A backend writes sources (`Device.export`) and compiles them (`Device.build`); where it is told to
+load a bundle, it compiles nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from hetpipe.errors import BundleError
+from hetpipe.files import write_beside, write_json
+from hetpipe.records import (
+    Count,
+    Entries,
+    Name,
+    Number,
+    OneOf,
+    Parsed,
+    Positive,
+    Source,
+    Whole,
+    read_json,
+)
+from hetpipe.sdk.info import DTYPE_NBYTES
+from hetpipe.words import short, word
+
+VERSION = 1
+MANIFEST = "manifest.json"
+DIRECTIONS = ("in", "out", "inout", "value")
+BUILD = "hetpipe kernels build"
+"""The command that puts binaries into a bundle."""
+
+LARGEST = 3.5e38
+"""No float32 is beyond it."""
+
+
+def hash_of(text: str) -> str:
+    """A SHA-256 in hexadecimal digits. Raises `BundleError` for anything else."""
+    if re.fullmatch("[0-9a-f]{64}", text) is None:
+        raise BundleError(f"{short(text)} is no SHA-256, 64 hexadecimal digits")
+    return text
+
+
+def file_of(text: str) -> str:
+    """The name of a file in a bundle's folder. Raises `BundleError` for anything else."""
+    if re.fullmatch(r"\w[\w.-]{0,99}", text, re.ASCII) is None:
+        raise BundleError(f"{short(text)} is no name of a file in the bundle's own folder")
+    return text
+
+
+Hash = Annotated[str, Parsed(hash_of)]
+FileName = Annotated[str, Parsed(file_of)]
+Int32 = Annotated[int, Whole(-(2**31), 2**31 - 1)]
+Float32 = Annotated[float, Number(-LARGEST, LARGEST)]
+Range = Annotated[tuple[Positive, ...], Entries(1, 3)]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a kernel. `out` is written without being read; `inout` may be both."""
+
+    name: Name
+    type: Name  # of the number, or of the elements and " *"
+    direction: Annotated[str, OneOf(DIRECTIONS)]
+
+
+@dataclass(frozen=True)
+class KernelEntry:
+    """A kernel in a source, by the name that it has there."""
+
+    name: Name
+    function: Name  # its name before kernels of one name came together
+    sha256: Hash  # of the text and options from which it was taken
+    parameters: tuple[Parameter, ...]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A row-major tensor, or a number. A number that JSON cannot say (infinity) is null."""
+
+    dtype: Annotated[str, OneOf(tuple(DTYPE_NBYTES))]
+    shape: tuple[Count, ...] | None  # None: a number
+    value: (
+        Annotated[int, Whole(-(2**31), 2**31 - 1)]
+        | Annotated[float, Number(-LARGEST, LARGEST)]
+        | None
+    )
+
+
+@dataclass(frozen=True)
+class LaunchEntry:
+    """One run of a kernel over a range. Without a local size the runtime chooses."""
+
+    kernel: Name
+    global_size: Range
+    local_size: Range | None
+    arguments: tuple[Argument, ...]
+
+
+@dataclass(frozen=True)
+class ProgramEntry:
+    """A program of the stage, such as `forward of 32 samples`, in launches."""
+
+    name: Name
+    launches: tuple[LaunchEntry, ...]
+
+
+@dataclass(frozen=True)
+class Binary:
+    """What a compiler made of a source, and the device for which: its driver, its version."""
+
+    file: FileName
+    sha256: Hash
+    source_sha256: Hash  # of the source at that time
+    facts: dict[str, str]
+
+
+@dataclass(frozen=True)
+class SourceEntry:
+    """A source and its kernels. `commands` are those of the vendor's compiler, if it is known."""
+
+    file: FileName
+    sha256: Hash
+    options: tuple[str, ...]
+    kernels: tuple[KernelEntry, ...]
+    commands: tuple[str, ...]
+    binary: Binary | None
+
+    @property
+    def stem(self) -> str:
+        """The file's name without its suffix."""
+        return Path(self.file).stem
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that is known of a bundle. `facts` are those of the device for which it was written."""
+
+    model: str
+    stage: Count
+    replica: Count
+    device: Name
+    facts: dict[str, str]
+    board: str  # its id; empty: none was named
+    compiler: str  # the board's, or why there is none
+    command: str  # makes this bundle again
+    programs: tuple[ProgramEntry, ...]
+    sources: Annotated[tuple[SourceEntry, ...], Entries(1)]
+
+    @property
+    def sha256(self) -> str:
+        """A hash of all kernels, by which two bundles are told apart."""
+        kernels = sorted(kernel.sha256 for source in self.sources for kernel in source.kernels)
+        return sha256_of("".join(kernels).encode())
+
+
+@dataclass(frozen=True)
+class ExportedSource:
+    """A source that a device exports."""
+
+    file: str
+    text: str
+    options: tuple[str, ...]
+    kernels: tuple[KernelEntry, ...]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What `Device.export` returns."""
+
+    sources: tuple[ExportedSource, ...]
+    programs: tuple[ProgramEntry, ...]
+
+
+def sha256_of(content: bytes) -> str:
+    """The hash of a file's content, in hexadecimal digits."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def write_bundle(folder: Path, manifest: Manifest, texts: Mapping[str, str]) -> Manifest:
+    """Write sources, by file, and their manifest. What is written, with its binaries.
+
+    Binaries of an earlier bundle in that folder stay where their source is the same: a vendor's
+    compiler may have worked on them for hours. Raises `HetpipeError`.
+    """
+    earlier: dict[str, Binary] = {}
+    if (folder / MANIFEST).exists():
+        sources = read_manifest(folder).sources
+        earlier = {s.sha256: s.binary for s in sources if s.binary is not None}
+    kept = tuple(replace(s, binary=earlier.get(s.sha256)) for s in manifest.sources)
+    for file, text in texts.items():
+        _write(folder / file, text.encode())
+    return _write_manifest(folder, replace(manifest, sources=kept))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a bundle. Raises `BundleError` with the file and the place in it."""
+    path = folder / MANIFEST
+    if not folder.is_dir():
+        raise BundleError(f"{folder} is no folder of a bundle, with a {MANIFEST}")
+    source = Source("the manifest", BundleError, str(path))
+    data = read_json(path, BundleError)
+    there = data.pop("checksum", None) if isinstance(data, dict) else None
+    manifest = source.versioned(Manifest, data, VERSION)
+    if there != (now := checksum_of(data)):
+        why = f"has the checksum {short(there)}, and its content {now}: it was changed by hand"
+        raise source.fault((), f"{why}; write it again: {word(manifest.command)}")
+    return manifest
+
+
+def read_bundles(folder: Path) -> dict[Path, Manifest]:
+    """The bundle of a folder, or else those of its folders. Raises `BundleError`."""
+    if not folder.is_dir():
+        return {}
+    folders = [folder] if (folder / MANIFEST).exists() else sorted(folder.glob(f"*/{MANIFEST}"))
+    places = [path if path.is_dir() else path.parent for path in folders]
+    return {place: read_manifest(place) for place in places}
+
+
+def read_source(folder: Path, manifest: Manifest, source: SourceEntry) -> str:
+    """The text of a source. Raises `BundleError` if it is not the one that was exported."""
+    content = _read(folder / source.file)
+    if (now := sha256_of(content)) != source.sha256:
+        raise BundleError(
+            f"{folder / source.file} has changed: its hash is {now}, the manifest's "
+            f"{source.sha256}; write it again: {manifest.command}"
+        )
+    return content.decode()
+
+
+def read_binary(folder: Path, manifest: Manifest, source: SourceEntry) -> tuple[Binary, bytes]:
+    """The binary of a source, and its record. Raises `BundleError` if there is none, if it is of
+    another source, or not the one that was put there."""
+    binary, build = source.binary, f"{BUILD} {folder} --device {manifest.device}"
+    if binary is None:
+        raise BundleError(f"{folder} has no binary of {source.file}; compile it: {build}")
+    if binary.source_sha256 != source.sha256:
+        raise BundleError(
+            f"{folder / binary.file} is stale: it was made of a source with the hash "
+            f"{binary.source_sha256}, that of {source.file} is {source.sha256}; compile it again: "
+            f"{build}"
+        )
+    content = _read(folder / binary.file)
+    if (now := sha256_of(content)) != binary.sha256:
+        raise BundleError(
+            f"{folder / binary.file} is not the binary that was put there: its hash is {now}, the "
+            f"manifest's {binary.sha256}; compile it again: {build}"
+        )
+    return binary, content
+
+
+def add_binary(
+    folder: Path, manifest: Manifest, source: SourceEntry, content: bytes, facts: Mapping[str, str]
+) -> Manifest:
+    """Put the binary of a source into a bundle; its new manifest. Raises `HetpipeError`."""
+    file = f"{source.stem}.bin"
+    _write(folder / file, content)
+    binary = Binary(file, sha256_of(content), source.sha256, dict(facts))
+    sources = tuple(replace(s, binary=binary) if s == source else s for s in manifest.sources)
+    return _write_manifest(folder, replace(manifest, sources=sources))
+
+
+def _write_manifest(folder: Path, manifest: Manifest) -> Manifest:
+    data: dict[str, Any] = {"version": VERSION, **asdict(manifest)}
+    write_json(folder / MANIFEST, data | {"checksum": checksum_of(data)})
+    return manifest
+
+
+def checksum_of(data: Any) -> str:
+    """By which a changed manifest is known: its launches would run in other memory."""
+    return sha256_of(json.dumps(data, sort_keys=True).encode())
+
+
+def _write(path: Path, content: bytes) -> None:
+    write_beside(path, lambda beside: beside.write_bytes(content))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise BundleError(f"{path}: cannot be read: {error.strerror}") from error

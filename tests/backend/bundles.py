@@ -1,0 +1,87 @@
+"""Bundles for tests: of one small graph, and how a test counts what a runtime compiles."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from hetpipe.backends.opencl.driver import driver
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from hetpipe.sdk.backend import Device
+from hetpipe.sdk.bundle import (
+    MANIFEST,
+    Manifest,
+    SourceEntry,
+    add_binary,
+    sha256_of,
+    write_bundle,
+)
+from hetpipe.sdk.graph import canonical
+
+AGAIN = "hetpipe kernels export plan.json"
+VALUES = np.linspace(-2, 2, 35, dtype=np.float32).reshape(5, 7)
+
+
+def graph_of(factor: float) -> fx.GraphModule:
+    """A graph of one kernel, whose text has the factor in it."""
+    return canonical(make_fx(lambda x: (torch.tanh(x) * factor,))(torch.zeros(5, 7)))
+
+
+def write(folder: Path, device: Device, graph: fx.GraphModule) -> Manifest:
+    """A bundle of one program, without a binary."""
+    exported = device.export({"forward of 5 samples": graph})
+    sources = tuple(
+        SourceEntry(s.file, sha256_of(s.text.encode()), s.options, s.kernels, (), None)
+        for s in exported.sources
+    )
+    facts = dict(device.binary_facts())
+    manifest = Manifest(
+        "tanh", 0, 0, device.info.id, facts, "", "none is known", AGAIN, exported.programs, sources
+    )
+    return write_bundle(folder, manifest, {s.file: s.text for s in exported.sources})
+
+
+def build(folder: Path, device: Device, manifest: Manifest) -> Manifest:
+    """The bundle with a binary."""
+    (source,) = manifest.sources
+    text = (folder / source.file).read_text()
+    content = device.build(source, text, manifest.programs)
+    return add_binary(folder, manifest, source, content, device.binary_facts())
+
+
+def result(device: Device, graph: fx.GraphModule) -> np.ndarray[Any, Any]:
+    """What the graph makes of `VALUES`."""
+    (output,), event, _ = device.compile(graph).run([device.upload(VALUES)[0]])
+    event.wait()
+    array = np.empty_like(VALUES)
+    device.download(output, array).wait()
+    return array
+
+
+def changed(folder: Path, change: Any) -> None:
+    """Change a manifest's data, as whoever writes one would."""
+    path = folder / MANIFEST
+    data = json.loads(path.read_text())
+    data.pop("checksum")
+    change(data)
+    checksum = sha256_of(json.dumps(data, sort_keys=True).encode())
+    path.write_text(json.dumps(data | {"checksum": checksum}))
+
+
+def count_sources(monkeypatch: Any) -> list[str]:
+    """The texts of all OpenCL programs that are made of sources from now on, in this process."""
+    cl = driver()
+    texts: list[str] = []
+    usual = cl.Program.__init__
+
+    def counting(self: Any, *args: Any) -> None:
+        texts.extend(arg for arg in args if isinstance(arg, str))
+        usual(self, *args)
+
+    monkeypatch.setattr(cl.Program, "__init__", counting)
+    return texts

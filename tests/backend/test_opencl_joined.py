@@ -1,0 +1,98 @@
+"""Kernels of many files in one source: names that they share stay apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hetpipe.backends.opencl.codegen import Kernel
+from hetpipe.backends.opencl.driver import driver, quiet
+from hetpipe.backends.opencl.joined import defined, joined
+from hetpipe.backends.opencl.specialise import build
+from opencl_devices import IDS, opencl_device
+
+KERNELS = Path(__file__).parents[2] / "kernels"
+MANY = """
+#define STEP(x) ((x) + BY)
+#ifndef BY
+#define BY 100
+#endif
+#define MAKE(name, T) \\
+    inline T name##_of(const T x) { return STEP(x); }
+MAKE(stepped, float)
+typedef struct { float lo, hi; } Pair;
+__constant float table[2] = {1.0f, 2.0f};
+inline float twice(const float x) { return FACTOR * x; } // two times (or three)
+__kernel void run(__global const float *x, __global float *y) {
+    const Pair pair = {stepped_of(x[0]), table[1]};
+    y[0] = twice(pair.lo) + pair.hi;
+}
+"""
+
+
+def test_what_a_text_declares_outside_functions() -> None:
+    assert defined(MANY) == {"stepped_of", "Pair", "table", "twice", "run"}
+    assert defined("__kernel void f(__global float *x) { const int local_one = 1; }") == {"f"}
+    channels = "channel float to_next __attribute__((depth(8)));\n/* float no(x) {} */"
+    assert defined(channels) == {"to_next"}
+
+
+def test_every_kernel_of_every_file_is_found() -> None:
+    for path in KERNELS.rglob("*.cl"):
+        text = path.read_text()
+        names = {line.partition("__kernel void ")[2] for line in text.splitlines()} - {""}
+        assert {name.partition("(")[0] for name in names} <= defined(text), path
+
+
+@pytest.mark.parametrize("device_id", IDS)
+def test_parts_of_one_name_do_what_each_did_by_itself(device_id: str) -> None:
+    """Functions, types, constants and macros have one name each, and other options."""
+    generated = [
+        Kernel(f"__kernel void fused_{n}(__global const float *x, __global float *y)"
+               f"{{ y[0] = x[0] - {n}.0f; }}", f"fused_{n}", generated=True)
+        for n in (1, 2)
+    ]  # fmt: skip
+    kernels = [
+        Kernel(MANY, "run", ("-DFACTOR=2.0f",)),
+        generated[0],
+        Kernel(MANY, "run", ("-DFACTOR=3.0f", "-DBY=1")),
+        generated[1],
+        Kernel(MANY + "\n", "run", ("-DFACTOR=2.0f",)),
+    ]
+    (source,) = joined(kernels)
+    assert source.options == ()
+    assert len(set(source.names.values())) == len(kernels)
+    device = opencl_device(device_id)
+    cl = driver()
+    with quiet():
+        program = build(cl, device.context, source.text, source.options)
+    results = []
+    for kernel in kernels:
+        x, y = np.array([5], np.float32), np.zeros(1, np.float32)
+        flags = cl.mem_flags.READ_WRITE | cl.mem_flags.COPY_HOST_PTR
+        buffers = [cl.Buffer(device.context, flags, hostbuf=array) for array in (x, y)]
+        called = cl.Kernel(program, source.names[kernel])
+        called.set_args(*buffers)
+        cl.enqueue_nd_range_kernel(device.queue, called, (1,), None)
+        cl.enqueue_copy(device.queue, y, buffers[1])
+        results.append(float(y[0]))
+    assert results == [212.0, 4.0, 20.0, 3.0, 212.0]
+
+
+def test_options_that_are_no_macros_part_sources() -> None:
+    plain, relaxed = (
+        Kernel(MANY, "run", ("-DFACTOR=2.0f", *more)) for more in ((), ("-cl-mad-enable",))
+    )
+    first, second = joined([plain, relaxed, plain])
+    assert (first.options, second.options) == ((), ("-cl-mad-enable",))
+    assert first.names == {plain: "run"}
+    assert second.names == {relaxed: "run"}
+
+
+def test_definitions_that_generated_kernels_share_are_there_once() -> None:
+    head = "#ifndef SHARED\n#define SHARED\ninline float own(float x) { return x; }\n#endif\n"
+    kernels = [Kernel(f"{head}__kernel void k{n}() {{}}", f"k{n}", generated=True) for n in "ab"]
+    (source,) = joined(kernels)
+    assert source.text.count("float own(") == 1
+    assert source.names == {kernels[0]: "ka", kernels[1]: "kb"}
