@@ -21,6 +21,8 @@ ZOO = {
     "gpt-untied": "hetpipe.zoo.gpt:untied_workload",
     "lstm": "hetpipe.zoo.lstm:workload",
 }
+SMALL = "-small"
+"""The end of the name of a model that is there at its published size too."""
 
 
 def load_workload(name: str) -> Workload:
@@ -42,6 +44,12 @@ def load_workload(name: str) -> Workload:
     with theirs(call):
         workload = factory()
     return checked(call, workload)
+
+
+def zoo_names(published: bool) -> list[str]:
+    """The zoo's models at their published sizes, or else the others: all that are small."""
+    with_small = {name.removesuffix(SMALL) for name in ZOO if name.endswith(SMALL)}
+    return [name for name in ZOO if (name in with_small) == published]
 
 
 def check_name(name: str) -> None:

@@ -1,0 +1,278 @@
+"""One training step of a whole model on one device, against torch.
+
+The model is one stage: a forward, a backward and an update, run as a worker runs them. The judge is
+torch in eager mode and float64, or float32 where the model is very large. Each tensor's gradient g
+is compared with the judge's t by norms: ||g - t|| / ||t||.
+
+Some gradients are zero by construction: that of a bias before a batch norm, or of the keys' bias in
+an attention. There g is the rounding error of terms that cancel, and a share of ||t|| says nothing.
+The judge tells them: ||t|| is below a share `ZERO` of the norm of all gradients together, which
+then takes the place of ||t||.
+
+The update is compared for the device's own gradients: torch's optimizer takes them as they are.
+Dropout is off on both sides, since torch's own random numbers are not those of a pipeline.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from hetpipe.bench.eager import torch_optimizer
+from hetpipe.zoo.load import optimizer_of
+from hetpipe.zoo.workload import Workload
+
+if TYPE_CHECKING:
+    from hetpipe.capture.captured import Captured
+    from hetpipe.capture.program import StageGraphs
+    from hetpipe.sdk.backend import Device
+    from hetpipe.worker.stage import Stage
+
+Tensors = Mapping[str, torch.Tensor]
+
+LOSS_LIMIT = 1e-4
+"""The largest relative error of a loss."""
+GRADIENT_LIMIT = 1e-3
+"""The largest relative error of a gradient, by norms."""
+UPDATE_LIMIT = 1e-5
+"""The largest relative error of an updated parameter, by norms."""
+ZERO = {torch.float64: 1e-10, torch.float32: 1e-5}
+"""Share of the norm of all gradients below which one is zero, by the judge's dtype."""
+WIDE_PARAMETERS = 300_000_000
+"""Up to so many parameters the judge computes in float64."""
+MOST_SAMPLES = 4
+"""Samples of a step; fewer if the workload's own mini-batch is smaller."""
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Relative errors, and the tensor `worst` of the largest gradient error.
+
+    `plain_gradient` is the gradient error of torch's own float32; NaN if float32 is the `judge`.
+    """
+
+    judge: str
+    loss: float
+    gradient: float
+    worst: str
+    plain_gradient: float
+    update: float
+
+
+@dataclass(frozen=True)
+class Parity:
+    """One model's row.
+
+    `operators` are those of the programs and `refused` those of them that the device refuses, with
+    their numbers of calls; if there are any, nothing ran and there are no errors.
+    """
+
+    model: str
+    device: str
+    samples: int
+    parameters: int
+    capture_s: float
+    operators: Mapping[str, int]
+    refused: Mapping[str, int]
+    errors: Errors | None = None
+    compile_s: float = math.nan
+    step_s: float = math.nan
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether loss, gradients and update are torch's."""
+        return (
+            self.errors is not None
+            and self.errors.loss <= LOSS_LIMIT
+            and self.errors.gradient <= GRADIENT_LIMIT
+            and self.errors.update <= UPDATE_LIMIT
+        )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step's loss, gradients and new parameters."""
+
+    loss: float
+    gradients: Tensors
+    updated: Tensors = field(default_factory=dict)
+
+
+def parity(workload: Workload, device: Device, samples: int | None = None) -> Parity:
+    """Train one step of a workload on a device and on torch. Raises `HetpipeError`."""
+    from hetpipe.capture.captured import Captured
+
+    samples = samples or min(workload.mini_batch, MOST_SAMPLES)
+    model = without_dropout(workload.model)
+    batch = next(workload.batches(samples, 0))
+    begin_s = time.perf_counter()
+    captured = Captured(model, workload.loss_fn, batch)
+    graphs = _graphs(captured, device, workload, samples)
+    captured_s = time.perf_counter()
+    size = sum(value.size for value in captured.parameters.values())
+    operators, refused = _operators(device, graphs, samples)
+    about = (workload.name, device.info.id, samples, size, captured_s - begin_s, operators, refused)
+    if refused:
+        return Parity(*about)
+    stage = _loaded(device, captured, graphs)
+    loaded_s = time.perf_counter()
+    step = _step(stage, graphs, captured.leaves(*batch), workload, samples)
+    end_s = time.perf_counter()
+    errors = _errors(workload, model, batch, step, wide=size <= WIDE_PARAMETERS)
+    return Parity(*about, errors, loaded_s - captured_s, end_s - loaded_s)
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """A copy of the model whose dropout layers and recurrent networks drop nothing."""
+    from torch.nn.modules.dropout import _DropoutNd
+
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        if isinstance(module, _DropoutNd):
+            module.p = 0.0
+        elif isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
+            module.dropout = 0.0
+    return model
+
+
+def _graphs(
+    captured: Captured, device: Device, workload: Workload, samples: int
+) -> StageGraphs:
+    from hetpipe.sdk.registry import decompositions_of
+
+    table = decompositions_of(device.info.backend)
+    (graphs,) = captured.stage_graphs([], [table], [samples], optimizer_of(workload), extras=())
+    return graphs
+
+
+def _operators(
+    device: Device, graphs: StageGraphs, samples: int
+) -> tuple[Counter[str], Counter[str]]:
+    """Calls by operator: all, and those that the device refuses."""
+    from hetpipe.sdk.graph import graph_calls, operator_name
+
+    every, refused = Counter[str](), Counter[str]()
+    programs = graphs.passes[samples].programs
+    for program in (*programs, *([graphs.update] if graphs.update else [])):
+        for node in graph_calls(program.graph):
+            every[operator_name(node)] += 1
+            if (reason := device.supports(node)) is not None:
+                refused[f"{operator_name(node)}: {reason}"] += 1
+    return every, refused
+
+
+def _loaded(device: Device, captured: Captured, graphs: StageGraphs) -> Stage:
+    """The compiled stage, with its values on the device."""
+    import numpy as np
+
+    from hetpipe.wire.messages import Keep
+    from hetpipe.worker.stage import Stage
+
+    values = {**captured.parameters, **captured.buffers}
+    return Stage(device, graphs, values, np.zeros, Keep(updates=(0,)))
+
+
+def _step(
+    stage: Stage, graphs: StageGraphs, feed: Mapping[str, Any], workload: Workload, samples: int
+) -> _Step:
+    """One mini-batch of one micro-batch on the device."""
+    from hetpipe.capture.program import COUNT, GRAD, LOSS, PARAM
+    from hetpipe.schedule.action import Op
+    from hetpipe.worker.stage import Pass
+
+    stage.run(Pass(Op.FORWARD, 0, samples, feed))
+    stage.run(Pass(Op.BACKWARD, 0, samples, feed, loss_tangent=1.0))
+    (loss,), counts = stage.results.take(LOSS) or (), stage.results.take(COUNT)
+    scale = 1 / counts[0] if counts else 1.0
+    backward = graphs.passes[samples].backward
+    slots = backward.outputs if backward is not None else ()
+    names = [slot.name for slot in slots if slot.role == GRAD]
+    gradients = {name: torch.from_numpy(stage.get((GRAD, name))) * scale for name in names}
+    stage.update(optimizer_of(workload).lr_at(1), scale)
+    updated = {name: torch.from_numpy(stage.get((PARAM, name))) for name in names}
+    return _Step(loss * scale, gradients, updated)
+
+
+def _errors(
+    workload: Workload, model: nn.Module, batch: tuple[Any, Any], step: _Step, wide: bool
+) -> Errors:
+    dtype = torch.float64 if wide else torch.float32
+    right = _by_torch(workload, model, batch, dtype)
+    zero = ZERO[dtype]
+    gradient, worst = gradient_error(step.gradients, right.gradients, zero)
+    plain = math.nan
+    if wide:
+        own = _by_torch(workload, model, batch, torch.float32)
+        plain, _ = gradient_error(own.gradients, right.gradients, zero)
+    update = _update_error(workload, model, step)
+    loss = abs(step.loss - right.loss) / max(abs(right.loss), 1e-30)
+    return Errors(str(dtype).removeprefix("torch."), loss, gradient, worst, plain, update)
+
+
+def _by_torch(
+    workload: Workload, model: nn.Module, batch: tuple[Any, Any], dtype: torch.dtype
+) -> _Step:
+    """Loss and gradients of eager torch."""
+    from hetpipe.capture.example import call
+
+    model = copy.deepcopy(model).to(dtype)
+    model.zero_grad()
+
+    def cast(value: Any) -> Any:
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if is_float else value
+
+    x, y = tree_map(cast, batch)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # for tensors that the model makes
+    try:
+        loss = workload.loss_fn(call(model, x), y)
+        loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
+        loss.backward()
+    finally:
+        torch.set_default_dtype(default)
+    named = model.named_parameters()
+    return _Step(loss.item(), {name: p.grad for name, p in named if p.grad is not None})
+
+
+def gradient_error(actual: Tensors, right: Tensors, zero: float) -> tuple[float, str]:
+    """The largest relative error by norms, and its tensor. Infinite where one lacks a gradient.
+
+    Gradients below the share `zero` of the norm of all are compared with that norm.
+    """
+    norms = {name: float(tensor.double().norm()) for name, tensor in right.items()}
+    whole = math.hypot(*norms.values())
+    worst, where = 0.0, ""
+    for name in [*right, *(name for name in actual if name not in right)]:
+        if name in actual and name in right:
+            wrong = float((actual[name].double() - right[name].double()).norm())
+            error = wrong / (norms[name] if norms[name] > zero * whole else whole or 1.0)
+        else:
+            present = actual.get(name, right.get(name))
+            error = math.inf if present is not None and bool(present.any()) else 0.0
+        if not error <= worst:  # NaN too
+            worst, where = (error if error == error else math.inf), name
+    return worst, where
+
+
+def _update_error(workload: Workload, model: nn.Module, step: _Step) -> float:
+    """The largest relative error of a new parameter, by torch's optimizer in float64."""
+    largest = 0.0
+    parameters = dict(model.named_parameters())
+    for name, gradient in step.gradients.items():
+        parameter = nn.Parameter(parameters[name].detach().double())
+        parameter.grad = gradient.double()
+        torch_optimizer(optimizer_of(workload), {name: parameter}).step()
+        wrong = (step.updated[name].double() - parameter.detach()).norm()
+        error = float(wrong / parameter.detach().norm().clamp(min=1e-30))
+        largest = max(largest, error if error == error else math.inf)
+    return largest
