@@ -144,9 +144,7 @@ def without_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
-def _graphs(
-    captured: Captured, device: Device, workload: Workload, samples: int
-) -> StageGraphs:
+def _graphs(captured: Captured, device: Device, workload: Workload, samples: int) -> StageGraphs:
     from hetpipe.sdk.registry import decompositions_of
 
     table = decompositions_of(device.info.backend)
