@@ -88,7 +88,7 @@ def _table(rows: list[Parity]) -> Table:
     from hetpipe.report.units import format_s
 
     numbers = (
-        "parameters", "samples", "calls", "refused", "loss", "gradients", "torch's", "update",
+        "parameters", "samples", "calls", "refused", "loss", "gradients", "in doubt", "update",
         "capture", "compile", "first step",
     )  # fmt: skip
     limits = f"loss {LOSS_LIMIT:g}, gradients {GRADIENT_LIMIT:g}, update {UPDATE_LIMIT:g}"
@@ -102,8 +102,10 @@ def _table(rows: list[Parity]) -> Table:
         errors = row.errors
         figures = ["-"] * 4
         if errors is not None:
-            every = (errors.loss, errors.gradient, errors.plain_gradient, errors.update)
+            share = f"{errors.in_doubt} of {errors.tensors}"
+            every = (errors.loss, errors.gradient, errors.update)
             figures = [f"{error:.1e}" for error in every]
+            figures.insert(2, share)
         table.add_row(
             row.model,
             f"{row.parameters / 1e6:.1f} M",

@@ -58,7 +58,8 @@ class Attention(nn.Module):
         both = self.linear_q(query)[:, :, None] + self.linear_k(keys)[:, None]
         direction = self.linear_att / self.linear_att.norm()
         scores = torch.tanh(both + self.normalize_bias) @ direction * self.normalize_scalar
-        return scores.softmax(-1) @ keys
+        context: torch.Tensor = scores.softmax(-1) @ keys
+        return context
 
 
 class Decoder(nn.Module):

@@ -37,6 +37,9 @@ def rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.
 class GroupedAttention(nn.Module):
     """Causal attention in which `heads / groups` queries share a key and a value."""
 
+    cosine: torch.Tensor
+    sine: torch.Tensor
+
     def __init__(self, width: int, heads: int, groups: int, length: int) -> None:
         super().__init__()
         self.heads, self.groups, size = heads, groups, width // heads

@@ -50,6 +50,9 @@ def shift_mask(size: int, window: int, shift: int) -> torch.Tensor:
 class WindowAttention(nn.Module):
     """(n, size, size, width) -> the same."""
 
+    index: torch.Tensor
+    mask: torch.Tensor
+
     def __init__(self, width: int, heads: int, size: int, window: int, shift: int) -> None:
         super().__init__()
         self.heads, self.size, self.window, self.shift = heads, size, window, shift

@@ -82,7 +82,8 @@ class T5Block(nn.Module):
         if self.cross is not None and encoded is not None:
             x = x + self.dropout(self.cross(self.norm2(x), encoded, None))
         y = self.wo(self.dropout(functional.relu(self.wi(self.norm3(x)))))
-        return x + self.dropout(y)
+        summed: torch.Tensor = x + self.dropout(y)
+        return summed
 
 
 class T5Stack(nn.Module):
