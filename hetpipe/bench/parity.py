@@ -12,7 +12,7 @@ then takes the place of ||t||.
 Others are not determined in float32. Terms cancel but for a few digits (the scale of a batch norm
 that other batch norms follow), or an element lies within rounding of a rectifier's or a maximum's
 decision. The judge tells these, too, without a look at the device: by torch's own float32, and by
-float64 with parameters that are off by a few units in float32's last place. How far a tensor moves
+float64 with parameters that are off by half a unit in float32's last place. How far a tensor moves
 is its doubt. The step is done on the first of some mini-batches that leaves no tensor in doubt, or
 the fewest; a tensor in doubt may be off by a few times as much.
 
@@ -58,8 +58,8 @@ WIDE_PARAMETERS = 300_000_000
 """Up to so many parameters the judge computes in float64."""
 DOUBTFUL = GRADIENT_LIMIT / 4
 """The doubt from which on a tensor is in doubt, a quarter of the error that it may have then."""
-ROUNDING = 4 * 2.0**-23
-"""Relative change of parameters for the doubt."""
+ROUNDING = 2.0**-24
+"""Relative change of parameters for the doubt: that of rounding them to float32."""
 DRAWS = 2
 """Steps in float64 with such changes."""
 MINI_BATCHES = 4

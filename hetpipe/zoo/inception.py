@@ -141,9 +141,12 @@ class GoogLeNet(nn.Module):
 
 
 class InceptionV3(nn.Module):
-    """(n, 3, 299, 299) -> logits (n, classes) of the network and of an auxiliary classifier."""
+    """(n, 3, 299, 299) -> logits (n, classes) of the network and of an auxiliary classifier.
 
-    def __init__(self, classes: int = 200, narrow: int = 1) -> None:
+    Without `repeats` it has one module of each kind, and is for 147 x 147.
+    """
+
+    def __init__(self, classes: int = 200, narrow: int = 1, repeats: bool = True) -> None:
         super().__init__()
 
         def w(width: int) -> int:
@@ -155,29 +158,36 @@ class InceptionV3(nn.Module):
             BasicConv2d(w(64), w(80), 1), BasicConv2d(w(80), w(192), 3), nn.MaxPool2d(3, 2),
         )  # fmt: skip
         self.Mixed_5b = _mixed_5(w(192), w, 32)
-        self.Mixed_5c = _mixed_5(w(256), w, 64)
-        self.Mixed_5d = _mixed_5(w(288), w, 64)
-        self.Mixed_6a = _mixed_6a(w(288), w)
-        for letter, width in zip("bcde", (128, 160, 160, 192), strict=True):
-            self.add_module(f"Mixed_6{letter}", _mixed_6(w(768), w(width), w(192)))
+        if repeats:
+            self.Mixed_5c = _mixed_5(w(256), w, 64)
+            self.Mixed_5d = _mixed_5(w(288), w, 64)
+        middle = w(288) if repeats else w(256)
+        self.Mixed_6a = _mixed_6a(middle, w)
+        inner = w(384) + w(96) + middle
+        for letter, width in zip("bcde" if repeats else "b", (128, 160, 160, 192), strict=False):
+            self.add_module(f"Mixed_6{letter}", _mixed_6(inner, w(width), w(192)))
+            inner = w(768)
         self.AuxLogits = nn.Sequential(
-            nn.AvgPool2d(5, 3), BasicConv2d(w(768), w(128), 1),
+            nn.AvgPool2d(5, 3) if repeats else nn.AvgPool2d(3, 1), BasicConv2d(inner, w(128), 1),
             BasicConv2d(w(128), w(768), 5), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
             nn.Linear(w(768), classes),
         )  # fmt: skip
-        self.Mixed_7a = _mixed_7a(w(768), w)
-        self.Mixed_7b = _mixed_7(w(1280), w)
-        self.Mixed_7c = _mixed_7(w(2048), w)
+        self.Mixed_7a = _mixed_7a(inner, w)
+        self.Mixed_7b = _mixed_7(w(320) + w(192) + inner, w)
+        if repeats:
+            self.Mixed_7c = _mixed_7(w(2048), w)
         self.dropout = nn.Dropout()
         self.fc = nn.Linear(w(2048), classes)
         he_weights(self)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        y = self.Mixed_6a(self.Mixed_5d(self.Mixed_5c(self.Mixed_5b(self.stem(x)))))
-        for letter in "bcde":
-            y = self.get_submodule(f"Mixed_6{letter}")(y)
-        auxiliary = self.AuxLogits(y)
-        y = self.Mixed_7c(self.Mixed_7b(self.Mixed_7a(y)))
+        y = self.stem(x)
+        auxiliary = y
+        for name, module in self.named_children():
+            if name == "Mixed_7a":
+                auxiliary = self.AuxLogits(y)
+            if name.startswith("Mixed"):
+                y = module(y)
         return self.fc(self.dropout(y.mean((2, 3)))), auxiliary
 
 
@@ -250,8 +260,9 @@ def inception_v3() -> Workload:
 
 
 def inception_v3_small() -> Workload:
-    """Inception-V3 with a sixteenth of the channels."""
-    return _workload("inception-v3-small", partial(InceptionV3, 10, 16), 299, 10, _sgd())
+    """A module of each kind with an eighth of the channels, for 147 x 147 images."""
+    small = partial(InceptionV3, 10, 8, repeats=False)
+    return _workload("inception-v3-small", small, 147, 10, _sgd())
 
 
 def _workload(name: str, network: Any, size: int, classes: int, optimizer: Any) -> Workload:
