@@ -41,7 +41,7 @@ class S2VT(nn.Module):
 
 
 def s2vt() -> Workload:
-    """80 frames of 4096 features, 30 words of 12594, width 1000: 35 M parameters."""
+    """80 frames of 4096 features, 30 words of 12594, width 1000: 37 M parameters."""
     return _workload("s2vt", (4096, 12594, 500, 1000), 80, 30, 80)
 
 

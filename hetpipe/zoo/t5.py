@@ -67,9 +67,11 @@ class T5Block(nn.Module):
 
     def __init__(self, width: int, heads: int, size: int, hidden: int, decodes: bool) -> None:
         super().__init__()
-        self.norm1, self.norm2, self.norm3 = (RMSNorm(width) for _ in range(3))
+        self.norm1, self.norm3 = RMSNorm(width), RMSNorm(width)
         self.attention = T5Attention(width, heads, size)
-        self.cross = T5Attention(width, heads, size) if decodes else None
+        if decodes:
+            self.norm2 = RMSNorm(width)
+            self.cross = T5Attention(width, heads, size)
         self.wi = nn.Linear(width, hidden, bias=False)
         self.wo = nn.Linear(hidden, width, bias=False)
         self.dropout = nn.Dropout(DROPOUT)
@@ -79,7 +81,7 @@ class T5Block(nn.Module):
     ) -> torch.Tensor:
         y = self.norm1(x)
         x = x + self.dropout(self.attention(y, y, bias))
-        if self.cross is not None and encoded is not None:
+        if encoded is not None:
             x = x + self.dropout(self.cross(self.norm2(x), encoded, None))
         y = self.wo(self.dropout(functional.relu(self.wi(self.norm3(x)))))
         summed: torch.Tensor = x + self.dropout(y)
