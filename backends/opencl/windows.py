@@ -24,7 +24,7 @@ def unfold(x: Tensor, dim: int, size: int, step: int) -> Tensor:
     first = torch.arange(count, device=x.device) * step
     place = first.unsqueeze(1) + torch.arange(size, device=x.device)
     taken = x.movedim(dim, -1).index_select(-1, place.reshape(-1))
-    return taken.unflatten(-1, (count, size)).movedim(-2, dim)
+    return taken.reshape(*taken.shape[:-1], count, size).movedim(-2, dim)
 
 
 WINDOWS: Mapping[Any, Callable[..., Any]] = {aten.unfold.default: unfold}
