@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from .resized import RESIZED
-from .windows import WINDOWS
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -33,7 +32,7 @@ def further_decompositions() -> Mapping[Any, Callable[..., Any]]:
     """By operator; those of operators with a kernel of their own are left out by the caller."""
     from torch._decomp import get_decompositions
 
-    return {**get_decompositions(TORCHS), **OURS, **RESIZED, **WINDOWS}
+    return {**get_decompositions(TORCHS), **OURS, **RESIZED}
 
 
 def order_of(x: Tensor, dim: int, descending: bool = False) -> Tensor:
