@@ -64,6 +64,9 @@ DRAWS = 2
 """Steps in float64 with such changes."""
 MINI_BATCHES = 4
 """Mini-batches of which one is chosen."""
+LARGE_PARAMETERS = 5_000_000
+"""From so many on the first is taken: of the many decisions of a large model some are always close,
+and each moves little."""
 MOST_SAMPLES = 4
 """Samples of a step; fewer if the workload's own mini-batch is smaller."""
 
@@ -242,7 +245,7 @@ def _right(workload: Workload, model: nn.Module, samples: int, size: int) -> _Ri
         found = _Right(batch, step, _doubt(workload, model, batch, step, dtype), dtype)
         if best is None or found.in_doubt < best.in_doubt:
             best = found
-        if best.in_doubt == 0:
+        if best.in_doubt == 0 or size >= LARGE_PARAMETERS:
             break
     assert best is not None
     return best
