@@ -56,8 +56,10 @@ ZERO = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Share of the norm of all gradients below which one is zero, by the judge's dtype."""
 WIDE_PARAMETERS = 300_000_000
 """Up to so many parameters the judge computes in float64."""
-DOUBTFUL = GRADIENT_LIMIT / 4
-"""The doubt from which on a tensor is in doubt, a quarter of the error that it may have then."""
+EXCESS_LIMIT = 4.0
+"""A tensor in doubt may be off by so many times its doubt."""
+DOUBTFUL = GRADIENT_LIMIT / EXCESS_LIMIT
+"""The doubt from which on a tensor is in doubt: there the bounds meet."""
 ROUNDING = 2.0**-24
 """Relative change of parameters for the doubt: that of rounding them to float32."""
 DRAWS = 2
@@ -75,8 +77,8 @@ MOST_SAMPLES = 4
 class Errors:
     """Relative errors, and the tensor `worst` of the largest gradient error.
 
-    `gradient` is the largest of tensors that are not in doubt, and of all others the largest share
-    of four times their doubt, times the limit. `in_doubt` counts the latter, of `tensors`.
+    `gradient` is the largest of all `tensors`, `determined` that of the tensors that are not in
+    doubt; of the others, `in_doubt`, `excess` is the largest error over the doubt.
     """
 
     judge: str
@@ -84,7 +86,9 @@ class Errors:
     gradient: float
     worst: str
     tensors: int
+    determined: float
     in_doubt: int
+    excess: float
     update: float
 
 
@@ -113,7 +117,8 @@ class Parity:
         return (
             self.errors is not None
             and self.errors.loss <= LOSS_LIMIT
-            and self.errors.gradient <= GRADIENT_LIMIT
+            and self.errors.determined <= GRADIENT_LIMIT
+            and self.errors.excess <= EXCESS_LIMIT
             and self.errors.update <= UPDATE_LIMIT
         )
 
@@ -149,21 +154,22 @@ def parity(workload: Workload, device: Device, samples: int | None = None) -> Pa
     samples = samples or min(workload.mini_batch, MOST_SAMPLES)
     model = without_dropout(workload.model)
     size = sum(parameter.numel() for parameter in model.parameters())
-    right = _right(workload, model, samples, size)
     begin_s = time.perf_counter()
-    captured = Captured(model, workload.loss_fn, right.batch)
+    captured = Captured(model, workload.loss_fn, next(workload.batches(samples, 0)))
     graphs = _graphs(captured, device, workload, samples)
     captured_s = time.perf_counter()
     operators, refused = _operators(device, graphs, samples)
     about = (workload.name, device.info.id, samples, size, captured_s - begin_s, operators, refused)
     if refused:
         return Parity(*about)
+    right = _right(workload, model, samples, size)
+    judged_s = time.perf_counter()
     stage = _loaded(device, captured, graphs)
     loaded_s = time.perf_counter()
     step = _step(stage, graphs, captured.leaves(*right.batch), workload, samples)
     end_s = time.perf_counter()
     errors = _errors(workload, model, right, step)
-    return Parity(*about, errors, loaded_s - captured_s, end_s - loaded_s)
+    return Parity(*about, errors, loaded_s - judged_s, end_s - loaded_s)
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
@@ -279,15 +285,19 @@ def _rounded(model: nn.Module, seed: int) -> nn.Module:
 
 def _errors(workload: Workload, model: nn.Module, right: _Right, step: _Step) -> Errors:
     errors = gradient_errors(step.gradients, right.step.gradients, ZERO[right.dtype])
-    for name, doubt in right.doubt.items():
-        if not doubt <= DOUBTFUL:
-            errors[name] *= DOUBTFUL / doubt
     worst = max(errors, key=errors.__getitem__, default="")
-    loss = abs(step.loss - right.step.loss) / max(abs(right.step.loss), 1e-30)
+    doubt = {name: own for name, own in right.doubt.items() if not own <= DOUBTFUL}
     return Errors(
-        str(right.dtype).removeprefix("torch."), loss, errors.get(worst, 0.0), worst, len(errors),
-        right.in_doubt, _update_error(workload, model, step),
-    )  # fmt: skip
+        judge=str(right.dtype).removeprefix("torch."),
+        loss=abs(step.loss - right.step.loss) / max(abs(right.step.loss), 1e-30),
+        gradient=errors.get(worst, 0.0),
+        worst=worst,
+        tensors=len(errors),
+        determined=max((errors[name] for name in errors if name not in doubt), default=0.0),
+        in_doubt=len(doubt),
+        excess=max((errors[name] / own for name, own in doubt.items()), default=0.0),
+        update=_update_error(workload, model, step),
+    )
 
 
 def _by_torch(

@@ -88,7 +88,7 @@ def _table(rows: list[Parity]) -> Table:
     from hetpipe.report.units import format_s
 
     numbers = (
-        "parameters", "samples", "calls", "refused", "loss", "gradients", "in doubt", "update",
+        "parameters", "samples", "refused", "loss", "gradients", "in doubt", "update",
         "capture", "compile", "first step",
     )  # fmt: skip
     limits = f"loss {LOSS_LIMIT:g}, gradients {GRADIENT_LIMIT:g}, update {UPDATE_LIMIT:g}"
@@ -108,15 +108,20 @@ def _table(rows: list[Parity]) -> Table:
             figures.insert(2, share)
         table.add_row(
             row.model,
-            f"{row.parameters / 1e6:.1f} M",
+            _millions(row.parameters),
             str(row.samples),
-            str(sum(row.operators.values())),
-            str(sum(row.refused.values())),
+            f"{sum(row.refused.values())} of {sum(row.operators.values())}",
             *figures,
             format_s(row.capture_s),
-            format_s(row.compile_s),
-            format_s(row.step_s),
+            *(
+                format_s(time_s) if errors is not None else "-"
+                for time_s in (row.compile_s, row.step_s)
+            ),
             errors.worst if errors is not None else "",
             "yes" if row.is_equal else "no",
         )
     return table
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:.1f} M" if count >= 1e6 else f"{count / 1e3:.0f} k"

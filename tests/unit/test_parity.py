@@ -56,12 +56,14 @@ def test_what_is_missing_or_not_finite_is_infinitely_wrong() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("part", ["loss", "gradient", "update"])
+@pytest.mark.parametrize("part", ["loss", "determined", "update", "excess"])
 def test_each_part_must_be_equal(part: str) -> None:
-    errors = Errors("float64", 1e-7, 1e-6, "w", 3, 0, 1e-8)
+    errors = Errors("float64", 1e-7, 1e-6, "w", 3, 1e-6, 0, 0.0, 1e-8)
     row = Parity("m", "d", 4, 10, 0.1, {}, {}, errors)
     assert row.is_equal
-    assert not replace(row, errors=replace(errors, **{part: 2e-3})).is_equal
+    assert not replace(
+        row, errors=replace(errors, **{part: 5.0 if part == "excess" else 2e-3})
+    ).is_equal
     assert not replace(row, errors=replace(errors, **{part: math.nan})).is_equal
     assert not replace(row, errors=None).is_equal
 
@@ -89,7 +91,7 @@ def test_a_wrong_gradient_is_found() -> None:
     row = parity(workload(Two(3, 2), torch.randn(4, 3), 2), open_device("pytorch:cpu:0"))
     assert row.errors is not None
     assert not row.is_equal
-    assert row.errors.gradient > 10 * GRADIENT_LIMIT
+    assert row.errors.determined > 10 * GRADIENT_LIMIT
     assert row.errors.worst in ("weight", "bias")
 
 
