@@ -110,10 +110,12 @@ class OpenCLBackend(Backend):
         from .decompositions import decompositions
         from .further import further_decompositions
         from .ops.registry import kept_operators
+        from .windows import WINDOWS
 
         kept = kept_operators(self.lowerings())
         table = {
             **further_decompositions(),
+            **WINDOWS,
             **core_decompositions(keep=kept),
             **decompositions(),
         }

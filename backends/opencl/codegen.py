@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from importlib.resources import files
 
 from hetpipe.errors import BackendError
@@ -93,13 +93,13 @@ class Store:
         whole = self.expr.numel == math.prod(self.out.shape)
         return whole and self.layout == Layout.row_major(self.expr.shape)
 
-    @property
-    def reads(self) -> set[int]:
+    @cached_property
+    def reads(self) -> frozenset[int]:
         """Ids of the tensors that its expression reads."""
         ids = {load.value.id for load in loads(self.expr)}
         if isinstance(self.expr, Tile):
             ids.update(*(launch.touches for launch in self.expr.launches))
-        return ids
+        return frozenset(ids)
 
     def joins(self, group: Sequence[Store]) -> bool:
         """Whether this store can be in one kernel with `group`, and is faster there.

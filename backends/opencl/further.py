@@ -21,7 +21,7 @@ TORCHS = (
     aten._batch_norm_with_update_functional, aten.adaptive_max_pool2d, aten.adaptive_max_pool3d,
     aten.addmv, aten.as_strided_copy, aten.bucketize, aten.dist, aten.grid_sampler_2d,
     aten.ldexp, aten.linalg_vector_norm, aten.narrow_copy, aten.native_batch_norm,
-    aten.native_group_norm, aten.permute_copy, aten.unbind_copy, aten.unfold,
+    aten.native_group_norm, aten.permute_copy, aten.unbind_copy,
     aten.upsample_bicubic2d, aten.upsample_bilinear2d, aten.upsample_linear1d,
     aten.upsample_trilinear3d, aten.view_copy,
 )  # fmt: skip

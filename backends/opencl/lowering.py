@@ -124,15 +124,18 @@ def _with_heirs(
 ) -> tuple[Output, ...]:
     life = lives(launches)
     returned = {output.source for output in outputs}
+    alike: dict[int, list[int]] = {}  # inputs by size
+    for index, value in enumerate(inputs):
+        if index not in returned:
+            alike.setdefault(nbytes(value), []).append(index)
     with_heirs = []
     for output in outputs:
         heirs: list[int] = []
         if output.value is not None and output.value.id in life:
             mine = life[output.value.id]
-            for index, value in enumerate(inputs):
-                if index in returned or nbytes(value) != mine.nbytes:
-                    continue
-                if value.id not in life or inherits(life[value.id], mine, value.id, launches):
+            for index in alike.get(mine.nbytes, ()):
+                key = inputs[index].id
+                if key not in life or inherits(life[key], mine, key, launches):
                     heirs.append(index)
             # Its operands first: they are in the cache.
             first = launches[mine.first].inplace

@@ -16,6 +16,8 @@ def simplify(graph: fx.Graph) -> None:
         if node.target in (aten.view.default, aten._unsafe_view.default):
             # Strides may differ from those at tracing: if no view exists, copy.
             node.target = aten.reshape.default
+        elif node.target is aten.as_strided.default:
+            _straighten(graph, node)
         elif node.target is aten.fill.Tensor:
             _fill_with_scalar(graph, node)
         elif node.target is aten.t.default:
@@ -25,6 +27,16 @@ def simplify(graph: fx.Graph) -> None:
         elif node.target is aten.add.Tensor:
             _fuse_product_into_sum(node)
     graph.eliminate_dead_code()
+
+
+def _straighten(graph: fx.Graph, node: fx.Node) -> None:
+    """`as_strided` of a row-major tensor: strides may differ from those at tracing."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    with graph.inserting_before(node):
+        straight = graph.call_function(aten.contiguous.default, (source,))
+    straight.meta = dict(source.meta)
+    node.replace_input_with(source, straight)
 
 
 def _fill_with_scalar(graph: fx.Graph, node: fx.Node) -> None:

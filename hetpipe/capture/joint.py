@@ -175,7 +175,7 @@ def _functional(
 
 
 def _joint(piece: Piece, module: fx.GraphModule, step: _Step, tangent_of: list[int]) -> Joint:
-    _check_layouts(module.graph)
+    _straighten(module.graph)
     simplify(module.graph)
     tangents = [(TANGENT, piece.outputs[index][1]) for index in tangent_of]
     inputs = dict(zip(placeholders(module.graph), [*piece.inputs, *tangents], strict=True))
@@ -192,16 +192,29 @@ def _joint(piece: Piece, module: fx.GraphModule, step: _Step, tangent_of: list[i
     )
 
 
-def _check_layouts(graph: fx.Graph) -> None:
-    """Refuse `as_strided` of a tensor that is not row-major, as all tensors here are."""
-    for node in graph.nodes:
-        if node.target is aten.as_strided.default:
-            source = node.all_input_nodes[0]
-            if not source.meta["val"].is_contiguous():
-                raise CaptureError(
-                    f"layer {node.meta.get('layer', '?')} uses as_strided on a tensor that is not "
-                    "row-major; call contiguous() before it, or use slicing and permute"
-                )
+def _straighten(graph: fx.Graph) -> None:
+    """Let every `as_strided` read a row-major tensor, as all tensors of a canonical graph are.
+
+    A tensor whose elements lie densely in another order, channels last for instance, is permuted to
+    that order. Raises `CaptureError` for one with gaps.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.as_strided.default):
+        source = node.all_input_nodes[0]
+        value = source.meta["val"]
+        if value.is_contiguous():
+            continue
+        strides = value.stride()
+        order = sorted(range(value.ndim), key=lambda dim: (-strides[dim], -value.shape[dim]))
+        straight = value.permute(order)
+        if not straight.is_contiguous():
+            raise CaptureError(
+                f"layer {node.meta.get('layer', '?')} uses as_strided on a tensor that is not "
+                "row-major; call contiguous() before it, or use slicing and permute"
+            )
+        with graph.inserting_before(node):
+            permuted = graph.call_function(aten.permute.default, (source, order))
+        permuted.meta.update(source.meta, val=straight)
+        node.replace_input_with(source, permuted)
 
 
 def _lift_constants(

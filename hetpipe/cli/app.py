@@ -25,6 +25,7 @@ from hetpipe.cli import (
     simulate,
     train,
     whatif,
+    zoo,
 )
 
 app = typer.Typer(
@@ -36,7 +37,7 @@ app = typer.Typer(
 )
 COMMANDS = (
     doctor, devices, boards, profile, plan, simulate, compare, whatif, capacity, coverage,
-    reproduce, train, bench, matmul, new_backend, conform,
+    reproduce, train, bench, matmul, zoo, new_backend, conform,
 )  # fmt: skip
 for module in COMMANDS:
     app.command(name=module.__name__.rpartition(".")[2].replace("_", "-"))(module.command)

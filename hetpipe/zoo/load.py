@@ -14,12 +14,44 @@ from hetpipe.zoo.workload import Workload
 if TYPE_CHECKING:
     from hetpipe.optim.rule import Optimizer
 
+FAMILIES = {
+    "vgg": ("alexnet", "vgg11", "vgg16", "vgg19"),
+    "resnet": ("resnet18", "resnet50", "resnet101"),
+    "inception": ("googlenet", "inception-v3"),
+    "densenet": ("densenet121",),
+    "mobilenet": ("mobilenet-v3",),
+    "amoebanet": ("amoebanet36",),
+    "convnext": ("convnext",),
+    "unet": ("unet",),
+    "vit": ("vit",),
+    "swin": ("swin",),
+    "bert": ("bert-large", "bert48"),
+    "xlnet": ("xlnet36",),
+    "gpt2": ("gpt2",),
+    "llama": ("llama",),
+    "t5": ("t5",),
+    "gnmt": ("gnmt8", "gnmt16"),
+    "awd": ("awd-lstm",),
+    "residual_lstm": ("residual-lstm",),
+    "s2vt": ("s2vt",),
+}
+"""Modules of the zoo by the models that they have, at published sizes and at small ones."""
+
+SMALL = "-small"
+"""The end of the name of a model that is there at its published size too."""
+
 ZOO = {
     "digits": "hetpipe.zoo.digits:workload",
     "mlp": "hetpipe.zoo.mlp:workload",
     "gpt": "hetpipe.zoo.gpt:workload",
     "gpt-untied": "hetpipe.zoo.gpt:untied_workload",
     "lstm": "hetpipe.zoo.lstm:workload",
+    **{
+        name + size: f"hetpipe.zoo.{module}:{(name + size).replace('-', '_')}"
+        for module, names in FAMILIES.items()
+        for name in names
+        for size in ("", SMALL)
+    },
 }
 
 
@@ -42,6 +74,12 @@ def load_workload(name: str) -> Workload:
     with theirs(call):
         workload = factory()
     return checked(call, workload)
+
+
+def zoo_names(published: bool) -> list[str]:
+    """The zoo's models at their published sizes, or else the others: all that are small."""
+    with_small = {name.removesuffix(SMALL) for name in ZOO if name.endswith(SMALL)}
+    return [name for name in ZOO if (name in with_small) == published]
 
 
 def check_name(name: str) -> None:

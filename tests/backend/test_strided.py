@@ -39,6 +39,21 @@ def test_it_runs_on_every_device(device_id: str) -> None:
         np.testing.assert_array_equal(array, expected.numpy())
 
 
+@pytest.mark.parametrize("device_id", DEVICES)
+def test_it_reads_a_view_as_if_that_were_row_major(device_id: str) -> None:
+    """Strides of other tensors than inputs and outputs do not bind a backend."""
+    device = opened(device_id)
+    graph = trace(lambda x: aten.permute(x, [0, 2, 1]) + 0, [X], {})
+    (permuted,) = graph.graph.find_nodes(op="call_function", target=aten.permute.default)
+    (last,) = graph.graph.find_nodes(op="call_function", target=aten.add.Tensor)
+    with graph.graph.inserting_before(last):
+        view = graph.graph.call_function(aten.as_strided.default, (permuted, [2, 4, 3], [12, 3, 1]))
+    view.meta["val"] = permuted.meta["val"]
+    last.replace_input_with(permuted, view)
+    (found,) = run(device, graph, [X.numpy()])
+    np.testing.assert_array_equal(found, X.permute(0, 2, 1).numpy())
+
+
 @pytest.mark.parametrize("device_id", [i for i in DEVICES if not i.startswith("pytorch")])
 def test_one_that_reads_past_the_tensor_is_refused_when_planning(device_id: str) -> None:
     graph = trace(lambda x: aten.as_strided(x, [5], [6]), [torch.zeros(100)], {})

@@ -56,6 +56,37 @@ def test_a_pool_of_another_layout_reads_no_strides() -> None:
     assert not any("strided" in operator for operator in operators)
 
 
+class Windowed(nn.Module):
+    """It normalises channels last, so the windows that it takes of a convolution have gaps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(3)
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2))
+        scale = torch.arange(1.0, 4.0)  # places of a window count differently
+        windows = (y.unfold(2, 2, 1) * scale[:2]).unfold(3, 3, 2)
+        logits: torch.Tensor = self.head((windows * scale).mean((2, 3, 4, 5)))
+        return logits
+
+
+def test_strides_of_another_layout_become_those_of_a_row_major_tensor() -> None:
+    """torch's decomposition of `unfold` takes the strides of a tensor with channels last."""
+    from torch._decomp import get_decompositions
+
+    torch.manual_seed(0)
+    model, batch = Windowed(), (torch.randn(8, 3, 7, 7), torch.randint(0, 5, (8,)))
+    capture = Captured(model, F.cross_entropy, batch)
+    table = {**TABLES["core"], **get_decompositions([torch.ops.aten.unfold])}
+    graphs = capture.stage_graphs([], [table], [8], None)
+    nodes = graphs[0].passes[8].forward.graph.graph.nodes
+    assert "aten.as_strided.default" in {str(node.target) for node in nodes}
+    check((model, F.cross_entropy, batch), capture, graphs, [8])
+
+
 @pytest.mark.parametrize("name", ["residual", "two_branch", "masked", "tied", "repeated"])
 def test_a_stage_per_layer(name: str) -> None:
     model = captured(name)

@@ -1,0 +1,127 @@
+"""`hetpipe zoo`: one training step of each model of the zoo on a device, against torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hetpipe.cli.options import JsonOption
+from hetpipe.cli.output import Output
+from hetpipe.cli.progress import progress_bar
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from hetpipe.bench.parity import Parity
+    from hetpipe.sdk.backend import Device
+
+
+def command(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL]...", help="Zoo names, or package.module:factory. [default: all small]"
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="The id of a device. [default: the first that joins clusters unasked]"),
+    ] = None,
+    published: Annotated[
+        bool, typer.Option("--published", help="The models at their published sizes.")
+    ] = False,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Samples of the step. [default: 4 at most]")
+    ] = None,
+    json: JsonOption = None,
+) -> None:
+    """Train one step of whole models on a device, beside torch. Exit 1 if one is not equal."""
+    from hetpipe.bench.parity import parity
+    from hetpipe.errors import HetpipeError
+    from hetpipe.zoo.load import check_name, load_workload, zoo_names
+
+    output = Output(json)
+    names = models or zoo_names(published)
+    for name in names:
+        check_name(name)
+    opened = _opened(device)
+    rows: list[Parity] = []
+    failed: dict[str, str] = {}
+    with progress_bar() as progress:
+        for number, name in enumerate(names):
+            progress(f"training {name}", number, len(names))
+            try:
+                rows.append(parity(load_workload(name), opened, samples))
+            except HetpipeError as error:
+                failed[name] = str(error)
+    if rows:
+        output.console.print(_table(rows))
+    for row in rows:
+        for reason, calls in row.refused.items():
+            output.text(f"{row.model}: {row.device} refuses {calls} calls of {reason}")
+    for name, message in failed.items():
+        output.text(f"{name}: {message}")
+    output.finish(
+        {
+            "device": opened.info.id,
+            "models": [{**asdict(row), "equal": row.is_equal} for row in rows],
+            "failed": failed,
+        }
+    )
+    unequal = [*(row.model for row in rows if not row.is_equal), *failed]
+    if unequal:
+        raise HetpipeError(f"not equal to torch on {opened.info.id}: {', '.join(unequal)}")
+
+
+def _opened(device: str | None) -> Device:
+    from hetpipe.cluster import Cluster
+    from hetpipe.sdk.registry import open_device
+
+    return open_device(device or Cluster.local().members[0].device)
+
+
+def _table(rows: list[Parity]) -> Table:
+    from hetpipe.bench.parity import GRADIENT_LIMIT, LOSS_LIMIT, UPDATE_LIMIT
+    from hetpipe.report.tables import make_table
+    from hetpipe.report.units import format_s
+
+    numbers = (
+        "parameters", "samples", "refused", "loss", "gradients", "in doubt", "update",
+        "capture", "compile", "first step",
+    )  # fmt: skip
+    limits = f"loss {LOSS_LIMIT:g}, gradients {GRADIENT_LIMIT:g}, update {UPDATE_LIMIT:g}"
+    table = make_table(
+        f"One training step on {rows[0].device}: relative errors against torch in float64; "
+        f"allowed are {limits}",
+        ("model", *numbers, "worst gradient", "equal"),
+        numbers,
+    )
+    for row in rows:
+        errors = row.errors
+        figures = ["-"] * 4
+        if errors is not None:
+            share = f"{errors.in_doubt} of {errors.tensors}"
+            every = (errors.loss, errors.gradient, errors.update)
+            figures = [f"{error:.1e}" for error in every]
+            figures.insert(2, share)
+        table.add_row(
+            row.model,
+            _millions(row.parameters),
+            str(row.samples),
+            f"{sum(row.refused.values())} of {sum(row.operators.values())}",
+            *figures,
+            format_s(row.capture_s),
+            *(
+                format_s(time_s) if errors is not None else "-"
+                for time_s in (row.compile_s, row.step_s)
+            ),
+            errors.worst if errors is not None else "",
+            "yes" if row.is_equal else "no",
+        )
+    return table
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:.1f} M" if count >= 1e6 else f"{count / 1e3:.0f} k"

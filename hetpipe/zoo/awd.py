@@ -1,0 +1,68 @@
+"""The AWD-LSTM language model (Merity et al., ICLR 2018), on tokens as in the Penn Treebank.
+
+Three LSTM layers; the output's weights are the embedding's; dropout drops a feature for all of a
+sample's tokens. What drops weights for a whole mini-batch is left out (of the recurrent matrices,
+of words in the embedding): micro-batches would train different networks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hetpipe import optim
+from hetpipe.zoo.randomly import language, random_workload
+from hetpipe.zoo.text import token_loss
+from hetpipe.zoo.workload import Workload
+
+
+class LockedDropout(nn.Dropout):
+    """Drops features of (n, length, width), the same ones for all tokens of a sample."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = functional.dropout(torch.ones_like(x[:, :1]), self.p, self.training)
+        return x * kept
+
+
+class AwdLstm(nn.Module):
+    """(n, length) of tokens -> (n, length, vocabulary) logits of the tokens that follow."""
+
+    def __init__(self, vocabulary: int, embedding: int, hidden: int, layers: int = 3) -> None:
+        super().__init__()
+        self.encoder = nn.Embedding(vocabulary, embedding)
+        widths = [embedding, *[hidden] * (layers - 1), embedding]
+        self.rnns = nn.ModuleList(
+            nn.LSTM(widths[at], widths[at + 1], batch_first=True) for at in range(layers)
+        )
+        self.decoder = nn.Linear(embedding, vocabulary)
+        self.decoder.weight = self.encoder.weight
+        self.dropouti, self.dropouth, self.dropout = map(LockedDropout, (0.4, 0.25, 0.4))
+        nn.init.uniform_(self.encoder.weight, -0.1, 0.1)
+        nn.init.zeros_(self.decoder.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.dropouti(self.encoder(x))
+        for number, rnn in enumerate(self.rnns):
+            y, _ = rnn(self.dropouth(y) if number else y)
+        logits: torch.Tensor = self.decoder(self.dropout(y))
+        return logits
+
+
+def awd_lstm() -> Workload:
+    """Widths 400 and 1150, 70 tokens: 24 M parameters."""
+    return _workload("awd-lstm", 10000, 400, 1150, 70, 80)
+
+
+def awd_lstm_small() -> Workload:
+    """Widths 24 and 40, 8 tokens."""
+    return _workload("awd-lstm-small", 100, 24, 40, 8, 4)
+
+
+def _workload(
+    name: str, vocabulary: int, embedding: int, hidden: int, length: int, mini_batch: int
+) -> Workload:
+    return random_workload(
+        name, lambda: AwdLstm(vocabulary, embedding, hidden), language(vocabulary, length),
+        mini_batch, optim.sgd(lr=30.0, weight_decay=1.2e-6), token_loss,
+    )  # fmt: skip

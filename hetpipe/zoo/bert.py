@@ -1,0 +1,98 @@
+"""BERT (Devlin et al., NAACL 2019) for questions as in SQuAD: where an answer begins and ends.
+
+BERT-large has 24 layers; DAPPLE trains 48 of them (BERT-48, 640 M parameters) on SQuAD 2.0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hetpipe import optim
+from hetpipe.zoo.randomly import random_workload, span_loss, spans
+from hetpipe.zoo.workload import Workload
+
+DROPOUT = 0.1
+
+
+class BertLayer(nn.Module):
+    """Attention and a perceptron, each added to its input, then normed. (n, length, width)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.output = nn.Linear(width, width)
+        self.norm1 = nn.LayerNorm(width, eps=1e-12)
+        self.intermediate = nn.Linear(width, 4 * width)
+        self.outer = nn.Linear(4 * width, width)
+        self.norm2 = nn.LayerNorm(width, eps=1e-12)
+        self.dropout = nn.Dropout(DROPOUT)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """`bias` (n, 1, 1, length) is added to the scores of keys."""
+        q, k, v = (
+            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5 + bias
+        y = (self.dropout(scores.softmax(-1)) @ v).transpose(1, 2).flatten(2)
+        x = self.norm1(x + self.dropout(self.output(y)))
+        y = self.outer(functional.gelu(self.intermediate(x)))
+        normed: torch.Tensor = self.norm2(x + self.dropout(y))
+        return normed
+
+
+class Bert(nn.Module):
+    """Tokens (n, length) and a mask of padding -> logits (n, length, 2) of first and last token."""
+
+    def __init__(self, vocabulary: int, length: int, width: int, heads: int, layers: int) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(vocabulary, width)
+        self.position_embeddings = nn.Parameter(torch.zeros(length, width))
+        self.norm = nn.LayerNorm(width, eps=1e-12)
+        self.dropout = nn.Dropout(DROPOUT)
+        self.layers = nn.ModuleList(BertLayer(width, heads) for _ in range(layers))
+        self.qa_outputs = nn.Linear(width, 2)
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.word_embeddings(tokens) + self.position_embeddings
+        x = self.dropout(self.norm(x))
+        bias = (1.0 - mask[:, None, None].to(x.dtype)) * -1e4
+        for layer in self.layers:
+            x = layer(x, bias)
+        logits: torch.Tensor = self.qa_outputs(x)
+        return logits
+
+
+def bert_large() -> Workload:
+    """BERT-large, 384 tokens: 334 M parameters."""
+    return _workload("bert-large", 30522, 384, 1024, 16, 24, 8)
+
+
+def bert_large_small() -> Workload:
+    """Three layers of width 64."""
+    return _workload("bert-large-small", 100, 24, 64, 4, 3, 4)
+
+
+def bert48() -> Workload:
+    """BERT-48, 384 tokens: 636 M parameters."""
+    return _workload("bert48", 30522, 384, 1024, 16, 48, 2)
+
+
+def bert48_small() -> Workload:
+    """Six layers of width 32."""
+    return _workload("bert48-small", 100, 24, 32, 2, 6, 4)
+
+
+def _workload(
+    name: str, vocabulary: int, length: int, width: int, heads: int, layers: int, mini_batch: int
+) -> Workload:
+    return random_workload(
+        name, lambda: Bert(vocabulary, length, width, heads, layers), spans(vocabulary, length),
+        mini_batch, optim.adamw(lr=5e-5), span_loss,
+    )  # fmt: skip

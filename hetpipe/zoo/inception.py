@@ -1,0 +1,276 @@
+"""GoogLeNet (Szegedy et al., CVPR 2015) and Inception-V3 (CVPR 2016), with batch norm.
+
+Names of modules follow torchvision's. Both have auxiliary classifiers, whose losses are added with
+the papers' weights. `narrow` divides the numbers of channels. PipeOptim trains GoogLeNet for 100
+classes, Inception-V3 for 200.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hetpipe import optim
+from hetpipe.zoo.randomly import he_weights, images, random_workload
+from hetpipe.zoo.workload import Workload
+
+AUXILIARY = {"googlenet": 0.3, "inception-v3": 0.4}
+"""Weights of the auxiliary losses."""
+
+
+class BasicConv2d(nn.Module):
+    """A convolution, batch norm and ReLU."""
+
+    def __init__(self, inner: int, outer: int, kernel: Any, **options: Any) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inner, outer, kernel, bias=False, **options)
+        self.bn = nn.BatchNorm2d(outer, eps=1e-3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.relu(self.bn(self.conv(x)), inplace=True)
+
+
+def chain(inner: int, *layers: tuple[int, Any, Any]) -> nn.Sequential:
+    """Convolutions one after another, each as (channels, kernel, padding)."""
+    modules = []
+    for outer, kernel, padding in layers:
+        modules.append(BasicConv2d(inner, outer, kernel, padding=padding))
+        inner = outer
+    return nn.Sequential(*modules)
+
+
+class Branches(nn.Module):
+    """Branches side by side on the same input, joined by channel."""
+
+    def __init__(self, *branches: nn.Module) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(branches)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([branch(x) for branch in self.branches], 1)
+
+
+class Fork(nn.Module):
+    """A trunk whose result two branches take."""
+
+    def __init__(self, trunk: nn.Module, one: nn.Module, other: nn.Module) -> None:
+        super().__init__()
+        self.trunk, self.fork = trunk, Branches(one, other)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        joined: torch.Tensor = self.fork(self.trunk(x))
+        return joined
+
+
+def inception(inner: int, widths: Sequence[int]) -> Branches:
+    """A module of GoogLeNet: 1x1; 1x1 and 3x3 twice; pooling and 1x1."""
+    a, b0, b1, c0, c1, d = widths
+    pooled = nn.Sequential(nn.MaxPool2d(3, 1, padding=1), BasicConv2d(inner, d, 1))
+    return Branches(
+        BasicConv2d(inner, a, 1), chain(inner, (b0, 1, 0), (b1, 3, 1)),
+        chain(inner, (c0, 1, 0), (c1, 3, 1)), pooled,
+    )  # fmt: skip
+
+
+class GoogLeNetAuxiliary(nn.Module):
+    """A classifier of inner features."""
+
+    def __init__(self, inner: int, width: int, hidden: int, classes: int) -> None:
+        super().__init__()
+        self.conv = BasicConv2d(inner, width, 1)
+        self.fc1 = nn.Linear(16 * width, hidden)
+        self.fc2 = nn.Linear(hidden, classes)
+        self.dropout = nn.Dropout(0.7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(functional.adaptive_avg_pool2d(x, 4)).flatten(1)
+        logits: torch.Tensor = self.fc2(self.dropout(functional.relu(self.fc1(y))))
+        return logits
+
+
+MODULES = {
+    "3a": (64, 96, 128, 16, 32, 32), "3b": (128, 128, 192, 32, 96, 64),
+    "4a": (192, 96, 208, 16, 48, 64), "4b": (160, 112, 224, 24, 64, 64),
+    "4c": (128, 128, 256, 24, 64, 64), "4d": (112, 144, 288, 32, 64, 64),
+    "4e": (256, 160, 320, 32, 128, 128), "5a": (256, 160, 320, 32, 128, 128),
+    "5b": (384, 192, 384, 48, 128, 128),
+}  # fmt: skip
+
+
+class GoogLeNet(nn.Module):
+    """(n, 3, 224, 224) -> logits (n, classes) of the network and of two auxiliary classifiers."""
+
+    def __init__(self, classes: int = 100, narrow: int = 1) -> None:
+        super().__init__()
+        self.conv1 = BasicConv2d(3, 64 // narrow, 7, stride=2, padding=3)
+        self.conv2 = BasicConv2d(64 // narrow, 64 // narrow, 1)
+        self.conv3 = BasicConv2d(64 // narrow, 192 // narrow, 3, padding=1)
+        self.maxpool = nn.MaxPool2d(3, 2, ceil_mode=True)
+        inner, hidden = 192 // narrow, 1024 // narrow
+        for name, full in MODULES.items():
+            widths = [width // narrow for width in full]
+            self.add_module(f"inception{name}", inception(inner, widths))
+            inner = widths[0] + widths[2] + widths[4] + widths[5]
+            if name in ("4a", "4d"):
+                classifier = GoogLeNetAuxiliary(inner, 128 // narrow, hidden, classes)
+                self.add_module("aux1" if name == "4a" else "aux2", classifier)
+        self.dropout = nn.Dropout(0.2)
+        self.fc = nn.Linear(inner, classes)
+        he_weights(self)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.maxpool(self.conv1(x))
+        y = self.maxpool(self.conv3(self.conv2(y)))
+        auxiliary = []
+        for name in MODULES:
+            y = self.get_submodule(f"inception{name}")(y)
+            if name in ("4a", "4d"):
+                classifier = self.get_submodule("aux1" if name == "4a" else "aux2")
+                auxiliary.append(classifier(y))
+            if name == "3b":
+                y = self.maxpool(y)
+            elif name == "4e":
+                y = functional.max_pool2d(y, 2, 2)
+        logits = self.fc(self.dropout(functional.adaptive_avg_pool2d(y, 1).flatten(1)))
+        return (logits, *auxiliary)
+
+
+class InceptionV3(nn.Module):
+    """(n, 3, 299, 299) -> logits (n, classes) of the network and of an auxiliary classifier.
+
+    Without `repeats` it has one module of each kind, and is for 147 x 147.
+    """
+
+    def __init__(self, classes: int = 200, narrow: int = 1, repeats: bool = True) -> None:
+        super().__init__()
+
+        def w(width: int) -> int:
+            return width // narrow
+
+        self.stem = nn.Sequential(
+            BasicConv2d(3, w(32), 3, stride=2), BasicConv2d(w(32), w(32), 3),
+            BasicConv2d(w(32), w(64), 3, padding=1), nn.MaxPool2d(3, 2),
+            BasicConv2d(w(64), w(80), 1), BasicConv2d(w(80), w(192), 3), nn.MaxPool2d(3, 2),
+        )  # fmt: skip
+        self.Mixed_5b = _mixed_5(w(192), w, 32)
+        if repeats:
+            self.Mixed_5c = _mixed_5(w(256), w, 64)
+            self.Mixed_5d = _mixed_5(w(288), w, 64)
+        middle = w(288) if repeats else w(256)
+        self.Mixed_6a = _mixed_6a(middle, w)
+        inner = w(384) + w(96) + middle
+        for letter, width in zip("bcde" if repeats else "b", (128, 160, 160, 192), strict=False):
+            self.add_module(f"Mixed_6{letter}", _mixed_6(inner, w(width), w(192)))
+            inner = w(768)
+        self.AuxLogits = nn.Sequential(
+            nn.AvgPool2d(5, 3) if repeats else nn.AvgPool2d(3, 1), BasicConv2d(inner, w(128), 1),
+            BasicConv2d(w(128), w(768), 5), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+            nn.Linear(w(768), classes),
+        )  # fmt: skip
+        self.Mixed_7a = _mixed_7a(inner, w)
+        self.Mixed_7b = _mixed_7(w(320) + w(192) + inner, w)
+        if repeats:
+            self.Mixed_7c = _mixed_7(w(2048), w)
+        self.dropout = nn.Dropout()
+        self.fc = nn.Linear(w(2048), classes)
+        he_weights(self)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.stem(x)
+        auxiliary = y
+        for name, module in self.named_children():
+            if name == "Mixed_7a":
+                auxiliary = self.AuxLogits(y)
+            if name.startswith("Mixed"):
+                y = module(y)
+        return self.fc(self.dropout(y.mean((2, 3)))), auxiliary
+
+
+def _pooled(inner: int, outer: int) -> nn.Sequential:
+    return nn.Sequential(nn.AvgPool2d(3, 1, padding=1), BasicConv2d(inner, outer, 1))
+
+
+def _mixed_5(inner: int, w: Any, pooled: int) -> Branches:
+    return Branches(
+        BasicConv2d(inner, w(64), 1), chain(inner, (w(48), 1, 0), (w(64), 5, 2)),
+        chain(inner, (w(64), 1, 0), (w(96), 3, 1), (w(96), 3, 1)), _pooled(inner, w(pooled)),
+    )  # fmt: skip
+
+
+def _mixed_6a(inner: int, w: Any) -> Branches:
+    deep = chain(inner, (w(64), 1, 0), (w(96), 3, 1))
+    deep.append(BasicConv2d(w(96), w(96), 3, stride=2))
+    return Branches(BasicConv2d(inner, w(384), 3, stride=2), deep, nn.MaxPool2d(3, 2))
+
+
+def _mixed_6(inner: int, c: int, outer: int) -> Branches:
+    row, column = ((1, 7), (0, 3)), ((7, 1), (3, 0))
+    return Branches(
+        BasicConv2d(inner, outer, 1),
+        chain(inner, (c, 1, 0), (c, *row), (outer, *column)),
+        chain(inner, (c, 1, 0), (c, *column), (c, *row), (c, *column), (outer, *row)),
+        _pooled(inner, outer),
+    )
+
+
+def _mixed_7a(inner: int, w: Any) -> Branches:
+    one = chain(inner, (w(192), 1, 0)).append(BasicConv2d(w(192), w(320), 3, stride=2))
+    other = chain(inner, (w(192), 1, 0), (w(192), (1, 7), (0, 3)), (w(192), (7, 1), (3, 0)))
+    other.append(BasicConv2d(w(192), w(192), 3, stride=2))
+    return Branches(one, other, nn.MaxPool2d(3, 2))
+
+
+def _mixed_7(inner: int, w: Any) -> Branches:
+    def split(trunk: nn.Module) -> Fork:
+        row = BasicConv2d(w(384), w(384), (1, 3), padding=(0, 1))
+        return Fork(trunk, row, BasicConv2d(w(384), w(384), (3, 1), padding=(1, 0)))
+
+    return Branches(
+        BasicConv2d(inner, w(320), 1), split(chain(inner, (w(384), 1, 0))),
+        split(chain(inner, (w(448), 1, 0), (w(384), 3, 1))), _pooled(inner, w(192)),
+    )  # fmt: skip
+
+
+def auxiliary_loss(weight: float, logits: Sequence[torch.Tensor], y: torch.Tensor) -> torch.Tensor:
+    """Cross entropy of the first logits, and with a weight of the others."""
+    loss, *others = (functional.cross_entropy(each, y) for each in logits)
+    for other in others:
+        loss = loss + weight * other
+    return loss
+
+
+def googlenet() -> Workload:
+    """GoogLeNet for 224 x 224 images: 10 M parameters, with both auxiliary classifiers."""
+    return _workload("googlenet", partial(GoogLeNet, 100), 224, 100, optim.adamw(lr=1e-3))
+
+
+def googlenet_small() -> Workload:
+    """GoogLeNet with an eighth of the channels."""
+    return _workload("googlenet-small", partial(GoogLeNet, 10, 8), 224, 10, optim.adamw(lr=1e-3))
+
+
+def inception_v3() -> Workload:
+    """Inception-V3 for 299 x 299 images: 25 M parameters, with its auxiliary classifier."""
+    return _workload("inception-v3", partial(InceptionV3, 200), 299, 200, _sgd())
+
+
+def inception_v3_small() -> Workload:
+    """A module of each kind with an eighth of the channels, for 147 x 147 images."""
+    small = partial(InceptionV3, 10, 8, repeats=False)
+    return _workload("inception-v3-small", small, 147, 10, _sgd())
+
+
+def _workload(name: str, network: Any, size: int, classes: int, optimizer: Any) -> Workload:
+    is_small = name.endswith("-small")
+    loss = partial(auxiliary_loss, AUXILIARY[name.removesuffix("-small")])
+    mini_batch = 4 if is_small else 64
+    return random_workload(name, network, images(size, classes), mini_batch, optimizer, loss)
+
+
+def _sgd() -> optim.Optimizer:
+    return optim.sgd(lr=0.01, momentum=0.9, weight_decay=5e-4)

@@ -1,0 +1,123 @@
+"""A network in the style of Llama (Touvron et al., 2023): norms by the root mean square, rotary
+positions (Su et al., 2021), gated perceptrons (Shazeer, 2020), keys and values that groups of heads
+share (Ainslie et al., EMNLP 2023).
+
+The published size is that of TinyLlama (Zhang et al., 2024).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hetpipe import optim
+from hetpipe.zoo.randomly import language, random_workload
+from hetpipe.zoo.text import token_loss
+from hetpipe.zoo.workload import Workload
+
+
+class RMSNorm(nn.Module):
+    """x over its root mean square, times a weight. (.., width)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * self.weight
+
+
+def rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Pairs of x (n, heads, length, size), half a size apart, turned by their position's angle."""
+    first, second = x.chunk(2, -1)
+    return x * cosine + torch.cat([-second, first], -1) * sine
+
+
+class GroupedAttention(nn.Module):
+    """Causal attention in which `heads / groups` queries share a key and a value."""
+
+    cosine: torch.Tensor
+    sine: torch.Tensor
+
+    def __init__(self, width: int, heads: int, groups: int, length: int) -> None:
+        super().__init__()
+        self.heads, self.groups, size = heads, groups, width // heads
+        self.q_proj = nn.Linear(width, heads * size, bias=False)
+        self.k_proj = nn.Linear(width, groups * size, bias=False)
+        self.v_proj = nn.Linear(width, groups * size, bias=False)
+        self.o_proj = nn.Linear(heads * size, width, bias=False)
+        frequency = 1e4 ** -(torch.arange(0, size, 2.0) / size)
+        angle = torch.outer(torch.arange(float(length)), frequency).repeat(1, 2)
+        self.register_buffer("cosine", angle.cos(), persistent=False)
+        self.register_buffer("sine", angle.sin(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.q_proj(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        k, v = (
+            layer(x).unflatten(-1, (self.groups, -1)).transpose(1, 2)
+            for layer in (self.k_proj, self.v_proj)
+        )
+        q, k = (rotated(each, self.cosine, self.sine) for each in (q, k))
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        mixed: torch.Tensor = self.o_proj(y.transpose(1, 2).flatten(2))
+        return mixed
+
+
+class LlamaLayer(nn.Module):
+    """Attention and a gated perceptron, each normed before and added to its input."""
+
+    def __init__(self, width: int, heads: int, groups: int, hidden: int, length: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(width)
+        self.self_attn = GroupedAttention(width, heads, groups, length)
+        self.post_attention_layernorm = RMSNorm(width)
+        self.gate_proj = nn.Linear(width, hidden, bias=False)
+        self.up_proj = nn.Linear(width, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x))
+        y = self.post_attention_layernorm(x)
+        gated = functional.silu(self.gate_proj(y)) * self.up_proj(y)
+        summed: torch.Tensor = x + self.down_proj(gated)
+        return summed
+
+
+class Llama(nn.Module):
+    """(n, length) of tokens -> (n, length, vocabulary) logits of the tokens that follow."""
+
+    def __init__(
+        self, vocabulary: int, length: int, width: int, heads: int, groups: int, hidden: int,
+        layers: int,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.embed_tokens = nn.Embedding(vocabulary, width)
+        self.layers = nn.Sequential(
+            *(LlamaLayer(width, heads, groups, hidden, length) for _ in range(layers))
+        )
+        self.norm = RMSNorm(width)
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.lm_head(self.norm(self.layers(self.embed_tokens(x))))
+        return logits
+
+
+def llama() -> Workload:
+    """TinyLlama, 1024 tokens: 1.1 G parameters."""
+    return _workload("llama", 32000, 1024, (2048, 32, 4, 5632, 22), 1)
+
+
+def llama_small() -> Workload:
+    """Two layers of width 64, four heads in two groups."""
+    return _workload("llama-small", 100, 24, (64, 4, 2, 160, 2), 4)
+
+
+def _workload(
+    name: str, vocabulary: int, length: int, sizes: tuple[int, int, int, int, int], mini_batch: int
+) -> Workload:
+    return random_workload(
+        name, lambda: Llama(vocabulary, length, *sizes), language(vocabulary, length), mini_batch,
+        optim.adamw(lr=4e-4, weight_decay=0.1), token_loss,
+    )  # fmt: skip

@@ -1,0 +1,130 @@
+"""MobileNet-V3, large (Howard et al., ICCV 2019): depthwise convolutions, squeeze and excitation,
+hard swish."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from hetpipe import optim
+from hetpipe.zoo.randomly import he_weights, images, random_workload
+from hetpipe.zoo.workload import Workload
+
+Row = tuple[int, int, int, bool, bool, int]
+"""Kernel, inner and outer channels, squeeze and excitation or not, hard swish or ReLU, stride."""
+
+LARGE: tuple[Row, ...] = (
+    (3, 16, 16, False, False, 1), (3, 64, 24, False, False, 2), (3, 72, 24, False, False, 1),
+    (5, 72, 40, True, False, 2), (5, 120, 40, True, False, 1), (5, 120, 40, True, False, 1),
+    (3, 240, 80, False, True, 2), (3, 200, 80, False, True, 1), (3, 184, 80, False, True, 1),
+    (3, 184, 80, False, True, 1), (3, 480, 112, True, True, 1), (3, 672, 112, True, True, 1),
+    (5, 672, 160, True, True, 2), (5, 960, 160, True, True, 1), (5, 960, 160, True, True, 1),
+)  # fmt: skip
+SMALL: tuple[Row, ...] = (
+    (3, 16, 16, False, False, 1), (3, 32, 24, False, False, 2), (5, 36, 24, True, False, 2),
+    (3, 48, 32, False, True, 2), (5, 64, 32, True, True, 1),
+)  # fmt: skip
+
+
+class ConvNormActivation(nn.Sequential):
+    """A convolution, batch norm, and an activation if there is one."""
+
+    def __init__(
+        self, inner: int, outer: int, kernel: int, stride: int = 1, groups: int = 1,
+        activation: type[nn.Module] | None = None,
+    ) -> None:  # fmt: skip
+        layers: list[nn.Module] = [
+            nn.Conv2d(inner, outer, kernel, stride, kernel // 2, groups=groups, bias=False),
+            nn.BatchNorm2d(outer, eps=1e-3, momentum=0.01),
+        ]
+        super().__init__(*layers, *([activation()] if activation else []))
+
+
+class SqueezeExcitation(nn.Module):
+    """Scales channels by what a small network makes of their means."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        narrow = _divisible(channels // 4)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc1 = nn.Conv2d(channels, narrow, 1)
+        self.activation = nn.ReLU()
+        self.fc2 = nn.Conv2d(narrow, channels, 1)
+        self.scale_activation = nn.Hardsigmoid()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.fc2(self.activation(self.fc1(self.avgpool(x))))
+        scaled: torch.Tensor = self.scale_activation(scale) * x
+        return scaled
+
+
+class InvertedResidual(nn.Module):
+    """Widen, a convolution per channel, narrow; and the skip where shapes agree."""
+
+    def __init__(self, before: int, row: Row) -> None:
+        super().__init__()
+        kernel, inner, outer, squeezes, hard, stride = row
+        activation = nn.Hardswish if hard else nn.ReLU
+        layers: list[nn.Module] = []
+        if inner != before:
+            layers.append(ConvNormActivation(before, inner, 1, activation=activation))
+        layers.append(ConvNormActivation(inner, inner, kernel, stride, inner, activation))
+        if squeezes:
+            layers.append(SqueezeExcitation(inner))
+        layers.append(ConvNormActivation(inner, outer, 1))
+        self.block = nn.Sequential(*layers)
+        self.skips = stride == 1 and before == outer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.block(x)
+        return x + y if self.skips else y
+
+
+class MobileNetV3(nn.Module):
+    """(n, 3, size, size) -> (n, classes)."""
+
+    def __init__(self, rows: Sequence[Row], hidden: int = 1280, classes: int = 1000) -> None:
+        super().__init__()
+        channels = rows[0][1]
+        layers: list[nn.Module] = [ConvNormActivation(3, channels, 3, 2, 1, nn.Hardswish)]
+        for row in rows:
+            layers.append(InvertedResidual(channels, row))
+            channels = row[2]
+        layers.append(ConvNormActivation(channels, 6 * channels, 1, activation=nn.Hardswish))
+        self.features = nn.Sequential(*layers)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.classifier = nn.Sequential(
+            nn.Linear(6 * channels, hidden), nn.Hardswish(), nn.Dropout(0.2),
+            nn.Linear(hidden, classes),
+        )  # fmt: skip
+        he_weights(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.classifier(self.avgpool(self.features(x)).flatten(1))
+        return logits
+
+
+def _divisible(channels: int) -> int:
+    """The nearest multiple of 8, but the next one if that were less by more than a tenth."""
+    near = max(8, (channels + 4) // 8 * 8)
+    return near if near >= 0.9 * channels else near + 8
+
+
+def mobilenet_v3() -> Workload:
+    """MobileNet-V3 large: 5 M parameters."""
+    return random_workload(
+        "mobilenet-v3", lambda: MobileNetV3(LARGE), images(224, 1000), 128, _rmsprop()
+    )
+
+
+def mobilenet_v3_small() -> Workload:
+    """Five of its blocks, for 64 x 64 images."""
+    return random_workload(
+        "mobilenet-v3-small", lambda: MobileNetV3(SMALL, 64, 10), images(64, 10), 4, _rmsprop()
+    )
+
+
+def _rmsprop() -> optim.Optimizer:
+    return optim.rmsprop(lr=0.01, momentum=0.9, weight_decay=1e-5)

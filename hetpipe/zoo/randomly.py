@@ -1,0 +1,97 @@
+"""Workloads on random data, and what their networks share: weights, and mini-batches of a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hetpipe.zoo.workload import Workload
+
+Draw = Callable[[int, torch.Generator], tuple[Any, Any]]
+"""(samples, generator) -> (x, y), one mini-batch."""
+
+
+def random_workload(
+    name: str,
+    network: Callable[[], nn.Module],
+    draw: Draw,
+    mini_batch: int,
+    optimizer: Any,
+    loss_fn: Callable[[Any, Any], Any] = functional.cross_entropy,
+) -> Workload:
+    """A workload with weights of a fixed seed; `draw` makes each mini-batch."""
+
+    def batches(samples: int, seed: int) -> Iterator[tuple[Any, Any]]:
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            yield draw(samples, generator)
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = network()
+    return Workload(model, loss_fn, batches, name, mini_batch, optimizer)
+
+
+def images(size: int, classes: int) -> Draw:
+    """Normal noise (n, 3, size, size), and a class for each."""
+
+    def draw(samples: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(samples, 3, size, size, generator=generator)
+        return x, torch.randint(classes, (samples,), generator=generator)
+
+    return draw
+
+
+def language(vocabulary: int, length: int) -> Draw:
+    """Tokens (n, length), and those that follow them."""
+
+    def draw(samples: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = torch.randint(vocabulary, (samples, length + 1), generator=generator)
+        return tokens[:, :-1].clone(), tokens[:, 1:].clone()
+
+    return draw
+
+
+def translation(vocabulary: int, source: int, target: int) -> Draw:
+    """((n, source) tokens, (n, target) tokens so far), and the target's next tokens."""
+    following = language(vocabulary, target)
+
+    def draw(samples: int, generator: torch.Generator) -> tuple[Any, torch.Tensor]:
+        first = torch.randint(vocabulary, (samples, source), generator=generator)
+        so_far, following_ones = following(samples, generator)
+        return (first, so_far), following_ones
+
+    return draw
+
+
+def spans(vocabulary: int, length: int) -> Draw:
+    """((n, length) tokens, (n, length) 1 or 0 for padding), and (n, 2) an answer's first and last
+    token: questions as in SQuAD."""
+
+    def draw(samples: int, generator: torch.Generator) -> tuple[Any, torch.Tensor]:
+        tokens = torch.randint(vocabulary, (samples, length), generator=generator)
+        lengths = torch.randint(length // 2, length + 1, (samples, 1), generator=generator)
+        mask = (torch.arange(length) < lengths).long()
+        return (tokens, mask), torch.randint(length // 2, (samples, 2), generator=generator)
+
+    return draw
+
+
+def span_loss(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy of first and last token: logits (n, length, 2), y (n, 2)."""
+    first = functional.cross_entropy(logits[..., 0], y[:, 0])
+    last = functional.cross_entropy(logits[..., 1], y[:, 1])
+    return 0.5 * (first + last)
+
+
+def he_weights(model: nn.Module) -> None:
+    """Weights of convolutions for rectifiers (He et al., ICCV 2015); their biases are zero."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)

@@ -1,0 +1,124 @@
+"""ResNet (He et al., CVPR 2016), with the modules' names of torchvision.
+
+PipeDream and DAPPLE train ResNet-50 with mini-batches of 128 per device, PipeOptim ResNet-101 with
+images of 224 x 224 and 200 classes (Tiny ImageNet, scaled up).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from hetpipe import optim
+from hetpipe.zoo.randomly import he_weights, images, random_workload
+from hetpipe.zoo.vision import BasicBlock
+from hetpipe.zoo.workload import Workload
+
+EXPANSION = 4  # output channels of a bottleneck, per inner channel
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions, and the skip."""
+
+    def __init__(self, inner: int, width: int, stride: int) -> None:
+        super().__init__()
+        outer = EXPANSION * width
+        self.conv1 = nn.Conv2d(inner, width, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, outer, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(outer)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample: nn.Module = nn.Identity()
+        if stride != 1 or inner != outer:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm2d(outer)
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.bn3(self.conv3(self.relu(self.bn2(self.conv2(y)))))
+        summed: torch.Tensor = self.relu(y + self.downsample(x))
+        return summed
+
+
+class ResNet(nn.Module):
+    """(n, 3, size, size) -> (n, classes). `depths` has the blocks of each of four layers."""
+
+    def __init__(
+        self, depths: Sequence[int], width: int = 64, classes: int = 1000, deep: bool = True
+    ) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, width, 7, 2, padding=3, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(3, 2, padding=1)
+        channels = width
+        for number, depth in enumerate(depths):
+            inner = width * 2**number
+            outer = EXPANSION * inner if deep else inner
+            blocks: list[nn.Module] = []
+            for at in range(depth):
+                stride = 2 if number and not at else 1
+                block = Bottleneck if deep else BasicBlock
+                blocks.append(block(channels, inner, stride))
+                channels = outer
+            self.add_module(f"layer{number + 1}", nn.Sequential(*blocks))
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(channels, classes)
+        he_weights(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        for name, layer in self.named_children():
+            if name.startswith("layer"):
+                y = layer(y)
+        logits: torch.Tensor = self.fc(self.avgpool(y).flatten(1))
+        return logits
+
+
+def resnet18() -> Workload:
+    """ResNet-18: 12 M parameters."""
+    return _published("resnet18", (2, 2, 2, 2), 1000, deep=False)
+
+
+def resnet18_small() -> Workload:
+    """ResNet-18 with a quarter of the channels, for 64 x 64 images."""
+    return _small("resnet18-small", (2, 2, 2, 2), deep=False)
+
+
+def resnet50() -> Workload:
+    """ResNet-50: 26 M parameters."""
+    return _published("resnet50", (3, 4, 6, 3), 1000)
+
+
+def resnet50_small() -> Workload:
+    """ResNet-50 with two blocks a layer and a quarter of the channels, for 64 x 64 images."""
+    return _small("resnet50-small", (2, 2, 2, 2))
+
+
+def resnet101() -> Workload:
+    """ResNet-101 for 200 classes: 43 M parameters."""
+    return _published("resnet101", (3, 4, 23, 3), 200)
+
+
+def resnet101_small() -> Workload:
+    """ResNet-101 with fewer blocks and a quarter of the channels, for 64 x 64 images."""
+    return _small("resnet101-small", (1, 2, 4, 1))
+
+
+def _published(name: str, depths: Sequence[int], classes: int, deep: bool = True) -> Workload:
+    return random_workload(
+        name, lambda: ResNet(depths, classes=classes, deep=deep), images(224, classes), 128, _sgd()
+    )
+
+
+def _small(name: str, depths: Sequence[int], deep: bool = True) -> Workload:
+    return random_workload(name, lambda: ResNet(depths, 16, 10, deep), images(64, 10), 4, _sgd())
+
+
+def _sgd() -> optim.Optimizer:
+    return optim.sgd(lr=0.1, momentum=0.9, weight_decay=1e-4)

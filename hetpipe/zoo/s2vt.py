@@ -1,0 +1,66 @@
+"""S2VT (Venugopalan et al., ICCV 2015): a film's frames to a sentence, by two LSTM layers.
+
+The first layer reads the frames, then nothing; the second reads what the first says and, once the
+frames are over, the words so far. Both go over frames and words in one sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hetpipe import optim
+from hetpipe.zoo.randomly import language, random_workload
+from hetpipe.zoo.text import token_loss
+from hetpipe.zoo.workload import Workload
+
+
+class S2VT(nn.Module):
+    """Frames (n, frames, features), words so far (n, length) -> (n, length, vocabulary) logits."""
+
+    def __init__(self, features: int, vocabulary: int, embedding: int, hidden: int) -> None:
+        super().__init__()
+        self.frame_embed = nn.Linear(features, embedding)
+        self.word_embed = nn.Embedding(vocabulary, embedding)
+        self.lstm1 = nn.LSTM(embedding, hidden, batch_first=True)
+        self.lstm2 = nn.LSTM(hidden + embedding, hidden, batch_first=True)
+        self.dropout = nn.Dropout(0.5)
+        self.out = nn.Linear(hidden, vocabulary)
+
+    def forward(self, frames: torch.Tensor, so_far: torch.Tensor) -> torch.Tensor:
+        seen = self.frame_embed(self.dropout(frames))
+        words = self.dropout(self.word_embed(so_far))
+        y, _ = self.lstm1(functional.pad(seen, (0, 0, 0, so_far.shape[1])))
+        said = functional.pad(words, (0, 0, frames.shape[1], 0))
+        y, _ = self.lstm2(torch.cat([y, said], -1))
+        logits: torch.Tensor = self.out(self.dropout(y[:, frames.shape[1] :]))
+        return logits
+
+
+def s2vt() -> Workload:
+    """80 frames of 4096 features, 30 words of 12594, width 1000: 37 M parameters."""
+    return _workload("s2vt", (4096, 12594, 500, 1000), 80, 30, 80)
+
+
+def s2vt_small() -> Workload:
+    """6 frames of 24 features, 4 words, width 32."""
+    return _workload("s2vt-small", (24, 100, 16, 32), 6, 4, 4)
+
+
+def _workload(
+    name: str, sizes: tuple[int, int, int, int], frames: int, length: int, mini_batch: int
+) -> Workload:
+    features, vocabulary, *_ = sizes
+    sentences = language(vocabulary, length)
+
+    def draw(samples: int, generator: torch.Generator) -> tuple[Any, torch.Tensor]:
+        film = torch.randn(samples, frames, features, generator=generator)
+        so_far, following = sentences(samples, generator)
+        return (film, so_far), following
+
+    return random_workload(
+        name, lambda: S2VT(*sizes), draw, mini_batch, optim.sgd(lr=0.01), token_loss
+    )

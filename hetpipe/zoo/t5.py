@@ -1,0 +1,152 @@
+"""T5 (Raffel et al., JMLR 2020): an encoder and a decoder, with biases by relative position in
+buckets that grow with the distance. The published size is that of T5-base."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hetpipe import optim
+from hetpipe.zoo.llama import RMSNorm
+from hetpipe.zoo.randomly import random_workload, translation
+from hetpipe.zoo.text import token_loss
+from hetpipe.zoo.workload import Workload
+
+BUCKETS, FARTHEST = 32, 128
+DROPOUT = 0.1
+
+
+def buckets(length: int, both_ways: bool) -> torch.Tensor:
+    """(length, length): the bucket of each pair of places, query first."""
+    place = torch.arange(length)
+    distance = place[None] - place[:, None]
+    count, first = BUCKETS, torch.zeros_like(distance)
+    if both_ways:
+        count //= 2
+        first = (distance > 0).long() * count
+        distance = distance.abs()
+    else:
+        distance = (-distance).clamp(min=0)
+    exact = count // 2
+    far = torch.log(distance.clamp(min=1) / exact) / math.log(FARTHEST / exact) * (count - exact)
+    bucket = (exact + far.long()).clamp(max=count - 1)
+    return first + torch.where(distance < exact, distance, bucket)
+
+
+class T5Attention(nn.Module):
+    """Attention without a scale. (n, length, width), (n, other length, width) -> the first."""
+
+    def __init__(self, width: int, heads: int, size: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v = (nn.Linear(width, heads * size, bias=False) for _ in range(3))
+        self.o = nn.Linear(heads * size, width, bias=False)
+        self.dropout = nn.Dropout(DROPOUT)
+        nn.init.normal_(self.q.weight, std=(width * size) ** -0.5)
+
+    def forward(
+        self, x: torch.Tensor, other: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        q, k, v = (
+            layer(source).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for layer, source in ((self.q, x), (self.k, other), (self.v, other))
+        )
+        scores = q @ k.transpose(-2, -1)
+        if bias is not None:
+            scores = scores + bias
+        y = self.dropout(scores.softmax(-1)) @ v
+        mixed: torch.Tensor = self.o(y.transpose(1, 2).flatten(2))
+        return mixed
+
+
+class T5Block(nn.Module):
+    """Attention, in a decoder a second one on the encoder, and a perceptron; normed before."""
+
+    def __init__(self, width: int, heads: int, size: int, hidden: int, decodes: bool) -> None:
+        super().__init__()
+        self.norm1, self.norm3 = RMSNorm(width), RMSNorm(width)
+        self.attention = T5Attention(width, heads, size)
+        if decodes:
+            self.norm2 = RMSNorm(width)
+            self.cross = T5Attention(width, heads, size)
+        self.wi = nn.Linear(width, hidden, bias=False)
+        self.wo = nn.Linear(hidden, width, bias=False)
+        self.dropout = nn.Dropout(DROPOUT)
+
+    def forward(
+        self, x: torch.Tensor, bias: torch.Tensor, encoded: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        y = self.norm1(x)
+        x = x + self.dropout(self.attention(y, y, bias))
+        if encoded is not None:
+            x = x + self.dropout(self.cross(self.norm2(x), encoded, None))
+        y = self.wo(self.dropout(functional.relu(self.wi(self.norm3(x)))))
+        summed: torch.Tensor = x + self.dropout(y)
+        return summed
+
+
+class T5Stack(nn.Module):
+    """An encoder or a decoder, whose blocks share their position biases."""
+
+    def __init__(
+        self, width: int, heads: int, size: int, hidden: int, layers: int, length: int,
+        decodes: bool,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.biases = nn.Embedding(BUCKETS, heads)
+        self.block = nn.ModuleList(
+            T5Block(width, heads, size, hidden, decodes) for _ in range(layers)
+        )
+        self.norm = RMSNorm(width)
+        self.dropout = nn.Dropout(DROPOUT)
+        self.register_buffer("buckets", buckets(length, not decodes), persistent=False)
+        future = torch.full((length, length), -1e4 if decodes else 0.0).triu(1)
+        self.register_buffer("future", future, persistent=False)
+
+    def forward(self, x: torch.Tensor, encoded: torch.Tensor | None = None) -> torch.Tensor:
+        bias = self.biases(self.buckets).permute(2, 0, 1) + self.future
+        x = self.dropout(x)
+        for block in self.block:
+            x = block(x, bias, encoded)
+        normed: torch.Tensor = self.dropout(self.norm(x))
+        return normed
+
+
+class T5(nn.Module):
+    """Tokens (n, length) and those so far -> (n, length, vocabulary) logits of the next ones."""
+
+    def __init__(
+        self, vocabulary: int, length: int, width: int, heads: int, size: int, hidden: int,
+        layers: int,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.shared = nn.Embedding(vocabulary, width)
+        self.encoder = T5Stack(width, heads, size, hidden, layers, length, decodes=False)
+        self.decoder = T5Stack(width, heads, size, hidden, layers, length, decodes=True)
+        self.scale = width**-0.5  # the output's weights are the embedding's
+
+    def forward(self, source: torch.Tensor, so_far: torch.Tensor) -> torch.Tensor:
+        y = self.decoder(self.shared(so_far), self.encoder(self.shared(source)))
+        return functional.linear(y * self.scale, self.shared.weight)
+
+
+def t5() -> Workload:
+    """T5-base, 512 tokens: 223 M parameters."""
+    return _workload("t5", 32128, 512, (768, 12, 64, 3072, 12), 8)
+
+
+def t5_small() -> Workload:
+    """Two layers each, of width 64."""
+    return _workload("t5-small", 100, 24, (64, 4, 16, 128, 2), 4)
+
+
+def _workload(
+    name: str, vocabulary: int, length: int, sizes: tuple[int, int, int, int, int], mini_batch: int
+) -> Workload:
+    return random_workload(
+        name, lambda: T5(vocabulary, length, *sizes), translation(vocabulary, length, length),
+        mini_batch, optim.adamw(lr=1e-4), token_loss,
+    )  # fmt: skip

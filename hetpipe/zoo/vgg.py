@@ -1,0 +1,138 @@
+"""VGG (Simonyan and Zisserman, ICLR 2015) and AlexNet (Krizhevsky, 2014: one tower).
+
+Names of modules follow torchvision's. PipeDream trains VGG-16 with mini-batches of 64 per device
+and AlexNet with 256, DAPPLE VGG-19 with 32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from hetpipe import optim
+from hetpipe.zoo.randomly import he_weights, images, random_workload
+from hetpipe.zoo.workload import Workload
+
+VGG11 = (64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0)
+VGG16 = (64, 64, 0, 128, 128, 0, *(256,) * 3, 0, *(512,) * 3, 0, *(512,) * 3, 0)
+VGG19 = (64, 64, 0, 128, 128, 0, *(256,) * 4, 0, *(512,) * 4, 0, *(512,) * 4, 0)
+"""Output channels of each 3x3 convolution; 0 is a pooling."""
+NARROW = 8  # small networks have one channel in so many
+
+
+class VGG(nn.Module):
+    """(n, 3, size, size) -> (n, classes); the classifier sees grid x grid places."""
+
+    def __init__(
+        self, widths: Sequence[int], grid: int = 7, hidden: int = 4096, classes: int = 1000
+    ) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        channels = 3
+        for width in widths:
+            if width:
+                layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(inplace=True)]
+                channels = width
+            else:
+                layers.append(nn.MaxPool2d(2, 2))
+        self.features = nn.Sequential(*layers)
+        self.avgpool = nn.AdaptiveAvgPool2d(grid)
+        self.classifier = nn.Sequential(
+            nn.Linear(channels * grid * grid, hidden), nn.ReLU(inplace=True), nn.Dropout(),
+            nn.Linear(hidden, hidden), nn.ReLU(inplace=True), nn.Dropout(),
+            nn.Linear(hidden, classes),
+        )  # fmt: skip
+        he_weights(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.classifier(self.avgpool(self.features(x)).flatten(1))
+        return logits
+
+
+class AlexNet(nn.Module):
+    """(n, 3, 224, 224) -> (n, classes)."""
+
+    def __init__(
+        self,
+        widths: Sequence[int] = (64, 192, 384, 256, 256),
+        hidden: int = 4096,
+        classes: int = 1000,
+    ) -> None:
+        super().__init__()
+        a, b, c, d, e = widths
+        self.features = nn.Sequential(
+            nn.Conv2d(3, a, 11, stride=4, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2),
+            nn.Conv2d(a, b, 5, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2),
+            nn.Conv2d(b, c, 3, padding=1), nn.ReLU(inplace=True),
+            nn.Conv2d(c, d, 3, padding=1), nn.ReLU(inplace=True),
+            nn.Conv2d(d, e, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2),
+        )  # fmt: skip
+        self.avgpool = nn.AdaptiveAvgPool2d(6)
+        self.classifier = nn.Sequential(
+            nn.Dropout(), nn.Linear(36 * e, hidden), nn.ReLU(inplace=True),
+            nn.Dropout(), nn.Linear(hidden, hidden), nn.ReLU(inplace=True),
+            nn.Linear(hidden, classes),
+        )  # fmt: skip
+        he_weights(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.classifier(self.avgpool(self.features(x)).flatten(1))
+        return logits
+
+
+def vgg11() -> Workload:
+    """VGG-11: 133 M parameters."""
+    return _vgg("vgg11", VGG11, 64)
+
+
+def vgg11_small() -> Workload:
+    """VGG-11 with an eighth of the channels, for 64 x 64 images."""
+    return _vgg_small("vgg11-small", VGG11)
+
+
+def vgg16() -> Workload:
+    """VGG-16: 138 M parameters."""
+    return _vgg("vgg16", VGG16, 64)
+
+
+def vgg16_small() -> Workload:
+    """VGG-16 with an eighth of the channels, for 64 x 64 images."""
+    return _vgg_small("vgg16-small", VGG16)
+
+
+def vgg19() -> Workload:
+    """VGG-19: 144 M parameters."""
+    return _vgg("vgg19", VGG19, 32)
+
+
+def vgg19_small() -> Workload:
+    """VGG-19 with an eighth of the channels, for 64 x 64 images."""
+    return _vgg_small("vgg19-small", VGG19)
+
+
+def alexnet() -> Workload:
+    """AlexNet: 61 M parameters."""
+    return random_workload("alexnet", AlexNet, images(224, 1000), 256, _sgd())
+
+
+def alexnet_small() -> Workload:
+    """AlexNet with an eighth of the channels."""
+    widths = (8, 24, 48, 32, 32)
+    return random_workload(
+        "alexnet-small", lambda: AlexNet(widths, 64, 10), images(224, 10), 4, _sgd()
+    )
+
+
+def _vgg(name: str, widths: Sequence[int], mini_batch: int) -> Workload:
+    return random_workload(name, lambda: VGG(widths), images(224, 1000), mini_batch, _sgd())
+
+
+def _vgg_small(name: str, widths: Sequence[int]) -> Workload:
+    narrow = [width // NARROW for width in widths]
+    return random_workload(name, lambda: VGG(narrow, 2, 64, 10), images(64, 10), 4, _sgd())
+
+
+def _sgd() -> optim.Optimizer:
+    return optim.sgd(lr=0.01, momentum=0.9, weight_decay=5e-4)

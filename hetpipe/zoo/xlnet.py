@@ -1,0 +1,116 @@
+"""XLNet (Yang et al., NeurIPS 2019) for questions as in SQuAD: attention by relative positions.
+
+It is the network of fine-tuning: one stream, in which every token sees all others. Tensors are
+(length, n, width), as in the paper's code, and products are written as sums over indices. XLNet-36
+is XLNet-large with 36 layers, as DAPPLE trains it (500 M parameters).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hetpipe import optim
+from hetpipe.zoo.randomly import random_workload, span_loss, spans
+from hetpipe.zoo.workload import Workload
+
+DROPOUT = 0.1
+
+
+def relative_positions(length: int, width: int) -> torch.Tensor:
+    """(2 length, width): sines and cosines of the distances length .. 1 - length."""
+    distance = torch.arange(length, -length, -1.0)
+    frequency = 1e4 ** -(torch.arange(0, width, 2.0) / width)
+    angle = torch.einsum("i,d->id", distance, frequency)
+    return torch.cat([angle.sin(), angle.cos()], -1)
+
+
+def shifted(scores: torch.Tensor) -> torch.Tensor:
+    """(n, heads, length, 2 length), by distance -> (n, heads, length, length), by place."""
+    n, heads, length, distances = scores.shape
+    rows = scores.reshape(n, heads, distances, length)[:, :, 1:]
+    return rows.reshape(n, heads, length, distances - 1)[..., :length]
+
+
+class RelativeAttention(nn.Module):
+    """Scores by content and by distance, each with a bias that all places share."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        size = width // heads
+        for name in "qkvor":
+            self.register_parameter(name, nn.Parameter(0.02 * torch.randn(width, heads, size)))
+        self.r_w_bias = nn.Parameter(0.02 * torch.randn(heads, size))
+        self.r_r_bias = nn.Parameter(0.02 * torch.randn(heads, size))
+        self.layer_norm = nn.LayerNorm(width, eps=1e-12)
+        self.dropout = nn.Dropout(DROPOUT)
+
+    def forward(self, h: torch.Tensor, r: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        q, k, v = (torch.einsum("ibh,hnd->ibnd", h, w) for w in (self.q, self.k, self.v))
+        k_r = torch.einsum("jh,hnd->jnd", r, self.r)
+        content = torch.einsum("ibnd,jbnd->bnij", q + self.r_w_bias, k)
+        distance = shifted(torch.einsum("ibnd,jnd->bnij", q + self.r_r_bias, k_r))
+        scores = (content + distance) * q.shape[-1] ** -0.5 + bias
+        weights = self.dropout(scores.softmax(-1))
+        y = torch.einsum("bnij,jbnd->ibnd", weights, v)
+        y = self.dropout(torch.einsum("ibnd,hnd->ibh", y, self.o))
+        normed: torch.Tensor = self.layer_norm(h + y)
+        return normed
+
+
+class XLNetLayer(nn.Module):
+    """Attention, then a perceptron four times as wide; each added to its input, then normed."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.rel_attn = RelativeAttention(width, heads)
+        self.layer_1 = nn.Linear(width, 4 * width)
+        self.layer_2 = nn.Linear(4 * width, width)
+        self.layer_norm = nn.LayerNorm(width, eps=1e-12)
+        self.dropout = nn.Dropout(DROPOUT)
+
+    def forward(self, h: torch.Tensor, r: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        h = self.rel_attn(h, r, bias)
+        y = self.layer_2(self.dropout(functional.gelu(self.layer_1(h))))
+        normed: torch.Tensor = self.layer_norm(h + self.dropout(y))
+        return normed
+
+
+class XLNet(nn.Module):
+    """Tokens (n, length) and a mask of padding -> logits (n, length, 2) of first and last token."""
+
+    def __init__(self, vocabulary: int, length: int, width: int, heads: int, layers: int) -> None:
+        super().__init__()
+        self.word_embedding = nn.Embedding(vocabulary, width)
+        self.register_buffer("r", relative_positions(length, width), persistent=False)
+        self.layers = nn.ModuleList(XLNetLayer(width, heads) for _ in range(layers))
+        self.dropout = nn.Dropout(DROPOUT)
+        self.qa_outputs = nn.Linear(width, 2)
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        h = self.dropout(self.word_embedding(tokens).transpose(0, 1))
+        bias = (1.0 - mask[:, None, None].to(h.dtype)) * -1e4
+        for layer in self.layers:
+            h = layer(h, self.r, bias)
+        logits: torch.Tensor = self.qa_outputs(h.transpose(0, 1))
+        return logits
+
+
+def xlnet36() -> Workload:
+    """XLNet-36, 384 tokens: 524 M parameters."""
+    return _workload("xlnet36", 32000, 384, 1024, 16, 36, 1)
+
+
+def xlnet36_small() -> Workload:
+    """Three layers of width 64."""
+    return _workload("xlnet36-small", 100, 24, 64, 4, 3, 4)
+
+
+def _workload(
+    name: str, vocabulary: int, length: int, width: int, heads: int, layers: int, mini_batch: int
+) -> Workload:
+    return random_workload(
+        name, lambda: XLNet(vocabulary, length, width, heads, layers), spans(vocabulary, length),
+        mini_batch, optim.adamw(lr=2e-5), span_loss,
+    )  # fmt: skip

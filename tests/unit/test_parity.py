@@ -1,0 +1,113 @@
+"""A step beside torch: what counts as equal, which tensors float32 does not determine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hetpipe import optim
+from hetpipe.bench.parity import (
+    GRADIENT_LIMIT,
+    Errors,
+    Parity,
+    gradient_errors,
+    parity,
+    without_dropout,
+)
+from hetpipe.sdk.registry import open_device
+from hetpipe.zoo.load import load_workload
+from hetpipe.zoo.workload import Workload
+
+
+def workload(model: nn.Module, x: torch.Tensor, outputs: int) -> Workload:
+    def batches(samples: int, seed: int) -> Any:
+        while True:
+            yield x[:samples], torch.arange(samples) % outputs
+
+    return Workload(model, nn.functional.cross_entropy, batches, "own", 4, optim.sgd(lr=0.1))
+
+
+def test_errors_are_relative_to_each_tensor() -> None:
+    right = {"large": torch.full((4,), 100.0), "tiny": torch.full((4,), 1e-5)}
+    found = {"large": torch.full((4,), 100.01), "tiny": torch.full((4,), 1.1e-5)}
+    errors = gradient_errors(found, right, 1e-10)
+    assert errors["large"] == pytest.approx(1e-4, rel=1e-2)
+    assert errors["tiny"] == pytest.approx(0.1, rel=1e-3)
+
+
+def test_a_gradient_that_is_zero_is_compared_with_all() -> None:
+    right = {"weight": torch.full((4,), 3.0), "bias": torch.full((4,), 1e-17)}
+    noise, wrong = torch.full((4,), 3e-7), torch.full((4,), 0.3)
+    assert gradient_errors({**right, "bias": noise}, right, 1e-10)["bias"] < 2e-7
+    errors = gradient_errors({**right, "bias": wrong}, right, 1e-10)
+    assert errors["bias"] == pytest.approx(0.1, rel=1e-3)
+
+
+def test_what_is_missing_or_not_finite_is_infinitely_wrong() -> None:
+    right = {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2), "none": torch.zeros(2)}
+    found = {"b": torch.tensor([1.0, math.nan]), "c": torch.ones(2), "more": torch.ones(2)}
+    assert gradient_errors(found, right, 0) == {
+        "a": math.inf, "b": math.inf, "c": 0.0, "more": math.inf, "none": 0.0
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("part", ["loss", "determined", "update", "excess"])
+def test_each_part_must_be_equal(part: str) -> None:
+    errors = Errors("float64", 1e-7, 1e-6, "w", 3, 1e-6, 0, 0.0, 1e-8)
+    row = Parity("m", "d", 4, 10, 0.1, {}, {}, errors)
+    assert row.is_equal
+    assert not replace(
+        row, errors=replace(errors, **{part: 5.0 if part == "excess" else 2e-3})
+    ).is_equal
+    assert not replace(row, errors=replace(errors, **{part: math.nan})).is_equal
+    assert not replace(row, errors=None).is_equal
+
+
+@pytest.mark.parametrize("device", ["pytorch:cpu:0", "numpy:cpu:0"])
+@pytest.mark.parametrize("name", ["mlp", "residual-lstm-small"])
+def test_a_device_that_is_right_is_equal(device: str, name: str) -> None:
+    row = parity(load_workload(name), open_device(device))
+    assert row.is_equal, row
+    assert not row.refused
+    assert row.errors is not None
+    assert row.errors.in_doubt == 0
+
+
+def test_a_wrong_gradient_is_found() -> None:
+    """A model whose backward torch computes otherwise than the device: half of it is detached
+    while torch runs the model, and not while it is captured."""
+
+    class Two(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weight = self.weight if torch.compiler.is_exporting() else 0.9 * self.weight
+            return nn.functional.linear(x, weight, self.bias)
+
+    torch.manual_seed(0)
+    row = parity(workload(Two(3, 2), torch.randn(4, 3), 2), open_device("pytorch:cpu:0"))
+    assert row.errors is not None
+    assert not row.is_equal
+    assert row.errors.determined > 10 * GRADIENT_LIMIT
+    assert row.errors.worst in ("weight", "bias")
+
+
+def test_a_tensor_in_doubt_may_be_off_by_its_doubt() -> None:
+    """The scale of a batch norm before another has a gradient of a few digits."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    row = parity(workload(model, 100 * torch.randn(4, 3), 2), open_device("numpy:cpu:0"))
+    assert row.errors is not None
+    assert row.errors.in_doubt >= 1
+    assert row.is_equal, row
+
+
+def test_dropout_is_off_in_a_copy() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.LSTM(3, 4, num_layers=2, dropout=0.5))
+    plain = without_dropout(model)
+    assert [plain[0].p, plain[1].dropout] == [0.0, 0.0]
+    assert [model[0].p, model[1].dropout] == [0.5, 0.5]
+    assert plain.training
