@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,7 +14,9 @@ from hetpipe.sdk.backend import Backend, Device, Finding
 from hetpipe.sdk.info import HOST_MEMORY, Capabilities, DeviceInfo, Execution
 
 from .driver import driver, errors, platforms
+from .families import CHANNELS, MOST_KERNELS, choice, default_family
 from .names import RUNTIMES, Runtime, runtime_of, slug
+from .options import Options
 from .runtimes import EMULATORS, POCL, prepare
 
 if TYPE_CHECKING:
@@ -23,13 +25,6 @@ if TYPE_CHECKING:
     from .device import OpenCLDevice
     from .ops.registry import Lowering
     from .own import OwnKernel
-
-
-@dataclass(frozen=True)
-class _Options:
-    """The table [backend.opencl] of a cluster file."""
-
-    kernels: tuple[str, ...] = ()
 
 
 class OpenCLBackend(Backend):
@@ -42,19 +37,21 @@ class OpenCLBackend(Backend):
     def __init__(self) -> None:
         self._found: dict[str, tuple[Any, Runtime | None]] = {}
         self._configured: tuple[OwnKernel, ...] = ()
+        self._options = Options()
 
     def configure(self, options: Mapping[str, Any], folder: Path) -> None:
-        """`kernels`: specifications of kernels that go before ours."""
+        """Take the table `Options`."""
         from .own_spec import kernel_of
 
         source = Source(f"the options of backend {self.name}", BackendError)
-        named = source.record(_Options, dict(options))
-        self._configured = tuple(kernel_of(Path(folder, text)) for text in named.kernels)
+        self._options = source.record(Options, dict(options))
+        self._configured = tuple(kernel_of(Path(folder, text)) for text in self._options.kernels)
 
     def discover(self) -> list[DeviceInfo]:
         infos: list[DeviceInfo] = []
         counts: Counter[str] = Counter()
         failures = []
+        chosen = choice(self._options.families)
         for platform in platforms():
             try:
                 devices = _devices(platform)
@@ -68,17 +65,22 @@ class OpenCLBackend(Backend):
                 info = self._with_kernels(info)
                 counts[name] += 1
                 self._found[info.id] = (device, entry)
-                infos.append(info)
+                infos.append(_with_family(info, chosen.of(info.id), self._channels(device)))
         if not infos:
             reason = "; ".join(failures) or "its runtimes have no device"
             raise BackendError(f"no OpenCL device: {reason}; run `{EMULATORS}` or `{POCL}`")
+        chosen.check([info.id for info in infos])
         return infos
 
     def open(self, info: DeviceInfo) -> Device:
         from .device import OpenCLDevice
 
         device, entry = self.place(info.id)
-        opened: OpenCLDevice = OpenCLDevice(info, device, entry, self.lowerings())
+        family = choice(self._options.families).of(info.id) or default_family(info)
+        opened: OpenCLDevice = OpenCLDevice(
+            info, device, entry, self.lowerings(), family, self._channels(device)
+        )
+        opened.dataflow_limit_s = self._options.dataflow_limit_s
         return opened
 
     def kernel_runner(self) -> KernelRunner:
@@ -118,6 +120,9 @@ class OpenCLBackend(Backend):
         from .own import lowerings_with
 
         return lowerings_with((*self.kernels, *self._configured))
+
+    def _channels(self, device: Any) -> bool:
+        return self._options.channels and CHANNELS in device.extensions.split()
 
     @classmethod
     def register_kernel(
@@ -165,6 +170,8 @@ class OpenCLBackend(Backend):
     def worker_environment(self, info: DeviceInfo, cores: int) -> dict[str, str]:
         name = info.id.split(":")[1]
         for entry in RUNTIMES:
+            if entry.slug == name and choice(self._options.families).of(info.id) == "fpga":
+                return {variable: str(MOST_KERNELS) for variable in entry.waiting}
             if entry.slug == name:
                 return {variable: str(cores) for variable in entry.threads}
         return {}
@@ -183,6 +190,20 @@ class OpenCLBackend(Backend):
         if "oclgrind" not in here:
             findings.append(("missing", "Oclgrind, which finds faults in kernels", EMULATORS))
         return findings
+
+
+def _with_family(info: DeviceInfo, family: str, channels: bool) -> DeviceInfo:
+    """The device with the kernels that somebody chose: what it costs depends on them.
+
+    A device has each channel once, so passes that use them follow one another.
+    """
+    if not family:
+        return info
+    if family != "fpga" or not channels:
+        return replace(info, driver=f"{info.driver}, family {family}")
+    capabilities = replace(info.capabilities, queues=1)
+    driver = f"{info.driver}, family fpga with channels"
+    return replace(info, driver=driver, capabilities=capabilities)
 
 
 def _devices(platform: Any) -> list[Any]:

@@ -24,6 +24,7 @@ from .lowering import Lowered, lower
 from .memory import GRANULE_NBYTES, Bytes, MemoryPool, OpenCLBuffer, computes_in_host
 from .names import Runtime
 from .ops.registry import Lowering
+from .options import Options
 from .programs import Programs
 from .queues import PassQueue
 from .second_compiler import SecondCompiler
@@ -44,6 +45,8 @@ class OpenCLDevice(Device):
         cl_device: Any,
         runtime: Runtime | None,
         lowerings: Mapping[str, Lowering],
+        family: str = "cpu",
+        channels: bool = False,
     ) -> None:
         cl = driver()
         self.info = info
@@ -58,7 +61,10 @@ class OpenCLDevice(Device):
             extensions=frozenset(cl_device.extensions.split()),
             lowerings=lowerings,
             tuning=tuning_of(cl_device, runtime),
+            channels=channels,
+            family=family,
         )
+        self.dataflow_limit_s = Options.dataflow_limit_s
         with errors(info.id, "opening it"):
             self.context = cl.Context([cl_device])
             queues = range(info.capabilities.queues)
