@@ -170,7 +170,8 @@ class OpenCLBackend(Backend):
     def worker_environment(self, info: DeviceInfo, cores: int) -> dict[str, str]:
         name = info.id.split(":")[1]
         for entry in RUNTIMES:
-            if entry.slug == name and choice(self._options.families).of(info.id) == "fpga":
+            chosen = choice(self._options.families).of(info.id)
+            if entry.slug == name and chosen == "fpga" and self._options.channels:
                 return {variable: str(MOST_KERNELS) for variable in entry.waiting}
             if entry.slug == name:
                 return {variable: str(cores) for variable in entry.threads}

@@ -65,6 +65,8 @@ class OpenCLDevice(Device):
             family=family,
         )
         self.dataflow_limit_s = Options.dataflow_limit_s
+        self.stuck = False
+        """Whether kernels of a dataflow were found to hang."""
         with errors(info.id, "opening it"):
             self.context = cl.Context([cl_device])
             queues = range(info.capabilities.queues)
@@ -146,7 +148,9 @@ class OpenCLDevice(Device):
         return self.memory.held_nbytes + sum(queue.arena_nbytes for queue in self.pass_queues)
 
     def close(self) -> None:
-        """Wait for all work, then drop the caches."""
+        """Wait for all work, then drop the caches; of kernels that hang nothing can be awaited."""
+        if self.stuck:
+            return
         with errors(self.info.id, "closing it"):
             for queue in self.pass_queues:
                 queue.cl.finish()

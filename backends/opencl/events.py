@@ -102,6 +102,7 @@ class PassEvent(CommandEvent):
                 raise self._late(f"after {timeout_s} s")
             before, states = states, self._states()
             if before == states:
+                self.device.stuck = True
                 raise self._late(f"and none of its kernels has ended for {limit_s} s")
         self.done()
 

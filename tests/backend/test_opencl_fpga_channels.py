@@ -110,6 +110,7 @@ try:
     end.wait()
 except BackendError as error:
     print(error)
+device.close()  # it waits no more
 os._exit(0)
 """
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from importlib.resources import files
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,3 +123,19 @@ def test_a_plan_for_boards_may_have_a_design() -> None:
     assert first.forward_s == pytest.approx(STRATIX.launch_s + cycles / 273e6, rel=0.01)
     assert same.forward_s < first.forward_s
     assert same.update_s == first.update_s  # it has no product
+
+
+def test_the_page_on_boards_has_the_numbers_of_the_design() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "boards.md").read_text(encoding="utf-8")
+    block = re.search(r"```python\n(.*?)```", page, re.DOTALL)
+    assert block is not None
+    names: dict[str, Any] = {}
+    lines = block[1].splitlines()
+    exec("\n".join(line for line in lines if line.startswith(("from", "ours ="))), names)
+    ours = names["ours"]
+    assert "64 x 128, 76 cycles" in block[1]
+    assert (ours.tile_rows, ours.tile_cols, ours.step_cycles) == (64, 128, 76)
+    said = [line.split("  # ") for line in lines if line.startswith("ours.")]
+    assert len(said) == 3
+    for code, comment in said:
+        assert eval(code, names) == pytest.approx(float(comment.split()[0]), abs=0.005)

@@ -95,7 +95,12 @@ def launch(
 
 
 def _row_cols(target: Target) -> int:
-    """The columns of rows that the memory on the chip has room for, beside the blocks."""
+    """The columns of rows that the memory on the chip has room for, beside the blocks.
+
+    An FPGA makes local memory of its block RAM as kernels ask for it, whatever its driver says.
+    """
+    if target.channels:
+        return ROW_COLS
     rows, cols = ARRAY.tile
     nbytes = (ARRAY.block * (rows + cols) + rows * ROW_COLS) * 4
     return ROW_COLS if nbytes <= target.local_memory_nbytes else 0
