@@ -196,15 +196,17 @@ class OpenCLBackend(Backend):
 def _with_family(info: DeviceInfo, family: str, channels: bool) -> DeviceInfo:
     """The device with the kernels that somebody chose: what it costs depends on them.
 
-    A device has each channel once, so passes that use them follow one another.
+    Products of `cpu` alone complete their results in parts. A device has each channel once, so
+    passes that use them follow one another.
     """
     if not family:
         return info
-    if family != "fpga" or not channels:
-        return replace(info, driver=f"{info.driver}, family {family}")
-    capabilities = replace(info.capabilities, queues=1)
-    driver = f"{info.driver}, family fpga with channels"
-    return replace(info, driver=driver, capabilities=capabilities)
+    text, abilities = f"{info.driver}, family {family}", info.capabilities
+    if family != "cpu":
+        abilities = replace(abilities, chunks=False)
+    if family == "fpga" and channels:
+        text, abilities = f"{text} with channels", replace(abilities, queues=1)
+    return replace(info, driver=text, capabilities=abilities)
 
 
 def _devices(platform: Any) -> list[Any]:

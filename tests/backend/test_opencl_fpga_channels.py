@@ -83,8 +83,11 @@ def test_a_norm_of_a_product_is_a_fourth_kernel() -> None:
 
 def test_its_passes_follow_one_another_unless_channels_are_off() -> None:
     """The emulator runs two at once, and there is one of each channel."""
-    assert as_fpga(EMULATOR).info.capabilities.queues == 1
-    assert as_fpga(EMULATOR, False).info.capabilities.queues == 2
+    with_channels, without = (as_fpga(EMULATOR, channels).info for channels in (True, False))
+    assert (with_channels.capabilities.queues, without.capabilities.queues) == (1, 2)
+    assert not with_channels.capabilities.chunks
+    assert with_channels.driver.endswith(", family fpga with channels")
+    assert without.driver.endswith(", family fpga")
 
 
 HANGS = """
