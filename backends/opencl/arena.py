@@ -29,9 +29,13 @@ def nbytes(value: Value) -> int:
 
 
 def lives(launches: Sequence[Launch]) -> dict[int, Life]:
-    """The life of every tensor's memory, by id, in order of birth."""
+    """The life of every tensor's memory, by id, in order of birth.
+
+    The launches of a dataflow run at once: all of them count as its last.
+    """
     by_id: dict[int, Life] = {}
-    for at, launch in enumerate(launches):
+    for number, launch in enumerate(launches):
+        at = next(i for i, each in enumerate(launches[number:], number) if not each.beside)
         for arg in launch.args:
             if isinstance(arg, Value):
                 first = by_id[arg.id].first if arg.id in by_id else at

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hetpipe.errors import BackendError
-from hetpipe.records import Name, Source
+from hetpipe.records import Source
 from hetpipe.sdk.backend import Backend, Device, Finding
 from hetpipe.sdk.info import HOST_MEMORY, Capabilities, DeviceInfo, Execution
 
 from .driver import driver, errors, platforms
+from .families import CHANNELS, MOST_KERNELS, choice, default_family
 from .names import BUNDLES, RUNTIMES, Runtime, runtime_of, slug
+from .options import Options
 from .runtimes import EMULATORS, POCL, prepare
 
 if TYPE_CHECKING:
@@ -24,14 +26,6 @@ if TYPE_CHECKING:
     from .device import OpenCLDevice
     from .ops.registry import Lowering
     from .own import OwnKernel
-
-
-@dataclass(frozen=True)
-class _Options:
-    """The table [backend.opencl] of a cluster file."""
-
-    kernels: tuple[str, ...] = ()
-    bundles: Name | None = None  # a folder of bundles, which are loaded in place of compiling
 
 
 class OpenCLBackend(Backend):
@@ -44,21 +38,24 @@ class OpenCLBackend(Backend):
     def __init__(self) -> None:
         self._found: dict[str, tuple[Any, Runtime | None]] = {}
         self._configured: tuple[OwnKernel, ...] = ()
+        self._options = Options()
         self._bundles: Path | None = None
 
     def configure(self, options: Mapping[str, Any], folder: Path) -> None:
-        """`kernels`: specifications of kernels that go before ours; `bundles`: their folder."""
+        """Take the table `Options`."""
         from .own_spec import kernel_of
 
         source = Source(f"the options of backend {self.name}", BackendError)
-        named = source.record(_Options, dict(options))
-        self._configured = tuple(kernel_of(Path(folder, text)) for text in named.kernels)
-        self._bundles = None if named.bundles is None else Path(folder, named.bundles)
+        self._options = source.record(Options, dict(options))
+        self._configured = tuple(kernel_of(Path(folder, text)) for text in self._options.kernels)
+        named = self._options.bundles
+        self._bundles = None if named is None else Path(folder, named)
 
     def discover(self) -> list[DeviceInfo]:
         infos: list[DeviceInfo] = []
         counts: Counter[str] = Counter()
         failures = []
+        chosen = choice(self._options.families)
         for platform in platforms():
             try:
                 devices = _devices(platform)
@@ -72,10 +69,11 @@ class OpenCLBackend(Backend):
                 info = self._with_kernels(info)
                 counts[name] += 1
                 self._found[info.id] = (device, entry)
-                infos.append(info)
+                infos.append(_with_family(info, chosen.of(info.id), self._channels(device)))
         if not infos:
             reason = "; ".join(failures) or "its runtimes have no device"
             raise BackendError(f"no OpenCL device: {reason}; run `{EMULATORS}` or `{POCL}`")
+        chosen.check([info.id for info in infos])
         return infos
 
     def open(self, info: DeviceInfo) -> Device:
@@ -84,7 +82,11 @@ class OpenCLBackend(Backend):
         device, entry = self.place(info.id)
         named = os.environ.get(BUNDLES)
         bundles = self._bundles or (Path(named) if named else None)
-        opened: OpenCLDevice = OpenCLDevice(info, device, entry, self.lowerings(), bundles)
+        family = choice(self._options.families).of(info.id) or default_family(info)
+        opened: OpenCLDevice = OpenCLDevice(
+            info, device, entry, self.lowerings(), bundles, family, self._channels(device)
+        )
+        opened.dataflow_limit_s = self._options.dataflow_limit_s
         return opened
 
     def kernel_runner(self) -> KernelRunner:
@@ -126,6 +128,9 @@ class OpenCLBackend(Backend):
         from .own import lowerings_with
 
         return lowerings_with((*self.kernels, *self._configured))
+
+    def _channels(self, device: Any) -> bool:
+        return self._options.channels and CHANNELS in device.extensions.split()
 
     @classmethod
     def register_kernel(
@@ -173,6 +178,9 @@ class OpenCLBackend(Backend):
     def worker_environment(self, info: DeviceInfo, cores: int) -> dict[str, str]:
         name = info.id.split(":")[1]
         for entry in RUNTIMES:
+            chosen = choice(self._options.families).of(info.id)
+            if entry.slug == name and chosen == "fpga" and self._options.channels:
+                return {variable: str(MOST_KERNELS) for variable in entry.waiting}
             if entry.slug == name:
                 return {variable: str(cores) for variable in entry.threads}
         return {}
@@ -191,6 +199,22 @@ class OpenCLBackend(Backend):
         if "oclgrind" not in here:
             findings.append(("missing", "Oclgrind, which finds faults in kernels", EMULATORS))
         return findings
+
+
+def _with_family(info: DeviceInfo, family: str, channels: bool) -> DeviceInfo:
+    """The device with the kernels that somebody chose: what it costs depends on them.
+
+    Products of `cpu` alone complete their results in parts. A device has each channel once, so
+    passes that use them follow one another.
+    """
+    if not family:
+        return info
+    text, abilities = f"{info.driver}, family {family}", info.capabilities
+    if family != "cpu":
+        abilities = replace(abilities, chunks=False)
+    if family == "fpga" and channels:
+        text, abilities = f"{text} with channels", replace(abilities, queues=1)
+    return replace(info, driver=text, capabilities=abilities)
 
 
 def _devices(platform: Any) -> list[Any]:

@@ -63,14 +63,18 @@ class Body:
         """The statements at the start of a row. Call it after all others are emitted."""
         return coordinates + self._row
 
-    def stores(self, group: Sequence[Store], width: int) -> list[str]:
-        """Statements that compute and store at element `i` of the row, `width` at once."""
+    def stores(self, group: Sequence[Store], width: int, returned: Expr | None = None) -> list[str]:
+        """Statements that compute and store at element `i` of the row, `width` at once.
+
+        The value of `returned` is returned then.
+        """
         lines: list[str] = []
         memo: dict[Expr, str] = {}
         names = [self.emit(store.expr, width, lines, memo) for store in group]
         # All reads come before the first write: a result may share memory with an operand.
+        last = [] if returned is None else [f"return {self.emit(returned, width, lines, memo)};"]
         puts = zip(group, names, strict=True)
-        return lines + [self._put(store, name, width) for store, name in puts]
+        return lines + [self._put(store, name, width) for store, name in puts] + last
 
     def emit(self, expr: Expr, width: int, lines: list[str], memo: dict[Expr, str]) -> str:
         """Append the statements that compute `expr`; returns the variable."""

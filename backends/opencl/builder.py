@@ -12,7 +12,21 @@ from hetpipe.sdk.graph import dtype_name
 
 from . import epilogue
 from .codegen import Kernel, Launch, Store, Tile, WithStores, generate, kernel_source
-from .expr import Apply, Const, Expr, Layout, Load, Pool, Shape, Value, View, loads, walk, work
+from .expr import (
+    Apply,
+    Const,
+    Expr,
+    Layout,
+    Load,
+    Pool,
+    Rows,
+    Shape,
+    Value,
+    View,
+    loads,
+    walk,
+    work,
+)
 from .signature import Argument, bind
 from .target import Target
 
@@ -94,18 +108,28 @@ class Builder:
             self._steps.append(launch)
 
     def product(
-        self, out: Value, launches: Sequence[Launch], with_stores: WithStores | None = None
+        self,
+        out: Value,
+        launches: Sequence[Launch],
+        with_stores: WithStores | None = None,
+        row_cols: int = 0,
     ) -> None:
         """Add a product: `launches` compute the matrices `out`, the last may take an epilogue.
 
         They wait for that epilogue until another kernel needs the product. `with_stores` makes the
-        last launch with an epilogue where its kernel is not ours.
+        launches with an epilogue where their kernels are not generated; rows of up to `row_cols`
+        columns may go on to a kernel over whole rows.
         """
-        tile = Tile(out.shape, out.dtype, tuple(launches), with_stores)
+        tile = Tile(out.shape, out.dtype, tuple(launches), with_stores, row_cols)
         self._groups.append([Store(tile, out, Layout.row_major(out.shape))])
         waiting = [group for group in self._groups if epilogue.is_product(group)]
         if len(waiting) > WAITING:
             self._flush({waiting[0][0].out.id})
+
+    def follow(self, rows: Rows, results: Sequence[Value]) -> bool:
+        """Have a kernel over rows follow the product that it reads; False if it cannot."""
+        stores = [Store(rows, value, Layout.row_major(value.shape)) for value in results]
+        return epilogue.follow(self._groups, stores)
 
     def steady(self, value: Value) -> bool:
         """Whether many runs in a row get the same tensor, as they do for a weight."""

@@ -56,6 +56,10 @@ class Launch:
     written: a result of the same size may take their memory."""
     steady: bool = False
     """Whether it reads weights alone, and so runs again only for other weights."""
+    beside: int = 0
+    """0: it runs in the queue of its pass. Else it belongs to a dataflow, the launches from here to
+    the next in the pass's queue: they run at once, each in the queue of its number beside the
+    pass's, and send to one another through channels. The last receives all that they send."""
     step: int = 0
     """Elements of its results that each step of the first global id completes, in row-major order;
     0 if it completes them in another order."""
@@ -70,13 +74,15 @@ class Launch:
 class Tile(Expr):
     """An element of a matrix product, in a register of the kernel that computes it.
 
-    `launches` compute and store the product; to the last of them an epilogue can be added, by
-    `with_stores` where the kernel is not ours: it makes that launch from a group and its stores
-    that are kept.
+    `launches` compute and store the product; to the last of them an epilogue can be added. Where
+    its kernel is not generated, `with_stores` makes all of them, from a group and its stores that
+    are kept.
     """
 
     launches: tuple[Launch, ...]
     with_stores: WithStores | None = None
+    row_cols: int = 0
+    """Up to so many columns a kernel over whole rows can follow in `with_stores`."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +130,8 @@ class Store:
         return any(store.out.id in touched for store in group)
 
 
-WithStores = Callable[[Sequence[Store], Sequence[Store]], Launch]
-"""The last launch of a product, with the stores of its group that are kept."""
+WithStores = Callable[[Sequence[Store], Sequence[Store]], Sequence[Launch]]
+"""The launches of a product, with the stores of its group that are kept."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from .lowering import Lowered, lower
 from .memory import GRANULE_NBYTES, Bytes, MemoryPool, OpenCLBuffer, computes_in_host
 from .names import Runtime
 from .ops.registry import Lowering
+from .options import Options
 from .programs import Programs
 from .queues import PassQueue
 from .second_compiler import SecondCompiler
@@ -52,6 +53,8 @@ class OpenCLDevice(Device):
         runtime: Runtime | None,
         lowerings: Mapping[str, Lowering],
         bundles: Path | None = None,
+        family: str = "cpu",
+        channels: bool = False,
     ) -> None:
         """With a folder of `bundles` their binaries are loaded, and nothing is compiled."""
         cl = driver()
@@ -68,7 +71,12 @@ class OpenCLDevice(Device):
             extensions=frozenset(cl_device.extensions.split()),
             lowerings=lowerings,
             tuning=tuning_of(cl_device, runtime),
+            channels=channels,
+            family=family,
         )
+        self.dataflow_limit_s = Options.dataflow_limit_s
+        self.stuck = False
+        """Whether kernels of a dataflow were found to hang."""
         with errors(info.id, "opening it"):
             self.context = cl.Context([cl_device])
             queues = range(info.capabilities.queues)
@@ -170,7 +178,9 @@ class OpenCLDevice(Device):
         return self.memory.held_nbytes + sum(queue.arena_nbytes for queue in self.pass_queues)
 
     def close(self) -> None:
-        """Wait for all work, then drop the caches."""
+        """Wait for all work, then drop the caches; of kernels that hang nothing can be awaited."""
+        if self.stuck:
+            return
         with errors(self.info.id, "closing it"):
             for queue in self.pass_queues:
                 queue.cl.finish()

@@ -15,7 +15,7 @@ from . import layouts
 from .body import Body
 from .cnames import pointed
 from .codegen import LANES, MOST_TENSORS, Kernel, Launch, Store, Tile, indent, kernel_source
-from .expr import Coord, Layout, Load, Pool, Shape, loads, walk
+from .expr import Coord, Layout, Load, Pool, Rows, Shape, loads, walk
 from .nest import Nest
 from .signature import parameters
 from .target import Target
@@ -34,6 +34,8 @@ def fitted(pool: Pool, store: Store, group: Sequence[Store]) -> Store | None:
     """
     tile = group[0].expr
     assert isinstance(tile, Tile)
+    if _closed(group):
+        return None
     written = {other.out.id for other in group}
     mine = [load for load in loads(store.expr) if load.value.id in written]
     if not mine or not all(load.plain for load in mine) or not store.plain:
@@ -54,15 +56,44 @@ def fitted(pool: Pool, store: Store, group: Sequence[Store]) -> Store | None:
     return reshaped
 
 
+def follow(groups: list[list[Store]], results: Sequence[Store]) -> bool:
+    """Have a kernel over rows, whose `results` are given, follow the product that it reads.
+
+    It can where that product waits among the `groups`, has not too many columns, and nothing that
+    waits after it reads it. Nothing else joins the group then.
+    """
+    rows = results[0].expr
+    assert isinstance(rows, Rows)
+    for at, group in enumerate(groups):
+        tile = group[0].expr
+        if rows.source.value.id not in {store.out.id for store in group}:
+            continue
+        later = [store for others in groups[at + 1 :] for store in others]
+        if not isinstance(tile, Tile) or any(store.follows(group) for store in later):
+            return False
+        cols = tile.shape[-1]
+        whole = rows.source.plain and rows.source.numel == tile.numel
+        if not whole or rows.source.shape[-1] != cols or cols > tile.row_cols or _closed(group):
+            return False
+        del groups[at]
+        groups.append([*group, *results])
+        return True
+    return False
+
+
+def _closed(group: Sequence[Store]) -> bool:
+    return isinstance(group[-1].expr, Rows)
+
+
 def launches(group: Sequence[Store], kept: Sequence[Store], target: Target) -> list[Launch]:
     """The launches of a product and of the stores `kept` of its group."""
     tile = group[0].expr
     assert isinstance(tile, Tile)
     if list(kept) == [group[0]]:
         return list(tile.launches)
-    *before, last = tile.launches
     if tile.with_stores is not None:
-        return [*before, tile.with_stores(group, kept)]
+        return list(tile.with_stores(group, kept))
+    *before, last = tile.launches
     product = group[0].out
     names = (parameter.name for parameter in parameters(last.kernel))
     args = dict(zip(names, last.args, strict=True))

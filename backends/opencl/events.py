@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,10 @@ from .driver import driver, errors
 if TYPE_CHECKING:
     from .device import OpenCLDevice
     from .outside import Outcome
+
+
+Flowing = tuple[str, Any]
+"""A kernel of a dataflow, and its command."""
 
 
 class CommandEvent(Event):
@@ -63,10 +69,58 @@ class PassEvent(CommandEvent):
     """The end of a pass, which fails if it met an index out of range."""
 
     def __init__(
-        self, device: OpenCLDevice, command: Any, doing: str, outcomes: Sequence[Outcome]
+        self,
+        device: OpenCLDevice,
+        command: Any,
+        doing: str,
+        outcomes: Sequence[Outcome],
+        flowing: Sequence[Flowing] = (),
     ) -> None:
         super().__init__(device, command, doing)
         self._outcomes = outcomes
+        self._flowing = flowing
+
+    def __del__(self) -> None:
+        super().__del__()
+        self.device.retired.extend(command for _, command in self._flowing)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """As of all events; but no kernel of the pass's dataflows may take longer than the limit of
+        the device."""
+        if not self._flowing:
+            super().wait(timeout_s)
+            return
+        if self.done():
+            return
+        ended, complete = threading.Event(), driver().command_execution_status.COMPLETE
+        with errors(self.device.info.id, self.doing):
+            self.command.set_callback(complete, lambda status: ended.set())
+        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        limit_s, states = self.device.dataflow_limit_s, self._states()
+        while not ended.wait(min(limit_s, max(0.0, until - time.monotonic()))):
+            if time.monotonic() >= until:
+                raise self._late(f"after {timeout_s} s")
+            before, states = states, self._states()
+            if before == states:
+                self.device.stuck = True
+                raise self._late(f"and none of its kernels has ended for {limit_s} s")
+        self.done()
+
+    def _states(self) -> list[tuple[str, int]]:
+        """The kernels of dataflows that have not ended, and OpenCL's number of their state."""
+        with errors(self.device.info.id, self.doing):
+            states = [(name, each.command_execution_status) for name, each in self._flowing]
+        complete = driver().command_execution_status.COMPLETE
+        return [(name, state) for name, state in states if state != complete]
+
+    def _late(self, when: str) -> BackendError:
+        running = driver().command_execution_status.RUNNING
+        states = [
+            f"{name} {'runs' if state == running else 'waits to begin'}"
+            for name, state in self._states()
+        ]
+        what = f"{self.device.info.id} is still {self.doing} {when}"
+        return BackendError(f"{what}: {', '.join(states)}" if states else what)
 
     def done(self) -> bool:
         ended = super().done()

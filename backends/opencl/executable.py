@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from hetpipe.sdk.inputs import check_inputs
 from .arena import lives, nbytes, place
 from .blocks import Block, blocks_of, finished_parts
 from .driver import driver, errors
-from .events import CommandEvent, PassEvent
+from .events import CommandEvent, Flowing, PassEvent
 from .expr import Value
 from .lowering import Lowered
 from .memory import Memory, OpenCLBuffer, room_nbytes
@@ -36,6 +37,22 @@ class _Step(NamedTuple):
     kernel: Any
     local_size: tuple[int, ...] | None
     blocks: list[Block]
+    beside: int
+    joined: bool
+    """Whether kernels beside it send to it."""
+
+
+@dataclass
+class _Enqueued:
+    """What a run has enqueued."""
+
+    last: Any = None
+    """The last command in the queue of the pass."""
+    blocks: dict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    """The commands of launches in blocks, by the launch's number."""
+    beside: dict[int, Any] = field(default_factory=dict)
+    """The last command in each queue beside that of the pass."""
+    flowing: list[Flowing] = field(default_factory=list)
 
 
 class OpenCLExecutable(Executable):
@@ -76,7 +93,9 @@ class OpenCLExecutable(Executable):
                         self._placed.append((kernel, at, arg.id))
             whole: list[Block] = [(None, launch.global_size)]
             blocks = blocks_of(launch) if number in in_blocks else whole
-            self._steps.append(_Step(number, kernel, launch.local_size, blocks))
+            joined = number > 0 and lowered.launches[number - 1].beside > 0
+            step = _Step(number, kernel, launch.local_size, blocks, launch.beside, joined)
+            self._steps.append(step)
         pairs = zip(lowered.launches, self._steps, strict=True)
         self._changing = [step for launch, step in pairs if not launch.steady]
         """The launches to repeat while the weights stay the same."""
@@ -115,18 +134,19 @@ class OpenCLExecutable(Executable):
             weights = [buffers[slot] for slot in self._steady]
             same = self._are_same(weights)
             self._weights = []  # until the launches that read them are enqueued
-            command, blocks = self._enqueue(self._changing if same else self._steps, waits)
+            steps = self._changing if same else self._steps
+            done = self._enqueue(steps, waits)
             self._weights = [weakref.ref(buffer) for buffer in weights]
-            command, outcomes = self._read_checks(checked, command)
+            command, outcomes = self._read_checks(checked, done.last)
         event: Event = DONE
         if command is not None:
-            event = PassEvent(device, command, RUNNING, outcomes)
+            event = PassEvent(device, command, RUNNING, outcomes, done.flowing)
         chunks = [
             (
                 self._place_of[t.output],
                 t.lo,
                 t.hi,
-                CommandEvent(device, blocks[t.launch][t.block], RUNNING),
+                CommandEvent(device, done.blocks[t.launch][t.block], RUNNING),
             )
             for t in self._parts
         ]
@@ -139,30 +159,46 @@ class OpenCLExecutable(Executable):
             last() is buffer for last, buffer in zip(last_weights, weights, strict=True)
         )
 
-    def _enqueue(
-        self, steps: Sequence[_Step], waits: list[Any] | None
-    ) -> tuple[Any, dict[int, list[Any]]]:
-        """The last command, and the commands of launches in blocks by the launch's number."""
-        cl, device = driver(), self._device
-        enqueue, queue = cl.enqueue_nd_range_kernel, self._queue.cl
-        command, of_launch = None, defaultdict(list)
-        for number, kernel, local_size, blocks in steps:
-            for offset, size in blocks:
-                try:
-                    command = enqueue(queue, kernel, size, local_size, offset, waits)
-                except cl.Error as error:
-                    name = kernel.function_name
-                    with errors(device.info.id, f"enqueueing {name}, {size} by {local_size}"):
-                        raise error
+    def _enqueue(self, steps: Sequence[_Step], waits: list[Any] | None) -> _Enqueued:
+        """Enqueue the steps, the first of them after `waits`."""
+        queue, done = self._queue, _Enqueued()
+        for step in steps:
+            if step.beside:
+                begun = done.last or queue.last
+                before = [*(waits or ()), *([begun] if begun else [])] or None
+                command = self._launch(step, queue.beside(step.beside), step.blocks[0], before)
+                done.flowing.append((step.kernel.function_name, command))
+                done.beside[step.beside] = command
+                continue
+            for block in step.blocks:
+                done.last = self._launch(step, queue.cl, block, waits)
                 waits = None
-                if len(blocks) > 1:
-                    of_launch[number].append(command)
-        if command is None and waits:
-            command = cl.enqueue_marker(queue, wait_for=waits)
-        if command is not None:
+                if step.joined:
+                    done.flowing.append((step.kernel.function_name, done.last))
+                if len(step.blocks) > 1:
+                    done.blocks[step.number].append(done.last)
+        if done.beside:
+            # The pass ends with all kernels: one whose reader ended too early waits for ever.
+            ends = [*done.beside.values(), done.last]
+            done.last = driver().enqueue_marker(queue.cl, wait_for=ends)
+        elif done.last is None and waits:
+            done.last = driver().enqueue_marker(queue.cl, wait_for=waits)
+        if done.last is not None:
             queue.flush()
-            self._queue.last = self._last = command
-        return command, of_launch
+            queue.last = self._last = done.last
+        return done
+
+    def _launch(self, step: _Step, queue: Any, block: Block, waits: list[Any] | None) -> Any:
+        cl, (offset, size) = driver(), block
+        try:
+            return cl.enqueue_nd_range_kernel(
+                queue, step.kernel, size, step.local_size, offset, waits
+            )
+        except cl.Error as error:
+            name = step.kernel.function_name
+            doing = f"enqueueing {name}, {size} by {step.local_size}"
+            with errors(self._device.info.id, doing):
+                raise error
 
     def _read_checks(self, memories: Sequence[Memory], command: Any) -> tuple[Any, list[Outcome]]:
         """The new last command, and the outcomes of checks, valid when that command has ended."""

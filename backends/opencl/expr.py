@@ -11,7 +11,7 @@ identity and computed once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -117,6 +117,19 @@ class Apply(Expr):
     """Rough cost, in additions."""
 
 
+@dataclass(frozen=True, eq=False)
+class Rows(Expr):
+    """A result of the kernel in `file` over whole rows of `source`, which a product's kernels send.
+
+    `arguments` are by the names of its parameters; of the tensors among them it reads `reads`.
+    """
+
+    source: Load
+    file: str
+    arguments: Mapping[str, Value | int | float]
+    reads: tuple[Load, ...] = ()
+
+
 E = TypeVar("E", bound=Expr)
 
 
@@ -195,6 +208,8 @@ def children(expr: Expr) -> tuple[Expr, ...]:
         return expr.args
     if isinstance(expr, Load):
         return tuple(index for index, _, _ in expr.indices)
+    if isinstance(expr, Rows):
+        return (expr.source, *expr.reads)
     return ()
 
 

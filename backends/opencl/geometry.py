@@ -20,6 +20,18 @@ class Geometry:
     padding: tuple[int, int]
     dilation: tuple[int, int]
 
+    @property
+    def arguments(self) -> dict[str, int]:
+        """The parameters `SHAPE` of `kernels/patches.cl`."""
+        return {
+            "images": self.images, "groups": self.groups, "in_channels": self.in_channels,
+            "out_channels": self.out_channels, "height": self.size[0], "width": self.size[1],
+            "out_height": self.out_size[0], "out_width": self.out_size[1],
+            "kernel_h": self.kernel[0], "kernel_w": self.kernel[1], "stride_h": self.stride[0],
+            "stride_w": self.stride[1], "pad_h": self.padding[0], "pad_w": self.padding[1],
+            "dilation_h": self.dilation[0], "dilation_w": self.dilation[1],
+        }  # fmt: skip
+
     def channels(self, flipped: bool = False) -> tuple[int, int]:
         """(lanes, depth): output and input channels of a group; exchanged if `flipped`."""
         lanes, depth = self.out_channels // self.groups, self.in_channels // self.groups

@@ -20,6 +20,8 @@ class Runtime:
     reference: bool = False
     threads: tuple[str, ...] = ()
     """Variables that bound its thread pool."""
+    waiting: tuple[str, ...] = ()
+    """Variables that give its pool threads enough for kernels that wait for one another."""
     queues: int = 1
     """Number of queues whose kernels it runs at the same time."""
     streams: bool = False
@@ -39,10 +41,11 @@ RUNTIMES = (
         "pocl", "Portable Computing Language", "cpu", late=True,
         threads=("POCL_MAX_PTHREAD_COUNT", "POCL_CPU_MAX_CU_COUNT"),
     ),
-    # The emulator's pool must not be bounded: kernels joined by channels hang in a small pool.
+    # The emulator's pool must not be bounded: kernels joined by channels hang in a small pool, and
+    # in one of as many threads as there are cores they take turns of milliseconds.
     Runtime(
         "intel-fpga-emulator", "FPGA Emulation", "fpga", emulated=True, queues=2, streams=True,
-        drains=True, forgets=True, named_arch=True,
+        drains=True, forgets=True, named_arch=True, waiting=("CL_CONFIG_CPU_TBB_NUM_WORKERS",),
     ),
     Runtime(
         "intel-cpu", "Intel(R) OpenCL", "cpu", drains=True, forgets=True, named_arch=True,

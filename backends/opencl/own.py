@@ -152,7 +152,7 @@ def _launch(kernel: OwnKernel, builder: Builder, node: fx.Node) -> None:
         if not kernel.epilogue:
             builder.launch(own, launch.global_size, launch.local_size, launch.arguments)
         elif len(call.outputs) == 1:
-            builder.product(call.outputs[0], [launch.plain(call.outputs[0])], launch.with_stores)
+            builder.product(call.outputs[0], launch.plain(call.outputs[0]), launch.with_stores)
         else:
             count = len(call.outputs)
             raise BackendError(f"{where}: an epilogue is for 1 result, it has {count}")

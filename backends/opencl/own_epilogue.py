@@ -29,42 +29,64 @@ class OwnLaunch:
     global_size: tuple[int, ...]
     local_size: tuple[int, ...] | None
 
-    def plain(self, out: Value) -> Launch:
+    def plain(self, out: Value) -> list[Launch]:
         """The launch that writes the kernel's result alone."""
-        store = Store(Tile(out.shape, out.dtype, ()), out, Layout.row_major(out.shape))
+        store = result_alone(out)
         return self.with_stores([store], [store])
 
-    def with_stores(self, group: Sequence[Store], kept: Sequence[Store]) -> Launch:
+    def with_stores(self, group: Sequence[Store], kept: Sequence[Store]) -> list[Launch]:
         """The launch that writes `kept`, stores of a group that begins with the kernel's result."""
-        text, results = _macros(group, kept)
+        text, results = macros(group, kept)
         kernel = replace(self.kernel, source=f"{text}#line 1\n{self.kernel.source}")
         args = bind(kernel, {**self.arguments, **results})
-        read = [load for store in group[1:] for load in loads(store.expr)]
-        inputs = {value.id for value in self.arguments.values() if isinstance(value, Value)}
-        inplace = {load.value.id for load in read} - inputs
-        inplace -= {load.value.id for load in read if not load.plain}
-        return Launch(kernel, self.global_size, self.local_size, args, frozenset(inplace))
+        inplace = overwritable(group, self.arguments)
+        return [Launch(kernel, self.global_size, self.local_size, args, inplace)]
 
 
-def _macros(group: Sequence[Store], kept: Sequence[Store]) -> tuple[str, dict[str, Value]]:
-    """The text of the macros, and the tensors that RESULTS declares, by name."""
+def result_alone(out: Value) -> Store:
+    """The store of a kernel's result, before anything follows it."""
+    return Store(Tile(out.shape, out.dtype, ()), out, Layout.row_major(out.shape))
+
+
+def overwritable(group: Sequence[Store], arguments: Mapping[str, Argument]) -> frozenset[int]:
+    """Ids of the tensors that an epilogue alone reads, each element just before it writes there."""
+    read = [load for store in group[1:] for load in loads(store.expr)]
+    inputs = {value.id for value in arguments.values() if isinstance(value, Value)}
+    crooked = {load.value.id for load in read if not load.plain}
+    return frozenset({load.value.id for load in read} - inputs - crooked)
+
+
+def macros(
+    group: Sequence[Store], kept: Sequence[Store], given: Value | None = None
+) -> tuple[str, dict[str, Argument]]:
+    """The text of RESULTS and STORE, and the tensors that RESULTS declares, by name.
+
+    With `given`, the result of one of the stores, STORE has the value of that element.
+    """
     result, shape = group[0].expr, group[-1].expr.shape
     whole = Layout.row_major(shape)
     leaves = walk(*(store.expr for store in group))
     layouts = [leaf.layout for leaf in leaves if isinstance(leaf, (Load, Coord))]
     nest = Nest(shape, [*layouts, whole])
     body = Body(nest, {store.out.id: store.expr for store in group}, {result: "stored"})
-    stores = body.stores([replace(store, layout=whole) for store in kept], 1)
+    returned = None
+    if given is not None:
+        returned = next(store.expr for store in group if store.out.id == given.id)
+    stores = body.stores([replace(store, layout=whole) for store in kept], 1, returned)
     inner = nest.inner
     lines = [f"const int row = element / {inner}, i = element % {inner};"]
+    if nest.rows == 1:  # of any length: results of all sizes have one text
+        lines = ["const int row = 0, i = element;"]
     lines += [*body.row_lines(body.coordinates("row")), *stores]
     pointers = {name: f"__global {pointed(value.dtype)} *" for name, value in body.named.items()}
     declared = [f"{pointer}{name}" for name, pointer in pointers.items()]
     declared += ["const int element", f"const {C_TYPES[result.dtype]} stored"]
-    head = f"inline void store_element({', '.join(declared)}) {{"
+    head = f"inline {'void' if given is None else 'float'} store_element({', '.join(declared)}) {{"
     results = ", ".join(f"{pointer}result_{name}" for name, pointer in pointers.items())
     passed = "".join(f"result_{name}, " for name in pointers)
     text = with_helpers("\n".join(indent(lines, head, "}")))
-    text += f"\n#define RESULTS {results}\n"
+    text += f"\n#define RESULTS {results or 'const int result_none'}\n"
     text += f"#define STORE(element, value) store_element({passed}element, value)\n"
+    if not body.named:
+        return text, {"result_none": 0}
     return text, {f"result_{name}": value for name, value in body.named.items()}

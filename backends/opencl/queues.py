@@ -17,9 +17,26 @@ class PassQueue:
         cl = driver()
         profiling = cl.command_queue_properties.PROFILING_ENABLE
         self.cl = cl.CommandQueue(context, properties=profiling)
+        self._context = context
+        self._beside: list[Any] = []
         self.last: Any = None
         self.arena_nbytes = 0
         self._arena: Any = None
+
+    def beside(self, number: int) -> Any:
+        """The queue for kernel `number`, from 1, of dataflows.
+
+        Dataflows of one pass follow one another, so their first kernels share a queue, and so on.
+        """
+        while len(self._beside) < number:
+            profiling = driver().command_queue_properties.PROFILING_ENABLE
+            self._beside.append(driver().CommandQueue(self._context, properties=profiling))
+        return self._beside[number - 1]
+
+    def flush(self) -> None:
+        """Have everything begin that was enqueued."""
+        for queue in (*self._beside, self.cl):
+            queue.flush()
 
     def arena(self, nbytes: int, pool: MemoryPool) -> Any:
         """Memory for intermediates. All graphs share it, since their launches run in order."""

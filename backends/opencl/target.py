@@ -28,16 +28,15 @@ class Target:
     """By operator: those of the device's backend."""
     extensions: frozenset[str] = frozenset()
     tuning: Tuning = field(default_factory=Tuning)
+    channels: bool = False
+    """Whether kernels may run at once and send to one another through channels."""
+    family: str = "cpu"
+    """The folder of `kernels/` for products and convolutions: one of `families.FAMILIES`."""
 
     @property
     def kind(self) -> str:
         """cpu, gpu, fpga or other."""
         return self.info.kind
-
-    @property
-    def family(self) -> str:
-        """The folder of `kernels/` for products and convolutions: cpu, or gpu."""
-        return "gpu" if self.kind == "gpu" else "cpu"
 
     @property
     def defines(self) -> tuple[str, ...]:

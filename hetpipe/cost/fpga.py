@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hetpipe.cost.board import Board, Fabric
+from hetpipe.cost.design import ProductDesign
 from hetpipe.cost.work import Kernel
 from hetpipe.errors import CostError
 
@@ -69,12 +70,29 @@ def throughput(fabric: Fabric, dtype: str = "float32", working: float | None = N
     return 2 * fabric.clock_Hz * fabric.dsp * share / fabric.dsp_per_mac[dtype]
 
 
-def kernels_s(board: Board, kernels: Iterable[Kernel], dtype: str = "float32") -> float:
-    """Seconds of a layer's kernels in one pass. Raises `CostError` for a board without a fabric."""
+def kernels_s(
+    board: Board,
+    kernels: Iterable[Kernel],
+    dtype: str = "float32",
+    design: ProductDesign | None = None,
+) -> float:
+    """Seconds of a layer's kernels in one pass.
+
+    With a `design`, matrix products take the cycles of its arrays, as many as fit on the board; all
+    else takes its operations over the throughput of the DSPs. Raises `CostError` for a board
+    without a fabric, or without room for the design.
+    """
     if board.fabric is None:
         raise CostError(f"{board.id} has no fabric; it is no FPGA")
     each = list(kernels)
-    computing_s = sum(kernel.operations for kernel in each) / throughput(board.fabric, dtype)
+    products = [] if design is None else [kernel for kernel in each if kernel.products]
+    others = each if design is None else [kernel for kernel in each if not kernel.products]
+    computing_s = sum(kernel.operations for kernel in others) / throughput(board.fabric, dtype)
+    if design is not None and products:
+        arrays = design.arrays(board, dtype)
+        shapes = [shape for kernel in products for shape in kernel.products]
+        cycles = sum(design.cycles(shape, arrays) for shape in shapes)
+        computing_s += cycles / board.fabric.clock_Hz
     beyond = max(0, sum(kernel.nbytes for kernel in each) - board.fabric.on_chip_nbytes)
     return board.launch_s + max(computing_s, beyond / (board.memory_Bps * MEMORY_SHARE))
 

@@ -8,11 +8,30 @@ from hetpipe.cost.table import LayerBytes
 
 
 @dataclass(frozen=True)
+class ProductShape:
+    """A matrix product C (rows x cols) = A (rows x depth) B (depth x cols), `batches` times."""
+
+    batches: int
+    rows: int
+    cols: int
+    depth: int
+
+    @property
+    def macs(self) -> int:
+        """Its multiplications, each with an addition."""
+        return self.batches * self.rows * self.cols * self.depth
+
+
+@dataclass(frozen=True)
 class Kernel:
-    """One operator: a multiplication and an addition are two operations; bytes read and written."""
+    """One operator: a multiplication and an addition are two operations; bytes read and written.
+
+    `products` are the matrix products that it consists of, where it does.
+    """
 
     operations: float
     nbytes: int
+    products: tuple[ProductShape, ...] = ()
 
 
 @dataclass(frozen=True)

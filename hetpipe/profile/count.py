@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from hetpipe.capture.program import Program, StageGraphs
 from hetpipe.cost.work import Kernel, LayerWork
+from hetpipe.profile.products import products
 
 if TYPE_CHECKING:
     from torch import fx
@@ -53,7 +54,8 @@ def counted(graph: fx.Graph) -> Iterator[tuple[fx.Node, Kernel]]:
         arguments, options = _pytree.tree_map(_value, (node.args, dict(node.kwargs)))
         result = node.meta.get("val")
         nbytes = _nbytes(arguments) + _nbytes(options) + _nbytes(result)
-        yield node, Kernel(_operations(node, arguments, options, result), nbytes)
+        operations = _operations(node, arguments, options, result)
+        yield node, Kernel(operations, nbytes, products(_name(node), arguments, result))
 
 
 def _operations(

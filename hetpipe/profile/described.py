@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from hetpipe.cost import fpga, gpu
 from hetpipe.cost.board import Board
+from hetpipe.cost.design import ProductDesign
 from hetpipe.cost.table import CostTable, DeviceCost, LayerCost, LinkCost, TiedBytes
 from hetpipe.cost.work import Kernel, ModelWork
 from hetpipe.profile.count import layer_work
@@ -30,9 +32,11 @@ def described_table(
     samples: int,
     optimizer: Optimizer,
     dtype: str = "float32",
+    designs: Mapping[str, ProductDesign] | None = None,
 ) -> CostTable:
     """The costs of all layers on each member's board, for micro-batches of `samples`.
 
+    `designs` says by the id of an FPGA board how it computes matrix products.
     Raises `CostError` for a board without a peak for `dtype`, `CaptureError` as a capture does.
     """
     count = len(captured.layer_graph(samples).layers)
@@ -41,7 +45,8 @@ def described_table(
     work = [layer_work(stage, samples) for stage in network.patterns]
     layers = tuple(work[pattern] for pattern in network.layers)
     model = ModelWork(captured.name, samples, layers, layer_bytes(captured, stages, samples))
-    return table_of(model, boards, links, dtype, tied=tied_bytes(stages, samples))
+    tied = tied_bytes(stages, samples)
+    return table_of(model, boards, links, dtype, tied=tied, designs=designs or {})
 
 
 def table_of(
@@ -50,6 +55,7 @@ def table_of(
     links: Mapping[tuple[str, str], LinkCost],
     dtype: str = "float32",
     tied: tuple[TiedBytes, ...] = (),
+    designs: Mapping[str, ProductDesign] = MappingProxyType({}),
 ) -> CostTable:
     """The costs of counted work on each member's board."""
     by_id = {board.id: board for board in boards.values()}
@@ -59,9 +65,9 @@ def table_of(
         board = by_id[id]
         return tuple(
             LayerCost(
-                _pass_s(board, each.forward, dtype),
-                _pass_s(board, each.backward, dtype),
-                _pass_s(board, each.update, dtype),
+                _pass_s(board, each.forward, dtype, designs.get(id)),
+                _pass_s(board, each.backward, dtype, designs.get(id)),
+                _pass_s(board, each.update, dtype, designs.get(id)),
             )
             for each in work.layers
         )
@@ -76,7 +82,9 @@ def table_of(
     return CostTable(work.model, work.samples, work.nbytes, devices, dict(links), tied=tied)
 
 
-def _pass_s(board: Board, kernels: tuple[Kernel, ...], dtype: str) -> float:
+def _pass_s(
+    board: Board, kernels: tuple[Kernel, ...], dtype: str, design: ProductDesign | None
+) -> float:
     if board.fabric is not None:
-        return fpga.kernels_s(board, kernels, dtype)
+        return fpga.kernels_s(board, kernels, dtype, design)
     return board.launch_s + gpu.kernels_s(board, kernels, dtype=dtype)

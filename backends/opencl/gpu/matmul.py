@@ -13,7 +13,7 @@ def tiled_product(builder: Builder, p: Product) -> Value:
     tiles = in_parts(tiles_of(target, p.rows, p.cols, p.depth, p.batch), target)
     a, b = p.left, p.right
     return launch(
-        builder, "matmul", "matmul", tiles, (p.batch, p.rows, p.cols),
+        builder, ["gpu/matmul.cl"], "matmul", tiles, (p.batch, p.rows, p.cols),
         {
             "a": a.value, "a_offset": a.offset, "a_batch": a.batch, "a_row": a.row, "a_k": a.col,
             "b": b.value, "b_offset": b.offset, "b_batch": b.batch, "b_k": b.row, "b_col": b.col,

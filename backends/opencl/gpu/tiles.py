@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..builder import Builder, Kernel, Value
@@ -76,18 +76,19 @@ def in_parts(tiles: Tiles, target: Target) -> Tiles:
 
 
 def launch(
-    builder: Builder, file: str, function: str, tiles: Tiles, shape: tuple[int, ...],
+    builder: Builder, files: Sequence[str], function: str, tiles: Tiles, shape: tuple[int, ...],
     args: Mapping[str, Argument],
 ) -> Value:  # fmt: skip
     """The result, of `shape`, of a kernel of `kernels/gpu/`; it may take an epilogue if its sums
     are in one part."""
-    text = builder.source("gpu/tile.cl") + builder.source(f"gpu/{file}.cl")
+    text = "".join(map(builder.source, ("gpu/tile.cl", *files)))
     kernel = Kernel(text, function, tiles.options)
     own = OwnLaunch(kernel, args, tiles.global_size, tiles.local_size)
     if tiles.parts == 1:
         out = builder.new(shape, "float32")
-        builder.product(out, [own.plain(out)], own.with_stores)
+        builder.product(out, own.plain(out), own.with_stores)
         return out
     parts = builder.new((tiles.parts, *shape), "float32")
-    builder.add(own.plain(parts))
+    for each in own.plain(parts):
+        builder.add(each)
     return reduce(builder, builder.pool.load(parts), [0], SUM)

@@ -12,9 +12,10 @@ from itertools import product
 
 from torch import fx
 
-from .. import gpu
+from .. import fpga, gpu
 from ..builder import Builder, Kernel, Value
 from ..geometry import Geometry
+from ..reduce import SUM, reduce
 from ._convolution import (
     Axis,
     choose_tile,
@@ -33,6 +34,8 @@ LANES = 16
 BAND_PIXELS = 1024
 """About how many pixels one work-item of the layout kernel copies."""
 ONE = (1, 1, 1)
+BY_PATCHES = {"gpu": gpu, "fpga": fpga}
+"""The families whose products read patches at computed places."""
 
 
 @dataclass(frozen=True)
@@ -244,8 +247,9 @@ def convolution(builder: Builder, node: fx.Node) -> None:
     g, transposed = geometry_of(node)
     x, weight = _images(builder, x_node), _images(builder, weight_node)
     bias = None if bias_node is None else builder.value(bias_node)
-    if builder.device.family == "gpu":
-        compute = gpu.input_gradient if transposed else gpu.forward
+    family = BY_PATCHES.get(builder.device.family)
+    if family is not None:
+        compute = family.input_gradient if transposed else family.forward
         y = compute(builder, g, x, weight, bias)
     elif transposed:
         y = input_gradient(builder, g, _gradient_copy(builder, g, x), weight, bias)
@@ -263,12 +267,13 @@ def convolution_backward(builder: Builder, node: fx.Node) -> None:
     dy, x, weight = (_images(builder, each) for each in (dy_node, x_node, weight_node))
     wide, narrow = (dy, x) if transposed else (x, dy)  # operand and result of the plain convolution
     dx = dw = None
-    if builder.device.family == "gpu":
+    family = BY_PATCHES.get(builder.device.family)
+    if family is not None:
         if want_x:
-            compute = gpu.forward if transposed else gpu.input_gradient
+            compute = family.forward if transposed else family.input_gradient
             dx = compute(builder, g, dy, weight, None)
-        dw = gpu.weight_gradient(builder, g, wide, narrow) if want_weight else None
-        db = gpu.bias_gradient(builder, dy) if want_bias else None
+        dw = family.weight_gradient(builder, g, wide, narrow) if want_weight else None
+        db = reduce(builder, builder.pool.load(dy), [0, 2, 3], SUM) if want_bias else None
     else:
         if want_x and transposed:
             dx = forward(builder, g, dy, weight, None)

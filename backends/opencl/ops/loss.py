@@ -6,7 +6,8 @@ import math
 
 from torch import fx
 
-from ..builder import Builder, Kernel, Value
+from .. import fpga
+from ..builder import Builder, Kernel, Value, node_shape
 from ..signature import Argument
 from ._float32 import arguments, optional, why_not_float32
 from .registry import lowers
@@ -45,6 +46,11 @@ def _over_classes(
 def softmax(builder: Builder, node: fx.Node) -> None:
     """Softmax over one dimension, or its logarithm."""
     x_node, dim, _ = arguments(node)
+    if builder.device.family == "fpga" and _split(node_shape(node), dim)[2] == 1:
+        joined = fpga.softmax(builder, builder.expr(x_node), "log" in str(node.target))
+        if joined is not None:
+            builder.result(node, joined)
+            return
     x = builder.value(x_node)
     y = builder.new(x.shape, "float32")
     _over_classes(builder, "softmax", {"x": x, "y": y}, dim, "log" in str(node.target))

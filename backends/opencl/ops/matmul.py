@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from ..builder import Builder, Kernel, Launch, Value
+from ..fpga import systolic_product
 from ..gpu import tiled_product
 from ..product import Operand, Product
 from ..signature import Argument, bind
@@ -20,6 +21,7 @@ ROWS, COLS = 12, 32
 """The register tile of `kernels/cpu/matmul.cl`: 24 accumulators of 16 lanes."""
 DEPTH_CHUNK = 128
 """Steps of K that one work-item packs."""
+OF_FAMILIES = {"gpu": tiled_product, "fpga": systolic_product}
 THIN_ROWS = 2
 THIN_OPERATIONS = 1 << 14
 """Sizes up to which packing costs more than it saves."""
@@ -27,8 +29,9 @@ THIN_OPERATIONS = 1 << 14
 
 def lower_product(builder: Builder, product: Product) -> Value:
     """Add the launches of a product; returns C, (batch, rows, cols) row-major."""
-    if builder.device.family == "gpu":
-        return tiled_product(builder, product)
+    family = OF_FAMILIES.get(builder.device.family)
+    if family is not None:
+        return family(builder, product)
     thin = min(product.rows, product.cols) <= THIN_ROWS
     if thin or product.rows * product.cols * product.depth <= THIN_OPERATIONS:
         return _thin(builder, product)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from .. import fpga
 from ..builder import Builder, Kernel, Value
 from ._float32 import arguments, optional, why_not_float32
 from .registry import lowers
@@ -133,6 +134,12 @@ def batch_norm_backward(builder: Builder, node: fx.Node) -> None:
 def layer_norm(builder: Builder, node: fx.Node) -> None:
     """(y, mean, rstd)."""
     x_node, normalized, weight, bias, eps = arguments(node)
+    if builder.device.family == "fpga" and len(normalized) == 1:
+        scale, shift = (None if each is None else builder.value(each) for each in (weight, bias))
+        joined = fpga.layer_norm(builder, builder.expr(x_node), scale, shift, eps)
+        if joined is not None:
+            builder.result(node, joined)
+            return
     x = builder.value(x_node)
     length = math.prod(normalized)
     rows = math.prod(x.shape) // length

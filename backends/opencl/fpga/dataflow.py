@@ -1,0 +1,106 @@
+"""A product as a dataflow: kernels that run at once, joined by channels; or one kernel without."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..builder import Builder, Kernel, Launch, Value, kernel_source
+from ..codegen import Store
+from ..expr import Rows
+from ..own_epilogue import macros, overwritable, result_alone
+from ..signature import Argument, bind
+from ..target import Target
+from .array import ARRAY, ROW_COLS
+
+ONE = (1,)
+"""A single work-item."""
+
+
+@dataclass(frozen=True)
+class Dataflow:
+    """The kernels of one product, which are known except for the stores.
+
+    `files` are those of the operation. `loads` are arguments of the first kernel, `finishes` those
+    of the one that stores, `problem` those of all.
+    """
+
+    name: str
+    files: Sequence[str]
+    loads: Mapping[str, Argument]
+    problem: Mapping[str, Argument]
+    finishes: Mapping[str, Argument]
+    channels: bool
+
+    def plain(self, out: Value) -> list[Launch]:
+        """The launches that write the result alone."""
+        store = result_alone(out)
+        return self.with_stores([store], [store])
+
+    def with_stores(self, group: Sequence[Store], kept: Sequence[Store]) -> list[Launch]:
+        """The launches that write `kept`, stores of a group that begins with the result.
+
+        The last of them may be results of a kernel over whole rows.
+        """
+        rows = next((store.expr for store in group if isinstance(store.expr, Rows)), None)
+        group = [store for store in group if store.expr is not rows]
+        kept = [store for store in kept if store.expr is not rows]
+        text, results = macros(group, kept, None if rows is None else rows.source.value)
+        further = {} if rows is None else dict(rows.arguments)
+        files = ["fpga/dataflow.cl", *self.files]
+        options = ARRAY.options
+        if rows is not None:
+            files[1:1] = [rows.file, "fpga/rows.cl"]
+            options = (*options, "-DROWS", f"-DROW_COLS={ROW_COLS}")
+        if self.channels:
+            options = (*options, "-DCHANNELS")
+        elif rows is not None:
+            text = text.replace("#define RESULTS ", "#define RESULTS ROW_ARGUMENTS, ")
+        source = f"{text}#line 1\n{''.join(map(kernel_source, files))}"
+        kernels = self._kernels(results, further)
+        inplace = overwritable(group, {**self.loads, **self.finishes, **further})
+        return [
+            Launch(
+                kernel := Kernel(source, name, options), ONE, ONE, bind(kernel, arguments),
+                inplace, beside=number % len(kernels),
+            )
+            for number, (name, arguments) in enumerate(kernels.items(), 1)
+        ]  # fmt: skip
+
+    def _kernels(
+        self, results: Mapping[str, Argument], further: Mapping[str, Argument]
+    ) -> dict[str, Mapping[str, Argument]]:
+        """Names and arguments of the kernels; `further` are those of one over rows, if any."""
+        last = {**self.problem, **self.finishes, **results}
+        if not self.channels:
+            return {self.name: {**self.loads, **last, **further}}
+        kernels = {
+            f"{self.name}_load": {**self.loads, **self.problem},
+            "array": self.problem,
+            f"{self.name}_store": last,
+        }
+        return {**kernels, "normalise": {**self.problem, **further}} if further else kernels
+
+
+def launch(
+    builder: Builder, name: str, files: Sequence[str], shape: tuple[int, ...],
+    loads: Mapping[str, Argument], problem: Mapping[str, Argument],
+    finishes: Mapping[str, Argument],
+) -> Value:  # fmt: skip
+    """The result, of `shape`, of a product of `kernels/fpga/`; it may take an epilogue."""
+    flow = Dataflow(name, files, loads, problem, finishes, builder.device.channels)
+    out = builder.new(shape, "float32")
+    builder.product(out, flow.plain(out), flow.with_stores, _row_cols(builder.device))
+    return out
+
+
+def _row_cols(target: Target) -> int:
+    """The columns of rows that the memory on the chip has room for, beside the blocks.
+
+    An FPGA makes local memory of its block RAM as kernels ask for it, whatever its driver says.
+    """
+    if target.channels:
+        return ROW_COLS
+    rows, cols = ARRAY.tile
+    nbytes = (ARRAY.block * (rows + cols) + rows * ROW_COLS) * 4
+    return ROW_COLS if nbytes <= target.local_memory_nbytes else 0

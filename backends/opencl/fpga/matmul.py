@@ -1,0 +1,21 @@
+"""Matrix products on FPGAs."""
+
+from __future__ import annotations
+
+from ..builder import Builder, Value
+from ..product import Product
+from .dataflow import launch
+
+
+def systolic_product(builder: Builder, p: Product) -> Value:
+    """C of a product, (batch, rows, cols) row-major."""
+    a, b = p.left, p.right
+    return launch(
+        builder, "matmul", ["fpga/matmul.cl"], (p.batch, p.rows, p.cols),
+        {
+            "a": a.value, "a_offset": a.offset, "a_batch": a.batch, "a_row": a.row, "a_k": a.col,
+            "b": b.value, "b_offset": b.offset, "b_batch": b.batch, "b_k": b.row, "b_col": b.col,
+        },
+        {"batches": p.batch, "rows": p.rows, "cols": p.cols, "depth": p.depth},
+        p.scaling,
+    )  # fmt: skip

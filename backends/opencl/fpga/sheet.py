@@ -1,0 +1,147 @@
+"""What the kernels of a stage need of an FPGA, as their sources and parameters imply: an estimate
+before any compiler for a board has run.
+
+`design` has the numbers of a product for the costs of boards, `hetpipe.cost.design`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..builder import Kernel, Launch
+from .array import ARRAY, ROW_COLS, Array
+
+FLOAT = 4
+PLACE = 16
+"""Bytes of an `int4`."""
+ADD_CYCLES = 16
+"""No addition of floats takes longer at the clocks of `boards/`. (An estimate.)"""
+FINISHES = {"matmul": 2, "convolution": 1, "convolution_input": 1, "convolution_weight": 0}
+"""Multiply-adds of an operation for each sum that it stores: scaling and bias, no epilogue."""
+
+
+@dataclass(frozen=True)
+class KernelSheet:
+    """One kernel of a program."""
+
+    kernel: str
+    macs: int
+    """Multiplications and additions of floats that begin in every interval."""
+    block_ram_nbytes: int
+    """Buffers on the chip, and the channels that the kernel receives from."""
+    interval: int
+    """Cycles from one iteration of its innermost loop that is not unrolled to the next."""
+    read_nbytes: int
+    """Bytes that it can read from the board's memory in a cycle."""
+
+
+@dataclass(frozen=True)
+class StageSheet:
+    """All kernels of a stage; `others` are those without parameters, which have no sheet."""
+
+    kernels: tuple[KernelSheet, ...]
+    others: tuple[str, ...]
+
+    @property
+    def macs(self) -> int:
+        """All of them together."""
+        return sum(kernel.macs for kernel in self.kernels)
+
+    @property
+    def block_ram_nbytes(self) -> int:
+        """All of them together."""
+        return sum(kernel.block_ram_nbytes for kernel in self.kernels)
+
+
+def stage_sheet(launches: Sequence[Launch], array: Array = ARRAY) -> StageSheet:
+    """The sheets of a stage's launches. Launches of the same kernel share its hardware."""
+    kernels = dict.fromkeys(launch.kernel for launch in launches)
+    sheets = {kernel: _sheet(kernel, array) for kernel in kernels}
+    others = tuple(kernel.name for kernel, sheet in sheets.items() if sheet is None)
+    return StageSheet(tuple(each for each in sheets.values() if each is not None), others)
+
+
+def _sheet(kernel: Kernel, array: Array) -> KernelSheet | None:
+    if kernel.generated or not set(array.options) <= set(kernel.options):
+        return None
+    if "-DCHANNELS" not in kernel.options:
+        rows = normalising(array).block_ram_nbytes if "-DROWS" in kernel.options else 0
+        sheet = whole(array, kernel.name)
+        channel = array.capacity * array.cols * FLOAT if rows else 0
+        return replace(sheet, block_ram_nbytes=sheet.block_ram_nbytes + rows - channel)
+    if kernel.name == "array":
+        return multiplying(array)
+    if kernel.name == "normalise":
+        return normalising(array)
+    operation, _, part = kernel.name.rpartition("_")
+    return loading(array, kernel.name) if part == "load" else storing(array, operation)
+
+
+def loading(array: Array, name: str) -> KernelSheet:
+    """The kernel that reads A and B."""
+    rows, cols = array.tile
+    blocks = array.block * (rows + cols) * FLOAT
+    places = (array.block + cols) * PLACE
+    return KernelSheet(name, 0, blocks + places, 1, array.load_width * FLOAT)
+
+
+def multiplying(array: Array) -> KernelSheet:
+    """The array, with both channels that it receives from."""
+    rows, cols = array.tile
+    sums = (rows + 1) * cols * FLOAT
+    channels = array.capacity * (array.rows + array.cols) * FLOAT
+    return KernelSheet("array", array.rows * array.cols, sums + channels, _interval(array), 0)
+
+
+def storing(array: Array, operation: str) -> KernelSheet:
+    """The kernel that writes C, with its channel."""
+    channel = array.capacity * array.cols * FLOAT
+    return KernelSheet(f"{operation}_store", FINISHES[operation] * array.cols, channel, 1, 0)
+
+
+def normalising(array: Array, row_cols: int = ROW_COLS) -> KernelSheet:
+    """The kernel over whole rows, with its strip of rows and its channel."""
+    strip = (array.tile[0] * row_cols + 2 * array.tile[0]) * FLOAT
+    channel = array.capacity * array.cols * FLOAT
+    return KernelSheet("normalise", 1, strip + channel, math.ceil(ADD_CYCLES / array.tile[0]), 0)
+
+
+def whole(array: Array, operation: str) -> KernelSheet:
+    """The one kernel of a product without channels."""
+    parts = (loading(array, operation), multiplying(array), storing(array, operation))
+    channels = array.capacity * (array.rows + 2 * array.cols) * FLOAT
+    step = (array.interleave_rows * array.rows + array.tile[1] + array.cols) * FLOAT
+    return KernelSheet(
+        operation,
+        sum(part.macs for part in parts),
+        sum(part.block_ram_nbytes for part in parts) - channels + step,
+        max(part.interval for part in parts),
+        parts[0].read_nbytes,
+    )
+
+
+def design(array: Array = ARRAY) -> dict[str, str | int | float]:
+    """The fields of `hetpipe.cost.design.ProductDesign` for a product whose kernels run at once.
+
+    The slower of load and array decides: load reads a block, then sends it.
+    """
+    rows, cols = array.tile
+    parts = (loading(array, "load"), multiplying(array), storing(array, "matmul"))
+    filling = math.ceil(rows / array.load_width) + math.ceil(cols / array.load_width)
+    return {
+        "name": "kernels/fpga/dataflow.cl",
+        "macs": parts[1].macs,
+        "further_macs": parts[2].macs,
+        "block_ram_nbytes": sum(part.block_ram_nbytes for part in parts),
+        "tile_rows": rows,
+        "tile_cols": cols,
+        "step_cycles": max(array.turns + filling, array.turns * _interval(array)),
+        "tile_cycles": rows * array.interleave_cols + array.turns,
+    }
+
+
+def _interval(array: Array) -> int:
+    """An addition to a sum must end before the next to the same sum, `turns` iterations later."""
+    return math.ceil(ADD_CYCLES / array.turns)

@@ -1,0 +1,67 @@
+"""Designs: hardware that computes matrix products in an FPGA's fabric, by plain numbers.
+
+Whoever wrote the kernels says them; `hetpipe.cost.fpga` takes products through a design instead of
+an even share of the DSPs, so that a product pays for tiles that it leaves half empty.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hetpipe.cost.board import Board
+from hetpipe.cost.work import ProductShape
+from hetpipe.errors import CostError
+
+
+@dataclass(frozen=True)
+class ProductDesign:
+    """One array for products, tile by tile; a board has as many as fit.
+
+    A tile takes `step_cycles` for each k, and `tile_cycles` besides.
+    """
+
+    name: str
+    macs: int
+    """Multiplications and additions of the product that begin in every cycle."""
+    further_macs: int
+    """Those that it has DSPs for besides, as for a bias."""
+    block_ram_nbytes: int
+    tile_rows: int
+    tile_cols: int
+    step_cycles: float
+    tile_cycles: float
+
+    def tiles(self, shape: ProductShape) -> int:
+        """How many tiles a product has."""
+        down = math.ceil(shape.rows / self.tile_rows)
+        return shape.batches * down * math.ceil(shape.cols / self.tile_cols)
+
+    def cycles(self, shape: ProductShape, arrays: int = 1) -> float:
+        """Cycles of a product whose tiles are divided among so many arrays."""
+        each = shape.depth * self.step_cycles + self.tile_cycles
+        return math.ceil(self.tiles(shape) / arrays) * each
+
+    def efficiency(self, shape: ProductShape) -> float:
+        """Share of an array's multiplications and additions that belong to the product."""
+        cycles = self.cycles(shape)
+        return shape.macs / (self.macs * cycles) if cycles else 0.0
+
+    def arrays(self, board: Board, dtype: str = "float32") -> int:
+        """How many arrays the DSPs and the memory on a board's chip suffice for.
+
+        Raises `CostError` for a board without a fabric, and where not even one fits.
+        """
+        if board.fabric is None:
+            raise CostError(f"{board.id} has no fabric; it is no FPGA")
+        fabric = board.fabric
+        dsp = (self.macs + self.further_macs) * fabric.dsp_per_mac[dtype]
+        by_dsp = int(fabric.dsp * fabric.usable / dsp)
+        by_memory = fabric.on_chip_nbytes // self.block_ram_nbytes
+        if min(by_dsp, by_memory) < 1:
+            raise CostError(
+                f"the design {self.name} does not fit on {board.id}: it takes {dsp:.0f} DSPs and "
+                f"{self.block_ram_nbytes} bytes on the chip, of which the board has "
+                f"{fabric.dsp * fabric.usable:.0f} and {fabric.on_chip_nbytes}"
+            )
+        return min(by_dsp, by_memory)

@@ -1,0 +1,64 @@
+"""The matrix products that operators consist of, by the shapes of their arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hetpipe.cost.work import ProductShape
+
+
+def products(name: str, arguments: Sequence[Any], result: Any) -> tuple[ProductShape, ...]:
+    """Those of the operator `name`, which has tensors among its arguments; empty if it has none.
+
+    Of a gradient those that its mask asks for.
+    """
+    of = _OPERATORS.get(name)
+    return () if of is None else of(arguments, result)
+
+
+def _plain(arguments: Sequence[Any], result: Any) -> tuple[ProductShape, ...]:
+    """mm, bmm, addmm and baddbmm: the last two tensors are the factors."""
+    left, right = [each for each in arguments if isinstance(each, torch.Tensor)][-2:]
+    batches = left.shape[0] if left.dim() == 3 else 1
+    return (ProductShape(batches, left.shape[-2], right.shape[-1], left.shape[-1]),)
+
+
+def _convolution(arguments: Sequence[Any], result: torch.Tensor) -> tuple[ProductShape, ...]:
+    """w (channels x taps) times the patches of x (taps x pixels)."""
+    x, weight = arguments[:2]
+    return (_pixels_of(x, weight, result, arguments[8]),)
+
+
+def _convolution_backward(arguments: Sequence[Any], result: Any) -> tuple[ProductShape, ...]:
+    """The input's gradient is a convolution the other way; the weight's sums over all pixels."""
+    dy, x, weight = arguments[:3]
+    transposed, groups = arguments[7], arguments[9]
+    want_x, want_weight = arguments[10][:2]
+    shapes = [_pixels_of(dy, weight, x, groups)] if want_x else []
+    if want_weight:
+        inner = x if transposed else dy  # its pixels count: those that windows belong to
+        pixels = inner.shape[0] * math.prod(inner.shape[2:])
+        shapes.append(
+            ProductShape(groups, weight.shape[0] // groups, math.prod(weight.shape[1:]), pixels)
+        )
+    return tuple(shapes)
+
+
+def _pixels_of(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, groups: int) -> ProductShape:
+    """Every pixel of y sums the taps of all channels of x in its group.
+
+    So it is in a gradient where windows have steps: taps between them are multiplied with zeros.
+    """
+    taps = math.prod(weight.shape[2:])
+    pixels = y.shape[0] * math.prod(y.shape[2:])
+    return ProductShape(groups, y.shape[1] // groups, pixels, x.shape[1] // groups * taps)
+
+
+_OPERATORS: Mapping[str, Callable[[Sequence[Any], Any], tuple[ProductShape, ...]]] = {
+    "mm": _plain, "bmm": _plain, "addmm": _plain, "baddbmm": _plain,
+    "convolution": _convolution, "convolution_backward": _convolution_backward,
+}  # fmt: skip

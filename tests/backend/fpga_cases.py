@@ -1,0 +1,126 @@
+"""Cases for the kernels of FPGAs. Run as a script it keeps their results on the emulator:
+
+    python fpga_cases.py FILE.npz channels
+
+A process of its own can be ended when kernels that wait for one another never end.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from as_fpga import as_fpga
+from opencl_devices import Array, results
+from torch.nn import functional
+
+EMULATOR = "opencl:intel-fpga-emulator:0"
+Case = tuple[Callable[..., Any], tuple[torch.Tensor, ...]]
+
+
+def normal(*shape: int) -> torch.Tensor:
+    """Random numbers, the same every time."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(11))
+
+
+def layer(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+    """A product with an epilogue: bias, activation, residual."""
+    return functional.gelu(torch.addmm(b, x, w.t())) + r
+
+
+def normed(
+    x: torch.Tensor, w: torch.Tensor, r: torch.Tensor, s: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """A residual, which is a result too, and its norm."""
+    residual = x @ w + r
+    return residual, *torch.native_layer_norm(residual, [s.numel()], s, None, 1e-5)
+
+
+def convolution(weight: tuple[int, ...], **how: Any) -> Case:
+    """A convolution, a function of its result, and its gradients."""
+    x, w, b = normal(2, 4, 11, 13), normal(*weight), normal(weight[0])
+    dy = normal(*functional.conv2d(x, w, b, **how).shape)
+
+    def both(
+        x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, dy: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        y, gradients = torch.func.vjp(lambda *args: functional.conv2d(*args, **how), x, w, b)
+        return y.relu(), *gradients(dy)
+
+    return both, (x, w, b, dy)
+
+
+def transposed_convolution() -> Case:
+    """The same of a transposed one."""
+    x, w = normal(2, 6, 5, 4), normal(6, 4, 3, 3)
+    how: dict[str, Any] = {"stride": 2, "padding": 1, "output_padding": 1}
+    dy = normal(*functional.conv_transpose2d(x, w, **how).shape)
+
+    def both(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        run = functional.conv_transpose2d
+        y, gradients = torch.func.vjp(lambda *args: run(*args, **how), x, w)
+        return y.relu(), *gradients(dy)
+
+    return both, (x, w, dy)
+
+
+def mm(rows: int, depth: int, cols: int) -> Case:
+    """A matrix product, and one of transposed matrices."""
+
+    def both(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return a @ b, b.t() @ a.t()
+
+    return both, (normal(rows, depth), normal(depth, cols))
+
+
+CASES: dict[str, Case] = {
+    **{
+        f"mm {rows} x {depth} x {cols}": mm(rows, depth, cols)
+        for rows, depth, cols in ((1, 1, 1), (33, 70, 45), (64, 32, 128), (65, 300, 129))
+    },
+    "batches": (lambda a, b: a @ b.transpose(1, 2), (normal(3, 20, 35), normal(3, 40, 35))),
+    "scaled": (
+        lambda a, b, c: torch.baddbmm(c, a, b.transpose(1, 2), beta=0.5, alpha=2.0),
+        (normal(3, 20, 35), normal(3, 40, 35), normal(20, 1)),
+    ),
+    "epilogue": (layer, (normal(35, 20), normal(50, 20), normal(50), normal(35, 50))),
+    "softmax": (lambda a, b: torch.softmax(a @ b * 0.25, 1), (normal(70, 30), normal(30, 45))),
+    "log softmax": (
+        lambda x, w, b: torch.log_softmax(torch.addmm(b, x, w), 1),
+        (normal(70, 20), normal(20, 200), normal(200)),
+    ),
+    "layer norm": (normed, (normal(66, 20), normal(20, 130), normal(66, 130), normal(130))),
+    "gradient": (lambda x, dy: x.t() @ dy, (normal(300, 13), normal(300, 17))),
+    "convolution": convolution((6, 4, 3, 2)),
+    "one pixel": convolution((70, 4, 1, 1)),
+    "strided": convolution((6, 4, 3, 3), stride=2, padding=1),
+    "groups": convolution((6, 2, 3, 2), groups=2, padding=(1, 2)),
+    "depthwise": convolution((4, 1, 3, 3), groups=4, padding=1),
+    "dilated": convolution((6, 4, 3, 2), dilation=2, stride=(1, 2), padding=2),
+    "transposed": transposed_convolution(),
+}
+
+
+WITHOUT = ("mm 64 x 32 x 128", "one pixel", "depthwise", "gradient")
+CHANNELLED = tuple(name for name in CASES if name not in WITHOUT)
+"""The cases that run with channels, too."""
+
+
+def main(file: str, form: str) -> None:
+    """Write the results of `CHANNELLED` on the emulator, with channels or without."""
+    device = as_fpga(EMULATOR, form == "channels")
+    kept: dict[str, Array] = {}
+    for name in CHANNELLED:
+        fn, inputs = CASES[name]
+        kept |= {f"{name} {n}": each for n, each in enumerate(results(device, fn, *inputs))}
+        print(name, flush=True)
+    np.savez(file, allow_pickle=False, **kept)
+    os._exit(0)  # whatever the emulator's threads do
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,134 @@
+"""Kernels joined by channels, on Intel's FPGA emulator with channels as deep as they are declared.
+
+Each test runs a process of its own, which ends at a time limit: kernels that wait for one another
+can be ended in no other way.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from as_fpga import as_fpga
+from fpga_cases import CASES, CHANNELLED, EMULATOR
+from hetpipe.backends.opencl.fpga.array import ARRAY
+from opencl_devices import IDS, Array, compiled
+
+HERE = Path(__file__).parent
+STRICT = {"CL_CONFIG_CHANNEL_DEPTH_EMULATION_MODE": "strict"}
+LIMIT_S = 250
+
+pytestmark = pytest.mark.skipif(
+    EMULATOR not in IDS, reason="no FPGA emulator: pip install 'hetpipe[emulators]'"
+)
+
+
+def run(*arguments: str) -> str:
+    """What a process writes that runs Python with strict channels."""
+    done = subprocess.run(
+        [sys.executable, *arguments], env=os.environ | STRICT, cwd=HERE, capture_output=True,
+        text=True, check=False, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert done.returncode == 0, f"exit {done.returncode} after\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Array]]:
+    """The results of all cases by form: channels, buffers."""
+    folder = tmp_path_factory.mktemp("forms")
+    files = {form: folder / f"{form}.npz" for form in ("channels", "buffers")}
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda form: run("fpga_cases.py", str(files[form]), form), files))
+    loaded = {form: np.load(file) for form, file in files.items()}
+    return {form: dict(arrays) for form, arrays in loaded.items()}
+
+
+@pytest.mark.parametrize("name", CHANNELLED)
+def test_channels_and_buffers_give_the_same_bits(
+    forms: dict[str, dict[str, Array]], name: str
+) -> None:
+    fn, inputs = CASES[name]
+    expected = fn(*(each.double() for each in inputs))
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    for number, tensor in enumerate(expected):
+        want = tensor.numpy()
+        with_channels, without = (forms[form][f"{name} {number}"] for form in forms)
+        np.testing.assert_array_equal(with_channels, without)
+        scale = max(1.0, float(np.abs(want).max()))
+        np.testing.assert_allclose(with_channels, want, rtol=0, atol=64 * 2.0**-23 * scale)
+
+
+def test_a_product_is_three_kernels_of_one_program_that_run_at_once() -> None:
+    fn, inputs = CASES["epilogue"]
+    launches = compiled(as_fpga(EMULATOR), fn, *inputs)._lowered.launches
+    assert [launch.kernel.name for launch in launches] == ["matmul_load", "array", "matmul_store"]
+    assert [launch.beside for launch in launches] == [1, 2, 0]
+    assert len({(launch.kernel.source, launch.kernel.options) for launch in launches}) == 1
+    assert f"-DCAPACITY={ARRAY.capacity}" in launches[0].kernel.options
+
+
+def test_a_norm_of_a_product_is_a_fourth_kernel() -> None:
+    fn, inputs = CASES["layer norm"]
+    launches = compiled(as_fpga(EMULATOR), fn, *inputs)._lowered.launches
+    names = ["matmul_load", "array", "matmul_store", "normalise"]
+    assert [launch.kernel.name for launch in launches] == names
+    assert [launch.beside for launch in launches] == [1, 2, 3, 0]
+
+
+def test_its_passes_follow_one_another_unless_channels_are_off() -> None:
+    """The emulator runs two at once, and there is one of each channel."""
+    with_channels, without = (as_fpga(EMULATOR, channels).info for channels in (True, False))
+    assert (with_channels.capabilities.queues, without.capabilities.queues) == (1, 2)
+    assert not with_channels.capabilities.chunks
+    assert with_channels.driver.endswith(", family fpga with channels")
+    assert without.driver.endswith(", family fpga")
+
+
+HANGS = """
+import os, sys, time
+import numpy as np
+import torch
+from as_fpga import as_fpga
+from fpga_cases import EMULATOR
+from hetpipe.errors import BackendError
+from opencl_devices import compiled, upload
+device = as_fpga(EMULATOR)
+device.dataflow_limit_s = 2.0
+inputs = torch.ones(200, 300), torch.ones(300, 300)  # more sums than a channel holds
+product = compiled(device, torch.mm, *inputs)
+buffers, events = upload(device, *inputs)
+_, end, _ = product.run(buffers, after=events)
+end.wait()
+for step in product._steps:
+    if step.kernel.function_name == KERNEL:
+        step.kernel.set_arg(ROWS, np.int32(NUMBER))
+_, end, _ = product.run(buffers, after=events)
+try:
+    end.wait()
+except BackendError as error:
+    print(error)
+device.close()  # it waits no more
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kernel", "argument", "rows", "hanging"),
+    [
+        ("matmul_store", 1, 0, "matmul_load runs, array runs"),  # a consumer that ends at once
+        ("matmul_store", 1, 400, "matmul_store runs"),  # one that wants more than is sent
+    ],
+)
+def test_a_dataflow_that_hangs_ends_with_the_names_of_its_kernels(
+    kernel: str, argument: int, rows: int, hanging: str
+) -> None:
+    head = f"KERNEL, ROWS, NUMBER = {kernel!r}, {argument}, {rows}\n"
+    said = run("-c", head + HANGS)
+    assert "is still running a graph and none of its kernels has ended for 2.0 s" in said
+    assert said.strip().endswith(hanging)

@@ -1,0 +1,57 @@
+"""Which kernels a device gets, and who may choose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hetpipe.backends.opencl import OpenCLBackend
+from hetpipe.backends.opencl.families import VARIABLE, choice, default_family
+
+from hetpipe.errors import BackendError
+from hetpipe.sdk.info import Capabilities, DeviceInfo
+
+
+def device(kind: str, emulated: bool = False) -> DeviceInfo:
+    capabilities = Capabilities(emulated=emulated)
+    return DeviceInfo(
+        "opencl:x:0", "opencl", kind, "x", "x", "x", 1, "host", capabilities=capabilities
+    )
+
+
+@pytest.mark.parametrize(
+    ("info", "family"),
+    [
+        (device("cpu"), "cpu"),
+        (device("gpu"), "gpu"),
+        (device("other"), "cpu"),
+        (device("fpga"), "fpga"),
+        (device("fpga", emulated=True), "cpu"),  # it computes on the host's cores
+    ],
+)
+def test_the_default_is_of_the_kind_of_the_hardware(info: DeviceInfo, family: str) -> None:
+    assert default_family(info) == family
+
+
+def test_the_last_pattern_that_fits_counts_and_the_environment_goes_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = {"opencl:*": "gpu", "opencl:pocl:*": "cpu"}
+    chosen = choice(options)
+    assert [chosen.of(f"opencl:{name}:0") for name in ("pocl", "intel-cpu")] == ["cpu", "gpu"]
+    assert choice({}).of("opencl:pocl:0") == ""
+    monkeypatch.setenv(VARIABLE, "opencl:pocl:0 = fpga")
+    chosen = choice(options)
+    assert [chosen.of(f"opencl:{name}:0") for name in ("pocl", "intel-cpu")] == ["fpga", "gpu"]
+    monkeypatch.setenv(VARIABLE, "cpu")
+    assert choice(options).of("opencl:intel-cpu:0") == "cpu"
+
+
+def test_a_choice_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BackendError, match=r"families.*'cpu', 'gpu' or 'fpga'"):
+        OpenCLBackend().configure({"families": {"opencl:pocl:0": "asic"}}, Path())
+    with pytest.raises(BackendError, match="opencl:card:0', and no device is that; there are a"):
+        choice({"opencl:card:0": "fpga"}).check(["a", "b"])
+    monkeypatch.setenv(VARIABLE, "opencl:*=asic")
+    with pytest.raises(BackendError, match="no family 'asic'; there are cpu, gpu, fpga"):
+        choice({})
