@@ -27,13 +27,22 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
+from hetpipe.bench.determined import (
+    DOUBTFUL,
+    EXCESS_LIMIT,
+    GRADIENT_LIMIT,
+    ZERO,
+    Right,
+    Step,
+    gradient_errors,
+    right_step,
+)
 from hetpipe.bench.eager import torch_optimizer
 from hetpipe.zoo.load import optimizer_of
 from hetpipe.zoo.workload import Workload
@@ -44,31 +53,10 @@ if TYPE_CHECKING:
     from hetpipe.sdk.backend import Device
     from hetpipe.worker.stage import Stage
 
-Tensors = Mapping[str, torch.Tensor]
-
 LOSS_LIMIT = 1e-4
 """The largest relative error of a loss."""
-GRADIENT_LIMIT = 1e-3
-"""The largest relative error of a gradient, by norms."""
 UPDATE_LIMIT = 1e-5
 """The largest relative error of an updated parameter, by norms."""
-ZERO = {torch.float64: 1e-10, torch.float32: 1e-5}
-"""Share of the norm of all gradients below which one is zero, by the judge's dtype."""
-WIDE_PARAMETERS = 300_000_000
-"""Up to so many parameters the judge computes in float64."""
-EXCESS_LIMIT = 4.0
-"""A tensor in doubt may be off by so many times its doubt."""
-DOUBTFUL = GRADIENT_LIMIT / EXCESS_LIMIT
-"""The doubt from which on a tensor is in doubt: there the bounds meet."""
-ROUNDING = 2.0**-24
-"""Relative change of parameters for the doubt: that of rounding them to float32."""
-DRAWS = 2
-"""Steps in float64 with such changes."""
-MINI_BATCHES = 4
-"""Mini-batches of which one is chosen."""
-LARGE_PARAMETERS = 5_000_000
-"""From so many on the first is taken: of the many decisions of a large model some are always close,
-and each moves little."""
 MOST_SAMPLES = 4
 """Samples of a step; fewer if the workload's own mini-batch is smaller."""
 
@@ -123,30 +111,6 @@ class Parity:
         )
 
 
-@dataclass(frozen=True)
-class _Step:
-    """A step's loss, gradients and new parameters."""
-
-    loss: float
-    gradients: Tensors
-    updated: Tensors = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Right:
-    """A mini-batch, torch's step on it in a dtype, and the doubt of each gradient."""
-
-    batch: tuple[Any, Any]
-    step: _Step
-    doubt: Mapping[str, float]
-    dtype: torch.dtype
-
-    @property
-    def in_doubt(self) -> int:
-        """The number of tensors in doubt."""
-        return sum(not doubt <= DOUBTFUL for doubt in self.doubt.values())
-
-
 def parity(workload: Workload, device: Device, samples: int | None = None) -> Parity:
     """Train one step of a workload on a device and on torch. Raises `HetpipeError`."""
     from hetpipe.capture.captured import Captured
@@ -162,7 +126,7 @@ def parity(workload: Workload, device: Device, samples: int | None = None) -> Pa
     about = (workload.name, device.info.id, samples, size, captured_s - begin_s, operators, refused)
     if refused:
         return Parity(*about)
-    right = _right(workload, model, samples, size)
+    right = right_step(workload, model, samples, size)
     judged_s = time.perf_counter()
     stage = _loaded(device, captured, graphs)
     loaded_s = time.perf_counter()
@@ -222,7 +186,7 @@ def _loaded(device: Device, captured: Captured, graphs: StageGraphs) -> Stage:
 
 def _step(
     stage: Stage, graphs: StageGraphs, feed: Mapping[str, Any], workload: Workload, samples: int
-) -> _Step:
+) -> Step:
     """One mini-batch of one micro-batch on the device."""
     from hetpipe.capture.program import COUNT, GRAD, LOSS, PARAM
     from hetpipe.schedule.action import Op
@@ -238,52 +202,10 @@ def _step(
     gradients = {name: torch.from_numpy(stage.get((GRAD, name))) * scale for name in names}
     stage.update(optimizer_of(workload).lr_at(1), scale)
     updated = {name: torch.from_numpy(stage.get((PARAM, name))) for name in names}
-    return _Step(loss * scale, gradients, updated)
+    return Step(loss * scale, gradients, updated)
 
 
-def _right(workload: Workload, model: nn.Module, samples: int, size: int) -> _Right:
-    """The first mini-batch without doubt, or that of the fewest tensors in doubt."""
-    dtype = torch.float64 if size <= WIDE_PARAMETERS else torch.float32
-    best: _Right | None = None
-    for seed in range(MINI_BATCHES):
-        batch = next(workload.batches(samples, seed))
-        step = _by_torch(workload, model, batch, dtype)
-        found = _Right(batch, step, _doubt(workload, model, batch, step, dtype), dtype)
-        if best is None or found.in_doubt < best.in_doubt:
-            best = found
-        if best.in_doubt == 0 or size >= LARGE_PARAMETERS:
-            break
-    assert best is not None
-    return best
-
-
-def _doubt(
-    workload: Workload, model: nn.Module, batch: tuple[Any, Any], step: _Step, dtype: torch.dtype
-) -> dict[str, float]:
-    """By tensor; 0 if the judge is no wider than the device."""
-    doubt = dict.fromkeys(step.gradients, 0.0)
-    if dtype == torch.float32:
-        return doubt
-    others = [(model, torch.float32), *((_rounded(model, n), dtype) for n in range(DRAWS))]
-    for other, own in others:
-        gradients = _by_torch(workload, other, batch, own).gradients
-        for name, error in gradient_errors(gradients, step.gradients, ZERO[dtype]).items():
-            doubt[name] = max(doubt[name], error)
-    return doubt
-
-
-def _rounded(model: nn.Module, seed: int) -> nn.Module:
-    """The model in float64 with a small relative error in each parameter."""
-    generator = torch.Generator().manual_seed(seed)
-    model = copy.deepcopy(model).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            off = torch.rand(parameter.shape, generator=generator, dtype=parameter.dtype)
-            parameter.mul_(1 + ROUNDING * (2 * off - 1))
-    return model
-
-
-def _errors(workload: Workload, model: nn.Module, right: _Right, step: _Step) -> Errors:
+def _errors(workload: Workload, model: nn.Module, right: Right, step: Step) -> Errors:
     errors = gradient_errors(step.gradients, right.step.gradients, ZERO[right.dtype])
     worst = max(errors, key=errors.__getitem__, default="")
     doubt = {name: own for name, own in right.doubt.items() if not own <= DOUBTFUL}
@@ -300,50 +222,7 @@ def _errors(workload: Workload, model: nn.Module, right: _Right, step: _Step) ->
     )
 
 
-def _by_torch(
-    workload: Workload, model: nn.Module, batch: tuple[Any, Any], dtype: torch.dtype
-) -> _Step:
-    """Loss and gradients of eager torch."""
-    from hetpipe.capture.example import call
-
-    def cast(value: Any) -> Any:
-        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(dtype) if is_float else value
-
-    model = copy.deepcopy(model).to(dtype)
-    model.zero_grad()
-    x, y = tree_map(cast, batch)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # of tensors that the model makes
-    try:
-        loss = workload.loss_fn(call(model, x), y)
-        loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
-        loss.backward()
-    finally:
-        torch.set_default_dtype(default)
-    named = model.named_parameters()
-    return _Step(loss.item(), {name: p.grad for name, p in named if p.grad is not None})
-
-
-def gradient_errors(actual: Tensors, right: Tensors, zero: float) -> dict[str, float]:
-    """Relative errors by norms; infinite where a value is not finite, or one lacks a gradient.
-
-    Gradients below the share `zero` of the norm of all are compared with that norm.
-    """
-    norms = {name: float(tensor.double().norm()) for name, tensor in right.items()}
-    whole = math.hypot(*norms.values()) or 1.0
-    errors = {}
-    for name in {**right, **actual}:
-        if name in actual and name in right:
-            wrong = float((actual[name].double() - right[name].double()).norm())
-            error = wrong / (norms[name] if norms[name] > zero * whole else whole)
-        else:  # None is as good as zero
-            error = math.inf if bool({**actual, **right}[name].any()) else 0.0
-        errors[name] = error if math.isfinite(error) else math.inf
-    return errors
-
-
-def _update_error(workload: Workload, model: nn.Module, step: _Step) -> float:
+def _update_error(workload: Workload, model: nn.Module, step: Step) -> float:
     """The largest relative error of a new parameter, by torch's optimizer in float64."""
     largest = 0.0
     parameters = dict(model.named_parameters())

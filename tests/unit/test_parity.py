@@ -11,14 +11,8 @@ import torch
 from torch import nn
 
 from hetpipe import optim
-from hetpipe.bench.parity import (
-    GRADIENT_LIMIT,
-    Errors,
-    Parity,
-    gradient_errors,
-    parity,
-    without_dropout,
-)
+from hetpipe.bench.determined import GRADIENT_LIMIT, gradient_errors
+from hetpipe.bench.parity import Errors, Parity, parity, without_dropout
 from hetpipe.sdk.registry import open_device
 from hetpipe.zoo.load import load_workload
 from hetpipe.zoo.workload import Workload
