@@ -159,7 +159,7 @@ def _graphs(captured: Captured, device: Device, workload: Workload, samples: int
 
 def _operators(
     device: Device, graphs: StageGraphs, samples: int
-) -> tuple[Counter[str], Counter[str]]:
+) -> tuple[dict[str, int], dict[str, int]]:
     """Calls by operator: all, and those that the device refuses."""
     from hetpipe.sdk.graph import graph_calls, operator_name
 
@@ -170,7 +170,7 @@ def _operators(
             every[operator_name(node)] += 1
             if (reason := device.supports(node)) is not None:
                 refused[f"{operator_name(node)}: {reason}"] += 1
-    return every, refused
+    return dict(every), dict(refused)
 
 
 def _loaded(device: Device, captured: Captured, graphs: StageGraphs) -> Stage:

@@ -47,7 +47,7 @@ def test_equal_models(tmp_path: Path) -> None:
     for row in report["models"]:
         assert 0 <= row["errors"]["gradient"] < 1e-3
         assert row["parameters"] > 1000
-        assert sum(row["operators"].values()) > 10
+        assert row["operators"]["aten.mm.default"] > 1
     assert "residual-lstm-small" in done.stderr, "the table"
 
 
