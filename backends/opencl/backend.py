@@ -110,6 +110,7 @@ class OpenCLBackend(Backend):
         from hetpipe.sdk.graph import core_decompositions
 
         from .decompositions import decompositions
+        from .doubles import beside_kernels
         from .further import further_decompositions
         from .ops.registry import kept_operators
         from .windows import WINDOWS
@@ -121,7 +122,8 @@ class OpenCLBackend(Backend):
             **core_decompositions(keep=kept),
             **decompositions(),
         }
-        return {op: fn for op, fn in table.items() if str(op) not in kept}
+        left = {op: fn for op, fn in table.items() if str(op) not in kept}
+        return {**left, **beside_kernels()}
 
     def lowerings(self) -> Mapping[str, Lowering]:
         """By operator, how graphs become launches: our kernels, and those of `kernels`."""

@@ -127,8 +127,8 @@ class Body:
     def _hoist(self, expr: Expr) -> str:
         expr = self._source(expr)
         if isinstance(expr, Const):
-            code = literal(expr.number, expr.dtype)
-            return f"({code})" if code.startswith("-") else code
+            # `select` and others want one type: C's literals are of few.
+            return f"({C_TYPES[expr.dtype]})({literal(expr.number, expr.dtype)})"
         if expr not in self._hoisted:
             code = self._code(expr, 1, self._row, self._hoisted)
             self._hoisted[expr] = f"r{len(self._hoisted)}"

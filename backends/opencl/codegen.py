@@ -28,7 +28,10 @@ TILE = 256
 """Width of the tile of a work-item that reads across rows."""
 LANES = 16
 MOST_TENSORS = 24
-HELPERS = {"exact_erf(": "erf.cl"}
+HELPERS = {
+    "exact_erf(": "erf.cl", "exact_sin(": "exact.cl", "exact_cos(": "exact.cl",
+    "exact_tan(": "exact.cl", "exact_pow(": "exact.cl", "exact_fmod(": "exact.cl",
+}  # fmt: skip
 """The file that defines each function that generated code may call."""
 
 
@@ -156,8 +159,8 @@ def kernel_source(path: str) -> str:
 
 def with_helpers(text: str) -> str:
     """Generated code, after the functions of ours that it calls."""
-    helpers = [kernel_source(file) for call, file in HELPERS.items() if call in text]
-    return "\n".join([*helpers, text])
+    helpers = dict.fromkeys(file for call, file in HELPERS.items() if call in text)
+    return "\n".join([*map(kernel_source, helpers), text])
 
 
 def generate(group: Sequence[Store], target: Target, kept: Sequence[Store]) -> Code:

@@ -13,13 +13,16 @@ from typing import Any
 import torch
 
 from .resized import RESIZED
+from .searching import SEARCHING
+from .special import SPECIAL
+from .volumes import VOLUMES
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
 
 TORCHS = (
-    aten._batch_norm_with_update_functional, aten.adaptive_max_pool2d, aten.adaptive_max_pool3d,
-    aten.addmv, aten.as_strided_copy, aten.bucketize, aten.dist, aten.grid_sampler_2d,
+    aten._batch_norm_with_update_functional, aten.addmv, aten.as_strided_copy, aten.dist,
+    aten.grid_sampler_2d,
     aten.ldexp, aten.linalg_vector_norm, aten.narrow_copy, aten.native_batch_norm,
     aten.native_group_norm, aten.permute_copy, aten.unbind_copy,
     aten.upsample_bicubic2d, aten.upsample_bilinear2d, aten.upsample_linear1d,
@@ -32,7 +35,8 @@ def further_decompositions() -> Mapping[Any, Callable[..., Any]]:
     """By operator; those of operators with a kernel of their own are left out by the caller."""
     from torch._decomp import get_decompositions
 
-    return {**get_decompositions(TORCHS), **OURS, **RESIZED}
+    torchs = get_decompositions(TORCHS)
+    return {**torchs, **OURS, **RESIZED, **SEARCHING, **SPECIAL, **VOLUMES}
 
 
 def order_of(x: Tensor, dim: int, descending: bool = False) -> Tensor:
@@ -296,30 +300,6 @@ def round_decimals(x: Tensor, *, decimals: int) -> Tensor:
     return torch.round(x * ten) / ten if decimals > 0 else torch.round(x / ten) * ten
 
 
-SHIFT = 6
-"""Steps of the recurrence after which the asymptotic series of `digamma` is exact enough."""
-
-
-def digamma(x: Tensor) -> Tensor:
-    """The derivative of lgamma: reflection, recurrence, then the asymptotic series (Abramowitz and
-    Stegun, Handbook of Mathematical Functions, 6.3.5, 6.3.7 and 6.3.18)."""
-    negative = x < 0
-    positive = torch.where(negative, 1 - x, x)
-    total = torch.zeros_like(x)
-    for step in range(SHIFT):
-        total = total - 1 / (positive + step)
-    far = positive + SHIFT
-    square = 1 / (far * far)
-    tail = square * (1 / 12 - square * (1 / 120 - square * (1 / 252 - square / 240)))
-    total = total + torch.log(far) - 0.5 / far - tail
-    part = x - torch.round(x)  # a tangent of large numbers is not exact
-    reflected = total - math.pi / torch.tan(math.pi * part)
-    pole = negative & (part == 0)
-    result = torch.where(negative, reflected, total)
-    result = torch.where(pole, torch.full_like(x, math.nan), result)
-    return torch.where(x == 0, torch.copysign(torch.full_like(x, math.inf), -x), result)
-
-
 def shrink_backward(gradient: Tensor, x: Tensor, lambd: float) -> Tensor:
     """Nothing passes where the function is 0."""
     return torch.where((x >= -lambd) & (x <= lambd), torch.zeros_like(gradient), gradient)
@@ -346,5 +326,5 @@ OURS: Mapping[Any, Callable[..., Any]] = {
     aten.diagonal_scatter.default: diagonal_scatter, aten.cumprod.default: cumprod,
     aten.hardshrink_backward.default: shrink_backward,
     aten.softshrink_backward.default: shrink_backward,
-    aten.round.decimals: round_decimals, aten.digamma.default: digamma,
+    aten.round.decimals: round_decimals,
 }  # fmt: skip

@@ -3,164 +3,95 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
-
-import torch
-from torch import fx
 
 from hetpipe.conformance.check import CHECKS, BrokenRule, Check, Level, NotAsked
-from hetpipe.conformance.rig import Array, Rig, compare, in_float64, tensors_of, tolerance, trace
-from hetpipe.sdk.graph import graph_calls
+from hetpipe.conformance.rig import Array, Rig, compare, tolerance
+from hetpipe.conformance.samples import Question, Unasked, entries, questions
 
 SAMPLES = 3
-"""Samples of an operator that are tried: the first ones that can be traced."""
-RANDOM = ("empty", "rand", "bernoulli", "multinomial", "normal", "dropout", "uniform", "cauchy")
-"""Words in the names of operators whose results are random, or not initialised."""
+"""Samples of an entry that a device is asked to run: the first ones that torch can trace."""
+PATIENCE = 4
+"""Samples that torch itself cannot trace, one after the other, before an entry is given up."""
+ILL_CONDITIONED = 8
+"""The allowed error in units of torch's own, where that is larger than rounding."""
 
 
-def _entries() -> list[Any]:
-    from torch.testing._internal.common_methods_invocations import op_db
+def check_entry(name: str, rig: Rig, samples: int = SAMPLES) -> None:
+    """Run the first `samples` of an entry that can be traced, forward and gradients.
 
-    return [entry for entry in op_db if torch.float32 in entry.dtypes]
-
-
-def _named(name: str) -> Any:
-    return next(entry for entry in _entries() if entry.formatted_name == name)
-
-
-def _check(name: str, rig: Rig) -> None:
-    entry = _named(name)
-    tried, refused = 0, ""
-    torch.manual_seed(0)  # samples are random: these are the same ones every time
-    for sample in entry.sample_inputs("cpu", torch.float32, requires_grad=False):
-        tensors = tensors_of([sample.input, *sample.args, *sample.kwargs.values()])
-        fn = _function(entry, sample)
+    Raises `BrokenRule` for a wrong result, `NotAsked` if the device refuses any of them: an entry
+    counts as refused if the first one is.
+    """
+    asked, refused, unasked = 0, dict[int, str](), list[str]()
+    for question in questions(name):
         try:
-            if _sample(rig, fn, tensors, entry.supports_autograd):
-                tried += 1
+            if isinstance(question, Unasked):
+                raise question
+            asked_now, graph = question.traced(rig.table)
+            rig.require(graph)
+            _compare(asked_now, rig.results(rig.device.compile(graph), *asked_now.tensors))
+        except Unasked as reason:
+            unasked.append(str(reason))
+            if len(unasked) == PATIENCE and not asked:
+                break
+            continue
         except NotAsked as reason:
-            refused = str(reason)
-        if tried == SAMPLES:
-            return
-    if not tried:
-        raise NotAsked(refused or "no sample of it can be traced")
+            refused[asked] = str(reason).removeprefix("refused: ")
+        asked += 1
+        if asked == samples:
+            break
+    if not asked:
+        raise NotAsked(f"not asked: {unasked[0] if unasked else 'it has no samples'}")
+    if 0 in refused:
+        raise NotAsked(f"refused: {refused[0]}")
+    if refused:
+        why = next(iter(refused.values()))
+        raise NotAsked(f"runs, but {len(refused)} of {asked} samples are refused: {why}")
 
 
-def _function(entry: Any, sample: Any) -> Callable[..., Any]:
-    """The operator as a function of all tensors of a sample, in order."""
-
-    def fn(*tensors: torch.Tensor) -> Any:
-        given = iter(tensors)
-
-        def filled(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                return next(given)
-            if isinstance(value, (list, tuple)):
-                return type(value)([filled(each) for each in value])
-            return value
-
-        first, args = filled(sample.input), filled(list(sample.args))
-        kwargs = {key: filled(value) for key, value in sample.kwargs.items()}
-        return entry.op(first, *args, **kwargs)
-
-    return fn
+def _compare(question: Question, actual: list[Array]) -> None:
+    tensors = question.tensors
+    forms = ", ".join(f"{str(t.dtype)[6:]}{list(t.shape)}" for t in tensors)
+    terms = max([tensor.numel() for tensor in tensors], default=1) or 1
+    results = zip(actual, question.wide, question.near, strict=True)
+    for index, (array, wide, near) in enumerate(results):
+        limit = tolerance(wide, near.dtype.name, terms)
+        if near.dtype.kind == "f":  # some functions are ill-conditioned, for torch as well
+            limit = max(limit, ILL_CONDITIONED * _worst(near, wide))
+        place = index - question.values
+        what = f"result {index}" if place < 0 else f"gradient {place}"
+        compare(array, wide, limit, f"{what} of inputs {forms}")
 
 
-def _sample(
-    rig: Rig, fn: Callable[..., Any], tensors: list[torch.Tensor], differentiable: bool
-) -> bool:
-    """Check one sample, with its gradients where there are any; whether it could be traced."""
-    tensors = [tensor.detach() for tensor in tensors]
-    wide = _or_none(in_float64, fn, tensors)
-    plain = _or_none(lambda: [each.numpy() for each in tensors_of(fn(*tensors))])
-    if wide is None or plain is None or not wide or any(a.dtype.kind == "c" for a in plain):
-        return False
-    ways = [(fn, wide, plain)]
-    if differentiable and (backward := _backward(fn, tensors)) is not None:
-        ways.append(backward)
-    for way, expected, by_torch in ways:
-        graph = _or_none(trace, way, tensors, rig.table)
-        if graph is None or any(map(_is_random, graph_calls(graph))):
-            return False
-        rig.require(graph)
-        actual = rig.results(rig.device.compile(graph), *tensors)
-        terms = max([tensor.numel() for tensor in tensors], default=1) or 1
-        for index, (array, right, near) in enumerate(zip(actual, expected, by_torch, strict=True)):
-            forms = ", ".join(f"{str(t.dtype)[6:]}{list(t.shape)}" for t in tensors)
-            limit = tolerance(right, near.dtype.name, terms)
-            if near.dtype.kind == "f":  # some functions are ill-conditioned, for torch as well
-                limit = max(limit, 8 * _worst(near, right))
-            gradient = "" if way is fn else "gradient "
-            compare(array, right, limit, f"{gradient}{index} of inputs {forms}")
-    return True
-
-
-def _is_random(node: fx.Node) -> bool:
-    """Whether an operator draws numbers, of which a device has its own."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
-def _backward(
-    fn: Callable[..., Any], tensors: list[torch.Tensor]
-) -> tuple[Callable[..., Any], list[Array], list[Array]] | None:
-    """The gradients by all floating inputs, as a function, in float64, and as torch has them."""
-    places = [index for index, tensor in enumerate(tensors) if tensor.is_floating_point()]
-
-    def gradients(*tensors: torch.Tensor) -> Any:
-        inputs = [t.detach().requires_grad_(i in places) for i, t in enumerate(tensors)]
-        with torch.enable_grad():
-            results = [t for t in tensors_of(fn(*inputs)) if t.requires_grad]
-            total = torch.stack([(each * each).sum() for each in results]).sum()
-            return torch.autograd.grad(total, [inputs[i] for i in places], allow_unused=True)
-
-    wide = _or_none(in_float64, gradients, tensors)
-    plain = _or_none(lambda: [each.numpy() for each in tensors_of(gradients(*tensors))])
-    if not wide or not plain or len(wide) != len(plain):
-        return None
-    return gradients, wide, plain
-
-
-def _worst(near: Array, right: Array) -> float:
-    if near.shape != right.shape:
-        raise BrokenRule(f"torch itself gives {near.shape}, in float64 {right.shape}")
-    error = abs(near.astype("float64") - right)
+def _worst(near: Array, wide: Array) -> float:
+    if near.shape != wide.shape:
+        raise BrokenRule(f"torch itself gives {near.shape}, in float64 {wide.shape}")
+    error = abs(near.astype("float64") - wide)
     finite = error[error < math.inf]
     return float(finite.max()) if finite.size else 0.0
-
-
-def _or_none(function: Callable[..., Any], *args: Any) -> Any:
-    """The result; None where torch itself cannot do it."""
-    try:
-        return function(*args)
-    except NotAsked:
-        return None
-    except Exception:
-        return None
 
 
 @cache
 def add_checks() -> None:
     """A check for each operator of the database, where torch's test suite can be imported."""
     try:
-        names = [entry.formatted_name for entry in _entries()]
+        names = list(entries())
     except ImportError as error:
         CHECKS.append(Check("database/all", Level.FULL, "", "", partial(_missing, str(error))))
         return
-    for name in dict.fromkeys(names):
-        if not any(word in name for word in RANDOM):
-            CHECKS.append(
-                Check(
-                    f"database/{name}",
-                    Level.FULL,
-                    "an operator that `supports` accepts computes what torch does, at the samples "
-                    "of torch's own operator database and in their gradients",
-                    "the kernel of the operator, or of one that it is decomposed into",
-                    partial(_check, name),
-                    "torch's database",
-                )
+    for name in names:
+        CHECKS.append(
+            Check(
+                f"database/{name}",
+                Level.FULL,
+                "an operator that `supports` accepts computes what torch does, at the samples "
+                "of torch's own operator database and in their gradients",
+                "the kernel of the operator, or of one that it is decomposed into",
+                partial(check_entry, name),
+                "torch's database",
             )
+        )
 
 
 def _missing(reason: str, rig: Rig) -> None:

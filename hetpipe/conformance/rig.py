@@ -132,8 +132,22 @@ def trace(fn: Function, inputs: Sequence[torch.Tensor], table: Any) -> fx.GraphM
     graph = make_fx(functional, decomposition_table=dict(table))(*own)
     if any(node.op == "get_attr" for node in graph.graph.nodes):
         raise NotAsked("traced, it reads a constant")
+    _drop_unread_writes(graph.graph)
     graph.graph.eliminate_dead_code()
     return canonical(graph)
+
+
+def _drop_unread_writes(graph: fx.Graph) -> None:
+    """Drop the changes in place of decompositions whose tensor nobody reads afterwards."""
+    place = {node: at for at, node in enumerate(graph.nodes)}
+    for node in reversed(graph.nodes):
+        if node.target is torch.ops.aten.copy_.default and not node.users:
+            written = node.args[0]
+            if (
+                written.op != "placeholder"
+                and max(map(place.__getitem__, written.users)) == place[node]
+            ):
+                graph.erase_node(node)
 
 
 def tensors_of(result: Any) -> list[torch.Tensor]:

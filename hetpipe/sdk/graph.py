@@ -27,9 +27,10 @@ import torch
 from torch import fx
 
 import hetpipe.sdk.attention
+import hetpipe.sdk.corrected
 import hetpipe.sdk.operators
 import hetpipe.sdk.recurrent
-import hetpipe.sdk.replicas  # all four register operators of hetpipe for load_graph
+import hetpipe.sdk.replicas  # these register operators of hetpipe for load_graph
 from hetpipe.errors import BackendError, UnsupportedOperatorError
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def core_decompositions(keep: Iterable[str] = ()) -> Mapping[Any, Callable[..., 
 
     kept = frozenset(keep)
     table: dict[Any, Callable[..., Any]] = dict(core_aten_decompositions())
+    table |= hetpipe.sdk.corrected.DECOMPOSITIONS
     table |= hetpipe.sdk.attention.DECOMPOSITIONS
     table |= hetpipe.sdk.recurrent.DECOMPOSITIONS
     return _without(kept, table)

@@ -31,6 +31,14 @@ def why_not_all_float32(node: fx.Node) -> str | None:
     return None
 
 
+def why_not_float32_product(node: fx.Node) -> str | None:
+    """Why a node is refused by kernels of float32 tensors, which may be empty, or None."""
+    for arg in node.all_input_nodes:
+        if (dtype := arg.meta["val"].dtype) != torch.float32:
+            return f"this operator is float32 here, not {dtype}"
+    return None
+
+
 def arguments(node: fx.Node) -> tuple[Any, ...]:
     """The positional arguments, whose types the operator's schema promises."""
     return tuple(node.args)

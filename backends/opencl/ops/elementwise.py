@@ -51,11 +51,12 @@ FUNCTIONS = {
     "ceil": ("ceil({0})", 1),
     "trunc": ("trunc({0})", 1),
     "round": ("rint({0})", 1),
+    **{name: (f"exact_{name}({{0}})", DEAR) for name in ("sin", "cos", "tan")},
     **{
         name: (f"{name}({{0}})", DEAR)
         for name in (
-            "exp", "exp2", "log", "log2", "log10", "log1p", "expm1", "sin", "cos", "tan", "tanh",
-            "lgamma", "erfc", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh",
+            "exp", "exp2", "log", "log2", "log10", "log1p", "expm1", "tanh", "lgamma", "erfc",
+            "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh",
         )
     },
 }  # fmt: skip
@@ -136,32 +137,6 @@ def _truth(builder: Builder, expr: Expr) -> Expr:
     return truth(builder, expr)
 
 
-@lowers("aten.div.Tensor_mode", "aten.div.Scalar_mode", "aten.floor_divide.default")
-def rounded_div(builder: Builder, node: fx.Node) -> None:
-    mode = node.kwargs.get("rounding_mode", "floor" if _stem(node) == "floor_divide" else None)
-    a, b = operands(builder, node, node.args[:2])
-    if a.dtype in FLOATS:
-        code = "{0} / {1}" if mode is None else f"{mode}({{0}} / {{1}})"
-    elif mode == "trunc":
-        code = "{0} / {1}"
-    else:
-        # C rounds towards zero: one less where there is a remainder of the other sign.
-        odd = "({0} % {1} != ({T})(0)) & (({0} < ({T})(0)) != ({1} < ({T})(0)))"
-        code = f"{{0}} / {{1}} - select(({{T}})(0), ({{T}})(1), convert_{{M}}({odd}))"
-    builder.define(node, builder.apply(code, a.dtype, a, b, weight=4))
-
-
-@lowers("aten.remainder.Scalar", "aten.remainder.Tensor", "aten.fmod.Scalar", "aten.fmod.Tensor")
-def remainder(builder: Builder, node: fx.Node) -> None:
-    a, b = operands(builder, node, node.args[:2])
-    if _stem(node) == "fmod":
-        code = "fmod({0}, {1})" if a.dtype in FLOATS else "{0} % {1}"
-    else:
-        inexact = "{0} - {1} * floor({0} / {1})"
-        code = inexact if a.dtype in FLOATS else "({0} % {1} + {1}) % {1}"
-    builder.define(node, builder.apply(code, a.dtype, a, b, weight=4))
-
-
 @lowers(*_names(COMPARISONS, "Tensor", "Scalar"))
 def comparison(builder: Builder, node: fx.Node) -> None:
     values: Any = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args[:2]]
@@ -225,10 +200,10 @@ def power(builder: Builder, node: fx.Node) -> None:
     elif a.numel == 1 and "float64" in builder.device.info.dtypes:
         # An optimizer's 1 - beta^step loses three digits: one element can afford doubles.
         wide = [cast(builder, item, "float64") for item in (a, b)]
-        exact = builder.apply("pow({0}, {1})", "float64", *wide, weight=2 * DEAR)
+        exact = builder.apply("exact_pow({0}, {1})", "float64", *wide, weight=2 * DEAR)
         builder.define(node, cast(builder, exact, a.dtype))
     else:
-        builder.define(node, builder.apply("pow({0}, {1})", a.dtype, a, b, weight=2 * DEAR))
+        builder.define(node, builder.apply("exact_pow({0}, {1})", a.dtype, a, b, weight=2 * DEAR))
 
 
 @lowers("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.where.Scalar")
@@ -257,7 +232,10 @@ def clamp(builder: Builder, node: fx.Node) -> None:
     for bound, sign in ((low, "<"), (high, ">")):
         if bound is not None:
             (limit,) = operands(builder, node, [bound])
-            code = f"select({{0}}, {{1}}, convert_{{M}}({{0}} {sign} {{1}}))"
+            # A tensor may have NaN for a bound, which goes before every number.
+            passes = f"({{0}} {sign} {{1}})"
+            passes += " | ({1} != {1})" if isinstance(bound, fx.Node) else ""
+            code = f"select({{0}}, {{1}}, convert_{{M}}({passes}))"
             expr = builder.apply(code, expr.dtype, expr, limit)
     builder.define(node, expr)
 
@@ -302,7 +280,10 @@ def leaky(builder: Builder, node: fx.Node) -> None:
 @lowers("aten.lerp.Scalar", "aten.lerp.Tensor")
 def lerp(builder: Builder, node: fx.Node) -> None:
     a, b, weight = operands(builder, node, node.args[:3])
-    builder.define(node, builder.apply("{0} + {2} * ({1} - {0})", a.dtype, a, b, weight, weight=2))
+    # From the nearer end, so that the ends themselves are exact.
+    near, far = "{0} + {2} * ({1} - {0})", "{1} - ({1} - {0}) * (({T})(1) - {2})"
+    code = f"select({far}, {near}, convert_{{M}}(fabs({{2}}) < ({{T}})(0.5f)))"
+    builder.define(node, builder.apply(code, a.dtype, a, b, weight, weight=6))
 
 
 @lowers("aten.addcmul.default", "aten.addcdiv.default")

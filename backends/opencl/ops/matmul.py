@@ -14,7 +14,8 @@ from ..fpga import systolic_product
 from ..gpu import tiled_product
 from ..product import Operand, Product
 from ..signature import Argument, bind
-from ._float32 import arguments, why_not_all_float32
+from ._common import operands
+from ._float32 import arguments, why_not_float32_product
 from .registry import lowers
 
 ROWS, COLS = 12, 32
@@ -151,6 +152,10 @@ def _lower(
 ) -> None:
     shape = tuple(node.meta["val"].shape)
     depth = int(left.meta["val"].shape[-1])
+    if depth == 0 or 0 in shape:  # a sum of nothing
+        given, scale = operands(builder, node, (bias if bias and beta else 0, float(beta)))
+        builder.define(node, builder.apply("{0} * {1}", "float32", given, scale))
+        return
     product = Product(
         batch=shape[0] if len(shape) == 3 else 1,
         rows=shape[-2],
@@ -165,14 +170,14 @@ def _lower(
     builder.result(node, builder.reshape(lower_product(builder, product), shape))
 
 
-@lowers("aten.mm.default", "aten.bmm.default", supports=why_not_all_float32, kept=True)
+@lowers("aten.mm.default", "aten.bmm.default", supports=why_not_float32_product, kept=True)
 def matmul(builder: Builder, node: fx.Node) -> None:
     """`mm(A, B)` and `bmm(A, B)`."""
     _lower(builder, node, arguments(node)[0], arguments(node)[1], None, beta=0.0, alpha=1.0)
 
 
-@lowers("aten.addmm.default", supports=why_not_all_float32, kept=True)
-@lowers("aten.baddbmm.default", supports=why_not_all_float32)
+@lowers("aten.addmm.default", supports=why_not_float32_product, kept=True)
+@lowers("aten.baddbmm.default", supports=why_not_float32_product)
 def biased_matmul(builder: Builder, node: fx.Node) -> None:
     """`beta * bias + alpha * A @ B`, the bias broadcast."""
     bias, left, right = arguments(node)[:3]

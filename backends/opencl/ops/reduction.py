@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import fx
 
-from hetpipe.sdk.graph import dtype_name, operator_name
+from hetpipe.sdk.graph import operator_name
 
 from .. import layouts
 from ..builder import Builder, node_dtype, node_shape
 from ..expr import Const, Coord, Expr, Layout
 from ..reduce import ALL, ANY, MAXIMUM, MINIMUM, PRODUCT, SUM, Reduction, reduce
-from ._common import FLOATS, argument, cast, choose
+from ._common import argument, cast, choose
 from .registry import lowers
 
 
@@ -65,9 +65,10 @@ def extreme(builder: Builder, node: fx.Node) -> None:
     name = operator_name(node).split(".")[1]
     how = {"amax": MAXIMUM, "max": MAXIMUM, "amin": MINIMUM, "min": MINIMUM}.get(name)
     how = how or (ANY if name == "any" else ALL)
-    expr = _source(builder, node, node_dtype(node))
+    # Of uint8 torch asks whether any is not 0 and answers in uint8, 0 or 1.
+    expr = _source(builder, node, "bool" if how in (ANY, ALL) else node_dtype(node))
     dims = _dims(argument(node, 1, "dim"), len(expr.shape))
-    result = _reduced(builder, expr, dims, how)
+    result = cast(builder, _reduced(builder, expr, dims, how), node_dtype(node))
     builder.define(node, _shaped(builder, result, node_shape(node)))
 
 
@@ -103,12 +104,7 @@ def variance(builder: Builder, node: fx.Node) -> None:
     builder.define_results(node, parts)
 
 
-def _has_order(node: fx.Node) -> str | None:
-    dtype = dtype_name(node.args[0].meta["val"].dtype)  # type: ignore[union-attr] # a tensor
-    return None if dtype in (*FLOATS, "int32", "int64") else f"it has no kernel for {dtype}"
-
-
-@lowers("aten.argmax.default", "aten.argmin.default", supports=_has_order)
+@lowers("aten.argmax.default", "aten.argmin.default")
 def position(builder: Builder, node: fx.Node) -> None:
     """The first place of the extreme."""
     expr: Expr = builder.pool.load(builder.store(builder.expr(node.args[0])))
@@ -120,7 +116,7 @@ def position(builder: Builder, node: fx.Node) -> None:
     builder.define(node, _shaped(builder, place, node_shape(node)))
 
 
-@lowers("aten.max.dim", "aten.min.dim", supports=_has_order)
+@lowers("aten.max.dim", "aten.min.dim")
 def extreme_along(builder: Builder, node: fx.Node) -> None:
     expr = builder.pool.load(builder.store(builder.expr(node.args[0])))
     how = MAXIMUM if operator_name(node) == "aten.max.dim" else MINIMUM

@@ -1,0 +1,188 @@
+"""Which operators of torch's database each backend runs: a list of the others, and a page.
+
+    hetpipe conform opencl --device opencl:pocl:0 --level full --group database --json found.json
+    python -m hetpipe.conformance.survey tests/backend/database.toml docs/operators.md found.json
+
+put what a run has found into the list, and write the page. Without a last file only the page.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetpipe.conformance.samples import entries
+from hetpipe.errors import HetpipeError
+from hetpipe.files import write_beside
+from hetpipe.toml import parse_toml
+
+UNASKED, REFUSED = "not asked: ", "refused: "
+"""How the reasons of checks begin."""
+_LACKING = re.compile(r"([a-z_0-9]+(?:\.[A-Za-z_0-9]+)+) \((.*?)\)(?:; |$)")
+FAMILIES = {
+    "activations, losses, layers": "nn_functional_",
+    "linear algebra": "linalg_ addmm addmv addr addbmm bmm baddbmm mm mv matmul inner outer kron"
+    " dot vdot cholesky qr lu svd triangular_solve pinverse logdet ormqr geqrf matrix_exp"
+    " tensordot norm trace chain einsum",
+    "special functions": "special_ polygamma mvlgamma igamma i0 erf lgamma digamma sinc",
+    "Fourier transforms": "fft_ stft istft",
+    "windows of signals": "signal_",
+    "reads and writes at places": "index gather scatter take put select embedding where masked_fill"
+    " masked_scatter masked_select nonzero argwhere as_strided_scatter slice_scatter"
+    " diagonal_scatter",
+    "reductions": "masked_ cum logcumsumexp trapezoid trapz diff dist var std count_nonzero"
+    " aminmax",
+    "sorting and searching": "sort argsort msort topk kthvalue median nanmedian mode unique"
+    " searchsorted bucketize isin hist quantile nanquantile cummax cummin",
+}
+"""Families by how the names of entries begin; the classes of torch's database tell the others."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The entries that nobody can be asked to run, and those that each backend refuses, by name
+    with the reason; of one version of torch, such as 2.13."""
+
+    torch: str
+    unasked: Mapping[str, str]
+    refused: Mapping[str, Mapping[str, str]]
+
+    def status(self, backend: str, name: str) -> str:
+        """The reason why an entry does not run, as a check gives it; empty if it runs."""
+        if name in self.unasked:
+            return UNASKED + self.unasked[name]
+        reason = self.refused.get(backend, {}).get(name)
+        return "" if reason is None else REFUSED + reason
+
+
+def version() -> str:
+    """The part of torch's version on which its database depends."""
+    return ".".join(torch.__version__.split(".")[:2])
+
+
+def read(path: Path) -> Survey:
+    """The list in a file. Raises `HetpipeError` if it is none."""
+    table = parse_toml(path.read_text(encoding="utf-8"), path, HetpipeError)
+    return Survey(table.pop("torch"), table.pop("unasked"), table)
+
+
+def cause(reason: str) -> str:
+    """A reason in short: the operators that are lacking, or what else stands in the way."""
+    lacking = _LACKING.findall(reason)
+    if not lacking:
+        return reason
+    by_dtype = sorted({f"dtype {each}" for each in re.findall(r"\(dtype (\w+) ", reason)})
+    operators = dict.fromkeys(name.rpartition(".")[0] for name, _ in lacking)
+    return ", ".join(by_dtype or operators)
+
+
+def found(survey: Survey, backend: str, results: Iterable[Mapping[str, Any]]) -> Survey:
+    """The list with what a run of the database's checks has found on a device of a backend."""
+    unasked, refused = dict(survey.unasked), {}
+    for result in results:
+        name, message = result["name"].partition("/")[2], result["message"]
+        if message.startswith(UNASKED):
+            unasked[name] = message.removeprefix(UNASKED)
+        elif message.startswith(REFUSED):
+            refused[name] = cause(message.removeprefix(REFUSED))
+    return replace(survey, unasked=unasked, refused={**survey.refused, backend: refused})
+
+
+def text(survey: Survey) -> str:
+    """The list as TOML."""
+    lines = [f"torch = {json.dumps(survey.torch)}"]
+    for title, table in {"unasked": survey.unasked, **survey.refused}.items():
+        rows = (f"{name} = {json.dumps(reason)}" for name, reason in sorted(table.items()))
+        lines += ["", f"[{title}]", *rows]
+    return "\n".join(lines) + "\n"
+
+
+def family(name: str) -> str:
+    """The row of an entry in the table: that of the longest beginning that fits."""
+    found = [
+        (len(begin), title)
+        for title, begins in FAMILIES.items()
+        for begin in begins.split()
+        if name.startswith(begin)
+    ]
+    if found:
+        return max(found)[1]
+    kind = type(entries()[name]).__name__
+    return {
+        "UnaryUfuncInfo": "pointwise, of one tensor",
+        "BinaryUfuncInfo": "pointwise, of two tensors",
+        "ReductionOpInfo": "reductions",
+    }.get(kind, "views, copies and others")
+
+
+def page(survey: Survey) -> str:
+    """docs/operators.md."""
+    asked = [name for name in entries() if name not in survey.unasked]
+    backends = sorted(survey.refused)
+    families = sorted({family(name) for name in asked})
+    rows = [["family", "asked", *backends]]
+    for title in [*families, "all"]:
+        own = [name for name in asked if title in (family(name), "all")]
+        runs = [len(own) - len(survey.refused[each].keys() & own) for each in backends]
+        rows.append([title, str(len(own)), *map(str, runs)])
+    counts = Counter(survey.unasked.values())
+    lines = [
+        *HEAD.format(torch=survey.torch, entries=len(entries()), asked=len(asked)).splitlines(),
+        "", *_table(rows), "", "## Not asked", "",
+        *_table([["entries", "reason"], *([str(n), why] for why, n in counts.most_common())]),
+    ]  # fmt: skip
+    for backend in backends:
+        lines += ["", f"## Refused by {backend}", "", *_refusals(survey.refused[backend])]
+    return "\n".join(lines) + "\n"
+
+
+def _refusals(refused: Mapping[str, str]) -> list[str]:
+    """Entries by family and reason."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, why in sorted(refused.items()):
+        groups.setdefault((family(name), why), []).append(f"`{name}`")
+    rows = [[title, ", ".join(names), why] for (title, why), names in sorted(groups.items())]
+    return _table([["family", "entries", "for lack of"], *rows]) if rows else ["None."]
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return [lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]
+
+
+HEAD = """\
+# Operators
+
+torch has a database of its operators with samples of their arguments, which its own tests run. This
+page says which of its entries each backend runs. It is written by `hetpipe.conformance.survey`, and
+a test holds it: what it calls running runs, and is right.
+
+An entry is asked for if it has float32, torch itself can run and trace it, and its results are
+neither random, nor complex, nor memory that nobody has initialised: {asked} of the {entries}
+entries that torch {torch} has in float32. It runs if the largest of its first samples does, forward
+and with the gradients by all floating inputs where torch has them, and if every result is that of
+float64 within the bounds of [the conformance suite](conformance.md). Otherwise the backend refuses
+it by name when a graph is planned; nothing falls back. No entry is wrong, and none crashes.
+"""
+
+
+def main(data: Path, target: Path, results: Path | None = None) -> None:
+    """Put results into the list, if there are any, and write the page."""
+    survey = read(data) if data.is_file() else Survey(version(), {}, {})
+    if results is not None:
+        for device, report in json.loads(results.read_text(encoding="utf-8"))["devices"].items():
+            survey = found(survey, device.partition(":")[0], report["results"])
+        write_beside(data, lambda beside: beside.write_text(text(survey), encoding="utf-8"))
+    write_beside(target, lambda beside: beside.write_text(page(survey), encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

@@ -1,0 +1,58 @@
+// Functions that PoCL computes wrong for 16 elements at once, and right one by one.
+//
+// One lane beyond LARGE makes its sin, cos and tan take a way for all lanes that is wrong for small
+// ones: sin(1e-8) is 0.01 beside sin(3e38). Its pow and fmod of doubles are wrong for some lanes
+// beside others.
+
+#define LARGE 10000.0f
+
+#define OF_ONE(NAME, T)                                                                           \
+    static inline T __attribute__((overloadable)) exact_##NAME(const T x) { return NAME(x); }
+
+#define OF_TWO(NAME, T)                                                                           \
+    static inline T __attribute__((overloadable)) exact_##NAME(const T x, const T y)              \
+    {                                                                                             \
+        return NAME(x, y);                                                                        \
+    }
+
+#define ONE_BY_ONE(T, CALL)                                                                       \
+    T##16 each = x;                                                                               \
+    T *lanes = (T *)&each;                                                                        \
+    for (int lane = 0; lane < 16; ++lane) lanes[lane] = CALL;                                     \
+    return each;
+
+#define TRIGONOMETRIC(NAME)                                                                       \
+    OF_ONE(NAME, float)                                                                           \
+    static inline float16 __attribute__((overloadable)) exact_##NAME(const float16 x)             \
+    {                                                                                             \
+        if (!any(fabs(x) > (float16)(LARGE))) return NAME(x);                                     \
+        ONE_BY_ONE(float, NAME(lanes[lane]))                                                      \
+    }
+
+TRIGONOMETRIC(sin)
+TRIGONOMETRIC(cos)
+TRIGONOMETRIC(tan)
+OF_TWO(pow, float)
+OF_TWO(pow, float16)
+OF_TWO(fmod, float)
+OF_TWO(fmod, float16)
+
+#ifdef cl_khr_fp64
+#define OF_TWO_DOUBLES(NAME)                                                                      \
+    OF_TWO(NAME, double)                                                                          \
+    static inline double16 __attribute__((overloadable))                                          \
+    exact_##NAME(const double16 x, const double16 y)                                              \
+    {                                                                                             \
+        const double *others = (const double *)&y;                                                \
+        ONE_BY_ONE(double, NAME(lanes[lane], others[lane]))                                       \
+    }
+
+OF_ONE(sin, double)
+OF_ONE(sin, double16)
+OF_ONE(cos, double)
+OF_ONE(cos, double16)
+OF_ONE(tan, double)
+OF_ONE(tan, double16)
+OF_TWO_DOUBLES(pow)
+OF_TWO_DOUBLES(fmod)
+#endif
