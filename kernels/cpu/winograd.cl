@@ -1,7 +1,7 @@
 // 3x3 convolution of stride 1 by minimal filtering, F(4x4, 3x3), on CPUs: 36 products for 16 outputs in place of 144.
 // Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks" (CVPR 2016).
 //
-//   padded   [N][rows][cols][depth]           x with channels last, with a border (layout.cl); tiles of 6x6 every 4 pixels
+//   x        row-major [N][depth][height][width]; tiles of 6x6 pixels, every 4
 //   packed   [block][9][depth][COLS]          weights by blocks of output channels (layout.cl)
 //   weights  [36][block][depth][COLS]         transformed
 //   inputs   [36][tiles][depth_stride]        transformed, of the tile rows that are in work
@@ -13,7 +13,9 @@
 #define COLS 32
 #define ROWS 12
 #define POINTS 36
-#define GROUP 4  // neighbouring tiles that are stored together
+#define SIDE 4
+#define SPAN 7   // tiles side by side that are read together: 7 * SIDE + 2 pixels, of 2 * LANES
+#define GROUP 4  // tiles side by side that are stored together: GROUP * SIDE pixels, LANES
 
 // Interpolation at 0, +-R, +-2R and infinity.
 #define R 0.70710678118654752f
@@ -78,74 +80,111 @@ WORK_ITEM __kernel void winograd_weights(__global const float* restrict packed, 
   }
 }
 
-// global size: tile rows in work, chunks of CHANNELS
-#define CHANNELS 64
-WORK_ITEM __kernel void winograd_input(__global const float* restrict padded, __global float* restrict inputs,
-                                       const int x_offset, const int x_image, const int x_row, const int depth,
-                                       const int first_row, const int tile_rows, const int tile_cols,
-                                       const int depth_stride) {
-  const int own_row = get_global_id(0), row = first_row + own_row;
-  const int c0 = get_global_id(1) * CHANNELS, c1 = min(c0 + CHANNELS, depth);
+// 16 pixels of a channel from x[at]: those before `first` and from `last` on count as zero.
+inline float16 load_pixels(__global const float* x, const int at, const int size, const int first, const int last) {
+  const int16 lane = (int16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  float16 pixels;
+  if (at >= 0 && at + LANES <= size) {  // around them lie other pixels: reading these is harmless
+    pixels = vload16(0, x + at);
+  } else {
+    float each[LANES];
+    for (int i = 0; i < LANES; i++) each[i] = i >= first && i < last ? x[at + i] : 0.0f;
+    pixels = vload16(0, each);
+  }
+  return select((float16)(0.0f), pixels, lane >= first && lane < last);
+}
+
+// Tiles side by side of 16 channels; the first input pixel of the first tile is (top, left).
+// global size: tile rows in work, chunks of 16 channels
+WORK_ITEM __kernel void winograd_input(__global const float* restrict x, __global float* restrict inputs,
+                                       const int images, const int depth, const int height, const int width,
+                                       const int top, const int left, const int first_row, const int tile_rows,
+                                       const int tile_cols, const int depth_stride) {
+  const int own_row = get_global_id(0), row = first_row + own_row, image = row / tile_rows;
+  const int c0 = min((int)get_global_id(1) * LANES, depth - LANES);
   const int point = (int)get_global_size(0) * tile_cols * depth_stride;
-  padded += x_offset + row / tile_rows * x_image + row % tile_rows * 4 * x_row;
-  inputs += own_row * tile_cols * depth_stride;
-  for (int tile = 0; tile < tile_cols; tile++) {
-    for (int c = c0; c < c1; c += LANES) {
+  const int plane = height * width, size = images * depth * plane;
+  const int h0 = top + row % tile_rows * SIDE;
+  inputs += own_row * tile_cols * depth_stride + c0;
+  for (int tile = 0; tile < tile_cols; tile += SPAN) {
+    const int count = min(tile_cols - tile, SPAN);
+    float strip[6 * 2 * LANES * LANES];  // [row][column][channel]
+    for (int i = 0; i < 6; i++) {
+      const int h = h0 + i;
+      for (int run = 0; run < (count * SIDE + 2 + LANES - 1) / LANES; run++) {
+        float* pixels = strip + (i * 2 + run) * LANES * LANES;
+        const int w = left + tile * SIDE + run * LANES, at = (image * depth + c0) * plane + h * width + w;
+        const int last = h >= 0 && h < height ? width - w : 0;
+        float16 tile_of[LANES];
+#pragma unroll
+        for (int c = 0; c < LANES; c++) tile_of[c] = load_pixels(x, at + c * plane, size, -w, last);
+        transpose_rows(tile_of);
+#pragma unroll
+        for (int c = 0; c < LANES; c++) vstore16(tile_of[c], c, pixels);
+      }
+    }
+    for (int t = 0; t < count; t++) {
+      const float* at = strip + t * SIDE * LANES;
       float16 columns[POINTS];
 #pragma unroll
-      for (int j = 0; j < 6; j++) {
-        __global const float* x = padded + j * depth + c;
-        const int count = depth - c;
-        transform_input(load_upto(x, count), load_upto(x + x_row, count), load_upto(x + 2 * x_row, count),
-                        load_upto(x + 3 * x_row, count), load_upto(x + 4 * x_row, count),
-                        load_upto(x + 5 * x_row, count), columns + j, 6);
-      }
+      for (int j = 0; j < 6; j++)
+        transform_input(vload16(j, at), vload16(2 * LANES + j, at), vload16(4 * LANES + j, at),
+                        vload16(6 * LANES + j, at), vload16(8 * LANES + j, at), vload16(10 * LANES + j, at),
+                        columns + j, 6);
 #pragma unroll
       for (int i = 0; i < 6; i++) {
         float16 out[6];
         transform_input(columns[6 * i], columns[6 * i + 1], columns[6 * i + 2], columns[6 * i + 3], columns[6 * i + 4],
                         columns[6 * i + 5], out, 1);
 #pragma unroll
-        for (int j = 0; j < 6; j++) vstore16(out[j], 0, inputs + (6 * i + j) * point + c);
+        for (int j = 0; j < 6; j++) vstore16(out[j], 0, inputs + (6 * i + j) * point);
       }
+      inputs += depth_stride;
     }
-    padded += 4 * depth;
-    inputs += depth_stride;
   }
 }
 
-// ROWS x COLS sums stay in registers. global size: blocks, POINTS
+// COUNT tiles x COLS lanes: the sums stay in registers. A function each, as a loop is unrolled into registers only
+// where its bound is literal.
+#define MULTIPLY(name, COUNT)                                                                                \
+  inline void name(__global const float* restrict a, __global const float* restrict b, const int depth,      \
+                   const int depth_stride, __global float* restrict out, const int out_stride) {             \
+    float16 lo[COUNT], hi[COUNT];                                                                            \
+    _Pragma("unroll") for (int m = 0; m < COUNT; m++) lo[m] = hi[m] = (float16)(0.0f);                       \
+    for (int k = 0; k < depth; k++) {                                                                        \
+      const float16 b_lo = vload16(0, b), b_hi = vload16(1, b);                                              \
+      _Pragma("unroll") for (int m = 0; m < COUNT; m++) {                                                    \
+        const float value = a[m * depth_stride + k];                                                         \
+        lo[m] = fma((float16)(value), b_lo, lo[m]);                                                          \
+        hi[m] = fma((float16)(value), b_hi, hi[m]);                                                          \
+      }                                                                                                      \
+      b += COLS;                                                                                             \
+    }                                                                                                        \
+    _Pragma("unroll") for (int m = 0; m < COUNT; m++) {                                                      \
+      vstore16(lo[m], 0, out + m * out_stride);                                                              \
+      vstore16(hi[m], 1, out + m * out_stride);                                                              \
+    }                                                                                                        \
+  }
+MULTIPLY(multiply_4, 4)
+MULTIPLY(multiply_8, 8)
+MULTIPLY(multiply_12, ROWS)
+
+// The last tiles are done in fours, which may overlap those before. global size: blocks, POINTS
 WORK_ITEM __kernel void winograd_multiply(__global const float* restrict inputs, __global const float* restrict weights,
                                           __global float* restrict products, const int tiles, const int depth,
                                           const int depth_stride, const int lane_stride) {
-  const int block = get_global_id(0), point = get_global_id(1);
+  const int block = get_global_id(0), point = get_global_id(1), out_stride = POINTS * lane_stride;
   weights += (point * (int)get_global_size(0) + block) * depth * COLS;
   inputs += point * tiles * depth_stride;
   products += point * lane_stride + block * COLS;
-  for (int own = 0; own < tiles; own += ROWS) {
-    const int tile = min(own, tiles - ROWS);
-    __global const float* a = inputs + tile * depth_stride;
-    __global const float* b = weights;
-    float16 lo[ROWS], hi[ROWS];
-#pragma unroll
-    for (int m = 0; m < ROWS; m++) lo[m] = hi[m] = (float16)(0.0f);
-    for (int k = 0; k < depth; k++) {
-      const float16 b_lo = vload16(0, b), b_hi = vload16(1, b);
-#pragma unroll
-      for (int m = 0; m < ROWS; m++) {
-        const float value = a[m * depth_stride + k];
-        lo[m] = fma((float16)(value), b_lo, lo[m]);
-        hi[m] = fma((float16)(value), b_hi, hi[m]);
-      }
-      b += COLS;
-    }
-    __global float* out = products + tile * POINTS * lane_stride;
-#pragma unroll
-    for (int m = 0; m < ROWS; m++) {
-      vstore16(lo[m], 0, out + m * POINTS * lane_stride);
-      vstore16(hi[m], 1, out + m * POINTS * lane_stride);
-    }
-  }
+  const int whole = tiles / ROWS * ROWS, rest = (tiles - whole + 3) / 4 * 4;
+  for (int tile = 0; tile < whole; tile += ROWS)
+    multiply_12(inputs + tile * depth_stride, weights, depth, depth_stride, products + tile * out_stride, out_stride);
+  inputs += (tiles - rest) * depth_stride;
+  products += (tiles - rest) * out_stride;
+  if (rest == 4) multiply_4(inputs, weights, depth, depth_stride, products, out_stride);
+  if (rest == 8) multiply_8(inputs, weights, depth, depth_stride, products, out_stride);
+  if (rest == 12) multiply_12(inputs, weights, depth, depth_stride, products, out_stride);
 }
 
 // The first `count` lanes, in fours.

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import TYPE_CHECKING
+import os
 
 from ..builder import Builder, Kernel, Value
 from ..geometry import Geometry
 from ._convolution import Axis
-
-if TYPE_CHECKING:
-    from .convolution import ChannelsLast
 
 COLS, ROWS = 32, 12
 """The register tile of the products, as in the kernels: output channels, tiles."""
@@ -19,9 +15,9 @@ LANES = 16
 SIDE = 4
 """Outputs of a tile, in rows and columns."""
 POINTS = (SIDE + 2) ** 2
-CHANNELS = 64
-"""Input channels that one work-item transforms."""
-WORK_NBYTES = 8 << 20
+WORK_NBYTES = int(os.environ.get('WN', 0))
+LEAST=int(os.environ.get('LEAST',6<<20))
+MOST=20<<20
 """Memory of transformed inputs and of products: tile rows are done in turns that fit."""
 ONE = (1, 1, 1)
 
@@ -37,29 +33,21 @@ def suits(g: Geometry, axes: tuple[Axis, Axis], flipped: bool) -> bool:
     if g.groups > 1 or any((a.taps, a.x_step, a.tap_step, a.y_step) != (3, 1, 1, 1) for a in axes):
         return False
     tiles = g.images * tiles_of(axes[0]) * tiles_of(axes[1])
-    return tiles >= ROWS
-
-
-def reach(g: Geometry, axes: tuple[Axis, Axis], flipped: bool) -> tuple[Axis, Axis]:
-    """The axes with as many outputs as the kernels compute: whole tiles."""
-    if not suits(g, axes, flipped):
-        return axes
-    h, w = (replace(axis, outputs=tiles_of(axis) * SIDE) for axis in axes)
-    return h, w
+    return tiles >= 4 and depth >= LANES
 
 
 def convolve(
-    builder: Builder, g: Geometry, copy: ChannelsLast, packed: Value, bias: Value | None, y: Value,
+    builder: Builder, g: Geometry, x: Value, packed: Value, bias: Value | None, y: Value,
     axes: tuple[Axis, Axis], flipped: bool,
 ) -> None:  # fmt: skip
-    """y of the channels-last copy, whose border must reach as far as whole tiles read."""
+    """y [N][lanes][height][width] of x [N][depth][height][width]."""
     lanes, depth = g.channels(flipped)
     h, w = axes
     tile_rows, tile_cols = tiles_of(h), tiles_of(w)
     blocks = math.ceil(lanes / COLS)
     depth_stride, lane_stride = (math.ceil(depth / LANES) + 1) * LANES, blocks * COLS + LANES
     total = g.images * tile_rows
-    turn = _tile_rows_at_once(total, tile_cols, depth_stride + lane_stride)
+    turn = _tile_rows_at_once(total, tile_cols, depth_stride + lane_stride, 4*POINTS*blocks*depth*COLS)
     tiles = turn * tile_cols
     weights = _weights(builder, packed, axes, depth, blocks)
     inputs = builder.new((POINTS, tiles, depth_stride), "float32")
@@ -68,10 +56,10 @@ def convolve(
     for at in range(0, total, turn):
         place = {"first_row": min(at, total - turn), "tile_rows": tile_rows, "tile_cols": tile_cols}
         builder.launch(
-            _kernel(builder, "winograd_input"), (turn, math.ceil(depth / CHANNELS), 1), ONE,
+            _kernel(builder, "winograd_input"), (turn, math.ceil(depth / LANES), 1), ONE,
             {
-                "padded": copy.value, "inputs": inputs, "x_offset": copy.offset(h.start, w.start),
-                "x_image": copy.image, "x_row": copy.row, "depth": depth, **place,
+                "x": x, "inputs": inputs, "images": g.images, "depth": depth, "height": x.shape[2],
+                "width": x.shape[3], "top": h.start, "left": w.start, **place,
                 "depth_stride": depth_stride,
             },
         )  # fmt: skip
@@ -109,12 +97,17 @@ def _weights(
     return weights
 
 
-def _tile_rows_at_once(total: int, tile_cols: int, strides: int) -> int:
-    """Tile rows whose intermediates fit, as whole register tiles."""
-    whole = ROWS // math.gcd(ROWS, tile_cols)
-    most = WORK_NBYTES // (4 * POINTS * strides * tile_cols)
-    turns = math.ceil(total / max(whole, most))
-    return min(total, math.ceil(total / turns / whole) * whole)
+def _tile_rows_at_once(total: int, tile_cols: int, strides: int, weights: int) -> int:
+    """Tile rows whose intermediates fit, and that waste least: all turns have as many."""
+    least = math.ceil(4 / tile_cols)
+    room = WORK_NBYTES or max(LEAST, min(weights // 2, MOST))
+    most = max(least, room // (4 * POINTS * strides * tile_cols))
+
+    def computed(turn: int) -> tuple[int, int]:
+        turns = math.ceil(total / turn)
+        return turns * math.ceil(turn * tile_cols / 4), turns
+
+    return min(range(least, min(total, most) + 1), key=computed)
 
 
 def _kernel(builder: Builder, name: str) -> Kernel:

@@ -91,9 +91,12 @@ def forward(
     """y [N][Co][OH][OW] of x [N][Ci][H][W]."""
     g = geometry
     axes = (forward_axis(g, 0), forward_axis(g, 1))
-    copy = channels_last(builder, x, g.size, [_winograd.reach(g, axes, flipped=False)])
     y = builder.new((g.images, g.out_channels, *g.out_size), "float32")
     packed = pack_weights(builder, g, weight, flipped=False)
+    if _winograd.suits(g, axes, flipped=False):
+        _winograd.convolve(builder, g, x, packed, bias, y, axes, flipped=False)
+        return y
+    copy = channels_last(builder, x, g.size, [axes])
     _convolve(builder, g, copy, packed, bias, y, axes, flipped=False)
     return y
 
@@ -120,9 +123,6 @@ def _convolve(
     axes: tuple[Axis, Axis],
     flipped: bool,
 ) -> None:
-    if _winograd.suits(g, axes, flipped):
-        _winograd.convolve(builder, g, copy, packed, bias, y, axes, flipped)
-        return
     lanes, depth = g.channels(flipped)
     blocks = math.ceil(lanes / COLS)
     h, w = axes
@@ -238,8 +238,7 @@ def _forward_copy(builder: Builder, g: Geometry, x: Value) -> ChannelsLast:
 
 def _gradient_copy(builder: Builder, g: Geometry, dy: Value, border: bool = True) -> ChannelsLast:
     axes = list(product(gradient_axes(g, 0), gradient_axes(g, 1))) if border else []
-    reach = [_winograd.reach(g, pair, flipped=True) for pair in axes]
-    return channels_last(builder, dy, g.out_size, reach)
+    return channels_last(builder, dy, g.out_size, axes)
 
 
 @lowers("aten.convolution.default", supports=why_not, kept=True)
