@@ -12,25 +12,33 @@
 
 #define COLS 32
 #define ROWS 12
+// Asks early for the line at `p`.
+#ifdef INTERPRETED
+#define PREFETCH(p)
+#else
+#define PREFETCH(p) __builtin_prefetch((const void*)(size_t)(p), 0, 2)
+#endif
+
 #define POINTS 36
+#define ALIGNED __attribute__((aligned(64)))
 #define SIDE 4
 #define SPAN 7   // tiles side by side that are read together: 7 * SIDE + 2 pixels, of 2 * LANES
+#define STRIP (2 * LANES)
 #define GROUP 4  // tiles side by side that are stored together: GROUP * SIDE pixels, LANES
 
 // Interpolation at 0, +-R, +-2R and infinity.
 #define R 0.70710678118654752f
 
-// B^T d of one row or column.
-inline void transform_input(const float16 d0, const float16 d1, const float16 d2, const float16 d3, const float16 d4,
-                            const float16 d5, float16* out, const int step) {
-  const float16 even_1 = d4 - 2.0f * d2, odd_1 = d3 - 2.0f * d1;
-  const float16 even_2 = d4 - 0.5f * d2, odd_2 = d3 - 0.5f * d1;
-  out[0] = d0 - 2.5f * d2 + d4;
-  out[step] = even_1 + R * odd_1;
-  out[2 * step] = even_1 - R * odd_1;
-  out[3 * step] = even_2 + 2 * R * odd_2;
-  out[4 * step] = even_2 - 2 * R * odd_2;
-  out[5 * step] = d1 - 2.5f * d3 + d5;
+// B^T d of a row or column.
+inline void transform_input(const float16 d[6], float16 out[6]) {
+  const float16 even_1 = d[4] - 2.0f * d[2], odd_1 = d[3] - 2.0f * d[1];
+  const float16 even_2 = d[4] - 0.5f * d[2], odd_2 = d[3] - 0.5f * d[1];
+  out[0] = d[0] - 2.5f * d[2] + d[4];
+  out[1] = even_1 + R * odd_1;
+  out[2] = even_1 - R * odd_1;
+  out[3] = even_2 + 2 * R * odd_2;
+  out[4] = even_2 - 2 * R * odd_2;
+  out[5] = d[1] - 2.5f * d[3] + d[5];
 }
 
 // G g.
@@ -80,18 +88,24 @@ WORK_ITEM __kernel void winograd_weights(__global const float* restrict packed, 
   }
 }
 
-// 16 pixels of a channel from x[at]: those before `first` and from `last` on count as zero.
-inline float16 load_pixels(__global const float* x, const int at, const int size, const int first, const int last) {
+// 16 pixels of 16 channels, channels last; the pixels before `first` and from `last` on are zero.
+inline void load_pixels(__global const float* x, const int at, const int plane, const int size, const int first,
+                        const int last, const int ahead, float* pixels) {
   const int16 lane = (int16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  float16 pixels;
-  if (at >= 0 && at + LANES <= size) {  // around them lie other pixels: reading these is harmless
-    pixels = vload16(0, x + at);
+  if (at >= 0 && at + (LANES - 1) * plane + LANES <= size) {  // other pixels lie around them: reading these is harmless
+    const int16 mask = lane >= first && lane < last;
+    float16 r[LANES];
+    if (ahead > 0)
+      for (int c = 0; c < LANES; c++) PREFETCH(x + at + c * plane + ahead);
+#pragma unroll
+    for (int c = 0; c < LANES; c++) r[c] = as_float16(as_int16(vload16(0, x + at + c * plane)) & mask);
+    transpose_rows(r);
+#pragma unroll
+    for (int c = 0; c < LANES; c++) vstore16(r[c], c, pixels);
   } else {
-    float each[LANES];
-    for (int i = 0; i < LANES; i++) each[i] = i >= first && i < last ? x[at + i] : 0.0f;
-    pixels = vload16(0, each);
+    for (int i = 0; i < LANES; i++)
+      for (int c = 0; c < LANES; c++) pixels[i * LANES + c] = i >= first && i < last ? x[at + c * plane + i] : 0.0f;
   }
-  return select((float16)(0.0f), pixels, lane >= first && lane < last);
 }
 
 // Tiles side by side of 16 channels; the first input pixel of the first tile is (top, left).
@@ -108,34 +122,32 @@ WORK_ITEM __kernel void winograd_input(__global const float* restrict x, __globa
   inputs += own_row * tile_cols * depth_stride + c0;
   for (int tile = 0; tile < tile_cols; tile += SPAN) {
     const int count = min(tile_cols - tile, SPAN);
-    float strip[6 * 2 * LANES * LANES];  // [row][column][channel]
+    float strip[6 * STRIP * LANES] ALIGNED;  // [row][column][channel]
     for (int i = 0; i < 6; i++) {
       const int h = h0 + i;
       for (int run = 0; run < (count * SIDE + 2 + LANES - 1) / LANES; run++) {
-        float* pixels = strip + (i * 2 + run) * LANES * LANES;
+        float* pixels = strip + (i * STRIP + run * LANES) * LANES;
         const int w = left + tile * SIDE + run * LANES, at = (image * depth + c0) * plane + h * width + w;
         const int last = h >= 0 && h < height ? width - w : 0;
-        float16 tile_of[LANES];
-#pragma unroll
-        for (int c = 0; c < LANES; c++) tile_of[c] = load_pixels(x, at + c * plane, size, -w, last);
-        transpose_rows(tile_of);
-#pragma unroll
-        for (int c = 0; c < LANES; c++) vstore16(tile_of[c], c, pixels);
+        load_pixels(x, at, plane, size, -w, last, i < 2 ? 0 : SIDE * width, pixels);
       }
     }
+    for (int w = 0; w < count * SIDE + 2; w++) {
+      float* column = strip + w * LANES;
+      float16 d[6], out[6];
+#pragma unroll
+      for (int i = 0; i < 6; i++) d[i] = vload16(i * STRIP, column);
+      transform_input(d, out);
+#pragma unroll
+      for (int i = 0; i < 6; i++) vstore16(out[i], i * STRIP, column);
+    }
     for (int t = 0; t < count; t++) {
-      const float* at = strip + t * SIDE * LANES;
-      float16 columns[POINTS];
-#pragma unroll
-      for (int j = 0; j < 6; j++)
-        transform_input(vload16(j, at), vload16(2 * LANES + j, at), vload16(4 * LANES + j, at),
-                        vload16(6 * LANES + j, at), vload16(8 * LANES + j, at), vload16(10 * LANES + j, at),
-                        columns + j, 6);
-#pragma unroll
       for (int i = 0; i < 6; i++) {
-        float16 out[6];
-        transform_input(columns[6 * i], columns[6 * i + 1], columns[6 * i + 2], columns[6 * i + 3], columns[6 * i + 4],
-                        columns[6 * i + 5], out, 1);
+        const float* row = strip + (i * STRIP + t * SIDE) * LANES;
+        float16 d[6], out[6];
+#pragma unroll
+        for (int j = 0; j < 6; j++) d[j] = vload16(j, row);
+        transform_input(d, out);
 #pragma unroll
         for (int j = 0; j < 6; j++) vstore16(out[j], 0, inputs + (6 * i + j) * point);
       }
@@ -210,7 +222,7 @@ WORK_ITEM __kernel void winograd_output(__global const float* restrict products,
   const float16 shift = has_bias ? load_upto(bias + c0, channels) : (float16)(0.0f);
   products += own_row * tile_cols * POINTS * lane_stride + c0;
   y += (row / tile_rows * lanes + c0) * height * width + h * width;
-  float stage[LANES * 4 * GROUP * 4];  // [channel][row][column]
+  float stage[LANES * 4 * GROUP * 4] ALIGNED;  // [channel][row][column]
   for (int tile = 0; tile < tile_cols; tile += GROUP) {
     for (int side = 0; side < min(GROUP, tile_cols - tile); side++) {
       float16 columns[24], pixels[LANES];

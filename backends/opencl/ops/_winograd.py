@@ -3,112 +3,151 @@
 from __future__ import annotations
 
 import math
-import os
+from dataclasses import dataclass
 
 from ..builder import Builder, Kernel, Value
 from ..geometry import Geometry
-from ._convolution import Axis
+from ..signature import Argument
+from ._convolution import forward_axis, gradient_axes
 
-COLS, ROWS = 32, 12
-"""The register tile of the products, as in the kernels: output channels, tiles."""
+COLS, ROWS = 32, 4
+"""The register tile of the products, as in the kernels: output channels, and tiles by the last."""
 LANES = 16
 SIDE = 4
 """Outputs of a tile, in rows and columns."""
 POINTS = (SIDE + 2) ** 2
-WORK_NBYTES = int(os.environ.get('WN', 0))
-LEAST=int(os.environ.get('LEAST',6<<20))
-MOST=20<<20
-"""Memory of transformed inputs and of products: tile rows are done in turns that fit."""
-ONE = (1, 1, 1)
+LEAST_NBYTES, MOST_NBYTES = 6 << 20, 20 << 20
+"""Memory of transformed inputs and of products, which should stay in the last cache."""
+TILE_WORK, WEIGHT_WORK = 600, 540
+"""Vector operations as long as the transforms of 16 channels of a tile, and of 16 weights."""
 
 
-def tiles_of(axis: Axis) -> int:
-    """Tiles along one dimension."""
-    return math.ceil(axis.outputs / SIDE)
+def suits(g: Geometry, flipped: bool) -> bool:
+    """Whether minimal filtering computes the convolution (its input gradient if `flipped`), and
+    sooner than the direct kernel.
 
-
-def suits(g: Geometry, axes: tuple[Axis, Axis], flipped: bool) -> bool:
-    """Whether minimal filtering computes this convolution, and sooner than the direct kernel."""
+    Both are counted in multiply-adds of a vector. The direct kernel has 9 for a pixel and an input
+    channel, ours 36 for a tile, and three transforms: they pay if tiles are not mostly border and
+    channels not few.
+    """
     lanes, depth = g.channels(flipped)
-    if g.groups > 1 or any((a.taps, a.x_step, a.tap_step, a.y_step) != (3, 1, 1, 1) for a in axes):
+    if (g.groups, g.kernel, g.stride, g.dilation) != (1, (3, 3), (1, 1), (1, 1)) or depth < LANES:
         return False
-    tiles = g.images * tiles_of(axes[0]) * tiles_of(axes[1])
-    return tiles >= 4 and depth >= LANES
+    height, width = g.size if flipped else g.out_size
+    tiles = g.images * math.ceil(height / SIDE) * math.ceil(width / SIDE)
+    vectors = math.ceil(lanes / COLS) * COLS // LANES
+    direct = 9 * g.images * height * width * depth * vectors
+    products = POINTS * max(tiles, ROWS) * depth * vectors
+    transforms = TILE_WORK * tiles * math.ceil((depth + lanes) / LANES)
+    return tiles >= ROWS and products + transforms + WEIGHT_WORK * depth * vectors < direct
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Sizes of one convolution, as in the kernels."""
+
+    images: int
+    lanes: int
+    depth: int
+    tile_rows: int
+    """In one image."""
+    tile_cols: int
+
+    @property
+    def blocks(self) -> int:
+        return math.ceil(self.lanes / COLS)
+
+    # Powers of two as strides would drive the rows of a tile out of the first cache.
+    @property
+    def depth_stride(self) -> int:
+        return (math.ceil(self.depth / LANES) + 1) * LANES
+
+    @property
+    def lane_stride(self) -> int:
+        return self.blocks * COLS + LANES
+
+    @property
+    def all_rows(self) -> int:
+        return self.images * self.tile_rows
+
+    def turn(self) -> int:
+        """Tile rows at once: intermediates fit, and turns, all of that many, repeat least.
+
+        Each turn reads all weights: where these are many, turns are long.
+        """
+        weights = 4 * POINTS * self.blocks * COLS * self.depth
+        room = max(LEAST_NBYTES, min(weights // 2, MOST_NBYTES))
+        row = 4 * POINTS * (self.depth_stride + self.lane_stride) * self.tile_cols
+        least = math.ceil(ROWS / self.tile_cols)
+
+        def repeated(turn: int) -> tuple[int, int]:
+            turns = math.ceil(self.all_rows / turn)
+            return turns * math.ceil(turn * self.tile_cols / ROWS), turns
+
+        return min(range(least, min(self.all_rows, max(least, room // row)) + 1), key=repeated)
 
 
 def convolve(
-    builder: Builder, g: Geometry, x: Value, packed: Value, bias: Value | None, y: Value,
-    axes: tuple[Axis, Axis], flipped: bool,
-) -> None:  # fmt: skip
-    """y [N][lanes][height][width] of x [N][depth][height][width]."""
-    lanes, depth = g.channels(flipped)
-    h, w = axes
-    tile_rows, tile_cols = tiles_of(h), tiles_of(w)
-    blocks = math.ceil(lanes / COLS)
-    depth_stride, lane_stride = (math.ceil(depth / LANES) + 1) * LANES, blocks * COLS + LANES
-    total = g.images * tile_rows
-    turn = _tile_rows_at_once(total, tile_cols, depth_stride + lane_stride, 4*POINTS*blocks*depth*COLS)
-    tiles = turn * tile_cols
-    weights = _weights(builder, packed, axes, depth, blocks)
-    inputs = builder.new((POINTS, tiles, depth_stride), "float32")
-    products = builder.new((tiles, POINTS, lane_stride), "float32")
-    height, width = y.shape[2:]
-    for at in range(0, total, turn):
-        place = {"first_row": min(at, total - turn), "tile_rows": tile_rows, "tile_cols": tile_cols}
-        builder.launch(
-            _kernel(builder, "winograd_input"), (turn, math.ceil(depth / LANES), 1), ONE,
+    builder: Builder, g: Geometry, x: Value, packed: Value, bias: Value | None, flipped: bool
+) -> Value:
+    """y [N][lanes][height][width] of x [N][depth][.][.]; `packed` are weights by taps."""
+    (lanes, depth), (height, width) = g.channels(flipped), g.size if flipped else g.out_size
+    sizes = _Sizes(g.images, lanes, depth, math.ceil(height / SIDE), math.ceil(width / SIDE))
+    weights = _weights(builder, g, packed, sizes, flipped)
+    y = builder.new((g.images, lanes, height, width), "float32")
+    top, left = ((gradient_axes(g, i)[0] if flipped else forward_axis(g, i)).start for i in (0, 1))
+    turn = sizes.turn()
+    tiles = turn * sizes.tile_cols
+    inputs = builder.new((POINTS, tiles, sizes.depth_stride), "float32")
+    products = builder.new((tiles, POINTS, sizes.lane_stride), "float32")
+    for first in range(0, sizes.all_rows, turn):
+        place = {
+            "first_row": min(first, sizes.all_rows - turn), "tile_rows": sizes.tile_rows,
+            "tile_cols": sizes.tile_cols,
+        }  # fmt: skip
+        _launch(
+            builder, "winograd_input", (turn, math.ceil(depth / LANES)),
             {
                 "x": x, "inputs": inputs, "images": g.images, "depth": depth, "height": x.shape[2],
-                "width": x.shape[3], "top": h.start, "left": w.start, **place,
-                "depth_stride": depth_stride,
+                "width": x.shape[3], "top": top, "left": left, **place,
+                "depth_stride": sizes.depth_stride,
             },
         )  # fmt: skip
-        builder.launch(
-            _kernel(builder, "winograd_multiply"), (blocks, POINTS, 1), ONE,
+        _launch(
+            builder, "winograd_multiply", (sizes.blocks, POINTS),
             {
                 "inputs": inputs, "weights": weights, "products": products, "tiles": tiles,
-                "depth": depth, "depth_stride": depth_stride, "lane_stride": lane_stride,
+                "depth": depth, "depth_stride": sizes.depth_stride,
+                "lane_stride": sizes.lane_stride,
             },
         )  # fmt: skip
-        builder.launch(
-            _kernel(builder, "winograd_output"), (turn, math.ceil(lanes / LANES), 1), ONE,
+        _launch(
+            builder, "winograd_output", (turn, math.ceil(lanes / LANES)),
             {
                 "products": products, "bias": bias or products, "has_bias": int(bias is not None),
-                "y": y, **place, "lanes": lanes, "lane_stride": lane_stride, "height": height,
-                "width": width,
+                "y": y, **place, "lanes": lanes, "lane_stride": sizes.lane_stride,
+                "height": height, "width": width,
             },
         )  # fmt: skip
+    return y
 
 
-def _weights(
-    builder: Builder, packed: Value, axes: tuple[Axis, Axis], depth: int, blocks: int
-) -> Value:
-    """[POINTS][blocks][depth][COLS] of weights that are packed by taps."""
-    h, w = axes
-    weights = builder.new((POINTS, blocks, depth, COLS), "float32")
-    builder.launch(
-        _kernel(builder, "winograd_weights"), (blocks, math.ceil(depth / LANES), 1), ONE,
+def _weights(builder: Builder, g: Geometry, packed: Value, sizes: _Sizes, flipped: bool) -> Value:
+    """The transformed weights, [POINTS][blocks][depth][COLS]."""
+    weights = builder.new((POINTS, sizes.blocks, sizes.depth, COLS), "float32")
+    h, w = (gradient_axes(g, i)[0] if flipped else forward_axis(g, i) for i in (0, 1))
+    _launch(
+        builder, "winograd_weights", (sizes.blocks, math.ceil(sizes.depth / LANES)),
         {
-            "packed": packed, "weights": weights, "depth": depth, "first": 3 * h.first + w.first,
-            "step_h": 3 * h.step, "step_w": w.step,
+            "packed": packed, "weights": weights, "depth": sizes.depth,
+            "first": 3 * h.first + w.first, "step_h": 3 * h.step, "step_w": w.step,
         },
-        steady=builder.steady(packed),
     )  # fmt: skip
     return weights
 
 
-def _tile_rows_at_once(total: int, tile_cols: int, strides: int, weights: int) -> int:
-    """Tile rows whose intermediates fit, and that waste least: all turns have as many."""
-    least = math.ceil(4 / tile_cols)
-    room = WORK_NBYTES or max(LEAST, min(weights // 2, MOST))
-    most = max(least, room // (4 * POINTS * strides * tile_cols))
-
-    def computed(turn: int) -> tuple[int, int]:
-        turns = math.ceil(total / turn)
-        return turns * math.ceil(turn * tile_cols / 4), turns
-
-    return min(range(least, min(total, most) + 1), key=computed)
-
-
-def _kernel(builder: Builder, name: str) -> Kernel:
-    return Kernel(builder.source("cpu/common.cl") + builder.source("cpu/winograd.cl"), name)
+def _launch(
+    builder: Builder, name: str, size: tuple[int, int], args: dict[str, Argument]
+) -> None:
+    kernel = Kernel(builder.source("cpu/common.cl") + builder.source("cpu/winograd.cl"), name)
+    builder.launch(kernel, (*size, 1), (1, 1, 1), args)
