@@ -2,8 +2,8 @@
 // Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks" (CVPR 2016).
 //
 //   x        row-major [N][depth][height][width]; tiles of 6x6 pixels, every 4
-//   packed   [block][9][depth][COLS]          weights by blocks of output channels (layout.cl)
-//   weights  [36][block][depth][COLS]         transformed
+//   w        3x3 weights, row-major
+//   weights  [36][block][depth][COLS]         transformed, by blocks of output channels
 //   inputs   [36][tiles][depth_stride]        transformed, of the tile rows that are in work
 //   products [tiles][36][lane_stride]         inputs times weights
 //   y        row-major [N][lanes][height][width]
@@ -42,48 +42,60 @@ inline void transform_input(const float16 d[6], float16 out[6]) {
 }
 
 // G g.
-inline void transform_weights(const float16 g0, const float16 g1, const float16 g2, float16* out, const int step) {
-  const float16 even_1 = (g0 + 0.5f * g2) * (-2.0f / 3.0f), odd_1 = g1 * (-2.0f / 3.0f * R);
-  const float16 even_2 = (g0 + 2.0f * g2) * (1.0f / 6.0f), odd_2 = g1 * (R / 3.0f);
-  out[0] = g0;
-  out[step] = even_1 + odd_1;
-  out[2 * step] = even_1 - odd_1;
-  out[3 * step] = even_2 + odd_2;
-  out[4 * step] = even_2 - odd_2;
-  out[5 * step] = g2;
+inline void transform_weights(const float16 g[3], float16 out[6]) {
+  const float16 even_1 = (g[0] + 0.5f * g[2]) * (-2.0f / 3.0f), odd_1 = g[1] * (-2.0f / 3.0f * R);
+  const float16 even_2 = (g[0] + 2.0f * g[2]) * (1.0f / 6.0f), odd_2 = g[1] * (R / 3.0f);
+  out[0] = g[0];
+  out[1] = even_1 + odd_1;
+  out[2] = even_1 - odd_1;
+  out[3] = even_2 + odd_2;
+  out[4] = even_2 - odd_2;
+  out[5] = g[2];
 }
 
 // A^T m.
-inline void transform_output(const float16 m0, const float16 m1, const float16 m2, const float16 m3, const float16 m4,
-                             const float16 m5, float16* out, const int step) {
-  const float16 sum_1 = m1 + m2, difference_1 = m1 - m2;
-  const float16 sum_2 = m3 + m4, difference_2 = m3 - m4;
-  out[0] = m0 + sum_1 + sum_2;
-  out[step] = R * difference_1 + 2 * R * difference_2;
-  out[2 * step] = 0.5f * sum_1 + 2.0f * sum_2;
-  out[3 * step] = 0.5f * R * difference_1 + (4 * R * difference_2 + m5);
+inline void transform_output(const float16 m[6], float16 out[4]) {
+  const float16 sum_1 = m[1] + m[2], difference_1 = m[1] - m[2];
+  const float16 sum_2 = m[3] + m[4], difference_2 = m[3] - m[4];
+  out[0] = m[0] + sum_1 + sum_2;
+  out[1] = R * difference_1 + 2 * R * difference_2;
+  out[2] = 0.5f * sum_1 + 2.0f * sum_2;
+  out[3] = 0.5f * R * difference_1 + (4 * R * difference_2 + m[5]);
 }
 
-// Tap (i, j) of the convolution is at first + i * step_h + j * step_w of the kernel. global size: blocks, chunks of 16 d
-WORK_ITEM __kernel void winograd_weights(__global const float* restrict packed, __global float* restrict weights,
-                                         const int depth, const int first, const int step_h, const int step_w) {
+// 3x3 weights at w[lane * lane_stride + d * depth_stride], `size` floats in all; their taps in reverse if `flipped`.
+// global size: blocks, chunks of 16 d
+WORK_ITEM __kernel void winograd_weights(__global const float* restrict w, __global float* restrict weights,
+                                         const int size, const int lane_stride, const int depth_stride,
+                                         const int lanes, const int depth, const int flipped) {
   const int block = get_global_id(0), d0 = get_global_id(1) * LANES, d1 = min(d0 + LANES, depth);
-  const int point = (int)get_global_size(0) * depth * COLS, tap = depth * COLS;
-  packed += block * 9 * tap + first * tap;
-  weights += block * tap;
-  for (int at = d0 * COLS; at < d1 * COLS; at += LANES) {
-    float16 columns[18];
+  const int point = (int)get_global_size(0) * depth * COLS;
+  for (int d = d0; d < d1; d++) {
+    for (int base = 0; base < COLS; base += LANES) {
+      const int lane0 = block * COLS + base;
+      float taps[LANES * LANES] ALIGNED;  // 9 in use: other weights lie behind them, which are harmless to read
+      for (int i = 0; i < LANES; i++) {
+        const int at = (lane0 + i) * lane_stride + d * depth_stride;
+        vstore16(lane0 + i < lanes ? load_upto(w + at, size - at) : (float16)(0.0f), i, taps);
+      }
+      transpose16(taps);
+      float16 columns[18];
 #pragma unroll
-    for (int j = 0; j < 3; j++) {
-      __global const float* w = packed + j * step_w * tap + at;
-      transform_weights(vload16(0, w), vload16(0, w + step_h * tap), vload16(0, w + 2 * step_h * tap), columns + j, 3);
-    }
+      for (int j = 0; j < 3; j++) {
+        float16 g[3], out[6];
 #pragma unroll
-    for (int i = 0; i < 6; i++) {
-      float16 row[6];
-      transform_weights(columns[3 * i], columns[3 * i + 1], columns[3 * i + 2], row, 1);
+        for (int i = 0; i < 3; i++) g[i] = vload16(flipped ? 8 - 3 * i - j : 3 * i + j, taps);
+        transform_weights(g, out);
 #pragma unroll
-      for (int j = 0; j < 6; j++) vstore16(row[j], 0, weights + (6 * i + j) * point + at);
+        for (int i = 0; i < 6; i++) columns[3 * i + j] = out[i];
+      }
+#pragma unroll
+      for (int i = 0; i < 6; i++) {
+        float16 out[6];
+        transform_weights(columns + 3 * i, out);
+#pragma unroll
+        for (int j = 0; j < 6; j++) vstore16(out[j], 0, weights + (6 * i + j) * point + (block * depth + d) * COLS + base);
+      }
     }
   }
 }
@@ -228,15 +240,15 @@ WORK_ITEM __kernel void winograd_output(__global const float* restrict products,
       float16 columns[24], pixels[LANES];
 #pragma unroll
       for (int j = 0; j < 6; j++) {
-        __global const float* m = products + j * lane_stride;
-        const int down = 6 * lane_stride;
-        transform_output(vload16(0, m), vload16(0, m + down), vload16(0, m + 2 * down), vload16(0, m + 3 * down),
-                         vload16(0, m + 4 * down), vload16(0, m + 5 * down), columns + j, 6);
+        float16 m[6], out[4];
+#pragma unroll
+        for (int i = 0; i < 6; i++) m[i] = vload16(0, products + (6 * i + j) * lane_stride);
+        transform_output(m, out);
+#pragma unroll
+        for (int i = 0; i < 4; i++) columns[6 * i + j] = out[i];
       }
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        transform_output(columns[6 * i], columns[6 * i + 1], columns[6 * i + 2], columns[6 * i + 3],
-                         columns[6 * i + 4], columns[6 * i + 5], pixels + 4 * i, 1);
+      for (int i = 0; i < 4; i++) transform_output(columns + 6 * i, pixels + 4 * i);
 #pragma unroll
       for (int p = 0; p < LANES; p++) pixels[p] += shift;
       transpose_rows(pixels);

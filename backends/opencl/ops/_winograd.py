@@ -18,6 +18,8 @@ SIDE = 4
 POINTS = (SIDE + 2) ** 2
 LEAST_NBYTES, MOST_NBYTES = 6 << 20, 20 << 20
 """Memory of transformed inputs and of products, which should stay in the last cache."""
+KEPT_NBYTES = 10 << 20
+"""Transformed weights, four times as large as weights, are kept between runs up to this size."""
 TILE_WORK, WEIGHT_WORK = 600, 540
 """Vector operations as long as the transforms of 16 channels of a tile, and of 16 weights."""
 
@@ -67,6 +69,10 @@ class _Sizes:
         return self.blocks * COLS + LANES
 
     @property
+    def weights_nbytes(self) -> int:
+        return 4 * POINTS * self.blocks * COLS * self.depth
+
+    @property
     def all_rows(self) -> int:
         return self.images * self.tile_rows
 
@@ -75,8 +81,7 @@ class _Sizes:
 
         Each turn reads all weights: where these are many, turns are long.
         """
-        weights = 4 * POINTS * self.blocks * COLS * self.depth
-        room = max(LEAST_NBYTES, min(weights // 2, MOST_NBYTES))
+        room = max(LEAST_NBYTES, min(self.weights_nbytes // 2, MOST_NBYTES))
         row = 4 * POINTS * (self.depth_stride + self.lane_stride) * self.tile_cols
         least = math.ceil(ROWS / self.tile_cols)
 
@@ -88,12 +93,12 @@ class _Sizes:
 
 
 def convolve(
-    builder: Builder, g: Geometry, x: Value, packed: Value, bias: Value | None, flipped: bool
+    builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value | None, flipped: bool
 ) -> Value:
-    """y [N][lanes][height][width] of x [N][depth][.][.]; `packed` are weights by taps."""
+    """y [N][lanes][height][width] of x [N][depth][.][.]."""
     (lanes, depth), (height, width) = g.channels(flipped), g.size if flipped else g.out_size
     sizes = _Sizes(g.images, lanes, depth, math.ceil(height / SIDE), math.ceil(width / SIDE))
-    weights = _weights(builder, g, packed, sizes, flipped)
+    weights = _weights(builder, weight, sizes, flipped)
     y = builder.new((g.images, lanes, height, width), "float32")
     top, left = ((gradient_axes(g, i)[0] if flipped else forward_axis(g, i)).start for i in (0, 1))
     turn = sizes.turn()
@@ -132,22 +137,25 @@ def convolve(
     return y
 
 
-def _weights(builder: Builder, g: Geometry, packed: Value, sizes: _Sizes, flipped: bool) -> Value:
+def _weights(builder: Builder, weight: Value, sizes: _Sizes, flipped: bool) -> Value:
     """The transformed weights, [POINTS][blocks][depth][COLS]."""
     weights = builder.new((POINTS, sizes.blocks, sizes.depth, COLS), "float32")
-    h, w = (gradient_axes(g, i)[0] if flipped else forward_axis(g, i) for i in (0, 1))
+    lane_stride, depth_stride = (9, sizes.lanes * 9) if flipped else (sizes.depth * 9, 9)
     _launch(
         builder, "winograd_weights", (sizes.blocks, math.ceil(sizes.depth / LANES)),
         {
-            "packed": packed, "weights": weights, "depth": sizes.depth,
-            "first": 3 * h.first + w.first, "step_h": 3 * h.step, "step_w": w.step,
+            "w": weight, "weights": weights, "size": math.prod(weight.shape),
+            "lane_stride": lane_stride, "depth_stride": depth_stride, "lanes": sizes.lanes,
+            "depth": sizes.depth, "flipped": int(flipped),
         },
+        steady=builder.steady(weight) and sizes.weights_nbytes <= KEPT_NBYTES,
     )  # fmt: skip
     return weights
 
 
 def _launch(
-    builder: Builder, name: str, size: tuple[int, int], args: dict[str, Argument]
-) -> None:
+    builder: Builder, name: str, size: tuple[int, int], args: dict[str, Argument],
+    steady: bool = False,
+) -> None:  # fmt: skip
     kernel = Kernel(builder.source("cpu/common.cl") + builder.source("cpu/winograd.cl"), name)
-    builder.launch(kernel, (*size, 1), (1, 1, 1), args)
+    builder.launch(kernel, (*size, 1), (1, 1, 1), args, steady=steady)

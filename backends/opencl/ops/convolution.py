@@ -91,7 +91,7 @@ def forward(
     """y [N][Co][OH][OW] of x [N][Ci][H][W]."""
     g = geometry
     if _winograd.suits(g, flipped=False):
-        return _filter(builder, g, x, weight, bias, flipped=False)
+        return _winograd.convolve(builder, g, x, weight, bias, flipped=False)
     axes = (forward_axis(g, 0), forward_axis(g, 1))
     copy = channels_last(builder, x, g.size, [axes])
     y = builder.new((g.images, g.out_channels, *g.out_size), "float32")
@@ -110,14 +110,6 @@ def input_gradient(
     for axes in product(gradient_axes(g, 0), gradient_axes(g, 1)):
         _convolve(builder, g, dy, packed, bias, dx, axes, flipped=True)
     return dx
-
-
-def _filter(
-    builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value | None, flipped: bool
-) -> Value:
-    """The convolution, or its input gradient, by minimal filtering."""
-    packed = pack_weights(builder, g, weight, flipped)
-    return _winograd.convolve(builder, g, x, packed, bias, flipped)
 
 
 def _convolve(
@@ -259,7 +251,7 @@ def convolution(builder: Builder, node: fx.Node) -> None:
         compute = gpu.input_gradient if transposed else gpu.forward
         y = compute(builder, g, x, weight, bias)
     elif transposed and _winograd.suits(g, flipped=True):
-        y = _filter(builder, g, x, weight, bias, flipped=True)
+        y = _winograd.convolve(builder, g, x, weight, bias, flipped=True)
     elif transposed:
         y = input_gradient(builder, g, _gradient_copy(builder, g, x), weight, bias)
     else:
@@ -287,7 +279,8 @@ def convolution_backward(builder: Builder, node: fx.Node) -> None:
             dx = forward(builder, g, dy, weight, None)
         direct = want_x and not transposed
         if direct and _winograd.suits(g, flipped=True):
-            dx, direct = _filter(builder, g, dy, weight, None, flipped=True), False
+            dx = _winograd.convolve(builder, g, dy, weight, None, flipped=True)
+            direct = False
         if want_weight or direct:
             narrow_copy = _gradient_copy(builder, g, narrow, border=direct)
             if direct:
