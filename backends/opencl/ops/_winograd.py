@@ -45,7 +45,7 @@ def suits(g: Geometry, flipped: bool) -> bool:
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class Sizes:
     """Sizes of one convolution, as in the kernels."""
 
     images: int
@@ -97,7 +97,7 @@ def convolve(
 ) -> Value:
     """y [N][lanes][height][width] of x [N][depth][.][.]."""
     (lanes, depth), (height, width) = g.channels(flipped), g.size if flipped else g.out_size
-    sizes = _Sizes(g.images, lanes, depth, math.ceil(height / SIDE), math.ceil(width / SIDE))
+    sizes = Sizes(g.images, lanes, depth, math.ceil(height / SIDE), math.ceil(width / SIDE))
     weights = _weights(builder, weight, sizes, flipped)
     y = builder.new((g.images, lanes, height, width), "float32")
     top, left = ((gradient_axes(g, i)[0] if flipped else forward_axis(g, i)).start for i in (0, 1))
@@ -137,7 +137,7 @@ def convolve(
     return y
 
 
-def _weights(builder: Builder, weight: Value, sizes: _Sizes, flipped: bool) -> Value:
+def _weights(builder: Builder, weight: Value, sizes: Sizes, flipped: bool) -> Value:
     """The transformed weights, [POINTS][blocks][depth][COLS]."""
     weights = builder.new((POINTS, sizes.blocks, sizes.depth, COLS), "float32")
     lane_stride, depth_stride = (9, sizes.lanes * 9) if flipped else (sizes.depth * 9, 9)
@@ -157,5 +157,6 @@ def _launch(
     builder: Builder, name: str, size: tuple[int, int], args: dict[str, Argument],
     steady: bool = False,
 ) -> None:  # fmt: skip
-    kernel = Kernel(builder.source("cpu/common.cl") + builder.source("cpu/winograd.cl"), name)
+    source = builder.source("cpu/common.cl") + builder.source("cpu/winograd.cl")
+    kernel = Kernel(source, name, ("-DINTERPRETED",) if builder.device.checks_memory else ())
     builder.launch(kernel, (*size, 1), (1, 1, 1), args, steady=steady)
