@@ -12,6 +12,7 @@
 
 #define COLS 32
 #define ROWS 12
+#define FEW 4
 // Asks early for the line at `p`.
 #ifdef INTERPRETED
 #define PREFETCH(p)
@@ -189,11 +190,10 @@ WORK_ITEM __kernel void winograd_input(__global const float* restrict x, __globa
       vstore16(hi[m], 1, out + m * out_stride);                                                              \
     }                                                                                                        \
   }
-MULTIPLY(multiply_4, 4)
-MULTIPLY(multiply_8, 8)
-MULTIPLY(multiply_12, ROWS)
+MULTIPLY(multiply_few, FEW)
+MULTIPLY(multiply_rows, ROWS)
 
-// The last tiles are done in fours, which may overlap those before. global size: blocks, POINTS
+// `tiles` are at least FEW; the last of them overlap those before. global size: blocks, POINTS
 WORK_ITEM __kernel void winograd_multiply(__global const float* restrict inputs, __global const float* restrict weights,
                                           __global float* restrict products, const int tiles, const int depth,
                                           const int depth_stride, const int lane_stride) {
@@ -201,14 +201,13 @@ WORK_ITEM __kernel void winograd_multiply(__global const float* restrict inputs,
   weights += (point * (int)get_global_size(0) + block) * depth * COLS;
   inputs += point * tiles * depth_stride;
   products += point * lane_stride + block * COLS;
-  const int whole = tiles / ROWS * ROWS, rest = (tiles - whole + 3) / 4 * 4;
-  for (int tile = 0; tile < whole; tile += ROWS)
-    multiply_12(inputs + tile * depth_stride, weights, depth, depth_stride, products + tile * out_stride, out_stride);
-  inputs += (tiles - rest) * depth_stride;
-  products += (tiles - rest) * out_stride;
-  if (rest == 4) multiply_4(inputs, weights, depth, depth_stride, products, out_stride);
-  if (rest == 8) multiply_8(inputs, weights, depth, depth_stride, products, out_stride);
-  if (rest == 12) multiply_12(inputs, weights, depth, depth_stride, products, out_stride);
+  int tile = 0;
+  for (; tile + ROWS <= tiles; tile += ROWS)
+    multiply_rows(inputs + tile * depth_stride, weights, depth, depth_stride, products + tile * out_stride, out_stride);
+  for (; tile < tiles; tile += FEW) {
+    const int first = min(tile, tiles - FEW);
+    multiply_few(inputs + first * depth_stride, weights, depth, depth_stride, products + first * out_stride, out_stride);
+  }
 }
 
 // The first `count` lanes, in fours.

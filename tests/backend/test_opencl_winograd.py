@@ -13,7 +13,7 @@ from found_devices import trace
 from hetpipe.backends.opencl.geometry import Geometry
 from hetpipe.backends.opencl.lowering import lower
 from hetpipe.backends.opencl.ops import _winograd
-from hetpipe.backends.opencl.ops._winograd import ROWS, Sizes, suits
+from hetpipe.backends.opencl.ops._winograd import FEW, Sizes, suits
 from oclgrind import ORACLE, log_of
 from opencl_devices import opencl_device
 from opencl_products import EPS, OPENCL, on_device, outputs, wide
@@ -128,12 +128,22 @@ def test_turns_that_overlap(device_id: str, monkeypatch: pytest.MonkeyPatch) -> 
     check(device_id, convolution((1, 1)), inputs, 9 * 32 + 1)
 
 
+@pytest.mark.parametrize("tiles", [4, 5, 6, 7, 9, 11, 13])
+@on_every_device
+def test_few_tiles(device_id: str, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer than a register tile has, or not a multiple: the last ones overlap others."""
+    monkeypatch.setattr(_winograd, "WEIGHT_WORK", 0)
+    inputs = tensors((1, 64, 4, 4 * tiles - 1), (48, 64, 3, 3), (48,))
+    assert filters(device_id, convolution((1, 1)), *inputs) == 1
+    check(device_id, convolution((1, 1)), inputs, 9 * 64 + 1)
+
+
 def test_turns_cover_all_rows_and_fit() -> None:
     for images, tile_rows, tile_cols in ((8, 56, 56), (8, 2, 2), (1, 4, 1), (1, 7, 7), (3, 1, 2)):
         for channels in (16, 64, 512):
             sizes = Sizes(images, channels, channels, tile_rows, tile_cols)
             turn = sizes.turn()
-            assert turn * tile_cols >= ROWS
+            assert turn * tile_cols >= FEW
             assert turn <= images * tile_rows
             row_nbytes = 4 * 36 * tile_cols * (sizes.depth_stride + sizes.lane_stride)
             assert turn * row_nbytes <= _winograd.MOST_NBYTES
@@ -221,15 +231,21 @@ def test_a_training_is_that_of_torch(device_id: str) -> None:
 
 
 GRAPHS = """
-import sys, torch
+import sys, numpy as np, pyopencl as cl, torch
 sys.path[:0] = [TESTS, TESTS + "/.."]
 from hetpipe.backends.opencl.ops import _winograd
 from test_opencl_winograd import convolution, filters, gradients, tensors
-from oclgrind import opened_here
-from opencl_devices import close_to_torch
+from opencl_devices import close_to_torch, opencl_device
 _winograd.WEIGHT_WORK = 0  # tiny shapes
 _winograd.LEAST_NBYTES = 1 << 16
-device = opened_here(ORACLE)
+device = opencl_device(ORACLE)
+create = device.memory.create
+def poisoned(nbytes):  # what is read before it is written is not a number
+    piece = create(nbytes)
+    cl.enqueue_fill_buffer(device.queue, piece.cl, np.float32("nan"), 0, nbytes // 4 * 4)
+    device.queue.finish()
+    return piece
+device.memory.create = poisoned
 inputs = tensors((1, 17, 9, 11), (5, 17, 3, 3), (5,))
 assert filters(ORACLE, convolution((1, 1)), *inputs) > 1
 close_to_torch(device, convolution((1, 1)), *inputs)
@@ -241,4 +257,8 @@ close_to_torch(device, gradients((0, 2), [True, False, False]), *inputs)
 
 @pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")
 def test_kernels_are_clean(tmp_path: Path) -> None:
-    assert log_of(GRAPHS, tmp_path, "OCLGRIND_DATA_RACES", "OCLGRIND_UNINITIALIZED") == ""
+    """No access outside a tensor, no race, no use of what nobody wrote.
+
+    Oclgrind's own check for the last gives other results for these kernels.
+    """
+    assert log_of(GRAPHS, tmp_path, "OCLGRIND_DATA_RACES") == ""

@@ -10,8 +10,8 @@ from ..geometry import Geometry
 from ..signature import Argument
 from ._convolution import forward_axis, gradient_axes
 
-COLS, ROWS = 32, 4
-"""The register tile of the products, as in the kernels: output channels, and tiles by the last."""
+COLS, FEW = 32, 4
+"""The register tile of the products, as in the kernels: output channels, and tiles at the end."""
 LANES = 16
 SIDE = 4
 """Outputs of a tile, in rows and columns."""
@@ -39,9 +39,9 @@ def suits(g: Geometry, flipped: bool) -> bool:
     tiles = g.images * math.ceil(height / SIDE) * math.ceil(width / SIDE)
     vectors = math.ceil(lanes / COLS) * COLS // LANES
     direct = 9 * g.images * height * width * depth * vectors
-    products = POINTS * max(tiles, ROWS) * depth * vectors
+    products = POINTS * max(tiles, FEW) * depth * vectors
     transforms = TILE_WORK * tiles * math.ceil((depth + lanes) / LANES)
-    return tiles >= ROWS and products + transforms + WEIGHT_WORK * depth * vectors < direct
+    return tiles >= FEW and products + transforms + WEIGHT_WORK * depth * vectors < direct
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,11 @@ class Sizes:
         """
         room = max(LEAST_NBYTES, min(self.weights_nbytes // 2, MOST_NBYTES))
         row = 4 * POINTS * (self.depth_stride + self.lane_stride) * self.tile_cols
-        least = math.ceil(ROWS / self.tile_cols)
+        least = math.ceil(FEW / self.tile_cols)
 
         def repeated(turn: int) -> tuple[int, int]:
             turns = math.ceil(self.all_rows / turn)
-            return turns * math.ceil(turn * self.tile_cols / ROWS), turns
+            return turns * math.ceil(turn * self.tile_cols / FEW), turns
 
         return min(range(least, min(self.all_rows, max(least, room // row)) + 1), key=repeated)
 
