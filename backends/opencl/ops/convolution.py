@@ -16,6 +16,7 @@ from .. import fpga, gpu
 from ..builder import Builder, Kernel, Value
 from ..geometry import Geometry
 from ..reduce import SUM, reduce
+from . import _winograd
 from ._convolution import (
     Axis,
     choose_tile,
@@ -92,6 +93,8 @@ def forward(
 ) -> Value:
     """y [N][Co][OH][OW] of x [N][Ci][H][W]."""
     g = geometry
+    if _winograd.suits(g, flipped=False):
+        return _winograd.convolve(builder, g, x, weight, bias, flipped=False)
     axes = (forward_axis(g, 0), forward_axis(g, 1))
     copy = channels_last(builder, x, g.size, [axes])
     y = builder.new((g.images, g.out_channels, *g.out_size), "float32")
@@ -251,6 +254,8 @@ def convolution(builder: Builder, node: fx.Node) -> None:
     if family is not None:
         compute = family.input_gradient if transposed else family.forward
         y = compute(builder, g, x, weight, bias)
+    elif transposed and _winograd.suits(g, flipped=True):
+        y = _winograd.convolve(builder, g, x, weight, bias, flipped=True)
     elif transposed:
         y = input_gradient(builder, g, _gradient_copy(builder, g, x), weight, bias)
     else:
@@ -277,9 +282,13 @@ def convolution_backward(builder: Builder, node: fx.Node) -> None:
     else:
         if want_x and transposed:
             dx = forward(builder, g, dy, weight, None)
-        if want_weight or not transposed:
-            narrow_copy = _gradient_copy(builder, g, narrow, border=want_x and not transposed)
-            if want_x and not transposed:
+        direct = want_x and not transposed
+        if direct and _winograd.suits(g, flipped=True):
+            dx = _winograd.convolve(builder, g, dy, weight, None, flipped=True)
+            direct = False
+        if want_weight or direct:
+            narrow_copy = _gradient_copy(builder, g, narrow, border=direct)
+            if direct:
                 dx = input_gradient(builder, g, narrow_copy, weight)
             if want_weight:
                 dw = weight_gradient(builder, g, _forward_copy(builder, g, wide), narrow_copy)

@@ -1,0 +1,162 @@
+"""3x3 convolutions of stride 1 by minimal filtering: the launches of `kernels/cpu/winograd.cl`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..builder import Builder, Kernel, Value
+from ..geometry import Geometry
+from ..signature import Argument
+from ._convolution import forward_axis, gradient_axes
+
+COLS, FEW = 32, 4
+"""The register tile of the products, as in the kernels: output channels, and tiles at the end."""
+LANES = 16
+SIDE = 4
+"""Outputs of a tile, in rows and columns."""
+POINTS = (SIDE + 2) ** 2
+LEAST_NBYTES, MOST_NBYTES = 6 << 20, 20 << 20
+"""Memory of transformed inputs and of products, which should stay in the last cache."""
+KEPT_NBYTES = 10 << 20
+"""Transformed weights, four times as large as weights, are kept between runs up to this size."""
+TILE_WORK, WEIGHT_WORK = 600, 540
+"""Vector operations as long as the transforms of 16 channels of a tile, and of 16 weights."""
+
+
+def suits(g: Geometry, flipped: bool) -> bool:
+    """Whether minimal filtering computes the convolution (its input gradient if `flipped`), and
+    sooner than the direct kernel.
+
+    Both are counted in multiply-adds of a vector. The direct kernel has 9 for a pixel and an input
+    channel, ours 36 for a tile, and three transforms: they pay if tiles are not mostly border and
+    channels not few.
+    """
+    lanes, depth = g.channels(flipped)
+    if (g.groups, g.kernel, g.stride, g.dilation) != (1, (3, 3), (1, 1), (1, 1)) or depth < LANES:
+        return False
+    height, width = g.size if flipped else g.out_size
+    tiles = g.images * math.ceil(height / SIDE) * math.ceil(width / SIDE)
+    vectors = math.ceil(lanes / COLS) * COLS // LANES
+    direct = 9 * g.images * height * width * depth * vectors
+    products = POINTS * max(tiles, FEW) * depth * vectors
+    transforms = TILE_WORK * tiles * math.ceil((depth + lanes) / LANES)
+    return tiles >= FEW and products + transforms + WEIGHT_WORK * depth * vectors < direct
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of one convolution, as in the kernels."""
+
+    images: int
+    lanes: int
+    depth: int
+    tile_rows: int
+    """In one image."""
+    tile_cols: int
+
+    @property
+    def blocks(self) -> int:
+        return math.ceil(self.lanes / COLS)
+
+    # Powers of two as strides would drive the rows of a tile out of the first cache.
+    @property
+    def depth_stride(self) -> int:
+        return (math.ceil(self.depth / LANES) + 1) * LANES
+
+    @property
+    def lane_stride(self) -> int:
+        return self.blocks * COLS + LANES
+
+    @property
+    def weights_nbytes(self) -> int:
+        return 4 * POINTS * self.blocks * COLS * self.depth
+
+    @property
+    def all_rows(self) -> int:
+        return self.images * self.tile_rows
+
+    def turn(self) -> int:
+        """Tile rows at once: intermediates fit, and turns, all of that many, repeat least.
+
+        Each turn reads all weights: where these are many, turns are long.
+        """
+        room = max(LEAST_NBYTES, min(self.weights_nbytes // 2, MOST_NBYTES))
+        row = 4 * POINTS * (self.depth_stride + self.lane_stride) * self.tile_cols
+        least = math.ceil(FEW / self.tile_cols)
+
+        def repeated(turn: int) -> tuple[int, int]:
+            turns = math.ceil(self.all_rows / turn)
+            return turns * math.ceil(turn * self.tile_cols / FEW), turns
+
+        return min(range(least, min(self.all_rows, max(least, room // row)) + 1), key=repeated)
+
+
+def convolve(
+    builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value | None, flipped: bool
+) -> Value:
+    """y [N][lanes][height][width] of x [N][depth][.][.]."""
+    (lanes, depth), (height, width) = g.channels(flipped), g.size if flipped else g.out_size
+    sizes = Sizes(g.images, lanes, depth, math.ceil(height / SIDE), math.ceil(width / SIDE))
+    weights = _weights(builder, weight, sizes, flipped)
+    y = builder.new((g.images, lanes, height, width), "float32")
+    top, left = ((gradient_axes(g, i)[0] if flipped else forward_axis(g, i)).start for i in (0, 1))
+    turn = sizes.turn()
+    tiles = turn * sizes.tile_cols
+    inputs = builder.new((POINTS, tiles, sizes.depth_stride), "float32")
+    products = builder.new((tiles, POINTS, sizes.lane_stride), "float32")
+    for first in range(0, sizes.all_rows, turn):
+        place = {
+            "first_row": min(first, sizes.all_rows - turn), "tile_rows": sizes.tile_rows,
+            "tile_cols": sizes.tile_cols,
+        }  # fmt: skip
+        _launch(
+            builder, "winograd_input", (turn, math.ceil(depth / LANES)),
+            {
+                "x": x, "inputs": inputs, "images": g.images, "depth": depth, "height": x.shape[2],
+                "width": x.shape[3], "top": top, "left": left, **place,
+                "depth_stride": sizes.depth_stride,
+            },
+        )  # fmt: skip
+        _launch(
+            builder, "winograd_multiply", (sizes.blocks, POINTS),
+            {
+                "inputs": inputs, "weights": weights, "products": products, "tiles": tiles,
+                "depth": depth, "depth_stride": sizes.depth_stride,
+                "lane_stride": sizes.lane_stride,
+            },
+        )  # fmt: skip
+        _launch(
+            builder, "winograd_output", (turn, math.ceil(lanes / LANES)),
+            {
+                "products": products, "bias": bias or products, "has_bias": int(bias is not None),
+                "y": y, **place, "lanes": lanes, "lane_stride": sizes.lane_stride,
+                "height": height, "width": width,
+            },
+        )  # fmt: skip
+    return y
+
+
+def _weights(builder: Builder, weight: Value, sizes: Sizes, flipped: bool) -> Value:
+    """The transformed weights, [POINTS][blocks][depth][COLS]."""
+    weights = builder.new((POINTS, sizes.blocks, sizes.depth, COLS), "float32")
+    lane_stride, depth_stride = (9, sizes.lanes * 9) if flipped else (sizes.depth * 9, 9)
+    _launch(
+        builder, "winograd_weights", (sizes.blocks, math.ceil(sizes.depth / LANES)),
+        {
+            "w": weight, "weights": weights, "size": math.prod(weight.shape),
+            "lane_stride": lane_stride, "depth_stride": depth_stride, "lanes": sizes.lanes,
+            "depth": sizes.depth, "flipped": int(flipped),
+        },
+        steady=builder.steady(weight) and sizes.weights_nbytes <= KEPT_NBYTES,
+    )  # fmt: skip
+    return weights
+
+
+def _launch(
+    builder: Builder, name: str, size: tuple[int, int], args: dict[str, Argument],
+    steady: bool = False,
+) -> None:  # fmt: skip
+    source = builder.source("cpu/common.cl") + builder.source("cpu/winograd.cl")
+    kernel = Kernel(source, name, ("-DINTERPRETED",) if builder.device.checks_memory else ())
+    builder.launch(kernel, (*size, 1), (1, 1, 1), args, steady=steady)
