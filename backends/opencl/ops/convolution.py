@@ -25,6 +25,7 @@ from ._convolution import (
     why_not,
 )
 from ._float32 import arguments
+from ._pointwise import is_pointwise, pointwise
 from .registry import lowers
 
 COLS = 32
@@ -247,6 +248,8 @@ def convolution(builder: Builder, node: fx.Node) -> None:
     if builder.device.family == "gpu":
         compute = gpu.input_gradient if transposed else gpu.forward
         y = compute(builder, g, x, weight, bias)
+    elif is_pointwise(g):
+        y = pointwise(builder, g, x, weight, bias, flipped=transposed)
     elif transposed:
         y = input_gradient(builder, g, _gradient_copy(builder, g, x), weight, bias)
     else:
@@ -270,11 +273,14 @@ def convolution_backward(builder: Builder, node: fx.Node) -> None:
         dw = gpu.weight_gradient(builder, g, wide, narrow) if want_weight else None
         db = gpu.bias_gradient(builder, dy) if want_bias else None
     else:
-        if want_x and transposed:
+        alone = is_pointwise(g) or transposed  # computed without a copy of the narrow operand
+        if want_x and is_pointwise(g):
+            dx = pointwise(builder, g, dy, weight, None, flipped=not transposed)
+        elif want_x and transposed:
             dx = forward(builder, g, dy, weight, None)
-        if want_weight or not transposed:
-            narrow_copy = _gradient_copy(builder, g, narrow, border=want_x and not transposed)
-            if want_x and not transposed:
+        if want_weight or not alone:
+            narrow_copy = _gradient_copy(builder, g, narrow, border=want_x and not alone)
+            if want_x and not alone:
                 dx = input_gradient(builder, g, narrow_copy, weight)
             if want_weight:
                 dw = weight_gradient(builder, g, _forward_copy(builder, g, wide), narrow_copy)
