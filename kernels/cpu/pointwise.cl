@@ -5,34 +5,27 @@
 //
 // Pixels of all images follow each other as columns. A work-item copies a block of columns into panels, in its own part of
 // `room`, which stays in a second-level cache while all rows are multiplied with it: x is read from memory once.
-// With a stride the grid of `grid_w` pixels a row is sparse in x (x_step > 1), or for the input gradient in y (y_step > 1).
 // Follows common.cl and matmul.cl with EPILOGUE.
 
 #define MOST_COLS 512
 
-// The place of each column of a block in its tensor, in floats; whether the 16 from a multiple of 16 on are neighbours; and
-// how many rows and columns of y's pixels a column fills: itself, and zeros.
+// The place of each column of a block in the first plane of its image, in floats from the first image on, if images are
+// `image_size` floats; and whether the 16 columns from a multiple of 16 on are neighbours.
 typedef struct {
   int at[MOST_COLS];
-  bool run[MOST_COLS / LANES];
+  int run[MOST_COLS / LANES];
 } Places;
 
-inline void find_places(Places* places, const int first, const int count, const int pixels, const int grid_w,
-                        const int image_size, const int width, const int step) {
-  int image = first / pixels, row = first % pixels / grid_w, col = first % pixels % grid_w;
+inline void find_places(Places* places, const int first, const int count, const int pixels, const int image_size) {
+  int image = first / pixels, pixel = first % pixels;
   for (int c = 0; c < count; c++) {
-    places->at[c] = image * image_size + (row * width + col) * step;
-    if (++col == grid_w) {
-      col = 0;
-      if (++row == pixels / grid_w) {
-        row = 0;
-        image++;
-      }
+    if (c % LANES == 0) places->run[c / LANES] = c + LANES <= count && pixel + LANES <= pixels;
+    places->at[c] = image * image_size + pixel;
+    if (++pixel == pixels) {
+      pixel = 0;
+      image++;
     }
   }
-  for (int c = 0; c < count; c += LANES)
-    places->run[c / LANES] =
-        step == 1 && c + LANES <= count && places->at[c + LANES - 1] == places->at[c] + LANES - 1;
 }
 
 inline void pack_block(__global const float* x, const Places* places, const int count, const int depth, const int plane,
@@ -52,28 +45,15 @@ inline void pack_block(__global const float* x, const Places* places, const int 
   }
 }
 
-// One column of a row of y where these are sparse: the value, and zeros beside and below it as far as the image goes.
-inline void store_sparse(const float value, __global float* y, const int at, const int width, const int plane,
-                         const int step) {
-  const int down = min(step, (plane - at % plane + width - 1) / width), right = min(step, width - at % plane % width);
-  for (int r = 0; r < down; r++)
-    for (int c = 0; c < right; c++) y[at + r * width + c] = r + c == 0 ? value : 0.0f;
-}
-
-// 16 columns of a row of y, of which `count` exist.
-inline void store_columns(const float16 values, __global float* y, const int* at, const bool run, const int count,
-                          const int width, const int plane, const int step) {
-  if (run) {
-    vstore16(values, 0, y + at[0]);
+// 16 columns of a row of y, of which `count` exist, from column c of the block on.
+inline void store_columns(const float16 values, __global float* y, const Places* places, const int c,
+                          const int count) {
+  if (places->run[c / LANES]) {
+    vstore16(values, 0, y + places->at[c]);
   } else {
     float lane[LANES];
     vstore16(values, 0, lane);
-    for (int i = 0; i < min(count, LANES); i++) {
-      if (step == 1)
-        y[at[i]] = lane[i];
-      else
-        store_sparse(lane[i], y, at[i], width, plane, step);
-    }
+    for (int i = 0; i < min(count, LANES); i++) y[places->at[c + i]] = lane[i];
   }
 }
 
@@ -81,29 +61,25 @@ inline void store_columns(const float16 values, __global float* y, const int* at
 WORK_ITEM __kernel void pointwise(__global const float* restrict left, __global const float* restrict x,
                                   __global const float* restrict bias, const int has_bias, __global float* restrict y,
                                   __global float* restrict room, const int images, const int groups, const int rows,
-                                  const int depth, const int panels, const int pixels, const int grid_w,
-                                  const int x_width, const int x_plane, const int x_step, const int y_width,
-                                  const int y_plane, const int y_step) {
+                                  const int depth, const int panels, const int pixels) {
   const int row_panels = (rows + ROWS - 1) / ROWS, columns = images * pixels, width = panels * COLS;
   const int blocks = (columns + width - 1) / width;
   room += (int)get_global_id(0) * panels * depth * COLS;
   Places from, to;
   for (int unit = get_global_id(0); unit < groups * blocks; unit += get_global_size(0)) {
     const int group = unit / blocks, first = unit % blocks * width, count = min(columns - first, width);
-    find_places(&from, first, count, pixels, grid_w, groups * depth * x_plane, x_width, x_step);
-    find_places(&to, first, count, pixels, grid_w, groups * rows * y_plane, y_width, y_step);
-    pack_block(x + group * depth * x_plane, &from, count, depth, x_plane, room);
+    find_places(&from, first, count, pixels, groups * depth * pixels);
+    find_places(&to, first, count, pixels, groups * rows * pixels);
+    pack_block(x + group * depth * pixels, &from, count, depth, pixels, room);
     for (int i = 0; i < row_panels; i++) {
       __global const float* a = left + (group * row_panels + i) * depth * ROWS;
       const int row0 = i * ROWS, row_count = min(rows - row0, ROWS);
-      __global float* out = y + (group * rows + row0) * y_plane;
+      __global float* out = y + (group * rows + row0) * pixels;
       for (int c = 0; c < count; c += COLS) {
-        const int* at = to.at + c;
-        if (to.run[c / LANES])
-          for (int m = 0; m < row_count; m++) {
-            PREFETCH_WRITE(out + m * y_plane + at[0]);
-            PREFETCH_WRITE(out + m * y_plane + at[0] + LANES);
-          }
+        for (int m = 0; m < row_count; m++) {
+          PREFETCH_WRITE(out + m * pixels + to.at[c]);
+          PREFETCH_WRITE(out + m * pixels + to.at[c] + LANES);
+        }
         float16 sums[ROWS][2];
         multiply_rows(a, room + c * depth, row_count, depth, sums);
         for (int m = 0; m < row_count; m++) {
@@ -111,11 +87,42 @@ WORK_ITEM __kernel void pointwise(__global const float* restrict left, __global 
           for (int n = 0; n < 2; n++) {
             const int lane0 = n * LANES;
             if (c + lane0 < count)
-              store_columns(sums[m][n] + start, out + m * y_plane, at + lane0, to.run[(c + lane0) / LANES],
-                            count - c - lane0, y_width, y_plane, y_step);
+              store_columns(sums[m][n] + start, out + m * pixels, &to, c + lane0, count - c - lane0);
           }
         }
       }
+    }
+  }
+}
+
+inline void add_row(__global const float* x, __global float* y, const int count, const int step) {
+  int i = 0;
+  if (step == 1)
+    for (; i + LANES <= count; i += LANES) vstore16(vload16(0, y + i) + vload16(0, x + i), 0, y + i);
+  for (; i < count; i++) y[i * step] += x[i];
+}
+
+// The planes of x, [N][channels][kernel_h * kernel_w][rows][cols], one for each tap, added to the bias where the tap of an
+// output pixel lies in y, [N][channels][height][width].
+// global size: N, channels
+WORK_ITEM __kernel void fold(__global const float* restrict x, __global const float* restrict bias, const int has_bias,
+                             __global float* restrict y, const int rows, const int cols, const int height,
+                             const int width, const int kernel_h, const int kernel_w, const int stride_h,
+                             const int stride_w, const int padding_h, const int padding_w, const int dilation_h,
+                             const int dilation_w) {
+  const int c = get_global_id(1), plane = (int)get_global_id(0) * (int)get_global_size(1) + c;
+  const float16 start = (float16)(has_bias ? bias[c] : 0.0f);
+  x += plane * kernel_h * kernel_w * rows * cols;
+  y += plane * height * width;
+  for (int i = 0; i < height * width; i += LANES) store_upto(start, y + i, height * width - i);
+  for (int tap = 0; tap < kernel_h * kernel_w; tap++) {
+    const int top = tap / kernel_w * dilation_h - padding_h, left = tap % kernel_w * dilation_w - padding_w;
+    const int first = left < 0 ? (stride_w - 1 - left) / stride_w : 0;  // the first column inside of y
+    const int last = min(cols, left < width ? (width - 1 - left) / stride_w + 1 : 0);
+    for (int row = 0; row < rows; row++, x += cols) {
+      const int to = row * stride_h + top;
+      if (to >= 0 && to < height)
+        add_row(x + first, y + to * width + first * stride_w + left, last - first, stride_w);
     }
   }
 }
