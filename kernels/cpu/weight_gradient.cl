@@ -10,42 +10,60 @@
 // Pixels are summed in order, and parts of them are added in order: deterministic.
 
 #define COLS 32
-#define WIDE (DEPTH_TILE > 8 ? 16 : DEPTH_TILE > 4 ? 8 : DEPTH_TILE > 2 ? 4 : DEPTH_TILE)  // a power of two
+#if DEPTH_TILE > 4  // a power of two
+#define WIDE 8
+#elif DEPTH_TILE > 2
+#define WIDE 4
+#else
+#define WIDE DEPTH_TILE
+#endif
 #define SLACK (LANES * LANES)  // floats behind a panel that packing may overwrite
 
-// Parts of `room`, in floats: a panel of dy for each block of lanes, then a panel of x for each tile of d.
+// Parts of `room`, in floats: a panel of dy for each block of lanes, a panel of x for each tile of d, and 16 x 16 to spare.
 #define DY_PANEL (image_block * row_block * cols * COLS + LANES * COLS)
 #define X_ROWS ((row_block - 1) * stride_h + (kernel_h - 1) * dilation_h + 1)
 #define X_COLS ((cols - 1) * stride_w + (kernel_w - 1) * dilation_w + 1)
 #define X_PANEL (image_block * X_ROWS * X_COLS * DEPTH_TILE + SLACK)
 
-// `count` floats, at most 16; reads what follows them where the tensor goes on for `left` floats.
-inline float16 load_pixels(__global const float* p, const int count, const int left) {
-  return left >= LANES ? vload16(0, p) : load_upto(p, count);
+// Where 16 pixels of `rows` channels, `plane` floats apart, can be read: in the tensor, even if these are other channels or
+// pixels than the caller needs, or, where it has only `size` floats more, in a copy with zeros.
+inline __global const float* readable(__global const float* src, int* plane, const int rows, const int size,
+                                      __global float* spare) {
+  if (size - (rows - 1) * *plane >= LANES) return src;
+  for (int i = 0; i < rows; i++)
+    for (int p = 0; p < LANES; p++) spare[i * LANES + p] = i * *plane + p < size ? src[i * *plane + p] : 0.0f;
+  *plane = LANES;
+  return spare;
 }
 
-// Pixels of 16 channels, `plane` floats apart, side by side: `stride` floats per pixel. Up to 15 pixels more are written.
-inline void pack_lanes(__global const float* src, const int plane, const int channels, const int pixels, const int size,
-                       __global float* dst) {
+// Pixels of 16 channels side by side: `stride` floats per pixel. Up to 15 pixels more are written.
+inline void pack_lanes(__global const float* src, const int plane, const int pixels, const int size,
+                       __global float* spare, const int stride, __global float* dst) {
   for (int p = 0; p < pixels; p += LANES) {
+    int step = plane;
+    __global const float* from = readable(src + p, &step, LANES, size - p, spare);
     float16 r[LANES];
 #pragma unroll
-    for (int i = 0; i < LANES; i++)
-      r[i] = i < channels ? load_pixels(src + i * plane + p, pixels - p, size - i * plane - p) : (float16)(0.0f);
+    for (int i = 0; i < LANES; i++) r[i] = vload16(0, from + i * step);
     transpose_rows(r);
 #pragma unroll
-    for (int i = 0; i < LANES; i++) vstore16(r[i], 0, dst + (p + i) * COLS);
+    for (int i = 0; i < LANES; i++) vstore16(r[i], 0, dst + (p + i) * stride);
   }
 }
 
 // The same for DEPTH_TILE channels.
-inline void pack_channels(__global const float* src, const int plane, const int channels, const int pixels,
-                          const int size, __global float* dst) {
+#if DEPTH_TILE > 8
+#define pack_channels(src, plane, pixels, size, spare, dst) \
+  pack_lanes(src, plane, pixels, size, spare, DEPTH_TILE, dst)
+#else
+inline void pack_channels(__global const float* src, const int plane, const int pixels, const int size,
+                          __global float* spare, __global float* dst) {
   for (int p = 0; p < pixels; p += LANES) {
+    int step = plane;
+    __global const float* from = readable(src + p, &step, WIDE, size - p, spare);
     float16 r[WIDE];
 #pragma unroll
-    for (int i = 0; i < WIDE; i++)
-      r[i] = i < channels ? load_pixels(src + i * plane + p, pixels - p, size - i * plane - p) : (float16)(0.0f);
+    for (int i = 0; i < WIDE; i++) r[i] = vload16(0, from + i * step);
 #pragma unroll
     for (int round = 1; round < WIDE; round *= 2) {  // of a perfect shuffle, as in `transpose_rows`
       float16 t[WIDE];
@@ -58,28 +76,26 @@ inline void pack_channels(__global const float* src, const int plane, const int 
       for (int i = 0; i < WIDE; i++) r[i] = t[i];
     }
     __global float* to = dst + p * DEPTH_TILE;
-    if (DEPTH_TILE == WIDE) {
+#if DEPTH_TILE == WIDE
 #pragma unroll
-      for (int i = 0; i < WIDE; i++) vstore16(r[i], i, to);
-    } else if (WIDE == LANES) {
+    for (int i = 0; i < WIDE; i++) vstore16(r[i], i, to);
+#else
+    float tile[WIDE * LANES];
 #pragma unroll
-      for (int i = 0; i < WIDE; i++) vstore16(r[i], 0, to + i * DEPTH_TILE);
-    } else {
-      float tile[WIDE * LANES];
-#pragma unroll
-      for (int i = 0; i < WIDE; i++) vstore16(r[i], i, tile);
-      for (int i = 0; i < LANES; i++)
-        for (int d = 0; d < DEPTH_TILE; d++) to[i * DEPTH_TILE + d] = tile[i * WIDE + d];
-    }
+    for (int i = 0; i < WIDE; i++) vstore16(r[i], i, tile);
+    for (int i = 0; i < LANES; i++)
+      for (int d = 0; d < DEPTH_TILE; d++) to[i * DEPTH_TILE + d] = tile[i * WIDE + d];
+#endif
   }
 }
+#endif
 
 inline void clear(__global float* p, const int count) {
   for (int i = 0; i < count; i += LANES) store_upto((float16)(0.0f), p + i, count - i);
 }
 
 // `rows` rows of the input from `top` on, which may lie on the border, as are `left` columns: zeros.
-inline void pack_image(__global const float* x, const int plane, const int channels, const int size, const int height,
+inline void pack_image(__global const float* x, const int plane, const int size, __global float* spare, const int height,
                        const int width, const int top, const int left, const int rows, const int cols,
                        __global float* dst) {
   const int before = min(left, cols), inside = min(width, cols - before);
@@ -90,7 +106,7 @@ inline void pack_image(__global const float* x, const int plane, const int chann
       clear(to, cols * DEPTH_TILE);
     } else {
       clear(to, before * DEPTH_TILE);
-      pack_channels(x + row * width, plane, channels, inside, size - row * width, to + before * DEPTH_TILE);
+      pack_channels(x + row * width, plane, inside, size - row * width, spare, to + before * DEPTH_TILE);
       clear(to + (before + inside) * DEPTH_TILE, (cols - before - inside) * DEPTH_TILE);
     }
   }
@@ -149,6 +165,7 @@ WORK_ITEM __kernel void weight_sums(
   const int x_size = images * groups * depth * plane, dy_size = images * groups * lanes * rows * cols;
   __global float* dy_room = room + (int)get_global_id(0) * room_size;
   __global float* x_room = dy_room + block_chunk * DY_PANEL;
+  __global float* spare = x_room + tile_chunk * X_PANEL;
   for (int unit = get_global_id(0); unit < parts * groups * block_chunks * tile_chunks; unit += get_global_size(0)) {
     const int tile0 = unit % tile_chunks * tile_chunk, tile1 = min(tile0 + tile_chunk, tiles);
     const int block0 = unit / tile_chunks % block_chunks * block_chunk, block1 = min(block0 + block_chunk, blocks);
@@ -162,13 +179,13 @@ WORK_ITEM __kernel void weight_sums(
           for (int l0 = 0; l0 < COLS; l0 += LANES) {
             const int lane = block * COLS + l0;
             const int from = (((image0 + image) * groups + group) * lanes + lane) * rows * cols + row0 * cols;
-            pack_lanes(dy + from, rows * cols, lanes - lane, row_count * cols, dy_size - from,
+            pack_lanes(dy + from, rows * cols, row_count * cols, dy_size - from, spare, COLS,
                        dy_room + (block - block0) * DY_PANEL + image * row_block * cols * COLS + l0);
           }
         }
         for (int tile = tile0; tile < tile1; tile++) {
           const int d = tile * DEPTH_TILE, from = (((image0 + image) * groups + group) * depth + d) * plane;
-          pack_image(x + from, plane, min(depth - d, DEPTH_TILE), x_size - from, height, width, row0 * stride_h - top,
+          pack_image(x + from, plane, x_size - from, spare, height, width, row0 * stride_h - top,
                      left, (row_count - 1) * stride_h + (kernel_h - 1) * dilation_h + 1, X_COLS,
                      x_room + (tile - tile0) * X_PANEL + image * X_ROWS * X_COLS * DEPTH_TILE);
         }

@@ -14,8 +14,8 @@ from ..layouts import narrow
 from ..product import Operand
 from .matmul import COLS, pack_rows
 
-ROOM_FLOATS = 1 << 17
-"""Of the panels of one work-item: 512 KiB, half of a second-level cache."""
+ROOM_PANELS = 4
+"""Of the largest block of depth that a product has: together half of a second-level cache."""
 MOST_PANELS = 16
 """As MOST_COLS of the kernel."""
 FEW_CHANNELS = 8
@@ -94,7 +94,8 @@ def _product(
     pixels = math.prod(g.out_size)
     all_panels = math.ceil(g.images * pixels / COLS)
     units = builder.device.compute_units
-    most = min(MOST_PANELS, ROOM_FLOATS // (depth * COLS), math.ceil(all_panels / units))
+    room = ROOM_PANELS * builder.device.tuning.depth_block
+    most = min(MOST_PANELS, room // depth, math.ceil(all_panels / units))
     blocks = math.ceil(all_panels / max(1, most))
     panels = math.ceil(all_panels / blocks)
     items = min(units, g.groups * blocks)
@@ -110,6 +111,6 @@ def _product(
 
 
 def _kernel(builder: Builder, name: str) -> Kernel:
-    options = ("-DEPILOGUE", *(("-DINTERPRETED",) if builder.device.checks_memory else ()))
+    options = tuple(f"-D{each}" for each in ("EPILOGUE", *builder.device.defines))
     source = "".join(builder.source(f"cpu/{file}.cl") for file in ("common", "matmul", "pointwise"))
     return Kernel(source, name, options)

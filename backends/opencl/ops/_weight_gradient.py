@@ -15,8 +15,6 @@ MOST_SUMS = 14
 """Pairs of sums in a register tile, of 32 registers."""
 PIXELS = 256
 """About how many output pixels are in a block."""
-PANEL_FLOATS = 1 << 16
-"""Of either operand's panels: both together fill half of a second-level cache."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +66,11 @@ def weight_gradient(builder: Builder, geometry: Geometry, x: Value, dy: Value) -
     g = _flat(geometry)
     lanes, depth = g.channels()
     tiling = choose_tiling(depth, g.kernel[1], g.dilation[1])
-    b = _blocks(g, tiling, builder.device.compute_units)
-    tiles, tiles_w = (
-        math.ceil(depth / tiling.depth),
-        math.ceil(g.kernel[1] * tiling.depth / tiling.sums),
-    )
+    # Half of a second-level cache: each operand's panels are two of a product.
+    most = 2 * COLS * builder.device.tuning.depth_block
+    b = _blocks(g, tiling, builder.device.compute_units, most)
+    tiles = math.ceil(depth / tiling.depth)
+    tiles_w = math.ceil(g.kernel[1] * tiling.depth / tiling.sums)
     all_blocks = g.groups * math.ceil(lanes / COLS)
     sums = builder.new(
         (b.parts, all_blocks, g.kernel[0], tiles, tiles_w, tiling.sums, COLS), "float32"
@@ -116,7 +114,7 @@ def _flat(g: Geometry) -> Geometry:
                     g.stride, g.padding, g.dilation)  # fmt: skip
 
 
-def _blocks(g: Geometry, tiling: Tiling, units: int) -> _Blocks:
+def _blocks(g: Geometry, tiling: Tiling, units: int, most: int) -> _Blocks:
     rows, cols = g.out_size
     row_block = min(rows, max(1, round(PIXELS / cols)))
     image_block = _chunk(g.images, PIXELS // (rows * cols)) if row_block == rows else 1
@@ -127,13 +125,13 @@ def _blocks(g: Geometry, tiling: Tiling, units: int) -> _Blocks:
     dy_panel = image_block * row_block * cols * COLS + LANES * COLS
     x_panel = image_block * x_rows * x_cols * tiling.depth + LANES * LANES
     lanes, depth = g.channels()
-    lane_blocks = _chunk(math.ceil(lanes / COLS), PANEL_FLOATS // dy_panel)
-    depth_tiles = _chunk(math.ceil(depth / tiling.depth), PANEL_FLOATS // x_panel)
+    lane_blocks = _chunk(math.ceil(lanes / COLS), most // dy_panel)
+    depth_tiles = _chunk(math.ceil(depth / tiling.depth), most // x_panel)
     chunks = g.groups * math.ceil(lanes / COLS / lane_blocks)
     chunks *= math.ceil(math.ceil(depth / tiling.depth) / depth_tiles)
     steps = math.ceil(rows / row_block) * math.ceil(g.images / image_block)
     parts = min(steps, math.ceil(units / chunks))
-    room = lane_blocks * dy_panel + depth_tiles * x_panel
+    room = lane_blocks * dy_panel + depth_tiles * x_panel + LANES * LANES
     items = min(units, chunks * parts)
     return _Blocks(image_block, row_block, lane_blocks, depth_tiles, parts, items, room)
 
