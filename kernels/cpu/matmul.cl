@@ -91,19 +91,24 @@ inline void multiply_12(__global const float* a, __global const float* b, const 
 }
 #endif
 
-// This work-item's tile of A B, summed over k0 <= k < k1; at the lower edge only rows that exist, in fours.
+// A tile of the first `rows` rows, up to 12, in fours.
+inline void multiply_rows(__global const float* restrict a, __global const float* restrict b, const int rows,
+                          const int depth, float16 sums[ROWS][2]) {
+  if (rows <= 4)
+    multiply_4(a, b, depth, sums);
+  else if (rows <= 8)
+    multiply_8(a, b, depth, sums);
+  else
+    multiply_12(a, b, depth, sums);
+}
+
+// This work-item's tile of A B, summed over k0 <= k < k1; at the lower edge only rows that exist.
 inline void multiply_tile(__global const float* restrict left, __global const float* restrict right, const int rows,
                           const int depth, const int k0, const int k1, float16 sums[ROWS][2]) {
   const int i = get_global_id(0), j = get_global_id(1), batch = get_global_id(2);
   __global const float* a = left + ((batch * (int)get_global_size(0) + i) * depth + k0) * ROWS;
   __global const float* b = right + ((batch * (int)get_global_size(1) + j) * depth + k0) * COLS;
-  const int count = rows - i * ROWS;
-  if (count <= 4)
-    multiply_4(a, b, k1 - k0, sums);
-  else if (count <= 8)
-    multiply_8(a, b, k1 - k0, sums);
-  else
-    multiply_12(a, b, k1 - k0, sums);
+  multiply_rows(a, b, rows - i * ROWS, k1 - k0, sums);
 }
 
 // 16 columns of C, of which `count` exist: the sums so far, scaled and with the bias after the last block of depth.

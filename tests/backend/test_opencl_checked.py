@@ -23,6 +23,17 @@ close_to_torch(device, lambda a: (a * 2 + 1, (a > 0).to(torch.int64)), x(37))
 SUMS = """
 close_to_torch(device, lambda a: (a.sum((0, 2)), a.mean(), a.var(1), a.amax((1, 2)), a.argmax(1)), x(3, 4, 33))
 """  # noqa: E501 - one graph a line
+CONVOLUTIONS = """
+aten = torch.ops.aten
+def convolution(xs, ws, *settings):
+    w, i = x(*ws), x(*xs)
+    dy = x(*aten.convolution(i, w, None, *settings).shape)
+    close_to_torch(device, lambda i, w: aten.convolution(i, w, None, *settings), i, w)
+    close_to_torch(device, lambda d, i, w: tuple(aten.convolution_backward(d, i, w, None, *settings, [True, True, False])[:2]), dy, i, w)
+convolution((2, 5, 4, 3), (14, 5, 1, 1), [2, 1], [0, 0], [1, 1], False, [0, 0], 1)
+convolution((2, 4, 5, 3), (12, 2, 3, 2), [1, 2], [1, 1], [1, 1], False, [0, 0], 2)
+convolution((1, 10, 3, 5), (3, 10, 1, 1), [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+"""  # noqa: E501 - one graph a line
 FAULT = """
 import numpy as np, sys
 sys.path.insert(0, TESTS)
@@ -49,6 +60,13 @@ def test_generated_kernels_are_clean(tmp_path: Path) -> None:
 def test_generated_reductions_are_clean(tmp_path: Path) -> None:
     """Oclgrind's check for uninitialised reads crashes on an instruction that these contain."""
     assert log_of(GRAPHS + SUMS, tmp_path, "OCLGRIND_DATA_RACES") == ""
+
+
+@pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")
+def test_convolutions_are_clean(tmp_path: Path) -> None:
+    """The same check ends their kernels early."""
+    head = GRAPHS[: GRAPHS.index("close_to_torch(")]
+    assert log_of(head + CONVOLUTIONS, tmp_path, "OCLGRIND_DATA_RACES") == ""
 
 
 @pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from hetpipe.backends.opencl.ops._convolution import MOST_PIXELS, choose_tile
+from hetpipe.backends.opencl.ops._weight_gradient import MOST_SUMS, choose_tiling
 from opencl_products import INTERPRETERS, OPENCL, check_sums
 
 aten = torch.ops.aten
@@ -52,6 +54,15 @@ SHAPES = {
     "depthwise": Shape((1, 4, 13, 17), 4, (5, 5), (3, 3), (4, 4), groups=4),
     "uneven": Shape((2, 6, 10, 7), 9, (3, 2), (2, 3), (2, 1), (2, 1), 3),
     "padding beyond the kernel": Shape((1, 2, 5, 5), 3, (2, 2), (2, 2), (3, 3)),
+    "1x1 images across blocks": Shape((5, 40, 7, 7), 50, (1, 1)),
+    "1x1 in many blocks": Shape((3, 24, 41, 43), 30, (1, 1)),
+    "1x1 in groups, uneven strides": Shape((3, 12, 8, 9), 20, (1, 1), (3, 2), groups=2),
+    "1x1 transposed": Shape((2, 7, 5, 6), 8, (1, 1), (2, 3), (0, 0), (1, 1), 1, True, (1, 2)),
+    "1x1 with a border": Shape((2, 7, 5, 6), 8, (1, 1), (2, 1), (1, 2)),
+    "folded": Shape((2, 3, 23, 18), 30, (5, 4), (2, 1), (2, 3), (1, 2)),
+    "folded in groups": Shape((2, 4, 19, 20), 40, (3, 3), (1, 1), (1, 1), groups=2),
+    "many rows": Shape((2, 20, 37, 29), 70, (3, 3), padding=(1, 1)),
+    "many weights": Shape((1, 300, 6, 6), 290, (1, 3), padding=(0, 1)),
     "one-dimensional": Shape((2, 5, 19), 7, (3,), (2,), (1,), (1,), 1, False, (0,)),
     "transposed": Shape((2, 6, 5, 7), 8, (3, 3), (2, 2), (1, 1), (1, 1), 2, True, (1, 1)),
 }
@@ -106,6 +117,31 @@ def test_interpreted(device_id: str) -> None:
     check_sums(device_id, forward(shape), (x, weight, bias), 28)
     dy = torch.randn_like(forward(shape)(x, weight, bias))
     check_sums(device_id, backward(shape, [True, True, True]), (dy, x, weight), 45)
+
+
+@pytest.mark.parametrize("name", ["1x1 images", "1x1 transposed", "folded in groups"])
+@pytest.mark.parametrize("device_id", INTERPRETERS)
+def test_products_interpreted(device_id: str, name: str) -> None:
+    shape = replace(SHAPES[name], x=(2, *SHAPES[name].x[1:2], 3, 4), channels=26)
+    x, weight, bias = shape.tensors()
+    check_sums(device_id, forward(shape), (x, weight, bias), 20)
+    dy = torch.randn_like(forward(shape)(x, weight, bias))
+    check_sums(device_id, backward(shape, [True, True, True]), (dy, x, weight), 300)
+
+
+def test_weight_tiles_fit_registers_and_waste_little_on_common_sizes() -> None:
+    for depth, kernel_w in ((3, 7), (3, 3), (64, 1), (64, 3), (512, 1), (512, 3), (48, 5)):
+        tiling = choose_tiling(depth, kernel_w, 1)
+        tiles = math.ceil(depth / tiling.depth) * math.ceil(tiling.depth * kernel_w / tiling.sums)
+        assert tiling.sums <= MOST_SUMS
+        assert tiles * tiling.sums <= 1.05 * depth * kernel_w
+
+
+def test_weight_tiles_hold_whole_taps_where_the_next_tap_is_no_neighbour() -> None:
+    for depth, kernel_w in ((3, 7), (5, 3), (64, 3), (7, 2)):
+        tiling = choose_tiling(depth, kernel_w, 2)
+        assert tiling.sums % tiling.depth == 0
+        assert tiling.depth * kernel_w % tiling.sums == 0
 
 
 def test_tiles_fit_registers_and_waste_nothing_on_common_sizes() -> None:

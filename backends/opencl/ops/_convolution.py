@@ -88,13 +88,6 @@ def choose_tile(images: int, rows: int, cols: int) -> tuple[int, int, int]:
     return best
 
 
-def weight_tile(kernel_w: int, depth: int) -> tuple[int, int]:
-    """(taps, input channels) of the weight gradient's register tile: 8 or 12 pairs of sums."""
-    if kernel_w in (2, 3):
-        return kernel_w, min(4, depth)
-    return 1, min(8, depth)
-
-
 def _filled(size: int, tile: int) -> float:
     return size / (math.ceil(size / tile) * tile)
 

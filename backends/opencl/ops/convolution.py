@@ -23,10 +23,11 @@ from ._convolution import (
     forward_axis,
     geometry_of,
     gradient_axes,
-    weight_tile,
     why_not,
 )
 from ._float32 import arguments
+from ._pointwise import folded_gradient, folds, is_pointwise, pointwise, sampled
+from ._weight_gradient import weight_gradient
 from .registry import lowers
 
 COLS = 32
@@ -88,11 +89,10 @@ def channels_last(
     return ChannelsLast(copy, rows, cols, channels, top, left)
 
 
-def forward(
-    builder: Builder, geometry: Geometry, x: Value, weight: Value, bias: Value | None
-) -> Value:
+def forward(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value | None) -> Value:
     """y [N][Co][OH][OW] of x [N][Ci][H][W]."""
-    g = geometry
+    if is_pointwise(g):
+        return pointwise(builder, *sampled(builder, g, x), weight, bias)
     if _winograd.suits(g, flipped=False):
         return _winograd.convolve(builder, g, x, weight, bias, flipped=False)
     axes = (forward_axis(g, 0), forward_axis(g, 1))
@@ -104,14 +104,19 @@ def forward(
 
 
 def input_gradient(
-    builder: Builder, geometry: Geometry, dy: ChannelsLast, weight: Value, bias: Value | None = None
+    builder: Builder, g: Geometry, dy: Value, weight: Value, bias: Value | None
 ) -> Value:
     """dx [N][Ci][H][W]: one convolution of dy for each residue of the pixel modulo the stride."""
-    g = geometry
+    if folds(g):
+        return folded_gradient(builder, g, dy, weight, bias)
+    if _winograd.suits(g, flipped=True):
+        return _winograd.convolve(builder, g, dy, weight, bias, flipped=True)
+    all_axes = list(product(gradient_axes(g, 0), gradient_axes(g, 1)))
+    copy = channels_last(builder, dy, g.out_size, all_axes)
     dx = builder.new((g.images, g.in_channels, *g.size), "float32")
     packed = pack_weights(builder, g, weight, flipped=True)
-    for axes in product(gradient_axes(g, 0), gradient_axes(g, 1)):
-        _convolve(builder, g, dy, packed, bias, dx, axes, flipped=True)
+    for axes in all_axes:
+        _convolve(builder, g, copy, packed, bias, dx, axes, flipped=True)
     return dx
 
 
@@ -185,31 +190,6 @@ def pack_weights(builder: Builder, g: Geometry, weight: Value, flipped: bool) ->
     return packed
 
 
-def weight_gradient(
-    builder: Builder, geometry: Geometry, x: ChannelsLast, dy: ChannelsLast
-) -> Value:
-    """dw [Co][Ci / groups][kh][kw]."""
-    g = geometry
-    lanes, depth = g.channels()
-    taps, tile = weight_tile(g.kernel[1], depth)
-    h, w = forward_axis(g, 0), forward_axis(g, 1)
-    dw = builder.new((g.out_channels, depth, *g.kernel), "float32")
-    options = (f"-DDEPTH_TILE={tile}", f"-DTAP_TILE={taps}")
-    builder.launch(
-        _kernel(builder, "weight_gradient", "weight_gradient", *options),
-        (math.ceil(depth / tile), g.kernel[0] * g.kernel[1] // taps,
-         g.groups * math.ceil(lanes / COLS)), ONE,
-        {
-            "dy_last": dy.value, "dw": dw, "images": g.images, "rows": g.out_size[0],
-            "cols": g.out_size[1], "depth": depth, "lanes": lanes, "groups": g.groups,
-            "kernel_h": g.kernel[0], "kernel_w": g.kernel[1], **_padded(x, h, w),
-            "height": g.size[0], "dy_offset": dy.offset(0, 0), "dy_image": dy.image,
-            "dy_row": dy.row,
-        },
-    )  # fmt: skip
-    return dw
-
-
 def bias_gradient(builder: Builder, dy: Value) -> Value:
     """db [C] of dy [N][C][H][W]."""
     images, channels, height, width = dy.shape
@@ -234,15 +214,6 @@ def _images(builder: Builder, node: fx.Node) -> Value:
     return value
 
 
-def _forward_copy(builder: Builder, g: Geometry, x: Value) -> ChannelsLast:
-    return channels_last(builder, x, g.size, [(forward_axis(g, 0), forward_axis(g, 1))])
-
-
-def _gradient_copy(builder: Builder, g: Geometry, dy: Value, border: bool = True) -> ChannelsLast:
-    axes = list(product(gradient_axes(g, 0), gradient_axes(g, 1))) if border else []
-    return channels_last(builder, dy, g.out_size, axes)
-
-
 @lowers("aten.convolution.default", supports=why_not, kept=True)
 def convolution(builder: Builder, node: fx.Node) -> None:
     """y; a transposed convolution is the input gradient of the one it transposes."""
@@ -254,10 +225,8 @@ def convolution(builder: Builder, node: fx.Node) -> None:
     if family is not None:
         compute = family.input_gradient if transposed else family.forward
         y = compute(builder, g, x, weight, bias)
-    elif transposed and _winograd.suits(g, flipped=True):
-        y = _winograd.convolve(builder, g, x, weight, bias, flipped=True)
     elif transposed:
-        y = input_gradient(builder, g, _gradient_copy(builder, g, x), weight, bias)
+        y = input_gradient(builder, g, x, weight, bias)
     else:
         y = forward(builder, g, x, weight, bias)
     builder.result(node, builder.reshape(y, node.meta["val"].shape))
@@ -280,18 +249,13 @@ def convolution_backward(builder: Builder, node: fx.Node) -> None:
         dw = family.weight_gradient(builder, g, wide, narrow) if want_weight else None
         db = reduce(builder, builder.pool.load(dy), [0, 2, 3], SUM) if want_bias else None
     else:
-        if want_x and transposed:
-            dx = forward(builder, g, dy, weight, None)
-        direct = want_x and not transposed
-        if direct and _winograd.suits(g, flipped=True):
-            dx = _winograd.convolve(builder, g, dy, weight, None, flipped=True)
-            direct = False
-        if want_weight or direct:
-            narrow_copy = _gradient_copy(builder, g, narrow, border=direct)
-            if direct:
-                dx = input_gradient(builder, g, narrow_copy, weight)
-            if want_weight:
-                dw = weight_gradient(builder, g, _forward_copy(builder, g, wide), narrow_copy)
+        if want_x:
+            backward = forward if transposed else input_gradient
+            dx = backward(builder, g, dy, weight, None)
+        if want_weight and is_pointwise(g):
+            dw = weight_gradient(builder, *sampled(builder, g, wide), narrow)
+        elif want_weight:
+            dw = weight_gradient(builder, g, wide, narrow)
         db = bias_gradient(builder, dy) if want_bias else None
     if dx is not None:
         dx = builder.reshape(dx, x_node.meta["val"].shape)

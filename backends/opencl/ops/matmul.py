@@ -50,18 +50,10 @@ def _packed(builder: Builder, p: Product) -> Value:
     left = builder.new((p.batch, row_panels, p.depth, ROWS), "float32")
     right = builder.new((p.batch, col_panels, p.depth, COLS), "float32")
     out = builder.new((p.batch, p.rows, p.cols), "float32")
-    a = p.left
     packs = [
         _pack_right(builder, p.right, p.cols, right),
-        _launch(
-            builder, "pack_left", (row_panels, _chunks(p.depth), p.batch),
-            {
-                "a": a.value, "offset": a.offset, "batch_stride": a.batch, "stride_row": a.row,
-                "stride_k": a.col, "rows": p.rows, "depth": p.depth, "left": left,
-            },
-            steady=builder.steady(a.value),
-        ),
-    ]  # fmt: skip
+        _pack_left(builder, p.left, p.rows, left),
+    ]
     tiles = [
         _launch(
             builder, "matmul", (row_panels, col_panels, p.batch),
@@ -75,6 +67,25 @@ def _packed(builder: Builder, p: Product) -> Value:
     ]  # fmt: skip
     builder.product(out, [*packs, *tiles])
     return out
+
+
+def pack_rows(builder: Builder, a: Operand, rows: int, depth: int, batch: int = 1) -> Value:
+    """A, rows x depth, in panels of ROWS rows: [batch][panels][depth][ROWS], zero-padded."""
+    packed = builder.new((batch, math.ceil(rows / ROWS), depth, ROWS), "float32")
+    builder.add(_pack_left(builder, a, rows, packed))
+    return packed
+
+
+def _pack_left(builder: Builder, a: Operand, rows: int, packed: Value) -> Launch:
+    batch, panels, depth, _ = packed.shape
+    return _launch(
+        builder, "pack_left", (panels, _chunks(depth), batch),
+        {
+            "a": a.value, "offset": a.offset, "batch_stride": a.batch, "stride_row": a.row,
+            "stride_k": a.col, "rows": rows, "depth": depth, "left": packed,
+        },
+        steady=builder.steady(a.value),
+    )  # fmt: skip
 
 
 def pack_columns(builder: Builder, b: Operand, depth: int, cols: int, batch: int = 1) -> Value:

@@ -1,0 +1,116 @@
+"""Convolutions on CPUs that are products of the weights with pixels: those with 1x1 kernels, and
+input gradients, whose product has a row for each tap and is folded."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+from ..builder import Builder, Kernel, Value
+from ..expr import Expr
+from ..geometry import Geometry
+from ..layouts import narrow
+from ..product import Operand
+from .matmul import COLS, pack_rows
+
+ROOM_PANELS = 4
+"""Of the largest block of depth that a product has: together half of a second-level cache."""
+MOST_PANELS = 16
+"""As MOST_COLS of the kernel."""
+FEW_CHANNELS = 8
+"""Up to so many, other kernels would leave most lanes of their tiles empty."""
+MOST_GROWTH = 3
+"""The product to be folded may be so many times as large as dy."""
+
+
+def is_pointwise(g: Geometry) -> bool:
+    """Whether a convolution is a product of its weights with pixels on a grid."""
+    return g.kernel == (1, 1) and g.padding == (0, 0)
+
+
+def folds(g: Geometry) -> bool:
+    """Whether the input gradient is best computed by `folded_gradient`."""
+    lanes, depth = g.channels(flipped=True)
+    small = lanes * math.prod(g.kernel) <= MOST_GROWTH * depth
+    return is_pointwise(g) or (lanes <= FEW_CHANNELS and small)
+
+
+def sampled(builder: Builder, g: Geometry, x: Value) -> tuple[Geometry, Value]:
+    """A pointwise convolution with stride 1, of a copy of the pixels that `g` reads."""
+    if g.stride == (1, 1):
+        return g, x
+    seen: Expr = builder.pool.load(x)
+    for dim in (0, 1):
+        every = partial(narrow, dim=2 + dim, start=0, length=g.out_size[dim], step=g.stride[dim])
+        seen = builder.view(seen, every)
+    return replace(g, size=g.out_size, stride=(1, 1)), builder.store(seen)
+
+
+def pointwise(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value | None) -> Value:
+    """y [N][Co][H][W] of x [N][Ci][H][W], with stride 1."""
+    rows, depth = g.channels()
+    left = Operand(weight, 0, rows * depth, depth, 1)
+    y = builder.new((g.images, g.out_channels, *g.size), "float32")
+    _product(builder, g, left, x, bias, y)
+    return y
+
+
+def folded_gradient(
+    builder: Builder, g: Geometry, dy: Value, weight: Value, bias: Value | None
+) -> Value:
+    """dx [N][Ci][H][W] of dy [N][Co][OH][OW], plus a bias per channel."""
+    lanes, depth = g.channels(flipped=True)
+    rows = lanes * math.prod(g.kernel)
+    left = Operand(weight, 0, rows * depth, 1, rows)
+    dx = builder.new((g.images, g.in_channels, *g.size), "float32")
+    if is_pointwise(g) and g.stride == (1, 1):
+        _product(builder, g, left, dy, bias, dx)
+        return dx
+    taps = builder.new((g.images, g.groups * rows, *g.out_size), "float32")
+    _product(builder, g, left, dy, None, taps)
+    sizes = {
+        f"{name}_{letter}": pair[dim]
+        for name in ("kernel", "stride", "padding", "dilation")
+        for pair in [getattr(g, name)]
+        for dim, letter in enumerate("hw")
+    }
+    (rows, cols), (height, width) = g.out_size, g.size
+    builder.launch(
+        _kernel(builder, "fold"), (g.images, g.in_channels), (1, 1),
+        {
+            "x": taps, "bias": bias or taps, "has_bias": int(bias is not None), "y": dx,
+            "rows": rows, "cols": cols, "height": height, "width": width, **sizes,
+        },
+    )  # fmt: skip
+    return dx
+
+
+def _product(
+    builder: Builder, g: Geometry, a: Operand, x: Value, bias: Value | None, y: Value
+) -> None:
+    """y [N][groups][rows][pixels] of x [N][groups][depth][pixels] and a, rows x depth."""
+    rows, depth = y.shape[1] // g.groups, x.shape[1] // g.groups
+    pixels = math.prod(g.out_size)
+    all_panels = math.ceil(g.images * pixels / COLS)
+    units = builder.device.compute_units
+    room = ROOM_PANELS * builder.device.tuning.depth_block
+    most = min(MOST_PANELS, room // depth, math.ceil(all_panels / units))
+    blocks = math.ceil(all_panels / max(1, most))
+    panels = math.ceil(all_panels / blocks)
+    items = min(units, g.groups * blocks)
+    left = pack_rows(builder, a, rows, depth, g.groups)
+    builder.launch(
+        _kernel(builder, "pointwise"), (items,), (1,),
+        {
+            "left": left, "x": x, "bias": bias or x, "has_bias": int(bias is not None), "y": y,
+            "room": builder.new((items, panels, depth, COLS), "float32"), "images": g.images,
+            "groups": g.groups, "rows": rows, "depth": depth, "panels": panels, "pixels": pixels,
+        },
+    )  # fmt: skip
+
+
+def _kernel(builder: Builder, name: str) -> Kernel:
+    options = tuple(f"-D{each}" for each in ("EPILOGUE", *builder.device.defines))
+    source = "".join(builder.source(f"cpu/{file}.cl") for file in ("common", "matmul", "pointwise"))
+    return Kernel(source, name, options)

@@ -1,0 +1,150 @@
+"""Gradients of weights on CPUs: blocks of pixels in a cache, and the tiles summed over them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+from ..builder import Builder, Kernel, Value
+from ..geometry import Geometry
+
+COLS, LANES = 32, 16
+"""Output channels of a register tile, and floats of a vector, as in the kernels."""
+MOST_SUMS = 14
+"""Pairs of sums in a register tile, of 32 registers."""
+PIXELS = 256
+"""About how many output pixels are in a block."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The register tile: `sums` of the `depth` channels at the taps of a kernel's row."""
+
+    depth: int
+    sums: int
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Of the kernels."""
+        return f"-DDEPTH_TILE={self.depth}", f"-DSUMS={self.sums}"
+
+
+@cache
+def choose_tiling(depth: int, kernel_w: int, dilation_w: int) -> Tiling:
+    """The tile with the least waste: work on channels that do not exist, sums computed twice, and
+    loads of dy per sum."""
+    best, best_score = Tiling(1, 1), 0.0
+    for channels in range(1, min(depth, MOST_SUMS) + 1):
+        row = channels * kernel_w
+        for sums in range(1, min(row, MOST_SUMS) + 1):
+            if dilation_w > 1 and kernel_w > 1 and (sums % channels or row % sums):
+                continue  # the next tap is not the neighbour
+            useful = _filled(depth, channels) * _filled(row, sums)
+            score = useful * sums / (sums + 2)
+            score *= 1.0 if channels in (1, 2, 4, 8) else 0.98  # quick to pack
+            if score > best_score:
+                best, best_score = Tiling(channels, sums), score
+    return best
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """How the work is divided; the sizes of panels are those in the kernel."""
+
+    images: int
+    rows: int
+    lane_blocks: int
+    depth_tiles: int
+    parts: int
+    items: int
+    room: int
+
+
+def weight_gradient(builder: Builder, geometry: Geometry, x: Value, dy: Value) -> Value:
+    """dw [Co][Ci / groups][kh][kw] of x [N][Ci][H][W] and dy [N][Co][OH][OW]."""
+    g = _flat(geometry)
+    lanes, depth = g.channels()
+    tiling = choose_tiling(depth, g.kernel[1], g.dilation[1])
+    # Half of a second-level cache: each operand's panels are two of a product.
+    most = 2 * COLS * builder.device.tuning.depth_block
+    b = _blocks(g, tiling, builder.device.compute_units, most)
+    tiles = math.ceil(depth / tiling.depth)
+    tiles_w = math.ceil(g.kernel[1] * tiling.depth / tiling.sums)
+    all_blocks = g.groups * math.ceil(lanes / COLS)
+    sums = builder.new(
+        (b.parts, all_blocks, g.kernel[0], tiles, tiles_w, tiling.sums, COLS), "float32"
+    )
+    dw = builder.new((g.out_channels, depth, *g.kernel), "float32")
+    sizes = {
+        "groups": g.groups, "lanes": lanes, "depth": depth, "kernel_h": g.kernel[0],
+        "kernel_w": g.kernel[1], "parts": b.parts,
+    }  # fmt: skip
+    builder.launch(
+        _kernel(builder, "weight_sums", tiling), (b.items,), (1,),
+        {
+            "x": x, "dy": dy, "sums": sums, "room": builder.new((b.items, b.room), "float32"),
+            "room_size": b.room, "images": g.images, "rows": g.out_size[0], "cols": g.out_size[1],
+            "height": g.size[0], "width": g.size[1], "stride_h": g.stride[0],
+            "stride_w": g.stride[1], "dilation_h": g.dilation[0], "dilation_w": g.dilation[1],
+            "top": g.padding[0], "left": g.padding[1], "image_block": b.images,
+            "row_block": b.rows, "block_chunk": b.lane_blocks, "tile_chunk": b.depth_tiles,
+            **sizes,
+        },
+    )  # fmt: skip
+    weights = depth * math.prod(g.kernel)
+    builder.launch(
+        _kernel(builder, "weight_result", tiling),
+        (math.ceil(weights / LANES), math.ceil(lanes / LANES), g.groups), (1, 1, 1),
+        {"sums": sums, "dw": dw, **sizes},
+    )  # fmt: skip
+    return dw
+
+
+def _flat(g: Geometry) -> Geometry:
+    """Without stride a 1x1 kernel knows no rows: they join to rows of at most PIXELS."""
+    if (g.kernel, g.stride, g.padding) != ((1, 1), (1, 1), (0, 0)):
+        return g
+    height, width = g.size
+    joined = max(
+        n for n in range(1, height + 1) if height % n == 0 and n * width <= max(PIXELS, width)
+    )
+    size = (height // joined, width * joined)
+    return Geometry(g.images, g.groups, g.in_channels, g.out_channels, size, size, g.kernel,
+                    g.stride, g.padding, g.dilation)  # fmt: skip
+
+
+def _blocks(g: Geometry, tiling: Tiling, units: int, most: int) -> _Blocks:
+    rows, cols = g.out_size
+    row_block = min(rows, max(1, round(PIXELS / cols)))
+    image_block = _chunk(g.images, PIXELS // (rows * cols)) if row_block == rows else 1
+    x_rows, x_cols = (
+        (n - 1) * s + (k - 1) * d + 1
+        for n, s, k, d in zip((row_block, cols), g.stride, g.kernel, g.dilation, strict=True)
+    )
+    dy_panel = image_block * row_block * cols * COLS + LANES * COLS
+    x_panel = image_block * x_rows * x_cols * tiling.depth + LANES * LANES
+    lanes, depth = g.channels()
+    lane_blocks = _chunk(math.ceil(lanes / COLS), most // dy_panel)
+    depth_tiles = _chunk(math.ceil(depth / tiling.depth), most // x_panel)
+    chunks = g.groups * math.ceil(lanes / COLS / lane_blocks)
+    chunks *= math.ceil(math.ceil(depth / tiling.depth) / depth_tiles)
+    steps = math.ceil(rows / row_block) * math.ceil(g.images / image_block)
+    parts = min(steps, math.ceil(units / chunks))
+    room = lane_blocks * dy_panel + depth_tiles * x_panel + LANES * LANES
+    items = min(units, chunks * parts)
+    return _Blocks(image_block, row_block, lane_blocks, depth_tiles, parts, items, room)
+
+
+def _chunk(count: int, most: int) -> int:
+    """The size of equal chunks of at most `most`."""
+    return math.ceil(count / math.ceil(count / max(1, most)))
+
+
+def _filled(size: int, tile: int) -> float:
+    return size / (math.ceil(size / tile) * tile)
+
+
+def _kernel(builder: Builder, name: str, tiling: Tiling) -> Kernel:
+    source = builder.source("cpu/common.cl") + builder.source("cpu/weight_gradient.cl")
+    return Kernel(source, name, tiling.options)

@@ -1,0 +1,128 @@
+// 1x1 convolutions without padding on CPUs, and their input gradients: products of a matrix with the pixels of images.
+//
+//   x     row-major [N][groups * depth][pixels]    left  [groups][ceil(rows / ROWS)][depth][ROWS]: packed by matmul.cl
+//   y     row-major [N][groups * rows][pixels]     room  [work-items][panels][depth][COLS]
+//
+// Pixels of all images follow each other as columns. A work-item copies a block of columns into panels, in its own part of
+// `room`, which stays in a second-level cache while all rows are multiplied with it: x is read from memory once.
+// Follows common.cl and matmul.cl with EPILOGUE.
+
+#define MOST_COLS 512
+
+// The place of each column of a block in the first plane of its image, in floats from the first image on, if images are
+// `image_size` floats; and whether the 16 columns from a multiple of 16 on are neighbours.
+typedef struct {
+  int at[MOST_COLS];
+  int run[MOST_COLS / LANES];
+} Places;
+
+inline void find_places(Places* places, const int first, const int count, const int pixels, const int image_size) {
+  int image = first / pixels, pixel = first % pixels;
+  for (int c = 0; c < count; c++) {
+    if (c % LANES == 0) places->run[c / LANES] = c + LANES <= count && pixel + LANES <= pixels;
+    places->at[c] = image * image_size + pixel;
+    if (++pixel == pixels) {
+      pixel = 0;
+      image++;
+    }
+  }
+}
+
+inline void pack_block(__global const float* x, const Places* places, const int count, const int depth, const int plane,
+                       __global float* room) {
+  for (int k = 0; k < depth; k++) {
+    for (int c = 0; c < count; c += LANES) {
+      __global float* to = room + (c / COLS * depth + k) * COLS + c % COLS;
+      const int* at = places->at + c;
+      if (places->run[c / LANES]) {
+        vstore16(vload16(0, x + at[0]), 0, to);
+      } else {
+        for (int i = 0; i < LANES; i++) to[i] = c + i < count ? x[at[i]] : 0.0f;
+      }
+    }
+    if ((count - 1) % COLS < LANES) vstore16((float16)(0.0f), 0, room + (count / COLS * depth + k) * COLS + LANES);
+    x += plane;
+  }
+}
+
+// 16 columns of a row of y, of which `count` exist, from column c of the block on.
+inline void store_columns(const float16 values, __global float* y, const Places* places, const int c,
+                          const int count) {
+  if (places->run[c / LANES]) {
+    vstore16(values, 0, y + places->at[c]);
+  } else {
+    float lane[LANES];
+    vstore16(values, 0, lane);
+    for (int i = 0; i < min(count, LANES); i++) y[places->at[c + i]] = lane[i];
+  }
+}
+
+// global size: work-items with a part of `room` each; they take blocks of `panels` panels in turn
+WORK_ITEM __kernel void pointwise(__global const float* restrict left, __global const float* restrict x,
+                                  __global const float* restrict bias, const int has_bias, __global float* restrict y,
+                                  __global float* restrict room, const int images, const int groups, const int rows,
+                                  const int depth, const int panels, const int pixels) {
+  const int row_panels = (rows + ROWS - 1) / ROWS, columns = images * pixels, width = panels * COLS;
+  const int blocks = (columns + width - 1) / width;
+  room += (int)get_global_id(0) * panels * depth * COLS;
+  Places from, to;
+  for (int unit = get_global_id(0); unit < groups * blocks; unit += get_global_size(0)) {
+    const int group = unit / blocks, first = unit % blocks * width, count = min(columns - first, width);
+    find_places(&from, first, count, pixels, groups * depth * pixels);
+    find_places(&to, first, count, pixels, groups * rows * pixels);
+    pack_block(x + group * depth * pixels, &from, count, depth, pixels, room);
+    for (int i = 0; i < row_panels; i++) {
+      __global const float* a = left + (group * row_panels + i) * depth * ROWS;
+      const int row0 = i * ROWS, row_count = min(rows - row0, ROWS);
+      __global float* out = y + (group * rows + row0) * pixels;
+      for (int c = 0; c < count; c += COLS) {
+        for (int m = 0; m < row_count; m++) {
+          PREFETCH_WRITE(out + m * pixels + to.at[c]);
+          PREFETCH_WRITE(out + m * pixels + to.at[c] + LANES);
+        }
+        float16 sums[ROWS][2];
+        multiply_rows(a, room + c * depth, row_count, depth, sums);
+        for (int m = 0; m < row_count; m++) {
+          const float start = has_bias ? bias[group * rows + row0 + m] : 0.0f;
+          for (int n = 0; n < 2; n++) {
+            const int lane0 = n * LANES;
+            if (c + lane0 < count)
+              store_columns(sums[m][n] + start, out + m * pixels, &to, c + lane0, count - c - lane0);
+          }
+        }
+      }
+    }
+  }
+}
+
+inline void add_row(__global const float* x, __global float* y, const int count, const int step) {
+  int i = 0;
+  if (step == 1)
+    for (; i + LANES <= count; i += LANES) vstore16(vload16(0, y + i) + vload16(0, x + i), 0, y + i);
+  for (; i < count; i++) y[i * step] += x[i];
+}
+
+// The planes of x, [N][channels][kernel_h * kernel_w][rows][cols], one for each tap, added to the bias where the tap of an
+// output pixel lies in y, [N][channels][height][width].
+// global size: N, channels
+WORK_ITEM __kernel void fold(__global const float* restrict x, __global const float* restrict bias, const int has_bias,
+                             __global float* restrict y, const int rows, const int cols, const int height,
+                             const int width, const int kernel_h, const int kernel_w, const int stride_h,
+                             const int stride_w, const int padding_h, const int padding_w, const int dilation_h,
+                             const int dilation_w) {
+  const int c = get_global_id(1), plane = (int)get_global_id(0) * (int)get_global_size(1) + c;
+  const float16 start = (float16)(has_bias ? bias[c] : 0.0f);
+  x += plane * kernel_h * kernel_w * rows * cols;
+  y += plane * height * width;
+  for (int i = 0; i < height * width; i += LANES) store_upto(start, y + i, height * width - i);
+  for (int tap = 0; tap < kernel_h * kernel_w; tap++) {
+    const int top = tap / kernel_w * dilation_h - padding_h, left = tap % kernel_w * dilation_w - padding_w;
+    const int first = left < 0 ? (stride_w - 1 - left) / stride_w : 0;  // the first column inside of y
+    const int last = min(cols, left < width ? (width - 1 - left) / stride_w + 1 : 0);
+    for (int row = 0; row < rows; row++, x += cols) {
+      const int to = row * stride_h + top;
+      if (to >= 0 && to < height)
+        add_row(x + first, y + to * width + first * stride_w + left, last - first, stride_w);
+    }
+  }
+}
