@@ -13,7 +13,7 @@ kernels. Parts may have functions and macros of one name:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .codegen import Kernel, with_helpers
@@ -22,6 +22,7 @@ from .signature import inside, replaced, split
 MACRO = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)(?:\(([^)]*)\))?(.*)$", re.MULTILINE)
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 GUARD_END = "\n#endif\n"
+TYPE = re.compile(r"^typedef [^{};\n]*\b(\w+);[ \t]*$", re.MULTILINE)
 WORD = re.compile(r"\w+")
 
 
@@ -46,14 +47,19 @@ def joined(kernels: Iterable[Kernel]) -> list[Joined]:
 
 def _join(parts: Sequence[Sequence[Kernel]], options: tuple[str, ...]) -> Joined:
     taken: set[str] = set()
+    types: dict[object, str] = {}
     texts: list[str] = []
     names: dict[Kernel, str] = {}
     for number, kernels in enumerate(parts, 1):
         text = with_helpers("\n".join(_once(kernel.source for kernel in kernels)))
         macros = [_macro(o) for o in kernels[0].options if o.startswith("-D")]
+        text, known = _without_types(text, macros, types)
         own = defined(text)
         renamed = {name: _fresh(name, number, taken) for name in sorted(own & taken)}
         taken |= own | set(renamed.values())
+        for key, name in _types(text, macros).items():
+            types[key] = renamed.get(name, name)
+        renamed |= {name: other for name, other in known.items() if name != other}
         names |= {kernel: renamed.get(kernel.name, kernel.name) for kernel in kernels}
         of_text = [match[1] for match in MACRO.finditer(text)]
         ends = dict.fromkeys([*renamed, *(name for name, _ in macros), *of_text])
@@ -78,6 +84,30 @@ def _once(sources: Iterable[str]) -> Iterator[str]:
         heads.add(head)
 
 
+def _types(text: str, macros: Sequence[tuple[str, str]]) -> dict[object, str]:
+    """The names of other types that a text declares in a line, by that line and its macros."""
+    found: dict[object, str] = {}
+    for line in TYPE.finditer(text):
+        words = set(WORD.findall(line[0]))
+        found[line[0], tuple(macro for macro in macros if macro[0] in words)] = line[1]
+    return found
+
+
+def _without_types(
+    text: str, macros: Sequence[tuple[str, str]], types: Mapping[object, str]
+) -> tuple[str, dict[str, str]]:
+    """The text without the types that an earlier part has, and these by their names here.
+
+    Intel's channels take a type of two names for two types, and calls of them are ambiguous then.
+    """
+    known = {}
+    for key, name in _types(text, macros).items():
+        if key in types:
+            known[name] = types[key]
+    dropped = TYPE.sub(lambda line: "" if line[1] in known else line[0], text)
+    return dropped, known
+
+
 def _macro(option: str) -> tuple[str, str]:
     """`-DROWS=8` -> ROWS, 8."""
     name, equals, value = option.removeprefix("-D").partition("=")
@@ -97,8 +127,9 @@ def defined(source: str) -> set[str]:
     """
     text = COMMENT.sub(" ", source).replace("\\\n", " ")
     macros = {m[1]: (split(m[2]), m[3]) for m in MACRO.finditer(text) if m[2] is not None}
+    bodies = {m[1]: m[3] for m in MACRO.finditer(text) if m[2] is None and "{" in m[3]}
     plain = re.sub(r"^[ \t]*#.*$", "", text, flags=re.MULTILINE)
-    return set(_declared(plain, macros))
+    return set(_declared(replaced(_without(plain, "{", "}"), bodies), macros))
 
 
 def _declared(text: str, macros: dict[str, tuple[list[str], str]]) -> Iterator[str]:
@@ -112,6 +143,7 @@ def _declared(text: str, macros: dict[str, tuple[list[str], str]]) -> Iterator[s
                 others = {other: macros[other] for other in macros if other != name}
                 yield from _declared(filled.replace("##", ""), others)
     flat = _without(outside, "(", ")")
+    yield from re.findall(r"__kernel\s+void\s+(\w+)", flat)  # whatever macro its body is
     yield from re.findall(r"(\w+)\s*\(\)\s*\{\}", flat)
     for declaration in re.split(r"\(\)\s*\{\}|;", flat):
         head = re.sub(r"__attribute__\s*\(\)", "", declaration.partition("=")[0])

@@ -16,6 +16,7 @@ from found_devices import infos
 from hetpipe.backends.opencl.backend import OpenCLBackend
 from hetpipe.backends.opencl.names import BUNDLES
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import cross_entropy
 
 import hetpipe as hp
@@ -29,6 +30,7 @@ from hetpipe.pipeline.options import UpdateOptions
 from hetpipe.plan import Plan
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.bundle import add_binary, read_manifest
+from hetpipe.sdk.graph import canonical
 from hetpipe.sdk.registry import open_device
 
 IDS = [info.id for info in infos() if info.backend == "opencl"]
@@ -53,8 +55,13 @@ def first(tmp_path: Path) -> Iterator[Device]:
 
 def loading(device_id: str, folder: Path) -> Device:
     """The device, opened anew, that loads bundles from there."""
+    return configured(device_id, {"bundles": folder.name}, folder.parent)
+
+
+def configured(device_id: str, options: dict[str, Any], folder: Path) -> Device:
+    """The device, opened anew by a backend with these options."""
     backend = OpenCLBackend()
-    backend.configure({"bundles": folder.name}, folder.parent)
+    backend.configure(options, folder)
     info = next(info for info in backend.discover() if info.id == device_id)
     return backend.open(info)
 
@@ -92,6 +99,25 @@ def test_the_manifest_says_how_to_call_each_kernel(tmp_path: Path, first: Device
     assert x.shape == y.shape == (5, 7)
     assert (count.dtype, count.value) == ("int32", 35)
     assert manifest.facts == dict(first.binary_facts())
+
+
+@pytest.mark.parametrize("device_id", [id for id in IDS if "fpga-emulator" in id])
+def test_kernels_that_channels_join_come_from_a_bundle_too(
+    device_id: str, tmp_path: Path, sources: list[str]
+) -> None:
+    """Two dataflows in one source: each has channels of its own, of types that they share."""
+    products = canonical(
+        make_fx(lambda x: (torch.tanh(torch.relu(x @ x.t()) @ x),))(torch.zeros(5, 7))
+    )
+    options: dict[str, Any] = {"families": {device_id: "fpga"}}
+    device = configured(device_id, options, tmp_path)
+    expected = result(device, products)
+    manifest = build(tmp_path / "b", device, write(tmp_path / "b", device, products))
+    assert sum(kernel.function == "array" for kernel in manifest.sources[0].kernels) == 2
+    sources.clear()
+    loaded = configured(device_id, {**options, "bundles": "b"}, tmp_path)
+    np.testing.assert_array_equal(result(loaded, products), expected)
+    assert sources == []
 
 
 def refusal(device_id: str, folder: Path, graph: Any = GRAPH) -> str:

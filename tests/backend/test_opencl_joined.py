@@ -34,6 +34,8 @@ __kernel void run(__global const float *x, __global float *y) {
 def test_what_a_text_declares_outside_functions() -> None:
     assert defined(MANY) == {"stepped_of", "Pair", "table", "twice", "run"}
     assert defined("__kernel void f(__global float *x) { const int local_one = 1; }") == {"f"}
+    body = "#define BODY { x[0] = 1; }\n__kernel void g(__global int *x) BODY\nvoid h() { int y; }"
+    assert defined(body) == {"g", "h"}
     channels = "channel float to_next __attribute__((depth(8)));\n/* float no(x) {} */"
     assert defined(channels) == {"to_next"}
 
@@ -96,3 +98,12 @@ def test_definitions_that_generated_kernels_share_are_there_once() -> None:
     (source,) = joined(kernels)
     assert source.text.count("float own(") == 1
     assert source.names == {kernels[0]: "ka", kernels[1]: "kb"}
+
+
+def test_a_type_of_two_parts_is_declared_once_for_each_meaning() -> None:
+    text = "typedef WIDE lanes;\n__kernel void run(__global lanes *x) {}\n"
+    widths = ("float4", "float8", "float4", "float8")
+    kernels = [Kernel(text + "\n" * n, "run", (f"-DWIDE={w}",)) for n, w in enumerate(widths)]
+    (source,) = joined(kernels)
+    assert source.text.count("typedef WIDE lanes;") == 2
+    assert source.text.count("#define lanes lanes_2") == 2
