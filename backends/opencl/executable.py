@@ -16,6 +16,7 @@ from hetpipe.sdk.inputs import check_inputs
 
 from .arena import lives, nbytes, place
 from .blocks import Block, blocks_of, finished_parts
+from .builder import Launch
 from .driver import driver, errors
 from .events import CommandEvent, Flowing, PassEvent
 from .expr import Value
@@ -109,6 +110,11 @@ class OpenCLExecutable(Executable):
         self._last: Any = None
         self._place()
         self._plans: dict[frozenset[int], tuple[int | None, ...]] = {}
+
+    @property
+    def launches(self) -> Sequence[Launch]:
+        """What a run launches."""
+        return self._lowered.launches
 
     def run(
         self,

@@ -15,8 +15,8 @@
         has_bias ? (sum) + bias[number] : (sum));
 
 #ifdef CHANNELS
-SINGLE __kernel void convolution_load(OPERANDS, SHAPE, PROBLEM) LOADS
-SINGLE __kernel void convolution_store(BIAS, SHAPE, PROBLEM, RESULTS) STORES
+SINGLE __kernel void convolution_load(OPERANDS, SHAPE, PROBLEM) { LOADS }
+SINGLE __kernel void convolution_store(BIAS, SHAPE, PROBLEM, RESULTS) { STORES }
 #else
-SINGLE __kernel void convolution(OPERANDS, BIAS, SHAPE, PROBLEM, RESULTS) WHOLE
+SINGLE __kernel void convolution(OPERANDS, BIAS, SHAPE, PROBLEM, RESULTS) { WHOLE }
 #endif

@@ -15,8 +15,8 @@
 #define FINISH(row, col, sum) KEEP((group * LANES + (row)) * CHANNELS_IN * TAPS + (col), sum);
 
 #ifdef CHANNELS
-SINGLE __kernel void convolution_weight_load(OPERANDS, SHAPE, PROBLEM) LOADS
-SINGLE __kernel void convolution_weight_store(SHAPE, PROBLEM, RESULTS) STORES
+SINGLE __kernel void convolution_weight_load(OPERANDS, SHAPE, PROBLEM) { LOADS }
+SINGLE __kernel void convolution_weight_store(SHAPE, PROBLEM, RESULTS) { STORES }
 #else
-SINGLE __kernel void convolution_weight(OPERANDS, SHAPE, PROBLEM, RESULTS) WHOLE
+SINGLE __kernel void convolution_weight(OPERANDS, SHAPE, PROBLEM, RESULTS) { WHOLE }
 #endif

@@ -37,8 +37,8 @@
 
 #define PASTED(a, b) a##b
 #define NAMED(a, b) PASTED(a, b)
-typedef NAMED(float, ARRAY_ROWS) a_vector;
-typedef NAMED(float, ARRAY_COLS) b_vector;
+#define a_vector NAMED(float, ARRAY_ROWS)
+#define b_vector NAMED(float, ARRAY_COLS)
 #define LOAD_A NAMED(vload, ARRAY_ROWS)
 #define LOAD_B NAMED(vload, ARRAY_COLS)
 #define STORE_A NAMED(vstore, ARRAY_ROWS)
@@ -149,8 +149,8 @@ channel b_vector c_stream __attribute__((depth(CAPACITY)));
 
 // The bodies of the kernels of an operation.
 #ifdef CHANNELS
-#define LOADS { LOADER; EACH_TILE LOAD_TILE EACH_BLOCK LOAD_BLOCK EACH_STEP SEND_STEP END END END }
-#define STORES { EACH_TILE EACH_VECTOR STORE_VECTOR END END }
+#define LOADS LOADER; EACH_TILE LOAD_TILE EACH_BLOCK LOAD_BLOCK EACH_STEP SEND_STEP END END END
+#define STORES EACH_TILE EACH_VECTOR STORE_VECTOR END END
 
 SINGLE __kernel void array(PROBLEM) {
   SUMS;
@@ -161,20 +161,18 @@ SINGLE __kernel void array(PROBLEM) {
   END
 }
 #else
-#define WHOLE                                                              \
-  {                                                                        \
-    LOADER;                                                                \
-    SUMS;                                                                  \
-    STREAM(a_vector, a_stream, INTERLEAVE_ROWS);                           \
-    STREAM(b_vector, b_stream, INTERLEAVE_COLS);                           \
-    STREAM(b_vector, c_stream, 1);                                         \
-    STRIP;                                                                 \
-    EACH_TILE                                                              \
-      LOAD_TILE                                                            \
-      CLEAR                                                                \
-      EACH_BLOCK LOAD_BLOCK EACH_STEP SEND_STEP MULTIPLY_STEP END END      \
-      EACH_VECTOR DRAIN_VECTOR STORE_VECTOR RECEIVE_ROWS END               \
-      FINISH_ROWS                                                          \
-    END                                                                    \
-  }
+#define WHOLE                                                               \
+  LOADER;                                                                   \
+  SUMS;                                                                     \
+  STREAM(a_vector, a_stream, INTERLEAVE_ROWS);                              \
+  STREAM(b_vector, b_stream, INTERLEAVE_COLS);                              \
+  STREAM(b_vector, c_stream, 1);                                            \
+  STRIP;                                                                    \
+  EACH_TILE                                                                 \
+    LOAD_TILE                                                               \
+    CLEAR                                                                   \
+    EACH_BLOCK LOAD_BLOCK EACH_STEP SEND_STEP MULTIPLY_STEP END END         \
+    EACH_VECTOR DRAIN_VECTOR STORE_VECTOR RECEIVE_ROWS END                  \
+    FINISH_ROWS                                                             \
+  END
 #endif

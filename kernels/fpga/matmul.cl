@@ -20,8 +20,8 @@
   KEEP((batch * rows + (row)) * cols + (col), scaled);
 
 #ifdef CHANNELS
-SINGLE __kernel void matmul_load(OPERANDS, PROBLEM) LOADS
-SINGLE __kernel void matmul_store(PROBLEM, SCALING, RESULTS) STORES
+SINGLE __kernel void matmul_load(OPERANDS, PROBLEM) { LOADS }
+SINGLE __kernel void matmul_store(PROBLEM, SCALING, RESULTS) { STORES }
 #else
-SINGLE __kernel void matmul(OPERANDS, PROBLEM, SCALING, RESULTS) WHOLE
+SINGLE __kernel void matmul(OPERANDS, PROBLEM, SCALING, RESULTS) { WHOLE }
 #endif

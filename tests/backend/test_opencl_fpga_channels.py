@@ -17,6 +17,7 @@ import pytest
 from as_fpga import as_fpga
 from fpga_cases import CASES, CHANNELLED, EMULATOR
 from hetpipe.backends.opencl.fpga.array import ARRAY
+from hetpipe.backends.opencl.fpga.sheet import stage_sheet
 from opencl_devices import IDS, Array, compiled
 
 HERE = Path(__file__).parent
@@ -79,6 +80,9 @@ def test_a_norm_of_a_product_is_a_fourth_kernel() -> None:
     names = ["matmul_load", "array", "matmul_store", "normalise"]
     assert [launch.kernel.name for launch in launches] == names
     assert [launch.beside for launch in launches] == [1, 2, 3, 0]
+    sheet = stage_sheet(launches)
+    assert [each.kernel for each in sheet.kernels] == names
+    assert (sheet.others, sheet.macs) == ((), 128 + 32 + 1)
 
 
 def test_its_passes_follow_one_another_unless_channels_are_off() -> None:
