@@ -158,9 +158,10 @@ def kernel_source(path: str) -> str:
 
 
 def with_helpers(text: str) -> str:
-    """Generated code, after the functions of ours that it calls."""
-    helpers = dict.fromkeys(file for call, file in HELPERS.items() if call in text)
-    return "\n".join([*map(kernel_source, helpers), text])
+    """Generated code, after the functions of ours that it calls and does not have yet."""
+    files = dict.fromkeys(file for call, file in HELPERS.items() if call in text)
+    helpers = [source for source in map(kernel_source, files) if source not in text]
+    return "\n".join([*helpers, text])
 
 
 def generate(group: Sequence[Store], target: Target, kept: Sequence[Store]) -> Code:

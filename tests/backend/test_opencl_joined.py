@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hetpipe.backends.opencl.codegen import Kernel
+from hetpipe.backends.opencl.codegen import Kernel, with_helpers
 from hetpipe.backends.opencl.driver import driver, quiet
 from hetpipe.backends.opencl.joined import defined, joined
 from hetpipe.backends.opencl.specialise import build
@@ -107,3 +107,19 @@ def test_a_type_of_two_parts_is_declared_once_for_each_meaning() -> None:
     (source,) = joined(kernels)
     assert source.text.count("typedef WIDE lanes;") == 2
     assert source.text.count("#define lanes lanes_2") == 2
+
+
+@pytest.mark.parametrize("device_id", IDS)
+def test_a_function_of_ours_that_a_text_has_is_not_there_again(device_id: str) -> None:
+    """The source of a kernel with an epilogue that is not generated has what it calls."""
+    body = "{{ y[0] = exact_erf(x[0] * {0}.0f); }}"
+    kernels = [
+        Kernel(with_helpers(f"__kernel void erf_{n}(__global const float *x, __global float *y)"
+                            + body.format(n)), f"erf_{n}")
+        for n in (1, 2)
+    ]  # fmt: skip
+    (source,) = joined(kernels)
+    device = opencl_device(device_id)
+    with quiet():
+        program = build(driver(), device.context, source.text, source.options)
+    assert {kernel.function_name for kernel in program.all_kernels()} == set(source.names.values())
