@@ -158,5 +158,5 @@ def _launch(
     steady: bool = False,
 ) -> None:  # fmt: skip
     source = builder.source("cpu/common.cl") + builder.source("cpu/winograd.cl")
-    kernel = Kernel(source, name, ("-DINTERPRETED",) if builder.device.checks_memory else ())
+    kernel = Kernel(source, name, tuple(f"-D{each}" for each in builder.device.defines))
     builder.launch(kernel, (*size, 1), (1, 1, 1), args, steady=steady)
