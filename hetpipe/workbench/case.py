@@ -107,8 +107,9 @@ def expected(spec: KernelSpec, number: int, call: KernelCall, folder: Path) -> d
             raise BackendError(
                 f"{spec.reference} returns no {name!r}; return a dict of all outputs"
             )
-        shape = call.arguments[name].shape  # type: ignore[union-attr]
-        result = np.asarray(results[name])
+        argument = call.arguments[name]
+        assert isinstance(argument, np.ndarray), "an output is a tensor"
+        shape, result = argument.shape, np.asarray(results[name])
         if result.shape != shape:
             raise BackendError(
                 f"case {number}: the reference of {name} has the shape {list(result.shape)}, the "

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from hetpipe.bench.kernelcases import (
     RESNET50,
-    SETS,
     Case,
     Layer,
     _product,
@@ -93,8 +92,3 @@ def test_refusals(arguments: list[str], message: str) -> None:
     done = CliRunner().invoke(app, ["kernels", "bench", *arguments])
     assert isinstance(done.exception, HetpipeError)
     assert message in str(done.exception)
-
-
-def test_the_sets_of_the_command_are_those_of_the_benchmark() -> None:
-    for name in SETS:
-        bench._check_sets(name)

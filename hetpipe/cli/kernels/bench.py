@@ -56,11 +56,11 @@ def command(
 
 
 def _check_sets(sets: str) -> None:
+    from hetpipe.bench.kernelcases import SETS
     from hetpipe.errors import HetpipeError
 
-    known = ("products", "memory", "resnet50", "vgg16", "tuning")
-    if unknown := [name for name in sets.split(",") if name not in known]:
-        raise HetpipeError(f"no set of kernels {unknown[0]!r}; known: {', '.join(known)}")
+    if unknown := [name for name in sets.split(",") if name not in SETS]:
+        raise HetpipeError(f"no set of kernels {unknown[0]!r}; known: {', '.join(SETS)}")
 
 
 def processors(named: list[str]) -> list[DeviceInfo]:
