@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from ..builder import Builder, Kernel, Value
@@ -102,19 +102,19 @@ def weight_gradient(builder: Builder, geometry: Geometry, x: Value, dy: Value) -
 
 
 def _flat(g: Geometry) -> Geometry:
-    """Without stride a 1x1 kernel knows no rows: they join to rows of at most PIXELS."""
+    """A 1x1 kernel without stride knows no rows: pixels are taken in rows of about PIXELS."""
     if (g.kernel, g.stride, g.padding) != ((1, 1), (1, 1), (0, 0)):
         return g
-    height, width = g.size
-    joined = max(
-        n for n in range(1, height + 1) if height % n == 0 and n * width <= max(PIXELS, width)
-    )
-    size = (height // joined, width * joined)
-    return Geometry(g.images, g.groups, g.in_channels, g.out_channels, size, size, g.kernel,
-                    g.stride, g.padding, g.dilation)  # fmt: skip
+    pixels = math.prod(g.size)
+    cols = max(n for n in range(1, PIXELS + 1) if pixels % n == 0)
+    if cols < min(LANES, g.size[1]):
+        return g
+    size = (pixels // cols, cols)
+    return replace(g, size=size, out_size=size)
 
 
 def _blocks(g: Geometry, tiling: Tiling, units: int, most: int) -> _Blocks:
+    """`most`: floats that an operand's panels may take; `units`: of the device."""
     rows, cols = g.out_size
     row_block = min(rows, max(1, round(PIXELS / cols)))
     image_block = _chunk(g.images, PIXELS // (rows * cols)) if row_block == rows else 1
