@@ -11,8 +11,8 @@ from ..geometry import Geometry
 
 COLS, LANES = 32, 16
 """Output channels of a register tile, and floats of a vector, as in the kernels."""
-MOST_SUMS = 14
-"""Pairs of sums in a register tile, of 32 registers."""
+MOST_SUMS, MOST_NARROW = 14, 6
+"""Sums for a lane in a register tile: pairs of vectors in 32 registers, or half of each in 16."""
 PIXELS = 256
 """About how many output pixels are in a block."""
 
@@ -31,13 +31,13 @@ class Tiling:
 
 
 @cache
-def choose_tiling(depth: int, kernel_w: int, dilation_w: int) -> Tiling:
-    """The tile with the least waste: work on channels that do not exist, sums computed twice, and
-    loads of dy per sum."""
+def choose_tiling(depth: int, kernel_w: int, dilation_w: int, most: int = MOST_SUMS) -> Tiling:
+    """The tile of up to `most` sums with the least waste: work on channels that do not exist, sums
+    computed twice, and loads of dy per sum."""
     best, best_score = Tiling(1, 1), 0.0
-    for channels in range(1, min(depth, MOST_SUMS) + 1):
+    for channels in range(1, min(depth, most) + 1):
         row = channels * kernel_w
-        for sums in range(1, min(row, MOST_SUMS) + 1):
+        for sums in range(1, min(row, most) + 1):
             if dilation_w > 1 and kernel_w > 1 and (sums % channels or row % sums):
                 continue  # the next tap is not the neighbour
             useful = _filled(depth, channels) * _filled(row, sums)
@@ -65,7 +65,8 @@ def weight_gradient(builder: Builder, geometry: Geometry, x: Value, dy: Value) -
     """dw [Co][Ci / groups][kh][kw] of x [N][Ci][H][W] and dy [N][Co][OH][OW]."""
     g = _flat(geometry)
     lanes, depth = g.channels()
-    tiling = choose_tiling(depth, g.kernel[1], g.dilation[1])
+    most_sums = MOST_NARROW if builder.device.tuning.narrow else MOST_SUMS
+    tiling = choose_tiling(depth, g.kernel[1], g.dilation[1], most_sums)
     # Half of a second-level cache: each operand's panels are two of a product.
     most = 2 * COLS * builder.device.tuning.depth_block
     b = _blocks(g, tiling, builder.device.compute_units, most)
@@ -147,4 +148,6 @@ def _filled(size: int, tile: int) -> float:
 
 def _kernel(builder: Builder, name: str, tiling: Tiling) -> Kernel:
     source = builder.source("cpu/common.cl") + builder.source("cpu/weight_gradient.cl")
-    return Kernel(source, name, tiling.options)
+    return Kernel(
+        source, name, (*tiling.options, *(f"-D{each}" for each in builder.device.defines))
+    )
