@@ -10,6 +10,11 @@
 // Pixels are summed in order, and parts of them are added in order: deterministic.
 
 #define COLS 32
+#ifdef NARROW  // 16 registers of 8 floats
+#define VECTORS 1
+#else
+#define VECTORS 2
+#endif
 #if DEPTH_TILE > 4  // a power of two
 #define WIDE 8
 #elif DEPTH_TILE > 2
@@ -112,24 +117,26 @@ inline void pack_image(__global const float* x, const int plane, const int size,
   }
 }
 
-// Adds the products of a block's pixels to a tile of sums.
+// Adds the products of a block's pixels to a tile of sums, or to half of its columns.
 inline void add_tile(__global const float* x, __global const float* dy, __global float* sums, const bool resume,
                      const int images, const int row_begin, const int row_end, const int cols, const int x_image,
                      const int x_row, const int x_col, const int tap_col, const int dy_image) {
-  float16 lo[SUMS], hi[SUMS];
+  float16 sum[VECTORS][SUMS];
 #pragma unroll
-  for (int m = 0; m < SUMS; m++) lo[m] = hi[m] = (float16)(0.0f);
+  for (int m = 0; m < VECTORS * SUMS; m++) sum[m / SUMS][m % SUMS] = (float16)(0.0f);
   for (int image = 0; image < images; image++) {
     for (int row = row_begin; row < row_end; row++) {
       __global const float* at = x + image * x_image + row * x_row;
       __global const float* lanes = dy + image * dy_image + row * cols * COLS;
       for (int col = 0; col < cols; col++) {
-        const float16 dy_lo = vload16(0, lanes), dy_hi = vload16(1, lanes);
+        float16 vector[VECTORS];
+#pragma unroll
+        for (int v = 0; v < VECTORS; v++) vector[v] = vload16(v, lanes);
 #pragma unroll
         for (int m = 0; m < SUMS; m++) {
           const float value = at[m / DEPTH_TILE * tap_col + m % DEPTH_TILE];
-          lo[m] = fma((float16)(value), dy_lo, lo[m]);
-          hi[m] = fma((float16)(value), dy_hi, hi[m]);
+#pragma unroll
+          for (int v = 0; v < VECTORS; v++) sum[v][m] = fma((float16)(value), vector[v], sum[v][m]);
         }
         at += x_col;
         lanes += COLS;
@@ -138,12 +145,11 @@ inline void add_tile(__global const float* x, __global const float* dy, __global
   }
 #pragma unroll
   for (int m = 0; m < SUMS; m++) {
-    if (resume) {
-      lo[m] += vload16(2 * m, sums);
-      hi[m] += vload16(2 * m + 1, sums);
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) {
+      if (resume) sum[v][m] += vload16(2 * m + v, sums);
+      vstore16(sum[v][m], 2 * m + v, sums);
     }
-    vstore16(lo[m], 2 * m, sums);
-    vstore16(hi[m], 2 * m + 1, sums);
   }
 }
 
@@ -200,11 +206,13 @@ WORK_ITEM __kernel void weight_sums(
             for (int w = 0; w < tiles_w; w++) {
               const int j = min(w * SUMS, kernel_w * DEPTH_TILE - SUMS);
               const int at = ((part * groups + group) * blocks + block) * kernel_h + tap;
-              add_tile(x_room + (tile - tile0) * X_PANEL + tap * dilation_h * X_COLS * DEPTH_TILE +
-                           j / DEPTH_TILE * tap_col + j % DEPTH_TILE,
-                       dy_room + (block - block0) * DY_PANEL, sums + ((at * tiles + tile) * tiles_w + w) * SUMS * COLS,
-                       step > step0, image_count, row_begin, row_end, cols, X_ROWS * X_COLS * DEPTH_TILE,
-                       stride_h * X_COLS * DEPTH_TILE, stride_w * DEPTH_TILE, tap_col, row_block * cols * COLS);
+              for (int lane = 0; lane < COLS; lane += VECTORS * LANES)
+                add_tile(x_room + (tile - tile0) * X_PANEL + tap * dilation_h * X_COLS * DEPTH_TILE +
+                             j / DEPTH_TILE * tap_col + j % DEPTH_TILE,
+                         dy_room + (block - block0) * DY_PANEL + lane,
+                         sums + ((at * tiles + tile) * tiles_w + w) * SUMS * COLS + lane, step > step0, image_count,
+                         row_begin, row_end, cols, X_ROWS * X_COLS * DEPTH_TILE, stride_h * X_COLS * DEPTH_TILE,
+                         stride_w * DEPTH_TILE, tap_col, row_block * cols * COLS);
             }
           }
         }

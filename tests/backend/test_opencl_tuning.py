@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,6 +97,31 @@ def test_sums_are_right_however_they_are_divided(
             wide = function(*(t.double() for t in inputs)).numpy()
             limit = 16 * np.sqrt(k) * np.finfo(np.float32).eps * np.abs(wide).max()
             np.testing.assert_allclose(actual, wide, rtol=0, atol=limit)
+
+
+@on_processors
+def test_convolutions_are_right_in_small_blocks(
+    device_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(tuning.VARIABLE, tuning.text_of(Tuning(True, 8)))
+    device = opened(device_id)
+    for kernel in (1, 3):
+        settings = (None, [1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], 1)
+        generator = torch.Generator().manual_seed(kernel)
+        shapes = ((3, 70, 9, 11), (3, 45, 9, 11), (70, 45, kernel, kernel))
+        inputs = [torch.randn(shape, generator=generator) for shape in shapes]
+
+        def gradients(
+            dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, settings: Any = settings
+        ) -> tuple[torch.Tensor, ...]:
+            y = torch.ops.aten.convolution(x, w, *settings)
+            found = torch.ops.aten.convolution_backward(dy, x, w, *settings, [True, True, False])
+            return y, *found[:2]
+
+        results = run(device, trace(gradients, inputs, {}), [t.numpy() for t in inputs])
+        for actual, wide in zip(results, gradients(*(t.double() for t in inputs)), strict=True):
+            limit = 16 * np.sqrt(630) * np.finfo(np.float32).eps * np.abs(wide.numpy()).max()
+            np.testing.assert_allclose(actual, wide.numpy(), rtol=0, atol=limit)
 
 
 @on_processors

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from ..builder import Builder, Kernel, Value
@@ -11,8 +11,8 @@ from ..geometry import Geometry
 
 COLS, LANES = 32, 16
 """Output channels of a register tile, and floats of a vector, as in the kernels."""
-MOST_SUMS = 14
-"""Pairs of sums in a register tile, of 32 registers."""
+MOST_SUMS, MOST_NARROW = 14, 6
+"""Sums for a lane in a register tile: pairs of vectors in 32 registers, or half of each in 16."""
 PIXELS = 256
 """About how many output pixels are in a block."""
 
@@ -31,13 +31,13 @@ class Tiling:
 
 
 @cache
-def choose_tiling(depth: int, kernel_w: int, dilation_w: int) -> Tiling:
-    """The tile with the least waste: work on channels that do not exist, sums computed twice, and
-    loads of dy per sum."""
+def choose_tiling(depth: int, kernel_w: int, dilation_w: int, most: int = MOST_SUMS) -> Tiling:
+    """The tile of up to `most` sums with the least waste: work on channels that do not exist, sums
+    computed twice, and loads of dy per sum."""
     best, best_score = Tiling(1, 1), 0.0
-    for channels in range(1, min(depth, MOST_SUMS) + 1):
+    for channels in range(1, min(depth, most) + 1):
         row = channels * kernel_w
-        for sums in range(1, min(row, MOST_SUMS) + 1):
+        for sums in range(1, min(row, most) + 1):
             if dilation_w > 1 and kernel_w > 1 and (sums % channels or row % sums):
                 continue  # the next tap is not the neighbour
             useful = _filled(depth, channels) * _filled(row, sums)
@@ -65,7 +65,8 @@ def weight_gradient(builder: Builder, geometry: Geometry, x: Value, dy: Value) -
     """dw [Co][Ci / groups][kh][kw] of x [N][Ci][H][W] and dy [N][Co][OH][OW]."""
     g = _flat(geometry)
     lanes, depth = g.channels()
-    tiling = choose_tiling(depth, g.kernel[1], g.dilation[1])
+    most_sums = MOST_NARROW if builder.device.tuning.narrow else MOST_SUMS
+    tiling = choose_tiling(depth, g.kernel[1], g.dilation[1], most_sums)
     # Half of a second-level cache: each operand's panels are two of a product.
     most = 2 * COLS * builder.device.tuning.depth_block
     b = _blocks(g, tiling, builder.device.compute_units, most)
@@ -102,19 +103,19 @@ def weight_gradient(builder: Builder, geometry: Geometry, x: Value, dy: Value) -
 
 
 def _flat(g: Geometry) -> Geometry:
-    """Without stride a 1x1 kernel knows no rows: they join to rows of at most PIXELS."""
+    """A 1x1 kernel without stride knows no rows: pixels are taken in rows of about PIXELS."""
     if (g.kernel, g.stride, g.padding) != ((1, 1), (1, 1), (0, 0)):
         return g
-    height, width = g.size
-    joined = max(
-        n for n in range(1, height + 1) if height % n == 0 and n * width <= max(PIXELS, width)
-    )
-    size = (height // joined, width * joined)
-    return Geometry(g.images, g.groups, g.in_channels, g.out_channels, size, size, g.kernel,
-                    g.stride, g.padding, g.dilation)  # fmt: skip
+    pixels = math.prod(g.size)
+    cols = max(n for n in range(1, PIXELS + 1) if pixels % n == 0)
+    if cols < min(LANES, g.size[1]):
+        return g
+    size = (pixels // cols, cols)
+    return replace(g, size=size, out_size=size)
 
 
 def _blocks(g: Geometry, tiling: Tiling, units: int, most: int) -> _Blocks:
+    """`most`: floats that an operand's panels may take; `units`: of the device."""
     rows, cols = g.out_size
     row_block = min(rows, max(1, round(PIXELS / cols)))
     image_block = _chunk(g.images, PIXELS // (rows * cols)) if row_block == rows else 1
@@ -147,4 +148,6 @@ def _filled(size: int, tile: int) -> float:
 
 def _kernel(builder: Builder, name: str, tiling: Tiling) -> Kernel:
     source = builder.source("cpu/common.cl") + builder.source("cpu/weight_gradient.cl")
-    return Kernel(source, name, tiling.options)
+    return Kernel(
+        source, name, (*tiling.options, *(f"-D{each}" for each in builder.device.defines))
+    )
