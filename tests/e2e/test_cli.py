@@ -111,6 +111,7 @@ def test_a_plan_is_kept_and_trained(home: Path) -> None:
     plan = result(home, "plan", "mlp", *options, "--out", "plan.json")
     kept = json.loads((home / "plan.json").read_text())
     assert kept.pop("costs")["samples"] == 32
+    assert kept.pop("workload") == "mlp"  # for `hetpipe kernels export`
     assert [stage.pop("layers")[0] for stage in plan["stages"]] == [
         stage["lo"] for stage in plan["stages"]
     ]
