@@ -129,7 +129,10 @@ def trace(fn: Function, inputs: Sequence[torch.Tensor], table: Any) -> fx.GraphM
     own = [tensor.clone() for tensor in inputs]  # one tensor twice would be one input
     # As captured graphs: nothing is changed in place.
     functional = functionalize(make_fx(flat)(*own), remove="mutations")
-    graph = make_fx(functional, decomposition_table=dict(table))(*own)
+    try:
+        graph = make_fx(functional, decomposition_table=dict(table))(*own)
+    except RuntimeError:  # strides that only a trace without changes in place meets
+        graph = make_fx(flat, decomposition_table=dict(table))(*own)
     if any(node.op == "get_attr" for node in graph.graph.nodes):
         raise NotAsked("traced, it reads a constant")
     _drop_unread_writes(graph.graph)
