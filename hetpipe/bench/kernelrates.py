@@ -22,6 +22,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hetpipe.bench.kernelcases import SETS, Case
+from hetpipe.bench.machine import keep_memory
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.graph import canonical
 from hetpipe.sdk.registry import decompositions_of, open_device
@@ -58,7 +59,9 @@ CLOCK = time.process_time if os.environ.get("HETPIPE_CLOCK") == "process" else t
 
 
 def measure(device_id: str, cases: Sequence[Case], round_s: float, rounds: int) -> list[KernelRate]:
-    """The rates of all cases that the device runs. Torch has one thread meanwhile."""
+    """The rates of all cases that the device runs. Torch has one thread meanwhile, and reuses its
+    memory."""
+    keep_memory()
     device = open_device(device_id)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hetpipe.bench.eager import Eager
 from hetpipe.bench.kernelrates import runs_in, spread_of, time_of
+from hetpipe.bench.machine import keep_memory
 from hetpipe.capture.captured import Captured
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.registry import decompositions_of, open_device
@@ -120,5 +121,6 @@ def _stepper(device: Device, workload: Workload, batch: tuple[Any, Any]) -> Call
 if __name__ == "__main__":
     _device, _seconds, _rounds, *_models = sys.argv[1:]
     torch.set_num_threads(1)
+    keep_memory()
     _rates = [measure(_device, name, float(_seconds), int(_rounds)) for name in _models]
     print(json.dumps([asdict(rate) for rate in _rates]))
