@@ -36,6 +36,8 @@ class Case:
     theirs: Callable[..., Any] | None = None
     channels_last: bool = False
     """Whether torch gets its four-dimensional inputs in that layout."""
+    replaces: tuple[int, ...] = ()
+    """The inputs, donated, whose places the first results take."""
 
 
 def _product(kernel: str, m: int, k: int, n: int, function: Callable[..., Any], batch: int = 1,
@@ -153,7 +155,7 @@ def memory_bound() -> Iterator[Case]:
                16.0 * ROWS * WIDTH, 3 * size)  # fmt: skip
     p = (STEP,)
     yield Case("memory", "AdamW step", f"{STEP}", _adamw, (p, p, p, p), 16.0 * STEP,
-               4.0 * 7 * STEP, _fused_adamw)  # fmt: skip
+               4.0 * 7 * STEP, _fused_adamw, replaces=(0, 2, 3))  # fmt: skip
 
 
 def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
