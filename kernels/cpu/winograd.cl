@@ -17,9 +17,6 @@
 // 46e-6 to 130e-6. A tile shares its errors: small outputs beside large ones have them too, and a pixel that is not
 // finite may make NaN of all 16 outputs of a tile that reads it.
 
-#define COLS 32
-#define ROWS 12
-#define FEW 4
 #define POINTS 36
 #define SIDE 4
 #define SPAN 7  // tiles side by side that are read together: 7 * SIDE + 2 pixels, of STRIP
@@ -174,60 +171,6 @@ WORK_ITEM __kernel void winograd_input(__global const float* restrict x, __globa
   }
 }
 
-// COUNT tiles x COLS lanes of `out`: the sums stay in registers. A function each, as a loop is unrolled into registers
-// only where its bound is literal.
-#ifndef NARROW
-#define MULTIPLY(name, COUNT)                                                                           \
-  inline void name(__global const float* restrict a, __global const float* restrict b, const int depth, \
-                   const int depth_stride, __global float* restrict out, const int out_stride) {        \
-    float16 lo[COUNT], hi[COUNT];                                                                       \
-    _Pragma("unroll") for (int m = 0; m < COUNT; m++) lo[m] = hi[m] = (float16)(0.0f);                  \
-    for (int k = 0; k < depth; k++) {                                                                   \
-      const float16 b_lo = vload16(0, b), b_hi = vload16(1, b);                                         \
-      _Pragma("unroll") for (int m = 0; m < COUNT; m++) {                                               \
-        const float value = a[m * depth_stride + k];                                                    \
-        lo[m] = fma((float16)(value), b_lo, lo[m]);                                                     \
-        hi[m] = fma((float16)(value), b_hi, hi[m]);                                                     \
-      }                                                                                                 \
-      b += COLS;                                                                                        \
-    }                                                                                                   \
-    _Pragma("unroll") for (int m = 0; m < COUNT; m++) {                                                 \
-      vstore16(lo[m], 0, out + m * out_stride);                                                         \
-      vstore16(hi[m], 1, out + m * out_stride);                                                         \
-    }                                                                                                   \
-  }
-MULTIPLY(multiply_few, FEW)
-MULTIPLY(multiply_rows, ROWS)
-#else
-// In parts for 16 registers of 8 floats, as in matmul.cl.
-#define MULTIPLY(name, COUNT)                                                                           \
-  inline void name(__global const float* restrict a, __global const float* restrict b, const int depth, \
-                   const int depth_stride, __global float* restrict out, const int out_stride) {        \
-    float16 sum[COUNT];                                                                                 \
-    _Pragma("unroll") for (int m = 0; m < COUNT; m++) sum[m] = (float16)(0.0f);                         \
-    for (int k = 0; k < depth; k++) {                                                                   \
-      const float16 columns = vload16(0, b);                                                            \
-      _Pragma("unroll") for (int m = 0; m < COUNT; m++)                                                 \
-        sum[m] = fma((float16)(a[m * depth_stride + k]), columns, sum[m]);                              \
-      b += COLS;                                                                                        \
-    }                                                                                                   \
-    _Pragma("unroll") for (int m = 0; m < COUNT; m++) vstore16(sum[m], 0, out + m * out_stride);        \
-  }
-MULTIPLY(multiply_part_4, FEW)
-MULTIPLY(multiply_part_6, ROWS / 2)
-
-inline void multiply_few(__global const float* a, __global const float* b, const int depth, const int depth_stride,
-                         __global float* out, const int out_stride) {
-  for (int n = 0; n < COLS; n += LANES) multiply_part_4(a, b + n, depth, depth_stride, out + n, out_stride);
-}
-inline void multiply_rows(__global const float* a, __global const float* b, const int depth, const int depth_stride,
-                          __global float* out, const int out_stride) {
-  for (int row = 0; row < ROWS; row += ROWS / 2)
-    for (int n = 0; n < COLS; n += LANES)
-      multiply_part_6(a + row * depth_stride, b + n, depth, depth_stride, out + row * out_stride + n, out_stride);
-}
-#endif
-
 // `tiles` are at least FEW; the last of them overlap those before. global size: blocks, POINTS
 WORK_ITEM __kernel void winograd_multiply(__global const float* restrict inputs, __global const float* restrict weights,
                                           __global float* restrict products, const int tiles, const int depth,
@@ -236,13 +179,7 @@ WORK_ITEM __kernel void winograd_multiply(__global const float* restrict inputs,
   weights += (point * (int)get_global_size(0) + block) * depth * COLS;
   inputs += point * tiles * depth_stride;
   products += point * lane_stride + block * COLS;
-  int tile = 0;
-  for (; tile + ROWS <= tiles; tile += ROWS)
-    multiply_rows(inputs + tile * depth_stride, weights, depth, depth_stride, products + tile * out_stride, out_stride);
-  for (; tile < tiles; tile += FEW) {
-    const int first = min(tile, tiles - FEW);
-    multiply_few(inputs + first * depth_stride, weights, depth, depth_stride, products + first * out_stride, out_stride);
-  }
+  multiply_panel(inputs, depth_stride, weights, COLS, tiles, depth, products, out_stride);
 }
 
 // The first `count` lanes, in fours.

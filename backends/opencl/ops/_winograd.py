@@ -157,6 +157,7 @@ def _launch(
     builder: Builder, name: str, size: tuple[int, int], args: dict[str, Argument],
     steady: bool = False,
 ) -> None:  # fmt: skip
-    source = builder.source("cpu/common.cl") + builder.source("cpu/winograd.cl")
+    files = ("common", "unpacked", "winograd")
+    source = "".join(builder.source(f"cpu/{file}.cl") for file in files)
     kernel = Kernel(source, name, tuple(f"-D{each}" for each in builder.device.defines))
     builder.launch(kernel, (*size, 1), (1, 1, 1), args, steady=steady)

@@ -16,7 +16,7 @@ from .. import fpga, gpu
 from ..builder import Builder, Kernel, Value
 from ..geometry import Geometry
 from ..reduce import SUM, reduce
-from . import _winograd
+from . import _small_images, _winograd
 from ._convolution import (
     Axis,
     choose_tile,
@@ -95,6 +95,8 @@ def forward(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value 
         return pointwise(builder, *sampled(builder, g, x), weight, bias)
     if _winograd.suits(g, flipped=False):
         return _winograd.convolve(builder, g, x, weight, bias, flipped=False)
+    if _small_images.suits(g):
+        return _small_images.forward(builder, g, x, weight, bias)
     axes = (forward_axis(g, 0), forward_axis(g, 1))
     copy = channels_last(builder, x, g.size, [axes])
     y = builder.new((g.images, g.out_channels, *g.out_size), "float32")
@@ -111,6 +113,8 @@ def input_gradient(
         return folded_gradient(builder, g, dy, weight, bias)
     if _winograd.suits(g, flipped=True):
         return _winograd.convolve(builder, g, dy, weight, bias, flipped=True)
+    if _small_images.suits(g):
+        return _small_images.input_gradient(builder, g, dy, weight, bias)
     all_axes = list(product(gradient_axes(g, 0), gradient_axes(g, 1)))
     copy = channels_last(builder, dy, g.out_size, all_axes)
     dx = builder.new((g.images, g.in_channels, *g.size), "float32")
@@ -254,6 +258,8 @@ def convolution_backward(builder: Builder, node: fx.Node) -> None:
             dx = backward(builder, g, dy, weight, None)
         if want_weight and is_pointwise(g):
             dw = weight_gradient(builder, *sampled(builder, g, wide), narrow)
+        elif want_weight and _small_images.suits(g):
+            dw = _small_images.weight_gradient(builder, g, wide, narrow)
         elif want_weight:
             dw = weight_gradient(builder, g, wide, narrow)
         db = bias_gradient(builder, dy) if want_bias else None
