@@ -71,11 +71,14 @@ WORK_ITEM __kernel void fold_patches(__global const float* restrict patches, __g
 
 // out [rows][cols] = a [rows][depth] b, at least FEW rows and COLS columns: the last overlap those before. COLS neighbours of
 // b begin at b[col * b_col], and those of the next k come b_row floats later: b is row-major, or in panels of COLS columns.
-// global size: panels of columns, chunks of `chunk` rows
+// global size: whole panels of columns, chunks of `chunk` rows: the last of them have the rest as well
 WORK_ITEM __kernel void multiply(__global const float* restrict a, __global const float* restrict b,
                                  __global float* restrict out, const int rows, const int depth, const int cols,
                                  const int chunk, const int b_row, const int b_col) {
-  const int col = min((int)get_global_id(0) * COLS, cols - COLS);
-  const int begin = (int)get_global_id(1) * chunk, end = min(begin + chunk, rows), first = min(begin, rows - FEW);
-  multiply_panel(a + first * depth, depth, b + col * b_col, b_row, end - first, depth, out + first * cols + col, cols);
+  const int panel = get_global_id(0), col1 = panel + 1 < get_global_size(0) ? (panel + 1) * COLS : cols;
+  const int part = get_global_id(1), row0 = part * chunk, row1 = part + 1 < get_global_size(1) ? row0 + chunk : rows;
+  for (int begin = panel * COLS; begin < col1; begin += COLS) {
+    const int col = min(begin, cols - COLS);
+    multiply_panel(a + row0 * depth, depth, b + col * b_col, b_row, row1 - row0, depth, out + row0 * cols + col, cols);
+  }
 }

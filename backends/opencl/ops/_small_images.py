@@ -88,7 +88,7 @@ def _multiply(
     rows = math.prod(a.shape) // depth
     cols = math.prod(out.shape) // rows
     _launch(
-        builder, "multiply", (math.ceil(cols / COLS), math.ceil(rows / CHUNK)),
+        builder, "multiply", (cols // COLS, max(1, rows // CHUNK)),
         {
             "a": a, "b": b, "out": out, "rows": rows, "depth": depth, "cols": cols, "chunk": CHUNK,
             "b_row": b_row, "b_col": b_col,

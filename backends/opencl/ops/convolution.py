@@ -16,7 +16,7 @@ from .. import fpga, gpu
 from ..builder import Builder, Kernel, Value
 from ..geometry import Geometry
 from ..reduce import SUM, reduce
-from . import _small_images, _winograd
+from . import _few_channels, _small_images, _winograd
 from ._convolution import (
     Axis,
     choose_tile,
@@ -97,6 +97,8 @@ def forward(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value 
         return _winograd.convolve(builder, g, x, weight, bias, flipped=False)
     if _small_images.suits(g):
         return _small_images.forward(builder, g, x, weight, bias)
+    if _few_channels.suits(g):
+        return _few_channels.forward(builder, g, x, weight, bias)
     axes = (forward_axis(g, 0), forward_axis(g, 1))
     copy = channels_last(builder, x, g.size, [axes])
     y = builder.new((g.images, g.out_channels, *g.out_size), "float32")
