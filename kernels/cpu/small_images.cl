@@ -79,6 +79,7 @@ WORK_ITEM __kernel void multiply(__global const float* restrict a, __global cons
   const int part = get_global_id(1), row0 = part * chunk, row1 = part + 1 < get_global_size(1) ? row0 + chunk : rows;
   for (int begin = panel * COLS; begin < col1; begin += COLS) {
     const int col = min(begin, cols - COLS);
-    multiply_panel(a + row0 * depth, depth, b + col * b_col, b_row, row1 - row0, depth, out + row0 * cols + col, cols);
+    multiply_panel(a + row0 * depth, depth, b + col * b_col, b_row, row1 - row0, depth, out + row0 * cols + col, cols,
+                   false);
   }
 }

@@ -22,7 +22,9 @@ def suits(g: Geometry) -> bool:
     width = g.out_size[1]
     rows = 1 if lanes == 1 else math.ceil(lanes / 4) * 4
     pixels = width / (math.ceil(width / COLS) * COLS) * lanes / rows
-    return depth <= MOST_CHANNELS and pixels >= LEAST_SHARE * lanes / (math.ceil(lanes / COLS) * COLS)
+    return depth <= MOST_CHANNELS and pixels >= LEAST_SHARE * lanes / (
+        math.ceil(lanes / COLS) * COLS
+    )
 
 
 def forward(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value | None) -> Value:
@@ -45,13 +47,14 @@ def forward(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value 
         },
     )  # fmt: skip
     taps = depth * math.prod(g.kernel)
+    weights = Operand(weight, 0, lanes * taps, taps, 1)
     y = builder.new((g.images, g.out_channels, *g.out_size), "float32")
     _launch(
         builder, "convolve_rows",
         (math.ceil(lanes / ROWS), math.ceil(g.out_size[0] / BAND), g.images * g.groups),
         {
             "padded": padded,
-            "left": pack_rows(builder, Operand(weight, 0, lanes * taps, taps, 1), lanes, taps, g.groups),
+            "left": pack_rows(builder, weights, lanes, taps, g.groups),
             "bias": bias or padded, "has_bias": int(bias is not None), "y": y, "groups": g.groups,
             "depth": depth, "lanes": lanes, "rows": rows, "cols": cols,
             "out_height": g.out_size[0], "out_width": g.out_size[1],
@@ -63,9 +66,7 @@ def forward(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value 
     return y
 
 
-def _launch(
-    builder: Builder, name: str, size: tuple[int, ...], args: dict[str, Argument]
-) -> None:
+def _launch(builder: Builder, name: str, size: tuple[int, ...], args: dict[str, Argument]) -> None:
     source = builder.source("cpu/common.cl") + builder.source("cpu/few_channels.cl")
     kernel = Kernel(source, name, tuple(f"-D{each}" for each in builder.device.defines))
     builder.launch(kernel, size, (1,) * len(size), args)
