@@ -113,14 +113,16 @@ class Builder:
         launches: Sequence[Launch],
         with_stores: WithStores | None = None,
         row_cols: int = 0,
+        by_channel: bool = False,
     ) -> None:
         """Add a product: `launches` compute the matrices `out`, the last may take an epilogue.
 
         They wait for that epilogue until another kernel needs the product. `with_stores` makes the
         launches with an epilogue where their kernels are not generated; rows of up to `row_cols`
-        columns may go on to a kernel over whole rows.
+        columns may go on to a kernel over whole rows; `by_channel`: its rows are channels, which
+        may go on to a kernel over all their pixels.
         """
-        tile = Tile(out.shape, out.dtype, tuple(launches), with_stores, row_cols)
+        tile = Tile(out.shape, out.dtype, tuple(launches), with_stores, row_cols, by_channel)
         self._groups.append([Store(tile, out, Layout.row_major(out.shape))])
         waiting = [group for group in self._groups if epilogue.is_product(group)]
         if len(waiting) > WAITING:

@@ -86,6 +86,8 @@ class Tile(Expr):
     with_stores: WithStores | None = None
     row_cols: int = 0
     """Up to so many columns a kernel over whole rows can follow in `with_stores`."""
+    by_channel: bool = False
+    """Whether it is a convolution, whose rows are channels: kernels over all their pixels can."""
 
 
 @dataclass(frozen=True)

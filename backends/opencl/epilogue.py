@@ -71,14 +71,22 @@ def follow(groups: list[list[Store]], results: Sequence[Store]) -> bool:
         later = [store for others in groups[at + 1 :] for store in others]
         if not isinstance(tile, Tile) or any(store.follows(group) for store in later):
             return False
-        cols = tile.shape[-1]
-        whole = rows.source.plain and rows.source.numel == tile.numel
-        if not whole or rows.source.shape[-1] != cols or cols > tile.row_cols or _closed(group):
+        if _closed(group) or not _sends(tile, rows):
             return False
         del groups[at]
         groups.append([*group, *results])
         return True
     return False
+
+
+def _sends(tile: Tile, rows: Rows) -> bool:
+    """Whether the rows of a product are those that a kernel is over, and not too long for it."""
+    source = rows.source
+    if not source.plain or source.numel != tile.numel or rows.by_channel != tile.by_channel:
+        return False
+    if rows.by_channel:
+        return source.shape[:2] == tile.shape[:2]
+    return source.shape[-1] == tile.shape[-1] <= tile.row_cols
 
 
 def _closed(group: Sequence[Store]) -> bool:

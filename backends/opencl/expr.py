@@ -128,6 +128,8 @@ class Rows(Expr):
     file: str
     arguments: Mapping[str, Value | int | float]
     reads: tuple[Load, ...] = ()
+    by_channel: bool = False
+    """Whether a row is a channel of [N][C][...]; else the last dimension."""
 
 
 E = TypeVar("E", bound=Expr)

@@ -40,7 +40,8 @@ inline void store_tile(float* tile, __global float* y, const int channels, const
 // y = bias + sum over taps and d of padded * packed. Offsets into `padded` are in floats: x_image per image,
 // x_row and x_col per output row and column, tap_row and tap_col per tap; `packed` likewise by w_row and w_col per tap.
 // Output row 0 meets input row first_row at tap 0, and row_step and tap_step lead on: taps on the border are skipped.
-// global size: tiles in an image, tiles of images, groups * blocks
+// global size: tiles in an image, tiles of images, groups * blocks; these first if `blocks_first`: they share the pixels of a
+// tile, and follow each other
 WORK_ITEM __kernel void convolve(__global const float* restrict padded, __global const float* restrict packed,
                                  __global const float* restrict bias, const int has_bias, __global float* restrict y,
                                  const int images, const int rows, const int cols, const int depth,
@@ -49,12 +50,13 @@ WORK_ITEM __kernel void convolve(__global const float* restrict padded, __global
                                  const int tap_row, const int tap_col, const int first_row,
                                  const int row_step, const int tap_step, const int height, const int kernel_size,
                                  const int w_offset, const int w_row, const int w_col, const int y_offset, const int y_image,
-                                 const int y_channel, const int y_row, const int y_col) {
+                                 const int y_channel, const int y_row, const int y_col, const int blocks_first) {
   const int col_tiles = (cols + TILE_COLS - 1) / TILE_COLS;
-  const int own_col = (int)get_global_id(0) % col_tiles * TILE_COLS, col = min(own_col, cols - TILE_COLS);
-  const int own_row = (int)get_global_id(0) / col_tiles * TILE_ROWS, row = min(own_row, rows - TILE_ROWS);
-  const int own_image = get_global_id(1) * TILE_IMAGES, image = min(own_image, images - TILE_IMAGES);
-  const int block = get_global_id(2), group = block / blocks, c0 = block % blocks * COLS;
+  const int block = get_global_id(blocks_first ? 0 : 2), tile_at = get_global_id(blocks_first ? 1 : 0);
+  const int own_image = get_global_id(blocks_first ? 2 : 1) * TILE_IMAGES, image = min(own_image, images - TILE_IMAGES);
+  const int own_col = tile_at % col_tiles * TILE_COLS, col = min(own_col, cols - TILE_COLS);
+  const int own_row = tile_at / col_tiles * TILE_ROWS, row = min(own_row, rows - TILE_ROWS);
+  const int group = block / blocks, c0 = block % blocks * COLS;
   float16 lo[PIXELS], hi[PIXELS];
   const float16 bias_lo = has_bias ? load_upto(bias + group * channels + c0, channels - c0) : (float16)(0.0f);
   const float16 bias_hi =

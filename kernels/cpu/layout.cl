@@ -12,11 +12,12 @@
     row++;                 \
   }
 
-// `band` rows of one image, 16 channels. (top, left) is where the image starts in the copy.
+// `band` rows of one image, 16 channels, of the images from `first_image` on. (top, left) is where the image starts in the copy.
 // global size: blocks of 16 channels, bands of rows, N
 WORK_ITEM __kernel void pad_channels_last(__global const float* restrict x, __global float* restrict padded,
                                           const int channels, const int height, const int width, const int rows,
-                                          const int cols, const int top, const int left, const int band) {
+                                          const int cols, const int top, const int left, const int band,
+                                          const int first_image) {
   const int c0 = get_global_id(0) * LANES, image = get_global_id(2);
   const int row0 = get_global_id(1) * band, row1 = min(row0 + band, rows);
   const int count = channels - c0;
@@ -28,7 +29,7 @@ WORK_ITEM __kernel void pad_channels_last(__global const float* restrict x, __gl
         store_upto((float16)(0.0f), out + (row * cols + col) * channels, count);
   }
   const int first = max(row0 - top, 0) * width, last = min(row1 - top, height) * width;
-  __global const float* in = x + (image * channels + c0) * height * width;
+  __global const float* in = x + ((first_image + image) * channels + c0) * height * width;
   int row = first / width + top, col = left;
   for (int p = first; p < last; p += LANES) {
     float tile[LANES * LANES];

@@ -1,41 +1,58 @@
 // 1x1 convolutions without padding on CPUs, and their input gradients: products of a matrix with the pixels of images.
 //
-//   x     row-major [N][groups * depth][pixels]    left  [groups][ceil(rows / ROWS)][depth][ROWS]: packed by matmul.cl
-//   y     row-major [N][groups * rows][pixels]     room  [work-items][panels][depth][COLS]
+//   x     row-major [N][groups * depth][height][width]    y  row-major [N][groups * rows][out_height][out_width]
+//   left  [groups][ceil(rows / ROWS)][depth][ROWS]: packed by matmul.cl
+//   room  [work-items][panels][depth][COLS]
 //
-// Pixels of all images follow each other as columns. A work-item copies a block of columns into panels, in its own part of
-// `room`, which stays in a second-level cache while all rows are multiplied with it: x is read from memory once.
-// Follows common.cl and matmul.cl with EPILOGUE.
+// Pixels of all images of y follow each other as columns. A work-item copies the pixels of x for a block of columns into
+// panels, in its own part of `room`, which stays in a second-level cache while all rows are multiplied with it: x is read from
+// memory once. Follows common.cl and matmul.cl with EPILOGUE.
 
 #define MOST_COLS 512
 
-// The place of each column of a block in the first plane of its image, in floats from the first image on, if images are
-// `image_size` floats; and whether the 16 columns from a multiple of 16 on are neighbours.
+// The place of each column of a block in the first plane of its image, in floats from the first image on; and whether the 16
+// columns from a multiple of 16 on are equally far from each other.
 typedef struct {
   int at[MOST_COLS];
   int run[MOST_COLS / LANES];
 } Places;
 
-inline void find_places(Places* places, const int first, const int count, const int pixels, const int image_size) {
-  int image = first / pixels, pixel = first % pixels;
+// Pixel (row, col) of an image is at (row * stride_h, col * stride_w) of a plane of `width`, in images of `image_size` floats.
+inline void find_places(Places* places, const int first, const int count, const int rows, const int cols,
+                        const int width, const int image_size, const int stride_h, const int stride_w) {
+  int image = first / (rows * cols), row = first / cols % rows, col = first % cols;
   for (int c = 0; c < count; c++) {
-    if (c % LANES == 0) places->run[c / LANES] = c + LANES <= count && pixel + LANES <= pixels;
-    places->at[c] = image * image_size + pixel;
-    if (++pixel == pixels) {
-      pixel = 0;
-      image++;
+    places->at[c] = image * image_size + row * stride_h * width + col * stride_w;
+    if (c % LANES == 0)
+      places->run[c / LANES] = c + LANES <= count;
+    else if (places->at[c] != places->at[c - 1] + stride_w)
+      places->run[c / LANES] = 0;
+    if (++col == cols) {
+      col = 0;
+      if (++row == rows) {
+        row = 0;
+        image++;
+      }
     }
   }
 }
 
+// 16 floats, every `stride`th.
+inline float16 load_every(__global const float* p, const int stride) {
+  if (stride == 2)  // nothing is read behind the last
+    return __builtin_shufflevector(vload16(0, p), vload16(0, p + LANES - 1), 0, 2, 4, 6, 8, 10, 12, 14, 17, 19, 21, 23,
+                                   25, 27, 29, 31);
+  return load_strided(p, stride, LANES);
+}
+
 inline void pack_block(__global const float* x, const Places* places, const int count, const int depth, const int plane,
-                       __global float* room) {
+                       const int stride, __global float* room) {
   for (int k = 0; k < depth; k++) {
     for (int c = 0; c < count; c += LANES) {
       __global float* to = room + (c / COLS * depth + k) * COLS + c % COLS;
       const int* at = places->at + c;
       if (places->run[c / LANES]) {
-        vstore16(vload16(0, x + at[0]), 0, to);
+        vstore16(load_every(x + at[0], stride), 0, to);
       } else {
         for (int i = 0; i < LANES; i++) to[i] = c + i < count ? x[at[i]] : 0.0f;
       }
@@ -61,16 +78,18 @@ inline void store_columns(const float16 values, __global float* y, const Places*
 WORK_ITEM __kernel void pointwise(__global const float* restrict left, __global const float* restrict x,
                                   __global const float* restrict bias, const int has_bias, __global float* restrict y,
                                   __global float* restrict room, const int images, const int groups, const int rows,
-                                  const int depth, const int panels, const int pixels) {
-  const int row_panels = (rows + ROWS - 1) / ROWS, columns = images * pixels, width = panels * COLS;
-  const int blocks = (columns + width - 1) / width;
+                                  const int depth, const int panels, const int height, const int width,
+                                  const int out_height, const int out_width, const int stride_h, const int stride_w) {
+  const int pixels = out_height * out_width, plane = height * width, block_cols = panels * COLS;
+  const int row_panels = (rows + ROWS - 1) / ROWS, columns = images * pixels;
+  const int blocks = (columns + block_cols - 1) / block_cols;
   room += (int)get_global_id(0) * panels * depth * COLS;
   Places from, to;
   for (int unit = get_global_id(0); unit < groups * blocks; unit += get_global_size(0)) {
-    const int group = unit / blocks, first = unit % blocks * width, count = min(columns - first, width);
-    find_places(&from, first, count, pixels, groups * depth * pixels);
-    find_places(&to, first, count, pixels, groups * rows * pixels);
-    pack_block(x + group * depth * pixels, &from, count, depth, pixels, room);
+    const int group = unit / blocks, first = unit % blocks * block_cols, count = min(columns - first, block_cols);
+    find_places(&from, first, count, out_height, out_width, width, groups * depth * plane, stride_h, stride_w);
+    find_places(&to, first, count, out_height, out_width, out_width, groups * rows * pixels, 1, 1);
+    pack_block(x + group * depth * plane, &from, count, depth, plane, stride_w, room);
     for (int i = 0; i < row_panels; i++) {
       __global const float* a = left + (group * row_panels + i) * depth * ROWS;
       const int row0 = i * ROWS, row_count = min(rows - row0, ROWS);

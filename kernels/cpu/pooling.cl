@@ -3,36 +3,60 @@
 //   x, dx   [planes][height][width]   y, dy, index   [planes][out_h][out_w]
 // One work-item owns one plane, so that the backward can add into it in a fixed order. Global size: planes
 
-// Highest value of each window, the first of equals, NaN above all; `index` is h * width + w.
+// 16 elements of a row from column `first` on, every `stride`th; what is outside of the row is below all others.
+inline float16 row_lanes(__global const float* row, const int first, const int stride, const int width) {
+  if (first >= 0 && first + (LANES - 1) * stride < width) {
+    if (stride == 1) return vload16(0, row + first);
+    if (stride == 2)  // nothing is read behind the last
+      return __builtin_shufflevector(vload16(0, row + first), vload16(0, row + first + LANES - 1), 0, 2, 4, 6, 8, 10, 12,
+                                     14, 17, 19, 21, 23, 25, 27, 29, 31);
+  }
+  float lane[LANES];
+  for (int i = 0; i < LANES; i++) {
+    const int col = first + i * stride;
+    lane[i] = col >= 0 && col < width ? row[col] : -INFINITY;
+  }
+  return vload16(0, lane);
+}
+
+// Highest value of each window, the first of equals, NaN above all; `index` is h * width + w. 16 windows at a time.
 WORK_ITEM __kernel void max_pool(__global const float* restrict x, __global float* restrict y,
                                  __global long* restrict index, const int height, const int width, const int out_h,
                                  const int out_w, const int kernel_h, const int kernel_w, const int stride_h,
                                  const int stride_w, const int pad_h, const int pad_w, const int dilation_h,
                                  const int dilation_w) {
   const int plane = get_global_id(0);
+  const int16 steps = (int16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15) * stride_w;
   x += plane * height * width;
   y += plane * out_h * out_w;
   index += plane * out_h * out_w;
   for (int oh = 0; oh < out_h; oh++) {
-    for (int ow = 0; ow < out_w; ow++) {
-      int h0 = oh * stride_h - pad_h, w0 = ow * stride_w - pad_w;
-      const int h1 = min(h0 + (kernel_h - 1) * dilation_h + 1, height);
-      const int w1 = min(w0 + (kernel_w - 1) * dilation_w + 1, width);
-      while (h0 < 0) h0 += dilation_h;
-      while (w0 < 0) w0 += dilation_w;
-      float best = -INFINITY;
-      int at = h0 * width + w0;
+    int h0 = oh * stride_h - pad_h;
+    const int h1 = min(h0 + (kernel_h - 1) * dilation_h + 1, height);
+    while (h0 < 0) h0 += dilation_h;
+    for (int ow = 0; ow < out_w; ow += LANES) {
+      const int first = ow * stride_w - pad_w, count = min(out_w - ow, LANES);
+      int16 at = first + steps;
+      for (int left = first; left < 0; left += dilation_w) at = select(at, at + dilation_w, at < 0);
+      at += h0 * width;
+      float16 best = (float16)(-INFINITY);
       for (int h = h0; h < h1; h += dilation_h) {
-        for (int w = w0; w < w1; w += dilation_w) {
-          const float value = x[h * width + w];
-          if (value > best || isnan(value)) {
-            best = value;
-            at = h * width + w;
-          }
+        for (int tap = 0; tap < kernel_w; tap++) {
+          const int w = first + tap * dilation_w;
+          const float16 value = row_lanes(x + h * width, w, stride_w, width);
+          const int16 higher = value > best || isnan(value);
+          best = select(best, value, higher);
+          at = select(at, h * width + w + steps, higher);
         }
       }
-      y[oh * out_w + ow] = best;
-      index[oh * out_w + ow] = at;
+      store_upto(best, y + oh * out_w + ow, count);
+      if (count == LANES) {
+        vstore16(convert_long16(at), 0, index + oh * out_w + ow);
+      } else {
+        int lane[LANES];
+        vstore16(at, 0, lane);
+        for (int i = 0; i < count; i++) index[oh * out_w + ow + i] = lane[i];
+      }
     }
   }
 }

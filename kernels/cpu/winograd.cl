@@ -17,10 +17,8 @@
 // 46e-6 to 130e-6. A tile shares its errors: small outputs beside large ones have them too, and a pixel that is not
 // finite may make NaN of all 16 outputs of a tile that reads it.
 
-#define COLS 32
-#define ROWS 12
-#define FEW 4
 #define POINTS 36
+#define CHUNK 32  // input channels whose weights are transformed at once for few tiles
 #define SIDE 4
 #define SPAN 7  // tiles side by side that are read together: 7 * SIDE + 2 pixels, of STRIP
 #define STRIP (2 * LANES)
@@ -69,20 +67,17 @@ inline void transform_output(const float16 m[6], float16 out[4]) {
   out[3] = 0.5f * R * difference_1 + (4 * R * difference_2 + m[5]);
 }
 
-// 3x3 weights at w[lane * lane_stride + d * depth_stride], `size` floats in all; their taps in reverse if `flipped`.
-// global size: blocks, chunks of 16 d
-WORK_ITEM __kernel void winograd_weights(__global const float* restrict w, __global float* restrict weights,
-                                         const int size, const int lane_stride, const int depth_stride,
-                                         const int lanes, const int depth, const int flipped) {
-  const int block = get_global_id(0), d0 = get_global_id(1) * LANES, d1 = min(d0 + LANES, depth);
-  const int point = (int)get_global_size(0) * depth * COLS;
+// 3x3 weights at w[lane * lane_stride + d * depth_stride], `size` floats in all, for the lanes from lane0 on and d0 <= d < d1;
+// their taps in reverse if `flipped`. Those of a point are `point` floats after those of the one before.
+inline void transform_block(__global const float* w, __global float* weights, const int point, const int size,
+                            const int lane_stride, const int depth_stride, const int lane0, const int lanes,
+                            const int d0, const int d1, const int flipped) {
   for (int d = d0; d < d1; d++) {
     for (int base = 0; base < COLS; base += LANES) {
-      const int lane0 = block * COLS + base;
       float taps[LANES * LANES] ALIGNED;  // 9 in use: other weights lie behind them, which are harmless to read
       for (int i = 0; i < LANES; i++) {
-        const int at = (lane0 + i) * lane_stride + d * depth_stride;
-        vstore16(lane0 + i < lanes ? load_upto(w + at, size - at) : (float16)(0.0f), i, taps);
+        const int lane = lane0 + base + i, at = lane * lane_stride + d * depth_stride;
+        vstore16(lane < lanes ? load_upto(w + at, size - at) : (float16)(0.0f), i, taps);
       }
       transpose16(taps);
       float16 columns[18];
@@ -100,10 +95,19 @@ WORK_ITEM __kernel void winograd_weights(__global const float* restrict w, __glo
         float16 out[6];
         transform_weights(columns + 3 * i, out);
 #pragma unroll
-        for (int j = 0; j < 6; j++) vstore16(out[j], 0, weights + (6 * i + j) * point + (block * depth + d) * COLS + base);
+        for (int j = 0; j < 6; j++) vstore16(out[j], 0, weights + (6 * i + j) * point + (d - d0) * COLS + base);
       }
     }
   }
+}
+
+// global size: blocks, chunks of 16 d
+WORK_ITEM __kernel void winograd_weights(__global const float* restrict w, __global float* restrict weights,
+                                         const int size, const int lane_stride, const int depth_stride,
+                                         const int lanes, const int depth, const int flipped) {
+  const int block = get_global_id(0), d0 = get_global_id(1) * LANES;
+  transform_block(w, weights + (block * depth + d0) * COLS, (int)get_global_size(0) * depth * COLS, size, lane_stride,
+                  depth_stride, block * COLS, lanes, d0, min(d0 + LANES, depth), flipped);
 }
 
 // 16 pixels of 16 channels, channels last; the pixels before `first` and from `last` on are zero.
@@ -174,60 +178,6 @@ WORK_ITEM __kernel void winograd_input(__global const float* restrict x, __globa
   }
 }
 
-// COUNT tiles x COLS lanes of `out`: the sums stay in registers. A function each, as a loop is unrolled into registers
-// only where its bound is literal.
-#ifndef NARROW
-#define MULTIPLY(name, COUNT)                                                                           \
-  inline void name(__global const float* restrict a, __global const float* restrict b, const int depth, \
-                   const int depth_stride, __global float* restrict out, const int out_stride) {        \
-    float16 lo[COUNT], hi[COUNT];                                                                       \
-    _Pragma("unroll") for (int m = 0; m < COUNT; m++) lo[m] = hi[m] = (float16)(0.0f);                  \
-    for (int k = 0; k < depth; k++) {                                                                   \
-      const float16 b_lo = vload16(0, b), b_hi = vload16(1, b);                                         \
-      _Pragma("unroll") for (int m = 0; m < COUNT; m++) {                                               \
-        const float value = a[m * depth_stride + k];                                                    \
-        lo[m] = fma((float16)(value), b_lo, lo[m]);                                                     \
-        hi[m] = fma((float16)(value), b_hi, hi[m]);                                                     \
-      }                                                                                                 \
-      b += COLS;                                                                                        \
-    }                                                                                                   \
-    _Pragma("unroll") for (int m = 0; m < COUNT; m++) {                                                 \
-      vstore16(lo[m], 0, out + m * out_stride);                                                         \
-      vstore16(hi[m], 1, out + m * out_stride);                                                         \
-    }                                                                                                   \
-  }
-MULTIPLY(multiply_few, FEW)
-MULTIPLY(multiply_rows, ROWS)
-#else
-// In parts for 16 registers of 8 floats, as in matmul.cl.
-#define MULTIPLY(name, COUNT)                                                                           \
-  inline void name(__global const float* restrict a, __global const float* restrict b, const int depth, \
-                   const int depth_stride, __global float* restrict out, const int out_stride) {        \
-    float16 sum[COUNT];                                                                                 \
-    _Pragma("unroll") for (int m = 0; m < COUNT; m++) sum[m] = (float16)(0.0f);                         \
-    for (int k = 0; k < depth; k++) {                                                                   \
-      const float16 columns = vload16(0, b);                                                            \
-      _Pragma("unroll") for (int m = 0; m < COUNT; m++)                                                 \
-        sum[m] = fma((float16)(a[m * depth_stride + k]), columns, sum[m]);                              \
-      b += COLS;                                                                                        \
-    }                                                                                                   \
-    _Pragma("unroll") for (int m = 0; m < COUNT; m++) vstore16(sum[m], 0, out + m * out_stride);        \
-  }
-MULTIPLY(multiply_part_4, FEW)
-MULTIPLY(multiply_part_6, ROWS / 2)
-
-inline void multiply_few(__global const float* a, __global const float* b, const int depth, const int depth_stride,
-                         __global float* out, const int out_stride) {
-  for (int n = 0; n < COLS; n += LANES) multiply_part_4(a, b + n, depth, depth_stride, out + n, out_stride);
-}
-inline void multiply_rows(__global const float* a, __global const float* b, const int depth, const int depth_stride,
-                          __global float* out, const int out_stride) {
-  for (int row = 0; row < ROWS; row += ROWS / 2)
-    for (int n = 0; n < COLS; n += LANES)
-      multiply_part_6(a + row * depth_stride, b + n, depth, depth_stride, out + row * out_stride + n, out_stride);
-}
-#endif
-
 // `tiles` are at least FEW; the last of them overlap those before. global size: blocks, POINTS
 WORK_ITEM __kernel void winograd_multiply(__global const float* restrict inputs, __global const float* restrict weights,
                                           __global float* restrict products, const int tiles, const int depth,
@@ -236,12 +186,25 @@ WORK_ITEM __kernel void winograd_multiply(__global const float* restrict inputs,
   weights += (point * (int)get_global_size(0) + block) * depth * COLS;
   inputs += point * tiles * depth_stride;
   products += point * lane_stride + block * COLS;
-  int tile = 0;
-  for (; tile + ROWS <= tiles; tile += ROWS)
-    multiply_rows(inputs + tile * depth_stride, weights, depth, depth_stride, products + tile * out_stride, out_stride);
-  for (; tile < tiles; tile += FEW) {
-    const int first = min(tile, tiles - FEW);
-    multiply_few(inputs + first * depth_stride, weights, depth, depth_stride, products + first * out_stride, out_stride);
+  multiply_panel(inputs, depth_stride, weights, COLS, tiles, depth, products, out_stride, false);
+}
+
+// Both for few tiles, a multiple of FEW: transformed weights stay in a second-level cache.
+// global size: work-items with POINTS * CHUNK * COLS floats of `room` each; they take blocks in turn
+WORK_ITEM __kernel void winograd_multiply_few(__global const float* restrict inputs, __global const float* restrict w,
+                                              __global float* restrict products, __global float* restrict room,
+                                              const int size, const int w_lane_stride, const int w_depth_stride,
+                                              const int lanes, const int flipped, const int tiles, const int depth,
+                                              const int depth_stride, const int lane_stride) {
+  room += (int)get_global_id(0) * POINTS * CHUNK * COLS;
+  for (int lane0 = (int)get_global_id(0) * COLS; lane0 < lanes; lane0 += (int)get_global_size(0) * COLS) {
+    for (int d0 = 0; d0 < depth; d0 += CHUNK) {
+      const int d1 = min(d0 + CHUNK, depth);
+      transform_block(w, room, CHUNK * COLS, size, w_lane_stride, w_depth_stride, lane0, lanes, d0, d1, flipped);
+      for (int point = 0; point < POINTS; point++)
+        multiply_panel(inputs + point * tiles * depth_stride + d0, depth_stride, room + point * CHUNK * COLS, COLS, tiles,
+                       d1 - d0, products + point * lane_stride + lane0, POINTS * lane_stride, d0 > 0);
+    }
   }
 }
 

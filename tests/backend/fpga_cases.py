@@ -18,6 +18,7 @@ from as_fpga import as_fpga
 from opencl_devices import Array, results
 from torch.nn import functional
 
+aten = torch.ops.aten
 EMULATOR = "opencl:intel-fpga-emulator:0"
 Case = tuple[Callable[..., Any], tuple[torch.Tensor, ...]]
 
@@ -68,6 +69,27 @@ def transposed_convolution() -> Case:
     return both, (x, w, dy)
 
 
+def batch_norm(running: bool, *shape: int, **how: Any) -> Case:
+    """Batch norm of a convolution in training, its statistics, and the gradients of all."""
+    x, w, b = normal(*shape), normal(70, 3, 3, 3), normal(70)
+    dy = normal(*functional.conv2d(x, w, b, **how).shape)
+    state = (normal(70) * 0.1, normal(70).abs()) if running else ()
+
+    def whole(
+        x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, dy: torch.Tensor, *state: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        def normed(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Any:
+            y = functional.conv2d(x, w, b, **how)
+            if state:
+                return aten._native_batch_norm_legit_functional(y, b, None, *state, True, 0.1, 1e-5)
+            return aten._native_batch_norm_legit.no_stats(y, b, b, True, 0.1, 1e-5)
+
+        (y, *statistics), gradients = torch.func.vjp(normed, x, w, b)
+        return y.relu(), *statistics, *gradients((dy, *map(torch.zeros_like, statistics)))
+
+    return whole, (x, w, b, dy, *state)
+
+
 def mm(rows: int, depth: int, cols: int) -> Case:
     """A matrix product, and one of transposed matrices."""
 
@@ -102,10 +124,14 @@ CASES: dict[str, Case] = {
     "depthwise": convolution((4, 1, 3, 3), groups=4, padding=1),
     "dilated": convolution((6, 4, 3, 2), dilation=2, stride=(1, 2), padding=2),
     "transposed": transposed_convolution(),
+    "batch norm": batch_norm(True, 3, 3, 9, 8, padding=1),
+    "batch norm without statistics": batch_norm(False, 2, 3, 5, 4),
 }
 
 
-WITHOUT = ("mm 64 x 32 x 128", "one pixel", "depthwise", "gradient")
+WITHOUT = (
+    "mm 64 x 32 x 128", "one pixel", "depthwise", "gradient", "batch norm without statistics",
+)  # fmt: skip
 CHANNELLED = tuple(name for name in CASES if name not in WITHOUT)
 """The cases that run with channels, too."""
 

@@ -33,6 +33,7 @@ def convolution(xs, ws, *settings):
 convolution((2, 5, 4, 3), (14, 5, 1, 1), [2, 1], [0, 0], [1, 1], False, [0, 0], 1)
 convolution((2, 4, 5, 3), (12, 2, 3, 2), [1, 2], [1, 1], [1, 1], False, [0, 0], 2)
 convolution((1, 10, 3, 5), (3, 10, 1, 1), [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+convolution((2, 4, 2, 3), (26, 4, 3, 3), [1, 2], [1, 1], [1, 1], False, [0, 0], 1)
 """  # noqa: E501 - one graph a line
 FAULT = """
 import numpy as np, sys

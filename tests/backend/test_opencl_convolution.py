@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from found_devices import trace
+from hetpipe.backends.opencl.lowering import lower
 from hetpipe.backends.opencl.ops._convolution import MOST_PIXELS, choose_tile
 from hetpipe.backends.opencl.ops._weight_gradient import MOST_SUMS, choose_tiling
+from opencl_devices import opencl_device
 from opencl_products import INTERPRETERS, OPENCL, check_sums
 
 aten = torch.ops.aten
@@ -63,6 +66,10 @@ SHAPES = {
     "folded in groups": Shape((2, 4, 19, 20), 40, (3, 3), (1, 1), (1, 1), groups=2),
     "many rows": Shape((2, 20, 37, 29), 70, (3, 3), padding=(1, 1)),
     "many weights": Shape((1, 300, 6, 6), 290, (1, 3), padding=(0, 1)),
+    "small images": Shape((2, 8, 3, 3), 41, (3, 3), padding=(1, 1)),
+    "small images, uneven": Shape((3, 7, 5, 4), 70, (3, 2), (2, 3), (1, 2), (2, 1)),
+    "small images, many pixels": Shape((5, 5, 4, 3), 120, (3, 3), padding=(1, 1)),
+    "small images, transposed": Shape((2, 90, 3, 3), 12, (3, 3), (2, 2), (1, 1), transposed=True),
     "one-dimensional": Shape((2, 5, 19), 7, (3,), (2,), (1,), (1,), 1, False, (0,)),
     "transposed": Shape((2, 6, 5, 7), 8, (3, 3), (2, 2), (1, 1), (1, 1), 2, True, (1, 1)),
 }
@@ -117,6 +124,15 @@ def test_interpreted(device_id: str) -> None:
     check_sums(device_id, forward(shape), (x, weight, bias), 28)
     dy = torch.randn_like(forward(shape)(x, weight, bias))
     check_sums(device_id, backward(shape, [True, True, True]), (dy, x, weight), 45)
+
+
+@pytest.mark.parametrize("device_id", OPENCL)
+def test_small_images_copy_patches(device_id: str) -> None:
+    for name in (name for name in SHAPES if name.startswith("small images")):
+        x, weight, bias = SHAPES[name].tensors()
+        graph = trace(forward(SHAPES[name]), (x, weight, bias), {})
+        launches = lower(graph, opencl_device(device_id).target).launches
+        assert "multiply" in {launch.kernel.name for launch in launches}, name
 
 
 @pytest.mark.parametrize("name", ["1x1 images", "1x1 transposed", "folded in groups"])

@@ -13,8 +13,11 @@ from hetpipe.backends.opencl.fpga.array import ROW_COLS
 from oclgrind import ORACLE, log_of
 from opencl_devices import close_to_torch, compiled, results
 from opencl_products import OPENCL
+from torch.nn import functional
 
 MODELS = [device_id for device_id in OPENCL if "fpga" not in device_id]
+
+batch_norm = torch.ops.aten._native_batch_norm_legit.no_stats
 
 
 def launched(device_id: str, case: Case) -> list[str]:
@@ -52,6 +55,29 @@ def test_rows_that_the_chip_has_no_room_for_are_normalised_from_memory(device_id
 
     assert launched(device_id, (fn, inputs)) == ["matmul", "softmax_rows"]
     close_to_torch(as_fpga(device_id), fn, *inputs)
+
+
+@pytest.mark.parametrize("device_id", MODELS)
+def test_channels_of_a_convolution_are_normalised_in_its_dataflow(device_id: str) -> None:
+    def fn(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        y = functional.conv2d(x, w) + b[:, None, None]
+        return batch_norm(y, b, b, True, 0.1, 1e-5)[0]
+
+    inputs = normal(3, 2, 7, 6), normal(5, 2, 3, 3), normal(5)
+    assert launched(device_id, (fn, inputs)) == ["convolution"]
+    close_to_torch(as_fpga(device_id), fn, *inputs)
+
+
+@pytest.mark.parametrize("device_id", MODELS)
+def test_rows_of_images_are_no_rows_of_a_convolution(device_id: str) -> None:
+    """Nor are its channels rows of a product: both norms read memory."""
+
+    def fn(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = functional.conv2d(x, w)
+        normed = batch_norm((a @ a.t())[None], None, None, True, 0.1, 1e-5)[0]
+        return torch.softmax(y, -1), functional.layer_norm(y, y.shape[-1:]), normed
+
+    close_to_torch(as_fpga(device_id), fn, normal(2, 3, 5, 6), normal(4, 3, 2, 2), normal(6, 7))
 
 
 @pytest.mark.parametrize("device_id", MODELS)
@@ -101,8 +127,9 @@ def convolve(a, w, dy):
     y, gradients = torch.func.vjp(lambda a, w: functional.conv2d(a, w, stride=2, padding=1), a, w)
     return y, *gradients(dy)
 close_to_torch(device, lambda a, b: (a @ b).tanh(), x(5, 19), x(19, 34))
+close_to_torch(device, lambda a, w: torch.ops.aten._native_batch_norm_legit.no_stats(functional.conv2d(a, w), None, None, True, 0.1, 1e-5), x(2, 2, 3, 4), x(3, 2, 2, 2))
 close_to_torch(device, convolve, x(1, 2, 5, 4), x(3, 2, 3, 3), x(1, 3, 3, 2))
-"""
+"""  # noqa: E501 - one graph a line
 
 
 @pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")

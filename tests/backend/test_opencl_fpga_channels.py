@@ -17,7 +17,7 @@ import pytest
 from as_fpga import as_fpga
 from fpga_cases import CASES, CHANNELLED, EMULATOR
 from hetpipe.backends.opencl.fpga.array import ARRAY
-from hetpipe.backends.opencl.fpga.sheet import stage_sheet
+from hetpipe.backends.opencl.fpga.sheet import normalising_channels, stage_sheet
 from opencl_devices import IDS, Array, compiled
 
 HERE = Path(__file__).parent
@@ -83,6 +83,14 @@ def test_a_norm_of_a_product_is_a_fourth_kernel() -> None:
     sheet = stage_sheet(launches)
     assert [each.kernel for each in sheet.kernels] == names
     assert (sheet.others, sheet.macs) == ((), 128 + 32 + 1)
+
+
+def test_a_batch_norm_is_one_too_and_keeps_sums_in_place_of_rows() -> None:
+    fn, inputs = CASES["batch norm"]
+    launches = compiled(as_fpga(EMULATOR), fn, *inputs)._lowered.launches
+    names = ["convolution_load", "array", "convolution_store", "normalise"]
+    assert [launch.kernel.name for launch in launches[:4]] == names
+    assert stage_sheet(launches[:4]).kernels[3] == normalising_channels(ARRAY)
 
 
 def test_its_passes_follow_one_another_unless_channels_are_off() -> None:

@@ -2,9 +2,10 @@
 
 from .convolution import forward, input_gradient, weight_gradient
 from .matmul import systolic_product
-from .rows import layer_norm, softmax
+from .rows import batch_norm, layer_norm, softmax
 
 __all__ = [
+    "batch_norm",
     "forward",
     "input_gradient",
     "layer_norm",

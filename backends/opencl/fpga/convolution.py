@@ -49,7 +49,7 @@ def _launch(
     return launch(
         builder, name, files, shape, {**operands, **g.arguments},
         {"batches": g.groups, "rows": rows, "cols": cols, "depth": depth},
-        {**added, **g.arguments},
+        {**added, **g.arguments}, by_channel=name != "convolution_weight",
     )  # fmt: skip
 
 

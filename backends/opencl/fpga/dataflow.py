@@ -51,7 +51,11 @@ class Dataflow:
         options = ARRAY.options
         if rows is not None:
             files[1:1] = [rows.file, "fpga/rows.cl"]
-            options = (*options, "-DROWS", f"-DROW_COLS={ROW_COLS}")
+            options = (
+                *options,
+                "-DROWS",
+                *(() if rows.by_channel else (f"-DROW_COLS={ROW_COLS}",)),
+            )
         if self.channels:
             options = (*options, "-DCHANNELS")
         elif rows is not None:
@@ -85,12 +89,16 @@ class Dataflow:
 def launch(
     builder: Builder, name: str, files: Sequence[str], shape: tuple[int, ...],
     loads: Mapping[str, Argument], problem: Mapping[str, Argument],
-    finishes: Mapping[str, Argument],
+    finishes: Mapping[str, Argument], by_channel: bool = False,
 ) -> Value:  # fmt: skip
-    """The result, of `shape`, of a product of `kernels/fpga/`; it may take an epilogue."""
+    """The result, of `shape`, of a product of `kernels/fpga/`; it may take an epilogue.
+
+    `by_channel`: its rows are channels, and its columns the pixels of all images.
+    """
     flow = Dataflow(name, files, loads, problem, finishes, builder.device.channels)
     out = builder.new(shape, "float32")
-    builder.product(out, flow.plain(out), flow.with_stores, _row_cols(builder.device))
+    row_cols = _row_cols(builder.device)
+    builder.product(out, flow.plain(out), flow.with_stores, row_cols, by_channel)
     return out
 
 

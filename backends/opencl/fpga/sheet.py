@@ -67,16 +67,21 @@ def _sheet(kernel: Kernel, array: Array) -> KernelSheet | None:
     if kernel.generated or not set(array.options) <= set(kernel.options):
         return None
     if "-DCHANNELS" not in kernel.options:
-        rows = normalising(array).block_ram_nbytes if "-DROWS" in kernel.options else 0
+        rows = _normalising(kernel, array).block_ram_nbytes if "-DROWS" in kernel.options else 0
         sheet = whole(array, kernel.name)
         channel = array.capacity * array.cols * FLOAT if rows else 0
         return replace(sheet, block_ram_nbytes=sheet.block_ram_nbytes + rows - channel)
     if kernel.name == "array":
         return multiplying(array)
     if kernel.name == "normalise":
-        return normalising(array)
+        return _normalising(kernel, array)
     operation, _, part = kernel.name.rpartition("_")
     return loading(array, kernel.name) if part == "load" else storing(array, operation)
+
+
+def _normalising(kernel: Kernel, array: Array) -> KernelSheet:
+    is_strip = any(option.startswith("-DROW_COLS=") for option in kernel.options)
+    return normalising(array) if is_strip else normalising_channels(array)
 
 
 def loading(array: Array, name: str) -> KernelSheet:
@@ -106,6 +111,13 @@ def normalising(array: Array, row_cols: int = ROW_COLS) -> KernelSheet:
     strip = (array.tile[0] * row_cols + 2 * array.tile[0]) * FLOAT
     channel = array.capacity * array.cols * FLOAT
     return KernelSheet("normalise", 1, strip + channel, math.ceil(ADD_CYCLES / array.tile[0]), 0)
+
+
+def normalising_channels(array: Array) -> KernelSheet:
+    """The kernel over channels, with its sums and its channel; it reads rows back."""
+    sums = (array.tile[0] * array.interleave_cols * array.cols + array.turns + array.cols) * FLOAT
+    channel = array.capacity * array.cols * FLOAT
+    return KernelSheet("normalise", 1, sums + channel, _interval(array), FLOAT)
 
 
 def whole(array: Array, operation: str) -> KernelSheet:

@@ -44,14 +44,14 @@ def sampled(builder: Builder, g: Geometry, x: Value) -> tuple[Geometry, Value]:
     for dim in (0, 1):
         every = partial(narrow, dim=2 + dim, start=0, length=g.out_size[dim], step=g.stride[dim])
         seen = builder.view(seen, every)
-    return replace(g, size=g.out_size, stride=(1, 1)), builder.store(seen)
+    return _plain(g), builder.store(seen)
 
 
 def pointwise(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value | None) -> Value:
-    """y [N][Co][H][W] of x [N][Ci][H][W], with stride 1."""
+    """y [N][Co][OH][OW] of x [N][Ci][H][W]."""
     rows, depth = g.channels()
     left = Operand(weight, 0, rows * depth, depth, 1)
-    y = builder.new((g.images, g.out_channels, *g.size), "float32")
+    y = builder.new((g.images, g.out_channels, *g.out_size), "float32")
     _product(builder, g, left, x, bias, y)
     return y
 
@@ -65,10 +65,10 @@ def folded_gradient(
     left = Operand(weight, 0, rows * depth, 1, rows)
     dx = builder.new((g.images, g.in_channels, *g.size), "float32")
     if is_pointwise(g) and g.stride == (1, 1):
-        _product(builder, g, left, dy, bias, dx)
+        _product(builder, _plain(g), left, dy, bias, dx)
         return dx
     taps = builder.new((g.images, g.groups * rows, *g.out_size), "float32")
-    _product(builder, g, left, dy, None, taps)
+    _product(builder, _plain(g), left, dy, None, taps)
     sizes = {
         f"{name}_{letter}": pair[dim]
         for name in ("kernel", "stride", "padding", "dilation")
@@ -89,10 +89,9 @@ def folded_gradient(
 def _product(
     builder: Builder, g: Geometry, a: Operand, x: Value, bias: Value | None, y: Value
 ) -> None:
-    """y [N][groups][rows][pixels] of x [N][groups][depth][pixels] and a, rows x depth."""
+    """y [N][groups * rows][OH][OW] of x [N][groups * depth][H][W] and a, rows x depth."""
     rows, depth = y.shape[1] // g.groups, x.shape[1] // g.groups
-    pixels = math.prod(g.out_size)
-    all_panels = math.ceil(g.images * pixels / COLS)
+    all_panels = math.ceil(g.images * math.prod(g.out_size) / COLS)
     units = builder.device.compute_units
     room = ROOM_PANELS * builder.device.tuning.depth_block
     most = min(MOST_PANELS, room // depth, math.ceil(all_panels / units))
@@ -105,9 +104,16 @@ def _product(
         {
             "left": left, "x": x, "bias": bias or x, "has_bias": int(bias is not None), "y": y,
             "room": builder.new((items, panels, depth, COLS), "float32"), "images": g.images,
-            "groups": g.groups, "rows": rows, "depth": depth, "panels": panels, "pixels": pixels,
+            "groups": g.groups, "rows": rows, "depth": depth, "panels": panels,
+            "height": g.size[0], "width": g.size[1], "out_height": g.out_size[0],
+            "out_width": g.out_size[1], "stride_h": g.stride[0], "stride_w": g.stride[1],
         },
     )  # fmt: skip
+
+
+def _plain(g: Geometry) -> Geometry:
+    """With stride 1, as large as the result of `g`."""
+    return replace(g, size=g.out_size, stride=(1, 1))
 
 
 def _kernel(builder: Builder, name: str) -> Kernel:

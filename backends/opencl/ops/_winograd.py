@@ -18,6 +18,8 @@ SIDE = 4
 POINTS = (SIDE + 2) ** 2
 LEAST_NBYTES, MOST_NBYTES = 6 << 20, 20 << 20
 """Memory of transformed inputs and of products, which should stay in the last cache."""
+MOST_FEW, CHUNK = 16, 32
+"""Tiles up to which weights are transformed where they are multiplied, so many channels at once."""
 KEPT_NBYTES = 10 << 20
 """Transformed weights, four times as large as weights, are kept between runs up to this size."""
 TILE_WORK, WEIGHT_WORK = 600, 540
@@ -98,13 +100,14 @@ def convolve(
     """y [N][lanes][height][width] of x [N][depth][.][.]."""
     (lanes, depth), (height, width) = g.channels(flipped), g.size if flipped else g.out_size
     sizes = Sizes(g.images, lanes, depth, math.ceil(height / SIDE), math.ceil(width / SIDE))
-    weights = _weights(builder, weight, sizes, flipped)
     y = builder.new((g.images, lanes, height, width), "float32")
     top, left = ((gradient_axes(g, i)[0] if flipped else forward_axis(g, i)).start for i in (0, 1))
     turn = sizes.turn()
     tiles = turn * sizes.tile_cols
     inputs = builder.new((POINTS, tiles, sizes.depth_stride), "float32")
     products = builder.new((tiles, POINTS, sizes.lane_stride), "float32")
+    few = turn == sizes.all_rows and tiles % FEW == 0 and tiles <= MOST_FEW
+    weights = None if few else _weights(builder, weight, sizes, flipped)
     for first in range(0, sizes.all_rows, turn):
         place = {
             "first_row": min(first, sizes.all_rows - turn), "tile_rows": sizes.tile_rows,
@@ -118,14 +121,26 @@ def convolve(
                 "depth_stride": sizes.depth_stride,
             },
         )  # fmt: skip
-        _launch(
-            builder, "winograd_multiply", (sizes.blocks, POINTS),
-            {
-                "inputs": inputs, "weights": weights, "products": products, "tiles": tiles,
-                "depth": depth, "depth_stride": sizes.depth_stride,
-                "lane_stride": sizes.lane_stride,
-            },
-        )  # fmt: skip
+        multiplied: dict[str, Argument] = {
+            "inputs": inputs, "products": products, "tiles": tiles, "depth": depth,
+            "depth_stride": sizes.depth_stride, "lane_stride": sizes.lane_stride,
+        }  # fmt: skip
+        if weights is None:
+            items = min(builder.device.compute_units, sizes.blocks)
+            _launch(
+                builder, "winograd_multiply_few", (items, 1),
+                {
+                    "room": builder.new((items, POINTS, CHUNK, COLS), "float32"), **multiplied,
+                    **_of_weights(weight, sizes, flipped, "w_"),
+                },
+            )  # fmt: skip
+        else:
+            _launch(
+                builder,
+                "winograd_multiply",
+                (sizes.blocks, POINTS),
+                {"weights": weights, **multiplied},
+            )
         _launch(
             builder, "winograd_output", (turn, math.ceil(lanes / LANES)),
             {
@@ -140,23 +155,29 @@ def convolve(
 def _weights(builder: Builder, weight: Value, sizes: Sizes, flipped: bool) -> Value:
     """The transformed weights, [POINTS][blocks][depth][COLS]."""
     weights = builder.new((POINTS, sizes.blocks, sizes.depth, COLS), "float32")
-    lane_stride, depth_stride = (9, sizes.lanes * 9) if flipped else (sizes.depth * 9, 9)
     _launch(
         builder, "winograd_weights", (sizes.blocks, math.ceil(sizes.depth / LANES)),
-        {
-            "w": weight, "weights": weights, "size": math.prod(weight.shape),
-            "lane_stride": lane_stride, "depth_stride": depth_stride, "lanes": sizes.lanes,
-            "depth": sizes.depth, "flipped": int(flipped),
-        },
+        {"weights": weights, "depth": sizes.depth, **_of_weights(weight, sizes, flipped)},
         steady=builder.steady(weight) and sizes.weights_nbytes <= KEPT_NBYTES,
     )  # fmt: skip
     return weights
+
+
+def _of_weights(
+    weight: Value, sizes: Sizes, flipped: bool, prefix: str = ""
+) -> dict[str, Argument]:
+    lane_stride, depth_stride = (9, sizes.lanes * 9) if flipped else (sizes.depth * 9, 9)
+    return {
+        "w": weight, "size": math.prod(weight.shape), f"{prefix}lane_stride": lane_stride,
+        f"{prefix}depth_stride": depth_stride, "lanes": sizes.lanes, "flipped": int(flipped),
+    }  # fmt: skip
 
 
 def _launch(
     builder: Builder, name: str, size: tuple[int, int], args: dict[str, Argument],
     steady: bool = False,
 ) -> None:  # fmt: skip
-    source = builder.source("cpu/common.cl") + builder.source("cpu/winograd.cl")
+    files = ("common", "unpacked", "winograd")
+    source = "".join(builder.source(f"cpu/{file}.cl") for file in files)
     kernel = Kernel(source, name, tuple(f"-D{each}" for each in builder.device.defines))
     builder.launch(kernel, (*size, 1), (1, 1, 1), args, steady=steady)

@@ -7,6 +7,7 @@ the taps, their start and the place of the results, which `Axis` describes for o
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -16,7 +17,7 @@ from .. import fpga, gpu
 from ..builder import Builder, Kernel, Value
 from ..geometry import Geometry
 from ..reduce import SUM, reduce
-from . import _winograd
+from . import _few_channels, _small_images, _winograd
 from ._convolution import (
     Axis,
     choose_tile,
@@ -35,6 +36,8 @@ COLS = 32
 LANES = 16
 BAND_PIXELS = 1024
 """About how many pixels one work-item of the layout kernel copies."""
+TURN_NBYTES = 4 << 20
+"""Memory of copied images, which should stay in the last cache."""
 ONE = (1, 1, 1)
 BY_PATCHES = {"gpu": gpu, "fpga": fpga}
 """The families whose products read patches at computed places."""
@@ -67,15 +70,12 @@ class ChannelsLast:
 
 
 def channels_last(
-    builder: Builder, value: Value, size: tuple[int, int], axes: list[tuple[Axis, Axis]]
+    builder: Builder, value: Value, axes: list[tuple[Axis, Axis]], first: int, images: int
 ) -> ChannelsLast:
-    """Copy [N][C][H][W] to channels last, with a border as wide as `axes` read."""
-    images, channels = value.shape[:2]
-    top, left = (max(0, -min((pair[i].start for pair in axes), default=0)) for i in (0, 1))
-    rows, cols = (
-        border + max([size[i], *(pair[i].end for pair in axes)])
-        for i, border in ((0, top), (1, left))
-    )
+    """Copy `images` of [N][C][H][W] from `first` on to channels last, with a border as wide as
+    `axes` read."""
+    channels, *size = value.shape[1:]
+    top, left, rows, cols = _bordered(size, axes)
     band = min(rows, max(1, BAND_PIXELS // cols))
     copy = builder.new((images, rows, cols, channels), "float32")
     builder.launch(
@@ -84,23 +84,34 @@ def channels_last(
         {
             "x": value, "padded": copy, "channels": channels, "height": size[0], "width": size[1],
             "rows": rows, "cols": cols, "top": top, "left": left, "band": band,
+            "first_image": first,
         },
     )  # fmt: skip
     return ChannelsLast(copy, rows, cols, channels, top, left)
 
 
+def _bordered(size: Sequence[int], axes: list[tuple[Axis, Axis]]) -> tuple[int, int, int, int]:
+    """(top, left, rows, cols) of images with their border."""
+    top, left = (max(0, -min((pair[i].start for pair in axes), default=0)) for i in (0, 1))
+    rows, cols = (
+        border + max([size[i], *(pair[i].end for pair in axes)])
+        for i, border in ((0, top), (1, left))
+    )
+    return top, left, rows, cols
+
+
 def forward(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value | None) -> Value:
     """y [N][Co][OH][OW] of x [N][Ci][H][W]."""
     if is_pointwise(g):
-        return pointwise(builder, *sampled(builder, g, x), weight, bias)
+        return pointwise(builder, g, x, weight, bias)
     if _winograd.suits(g, flipped=False):
         return _winograd.convolve(builder, g, x, weight, bias, flipped=False)
-    axes = (forward_axis(g, 0), forward_axis(g, 1))
-    copy = channels_last(builder, x, g.size, [axes])
-    y = builder.new((g.images, g.out_channels, *g.out_size), "float32")
-    packed = pack_weights(builder, g, weight, flipped=False)
-    _convolve(builder, g, copy, packed, bias, y, axes, flipped=False)
-    return y
+    if _small_images.suits(g):
+        return _small_images.forward(builder, g, x, weight, bias)
+    if _few_channels.suits(g):
+        return _few_channels.forward(builder, g, x, weight, bias)
+    axes = [(forward_axis(g, 0), forward_axis(g, 1))]
+    return _direct(builder, g, x, weight, bias, axes, flipped=False)
 
 
 def input_gradient(
@@ -111,13 +122,35 @@ def input_gradient(
         return folded_gradient(builder, g, dy, weight, bias)
     if _winograd.suits(g, flipped=True):
         return _winograd.convolve(builder, g, dy, weight, bias, flipped=True)
-    all_axes = list(product(gradient_axes(g, 0), gradient_axes(g, 1)))
-    copy = channels_last(builder, dy, g.out_size, all_axes)
-    dx = builder.new((g.images, g.in_channels, *g.size), "float32")
-    packed = pack_weights(builder, g, weight, flipped=True)
-    for axes in all_axes:
-        _convolve(builder, g, copy, packed, bias, dx, axes, flipped=True)
-    return dx
+    if _small_images.suits(g):
+        return _small_images.input_gradient(builder, g, dy, weight, bias)
+    axes = list(product(gradient_axes(g, 0), gradient_axes(g, 1)))
+    return _direct(builder, g, dy, weight, bias, axes, flipped=True)
+
+
+def _direct(
+    builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value | None,
+    all_axes: list[tuple[Axis, Axis]], flipped: bool,
+) -> Value:  # fmt: skip
+    """The sum over taps of x [N][C][.][.], a part of y for each pair of axes.
+
+    Whatever is larger, images or weights, is read once: the others are read again for each block of
+    it, and so are in a cache. Large images are copied in turns, which are in a cache as well.
+    """
+    y = builder.new((g.images, g.in_channels, *g.size) if flipped else
+                    (g.images, g.out_channels, *g.out_size), "float32")  # fmt: skip
+    packed = pack_weights(builder, g, weight, flipped)
+    _, _, rows, cols = _bordered(x.shape[2:], all_axes)
+    image_nbytes, turn = 4 * x.shape[1] * rows * cols, g.images
+    images_first = g.images * image_nbytes > 4 * math.prod(packed.shape)
+    if images_first:
+        most = min(g.images, max(1, TURN_NBYTES // image_nbytes))
+        turn = next(n for n in range(most, 0, -1) if g.images % n == 0)
+    for first in range(0, g.images, turn):
+        copy = channels_last(builder, x, all_axes, first, turn)
+        for axes in all_axes:
+            _convolve(builder, g, copy, packed, bias, y, axes, flipped, first, images_first)
+    return y
 
 
 def _convolve(
@@ -129,29 +162,34 @@ def _convolve(
     y: Value,
     axes: tuple[Axis, Axis],
     flipped: bool,
+    first: int,
+    blocks_first: bool,
 ) -> None:
+    images = copy.value.shape[0]
     lanes, depth = g.channels(flipped)
     blocks = math.ceil(lanes / COLS)
     h, w = axes
     tap, height = depth * COLS, g.out_size[0] if flipped else g.size[0]
-    tile = choose_tile(g.images, h.outputs, w.outputs)
+    tile = choose_tile(images, h.outputs, w.outputs)
     channels, out_h, out_w = y.shape[1:]
     row_tiles, col_tiles = math.ceil(h.outputs / tile[1]), math.ceil(w.outputs / tile[2])
     options = [
         f"-DTILE_{name}={n}" for name, n in zip(("IMAGES", "ROWS", "COLS"), tile, strict=True)
     ]
+    size = (row_tiles * col_tiles, math.ceil(images / tile[0]), g.groups * blocks)
+    size = (size[2], *size[:2]) if blocks_first else size
     builder.launch(
-        _kernel(builder, "convolution", "convolve", *options),
-        (row_tiles * col_tiles, math.ceil(g.images / tile[0]), g.groups * blocks), ONE,
+        _kernel(builder, "convolution", "convolve", *options), size, ONE,
         {
             "packed": packed, "bias": bias or copy.value, "has_bias": int(bias is not None), "y": y,
-            "images": g.images, "rows": h.outputs, "cols": w.outputs, "depth": depth,
+            "images": images, "rows": h.outputs, "cols": w.outputs, "depth": depth,
             "channels": lanes, "blocks": blocks, "taps_h": h.taps, "taps_w": w.taps,
             **_padded(copy, h, w), "height": height,
             "kernel_size": g.kernel[0] * g.kernel[1],
             "w_offset": (h.first * g.kernel[1] + w.first) * tap,
             "w_row": h.step * g.kernel[1] * tap, "w_col": w.step * tap,
-            "y_offset": h.y_start * out_w + w.y_start, "y_image": channels * out_h * out_w,
+            "y_offset": first * channels * out_h * out_w + h.y_start * out_w + w.y_start,
+            "blocks_first": int(blocks_first), "y_image": channels * out_h * out_w,
             "y_channel": out_h * out_w, "y_row": h.y_step * out_w, "y_col": w.y_step,
         },
     )  # fmt: skip
@@ -254,6 +292,8 @@ def convolution_backward(builder: Builder, node: fx.Node) -> None:
             dx = backward(builder, g, dy, weight, None)
         if want_weight and is_pointwise(g):
             dw = weight_gradient(builder, *sampled(builder, g, wide), narrow)
+        elif want_weight and _small_images.suits(g):
+            dw = _small_images.weight_gradient(builder, g, wide, narrow)
         elif want_weight:
             dw = weight_gradient(builder, g, wide, narrow)
         db = bias_gradient(builder, dy) if want_bias else None

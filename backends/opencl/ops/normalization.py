@@ -9,6 +9,7 @@ from torch import fx
 
 from .. import fpga
 from ..builder import Builder, Kernel, Value
+from ..expr import Expr
 from ._float32 import arguments, optional, why_not_float32
 from .registry import lowers
 
@@ -27,15 +28,22 @@ def _channels(x: Value) -> tuple[int, int, int]:
 
 
 def _train(
-    builder: Builder, x: Value, weight: Any, bias: Any, running: Any, momentum: float, eps: float
+    builder: Builder, given: Expr, weight: Any, bias: Any, running: Any, momentum: float, eps: float
 ) -> tuple[Value, Value, Value, Value | None, Value | None]:
     """(y, mean, rstd, new mean, new variance) of a batch; `running` is a pair of nodes or None."""
-    images, channels, pixels = _channels(x)
-    y, mean, rstd = (builder.new(s, "float32") for s in (x.shape, (channels,), (channels,)))
     old: list[Value | None] = [None, None]
     new: list[Value | None] = [None, None]
     if running is not None:
         old = [builder.value(node) for node in running]
+    if builder.device.family == "fpga":
+        affine = [None if each is None else builder.value(each) for each in (weight, bias)]
+        joined = fpga.batch_norm(builder, given, affine, old, momentum, eps)
+        if joined is not None:
+            return joined
+    x = builder.store(given)
+    images, channels, pixels = _channels(x)
+    y, mean, rstd = (builder.new(s, "float32") for s in (x.shape, (channels,), (channels,)))
+    if running is not None:
         new = [builder.new((channels,), "float32") for _ in running]
     builder.launch(
         _kernel(builder, "batch_norm_train"), (channels,), (1,),
@@ -71,10 +79,11 @@ def _infer(
 def batch_norm_functional(builder: Builder, node: fx.Node) -> None:
     """(y, mean, rstd, new running mean, new running variance)."""
     x_node, weight, bias, mean, var, training, momentum, eps = arguments(node)
-    x = builder.value(x_node)
     if training:
-        builder.result(node, _train(builder, x, weight, bias, (mean, var), momentum, eps))
+        x_expr = builder.expr(x_node)
+        builder.result(node, _train(builder, x_expr, weight, bias, (mean, var), momentum, eps))
         return
+    x = builder.value(x_node)
     old_mean, old_var = builder.value(mean), builder.value(var)
     y = _infer(builder, x, weight, bias, old_mean, old_var, eps)
     builder.result(node, (y, *_no_statistics(builder), old_mean, old_var))
@@ -93,7 +102,7 @@ def batch_norm_inference(builder: Builder, node: fx.Node) -> None:
 def batch_norm_no_stats(builder: Builder, node: fx.Node) -> None:
     """(y, mean, rstd) of the batch, without running statistics."""
     x_node, weight, bias, _, momentum, eps = arguments(node)
-    results = _train(builder, builder.value(x_node), weight, bias, None, momentum, eps)
+    results = _train(builder, builder.expr(x_node), weight, bias, None, momentum, eps)
     builder.result(node, results[:3])
 
 

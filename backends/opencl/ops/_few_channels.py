@@ -1,0 +1,72 @@
+"""Convolutions of few input channels on CPUs: the launches of `kernels/cpu/few_channels.cl`."""
+
+from __future__ import annotations
+
+import math
+
+from ..builder import Builder, Kernel, Value
+from ..geometry import Geometry
+from ..product import Operand
+from ..signature import Argument
+from .matmul import COLS, ROWS, pack_rows
+
+MOST_CHANNELS = 8
+LEAST_SHARE = 0.75
+BAND = 8
+"""Rows of the result that a work-item computes of its channels."""
+
+
+def suits(g: Geometry) -> bool:
+    """Whether vectors of neighbouring pixels are fuller than vectors of output channels are."""
+    lanes, depth = g.channels()
+    width = g.out_size[1]
+    rows = 1 if lanes == 1 else math.ceil(lanes / 4) * 4
+    pixels = width / (math.ceil(width / COLS) * COLS) * lanes / rows
+    return depth <= MOST_CHANNELS and pixels >= LEAST_SHARE * lanes / (
+        math.ceil(lanes / COLS) * COLS
+    )
+
+
+def forward(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value | None) -> Value:
+    """y [N][Co][OH][OW] of x [N][Ci][H][W]."""
+    lanes, depth = g.channels()
+    rows, cols = (
+        (n - 1) * s + (k - 1) * d + 1
+        for n, s, k, d in zip(
+            (g.out_size[0], math.ceil(g.out_size[1] / COLS) * COLS), g.stride, g.kernel, g.dilation,
+            strict=True,
+        )
+    )  # fmt: skip
+    cols = math.ceil(cols / g.stride[1])
+    padded = builder.new((g.images, g.in_channels, rows, g.stride[1], cols), "float32")
+    _launch(
+        builder, "pad_rows", (rows, g.images * g.in_channels),
+        {
+            "x": x, "padded": padded, "height": g.size[0], "width": g.size[1],
+            "top": g.padding[0], "left": g.padding[1], "stride_w": g.stride[1], "cols": cols,
+        },
+    )  # fmt: skip
+    taps = depth * math.prod(g.kernel)
+    weights = Operand(weight, 0, lanes * taps, taps, 1)
+    y = builder.new((g.images, g.out_channels, *g.out_size), "float32")
+    _launch(
+        builder, "convolve_rows",
+        (math.ceil(lanes / ROWS), math.ceil(g.out_size[0] / BAND), g.images * g.groups),
+        {
+            "padded": padded,
+            "left": pack_rows(builder, weights, lanes, taps, g.groups),
+            "bias": bias or padded, "has_bias": int(bias is not None), "y": y, "groups": g.groups,
+            "depth": depth, "lanes": lanes, "rows": rows, "cols": cols,
+            "out_height": g.out_size[0], "out_width": g.out_size[1],
+            "kernel_h": g.kernel[0], "kernel_w": g.kernel[1], "stride_h": g.stride[0],
+            "stride_w": g.stride[1], "dilation_h": g.dilation[0], "dilation_w": g.dilation[1],
+            "band": BAND,
+        },
+    )  # fmt: skip
+    return y
+
+
+def _launch(builder: Builder, name: str, size: tuple[int, ...], args: dict[str, Argument]) -> None:
+    source = builder.source("cpu/common.cl") + builder.source("cpu/few_channels.cl")
+    kernel = Kernel(source, name, tuple(f"-D{each}" for each in builder.device.defines))
+    builder.launch(kernel, size, (1,) * len(size), args)

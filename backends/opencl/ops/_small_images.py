@@ -1,0 +1,111 @@
+"""Convolutions of small images with many channels: launches of `kernels/cpu/small_images.cl`."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+from ..builder import Builder, Kernel, Value
+from ..expr import Expr
+from ..geometry import Geometry
+from ..layouts import narrow, permute, reshape
+from ..signature import Argument
+
+COLS, FEW, LANES = 32, 4, 16
+"""The register tile of the products, as in the kernels: columns, rows at the end; a vector."""
+LEAST_LANES = 2
+"""Output channels for each pixel from which on patches are copied."""
+CHUNK = 48
+"""Rows of a work-item."""
+
+
+def suits(g: Geometry) -> bool:
+    """Whether copies of patches take less than copies of weights, as pixels are few."""
+    lanes, depth = g.channels()
+    pixels = g.images * math.prod(g.out_size)
+    wide = depth * math.prod(g.kernel) >= COLS
+    return g.groups == 1 and wide and min(lanes, pixels) >= FEW and LEAST_LANES * pixels <= lanes
+
+
+def forward(builder: Builder, g: Geometry, x: Value, weight: Value, bias: Value | None) -> Value:
+    """y [N][Co][OH][OW] of x [N][Ci][H][W]."""
+    taps, pixels = g.in_channels * math.prod(g.kernel), g.images * math.prod(g.out_size)
+    panels = math.ceil(pixels / COLS)
+    patches = builder.new((panels, taps, COLS), "float32")
+    _launch(
+        builder, "patches_of_rows", (panels, math.prod(g.kernel)),
+        {"x": x, "patches": patches, "images": g.images, **_window(g)},
+    )  # fmt: skip
+    y = builder.new((g.out_channels, panels * COLS), "float32")
+    _multiply(builder, weight, patches, y, taps, COLS, taps)
+    seen = builder.view(builder.pool.load(y), partial(narrow, dim=1, start=0, length=pixels))
+    seen = builder.view(seen, partial(reshape, shape=(g.out_channels, g.images, *g.out_size)))
+    return _stored(builder, builder.view(seen, partial(permute, order=(1, 0, 2, 3))), bias)
+
+
+def input_gradient(
+    builder: Builder, g: Geometry, dy: Value, weight: Value, bias: Value | None
+) -> Value:
+    """dx [N][Ci][H][W], plus a bias per channel."""
+    taps, pixels = g.in_channels * math.prod(g.kernel), g.images * math.prod(g.out_size)
+    patches = builder.new((pixels, taps), "float32")
+    by_pixel = _permuted(builder, dy, (0, 2, 3, 1))
+    _multiply(builder, by_pixel, weight, patches, g.out_channels, taps, 1)
+    dx = builder.new((g.images, g.in_channels, *g.size), "float32")
+    _launch(
+        builder, "fold_patches", (g.images, math.ceil(g.in_channels / LANES)),
+        {"patches": patches, "dx": dx, **_window(g)},
+    )  # fmt: skip
+    return _stored(builder, builder.pool.load(dx), bias)
+
+
+def weight_gradient(builder: Builder, g: Geometry, x: Value, dy: Value) -> Value:
+    """dw [Co][Ci][kh][kw]."""
+    taps, pixels = g.in_channels * math.prod(g.kernel), g.images * math.prod(g.out_size)
+    patches = builder.new((pixels, taps), "float32")
+    _launch(builder, "patches_of_pixels", (pixels, 1), {"x": x, "patches": patches, **_window(g)})
+    dw = builder.new((g.out_channels, g.in_channels, *g.kernel), "float32")
+    _multiply(builder, _permuted(builder, dy, (1, 0, 2, 3)), patches, dw, pixels, taps, 1)
+    return dw
+
+
+def _permuted(builder: Builder, value: Value, order: tuple[int, ...]) -> Value:
+    return builder.store(builder.view(builder.pool.load(value), partial(permute, order=order)))
+
+
+def _stored(builder: Builder, y: Expr, bias: Value | None) -> Value:
+    if bias is not None:
+        channels = partial(reshape, shape=(y.shape[1], 1, 1))
+        shift = builder.expand(builder.view(builder.pool.load(bias), channels), y.shape)
+        y = builder.apply("{0} + {1}", "float32", y, shift)
+    return builder.store(y)
+
+
+def _multiply(
+    builder: Builder, a: Value, b: Value, out: Value, depth: int, b_row: int, b_col: int
+) -> None:
+    """out [rows][cols] = a [rows][depth] times b; see the kernel."""
+    rows = math.prod(a.shape) // depth
+    cols = math.prod(out.shape) // rows
+    _launch(
+        builder, "multiply", (cols // COLS, max(1, rows // CHUNK)),
+        {
+            "a": a, "b": b, "out": out, "rows": rows, "depth": depth, "cols": cols, "chunk": CHUNK,
+            "b_row": b_row, "b_col": b_col,
+        },
+    )  # fmt: skip
+
+
+def _window(g: Geometry) -> dict[str, Argument]:
+    sizes: dict[str, Argument] = {"depth": g.in_channels, "height": g.size[0], "width": g.size[1]}
+    sizes |= {"out_height": g.out_size[0], "out_width": g.out_size[1]}
+    for name in ("kernel", "stride", "padding", "dilation"):
+        sizes |= {f"{name}_{letter}": getattr(g, name)[dim] for dim, letter in enumerate("hw")}
+    return sizes
+
+
+def _launch(builder: Builder, name: str, size: tuple[int, int], args: dict[str, Argument]) -> None:
+    files = ("common", "unpacked", "small_images")
+    source = "".join(builder.source(f"cpu/{file}.cl") for file in files)
+    kernel = Kernel(source, name, tuple(f"-D{each}" for each in builder.device.defines))
+    builder.launch(kernel, size, (1, 1), args)
