@@ -156,8 +156,9 @@ def _cotangent_derivative(n: int, t: Tensor) -> Tensor:
     return value
 
 
-SHIFT = 6
-"""Steps of the recurrence after which the asymptotic series of `digamma` is exact enough."""
+SHIFT, WIDE_SHIFT = 6, 10
+"""Steps of the recurrence after which the asymptotic series of `digamma` is exact enough, in
+float32 and in float64."""
 
 
 def digamma(x: Tensor) -> Tensor:
@@ -166,11 +167,13 @@ def digamma(x: Tensor) -> Tensor:
     negative = x < 0
     positive = torch.where(negative, 1 - x, x)
     total = torch.zeros_like(x)
-    for step in range(SHIFT):
+    shift = WIDE_SHIFT if x.dtype == torch.float64 else SHIFT
+    for step in range(shift):
         total = total - 1 / (positive + step)
-    far = positive + SHIFT
+    far = positive + shift
     square = 1 / (far * far)
-    tail = square * (1 / 12 - square * (1 / 120 - square * (1 / 252 - square / 240)))
+    tail = 1 / 240 - square * (1 / 132 - square * (691 / 32760 - square / 12))
+    tail = square * (1 / 12 - square * (1 / 120 - square * (1 / 252 - square * tail)))
     total = total + torch.log(far) - 0.5 / far - tail
     part = x - torch.round(x)  # a tangent of large numbers is not exact
     reflected = total - math.pi / torch.tan(math.pi * part)
