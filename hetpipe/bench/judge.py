@@ -43,7 +43,7 @@ def judging_dtype(size: int) -> torch.dtype:
 def step_of_torch(
     workload: Workload, model: nn.Module, batch: tuple[Any, Any], dtype: torch.dtype
 ) -> Step:
-    """Loss and gradients of eager torch."""
+    """Loss and gradients of eager torch; gradients are rounded to float32, for memory."""
 
     def cast(value: Any) -> Any:
         is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
@@ -61,7 +61,7 @@ def step_of_torch(
     finally:
         torch.set_default_dtype(default)
     named = model.named_parameters()
-    return Step(loss.item(), {name: p.grad for name, p in named if p.grad is not None})
+    return Step(loss.item(), {name: p.grad.float() for name, p in named if p.grad is not None})
 
 
 def gradient_errors(actual: Tensors, right: Tensors, zero: float) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -69,7 +68,7 @@ def test_running_results_of_nothing(device_id: str, name: str, shape: tuple[int,
 @pytest.mark.parametrize("index", [-1, [0, -1], [[3]]])
 def test_take(device_id: str, index: Any) -> None:
     """An index of one element was asked its value while a graph was traced."""
-    x = torch.tensor([[1.0, 2.0], [3.0, math.inf]])
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     close_to_torch(opencl_device(device_id), torch.take, x, torch.tensor(index))
 
 
