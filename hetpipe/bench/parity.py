@@ -97,7 +97,7 @@ class Parity:
     compile_s: float = math.nan
     step_s: float = math.nan
     twin: Errors | None = None
-    torch_gradient: float = math.nan
+    torch_gradient: float | None = None
 
     @property
     def is_strict(self) -> bool:

@@ -98,7 +98,7 @@ def _table(rows: list[Parity]) -> Table:
 
     numbers = (
         "parameters", "samples", "refused", "loss", "update", "gradients", "torch's own",
-        "smooth twin", "capture", "compile", "first step",
+        "smooth twin", "time",
     )  # fmt: skip
     limits = f"loss {LOSS_LIMIT:g}, gradients {GRADIENT_LIMIT:g}, update {UPDATE_LIMIT:g}"
     table = make_table(
@@ -112,7 +112,7 @@ def _table(rows: list[Parity]) -> Table:
         figures = ["-"] * 5
         if errors is not None:
             figures[:3] = [f"{e:.1e}" for e in (errors.loss, errors.update, errors.gradient)]
-        if twin is not None:
+        if twin is not None and row.torch_gradient is not None:
             figures[3:] = [f"{row.torch_gradient:.1e}", f"{twin.gradient:.1e}"]
         table.add_row(
             row.model,
@@ -120,11 +120,7 @@ def _table(rows: list[Parity]) -> Table:
             str(row.samples),
             f"{sum(row.refused.values())} of {sum(row.operators.values())}",
             *figures,
-            format_s(row.capture_s),
-            *(
-                format_s(time_s) if errors is not None else "-"
-                for time_s in (row.compile_s, row.step_s)
-            ),
+            format_s(row.capture_s + row.compile_s + row.step_s) if errors is not None else "-",
             errors.worst if errors is not None else "",
             "yes" if row.is_strict else "smooth" if row.is_equal else "no",
         )
