@@ -212,9 +212,8 @@ def erfinv(y: Tensor) -> Tensor:
     x = torch.where(size <= 0.7, central, tail)
     for _ in range(2):
         # Near 1 erf loses the digits that 1 - erf has.
-        error = torch.where(
-            size <= 0.5, torch.erf(x) - y, torch.copysign((1 - size) - torch.erfc(x.abs()), y)
-        )
+        beyond = torch.sign(y) * ((1 - size) - torch.erfc(x.abs()))
+        error = torch.where(size <= 0.5, torch.erf(x) - y, beyond)
         x = x - error / (2 / math.sqrt(math.pi) * torch.exp(-x * x))
     x = torch.where(size == 1, torch.copysign(torch.full_like(x, math.inf), y), x)
     return torch.where((size > 1) | torch.isnan(y), torch.full_like(x, math.nan), x)

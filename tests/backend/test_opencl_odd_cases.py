@@ -45,12 +45,19 @@ def test_doubles_one_by_one(device_id: str, name: str) -> None:
     close_to_torch(device, lambda x, y: fn(x[:, 2:7], y[:, 2:7]), x, y, ulps=EXACT)
 
 
-def test_digamma_of_doubles(device_id: str) -> None:
+SPECIAL: dict[str, tuple[Function, list[float]]] = {
+    "digamma": (torch.digamma, [0.3, 0.5, 1.0, 1.46, 2.0, 7.3, -0.3, -2.7]),
+    "erfinv": (torch.erfinv, [0.0, 0.3, -0.45, 0.53, -0.53, 0.69, -0.71, 0.9, -0.999]),
+}
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_special_functions_of_doubles(device_id: str, name: str) -> None:
     device = opencl_device(device_id)
     if "float64" not in device.info.dtypes:
         pytest.skip("no doubles")
-    x = torch.tensor([0.3, 0.5, 1.0, 1.46, 2.0, 7.3, -0.3, -2.7], dtype=torch.float64)
-    close_to_torch(device, torch.digamma, x, ulps=EXACT)
+    fn, values = SPECIAL[name]
+    close_to_torch(device, fn, torch.tensor(values, dtype=torch.float64), ulps=EXACT)
 
 
 RUNNING: dict[str, Function] = {
