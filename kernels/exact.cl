@@ -6,6 +6,9 @@
 
 #define LARGE 10000.0f
 
+// Each macro has `exact_##NAME` itself: as an argument of another macro NAME would be replaced, as
+// PoCL's headers make `pow` a macro, and a function that is missing for doubles is that for floats.
+
 #define OF_ONE(NAME, T)                                                                           \
     static inline T __attribute__((overloadable)) exact_##NAME(const T x) { return NAME(x); }
 
@@ -21,25 +24,26 @@
     for (int lane = 0; lane < 16; ++lane) lanes[lane] = CALL;                                     \
     return each;
 
-#define TRIGONOMETRIC(NAME)                                                                       \
-    OF_ONE(NAME, float)                                                                           \
+#define OF_16_FLOATS(NAME)                                                                        \
     static inline float16 __attribute__((overloadable)) exact_##NAME(const float16 x)             \
     {                                                                                             \
         if (!any(fabs(x) > (float16)(LARGE))) return NAME(x);                                     \
         ONE_BY_ONE(float, NAME(lanes[lane]))                                                      \
     }
 
-TRIGONOMETRIC(sin)
-TRIGONOMETRIC(cos)
-TRIGONOMETRIC(tan)
+OF_ONE(sin, float)
+OF_16_FLOATS(sin)
+OF_ONE(cos, float)
+OF_16_FLOATS(cos)
+OF_ONE(tan, float)
+OF_16_FLOATS(tan)
 OF_TWO(pow, float)
 OF_TWO(pow, float16)
 OF_TWO(fmod, float)
 OF_TWO(fmod, float16)
 
 #ifdef cl_khr_fp64
-#define OF_TWO_DOUBLES(NAME)                                                                      \
-    OF_TWO(NAME, double)                                                                          \
+#define OF_16_DOUBLES(NAME)                                                                       \
     static inline double16 __attribute__((overloadable))                                          \
     exact_##NAME(const double16 x, const double16 y)                                              \
     {                                                                                             \
@@ -53,6 +57,8 @@ OF_ONE(cos, double)
 OF_ONE(cos, double16)
 OF_ONE(tan, double)
 OF_ONE(tan, double16)
-OF_TWO_DOUBLES(pow)
-OF_TWO_DOUBLES(fmod)
+OF_TWO(pow, double)
+OF_16_DOUBLES(pow)
+OF_TWO(fmod, double)
+OF_16_DOUBLES(fmod)
 #endif

@@ -18,7 +18,10 @@ aten = torch.ops.aten
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
     """Decompositions by operator, applied before core ATen's."""
-    return {aten.gelu.default: gelu, aten.silu.default: silu, aten.cumsum.default: cumsum}
+    return {
+        aten.gelu.default: gelu, aten.silu.default: silu, aten.cumsum.default: cumsum,
+        aten.take.default: take,
+    }  # fmt: skip
 
 
 def gelu(x: torch.Tensor, *, approximate: str = "none") -> Any:
@@ -43,3 +46,9 @@ def cumsum(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> to
     reached = place[:, None] >= place[None]
     before = torch.where(reached, x.to(dtype).movedim(dim, -1).unsqueeze(-2), 0)
     return before.sum(-1).movedim(-1, dim)
+
+
+def take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Elements of the flat tensor. Core ATen's `flat[index]` asks an index of one element."""
+    flat: torch.Tensor = aten.index.Tensor(x.reshape(-1), [index.reshape(-1)])
+    return flat.reshape(index.shape)

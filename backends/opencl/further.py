@@ -133,7 +133,7 @@ def _reached(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _running(x: Tensor, dim: int, largest: bool) -> tuple[Tensor, Tensor]:
-    if x.dim() == 0:
+    if x.dim() == 0 or x.numel() == 0:
         return x.clone(), torch.zeros_like(x, dtype=torch.int64)
     seen, reached = _reached(x, dim)
     if x.is_floating_point():
@@ -279,7 +279,8 @@ def diagonal_scatter(
     """`x` with another diagonal."""
     number = torch.arange(source.shape[-1], device=x.device)
     places = [*[None] * (x.dim() - 2), number + max(-offset, 0), number + max(offset, 0)]
-    written: Tensor = aten.index_put(x.movedim((dim1, dim2), (-2, -1)), places, source)
+    moved = x.movedim((dim1, dim2), (-2, -1))
+    written: Tensor = aten.index_put(moved, places, source.to(x.dtype))
     return written.movedim((-2, -1), (dim1, dim2))
 
 

@@ -156,8 +156,9 @@ def _cotangent_derivative(n: int, t: Tensor) -> Tensor:
     return value
 
 
-SHIFT = 6
-"""Steps of the recurrence after which the asymptotic series of `digamma` is exact enough."""
+SHIFT, WIDE_SHIFT = 6, 10
+"""Steps of the recurrence after which the asymptotic series of `digamma` is exact enough, in
+float32 and in float64."""
 
 
 def digamma(x: Tensor) -> Tensor:
@@ -166,11 +167,13 @@ def digamma(x: Tensor) -> Tensor:
     negative = x < 0
     positive = torch.where(negative, 1 - x, x)
     total = torch.zeros_like(x)
-    for step in range(SHIFT):
+    shift = WIDE_SHIFT if x.dtype == torch.float64 else SHIFT
+    for step in range(shift):
         total = total - 1 / (positive + step)
-    far = positive + SHIFT
+    far = positive + shift
     square = 1 / (far * far)
-    tail = square * (1 / 12 - square * (1 / 120 - square * (1 / 252 - square / 240)))
+    tail = 1 / 240 - square * (1 / 132 - square * (691 / 32760 - square / 12))
+    tail = square * (1 / 12 - square * (1 / 120 - square * (1 / 252 - square * tail)))
     total = total + torch.log(far) - 0.5 / far - tail
     part = x - torch.round(x)  # a tangent of large numbers is not exact
     reflected = total - math.pi / torch.tan(math.pi * part)
@@ -209,9 +212,8 @@ def erfinv(y: Tensor) -> Tensor:
     x = torch.where(size <= 0.7, central, tail)
     for _ in range(2):
         # Near 1 erf loses the digits that 1 - erf has.
-        error = torch.where(
-            size <= 0.5, torch.erf(x) - y, torch.copysign((1 - size) - torch.erfc(x.abs()), y)
-        )
+        beyond = torch.sign(y) * ((1 - size) - torch.erfc(x.abs()))
+        error = torch.where(size <= 0.5, torch.erf(x) - y, beyond)
         x = x - error / (2 / math.sqrt(math.pi) * torch.exp(-x * x))
     x = torch.where(size == 1, torch.copysign(torch.full_like(x, math.inf), y), x)
     return torch.where((size > 1) | torch.isnan(y), torch.full_like(x, math.nan), x)

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import pyopencl as cl
 from hetpipe.backends.opencl.device import OpenCLDevice
+from hetpipe.backends.opencl.memory import Piece
 from opencl_devices import IDS
 
 from hetpipe.sdk.registry import get_backend
@@ -25,6 +28,19 @@ def opened_here(device_id: str) -> OpenCLDevice:
     device = backend.open(next(info for info in backend.discover() if info.id == device_id))
     assert isinstance(device, OpenCLDevice)
     return device
+
+
+def poison(device: OpenCLDevice) -> None:
+    """From now on all memory is NaN before anything is written to it."""
+    create = device.memory.create
+
+    def poisoned(nbytes: int) -> Piece:
+        piece = create(nbytes)
+        cl.enqueue_fill_buffer(device.queue, piece.cl, np.float32("nan"), 0, nbytes // 4 * 4)
+        device.queue.finish()
+        return piece
+
+    device.memory.create = poisoned  # type: ignore[method-assign]
 
 
 def log_of(code: str, folder: Path, *checks: str) -> str:

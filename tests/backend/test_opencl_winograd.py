@@ -233,21 +233,16 @@ def test_a_training_is_that_of_torch(device_id: str) -> None:
 
 
 GRAPHS = """
-import sys, numpy as np, pyopencl as cl, torch
+import sys, torch
 sys.path[:0] = [TESTS, TESTS + "/.."]
+from oclgrind import poison
 from hetpipe.backends.opencl.ops import _winograd
 from test_opencl_winograd import convolution, filters, gradients, tensors
 from opencl_devices import close_to_torch, opencl_device
 _winograd.WEIGHT_WORK = 0  # tiny shapes
 _winograd.LEAST_NBYTES = 1 << 16
 device = opencl_device(ORACLE)
-create = device.memory.create
-def poisoned(nbytes):  # what is read before it is written is not a number
-    piece = create(nbytes)
-    cl.enqueue_fill_buffer(device.queue, piece.cl, np.float32("nan"), 0, nbytes // 4 * 4)
-    device.queue.finish()
-    return piece
-device.memory.create = poisoned
+poison(device)
 inputs = tensors((1, 17, 9, 11), (5, 17, 3, 3), (5,))
 assert filters(ORACLE, convolution((1, 1)), *inputs) > 1
 close_to_torch(device, convolution((1, 1)), *inputs)

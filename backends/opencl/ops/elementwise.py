@@ -23,6 +23,7 @@ from .registry import lowers
 
 DEAR = 8
 """Weight of a function that takes many instructions."""
+UNSIGNED = ("bool", "uint8")
 
 ARITHMETIC = {
     "mul": ("{0} * {1}", 1),
@@ -126,8 +127,9 @@ def floating(builder: Builder, node: fx.Node) -> None:
 @lowers("aten.signbit.default")
 def signbit(builder: Builder, node: fx.Node) -> None:
     a = builder.expr(node.args[0])
-    code = "signbit({0})" if a.dtype in FLOATS else "{0} < 0"
-    builder.define(node, builder.apply(f"abs(convert_{{M}}({code}))", "bool", a))
+    a, zero = operands(builder, node, (node.args[0], 0), a.dtype)
+    code = "signbit({0})" if a.dtype in FLOATS else "{0} < {1}"
+    builder.define(node, builder.apply(f"abs(convert_{{M}}({code}))", "bool", a, zero))
 
 
 def _truth(builder: Builder, expr: Expr) -> Expr:
@@ -176,7 +178,8 @@ def function(builder: Builder, node: fx.Node) -> None:
     (a,) = operands(builder, node, node.args[:1])
     if a.dtype not in FLOATS:
         rounding = name in ("floor", "ceil", "trunc", "round")
-        signed = "convert_{T}(clamp({0}, ({T})(-1), ({T})(1)))"
+        lowest = "0" if a.dtype in UNSIGNED else "-1"  # clamp is undefined for bounds in reverse
+        signed = f"clamp({{0}}, ({{T}})({lowest}), ({{T}})(1))"
         code = "{0}" if rounding else signed if name in ("sign", "sgn") else code
     builder.define(node, builder.apply(code, a.dtype, a, weight=weight))
 
