@@ -1,12 +1,14 @@
-"""Whole steps on one core: the losses are torch's, and all figures are there; none is asserted."""
+"""Whole steps and launches on one core: the losses are torch's, all figures are there; no time is
+asserted."""
 
 from __future__ import annotations
 
 import pytest
 from opencl_devices import IDS
 
-from hetpipe.bench import stepmodels
+from hetpipe.bench import launches, stepmodels
 from hetpipe.bench.steprates import measure
+from hetpipe.sdk.registry import open_device
 
 RUNTIME = next((each for each in IDS if "pocl" in each or "intel-cpu" in each), None)
 
@@ -21,6 +23,18 @@ def test_a_step_is_measured_beside_torch() -> None:
     assert rate.share_of_ceiling == pytest.approx(
         rate.operations / rate.ceiling_gflops / 1e9 / rate.time_s
     )
+
+
+@pytest.mark.skipif(RUNTIME is None, reason="no OpenCL runtime for CPUs")
+def test_launches_are_measured_beside_the_drivers_own() -> None:
+    device = open_device(RUNTIME)
+    executable = device.compile(launches.chain(device, 5))
+    assert len(executable.launches) == 5  # none has joined another
+    cost = launches.measure(RUNTIME, kernels=5, rounds=2)
+    assert 0 < cost.least_graph_s <= cost.graph_s < float("inf")
+    assert cost.driver_s is not None
+    assert f"{cost.graph_s * 1e6:.2f} us" in str(cost)
+    assert f"{cost.driver_s * 1e6:.2f} us" in str(cost)
 
 
 @pytest.mark.parametrize("name", stepmodels.__all__)
