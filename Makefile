@@ -23,7 +23,7 @@ test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 --dist loadfile --share $(SHARE)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --share $(SHARE)
 
 install: $(STAMP)
 

@@ -1,9 +1,9 @@
-"""The arithmetic ceiling of a device: the most that its kernels could reach."""
+"""Bounds of a device: the most arithmetic that its kernels could do, the least for a launch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,15 +16,12 @@ if TYPE_CHECKING:
 CHAINS, LANES = 12, 16
 """Independent multiply-adds of a work-item, as in `kernels/cpu/ceiling.cl`."""
 WORK_ITEMS, REPEATS = 32, 40_000
+LAUNCHES = 200
 
 
 def fma_ceiling(device: OpenCLDevice) -> tuple[Callable[[], None], int]:
     """(run, operations): `run` does that number of float32 operations in registers, and waits."""
-    cl = driver()
-    source = kernel_source("cpu/common.cl") + kernel_source("cpu/ceiling.cl")
-    ceiling = Kernel(source, "fma_ceiling")
-    device.programs.prepare([ceiling])
-    kernel = device.programs.kernel(ceiling)
+    cl, kernel = driver(), _kernel(device, "fma_ceiling")
     out = cl.Buffer(device.context, cl.mem_flags.READ_WRITE, WORK_ITEMS * LANES * 4)
 
     def run() -> None:
@@ -33,3 +30,21 @@ def fma_ceiling(device: OpenCLDevice) -> tuple[Callable[[], None], int]:
         device.queue.finish()
 
     return run, 2 * WORK_ITEMS * REPEATS * CHAINS * LANES
+
+
+def launch_floor(device: OpenCLDevice) -> tuple[Callable[[], None], int]:
+    """(run, launches): `run` enqueues an empty kernel of one work-item that often, and waits."""
+    cl, kernel = driver(), _kernel(device, "nothing")
+
+    def run() -> None:
+        for _ in range(LAUNCHES):
+            cl.enqueue_nd_range_kernel(device.queue, kernel, (1,), (1,))
+        device.queue.finish()
+
+    return run, LAUNCHES
+
+
+def _kernel(device: OpenCLDevice, name: str) -> Any:
+    kernel = Kernel(kernel_source("cpu/common.cl") + kernel_source("cpu/ceiling.cl"), name)
+    device.programs.prepare([kernel])
+    return device.programs.kernel(kernel)

@@ -18,7 +18,7 @@ from hetpipe.sdk.info import HOST_MEMORY, DeviceInfo
 
 from .binaries import Binaries, facts_of
 from .bundled import BundledPrograms
-from .ceiling import fma_ceiling
+from .ceiling import fma_ceiling, launch_floor
 from .driver import driver, errors, quiet
 from .events import CommandEvent
 from .executable import OpenCLExecutable
@@ -173,6 +173,9 @@ class OpenCLDevice(Device):
 
     def fma_ceiling(self) -> tuple[Callable[[], None], int] | None:
         return fma_ceiling(self)
+
+    def launch_floor(self) -> tuple[Callable[[], None], int] | None:
+        return launch_floor(self)
 
     def memory_used_nbytes(self) -> int | None:
         return self.memory.held_nbytes + sum(queue.arena_nbytes for queue in self.pass_queues)

@@ -7,7 +7,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -33,7 +33,21 @@ def driver() -> Any:
         raise BackendError(
             f"pyopencl cannot be imported ({error}): pip install pyopencl"
         ) from error
+    _write_callers_once()
     return pyopencl
+
+
+def _write_callers_once() -> None:
+    """Have pyopencl write the callers of kernels that are alike once.
+
+    It writes and compiles Python code for every kernel object, and a large graph has a thousand
+    objects of some fifty kernels. A pyopencl that works otherwise is left alone.
+    """
+    with suppress(ImportError, AttributeError):
+        from pyopencl import invoker
+
+        written = invoker._generate_enqueue_and_set_args_module
+        invoker._generate_enqueue_and_set_args_module = cache(written)
 
 
 @contextmanager

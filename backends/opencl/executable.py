@@ -168,21 +168,33 @@ class OpenCLExecutable(Executable):
     def _enqueue(self, steps: Sequence[_Step], waits: list[Any] | None) -> _Enqueued:
         """Enqueue the steps, the first of them after `waits`."""
         queue, done = self._queue, _Enqueued()
-        for step in steps:
-            if step.beside:
-                begun = done.last or queue.last
-                before = [*(waits or ()), *([begun] if begun else [])] or None
-                command = self._launch(step, queue.beside(step.beside), step.blocks[0], before)
-                done.flowing.append((step.kernel.function_name, command))
-                done.beside[step.beside] = command
-                continue
-            for block in step.blocks:
-                done.last = self._launch(step, queue.cl, block, waits)
-                waits = None
-                if step.joined:
-                    done.flowing.append((step.kernel.function_name, done.last))
-                if len(step.blocks) > 1:
-                    done.blocks[step.number].append(done.last)
+        main, last, launch = queue.cl, None, driver().enqueue_nd_range_kernel
+        size: tuple[int, ...] = ()
+        kernel: Any = None
+        local_size: tuple[int, ...] | None = None
+        try:
+            # Small launches come by the hundred: no call and no look-up here that can be spared.
+            for number, kernel, local_size, blocks, beside, joined in steps:
+                if beside:
+                    ((offset, size),) = blocks
+                    begun = last or queue.last
+                    before = [*(waits or ()), *([begun] if begun else [])] or None
+                    command = launch(queue.beside(beside), kernel, size, local_size, offset, before)
+                    done.flowing.append((kernel.function_name, command))
+                    done.beside[beside] = command
+                    continue
+                for offset, size in blocks:
+                    last = launch(main, kernel, size, local_size, offset, waits)
+                    waits = None
+                    if joined:
+                        done.flowing.append((kernel.function_name, last))
+                    if len(blocks) > 1:
+                        done.blocks[number].append(last)
+        except driver().Error as error:
+            doing = f"enqueueing {kernel.function_name}, {size} by {local_size}"
+            with errors(self._device.info.id, doing):
+                raise error
+        done.last = last
         if done.beside:
             # The pass ends with all kernels: one whose reader ended too early waits for ever.
             ends = [*done.beside.values(), done.last]
@@ -193,18 +205,6 @@ class OpenCLExecutable(Executable):
             queue.flush()
             queue.last = self._last = done.last
         return done
-
-    def _launch(self, step: _Step, queue: Any, block: Block, waits: list[Any] | None) -> Any:
-        cl, (offset, size) = driver(), block
-        try:
-            return cl.enqueue_nd_range_kernel(
-                queue, step.kernel, size, step.local_size, offset, waits
-            )
-        except cl.Error as error:
-            name = step.kernel.function_name
-            doing = f"enqueueing {name}, {size} by {step.local_size}"
-            with errors(self._device.info.id, doing):
-                raise error
 
     def _read_checks(self, memories: Sequence[Memory], command: Any) -> tuple[Any, list[Outcome]]:
         """The new last command, and the outcomes of checks, valid when that command has ended."""

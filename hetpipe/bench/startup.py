@@ -2,13 +2,13 @@
 
 Every case is a process of its own, begun with empty caches (cold) and then again with the caches
 that it left (warm), in turn with plain torch's first step. Times are seconds since the process was
-started, medians over the rounds.
+started, medians over the rounds. A whole model on one device is loaded in the process itself, see
+`hetpipe.bench.loaded`: its line begins with the time at which it is ready for its first pass.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -19,10 +19,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from hetpipe import process
+from hetpipe.bench.loaded import BEGIN, LOADED, Clock
 
 RESNET, CONVNEXT = "hetpipe.zoo.vision:resnet18", "hetpipe.zoo.vision:convnext_tiny"
 TORCH, OPENCL = "pytorch:cpu:0", "opencl:pocl:0"
-BEGIN = "HETPIPE_BEGIN_S"  # variable with the time at which a case's process was started
 ROUNDS = 3
 
 
@@ -51,6 +51,9 @@ CASES = (
     Case("digits", (TORCH, OPENCL)),
 )
 MICROBATCHES = 4
+ALONE = (("resnet50", OPENCL), ("resnet50", "opencl:intel-cpu:0"))
+"""Models that are one stage on a device."""
+MODULE_OF_ALONE = "hetpipe.bench.loaded"
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -77,16 +80,29 @@ def table(models: Sequence[str], rounds: int = ROUNDS) -> Iterator[str]:
             torch.append(_run("torch", case, None))
         yield f"{case.label}: plain torch {_spread([run['phases']['first step'] for run in torch])}"
         yield from (_line(name, runs) for name, runs in (("cold", cold), ("warm", warm)))
+    for model, device in ALONE:
+        if not models or any(name in model for name in models):
+            yield f"{model}, one stage on {device}"
+            yield from _alone(model, device, rounds)
 
 
-def _line(name: str, runs: list[dict[str, Any]]) -> str:
+def _alone(model: str, device: str, rounds: int) -> Iterator[str]:
+    cold, warm = [], []
+    for _ in range(rounds):
+        with TemporaryDirectory() as folder:
+            cold.append(_process(MODULE_OF_ALONE, [device, model], folder))
+            warm.append(_process(MODULE_OF_ALONE, [device, model], folder))
+    yield from (_line(name, runs, LOADED) for name, runs in (("cold", cold), ("warm", warm)))
+
+
+def _line(name: str, runs: list[dict[str, Any]], until: str = "first step") -> str:
     phases = "  ".join(
         f"{phase} {statistics.median(run['phases'].get(phase, 0.0) for run in runs):.1f}"
         for phase in runs[-1]["phases"]
     )
     counts = ", ".join(f"{count} {what}" for what, count in runs[-1]["counts"].items())
-    first = _spread([run["phases"]["first step"] for run in runs])
-    return f"  {name:5s}{first}   ({phases}; {counts})"
+    first = _spread([run["phases"][until] for run in runs])
+    return f"  {name:5s}{first}   ({phases}{counts and '; '}{counts})"
 
 
 def _spread(values: list[float]) -> str:
@@ -98,34 +114,23 @@ def _run(kind: str, case: Case, folder: str | None) -> dict[str, Any]:
     arguments = [kind, case.model]
     if kind == "case":
         arguments += [*case.devices, ",".join(map(str, case.cuts))]
+    return _process("hetpipe.bench.startup", arguments, folder)
+
+
+def _process(module: str, arguments: Sequence[str], folder: str | None) -> dict[str, Any]:
     settings = {BEGIN: repr(time.time())}
     if folder is not None:
         settings |= {"HETPIPE_CACHE": folder, "XDG_CACHE_HOME": folder, "POCL_CACHE_DIR": folder}
     done = subprocess.run(
-        process.command("hetpipe.bench.startup", *arguments),
+        process.command(module, *arguments),
         env=process.environment(settings), stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip
     phases: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return phases
 
 
-class _Clock:
-    """The time of each phase's end, in seconds since the process was started."""
-
-    def __init__(self) -> None:
-        self.phases: dict[str, float] = {}
-        self._phase = "import"
-
-    def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
-        """A phase begins, so the one before it ends."""
-        name = phase.partition(" of ")[0]
-        if name != self._phase:
-            self.phases[self._phase] = time.time() - float(os.environ[BEGIN])
-            self._phase = name
-
-
 def _case(model: str, first: str, second: str, cuts: str) -> dict[str, Any]:
-    clock = _Clock()
+    clock = Clock()
     import torch  # noqa: F401
 
     import hetpipe as hp
@@ -150,7 +155,7 @@ def _case(model: str, first: str, second: str, cuts: str) -> dict[str, Any]:
 
 
 def _torch(model: str) -> dict[str, Any]:
-    clock = _Clock()
+    clock = Clock()
     import torch
 
     from hetpipe.bench.eager import Eager

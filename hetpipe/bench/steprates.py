@@ -24,8 +24,12 @@ from hetpipe.bench.eager import Eager
 from hetpipe.bench.kernelrates import runs_in, spread_of, time_of
 from hetpipe.bench.machine import keep_memory
 from hetpipe.capture.captured import Captured
+from hetpipe.capture.program import COUNT, LOSS
+from hetpipe.schedule.action import Op
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.registry import decompositions_of, open_device
+from hetpipe.wire.messages import Keep
+from hetpipe.worker.stage import Pass, Stage
 from hetpipe.zoo.load import load_workload, optimizer_of
 from hetpipe.zoo.workload import Workload
 
@@ -62,7 +66,10 @@ def measure(device_id: str, name: str, round_s: float, rounds: int) -> StepRate:
         torch_loss = eager.step(x, y, [samples])
     operations = float(counter.get_total_flops())
     device = open_device(device_id)
-    ours = _stepper(device, workload, (x, y))
+    trained = Trained(workload, (x, y))
+    trained.trace(device)
+    trained.load(device)
+    ours = trained.step
     loss = ours()
     ceiling = device.fma_ceiling()
     contenders: list[Callable[[], object]] = [ours, lambda: eager.step(x, y, [samples])]
@@ -92,30 +99,37 @@ def measure(device_id: str, name: str, round_s: float, rounds: int) -> StepRate:
     )
 
 
-def _stepper(device: Device, workload: Workload, batch: tuple[Any, Any]) -> Callable[[], float]:
-    """A function that trains a step on the device and returns its loss."""
-    from hetpipe.capture.program import COUNT, LOSS
-    from hetpipe.schedule.action import Op
-    from hetpipe.wire.messages import Keep
-    from hetpipe.worker.stage import Pass, Stage
+class Trained:
+    """A workload that trains on one device, as a single stage."""
 
-    samples, rule = workload.mini_batch, optimizer_of(workload)
-    captured = Captured(workload.model, workload.loss_fn, batch)
-    table = decompositions_of(device.info.backend)
-    (graphs,) = captured.stage_graphs([], [table], [samples], rule, extras=())
-    values = {**captured.parameters, **captured.buffers}
-    stage = Stage(device, graphs, values, np.zeros, Keep(updates=(0,)))
-    feed = captured.leaves(*batch)
+    def __init__(self, workload: Workload, batch: tuple[Any, Any]) -> None:
+        """The model is captured, for micro-batches as large as the batch."""
+        self.captured = Captured(workload.model, workload.loss_fn, batch)
+        self._rule = optimizer_of(workload)
+        self._feed = self.captured.leaves(*batch)
+        self._samples = len(self._feed["y"])
 
-    def step() -> float:
-        stage.run(Pass(Op.FORWARD, 0, samples, feed))
-        stage.run(Pass(Op.BACKWARD, 0, samples, feed, loss_tangent=1.0))
+    def trace(self, device: Device) -> None:
+        """Make the graphs of its passes and of its update."""
+        table = decompositions_of(device.info.backend)
+        (self._graphs,) = self.captured.stage_graphs(
+            [], [table], [self._samples], self._rule, extras=()
+        )
+
+    def load(self, device: Device) -> None:
+        """Compile the graphs and upload the weights."""
+        values = {**self.captured.parameters, **self.captured.buffers}
+        self._stage = Stage(device, self._graphs, values, np.zeros, Keep(updates=(0,)))
+
+    def step(self) -> float:
+        """Train a step. Returns its loss."""
+        stage, samples = self._stage, self._samples
+        stage.run(Pass(Op.FORWARD, 0, samples, self._feed))
+        stage.run(Pass(Op.BACKWARD, 0, samples, self._feed, loss_tangent=1.0))
         (loss,), counts = stage.results.take(LOSS) or (), stage.results.take(COUNT)
         scale = 1 / counts[0] if counts else 1.0
-        stage.update(rule.lr_at(1), scale)
+        stage.update(self._rule.lr_at(1), scale)
         return float(loss * scale)
-
-    return step
 
 
 if __name__ == "__main__":

@@ -183,6 +183,12 @@ class Device(ABC):
         """
         return None
 
+    def launch_floor(self) -> tuple[Callable[[], None], int] | None:
+        """(run, launches), or None: `run` has the driver launch an empty kernel that often, and
+        waits. A floor for what each launch of a compiled graph costs.
+        """
+        return None
+
     def memory_used_nbytes(self) -> int | None:
         """Bytes that this process holds on the device, or None if it does not count.
 

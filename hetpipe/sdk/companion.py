@@ -151,6 +151,9 @@ class CompanionDevice(Device):
     def fma_ceiling(self) -> tuple[Callable[[], None], int] | None:
         return self.device.fma_ceiling()
 
+    def launch_floor(self) -> tuple[Callable[[], None], int] | None:
+        return self.device.launch_floor()
+
     def memory_used_nbytes(self) -> int | None:
         return self.device.memory_used_nbytes()
 

@@ -1,12 +1,17 @@
-"""Whole steps on one core: the losses are torch's, and all figures are there; none is asserted."""
+"""Steps, launches and starts are measured: the losses are torch's, all figures are there, and no
+time is asserted."""
 
 from __future__ import annotations
+
+import time
+from pathlib import Path
 
 import pytest
 from opencl_devices import IDS
 
-from hetpipe.bench import stepmodels
+from hetpipe.bench import launches, loaded, stepmodels
 from hetpipe.bench.steprates import measure
+from hetpipe.sdk.registry import open_device
 
 RUNTIME = next((each for each in IDS if "pocl" in each or "intel-cpu" in each), None)
 
@@ -21,6 +26,43 @@ def test_a_step_is_measured_beside_torch() -> None:
     assert rate.share_of_ceiling == pytest.approx(
         rate.operations / rate.ceiling_gflops / 1e9 / rate.time_s
     )
+
+
+@pytest.mark.skipif(RUNTIME is None, reason="no OpenCL runtime for CPUs")
+def test_launches_are_measured_beside_the_drivers_own() -> None:
+    device = open_device(RUNTIME)
+    executable = device.compile(launches.chain(device, 5))
+    assert len(executable.launches) == 5  # none has joined another
+    cost = launches.measure(RUNTIME, kernels=5, rounds=2)
+    assert 0 < cost.least_graph_s <= cost.graph_s < float("inf")
+    assert cost.driver_s is not None
+    assert f"{cost.graph_s * 1e6:.2f} us" in str(cost)
+    assert f"{cost.driver_s * 1e6:.2f} us" in str(cost)
+
+
+@pytest.mark.skipif(RUNTIME is None, reason="no OpenCL runtime for CPUs")
+def test_a_second_load_exports_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path))
+    monkeypatch.setenv(loaded.BEGIN, repr(time.time()))
+    for exports in (1, 0):
+        told = loaded.load(RUNTIME, "mlp")
+        assert told["counts"] == {"exports": exports}
+        ends = list(told["phases"].values())
+        assert ends == sorted(ends)
+        assert loaded.LOADED in told["phases"]
+
+
+@pytest.mark.skipif(RUNTIME is None, reason="no OpenCL runtime for CPUs")
+def test_callers_of_kernels_that_are_alike_are_written_once() -> None:
+    from pyopencl import invoker
+
+    device = open_device(RUNTIME)
+    graph = launches.chain(device, 7)
+    device.compile(graph)
+    before = invoker._generate_enqueue_and_set_args_module.cache_info()
+    device.compile(graph)
+    after = invoker._generate_enqueue_and_set_args_module.cache_info()
+    assert (after.hits - before.hits, after.misses) == (7, before.misses)
 
 
 @pytest.mark.parametrize("name", stepmodels.__all__)

@@ -1,0 +1,76 @@
+"""From the start of a process to a whole model that is loaded on a device, as a single stage.
+
+    python -m hetpipe.bench.loaded DEVICE MODEL
+
+prints a line of JSON with the time of each phase's end. `hetpipe.bench.startup` runs it with cold
+and warm caches. With HETPIPE_CLOCK=process seconds are those in which this process computed, for a
+busy machine; what a second process compiles meanwhile is then left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+BEGIN = "HETPIPE_BEGIN_S"  # variable with the time at which the process was started
+LOADED = "programs and weights"
+"""The last phase before the first pass."""
+SAMPLES = 4
+
+
+class Clock:
+    """The time of each phase's end, in seconds since the process was started."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, float] = {}
+        self._phase = "import"
+
+    def __call__(self, phase: str, done: int = 0, total: int = 0) -> None:
+        """A phase begins, so the one before it ends."""
+        name = phase.partition(" of ")[0]
+        if name != self._phase:
+            self.phases[self._phase] = _since_begin_s()
+            self._phase = name
+
+
+def _since_begin_s() -> float:
+    if os.environ.get("HETPIPE_CLOCK") == "process":
+        return time.process_time()
+    return time.time() - float(os.environ[BEGIN])
+
+
+def load(device_id: str, model: str) -> dict[str, Any]:
+    """Load a model of the zoo and train a step of few samples."""
+    clock = Clock()
+    clock("torch")
+    import torch  # noqa: F401
+
+    clock("hetpipe")
+    from hetpipe.bench.steprates import Trained
+    from hetpipe.sdk.registry import open_device
+    from hetpipe.zoo.load import load_workload
+
+    clock("model")
+    workload = load_workload(model)
+    batch = next(workload.batches(SAMPLES, 0))
+    clock("device")
+    device = open_device(device_id)
+    clock("signature")
+    trained = Trained(workload, batch)
+    clock("graphs")
+    trained.trace(device)
+    clock(LOADED)
+    trained.load(device)
+    clock("first step")
+    trained.step()
+    clock("end")
+    return {"phases": clock.phases, "counts": {"exports": trained.captured.exports}}
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault(BEGIN, repr(time.time()))
+    print(json.dumps(load(*sys.argv[1:])))
