@@ -53,6 +53,8 @@ class ChannelsLast:
     channels: int
     top: int
     left: int
+    first: int = 0
+    """The first of all images that are in the copy."""
 
     @property
     def row(self) -> int:
@@ -87,7 +89,7 @@ def channels_last(
             "first_image": first,
         },
     )  # fmt: skip
-    return ChannelsLast(copy, rows, cols, channels, top, left)
+    return ChannelsLast(copy, rows, cols, channels, top, left, first)
 
 
 def _bordered(size: Sequence[int], axes: list[tuple[Axis, Axis]]) -> tuple[int, int, int, int]:
@@ -141,31 +143,27 @@ def _direct(
                     (g.images, g.out_channels, *g.out_size), "float32")  # fmt: skip
     packed = pack_weights(builder, g, weight, flipped)
     _, _, rows, cols = _bordered(x.shape[2:], all_axes)
-    image_nbytes, turn = 4 * x.shape[1] * rows * cols, g.images
-    images_first = g.images * image_nbytes > 4 * math.prod(packed.shape)
-    if images_first:
-        most = min(g.images, max(1, TURN_NBYTES // image_nbytes))
+    image, turn = x.shape[1] * rows * cols, g.images
+    if _are_larger(g, image, packed):
+        most = min(g.images, max(1, TURN_NBYTES // (4 * image)))
         turn = next(n for n in range(most, 0, -1) if g.images % n == 0)
     for first in range(0, g.images, turn):
         copy = channels_last(builder, x, all_axes, first, turn)
         for axes in all_axes:
-            _convolve(builder, g, copy, packed, bias, y, axes, flipped, first, images_first)
+            _convolve(builder, g, copy, packed, bias, y, axes, flipped)
     return y
 
 
+def _are_larger(g: Geometry, image: int, packed: Value) -> bool:
+    """Whether all images of so many floats are larger than the packed weights."""
+    return g.images * image > math.prod(packed.shape)
+
+
 def _convolve(
-    builder: Builder,
-    g: Geometry,
-    copy: ChannelsLast,
-    packed: Value,
-    bias: Value | None,
-    y: Value,
-    axes: tuple[Axis, Axis],
-    flipped: bool,
-    first: int,
-    blocks_first: bool,
-) -> None:
-    images = copy.value.shape[0]
+    builder: Builder, g: Geometry, copy: ChannelsLast, packed: Value, bias: Value | None,
+    y: Value, axes: tuple[Axis, Axis], flipped: bool,
+) -> None:  # fmt: skip
+    images, blocks_first = copy.value.shape[0], _are_larger(g, copy.image, packed)
     lanes, depth = g.channels(flipped)
     blocks = math.ceil(lanes / COLS)
     h, w = axes
@@ -188,7 +186,7 @@ def _convolve(
             "kernel_size": g.kernel[0] * g.kernel[1],
             "w_offset": (h.first * g.kernel[1] + w.first) * tap,
             "w_row": h.step * g.kernel[1] * tap, "w_col": w.step * tap,
-            "y_offset": first * channels * out_h * out_w + h.y_start * out_w + w.y_start,
+            "y_offset": copy.first * channels * out_h * out_w + h.y_start * out_w + w.y_start,
             "blocks_first": int(blocks_first), "y_image": channels * out_h * out_w,
             "y_channel": out_h * out_w, "y_row": h.y_step * out_w, "y_col": w.y_step,
         },
