@@ -20,20 +20,21 @@ typedef struct {
 // Pixel (row, col) of an image is at (row * stride_h, col * stride_w) of a plane of `width`, in images of `image_size` floats.
 inline void find_places(Places* places, const int first, const int count, const int rows, const int cols,
                         const int width, const int image_size, const int stride_h, const int stride_w) {
-  int image = first / (rows * cols), row = first / cols % rows, col = first % cols;
+  int row = first / cols % rows, col = first % cols;
+  int at = first / (rows * cols) * image_size + row * stride_h * width + col * stride_w;
+  const int next_row = stride_h * width - cols * stride_w, next_image = image_size - rows * stride_h * width;
   for (int c = 0; c < count; c++) {
-    places->at[c] = image * image_size + row * stride_h * width + col * stride_w;
-    if (c % LANES == 0)
-      places->run[c / LANES] = c + LANES <= count;
-    else if (places->at[c] != places->at[c - 1] + stride_w)
-      places->run[c / LANES] = 0;
-    if (++col == cols) {
-      col = 0;
-      if (++row == rows) {
-        row = 0;
-        image++;
-      }
+    if (c % LANES == 0) places->run[c / LANES] = c + LANES <= count;
+    places->at[c] = at;
+    at += stride_w;
+    if (++col < cols) continue;
+    col = 0;
+    at += next_row;
+    if (++row == rows) {
+      row = 0;
+      at += next_image;
     }
+    if ((c + 1) % LANES) places->run[c / LANES] = 0;
   }
 }
 
@@ -87,8 +88,12 @@ WORK_ITEM __kernel void pointwise(__global const float* restrict left, __global 
   Places from, to;
   for (int unit = get_global_id(0); unit < groups * blocks; unit += get_global_size(0)) {
     const int group = unit / blocks, first = unit % blocks * block_cols, count = min(columns - first, block_cols);
-    find_places(&from, first, count, out_height, out_width, width, groups * depth * plane, stride_h, stride_w);
-    find_places(&to, first, count, out_height, out_width, out_width, groups * rows * pixels, 1, 1);
+    // Rows without gaps are one.
+    if (stride_h == 1 && stride_w == 1)
+      find_places(&from, first, count, 1, pixels, pixels, groups * depth * plane, 1, 1);
+    else
+      find_places(&from, first, count, out_height, out_width, width, groups * depth * plane, stride_h, stride_w);
+    find_places(&to, first, count, 1, pixels, pixels, groups * rows * pixels, 1, 1);
     pack_block(x + group * depth * plane, &from, count, depth, plane, stride_w, room);
     for (int i = 0; i < row_panels; i++) {
       __global const float* a = left + (group * row_panels + i) * depth * ROWS;
