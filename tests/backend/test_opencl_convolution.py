@@ -127,6 +127,19 @@ def test_interpreted(device_id: str) -> None:
 
 
 @pytest.mark.parametrize("device_id", OPENCL)
+def test_images_in_turns(device_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of six images at a time, where images are more than weights."""
+    monkeypatch.setattr("hetpipe.backends.opencl.ops.convolution.TURN_NBYTES", 1 << 14)
+    shape = Shape((6, 16, 9, 9), 40, (3, 3), (2, 2), (1, 1))
+    x, weight, bias = shape.tensors()
+    launches = lower(
+        trace(forward(shape), (x, weight, bias), {}), opencl_device(device_id).target
+    ).launches
+    assert [launch.kernel.name for launch in launches].count("convolve") == 3
+    check_sums(device_id, forward(shape), (x, weight, bias), weight[0].numel() + 1)
+
+
+@pytest.mark.parametrize("device_id", OPENCL)
 def test_small_images_copy_patches(device_id: str) -> None:
     for name in (name for name in SHAPES if name.startswith("small images")):
         x, weight, bias = SHAPES[name].tensors()
