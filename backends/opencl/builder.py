@@ -108,13 +108,9 @@ class Builder:
             self._steps.append(launch)
 
     def product(
-        self,
-        out: Value,
-        launches: Sequence[Launch],
-        with_stores: WithStores | None = None,
-        row_cols: int = 0,
-        by_channel: bool = False,
-    ) -> None:
+        self, out: Value, launches: Sequence[Launch], with_stores: WithStores | None = None,
+        row_cols: int = 0, by_channel: bool = False,
+    ) -> None:  # fmt: skip
         """Add a product: `launches` compute the matrices `out`, the last may take an epilogue.
 
         They wait for that epilogue until another kernel needs the product. `with_stores` makes the
