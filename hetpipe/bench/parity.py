@@ -49,7 +49,7 @@ LOSS_LIMIT = 1e-4
 GRADIENT_LIMIT = 1e-3
 """The largest relative error of a gradient, by norms."""
 DECISIONS_LIMIT = 0.5
-"""The same where decisions differ; that of a scale of which little is left but rounding needs it."""
+"""The same where decisions differ: a gradient of which terms nearly cancel is off by so much."""
 UPDATE_LIMIT = 1e-5
 """The largest relative error of an updated parameter, by norms."""
 MOST_SAMPLES = 4
