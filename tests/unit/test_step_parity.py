@@ -68,7 +68,7 @@ def test_a_smooth_twin_stands_for_gradients_alone() -> None:
     row = Parity("m", "d", 4, 10, 0.1, {}, {}, replace(good, gradient=2e-2), twin=good)
     assert row.is_equal
     assert not row.is_strict
-    for errors in (replace(good, gradient=0.2), replace(good, gradient=2e-2, loss=1e-3)):
+    for errors in (replace(good, gradient=0.6), replace(good, gradient=2e-2, loss=1e-3)):
         assert not replace(row, errors=errors).is_equal
     assert not replace(row, twin=replace(good, gradient=2e-3)).is_equal
     assert not replace(row, twin=None).is_equal
