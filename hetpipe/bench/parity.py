@@ -12,8 +12,8 @@ then takes the place of ||t||.
 Others are not determined in float32: an element lies within rounding of a rectifier's or a
 maximum's decision, and any two correct programs differ there. A model whose gradients are beyond
 the limit is trained a second time as its smooth twin, in which nothing decides
-(`hetpipe.bench.smooth`). It is equal if the twin keeps the limit, and its own gradients a coarse
-one, `DECISIONS_LIMIT`. How far torch's own step in float32 is from the judge is told beside it.
+(`hetpipe.bench.smooth`). It is equal if the twin keeps the limit, and its own gradients are no more
+than `DECISIONS_FACTOR` times as far from the judge as torch's own step in float32 is.
 
 The update is compared for the device's own gradients: torch's optimizer takes them as they are.
 Dropout is off on both sides, since torch's own random numbers are not those of a pipeline.
@@ -48,8 +48,8 @@ LOSS_LIMIT = 1e-4
 """The largest relative error of a loss."""
 GRADIENT_LIMIT = 1e-3
 """The largest relative error of a gradient, by norms."""
-DECISIONS_LIMIT = 0.5
-"""The same where decisions differ: a gradient of which terms nearly cancel is off by so much."""
+DECISIONS_FACTOR = 4.0
+"""How much further than torch's own float32 gradients may be where decisions differ."""
 UPDATE_LIMIT = 1e-5
 """The largest relative error of an updated parameter, by norms."""
 MOST_SAMPLES = 4
@@ -107,11 +107,10 @@ class Parity:
     @property
     def is_equal(self) -> bool:
         """Whether they are, or differ by decisions alone: those of the smooth twin are torch's."""
-        return self.is_strict or (
-            self.errors is not None
-            and self.errors.within(DECISIONS_LIMIT)
-            and self.twin is not None
-            and self.twin.within(GRADIENT_LIMIT)
+        if self.errors is None or self.twin is None or self.torch_gradient is None:
+            return self.is_strict
+        return self.twin.within(GRADIENT_LIMIT) and self.errors.within(
+            DECISIONS_FACTOR * self.torch_gradient
         )
 
 
@@ -120,8 +119,8 @@ def parity(workload: Workload, device: Device, samples: int | None = None) -> Pa
     samples = samples or min(workload.mini_batch, MOST_SAMPLES)
     model = without_dropout(workload.model)
     row, right = _compared(workload, model, device, samples)
-    # Where more is wrong than decisions explain, a twin has nothing to tell.
-    if row.is_strict or row.errors is None or not row.errors.within(DECISIONS_LIMIT):
+    # Where more is wrong than gradients, a twin has nothing to tell.
+    if row.is_strict or row.errors is None or not row.errors.within(math.inf):
         return row
     twin, _ = _compared(workload, smooth_twin(model), device, samples)
     own = step_of_torch(workload, model, next(workload.batches(samples, 0)), torch.float32)

@@ -65,10 +65,11 @@ def test_each_part_must_be_equal(part: str) -> None:
 
 def test_a_smooth_twin_stands_for_gradients_alone() -> None:
     good = Errors("float64", 1e-7, 1e-6, "w", 3, 1e-8)
-    row = Parity("m", "d", 4, 10, 0.1, {}, {}, replace(good, gradient=2e-2), twin=good)
+    beyond = replace(good, gradient=2e-2)
+    row = Parity("m", "d", 4, 10, 0.1, {}, {}, beyond, twin=good, torch_gradient=1e-2)
     assert row.is_equal
     assert not row.is_strict
-    for errors in (replace(good, gradient=0.6), replace(good, gradient=2e-2, loss=1e-3)):
+    for errors in (replace(good, gradient=5e-2), replace(beyond, loss=1e-3)):
         assert not replace(row, errors=errors).is_equal
     assert not replace(row, twin=replace(good, gradient=2e-3)).is_equal
     assert not replace(row, twin=None).is_equal
@@ -127,7 +128,7 @@ def test_decisions_within_rounding_are_told_by_the_smooth_twin() -> None:
 
 
 def test_what_is_wrong_without_decisions_stays_wrong() -> None:
-    """A hundredth off, which the limit for decisions would allow."""
+    """A hundredth off, as gradients may be where decisions differ."""
 
     class Slightly(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
