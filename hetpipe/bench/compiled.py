@@ -17,6 +17,7 @@ from hetpipe.bench.eager import Eager, Tree
 from hetpipe.optim.rule import Optimizer
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
+BACKEND = "inductor"
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ def compiled(
     with tempfile.TemporaryDirectory() as folder, _variable(CACHE, folder):
         torch._dynamo.reset()
         model = copy.deepcopy(model)
-        model.compile()
-        eager = Eager(model, torch.compile(loss_fn), rule)
+        model.compile(backend=BACKEND)
+        eager = Eager(model, torch.compile(loss_fn, backend=BACKEND), rule)
 
         def step() -> float:
             return eager.step(*batch, [samples])
