@@ -18,7 +18,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]] = 
     "mm": (torch.mm, (40, 50), (50, 60)),
     "linear": (lambda x, w: torch.mm(x, w.t()), (40, 50), (60, 50)),
     "weight first": (lambda x, w: torch.mm(w, x), (50, 60), (40, 50)),
-    "convolution": (lambda x, w: torch.conv2d(x, w, padding=1), (2, 16, 8, 8), (40, 16, 3, 3)),
+    "convolution": (lambda x, w: torch.conv2d(x, w, padding=1), (2, 16, 64, 64), (40, 16, 3, 3)),
 }
 
 
