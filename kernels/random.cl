@@ -8,14 +8,10 @@
 
 #if LANES == 1
 #define UINT uint
-#define TO_UINT convert_uint
-#define TO_FLOAT convert_float
 #define STORE(value, at) (*(at) = (value))
 #define IOTA 0u
 #else
 #define UINT uint16
-#define TO_UINT convert_uint16
-#define TO_FLOAT convert_float16
 #define STORE(value, at) vstore16(value, 0, at)
 #define IOTA (uint16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
 #endif
@@ -24,17 +20,29 @@
 
 #ifdef MASK
 #define TYPE uchar
-#define DRAWN(word) ((uchar)(convert_float((word) >> 8) * UNIT < keep))
+#define DRAWN(word) ((uchar)((word) >> 8 < limit))
 #else
 #define TYPE float
 #define DRAWN(word) (convert_float((word) >> 8) * UNIT)
 #endif
 
+// The upper halves of the products. PoCL's own mul_hi of vectors takes twice as long.
+static inline UINT high_of_product(const UINT x, const uint factor)
+{
+#if LANES == 1
+    return mul_hi(x, factor);
+#else
+    const ulong8 pairs = as_ulong8(x), even = (pairs & 0xFFFFFFFFul) * factor, odd = (pairs >> 32) * factor;
+    return __builtin_shufflevector(as_uint16(even), as_uint16(odd), 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+#endif
+}
+
 static inline void philox(UINT *c, uint k0, uint k1)
 {
+#pragma unroll
     for (int round = 0; round < 10; ++round) {
-        const UINT high0 = mul_hi((UINT)(0xD2511F53u), c[0]), low0 = c[0] * 0xD2511F53u;
-        const UINT high1 = mul_hi((UINT)(0xCD9E8D57u), c[2]), low1 = c[2] * 0xCD9E8D57u;
+        const UINT high0 = high_of_product(c[0], 0xD2511F53u), low0 = c[0] * 0xD2511F53u;
+        const UINT high1 = high_of_product(c[2], 0xCD9E8D57u), low1 = c[2] * 0xCD9E8D57u;
         c[0] = high1 ^ c[1] ^ k0;
         c[1] = low1;
         c[2] = high0 ^ c[3] ^ k1;
@@ -55,6 +63,9 @@ __kernel void draw(
     const int first = get_global_id(0) % chunks * CHUNK, last = min(first + CHUNK, blocks);
     const uint k0 = (uint)rng[0], k1 = (uint)(rng[0] >> 32);
     __global TYPE *row = out + sample * elements;
+#ifdef MASK
+    const uint limit = (uint)ceil(keep * 16777216.0f); // the same comparison, of integers
+#endif
     for (int block = first; block < last; block += LANES) {
         UINT c[4];
         c[0] = (UINT)(block) + IOTA;
@@ -67,7 +78,7 @@ __kernel void draw(
         if (elements % 4 == 0 && block + LANES <= last) {
             UINT bytes = (UINT)(0u);
             for (int word = 0; word < 4; ++word) {
-                const UINT kept = TO_UINT(TO_FLOAT(c[word] >> 8u) * UNIT < keep) & 1u;
+                const UINT kept = ((c[word] >> 8u) - limit) >> 31u; // 1 where that is negative
                 bytes |= kept << (UINT)(8u * word);
             }
             STORE(bytes, (__global uint *)(row + e));

@@ -70,8 +70,11 @@ class OpenCLExecutable(Executable):
                 slots[output.value.id] = len(lowered.inputs) + index
         for index, check in enumerate(lowered.checks, len(lowered.inputs) + len(lowered.outputs)):
             slots[check.value.id] = index
+        self._slots = set(slots)
         # Setting an argument retains nothing, so references to the memories are kept here.
-        self._kept = _kept(device, lowered, set(slots))
+        self._kept: dict[int, Memory] = {}
+        """Results of steady launches, from the second run with the same weights on: where
+        a mini-batch is one micro-batch, that run never comes."""
         self._placed: list[tuple[Any, int, int]] = []  # (kernel, argument, id) of an intermediate
         streams = device.info.capabilities.chunks
         self._parts = finished_parts(lowered.outputs, lowered.launches) if streams else []
@@ -88,8 +91,6 @@ class OpenCLExecutable(Executable):
                         kernel.set_arg(at, _scalar(arg))
                     elif arg.id in slots:
                         self._rebind[slots[arg.id]].append((kernel, at))
-                    elif arg.id in self._kept:
-                        kernel.set_arg(at, self._kept[arg.id].cl)
                     else:
                         self._placed.append((kernel, at, arg.id))
             whole: list[Block] = [(None, launch.global_size)]
@@ -105,7 +106,6 @@ class OpenCLExecutable(Executable):
         self._steady = [slot for slot, value in enumerate(lowered.inputs) if value.id in read]
         self._weights: list[weakref.ref[OpenCLBuffer]] = []
         self._bound: dict[int, Any] = {}
-        self._outside = {*slots, *self._kept}
         self._queue = device.pass_queue(0)
         self._last: Any = None
         self._place()
@@ -139,6 +139,9 @@ class OpenCLExecutable(Executable):
                 self._bind(slot, memory.cl)
             weights = [buffers[slot] for slot in self._steady]
             same = self._are_same(weights)
+            if same and self._steady and not self._kept:
+                self._keep()
+                same = False
             self._weights = []  # until the launches that read them are enqueued
             steps = self._changing if same else self._steps
             done = self._enqueue(steps, waits)
@@ -228,9 +231,17 @@ class OpenCLExecutable(Executable):
         self._queue = queue
         self._place()
 
+    def _keep(self) -> None:
+        """Give the results of steady launches memory of their own from now on."""
+        if self._last is not None:
+            self._last.wait()
+        self._kept = _kept(self._device, self._lowered, self._slots)
+        self._place()
+
     def _place(self) -> None:
         device, lowered = self._device, self._lowered
-        memory = _intermediates(device, self._queue, lowered, self._outside)
+        memory = _intermediates(device, self._queue, lowered, {*self._slots, *self._kept})
+        memory |= {key: kept.cl for key, kept in self._kept.items()}
         with errors(device.info.id, "setting arguments"):
             for kernel, at, key in self._placed:
                 kernel.set_arg(at, memory[key])

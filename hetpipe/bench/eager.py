@@ -30,6 +30,12 @@ class Eager:
         self._optimizer = torch_optimizer(optimizer, dict(model.named_parameters()))
         self._steps = 0
 
+    def tensors(self) -> list[torch.Tensor]:
+        """What stays between steps, but for gradients: parameters, buffers, optimizer state."""
+        state = [value for each in self._optimizer.state.values() for value in each.values()]
+        tensors = [each for each in state if isinstance(each, torch.Tensor)]
+        return [*self.model.parameters(), *self.model.buffers(), *tensors]
+
     def step(self, x: Tree, y: Tree, sizes: Sequence[int]) -> float:
         """Train on one mini-batch; its mean loss."""
         self._optimizer.zero_grad()

@@ -1,4 +1,6 @@
-"""Whole training steps of models on one core: a device's stage against eager torch, in turns.
+"""Whole training steps of models on one core: a device's stage against torch, in turns.
+
+Torch runs eagerly, and compiled by inductor where there is a C++ compiler.
 
     python -m hetpipe.bench.steprates DEVICE SECONDS ROUNDS MODEL...
 
@@ -12,7 +14,7 @@ import copy
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,7 +22,9 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from hetpipe.bench.compiled import compiled
 from hetpipe.bench.eager import Eager
+from hetpipe.bench.eagermemory import peak_nbytes
 from hetpipe.bench.kernelrates import runs_in, spread_of, time_of
 from hetpipe.bench.machine import keep_memory
 from hetpipe.capture.captured import Captured
@@ -41,6 +45,11 @@ class StepRate:
     A step is a forward, a backward and an update with one micro-batch. `operations` are those of
     products and convolutions, as torch counts them; `share_of_ceiling` is the time that these take
     by multiply-adds in registers alone, over the time of the step.
+
+    `compiled_time_s` is the step of torch.compile, and `compile_s` the seconds on the clock of its
+    first one; without them `not_compiled` says why. `memory_nbytes` is all memory of the device
+    after some steps, as it counts itself: weights, gradients, state, saved tensors and the arena of
+    intermediates; `torch_memory_nbytes` is that of eager torch (`hetpipe.bench.eagermemory`).
     """
 
     model: str
@@ -54,6 +63,11 @@ class StepRate:
     spread: float
     loss: float
     torch_loss: float
+    compiled_time_s: float | None
+    compile_s: float | None
+    not_compiled: str
+    memory_nbytes: int | None
+    torch_memory_nbytes: int
 
 
 def measure(device_id: str, name: str, round_s: float, rounds: int) -> StepRate:
@@ -65,6 +79,7 @@ def measure(device_id: str, name: str, round_s: float, rounds: int) -> StepRate:
     with FlopCounterMode(display=False) as counter:
         torch_loss = eager.step(x, y, [samples])
     operations = float(counter.get_total_flops())
+    torch_memory = peak_nbytes(eager, x, y, samples)
     device = open_device(device_id)
     trained = Trained(workload, (x, y))
     trained.trace(device)
@@ -72,31 +87,57 @@ def measure(device_id: str, name: str, round_s: float, rounds: int) -> StepRate:
     ours = trained.step
     loss = ours()
     ceiling = device.fma_ceiling()
-    contenders: list[Callable[[], object]] = [ours, lambda: eager.step(x, y, [samples])]
+    contenders: dict[str, Callable[[], object]] = {
+        "ours": ours,
+        "torch": lambda: eager.step(x, y, [samples]),
+    }
     if ceiling is not None:
-        contenders.append(ceiling[0])
-    counts = [runs_in(run, round_s) for run in contenders]
-    table = [
-        [time_of(run, count) for run, count in zip(contenders, counts, strict=True)]
-        for _ in range(rounds)
-    ]
-    ours_s, torch_s, *peak_s = (list(column) for column in zip(*table, strict=True))
-    time_s = statistics.median(ours_s)
-    peak = ceiling[1] / statistics.median(peak_s[0]) if ceiling is not None else float("inf")
-    ratio = statistics.median(t / o for t, o in zip(torch_s, ours_s, strict=True))
+        contenders["ceiling"] = ceiling[0]
+    rule = optimizer_of(workload)
+    with compiled(workload.model, workload.loss_fn, rule, (x, y), samples) as rival:
+        if rival.step is not None:
+            contenders["compiled"] = rival.step
+        times = _in_turns(contenders, round_s, rounds)
+    time_s = statistics.median(times["ours"])
+
+    def of(name: str) -> float:
+        """The time of another one, by its median ratio to ours in the same round."""
+        pairs = zip(times[name], times["ours"], strict=True)
+        return time_s * statistics.median(other / own for other, own in pairs)
+
+    peak = float("inf")
+    if ceiling is not None:
+        peak = ceiling[1] / statistics.median(times["ceiling"])
     return StepRate(
         model=name,
         device=device_id,
         samples=samples,
         operations=operations,
         time_s=time_s,
-        torch_time_s=time_s * ratio,
+        torch_time_s=of("torch"),
         share_of_ceiling=operations / peak / time_s,
         ceiling_gflops=peak / 1e9,
-        spread=spread_of(ours_s),
+        spread=spread_of(times["ours"]),
         loss=loss,
         torch_loss=torch_loss,
+        compiled_time_s=of("compiled") if "compiled" in times else None,
+        compile_s=rival.compile_s,
+        not_compiled=rival.why_not,
+        memory_nbytes=device.memory_used_nbytes(),
+        torch_memory_nbytes=torch_memory,
     )
+
+
+def _in_turns(
+    contenders: Mapping[str, Callable[[], object]], round_s: float, rounds: int
+) -> dict[str, list[float]]:
+    """The seconds of each contender's run in each round."""
+    counts = {name: runs_in(run, round_s) for name, run in contenders.items()}
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, run in contenders.items():
+            times[name].append(time_of(run, counts[name]))
+    return times
 
 
 class Trained:

@@ -39,6 +39,19 @@ convolution((2, 4, 5, 3), (12, 2, 3, 2), [1, 2], [1, 1], [1, 1], False, [0, 0], 
 convolution((1, 10, 3, 5), (3, 10, 1, 1), [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
 convolution((2, 4, 2, 3), (26, 4, 3, 3), [1, 2], [1, 1], [1, 1], False, [0, 0], 1)
 """  # noqa: E501 - one graph a line
+ATTENTION = """
+import hetpipe.sdk.attention
+own = torch.ops.hetpipe
+def attention(queries, keys, depth, width, causal):
+    heads = x(1, 2, queries, depth), x(1, 2, keys, depth), x(1, 2, keys, width)
+    out, lse = own.attention(*heads, causal, 0.3)
+    close_to_torch(device, lambda q, k, v: own.attention(q, k, v, causal, 0.3), *heads)
+    operands = x(*out.shape), *heads, out.contiguous(), lse
+    close_to_torch(device, lambda *all: own.attention_backward(*all, causal, 0.3), *operands)
+attention(3, 18, 5, 2, False)
+attention(70, 67, 3, 17, True)
+attention(2, 19, 3, 2, True)
+"""
 ONE_KERNEL = """
 import numpy as np, sys
 sys.path.insert(0, TESTS)
@@ -79,6 +92,13 @@ def test_convolutions_are_clean(tmp_path: Path) -> None:
     """Their kernels have what is in `BLIND`: unwritten memory is NaN here, which would show."""
     head = GRAPHS[: GRAPHS.index("close_to_torch(")]
     assert log_of(head + CONVOLUTIONS, tmp_path, "OCLGRIND_DATA_RACES") == ""
+
+
+@pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")
+def test_attention_is_clean(tmp_path: Path) -> None:
+    """Rows and columns that fill no tile, more keys than queries read, and two blocks."""
+    head = GRAPHS[: GRAPHS.index("close_to_torch(")]
+    assert log_of(head + ATTENTION, tmp_path, "OCLGRIND_DATA_RACES") == ""
 
 
 @pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")

@@ -7,9 +7,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from opencl_devices import IDS
+from torch import nn
+from torch._inductor.exc import InvalidCxxCompiler
 
-from hetpipe.bench import launches, loaded, stepmodels
+from hetpipe import optim
+from hetpipe.bench import compiled, launches, loaded, stepmodels
+from hetpipe.bench.eager import Eager
+from hetpipe.bench.eagermemory import peak_nbytes
 from hetpipe.bench.steprates import measure
 from hetpipe.sdk.registry import open_device
 
@@ -17,12 +23,16 @@ RUNTIME = next((each for each in IDS if "pocl" in each or "intel-cpu" in each), 
 
 
 @pytest.mark.skipif(RUNTIME is None, reason="no OpenCL runtime for CPUs")
-def test_a_step_is_measured_beside_torch() -> None:
+def test_a_step_is_measured_beside_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_lacks_compiler", lambda: "none here")  # compiling takes long
     rate = measure(RUNTIME, "mlp", 0.001, 2)
     assert rate.loss == pytest.approx(rate.torch_loss, rel=1e-5)
     assert (rate.model, rate.device) == ("mlp", RUNTIME)
     for figure in (rate.operations, rate.time_s, rate.torch_time_s, rate.ceiling_gflops):
         assert 0 < figure < float("inf")
+    assert (rate.not_compiled, rate.compiled_time_s, rate.compile_s) == ("none here", None, None)
+    assert rate.memory_nbytes is not None
+    assert min(rate.memory_nbytes, rate.torch_memory_nbytes) > 0
     assert rate.share_of_ceiling == pytest.approx(
         rate.operations / rate.ceiling_gflops / 1e9 / rate.time_s
     )
@@ -70,3 +80,65 @@ def test_the_models_are_workloads(name: str) -> None:
     workload = getattr(stepmodels, name)()
     x, _ = next(workload.batches(workload.mini_batch, 0))
     assert len(x if not isinstance(x, tuple) else x[0]) == workload.mini_batch
+
+
+def _regression(rows: int, width: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.Linear(width, 2 * width, bias=False), torch.randn(rows, width), torch.zeros(rows)
+
+
+def _loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (out.mean(1) - y).square().mean()
+
+
+def test_the_memory_of_eager_torch_is_counted() -> None:
+    """Weight, momentum and gradient, or the result and what is made of it, are there at once."""
+    rows, width = 512, 64
+    model, x, y = _regression(rows, width)
+    eager = Eager(model, _loss, optim.sgd(lr=0.1, momentum=0.9))
+    eager.step(x, y, [rows])
+    weight, out = 4 * 2 * width * width, 4 * 2 * width * rows
+    counted = peak_nbytes(eager, x, y, rows)
+    stay = 2 * weight + 4 * rows * (width + 1)
+    assert stay + out < counted < stay + 2 * weight + 3 * out
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo and autograd without inductor, whose C++ takes long to compile."""
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    monkeypatch.setattr(compiled, "_lacks_compiler", lambda: "")
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_compiled_step_trains_as_eager_torch() -> None:
+    model, x, y = _regression(8, 4)
+    rule = optim.sgd(lr=0.1)
+    with compiled.compiled(model, _loss, rule, (x, y), 8) as rival:
+        assert rival.step is not None
+        assert rival.compile_s is not None
+        second = rival.step()
+    eager = Eager(model, _loss, rule)
+    assert second == pytest.approx([eager.step(x, y, [8]) for _ in range(2)][1], rel=1e-5)
+
+
+def test_a_machine_without_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", none)
+    model, x, y = _regression(8, 4)
+    with compiled.compiled(model, _loss, optim.sgd(lr=0.1), (x, y), 8) as rival:
+        assert rival.step is None
+        assert "no C++ compiler" in rival.why_not
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_cannot_be_compiled_is_told() -> None:
+    def broken(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no such loss")
+
+    model, x, y = _regression(8, 4)
+    with compiled.compiled(model, broken, optim.sgd(lr=0.1), (x, y), 8) as rival:
+        assert rival.step is None
+        assert "no such loss" in rival.why_not

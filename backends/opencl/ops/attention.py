@@ -12,11 +12,11 @@ from .. import layouts
 from ..builder import Builder, Kernel, Value, node_shape
 from ..expr import Expr
 from ._float32 import arguments, why_not_all_float32
-from .matmul import COLS
 from .registry import lowers
 
-BLOCK = 96
-"""Queries per work-item of the forward."""
+LANES = 16
+BLOCK = 64
+"""Queries and keys at a time; of the forward, queries of a work-item."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ Kernels = Callable[[str], Kernel]
 
 
 def _kernels(builder: Builder, cols: int) -> Kernels:
-    """The kernels by name, built for a capacity of at least `cols` columns."""
-    files = ("cpu/common.cl", "cpu/matmul.cl", "cpu/attention.cl")
-    source = "".join(builder.source(file) for file in files)
-    options = [f"-DCAPACITY={1 << (math.ceil(cols / COLS) - 1).bit_length()}"]
+    """The kernels by name, built for matrices of up to `cols` columns."""
+    source = "".join(builder.source(file) for file in ("cpu/common.cl", "cpu/attention.cl"))
+    span = LANES << (math.ceil(cols / LANES) - 1).bit_length()
+    options = [f"-DSPAN={span}", f"-DBLOCK={BLOCK}"]
     options += [f"-D{each}" for each in builder.device.defines]
     return lambda name: Kernel(source, name, tuple(options))
 
@@ -59,40 +59,11 @@ def _heads(builder: Builder, node: fx.Node) -> Heads:
     return Heads(value, offset, outer, inner, rows, cols, (outer_stride, inner_stride, row, col))
 
 
-def _matrix(name: str, value: Value, offset: int, **strides: int) -> dict[str, Value | int]:
+def _matrix(name: str, x: Heads) -> dict[str, Value | int]:
     """The arguments that the kernels' MATRIX declares."""
-    numbers = {f"{name}_{which}": stride for which, stride in strides.items()}
-    return {name: value, f"{name}_offset": offset, **numbers}
-
-
-def _row_major(name: str, x: Heads) -> dict[str, Value | int]:
-    """Kernel arguments of `x`: the tensor, its offset, and the strides of `Heads`."""
     outer, inner, row, col = x.strides
-    return _matrix(name, x.value, x.offset, outer=outer, inner=inner, row=row, col=col)
-
-
-def _depth_major(builder: Builder, kernels: Kernels, name: str, x: Heads) -> dict[str, Value | int]:
-    """Kernel arguments of `x` as panels of COLS columns, depth along the rows; a copy if need be.
-
-    The tensor, its offset, and the strides of outer, inner, row and panel.
-    """
-    outer, inner, row, col = x.strides
-    if col == 1 and x.cols % COLS == 0:
-        return _matrix(name, x.value, x.offset, outer=outer, inner=inner, step=row, panel=COLS)
-    panels = math.ceil(x.cols / COLS)
-    out = builder.new((x.count, panels, x.rows, COLS), "float32")
-    builder.launch(
-        kernels("attention_right"), (panels, x.count), (1, 1),
-        {
-            "x": x.value, "offset": x.offset, "inner": x.inner, "outer_stride": outer,
-            "inner_stride": inner, "stride_row": row, "stride_col": col, "rows": x.rows,
-            "cols": x.cols, "right": out,
-        },
-    )  # fmt: skip
-    matrix = panels * x.rows * COLS
-    return _matrix(
-        name, out, 0, outer=x.inner * matrix, inner=matrix, step=COLS, panel=x.rows * COLS
-    )
+    strides = {"offset": x.offset, "outer": outer, "inner": inner, "row": row, "col": col}
+    return {name: x.value, **{f"{name}_{which}": number for which, number in strides.items()}}
 
 
 def _sizes(query: Heads, key: Heads, value: Heads) -> dict[str, int]:
@@ -123,8 +94,7 @@ def attention(builder: Builder, node: fx.Node) -> None:
     kernels = _kernels(builder, max(query.cols, value.cols))
     out = _rows_first(builder, query, value.cols)
     logsumexp = builder.new(node_shape(query_node)[:-1], "float32")
-    matrices = _row_major("query", query) | _row_major("key", key)
-    matrices |= _depth_major(builder, kernels, "value", value)
+    matrices = _matrix("query", query) | _matrix("key", key) | _matrix("value", value)
     builder.launch(
         kernels("attention"), (math.ceil(query.rows / BLOCK), query.count), (1, 1),
         {
@@ -148,14 +118,12 @@ def attention_backward(builder: Builder, node: fx.Node) -> None:
     rows = {"query": query, "key": key, "value": value, "grad": grad, "out": out}
     matrices: dict[str, Value | int] = {}
     for name, x in rows.items():
-        matrices |= _row_major(name, x)
-    for name in ("query", "key", "grad"):
-        matrices |= _depth_major(builder, kernels, f"{name}_right", rows[name])
+        matrices |= _matrix(name, x)
     builder.launch(
         kernels("attention_backward"), (query.count,), (1,),
         {
             **matrices, "lse": logsumexp, **_sizes(query, key, value), "causal": int(causal),
-            "scale": float(scale), "shift": builder.new(logsumexp.shape, "float32"),
+            "scale": float(scale),
             "grad_query": gradients[0], "grad_key": gradients[1], "grad_value": gradients[2],
         },
     )  # fmt: skip

@@ -1,0 +1,33 @@
+"""The most memory that torch's tensors take during an eager training step."""
+
+from __future__ import annotations
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils import _pytree
+
+from hetpipe.bench.eager import Eager, Tree
+
+
+def peak_nbytes(eager: Eager, x: Tree, y: Tree, samples: int) -> int:
+    """Bytes of all tensors at once: those that stay, and the most that a step adds to them.
+
+    Weights, buffers, optimizer state and the batch stay. What comes and goes is counted by torch's
+    profiler at its allocator, temporaries inside operators too; memory that libraries allocate by
+    themselves is not. The step before this one has made the state; gradients begin as none.
+    """
+    for parameter in eager.model.parameters():
+        parameter.grad = None
+    tensors = [*eager.tensors(), *_pytree.tree_leaves((x, y))]
+    storages = {
+        each.data_ptr(): each.nbytes() for each in map(torch.Tensor.untyped_storage, tensors)
+    }
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        eager.step(x, y, [samples])
+    assert seen.profiler is not None
+    events = [each for each in seen.profiler.kineto_results.events() if each.name() == "[memory]"]
+    held = most = 0
+    for each in sorted(events, key=lambda event: event.start_ns()):
+        held += each.nbytes()
+        most = max(most, held)
+    return sum(storages.values()) + most
