@@ -11,7 +11,7 @@ from hetpipe.errors import BackendError
 from hetpipe.sdk.graph import dtype_name
 
 from . import epilogue
-from .codegen import Kernel, Launch, Store, Tile, WithStores, generate, kernel_source
+from .codegen import Kernel, Launch, Panels, Store, Tile, WithStores, generate, kernel_source
 from .expr import (
     Apply,
     Const,
@@ -114,15 +114,18 @@ class Builder:
         with_stores: WithStores | None = None,
         row_cols: int = 0,
         by_channel: bool = False,
+        panels: Panels | None = None,
     ) -> None:
         """Add a product: `launches` compute the matrices `out`, the last may take an epilogue.
 
         They wait for that epilogue until another kernel needs the product. `with_stores` makes the
         launches with an epilogue where their kernels are not generated; rows of up to `row_cols`
         columns may go on to a kernel over whole rows; `by_channel`: its rows are channels, which
-        may go on to a kernel over all their pixels.
+        may go on to a kernel over all their pixels. `panels` are those of a generated kernel.
         """
-        tile = Tile(out.shape, out.dtype, tuple(launches), with_stores, row_cols, by_channel)
+        tile = Tile(
+            out.shape, out.dtype, tuple(launches), with_stores, row_cols, by_channel, panels
+        )
         self._groups.append([Store(tile, out, Layout.row_major(out.shape))])
         waiting = [group for group in self._groups if epilogue.is_product(group)]
         if len(waiting) > WAITING:
