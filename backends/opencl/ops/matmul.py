@@ -73,9 +73,9 @@ def parts_of(device: Target, p: Product) -> Parts:
         if not (more or (units > 1 and items < BALANCE * units and sizes[side] >= LARGE_PANELS)):
             break
         counts[side] *= 2
-    if device.info.capabilities.chunks:
-        counts[0] = max(counts[0], min(STREAMED, panels[0]))
     rows = math.ceil(panels[0] / counts[0]) * ROWS
+    if device.info.capabilities.chunks:
+        rows = min(rows, max(1, panels[0] // STREAMED) * ROWS)
     cols = math.ceil(panels[1] / counts[1]) * COLS
     return Parts(rows, cols, (math.ceil(p.rows / rows), math.ceil(p.cols / cols)))
 
