@@ -118,17 +118,14 @@ class Builder:
     ) -> None:
         """Add a product: `launches` compute the matrices `out`, the last may take an epilogue.
 
-        They wait for that epilogue until another kernel needs the product. `with_stores` makes the
-        launches with an epilogue where their kernels are not generated; rows of up to `row_cols`
-        columns may go on to a kernel over whole rows; `by_channel`: its rows are channels, which
-        may go on to a kernel over all their pixels. `panels` are those of a generated kernel.
+        They wait for it until another kernel needs the product. `with_stores` makes the launches
+        with it where kernels are not generated, else they have `panels`; rows of up to `row_cols`
+        columns, or channels, `by_channel`, may go on to a kernel over whole rows or channels.
         """
-        tile = Tile(
-            out.shape, out.dtype, tuple(launches), with_stores, row_cols, by_channel, panels
-        )
+        rest = (tuple(launches), with_stores, row_cols, by_channel, panels)
+        tile = Tile(out.shape, out.dtype, *rest)
         self._groups.append([Store(tile, out, Layout.row_major(out.shape))])
-        waiting = [group for group in self._groups if epilogue.is_product(group)]
-        if len(waiting) > WAITING:
+        if len(waiting := list(filter(epilogue.is_product, self._groups))) > WAITING:
             self._flush({waiting[0][0].out.id})
 
     def follow(self, rows: Rows, results: Sequence[Value]) -> bool:
@@ -143,9 +140,8 @@ class Builder:
     def result(self, node: fx.Node, value: Value | tuple[Value | None, ...]) -> None:
         """Set the result of `node`; a tuple for an operator with several results."""
         if isinstance(value, tuple):
-            self._lowered[node] = tuple(
-                None if item is None else self.pool.load(item) for item in value
-            )
+            loaded = (None if item is None else self.pool.load(item) for item in value)
+            self._lowered[node] = tuple(loaded)
         else:
             self._lowered[node] = self.pool.load(value)
 
