@@ -11,7 +11,7 @@ from hetpipe.errors import BackendError
 from hetpipe.sdk.graph import dtype_name
 
 from . import epilogue
-from .codegen import Kernel, Launch, Store, Tile, WithStores, generate, kernel_source
+from .codegen import Kernel, Launch, Store, Tile, generate, kernel_source
 from .expr import (
     Apply,
     Const,
@@ -107,21 +107,13 @@ class Builder:
         if math.prod(launch.global_size) > 0:
             self._steps.append(launch)
 
-    def product(
-        self, out: Value, launches: Sequence[Launch], with_stores: WithStores | None = None,
-        row_cols: int = 0, by_channel: bool = False,
-    ) -> None:  # fmt: skip
-        """Add a product: `launches` compute the matrices `out`, the last may take an epilogue.
+    def product(self, out: Value, tile: Tile) -> None:
+        """Add a product: the launches of `tile` compute the matrices `out`.
 
-        They wait for that epilogue until another kernel needs the product. `with_stores` makes the
-        launches with an epilogue where their kernels are not generated; rows of up to `row_cols`
-        columns may go on to a kernel over whole rows; `by_channel`: its rows are channels, which
-        may go on to a kernel over all their pixels.
+        They wait for an epilogue until another kernel needs the product.
         """
-        tile = Tile(out.shape, out.dtype, tuple(launches), with_stores, row_cols, by_channel)
         self._groups.append([Store(tile, out, Layout.row_major(out.shape))])
-        waiting = [group for group in self._groups if epilogue.is_product(group)]
-        if len(waiting) > WAITING:
+        if len(waiting := list(filter(epilogue.is_product, self._groups))) > WAITING:
             self._flush({waiting[0][0].out.id})
 
     def follow(self, rows: Rows, results: Sequence[Value]) -> bool:
@@ -136,9 +128,8 @@ class Builder:
     def result(self, node: fx.Node, value: Value | tuple[Value | None, ...]) -> None:
         """Set the result of `node`; a tuple for an operator with several results."""
         if isinstance(value, tuple):
-            self._lowered[node] = tuple(
-                None if item is None else self.pool.load(item) for item in value
-            )
+            loaded = (None if item is None else self.pool.load(item) for item in value)
+            self._lowered[node] = tuple(loaded)
         else:
             self._lowered[node] = self.pool.load(value)
 

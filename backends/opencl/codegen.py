@@ -27,6 +27,8 @@ BLOCK = 4096
 TILE = 256
 """Width of the tile of a work-item that reads across rows."""
 LANES = 16
+Panels = tuple[str, str]
+"""The forms of a product's operands; see `kernels/cpu/matmul.cl`."""
 MOST_TENSORS = 24
 HELPERS = {
     "exact_erf(": "erf.cl", "exact_sin(": "exact.cl", "exact_cos(": "exact.cl",
@@ -88,6 +90,8 @@ class Tile(Expr):
     """Up to so many columns a kernel over whole rows can follow in `with_stores`."""
     by_channel: bool = False
     """Whether it is a convolution, whose rows are channels: kernels over all their pixels can."""
+    panels: Panels | None = None
+    """Of a kernel of the family `cpu`: how it finds the panels of its operands."""
 
 
 @dataclass(frozen=True)

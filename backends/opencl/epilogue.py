@@ -14,7 +14,7 @@ from dataclasses import replace
 from . import layouts
 from .body import Body
 from .cnames import pointed
-from .codegen import LANES, MOST_TENSORS, Kernel, Launch, Store, Tile, indent, kernel_source
+from .codegen import LANES, MOST_TENSORS, Kernel, Launch, Panels, Store, Tile, indent, kernel_source
 from .expr import Coord, Layout, Load, Pool, Rows, Shape, loads, walk
 from .nest import Nest
 from .signature import parameters
@@ -116,7 +116,9 @@ def launches(group: Sequence[Store], kept: Sequence[Store], target: Target) -> l
     pointers = [name for name, value in body.named.items() if math.prod(value.shape) == tile.numel]
     signature = ["PRODUCT(const float* c)"]
     signature += [f"__global {pointed(value.dtype)} *{name}" for name, value in body.named.items()]
-    lines = _lines(pointers, body.row_lines(body.coordinates("row")), by_vector, by_element)
+    assert tile.panels is not None
+    row = body.row_lines(body.coordinates("row"))
+    lines = _lines(tile.panels, pointers, row, by_vector, by_element)
     kernel = _kernel(signature, lines, target)
     # Sums of earlier blocks of the depth are in memory; without any, none is read.
     carries = args["k0"] != 0
@@ -144,8 +146,9 @@ def _nest(shape: Shape, cols: int, stores: Sequence[Store]) -> Nest | None:
 
 
 def _lines(
-    pointers: Sequence[str], row: list[str], by_vector: list[str], by_element: list[str]
-) -> list[str]:
+    panels: Panels, pointers: Sequence[str], row: list[str], by_vector: list[str],
+    by_element: list[str],
+) -> list[str]:  # fmt: skip
     asked = [f"PREFETCH({name} + at);" for name in pointers]
     asked += [f"if (col0 + LANES < cols) PREFETCH({name} + at + LANES);" for name in pointers]
     rows = "for (int m = 0; m < row_count; m++) {"
@@ -161,12 +164,12 @@ def _lines(
         "const float16 sums16 = FINISHED(sums[m][n], row0 + m, i);",
         *inside,
     ]
-    return [
-        "const int row0 = get_global_id(0) * ROWS, col0 = get_global_id(1) * COLS;",
-        "const int batch = get_global_id(2), row_count = min(rows - row0, ROWS);",
+    tile = [
+        f"__global const float* a = LEFT_PANEL({panels[0]});",
+        "const int row_count = min(rows - row0, ROWS);",
         *indent(["const int at = (batch * rows + row0 + m) * cols + col0;", *asked], rows),
         "float16 sums[ROWS][2];",
-        "TILE(sums);",
+        "multiply_rows(a, b, row_count, k1 - k0, sums);",
         *indent(
             [
                 "const int row = batch * rows + row0 + m;",
@@ -176,6 +179,12 @@ def _lines(
             rows,
         ),
     ]
+    column = [
+        f"__global const float* b = RIGHT_PANEL({panels[1]});",
+        *indent(tile, "for (int row0 = first_row; row0 < last_row; row0 += ROWS) {"),
+    ]
+    cols = "for (int col0 = first_col; col0 < last_col; col0 += COLS) {"
+    return ["PART;", *indent(column, cols)]
 
 
 def _kernel(signature: Sequence[str], lines: Sequence[str], target: Target) -> Kernel:

@@ -131,7 +131,7 @@ def _lowering(kernel: OwnKernel, stock: Lowering | None) -> Lowering:
 
 
 def _launch(kernel: OwnKernel, builder: Builder, node: fx.Node) -> None:
-    from .codegen import Kernel
+    from .codegen import Kernel, Tile
 
     call = _call(
         node,
@@ -152,7 +152,9 @@ def _launch(kernel: OwnKernel, builder: Builder, node: fx.Node) -> None:
         if not kernel.epilogue:
             builder.launch(own, launch.global_size, launch.local_size, launch.arguments)
         elif len(call.outputs) == 1:
-            builder.product(call.outputs[0], launch.plain(call.outputs[0]), launch.with_stores)
+            (out,) = call.outputs
+            launches = tuple(launch.plain(out))
+            builder.product(out, Tile(out.shape, out.dtype, launches, launch.with_stores))
         else:
             count = len(call.outputs)
             raise BackendError(f"{where}: an epilogue is for 1 result, it has {count}")

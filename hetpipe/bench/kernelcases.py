@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
 aten = torch.ops.aten
+MKLDNN, LINEAR = torch.ops.mkldnn, "_linear_pointwise"
+"""Where torch's builds with oneDNN have its product."""
 Tensor = torch.Tensor
 
 IMAGES = 8
@@ -38,6 +40,8 @@ class Case:
     """Whether torch gets its four-dimensional inputs in that layout."""
     replaces: tuple[int, ...] = ()
     """The inputs, donated, whose places the first results take."""
+    ways: Mapping[str, Callable[..., Callable[[], object]]] = field(default_factory=dict)
+    """Other ways of torch, by name: each makes a call of the inputs."""
 
 
 def _product(kernel: str, m: int, k: int, n: int, function: Callable[..., Any], batch: int = 1,
@@ -49,7 +53,14 @@ def _product(kernel: str, m: int, k: int, n: int, function: Callable[..., Any], 
         "products", kernel, f"{batch} x {m} x {k} x {n}" if batch > 1 else f"{m} x {k} x {n}",
         function, ((*lead, *a), (*lead, *b)), 2.0 * batch * m * k * n,
         4.0 * batch * (m * k + k * n + m * n),
+        ways={"oneDNN": _onednn} if function is torch.mm and hasattr(MKLDNN, LINEAR) else {},
     )  # fmt: skip
+
+
+def _onednn(a: Tensor, b: Tensor) -> Callable[[], object]:
+    """A product by oneDNN, whose weight is transposed; that is not timed."""
+    weight = b.t().contiguous()
+    return lambda: getattr(MKLDNN, LINEAR)(a, weight, None, "none", [], "")
 
 
 def products() -> Iterator[Case]:

@@ -1,12 +1,15 @@
 // Matrix products on CPUs: C = alpha * A B + beta * bias, batched, any strides.
 //
-//   A      M x K, B  K x N   read through strides by the packing kernels, so transposes are free
-//   left   [batch][ceil(M / ROWS)][K][ROWS]    panels of A, zero-padded
-//   right  [batch][ceil(N / COLS)][K][COLS]    panels of B, zero-padded
+//   left   A, M x K; element (row, k) at row * left_row + k * left_k. Or panels of A that were packed before:
+//          [batch][ceil(M / ROWS)][K][ROWS], zero-padded, where left_row is K and left_k is ROWS
+//   right  B, K x N, in the same way. Or panels [batch][ceil(N / COLS)][K][COLS]
+//   room   [work-items][room_size]: a panel of B, and all panels of A, that a work-item packs for itself
 //   C      [batch][M][N]
 //
 // `matmul` is the register tile of Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication"
-// (2008): ROWS x COLS accumulators stay in registers while one block of K streams through.
+// (2008): ROWS x COLS accumulators stay in registers while one block of K streams through. A work-item has a part of C.
+// It packs a panel of B just before its use, where it stays in a second-level cache while panels of A pass by, and each
+// panel of A when it first passes.
 // Kernels with an epilogue are generated: they do more with their tile than store it.
 // `matmul_thin` is for products with too few rows or operations to pay for packing.
 
@@ -22,14 +25,33 @@
 #define PREFETCH(p) __builtin_prefetch((const void*)(size_t)(p), 0, 2)
 #endif
 
-// `matmul` and generated kernels: their parameters, then this work-item's tile, then 16 columns of a row of it, ready for
-// C. `c` carries the sums of earlier blocks of depth where k0 > 0, and is not read elsewhere.
-#define PRODUCT(C)                                                                                       \
-  __global const float *restrict left, __global const float *restrict right, __global C, const int rows, \
-      const int cols, const int depth, const int k0, const int k1, const float alpha, const float beta,  \
-      __global const float *restrict bias, const int bias_offset, const int bias_batch,                  \
-      const int bias_row, const int bias_col
-#define TILE(sums) multiply_tile(left, right, rows, depth, k0, k1, sums)
+// `matmul` and generated kernels: their parameters; this work-item's part of C, from `first_row` and `first_col` on; panels
+// for the tile at (row0, col0), each `packed` before, `contiguous` along its rows, `transposed`: contiguous along k, or
+// `strided`; and 16 columns of a row of a tile, ready for C. `c` carries the sums of earlier blocks of depth where k0 > 0,
+// and is not read elsewhere.
+#define PRODUCT(C)                                                                                           \
+  __global const float *restrict left, const int left_offset, const int left_batch, const int left_row,      \
+      const int left_k, __global const float *restrict right, const int right_offset, const int right_batch, \
+      const int right_k, const int right_col, __global float *restrict room, const int room_size,            \
+      const int part_rows, const int part_cols, __global C, const int rows, const int cols, const int depth, \
+      const int k0, const int k1, const float alpha, const float beta, __global const float *restrict bias,  \
+      const int bias_offset, const int bias_batch, const int bias_row, const int bias_col
+#define PART                                                                                               \
+  const int batch = get_global_id(2), first_row = (int)get_global_id(0) * part_rows,                       \
+            first_col = (int)get_global_id(1) * part_cols, last_row = min(rows, first_row + part_rows),    \
+            last_col = min(cols, first_col + part_cols);                                                   \
+  __global float* const right_room =                                                                       \
+      room + ((batch * (int)get_global_size(1) + (int)get_global_id(1)) * (int)get_global_size(0) +        \
+              (int)get_global_id(0)) * room_size;                                                          \
+  __global float* const left_room = right_room + (k1 - k0) * COLS
+#define PANEL_OF(form) panel_##form
+#define PANEL(form) PANEL_OF(form)
+#define RIGHT_PANEL(form)                                                                                 \
+  PANEL(form)(right + right_offset + batch * right_batch + col0 * right_col + k0 * right_k, right_col, right_k, \
+               min(cols - col0, COLS), COLS, k1 - k0, true, right_room)
+#define LEFT_PANEL(form)                                                                                  \
+  PANEL(form)(left + left_offset + batch * left_batch + row0 * left_row + k0 * left_k, left_row, left_k, \
+               min(rows - row0, ROWS), ROWS, k1 - k0, col0 == first_col, left_room + (row0 - first_row) * (k1 - k0))
 #define FINISHED(sum, row, col)                                                                         \
   finished(sum, k0 > 0, c + (batch * rows + (row)) * cols + (col), k1 == depth, alpha, beta,            \
            bias + bias_offset + batch * bias_batch + (row) * bias_row + (col) * bias_col, bias_col, cols - (col))
@@ -102,15 +124,6 @@ inline void multiply_rows(__global const float* restrict a, __global const float
     multiply_12(a, b, depth, sums);
 }
 
-// This work-item's tile of A B, summed over k0 <= k < k1; at the lower edge only rows that exist.
-inline void multiply_tile(__global const float* restrict left, __global const float* restrict right, const int rows,
-                          const int depth, const int k0, const int k1, float16 sums[ROWS][2]) {
-  const int i = get_global_id(0), j = get_global_id(1), batch = get_global_id(2);
-  __global const float* a = left + ((batch * (int)get_global_size(0) + i) * depth + k0) * ROWS;
-  __global const float* b = right + ((batch * (int)get_global_size(1) + j) * depth + k0) * COLS;
-  multiply_rows(a, b, rows - i * ROWS, k1 - k0, sums);
-}
-
 // 16 columns of C, of which `count` exist: the sums so far, scaled and with the bias after the last block of depth.
 inline float16 finished(float16 sum, const bool resume, __global const float* carried, const bool last,
                         const float alpha, const float beta, __global const float* bias, const int bias_col,
@@ -120,8 +133,6 @@ inline float16 finished(float16 sum, const bool resume, __global const float* ca
   if (last && beta != 0.0f) sum += beta * load_strided(bias, bias_col, count);
   return sum;
 }
-
-#ifndef EPILOGUE  // an option for programs that only need the above, to compile sooner
 
 // One k of a panel: `count` of its `width` rows exist.
 inline void pack_contiguous(__global const float* src, const int stride_k, const int count, const int width,
@@ -193,6 +204,58 @@ inline void pack_strided(__global const float* src, const int stride_row, const 
       dst[k * width + i] = i < count ? src[i * stride_row + k * stride_k] : 0.0f;
 }
 
+// A panel of `count` rows, `row` floats apart, `k` floats from one k to the next: where it lies if it is packed, else in `room`,
+// to which it is copied if it is not yet there.
+#define PANEL_ARGUMENTS                                                                                        \
+  __global const float *src, const int row, const int k, const int count, const int width, const int depth, \
+      const bool is_new, __global float *room
+inline __global const float* panel_packed(PANEL_ARGUMENTS) { return src; }
+inline __global const float* panel_contiguous(PANEL_ARGUMENTS) {
+  if (is_new) pack_contiguous(src, k, count, width, 0, depth, room);
+  return room;
+}
+inline __global const float* panel_transposed(PANEL_ARGUMENTS) {
+  if (is_new) pack_transposed(src, row, count, width, 0, depth, room);
+  return room;
+}
+inline __global const float* panel_strided(PANEL_ARGUMENTS) {
+  if (is_new) pack_strided(src, row, k, count, width, 0, depth, room);
+  return room;
+}
+
+#ifdef LEFT
+
+// LEFT and RIGHT, options: how the operands' panels are found.
+// C gets alpha * sum + beta * bias once `k1` reaches `depth`; before that it carries the sums of earlier blocks.
+// global size: parts of rows, parts of columns, batch
+WORK_ITEM __kernel void matmul(PRODUCT(float* restrict c)) {
+  PART;
+  for (int col0 = first_col; col0 < last_col; col0 += COLS) {
+    __global const float* b = RIGHT_PANEL(RIGHT);
+    const int col_count = cols - col0;
+    for (int row0 = first_row; row0 < last_row; row0 += ROWS) {
+      __global const float* a = LEFT_PANEL(LEFT);
+      const int row_count = min(rows - row0, ROWS);
+      __global float* out = c + (batch * rows + row0) * cols + col0;
+      for (int m = 0; m < row_count; m++) {
+        PREFETCH_WRITE(out + m * cols);
+        if (col_count > LANES) PREFETCH_WRITE(out + m * cols + LANES);
+      }
+      float16 sums[ROWS][2];  // in memory: the loop over it stays small
+      multiply_rows(a, b, row_count, k1 - k0, sums);
+      for (int m = 0; m < row_count; m++) {
+        for (int n = 0; n < 2; n++) {
+          const int col = n * LANES;
+          store_upto(FINISHED(sums[m][n], row0 + m, col0 + col), out + m * cols + col, col_count - col);
+        }
+      }
+    }
+  }
+}
+
+#endif
+#ifndef EPILOGUE  // an option for programs that only need the above, to compile sooner
+
 inline void pack(__global const float* src, const int batch_stride, const int stride_row, const int stride_k,
                  const int rows, const int depth, const int width, __global float* dst) {
   const int panel = get_global_id(0), batch = get_global_id(2);
@@ -219,26 +282,6 @@ WORK_ITEM __kernel void pack_right(__global const float* b, const int offset, co
                                    const int stride_col, const int stride_k, const int cols, const int depth,
                                    __global float* right) {
   pack(b + offset, batch_stride, stride_col, stride_k, cols, depth, COLS, right);
-}
-
-// C gets alpha * sum + beta * bias once `k1` reaches `depth`; before that it carries the sums of earlier blocks.
-// global size: row panels, column panels, batch; a column panel stays in a second-level cache while row panels pass by
-WORK_ITEM __kernel void matmul(PRODUCT(float* restrict c)) {
-  const int row0 = get_global_id(0) * ROWS, col0 = get_global_id(1) * COLS, batch = get_global_id(2);
-  const int row_count = min(rows - row0, ROWS), col_count = cols - col0;
-  __global float* out = c + (batch * rows + row0) * cols + col0;
-  for (int m = 0; m < row_count; m++) {
-    PREFETCH_WRITE(out + m * cols);
-    if (col_count > LANES) PREFETCH_WRITE(out + m * cols + LANES);
-  }
-  float16 sums[ROWS][2];  // in memory: the loop over it stays small
-  TILE(sums);
-  for (int m = 0; m < row_count; m++) {
-    for (int n = 0; n < 2; n++) {
-      const int col = n * LANES;
-      store_upto(FINISHED(sums[m][n], row0 + m, col0 + col), out + m * cols + col, col_count - col);
-    }
-  }
 }
 
 // Sums of 16 columns of b for one row a; whichever way b is contiguous is the way it is read.

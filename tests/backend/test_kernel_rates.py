@@ -43,6 +43,7 @@ def test_every_kernel_is_measured_and_right(monkeypatch: pytest.MonkeyPatch) -> 
         assert rate.error < 1e-5, rate
         for figure in (rate.time_s, rate.gflops, rate.gbytes_per_s, rate.torch_time_s):
             assert figure > 0
+        assert rate.torch_way in {"eager", "oneDNN"}
         assert rate.ceiling_gflops > 0
         assert rate.copy_gbytes_per_s > 0
 
@@ -64,6 +65,7 @@ def test_the_command_writes_figures_and_a_picture(
     row = {
         "kernel": "mm", "shape": "8 x 8 x 8", "device": "some:cpu:0", "time_s": 2e-3,
         "gflops": 50.0, "gbytes_per_s": 5.0, "share_of_ceiling": 0.5, "torch_time_s": 3e-3,
+        "torch_way": "eager",
         "group": "products", "spread": 0.01, "error": 1e-7, "ceiling_gflops": 100.0,
         "copy_gbytes_per_s": 20.0,
     }  # fmt: skip

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
-from hetpipe.backends.opencl.ops.matmul import depth_blocks
+from hetpipe.backends.opencl.ops.matmul import COLS, ROWS, Parts, depth_blocks, parts_of
+from hetpipe.backends.opencl.product import Product
 from hetpipe.backends.opencl.tuning import by_rules, cache_nbytes
 from opencl_products import INTERPRETERS, OPENCL, check_sums, on_device
 
@@ -77,7 +81,53 @@ def test_blocks_of_depth_cover_it_evenly() -> None:
         assert max(sizes) - min(sizes) <= 1
 
 
+def target(units: int, chunks: bool = False) -> Any:
+    abilities = SimpleNamespace(chunks=chunks)
+    return SimpleNamespace(compute_units=units, info=SimpleNamespace(capabilities=abilities))
+
+
+@pytest.mark.parametrize("chunks", [False, True])
+@pytest.mark.parametrize("units", [1, 2, 3, 64])
+@pytest.mark.parametrize("shape", [*SHAPES, (512, 512, 512), (4096, 256, 512)], ids=str)
+def test_parts_cover_a_product_once(shape: tuple[int, int, int], units: int, chunks: bool) -> None:
+    m, n, k = shape
+    nothing: Any = None
+    parts = parts_of(target(units, chunks), Product(1, m, n, k, nothing, nothing))
+    assert (parts.rows % ROWS, parts.cols % COLS) == (0, 0)
+    for size, part, count in zip((m, n), (parts.rows, parts.cols), parts.counts, strict=True):
+        assert (count - 1) * part < size <= count * part
+    if units == 1 and not chunks:
+        assert parts.counts == (1, 1)
+
+
+def test_nearly_every_unit_gets_a_part_of_a_large_product() -> None:
+    """Parts are whole panels, so that their number may be a little smaller."""
+    nothing: Any = None
+    for units in (2, 3, 16, 64):
+        for m, n in ((512, 512), (4096, 64), (64, 4096)):
+            parts = parts_of(target(units), Product(1, m, n, 100, nothing, nothing))
+            assert parts.counts[0] * parts.counts[1] >= 0.85 * units
+    streamed = parts_of(target(2, chunks=True), Product(1, 512, 64, 100, nothing, nothing))
+    assert streamed.counts[0] >= 16
+
+
+@pytest.mark.parametrize("device_id", OPENCL)
+def test_parts_of_a_product_are_right(device_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two parts of rows by three of columns, the last of both incomplete; operands in each form."""
+    parts = Parts(24, 64, (2, 3))
+    monkeypatch.setattr("hetpipe.backends.opencl.ops.matmul.parts_of", lambda *_: parts)
+    m, n, k = 41, 150, 2 * DEPTH_BLOCK + 3
+    a, b = random(2, m, k), random(2, k, n)
+    check_sums(device_id, aten.bmm.default, (a, b), k)
+    turned = a.transpose(1, 2).contiguous(), b.transpose(1, 2).contiguous()
+    check_sums(device_id, lambda a, b: aten.bmm(a.mT, b.mT), turned, k)
+    wide = random(2, m, 2 * k), random(2, k, 2 * n)
+    check_sums(device_id, lambda a, b: aten.bmm(a[..., ::2], b[..., ::2]), wide, k)
+
+
 @pytest.mark.parametrize("device_id", INTERPRETERS)
 def test_interpreted(device_id: str) -> None:
     check_sums(device_id, aten.mm.default, (random(13, 40), random(40, 33)), 40)
     check_sums(device_id, aten.mm.default, (random(3, 5), random(5, 4)), 5)
+    turned = random(40, 13), random(33, 40)
+    check_sums(device_id, lambda a, b: aten.mm(a.t(), b.t()), turned, 40)

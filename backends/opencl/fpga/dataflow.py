@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..builder import Builder, Kernel, Launch, Value, kernel_source
-from ..codegen import Store
+from ..codegen import Store, Tile
 from ..expr import Rows
 from ..own_epilogue import macros, overwritable, result_alone
 from ..signature import Argument, bind
@@ -98,7 +98,10 @@ def launch(
     flow = Dataflow(name, files, loads, problem, finishes, builder.device.channels)
     out = builder.new(shape, "float32")
     row_cols = _row_cols(builder.device)
-    builder.product(out, flow.plain(out), flow.with_stores, row_cols, by_channel)
+    launches = tuple(flow.plain(out))
+    builder.product(
+        out, Tile(out.shape, out.dtype, launches, flow.with_stores, row_cols, by_channel)
+    )
     return out
 
 

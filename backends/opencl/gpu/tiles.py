@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..builder import Builder, Kernel, Value
+from ..codegen import Tile
 from ..own_epilogue import OwnLaunch
 from ..reduce import SUM, reduce
 from ..signature import Argument
@@ -86,7 +87,7 @@ def launch(
     own = OwnLaunch(kernel, args, tiles.global_size, tiles.local_size)
     if tiles.parts == 1:
         out = builder.new(shape, "float32")
-        builder.product(out, own.plain(out), own.with_stores)
+        builder.product(out, Tile(out.shape, out.dtype, tuple(own.plain(out)), own.with_stores))
         return out
     parts = builder.new((tiles.parts, *shape), "float32")
     for each in own.plain(parts):

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
 
+from ..blocks import COUNT as STREAMED
 from ..builder import Builder, Kernel, Launch, Value
+from ..codegen import Panels, Tile
 from ..fpga import systolic_product
 from ..gpu import tiled_product
 from ..product import Operand, Product
 from ..signature import Argument, bind
+from ..target import Target
 from ._common import operands
 from ._float32 import arguments, why_not_float32_product
 from .registry import lowers
@@ -22,6 +25,11 @@ ROWS, COLS = 12, 32
 """The register tile of `kernels/cpu/matmul.cl`: 24 accumulators of 16 lanes."""
 DEPTH_CHUNK = 128
 """Steps of K that one work-item packs."""
+BALANCE, LARGE_PANELS = 4, 16
+"""Parts for each compute unit, as long as they have so many panels of rows or of columns."""
+FEW_PANELS = 8
+"""Packing a panel takes half as long as a tile: with fewer tiles for each it counts."""
+PACKED = "packed"
 OF_FAMILIES = {"gpu": tiled_product, "fpga": systolic_product}
 THIN_ROWS = 2
 THIN_OPERATIONS = 1 << 14
@@ -36,7 +44,40 @@ def lower_product(builder: Builder, product: Product) -> Value:
     thin = min(product.rows, product.cols) <= THIN_ROWS
     if thin or product.rows * product.cols * product.depth <= THIN_OPERATIONS:
         return _thin(builder, product)
-    return _packed(builder, product)
+    return _tiled(builder, product)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Parts of a product's rows and columns, one pair for each work-item."""
+
+    rows: int
+    """Of a part, a multiple of ROWS."""
+    cols: int
+    """Of a part, a multiple of COLS."""
+    counts: tuple[int, int]
+    """Parts of rows and parts of columns."""
+
+
+def parts_of(device: Target, p: Product) -> Parts:
+    """A part for each compute unit, some more where parts are large, and blocks where they stream.
+
+    Each part packs its own rows of A and its own columns of B, so few large ones do less work.
+    """
+    panels = (math.ceil(p.rows / ROWS), math.ceil(p.cols / COLS))
+    counts, units = [1, 1], device.compute_units
+    while True:
+        sizes = [total / count for total, count in zip(panels, counts, strict=True)]
+        items, side = p.batch * math.prod(counts), sizes.index(max(sizes))
+        more = items < units and sizes[side] >= 2
+        if not (more or (units > 1 and items < BALANCE * units and sizes[side] >= LARGE_PANELS)):
+            break
+        counts[side] *= 2
+    rows = math.ceil(panels[0] / counts[0]) * ROWS
+    if device.info.capabilities.chunks:
+        rows = min(rows, max(1, panels[0] // STREAMED) * ROWS)
+    cols = math.ceil(panels[1] / counts[1]) * COLS
+    return Parts(rows, cols, (math.ceil(p.rows / rows), math.ceil(p.cols / cols)))
 
 
 def depth_blocks(depth: int, most: int) -> list[tuple[int, int]]:
@@ -45,41 +86,89 @@ def depth_blocks(depth: int, most: int) -> list[tuple[int, int]]:
     return [(depth * i // count, depth * (i + 1) // count) for i in range(count)]
 
 
-def _packed(builder: Builder, p: Product) -> Value:
-    row_panels, col_panels = math.ceil(p.rows / ROWS), math.ceil(p.cols / COLS)
-    left = builder.new((p.batch, row_panels, p.depth, ROWS), "float32")
-    right = builder.new((p.batch, col_panels, p.depth, COLS), "float32")
+def _tiled(builder: Builder, p: Product) -> Value:
+    """Launches of `matmul`, one for each block of depth."""
+    parts = parts_of(builder.device, p)
+    packs, forms, left, right = _operands(builder, p, parts)
+    blocks = depth_blocks(p.depth, builder.device.tuning.depth_block)
+    longest = max(k1 - k0 for k0, k1 in blocks)
+    panels = COLS * (forms[1] != PACKED) + parts.rows * (forms[0] != PACKED)
+    room = builder.new((p.batch * math.prod(parts.counts), max(1, longest * panels)), "float32")
     out = builder.new((p.batch, p.rows, p.cols), "float32")
-    packs = [
-        _pack_right(builder, p.right, p.cols, right),
-        _pack_left(builder, p.left, p.rows, left),
-    ]
+    kernel = _kernel(builder, "matmul", "EPILOGUE", f"LEFT={forms[0]}", f"RIGHT={forms[1]}")
     tiles = [
         _launch(
-            builder, "matmul", (row_panels, col_panels, p.batch),
+            kernel, (*parts.counts, p.batch),
             {
-                "left": left, "right": right, "c": out, "rows": p.rows, "cols": p.cols,
-                "depth": p.depth, "k0": k0, "k1": k1, **p.scaling,
+                "left": left.value, "left_offset": left.offset, "left_batch": left.batch,
+                "left_row": left.row, "left_k": left.col, "right": right.value,
+                "right_offset": right.offset, "right_batch": right.batch, "right_k": right.row,
+                "right_col": right.col, "room": room, "room_size": room.shape[1],
+                "part_rows": parts.rows, "part_cols": parts.cols, "c": out, "rows": p.rows,
+                "cols": p.cols, "depth": p.depth, "k0": k0, "k1": k1, **p.scaling,
             },
-            step=ROWS * p.cols if p.batch == 1 and k1 == p.depth else 0,
+            step=parts.rows * p.cols if p.batch == 1 and k1 == p.depth else 0,
         )
-        for k0, k1 in depth_blocks(p.depth, builder.device.tuning.depth_block)
+        for k0, k1 in blocks
     ]  # fmt: skip
-    builder.product(out, [*packs, *tiles])
+    builder.product(out, Tile(out.shape, out.dtype, (*packs, *tiles), panels=forms))
     return out
+
+
+def _operands(
+    builder: Builder, p: Product, parts: Parts
+) -> tuple[list[Launch], Panels, Operand, Operand]:
+    """Launches that pack ahead, the forms of both operands' panels, and the operands.
+
+    A work-item packs its panels itself. A weight that it would use few times is packed by a launch
+    of its own, and stays so while it does not change.
+    """
+    packs, left, right = [], p.left, p.right
+    forms = [_form(left.row, left.col), _form(right.col, right.row)]
+    if builder.steady(left.value) and parts.cols < FEW_PANELS * COLS:
+        packed, launch = _pack_left(builder, left, p.rows, p.depth, p.batch)
+        left, forms[0] = _of_panels(packed), PACKED
+        packs.append(launch)
+    if builder.steady(right.value) and parts.rows < FEW_PANELS * ROWS:
+        packed, launch = _pack_right(builder, right, p.depth, p.cols, p.batch)
+        right, forms[1] = _of_panels(packed).transposed, PACKED
+        packs.append(launch)
+    return packs, (forms[0], forms[1]), left, right
+
+
+def _form(along_panel: int, along_depth: int) -> str:
+    """Which of the functions of `kernels/cpu/matmul.cl` packs an operand of these strides."""
+    if along_panel == 1:
+        return "contiguous"
+    return "transposed" if along_depth == 1 else "strided"
+
+
+def _of_panels(packed: Value) -> Operand:
+    """Panels as an operand: `row` leads to the next panel, `col` to the next k."""
+    _, panels, depth, width = packed.shape
+    return Operand(packed, 0, panels * depth * width, depth, width)
 
 
 def pack_rows(builder: Builder, a: Operand, rows: int, depth: int, batch: int = 1) -> Value:
     """A, rows x depth, in panels of ROWS rows: [batch][panels][depth][ROWS], zero-padded."""
-    packed = builder.new((batch, math.ceil(rows / ROWS), depth, ROWS), "float32")
-    builder.add(_pack_left(builder, a, rows, packed))
+    packed, launch = _pack_left(builder, a, rows, depth, batch)
+    builder.add(launch)
     return packed
 
 
-def _pack_left(builder: Builder, a: Operand, rows: int, packed: Value) -> Launch:
-    batch, panels, depth, _ = packed.shape
-    return _launch(
-        builder, "pack_left", (panels, _chunks(depth), batch),
+def pack_columns(builder: Builder, b: Operand, depth: int, cols: int, batch: int = 1) -> Value:
+    """B, depth x cols, in panels of COLS columns: [batch][panels][depth][COLS], zero-padded."""
+    packed, launch = _pack_right(builder, b, depth, cols, batch)
+    builder.add(launch)
+    return packed
+
+
+def _pack_left(
+    builder: Builder, a: Operand, rows: int, depth: int, batch: int
+) -> tuple[Value, Launch]:
+    packed = builder.new((batch, math.ceil(rows / ROWS), depth, ROWS), "float32")
+    return packed, _launch(
+        _kernel(builder, "pack_left"), (packed.shape[1], _chunks(depth), batch),
         {
             "a": a.value, "offset": a.offset, "batch_stride": a.batch, "stride_row": a.row,
             "stride_k": a.col, "rows": rows, "depth": depth, "left": packed,
@@ -88,17 +177,12 @@ def _pack_left(builder: Builder, a: Operand, rows: int, packed: Value) -> Launch
     )  # fmt: skip
 
 
-def pack_columns(builder: Builder, b: Operand, depth: int, cols: int, batch: int = 1) -> Value:
-    """B, depth x cols, in panels of COLS columns: [batch][panels][depth][COLS], zero-padded."""
+def _pack_right(
+    builder: Builder, b: Operand, depth: int, cols: int, batch: int
+) -> tuple[Value, Launch]:
     packed = builder.new((batch, math.ceil(cols / COLS), depth, COLS), "float32")
-    builder.add(_pack_right(builder, b, cols, packed))
-    return packed
-
-
-def _pack_right(builder: Builder, b: Operand, cols: int, packed: Value) -> Launch:
-    batch, panels, depth, _ = packed.shape
-    return _launch(
-        builder, "pack_right", (panels, _chunks(depth), batch),
+    return packed, _launch(
+        _kernel(builder, "pack_right"), (packed.shape[1], _chunks(depth), batch),
         {
             "b": b.value, "offset": b.offset, "batch_stride": b.batch, "stride_col": b.col,
             "stride_k": b.row, "cols": cols, "depth": depth, "right": packed,
@@ -108,10 +192,9 @@ def _pack_right(builder: Builder, b: Operand, cols: int, packed: Value) -> Launc
 
 
 def _launch(
-    builder: Builder, name: str, size: tuple[int, ...], args: Mapping[str, Argument],
+    kernel: Kernel, size: tuple[int, ...], args: Mapping[str, Argument],
     steady: bool = False, step: int = 0,
 ) -> Launch:  # fmt: skip
-    kernel = _kernel(builder, name)
     return Launch(kernel, size, (1, 1, 1), bind(kernel, args), steady=steady, step=step)
 
 
@@ -140,9 +223,10 @@ def _thin(builder: Builder, p: Product) -> Value:
     return out
 
 
-def _kernel(builder: Builder, name: str) -> Kernel:
+def _kernel(builder: Builder, name: str, *defines: str) -> Kernel:
     source = builder.source("cpu/common.cl") + builder.source("cpu/matmul.cl")
-    return Kernel(source, name, tuple(f"-D{each}" for each in builder.device.defines))
+    options = (*builder.device.defines, *defines)
+    return Kernel(source, name, tuple(f"-D{each}" for each in options))
 
 
 def _operand(builder: Builder, node: fx.Node, shape: Sequence[int]) -> Operand:
