@@ -22,7 +22,7 @@ WORK_ITEM __kernel void softmax_rows(__global const float* restrict x, __global 
   const float peak = max_lanes(peaks);
   float16 sums = (float16)(0.0f);
   for (int i = 0; i < classes; i += LANES) {
-    const float16 power = exp(load_or(x + i, classes - i, -INFINITY) - peak);
+    const float16 power = exact_exp(load_or(x + i, classes - i, -INFINITY) - peak);
     if (!logarithm) store_upto(power, y + i, classes - i);
     sums += power;
   }
@@ -41,11 +41,11 @@ WORK_ITEM __kernel void softmax_columns(__global const float* restrict x, __glob
   y += (int)get_global_id(1) * classes * inner + i;
   float16 peak = (float16)(-INFINITY), sum = (float16)(0.0f);
   for (int c = 0; c < classes; c++) peak = fmax(peak, load_upto(x + c * inner, count));
-  for (int c = 0; c < classes; c++) sum += exp(load_upto(x + c * inner, count) - peak);
+  for (int c = 0; c < classes; c++) sum += exact_exp(load_upto(x + c * inner, count) - peak);
   const float16 log_sum = log(sum);
   for (int c = 0; c < classes; c++) {
     const float16 v = load_upto(x + c * inner, count) - peak;
-    store_upto(logarithm ? v - log_sum : exp(v) / sum, y + c * inner, count);
+    store_upto(logarithm ? v - log_sum : exact_exp(v) / sum, y + c * inner, count);
   }
 }
 
@@ -61,7 +61,7 @@ WORK_ITEM __kernel void softmax_backward_rows(__global const float* restrict dy,
   const float sum = sum_lanes(sums);
   for (int i = 0; i < classes; i += LANES) {
     const float16 g = load_upto(dy + at + i, classes - i), v = load_upto(y + at + i, classes - i);
-    store_upto(logarithm ? g - exp(v) * sum : v * (g - sum), dx + at + i, classes - i);
+    store_upto(logarithm ? g - exact_exp(v) * sum : v * (g - sum), dx + at + i, classes - i);
   }
 }
 
@@ -77,7 +77,7 @@ WORK_ITEM __kernel void softmax_backward_columns(__global const float* restrict 
   }
   for (int c = 0; c < classes; c++) {
     const float16 g = load_upto(dy + at + c * inner, count), v = load_upto(y + at + c * inner, count);
-    store_upto(logarithm ? g - exp(v) * sum : v * (g - sum), dx + at + c * inner, count);
+    store_upto(logarithm ? g - exact_exp(v) * sum : v * (g - sum), dx + at + c * inner, count);
   }
 }
 
