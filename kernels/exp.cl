@@ -1,4 +1,4 @@
-// The exponential, for one element and for 16 at once: runtimes' own take up to four times as long.
+// The exponential, for one element and for 16 at once: the runtimes' own take longer.
 //
 // exp(x) = 2^n exp(r), r = x - n ln 2 in two steps, and a polynomial. At most 1 ULP apart from the
 // exact value; infinity, 0, subnormal numbers and NaN as they should be. 2^n is multiplied in two
