@@ -31,10 +31,12 @@ Panels = tuple[str, str]
 """The forms of a product's operands; see `kernels/cpu/matmul.cl`."""
 MOST_TENSORS = 24
 HELPERS = {
-    "exact_erf(": "erf.cl", "exact_sin(": "exact.cl", "exact_cos(": "exact.cl",
-    "exact_tan(": "exact.cl", "exact_pow(": "exact.cl", "exact_fmod(": "exact.cl",
+    "exact_erf(": "erf.cl", "exp_minus_square(": "erf.cl", "erf_plus_one(": "erf.cl",
+    "exact_sin(": "exact.cl", "exact_cos(": "exact.cl", "exact_tan(": "exact.cl",
+    "exact_pow(": "exact.cl", "exact_fmod(": "exact.cl", "exact_exp(": "exp.cl",
 }  # fmt: skip
-"""The file that defines each function that generated code may call."""
+"""The file that defines each function that generated code may call; callers before what they
+call."""
 
 
 @dataclass(frozen=True)
@@ -165,9 +167,10 @@ def kernel_source(path: str) -> str:
 
 def with_helpers(text: str) -> str:
     """Generated code, after the functions of ours that it calls and does not have yet."""
-    files = dict.fromkeys(file for call, file in HELPERS.items() if call in text)
-    helpers = [source for source in map(kernel_source, files) if source not in text]
-    return "\n".join([*helpers, text])
+    for call, file in HELPERS.items():
+        if call in text and kernel_source(file) not in text:
+            text = f"{kernel_source(file)}\n{text}"
+    return text
 
 
 def generate(group: Sequence[Store], target: Target, kept: Sequence[Store]) -> Code:

@@ -19,9 +19,12 @@ aten = torch.ops.aten
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
     """Decompositions by operator, applied before core ATen's."""
     return {
-        aten.gelu.default: gelu, aten.silu.default: silu, aten.cumsum.default: cumsum,
+        aten.gelu.default: gelu,
+        aten.gelu_backward.default: gelu_backward,
+        aten.silu.default: silu,
+        aten.cumsum.default: cumsum,
         aten.take.default: take,
-    }  # fmt: skip
+    }
 
 
 def gelu(x: torch.Tensor, *, approximate: str = "none") -> Any:
@@ -29,6 +32,15 @@ def gelu(x: torch.Tensor, *, approximate: str = "none") -> Any:
     if approximate != "none":
         return NotImplemented
     return x * ((torch.erf(x * math.sqrt(0.5)) + 1) * 0.5)
+
+
+def gelu_backward(dy: torch.Tensor, x: torch.Tensor, *, approximate: str = "none") -> Any:
+    """dy times the distribution function and x times its density, by the terms of `gelu`."""
+    if approximate != "none":
+        return NotImplemented
+    root = x * math.sqrt(0.5)
+    density = torch.exp(-(root * root)) * (1 / math.sqrt(2 * math.pi))
+    return dy * ((torch.erf(root) + 1) * 0.5 + x * density)
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:

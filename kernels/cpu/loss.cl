@@ -12,17 +12,29 @@ inline float16 load_or(__global const float* p, const int count, const float fil
   return vload16(0, lane);
 }
 
+// The largest element of a row: four maxima at once, since each takes longer than a load. -infinity if there is none.
+inline float peak_of(__global const float* x, const int count) {
+  float16 a = (float16)(-INFINITY), b = a, c = a, d = a;
+  int i = 0;
+  for (; i + 4 * LANES <= count; i += 4 * LANES) {
+    a = fmax(a, vload16(0, x + i));
+    b = fmax(b, vload16(1, x + i));
+    c = fmax(c, vload16(2, x + i));
+    d = fmax(d, vload16(3, x + i));
+  }
+  for (; i < count; i += LANES) a = fmax(a, load_or(x + i, count - i, -INFINITY));
+  return max_lanes(fmax(fmax(a, b), fmax(c, d)));
+}
+
 // Global size: outer
 WORK_ITEM __kernel void softmax_rows(__global const float* restrict x, __global float* restrict y, const int classes,
                                      const int logarithm) {
   x += (int)get_global_id(0) * classes;
   y += (int)get_global_id(0) * classes;
-  float16 peaks = (float16)(-INFINITY);
-  for (int i = 0; i < classes; i += LANES) peaks = fmax(peaks, load_or(x + i, classes - i, -INFINITY));
-  const float peak = max_lanes(peaks);
+  const float peak = peak_of(x, classes);
   float16 sums = (float16)(0.0f);
   for (int i = 0; i < classes; i += LANES) {
-    const float16 power = exp(load_or(x + i, classes - i, -INFINITY) - peak);
+    const float16 power = exact_exp(load_or(x + i, classes - i, -INFINITY) - peak);
     if (!logarithm) store_upto(power, y + i, classes - i);
     sums += power;
   }
@@ -41,11 +53,11 @@ WORK_ITEM __kernel void softmax_columns(__global const float* restrict x, __glob
   y += (int)get_global_id(1) * classes * inner + i;
   float16 peak = (float16)(-INFINITY), sum = (float16)(0.0f);
   for (int c = 0; c < classes; c++) peak = fmax(peak, load_upto(x + c * inner, count));
-  for (int c = 0; c < classes; c++) sum += exp(load_upto(x + c * inner, count) - peak);
+  for (int c = 0; c < classes; c++) sum += exact_exp(load_upto(x + c * inner, count) - peak);
   const float16 log_sum = log(sum);
   for (int c = 0; c < classes; c++) {
     const float16 v = load_upto(x + c * inner, count) - peak;
-    store_upto(logarithm ? v - log_sum : exp(v) / sum, y + c * inner, count);
+    store_upto(logarithm ? v - log_sum : exact_exp(v) / sum, y + c * inner, count);
   }
 }
 
@@ -61,7 +73,7 @@ WORK_ITEM __kernel void softmax_backward_rows(__global const float* restrict dy,
   const float sum = sum_lanes(sums);
   for (int i = 0; i < classes; i += LANES) {
     const float16 g = load_upto(dy + at + i, classes - i), v = load_upto(y + at + i, classes - i);
-    store_upto(logarithm ? g - exp(v) * sum : v * (g - sum), dx + at + i, classes - i);
+    store_upto(logarithm ? g - exact_exp(v) * sum : v * (g - sum), dx + at + i, classes - i);
   }
 }
 
@@ -77,7 +89,7 @@ WORK_ITEM __kernel void softmax_backward_columns(__global const float* restrict 
   }
   for (int c = 0; c < classes; c++) {
     const float16 g = load_upto(dy + at + c * inner, count), v = load_upto(y + at + c * inner, count);
-    store_upto(logarithm ? g - exp(v) * sum : v * (g - sum), dx + at + c * inner, count);
+    store_upto(logarithm ? g - exact_exp(v) * sum : v * (g - sum), dx + at + c * inner, count);
   }
 }
 

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -17,7 +17,7 @@ from hetpipe.sdk.graph import dtype_name, operator_name, why_not_fill
 
 from .. import layouts
 from ..builder import Builder, node_dtype, node_shape
-from ..expr import Expr
+from ..expr import Apply, Const, Expr
 from ._common import FLOATS, argument, cast, choose, operands, truth
 from .registry import lowers
 
@@ -35,16 +35,20 @@ ARITHMETIC = {
     "bitwise_or": ("{0} | {1}", 1),
     "bitwise_xor": ("{0} ^ {1}", 1),
 }
+ERF = "exact_erf({0})"
+EXP_MINUS_SQUARE = "exp_minus_square({0})"
+MINUS = "-{0}"
 COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 LOGIC = {"logical_and": "{0} & {1}", "logical_or": "{0} | {1}", "logical_xor": "{0} ^ {1}"}
 FUNCTIONS = {
-    "neg": ("-{0}", 1),
+    "neg": (MINUS, 1),
     "reciprocal": ("({T})(1) / {0}", 4),
     "sqrt": ("sqrt({0})", 4),
     "rsqrt": ("rsqrt({0})", 4),
-    "erf": ("exact_erf({0})", DEAR),
-    "sigmoid": ("({T})(1) / (({T})(1) + exp(-{0}))", DEAR),
-    "silu": ("{0} / (({T})(1) + exp(-{0}))", DEAR),
+    "erf": (ERF, DEAR),
+    "exp": ("exact_exp({0})", DEAR),
+    "sigmoid": ("({T})(1) / (({T})(1) + exact_exp(-{0}))", DEAR),
+    "silu": ("{0} / (({T})(1) + exact_exp(-{0}))", DEAR),
     "relu": ("select({0}, ({T})(0), convert_{M}({0} < ({T})(0)))", 1),
     "sign": ("sign({0})", 1),
     "sgn": ("sign({0})", 1),
@@ -56,7 +60,7 @@ FUNCTIONS = {
     **{
         name: (f"{name}({{0}})", DEAR)
         for name in (
-            "exp", "exp2", "log", "log2", "log10", "log1p", "expm1", "tanh", "lgamma", "erfc",
+            "exp2", "log", "log2", "log10", "log1p", "expm1", "tanh", "lgamma", "erfc",
             "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh",
         )
     },
@@ -96,11 +100,24 @@ def add(builder: Builder, node: fx.Node) -> None:
     alpha = argument(node, 2, "alpha", 1)
     a, b, scale = operands(builder, node, (*node.args[:2], alpha))
     sign = "+" if _stem(node) == "add" else "-"
-    if alpha == 1:
+    if alpha == 1 and sign == "+" and _is_erf_plus_one(a, b):
+        expr = _erf_plus_one(builder, a)
+    elif alpha == 1:
         expr = builder.apply(f"{{0}} {sign} {{1}}", a.dtype, a, b)
     else:
         expr = builder.apply(f"{{0}} {sign} {{2}} * {{1}}", a.dtype, a, b, scale, weight=2)
     builder.define(node, _truth(builder, expr))
+
+
+def _is_erf_plus_one(a: Expr, b: Expr) -> TypeGuard[Apply]:
+    return isinstance(a, Apply) and a.code == ERF and isinstance(b, Const) and b.number == 1
+
+
+def _erf_plus_one(builder: Builder, erf: Apply) -> Expr:
+    """By exp(-x^2), which the derivative has as well."""
+    (x,) = erf.args
+    density = builder.apply(EXP_MINUS_SQUARE, x.dtype, x, weight=DEAR)
+    return builder.apply("erf_plus_one({0}, {1})", x.dtype, x, density, weight=DEAR)
 
 
 @lowers("aten.rsub.Scalar", "aten.rsub.Tensor")
@@ -176,12 +193,26 @@ def function(builder: Builder, node: fx.Node) -> None:
     name = _stem(node)
     code, weight = FUNCTIONS[name]
     (a,) = operands(builder, node, node.args[:1])
+    root = _root_of_minus_square(a) if name == "exp" else None
+    if root is not None:
+        a, code = root, EXP_MINUS_SQUARE
     if a.dtype not in FLOATS:
         rounding = name in ("floor", "ceil", "trunc", "round")
         lowest = "0" if a.dtype in UNSIGNED else "-1"  # clamp is undefined for bounds in reverse
         signed = f"clamp({{0}}, ({{T}})({lowest}), ({{T}})(1))"
         code = "{0}" if rounding else signed if name in ("sign", "sgn") else code
     builder.define(node, builder.apply(code, a.dtype, a, weight=weight))
+
+
+def _root_of_minus_square(expr: Expr) -> Expr | None:
+    """x if `expr` is -(x * x)."""
+    if not isinstance(expr, Apply) or expr.code != MINUS:
+        return None
+    (square,) = expr.args
+    if not isinstance(square, Apply) or square.code != ARITHMETIC["mul"][0]:
+        return None
+    a, b = square.args
+    return a if a is b else None
 
 
 @lowers("aten.abs.default")

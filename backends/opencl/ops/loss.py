@@ -18,7 +18,8 @@ NONE, SUM = 0, 2
 
 
 def _kernel(builder: Builder, name: str) -> Kernel:
-    return Kernel(builder.source("cpu/common.cl") + builder.source("cpu/loss.cl"), name)
+    files = ("cpu/common.cl", "exp.cl", "cpu/loss.cl")
+    return Kernel("".join(map(builder.source, files)), name)
 
 
 def _split(shape: tuple[int, ...], dim: int) -> tuple[int, int, int]:
