@@ -76,7 +76,8 @@ def measure(device_id: str, name: str, round_s: float, rounds: int) -> StepRate:
     samples = workload.mini_batch
     x, y = next(workload.batches(samples, 0))
     eager = Eager(copy.deepcopy(workload.model), workload.loss_fn, optimizer_of(workload))
-    with FlopCounterMode(display=False) as counter:
+    # oneDNN's recurrent layers are one operator, which torch does not count.
+    with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
         torch_loss = eager.step(x, y, [samples])
     operations = float(counter.get_total_flops())
     torch_memory = peak_nbytes(eager, x, y, samples)
