@@ -4,9 +4,8 @@
 // apart from the exact value in float; doubles use the built-in function. Follows exp.cl.
 //
 // The normal distribution function is erf(x) + 1 but for factors, and its density exp(-x^2): both
-// come of one exponential. erf_plus_one is exp(-x^2) P(-x) for x < 0, and 2 - exp(-x^2) P(x) beyond.
-// Its error is at most 3e-7, about an ULP of 2. P is in Estrin's form, whose chains of operations are
-// short.
+// come of one exponential. erf_plus_one is exp(-x^2) P(-x) for x < 0, 2 - exp(-x^2) P(x) beyond.
+// Its error is at most 3e-7, about an ULP of 2. P is in Estrin's form, whose chains are short.
 
 #define EXACT_ERF(FLOAT, INT)                                                                     \
     static inline FLOAT __attribute__((overloadable)) exact_erf(const FLOAT x)                    \
