@@ -52,6 +52,25 @@ attention(3, 18, 5, 2, False)
 attention(70, 67, 3, 17, True)
 attention(2, 19, 3, 2, True)
 """
+PRODUCTS = """
+import itertools
+from found_devices import trace
+from opencl_devices import fetch, upload
+from hetpipe.sdk.graph import graph_inputs
+from hetpipe.sdk.registry import get_backend
+a, b = x(25, 40), x(40, 33)
+forms = torch.mm, lambda a, b: torch.mm(a.t(), b), lambda a, b: torch.mm(a, b.t()), lambda a, b: torch.mm(a.t(), b.t())
+for form, weights in itertools.product(range(4), ((), (0,), (1,), (0, 1))):
+    inputs = a.t().contiguous() if form & 1 else a, b.t().contiguous() if form & 2 else b
+    graph = trace(forms[form], inputs, get_backend("opencl").decompositions())
+    for each in weights:
+        graph_inputs(graph)[each].meta["steady"] = True
+    (buffers, events), executable = upload(device, *inputs), device.compile(graph)
+    for _ in range(3):
+        (out,), event, _ = executable.run(buffers, after=events)
+    wide = forms[form](*(each.double() for each in inputs))
+    torch.testing.assert_close(torch.from_numpy(fetch(device, out, [event])).double(), wide, rtol=0, atol=1e-4)
+"""  # noqa: E501 - one graph a line
 ONE_KERNEL = """
 import numpy as np, sys
 sys.path.insert(0, TESTS)
@@ -92,6 +111,13 @@ def test_convolutions_are_clean(tmp_path: Path) -> None:
     """Their kernels have what is in `BLIND`: unwritten memory is NaN here, which would show."""
     head = GRAPHS[: GRAPHS.index("close_to_torch(")]
     assert log_of(head + CONVOLUTIONS, tmp_path, "OCLGRIND_DATA_RACES") == ""
+
+
+@pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")
+def test_products_are_clean(tmp_path: Path) -> None:
+    """Either operand may be a weight, which is packed ahead; the rest is packed by the product."""
+    head = GRAPHS[: GRAPHS.index("close_to_torch(")]
+    assert log_of(head + PRODUCTS, tmp_path, "OCLGRIND_DATA_RACES") == ""
 
 
 @pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")

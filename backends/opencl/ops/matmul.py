@@ -92,7 +92,8 @@ def _tiled(builder: Builder, p: Product) -> Value:
     packs, forms, left, right = _operands(builder, p, parts)
     blocks = depth_blocks(p.depth, builder.device.tuning.depth_block)
     longest = max(k1 - k0 for k0, k1 in blocks)
-    panels = COLS * (forms[1] != PACKED) + parts.rows * (forms[0] != PACKED)
+    # Panels of A come behind one of B, whether or not that one is packed here.
+    panels = 0 if set(forms) == {PACKED} else COLS + parts.rows * (forms[0] != PACKED)
     room = builder.new((p.batch * math.prod(parts.counts), max(1, longest * panels)), "float32")
     out = builder.new((p.batch, p.rows, p.cols), "float32")
     kernel = _kernel(builder, "matmul", "EPILOGUE", f"LEFT={forms[0]}", f"RIGHT={forms[1]}")
