@@ -14,7 +14,9 @@ import copy
 import json
 import statistics
 import sys
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -76,8 +78,7 @@ def measure(device_id: str, name: str, round_s: float, rounds: int) -> StepRate:
     samples = workload.mini_batch
     x, y = next(workload.batches(samples, 0))
     eager = Eager(copy.deepcopy(workload.model), workload.loss_fn, optimizer_of(workload))
-    # oneDNN's recurrent layers are one operator, which torch does not count.
-    with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
+    with _decomposed(), FlopCounterMode(display=False) as counter:
         torch_loss = eager.step(x, y, [samples])
     operations = float(counter.get_total_flops())
     torch_memory = peak_nbytes(eager, x, y, samples)
@@ -127,6 +128,15 @@ def measure(device_id: str, name: str, round_s: float, rounds: int) -> StepRate:
         memory_nbytes=device.memory_used_nbytes(),
         torch_memory_nbytes=torch_memory,
     )
+
+
+@contextmanager
+def _decomposed() -> Iterator[None]:
+    """Without oneDNN, whose recurrent layers are one operator that torch does not count."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a setter of these flags talks of graphics cards
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
 
 
 def _in_turns(

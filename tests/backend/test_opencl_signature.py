@@ -85,6 +85,16 @@ def batch_norm_backward(dy: torch.Tensor, x: torch.Tensor, c: torch.Tensor) -> A
     return backward(dy, x, c, c, c, c, c, True, 1e-5, [True] * 3)
 
 
+def convolutions(
+    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, large: torch.Tensor, v: torch.Tensor
+) -> Any:
+    """One of a small image with its gradients, and one by minimal filtering of many tiles."""
+    settings = ([1, 2], [1, 1], [1, 1], False, [0, 0], 1)
+    gradients = torch.ops.aten.convolution_backward(dy, x, w, None, *settings, [True, True, False])
+    small = torch.ops.aten.convolution(x, w, None, *settings)
+    return small, *gradients[:2], torch.conv2d(large, v, padding=1)
+
+
 def test_every_kernel_is_launched_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lowering all operator cases binds the arguments of every kernel that the files declare."""
     bound: set[str] = set()
@@ -100,6 +110,8 @@ def test_every_kernel_is_launched_by_name(monkeypatch: pytest.MonkeyPatch) -> No
     images, channels = torch.randn(2, 3, 4, 4), torch.rand(3)
     functions = [(case.fn, [feed.make(generator) for feed in case.feeds]) for case in CASES]
     functions.append((batch_norm_backward, [images, images, channels]))
+    shapes = ((2, 26, 2, 2), (2, 64, 2, 3), (26, 64, 3, 3), (2, 16, 64, 64), (40, 16, 3, 3))
+    functions.append((convolutions, [torch.zeros(shape) for shape in shapes]))
     for (fn, inputs), table in product(functions, ({}, own)):
         graph = trace(fn, inputs, table)
         if all(device.supports(node) is None for node in graph_calls(graph)):

@@ -199,6 +199,7 @@ def test_a_product_with_packed_weights_is_right() -> None:
 
 
 def test_a_weight_is_packed_once_per_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first weight on that serves twice: until then the packed one has no memory."""
     device: Any = with_product()
     first, second = torch.ones(7, 4), torch.full((7, 4), 2.0)
     graph = trace(torch.mm, [X, first], registry.decompositions_of("tripled"))
@@ -213,13 +214,14 @@ def test_a_weight_is_packed_once_per_update(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(executable, "_enqueue", counted)
     x, *weights = (device.upload(each.numpy())[0] for each in (X, first, second))
-    for index, weight in ((0, first), (0, first), (1, second), (1, second)):
+    turns = [(0, first)] * 3 + [(1, second)] * 2 + [(0, first)] * 2
+    for index, weight in turns:
         (output,), event, _ = executable.run([x, weights[index]])
         event.wait(60)
         array = np.empty(output.shape, output.dtype)
         device.download(output, array).wait(60)
         np.testing.assert_allclose(array, (X @ weight).numpy(), rtol=1e-4, atol=1e-5)
-    assert launched == [2, 1, 2, 1]
+    assert launched == [2, 2, 1, 2, 1, 2, 1]
 
 
 STORING = """

@@ -18,6 +18,7 @@ from hetpipe.backends.opencl.fpga.sheet import (
     loading,
     multiplying,
     normalising,
+    normalising_channels,
     stage_sheet,
     storing,
     whole,
@@ -50,7 +51,7 @@ def test_the_source_declares_the_parameters_and_their_sheet() -> None:
     table = [KernelSheet(name, *map(int, row)) for name, *row in lines]
     assert table == [
         loading(ARRAY, "matmul_load"), multiplying(ARRAY), storing(ARRAY, "matmul"),
-        whole(ARRAY, "matmul"), normalising(ARRAY),
+        whole(ARRAY, "matmul"), normalising(ARRAY), normalising_channels(ARRAY),
     ]  # fmt: skip
 
 
