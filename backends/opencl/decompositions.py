@@ -35,9 +35,16 @@ def gelu(x: torch.Tensor, *, approximate: str = "none") -> Any:
 
 
 def gelu_backward(dy: torch.Tensor, x: torch.Tensor, *, approximate: str = "none") -> Any:
-    """dy times the distribution function and x times its density, by the terms of `gelu`."""
+    """dy times the distribution function and x times its density, by the terms of `gelu`.
+
+    The approximation is x p with p = (1 + tanh(u)) / 2, the logistic function of 2 u.
+    """
     if approximate != "none":
-        return NotImplemented
+        scale, cubic = math.sqrt(2 / math.pi), 0.044715
+        square = x * x
+        p = 1 / (1 + torch.exp(-2 * scale * (x + cubic * (square * x))))
+        slope = 2 * scale * (1 + 3 * cubic * square)
+        return dy * (p + x * slope * (p * (1 - p)))
     root = x * math.sqrt(0.5)
     density = torch.exp(-(root * root)) * (1 / math.sqrt(2 * math.pi))
     return dy * ((torch.erf(root) + 1) * 0.5 + x * density)

@@ -91,6 +91,17 @@ def test_gradient_of_gelu(device_id: str) -> None:
     assert_close(actual, dy.double().numpy() * slope, 6e-7)
 
 
+def test_gradient_of_gelu_by_tanh(device_id: str) -> None:
+    x, dy = torch.linspace(-12, 12, 2053), torch.linspace(0.5, 2, 2053)
+    derivative = torch.ops.aten.gelu_backward.default
+
+    def by_tanh(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return derivative(dy, x, approximate="tanh")
+
+    exact = by_tanh(dy.double(), x.double()).numpy()
+    assert_close(run(device_id, by_tanh, dy, x), exact, 5e-6)
+
+
 def test_gelu_and_its_derivative_share_one_exponential(device_id: str) -> None:
     def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.nn.functional.gelu(x), torch.ops.aten.gelu_backward.default(x, x)

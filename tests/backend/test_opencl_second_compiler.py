@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 from queue import SimpleQueue
+from tempfile import TemporaryDirectory
 from typing import Any
 from uuid import uuid4
 
@@ -98,9 +99,18 @@ def test_another_process_compiles_for_this_one(
     compiler: SecondCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs = [job(), job()]
+    own_caches: list[Path] = []
+
+    def remembered(**options: Any) -> TemporaryDirectory[str]:
+        folder = TemporaryDirectory(**options)
+        own_caches.append(Path(folder.name))
+        return folder
+
     with monkeypatch.context() as patched:
         leaves_all(patched)
+        patched.setattr(second_compiler, "TemporaryDirectory", remembered)
         assert compiler.compile(jobs) == {}
+    (own_cache,) = own_caches
     device = opencl_device(POCL)
     for each in jobs:
         assert len(folders(each)) == 2
@@ -108,7 +118,7 @@ def test_another_process_compiles_for_this_one(
             program = specialise(driver(), device.queue, Job(each.source, (), []))
         assert values(device, program, each) == pytest.approx([6.0, 0.0])
         assert len(folders(each)) == 2, "nothing was compiled again"
-    assert not list(Path(os.environ[CACHE]).glob("tmp*")), "the other process's cache is gone"
+    assert not own_cache.exists(), "the other process's cache is gone"
     assert compiler.compile(jobs) == {}, "all is known, so nothing is to do"
 
 
