@@ -93,23 +93,21 @@ class OpenCLDevice(Device):
         self.memory = MemoryPool(
             self.context, info.id, host_queue, lambda: tuple(q.last for q in self.pass_queues)
         )
-        forgets = runtime is not None and runtime.forgets
         self._late = runtime is not None and runtime.late
-        self.programs: Programs | BundledPrograms
-        if bundles is not None:
-            facts = self.binary_facts()
-            self.programs = BundledPrograms(self.context, cl_device, info.id, facts, bundles)
-        else:
-            self.programs = Programs(
-                self.context,
-                info.id,
-                Binaries(cl_device, info.id) if forgets else None,
-                SecondCompiler(self.context, cl_device, info.id) if self._late else None,
-            )
+        self.programs = self._programs(bundles, runtime is not None and runtime.forgets)
         self._held: deque[tuple[Any, tuple[Any, ...]]] = deque()
         self._lock = threading.RLock()
         self.enqueueing = threading.Lock()
         """Held while a pass is enqueued: passes share an arena, so their launches must not mix."""
+
+    def _programs(self, bundles: Path | None, forgets: bool) -> Programs | BundledPrograms:
+        """Where kernels come from: bundles, or the runtime's compiler and what it remembers."""
+        own = (self._cl_device, self.info.id)
+        if bundles is not None:
+            return BundledPrograms(self.context, *own, self.binary_facts(), bundles)
+        binaries = Binaries(*own) if forgets else None
+        second = SecondCompiler(self.context, *own) if self._late else None
+        return Programs(self.context, self.info.id, binaries, second)
 
     def supports(self, node: fx.Node) -> str | None:
         return refusal(self.target, node)
