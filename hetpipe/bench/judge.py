@@ -5,34 +5,38 @@ See `hetpipe.bench.parity`.
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from hetpipe.bench.eager import torch_optimizer
+from hetpipe.bench.shared import with_same_parameters
 from hetpipe.capture.example import call
+from hetpipe.optim.rule import Optimizer
 from hetpipe.zoo.workload import Workload
 
 Tensors = Mapping[str, torch.Tensor]
 
 ZERO = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Share of the norm of all gradients below which one is zero, by the judge's dtype."""
-WIDE_PARAMETERS = 300_000_000
+WIDE_PARAMETERS = 1_000_000_000
 """Up to so many parameters the judge computes in float64."""
+PIECE = 1 << 22
+"""Elements of a parameter whose update is computed at once."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step's loss, gradients and new parameters."""
+    """A step's loss and gradients."""
 
     loss: float
     gradients: Tensors
-    updated: Tensors = field(default_factory=dict)
 
 
 def judging_dtype(size: int) -> torch.dtype:
@@ -43,40 +47,106 @@ def judging_dtype(size: int) -> torch.dtype:
 def step_of_torch(
     workload: Workload, model: nn.Module, batch: tuple[Any, Any], dtype: torch.dtype
 ) -> Step:
-    """Loss and gradients of eager torch; gradients are rounded to float32, for memory."""
+    """Loss and gradients of eager torch.
+
+    It is made for large models. The parameters are cast where they are, and back, which changes
+    none. Each gradient is rounded to float32 as soon as it is there, and dropped from the model.
+    """
 
     def cast(value: Any) -> Any:
         is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
         return value.to(dtype) if is_float else value
 
-    model = copy.deepcopy(model).to(dtype)
-    model.zero_grad()
+    def take(name: str) -> Callable[[torch.Tensor], None]:
+        def taken(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            gradients[name], parameter.grad = parameter.grad.float(), None
+
+        return taken
+
+    gradients: dict[str, torch.Tensor] = {}
     x, y = tree_map(cast, batch)
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # of tensors that the model makes
+    with _cast(model, dtype) as wide, ExitStack() as hooks:
+        for name, parameter in wide.named_parameters():
+            if parameter.requires_grad:
+                handle = parameter.register_post_accumulate_grad_hook(take(name))  # type: ignore[no-untyped-call]
+                hooks.callback(handle.remove)
+        try:
+            loss = workload.loss_fn(call(wide, x), y)
+            loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
+            loss.backward()
+        finally:
+            torch.set_default_dtype(default)
+        return Step(loss.item(), gradients)
+
+
+@contextmanager
+def _cast(model: nn.Module, dtype: torch.dtype) -> Iterator[nn.Module]:
+    """A copy in another dtype, with the model's own parameters, which have it in the meantime."""
+    dtypes = [(parameter, parameter.dtype) for parameter in model.parameters()]
     try:
-        loss = workload.loss_fn(call(model, x), y)
-        loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
-        loss.backward()
+        yield with_same_parameters(model).to(dtype)
     finally:
-        torch.set_default_dtype(default)
-    named = model.named_parameters()
-    return Step(loss.item(), {name: p.grad.float() for name, p in named if p.grad is not None})
+        for parameter, own in dtypes:
+            parameter.data = parameter.data.to(own)
 
 
-def gradient_errors(actual: Tensors, right: Tensors, zero: float) -> dict[str, float]:
-    """Relative errors by norms; infinite where a value is not finite, or one lacks a gradient.
+class Distance:
+    """How far gradients are from the right ones, relative and by norms.
 
     Gradients below the share `zero` of the norm of all are compared with that norm.
     """
-    norms = {name: float(tensor.double().norm()) for name, tensor in right.items()}
-    whole = math.hypot(*norms.values()) or 1.0
-    errors = {}
-    for name in {**right, **actual}:
-        if name in actual and name in right:
-            wrong = float((actual[name].double() - right[name].double()).norm())
-            error = wrong / (norms[name] if norms[name] > zero * whole else whole)
-        else:  # None is as good as zero
-            error = math.inf if bool({**actual, **right}[name].any()) else 0.0
-        errors[name] = error if math.isfinite(error) else math.inf
-    return errors
+
+    def __init__(self, right: Tensors, zero: float) -> None:
+        self._right = right
+        self._norms = {name: _norm(tensor) for name, tensor in right.items()}
+        self._whole = math.hypot(*self._norms.values()) or 1.0
+        self._zero = zero
+
+    def of(self, name: str, gradient: torch.Tensor | None) -> float:
+        """The error of a parameter's gradient; infinite where a value is not finite, or one of both
+        lacks a gradient that is not zero."""
+        right = self._right.get(name)
+        if gradient is None or right is None:
+            other = right if gradient is None else gradient
+            return math.inf if other is not None and bool(other.any()) else 0.0
+        norm = self._norms[name]
+        error = _norm(gradient - right)
+        error /= norm if norm > self._zero * self._whole else self._whole
+        return error if math.isfinite(error) else math.inf
+
+
+def gradient_errors(actual: Tensors, right: Tensors, zero: float) -> dict[str, float]:
+    """The errors of all gradients, see `Distance`."""
+    distance = Distance(right, zero)
+    return {name: distance.of(name, actual.get(name)) for name in {**right, **actual}}
+
+
+def update_error(
+    rule: Optimizer,
+    name: str,
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    updated: torch.Tensor,
+) -> float:
+    """The relative error of a new parameter, by torch's optimizer in float64.
+
+    These optimizers compute each element by itself, so a large tensor is taken in pieces.
+    """
+    wrong, norm = 0.0, 0.0
+    pieces = (torch.split(each.reshape(-1), PIECE) for each in (parameter, gradient, updated))
+    for old, slope, new in zip(*pieces, strict=True):
+        right = nn.Parameter(old.double())
+        right.grad = slope.double()
+        torch_optimizer(rule, {name: right}).step()
+        wrong = math.hypot(wrong, _norm(new.double() - right.detach()))
+        norm = math.hypot(norm, _norm(right.detach()))
+    error = wrong / max(norm, 1e-30)
+    return error if math.isfinite(error) else math.inf
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    """Its norm, summed in float64."""
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))

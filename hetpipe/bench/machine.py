@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import platform
 from importlib import metadata
@@ -41,6 +42,14 @@ def keep_memory() -> None:
     mmap_max, trim_threshold = -4, -1  # of malloc.h
     mallopt(mmap_max, 0)
     mallopt(trim_threshold, 1 << 30)
+
+
+def trim_memory() -> None:
+    """Give freed memory back to the system, as far as the C library can."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def describe() -> str:

@@ -1,8 +1,9 @@
 """One training step of a whole model on one device, against torch.
 
-The model is one stage: a forward, a backward and an update, run as a worker runs them. The judge is
-torch in eager mode and float64, or float32 where the model is very large. Each tensor's gradient g
-is compared with the judge's t by norms: ||g - t|| / ||t||.
+The model is one stage, or several that take turns in the device's memory: forward, backward and
+update, run as a worker runs them. The judge is torch in eager mode and float64, or float32 where
+the model is very large. Each tensor's gradient g is compared with the judge's t by norms:
+||g - t|| / ||t||.
 
 Some gradients are zero by construction: that of a bias before a batch norm, or of the keys' bias in
 an attention. There g is the rounding error of terms that cancel, and a share of ||t|| says nothing.
@@ -21,28 +22,39 @@ Dropout is off on both sides, since torch's own random numbers are not those of 
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from hetpipe.bench.eager import torch_optimizer
-from hetpipe.bench.judge import ZERO, Step, gradient_errors, judging_dtype, step_of_torch
+from hetpipe.bench.judge import (
+    ZERO,
+    Distance,
+    Step,
+    gradient_errors,
+    judging_dtype,
+    step_of_torch,
+    update_error,
+)
+from hetpipe.bench.machine import trim_memory
+from hetpipe.bench.shared import with_same_parameters
 from hetpipe.bench.smooth import smooth_twin
 from hetpipe.zoo.load import optimizer_of
 from hetpipe.zoo.workload import Workload
 
 if TYPE_CHECKING:
-    from hetpipe.capture.captured import Captured
+    import numpy as np
+
     from hetpipe.capture.program import StageGraphs
+    from hetpipe.optim.rule import Optimizer
     from hetpipe.sdk.backend import Device
-    from hetpipe.worker.stage import Stage
+
+    Array = np.ndarray[Any, Any]
 
 LOSS_LIMIT = 1e-4
 """The largest relative error of a loss."""
@@ -83,7 +95,8 @@ class Parity:
     `operators` are those of the programs and `refused` those of them that the device refuses, with
     their numbers of calls; if there are any, nothing ran and there are no errors. If gradients are
     beyond the limit, `twin` has the errors of the smooth twin, and `torch_gradient` the largest
-    error of a gradient of torch's own step in float32.
+    error of a gradient of torch's own step in float32. `stages` is the number of those that took
+    turns.
     """
 
     model: str
@@ -98,6 +111,7 @@ class Parity:
     step_s: float = math.nan
     twin: Errors | None = None
     torch_gradient: float | None = None
+    stages: int = 1
 
     @property
     def is_strict(self) -> bool:
@@ -114,52 +128,64 @@ class Parity:
         )
 
 
-def parity(workload: Workload, device: Device, samples: int | None = None) -> Parity:
-    """Train one step of a workload on a device and on torch. Raises `HetpipeError`."""
+def parity(
+    workload: Workload, device: Device, samples: int | None = None, stages: int = 1
+) -> Parity:
+    """Train one step of a workload on a device and on torch, in stages that take turns.
+
+    The model's parameters are another dtype's while torch runs, and afterwards what they were.
+    Raises `HetpipeError`, for instance for more stages than layers.
+    """
     samples = samples or min(workload.mini_batch, MOST_SAMPLES)
     model = without_dropout(workload.model)
-    row, right = _compared(workload, model, device, samples)
+    row, right = _compared(workload, model, device, samples, stages)
     # Where more is wrong than gradients, a twin has nothing to tell.
     if row.is_strict or row.errors is None or not row.errors.within(math.inf):
         return row
-    twin, _ = _compared(workload, smooth_twin(model), device, samples)
     own = step_of_torch(workload, model, next(workload.batches(samples, 0)), torch.float32)
     zero = ZERO[judging_dtype(row.parameters)]
     error = max(gradient_errors(own.gradients, right.gradients, zero).values())
+    del own, right
+    twin, _ = _compared(workload, smooth_twin(model), device, samples, stages)
     return replace(row, twin=twin.errors, torch_gradient=error)
 
 
 def _compared(
-    workload: Workload, model: nn.Module, device: Device, samples: int
+    workload: Workload, model: nn.Module, device: Device, samples: int, stages: int
 ) -> tuple[Parity, Step]:
     """A step of a model on the workload's first mini-batch, and the judge's."""
-    from hetpipe.capture.captured import Captured
+    from hetpipe.bench.inturn import StepInTurn
 
     size = sum(parameter.numel() for parameter in model.parameters())
-    batch, dtype = next(workload.batches(samples, 0)), judging_dtype(size)
+    batch, rule = next(workload.batches(samples, 0)), optimizer_of(workload)
     begin_s = time.perf_counter()
-    captured = Captured(model, workload.loss_fn, batch)
-    graphs = _graphs(captured, device, workload, samples)
-    captured_s = time.perf_counter()
+    graphs, buffers, feed = _captured(workload, model, batch, device, samples, stages)
+    capture_s = time.perf_counter() - begin_s
     operators, refused = _operators(device, graphs, samples)
-    about = (workload.name, device.info.id, samples, size, captured_s - begin_s, operators, refused)
+    about = (workload.name, device.info.id, samples, size, capture_s, operators, refused)
+    row = Parity(*about, stages=stages)
     if refused:
-        return Parity(*about), Step(math.nan, {})
-    right = step_of_torch(workload, model, batch, dtype)
-    judged_s = time.perf_counter()
-    stage = _loaded(device, captured, graphs)
-    loaded_s = time.perf_counter()
-    step = _step(stage, graphs, captured.leaves(*batch), workload, samples)
-    end_s = time.perf_counter()
-    errors = _errors(workload, model, right, step, dtype)
-    return Parity(*about, errors, loaded_s - judged_s, end_s - loaded_s), right
+        return row, Step(math.nan, {})
+    trim_memory()
+    right = step_of_torch(workload, model, batch, judging_dtype(size))
+    trim_memory()
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    values = {**{name: tensor.numpy() for name, tensor in parameters.items()}, **buffers}
+    comparison = _Comparison(rule, parameters, Distance(right.gradients, ZERO[judging_dtype(size)]))
+    begin_s = time.perf_counter()
+    step = StepInTurn(device, graphs, samples, values, feed)
+    loss = step.run(rule.lr_at(1), comparison.see)
+    step_s = time.perf_counter() - begin_s - step.compile_s - comparison.seconds
+    errors = comparison.errors(loss, right, judging_dtype(size))
+    return replace(row, errors=errors, compile_s=step.compile_s, step_s=step_s), right
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """A copy of the model whose dropout layers and recurrent networks drop nothing."""
+    """A copy of the model, with its own parameters, whose dropout layers and recurrent networks
+    drop nothing."""
     from torch.nn.modules.dropout import _DropoutNd
 
-    model = copy.deepcopy(model)
+    model = with_same_parameters(model)
     for module in model.modules():
         if isinstance(module, _DropoutNd):
             module.p = 0.0
@@ -168,23 +194,39 @@ def without_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
-def _graphs(captured: Captured, device: Device, workload: Workload, samples: int) -> StageGraphs:
+def _captured(
+    workload: Workload, model: nn.Module, batch: Any, device: Device, samples: int, stages: int
+) -> tuple[list[StageGraphs], dict[str, Array], dict[str, Array]]:
+    """The stages' programs, the model's buffers and the batch's leaves.
+
+    The capture's copy of the parameters goes with it.
+    """
+    from hetpipe.bench.inturn import even_cuts
+    from hetpipe.capture.captured import Captured
     from hetpipe.sdk.registry import decompositions_of
 
-    table = decompositions_of(device.info.backend)
-    (graphs,) = captured.stage_graphs([], [table], [samples], optimizer_of(workload), extras=())
-    return graphs
+    captured = Captured(model, workload.loss_fn, batch)
+    cuts = even_cuts(captured, samples, stages) if stages > 1 else ()
+    tables = [decompositions_of(device.info.backend)] * stages
+    rule = optimizer_of(workload)
+    graphs = captured.stage_graphs(cuts, tables, [samples], rule, extras=())
+    return graphs, captured.buffers, captured.leaves(*batch)
 
 
 def _operators(
-    device: Device, graphs: StageGraphs, samples: int
+    device: Device, stages: Sequence[StageGraphs], samples: int
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Calls by operator: all, and those that the device refuses."""
     from hetpipe.sdk.graph import graph_calls, operator_name
 
     every, refused = Counter[str](), Counter[str]()
-    programs = graphs.passes[samples].programs
-    for program in (*programs, *([graphs.update] if graphs.update else [])):
+    programs = [
+        program
+        for graphs in stages
+        for program in (*graphs.passes[samples].programs, graphs.update)
+        if program is not None
+    ]
+    for program in programs:
         for node in graph_calls(program.graph):
             every[operator_name(node)] += 1
             if (reason := device.supports(node)) is not None:
@@ -192,62 +234,37 @@ def _operators(
     return dict(every), dict(refused)
 
 
-def _loaded(device: Device, captured: Captured, graphs: StageGraphs) -> Stage:
-    """The compiled stage, with its values on the device."""
-    import numpy as np
+@dataclass
+class _Comparison:
+    """Takes a device's results one by one, and keeps their errors."""
 
-    from hetpipe.wire.messages import Keep
-    from hetpipe.worker.stage import Stage
+    rule: Optimizer
+    parameters: Mapping[str, torch.Tensor]
+    distance: Distance
+    seconds: float = 0.0
+    """That the comparison itself took."""
+    _gradients: dict[str, float] = field(default_factory=dict)
+    _update: float = 0.0
 
-    values = {**captured.parameters, **captured.buffers}
-    return Stage(device, graphs, values, np.zeros, Keep(updates=(0,)))
+    def see(self, name: str, gradient: Array, updated: Array) -> None:
+        """Compare a parameter's gradient and its new value."""
+        begin_s = time.perf_counter()
+        slope, new = torch.from_numpy(gradient), torch.from_numpy(updated)
+        self._gradients[name] = self.distance.of(name, slope)
+        error = update_error(self.rule, name, self.parameters[name], slope, new)
+        self._update = max(self._update, error)
+        self.seconds += time.perf_counter() - begin_s
 
-
-def _step(
-    stage: Stage, graphs: StageGraphs, feed: Mapping[str, Any], workload: Workload, samples: int
-) -> Step:
-    """One mini-batch of one micro-batch on the device."""
-    from hetpipe.capture.program import COUNT, GRAD, LOSS, PARAM
-    from hetpipe.schedule.action import Op
-    from hetpipe.worker.stage import Pass
-
-    stage.run(Pass(Op.FORWARD, 0, samples, feed))
-    stage.run(Pass(Op.BACKWARD, 0, samples, feed, loss_tangent=1.0))
-    (loss,), counts = stage.results.take(LOSS) or (), stage.results.take(COUNT)
-    scale = 1 / counts[0] if counts else 1.0
-    backward = graphs.passes[samples].backward
-    slots = backward.outputs if backward is not None else ()
-    names = [slot.name for slot in slots if slot.role == GRAD]
-    gradients = {name: torch.from_numpy(stage.get((GRAD, name))) * scale for name in names}
-    stage.update(optimizer_of(workload).lr_at(1), scale)
-    updated = {name: torch.from_numpy(stage.get((PARAM, name))) for name in names}
-    return Step(loss * scale, gradients, updated)
-
-
-def _errors(
-    workload: Workload, model: nn.Module, right: Step, step: Step, dtype: torch.dtype
-) -> Errors:
-    errors = gradient_errors(step.gradients, right.gradients, ZERO[dtype])
-    worst = max(errors, key=errors.__getitem__, default="")
-    return Errors(
-        judge=str(dtype).removeprefix("torch."),
-        loss=abs(step.loss - right.loss) / max(abs(right.loss), 1e-30),
-        gradient=errors.get(worst, 0.0),
-        worst=worst,
-        tensors=len(errors),
-        update=_update_error(workload, model, step),
-    )
-
-
-def _update_error(workload: Workload, model: nn.Module, step: Step) -> float:
-    """The largest relative error of a new parameter, by torch's optimizer in float64."""
-    largest = 0.0
-    parameters = dict(model.named_parameters())
-    for name, gradient in step.gradients.items():
-        parameter = nn.Parameter(parameters[name].detach().double())
-        parameter.grad = gradient.double()
-        torch_optimizer(optimizer_of(workload), {name: parameter}).step()
-        wrong = (step.updated[name].double() - parameter.detach()).norm()
-        error = float(wrong / parameter.detach().norm().clamp(min=1e-30))
-        largest = max(largest, error if error == error else math.inf)
-    return largest
+    def errors(self, loss: float, right: Step, dtype: torch.dtype) -> Errors:
+        """All errors; a gradient that torch alone has counts, too."""
+        missing = right.gradients.keys() - self._gradients.keys()
+        gradients = {name: self.distance.of(name, None) for name in missing} | self._gradients
+        worst = max(gradients, key=gradients.__getitem__, default="")
+        return Errors(
+            judge=str(dtype).removeprefix("torch."),
+            loss=abs(loss - right.loss) / max(abs(right.loss), 1e-30),
+            gradient=gradients.get(worst, 0.0),
+            worst=worst,
+            tensors=len(gradients),
+            update=self._update,
+        )

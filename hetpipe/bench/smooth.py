@@ -9,7 +9,6 @@ no more than a program's rounding errors.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from hetpipe.bench.shared import with_same_parameters
 
 Function = Callable[..., Any]
 
@@ -67,7 +68,7 @@ class _Smooth(nn.Module):
 
 
 def smooth_twin(model: nn.Module) -> nn.Module:
-    """A copy of the model, of the same names and weights, without rectifiers and maxima."""
-    twin = copy.deepcopy(model)
+    """A copy of the model, with its own parameters, without rectifiers and maxima."""
+    twin = with_same_parameters(model)
     twin.__class__ = type(type(model).__name__, (_Smooth, type(model)), {})
     return twin

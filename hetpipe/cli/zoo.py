@@ -42,6 +42,14 @@ def command(
     samples: Annotated[
         int | None, typer.Option(min=1, help="Samples of the step. [default: 4 at most]")
     ] = None,
+    stages: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Train in so many stages, one at a time in the device's memory: for models that "
+            "do not fit as a whole.",
+        ),
+    ] = 1,
     json: JsonOption = None,
 ) -> None:
     """Train one step of whole models on a device, beside torch. Exit 1 if one is not equal."""
@@ -60,7 +68,7 @@ def command(
         for number, name in enumerate(names):
             progress(f"training {name}", number, len(names))
             try:
-                rows.append(parity(load_workload(name), opened, samples))
+                rows.append(parity(load_workload(name), opened, samples, stages))
             except HetpipeError as error:
                 failed[name] = str(error)
     if rows:
@@ -101,8 +109,10 @@ def _table(rows: list[Parity]) -> Table:
         "smooth twin", "time",
     )  # fmt: skip
     limits = f"loss {LOSS_LIMIT:g}, gradients {GRADIENT_LIMIT:g}, update {UPDATE_LIMIT:g}"
+    judges = dict.fromkeys(row.errors.judge for row in rows if row.errors is not None)
     table = make_table(
-        f"One training step on {rows[0].device}: relative errors against torch in float64; "
+        f"One training step on {rows[0].device}: relative errors against torch in "
+        f"{' or '.join(judges) or 'float64'}; "
         f"allowed are {limits}",
         ("model", *numbers, "worst gradient", "equal"),
         numbers,

@@ -11,9 +11,12 @@ import torch
 from torch import nn
 
 from hetpipe import optim
-from hetpipe.bench.judge import gradient_errors
+from hetpipe.bench import judge
+from hetpipe.bench.eager import torch_optimizer
+from hetpipe.bench.judge import gradient_errors, step_of_torch
 from hetpipe.bench.parity import GRADIENT_LIMIT, Errors, Parity, parity, without_dropout
 from hetpipe.bench.smooth import smooth_twin
+from hetpipe.errors import PlanError
 from hetpipe.sdk.registry import open_device
 from hetpipe.zoo.load import load_workload
 from hetpipe.zoo.workload import Workload
@@ -81,6 +84,77 @@ def test_a_device_that_is_right_is_equal(device: str, name: str) -> None:
     row = parity(load_workload(name), open_device(device))
     assert row.is_strict, row
     assert not row.refused
+
+
+class Crossing(nn.Module):
+    """Its ends share a weight, a skip passes by what lies between, and a batch norm keeps sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.first, self.norm, self.second = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        y = self.second(torch.tanh(self.norm(self.first(x))))
+        logits: torch.Tensor = self.head(torch.tanh(x + y))
+        return logits
+
+
+def summed_loss(logits: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    loss = nn.functional.cross_entropy(logits, y, reduction="sum")
+    return loss, torch.ones_like(y).sum()
+
+
+def test_stages_in_turn_are_the_whole_model() -> None:
+    torch.manual_seed(0)
+    own = replace(workload(Crossing(), torch.tensor([5, 0, 5, 6]), 7), loss_fn=summed_loss)
+    row = parity(own, open_device("numpy:cpu:0"), stages=4)
+    assert row.is_strict, row
+    assert row.errors is not None
+    assert row.errors.tensors == 7
+    assert row.stages == 4
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    small = workload(
+        nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)), torch.ones(4, 3), 2
+    )
+    with pytest.raises(PlanError, match="9 stages of 2 layers"):
+        parity(small, open_device("pytorch:cpu:0"), stages=9)
+
+
+def test_torch_leaves_the_model_as_it_was() -> None:
+    torch.manual_seed(0)
+    first = nn.Linear(3, 3)
+    model = nn.Sequential(first, nn.BatchNorm1d(3), nn.Linear(3, 2))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    own = workload(model, torch.randn(4, 3), 2)
+    step = step_of_torch(own, model, next(own.batches(4, 0)), torch.float64)
+    assert step.gradients.keys() == dict(model.named_parameters()).keys()
+    for name, tensor in model.state_dict().items():
+        assert tensor.dtype == before[name].dtype
+        assert torch.equal(tensor, before[name]), name
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model(torch.randn(4, 3)).sum().backward()
+    assert first.weight.grad is not None, "no hook stays"
+
+
+def test_an_update_is_compared_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter, gradient = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
+    rule = optim.adamw(lr=0.1)
+    right = nn.Parameter(parameter.double())
+    right.grad = gradient.double()
+    torch_optimizer(rule, {"w": right}).step()
+    new = right.detach() + torch.tensor([0.0, 0.0, 0.0, 0.0, 1e-3])
+    expected = 1e-3 / float(right.detach().norm())
+    for piece in (10, 2):
+        monkeypatch.setattr(judge, "PIECE", piece)
+        found = judge.update_error(rule, "w", parameter, gradient, new)
+        assert found == pytest.approx(expected, rel=1e-6)
+    assert judge.update_error(rule, "w", parameter, gradient, new * math.nan) == math.inf
 
 
 def test_a_wrong_gradient_is_found() -> None:

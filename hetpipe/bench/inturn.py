@@ -1,0 +1,190 @@
+"""One training step of a model on one device, for which its stages take turns in its memory.
+
+The stages run forward one after another, and of each only the tensors that cross the next cut are
+kept. Then, from the last to the first, each is loaded again, runs its forward again, its backward
+and its update, and makes room for the one before. So the device holds one stage at a time, whose
+weights, gradients, optimizer state and saved tensors are all that a whole model would need for
+these layers. With a single stage, each pass runs once.
+
+The update runs after the passes, in a stage of its own: optimizer state and what passes keep, such
+as packed weights, are never there at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hetpipe.bench.machine import trim_memory
+from hetpipe.capture.captured import Captured
+from hetpipe.capture.program import (
+    COUNT,
+    CUT,
+    GRAD,
+    INPUT,
+    LOSS,
+    PARAM,
+    TANGENT,
+    Program,
+    Slot,
+    StageGraphs,
+)
+from hetpipe.errors import PlanError
+from hetpipe.plan.exact import exact
+from hetpipe.schedule.action import Op
+from hetpipe.sdk.backend import Buffer, Device
+from hetpipe.wire.messages import Keep
+from hetpipe.worker.stage import Pass, Stage
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, Any]
+    Crossing = Mapping[str, Buffer]
+    """Tensors that cross a cut, by name."""
+    See = Callable[[str, Array, Array], None]
+    """Takes a parameter's name, its gradient and its new value."""
+
+
+def even_cuts(captured: Captured, samples: int, stages: int) -> tuple[int, ...]:
+    """Cuts into stages of which the largest has as few bytes of parameters as can be.
+
+    Raises `PlanError` for more stages than layers.
+    """
+    layers = captured.layer_graph(samples).layers
+    if stages > len(layers):
+        raise PlanError(f"{stages} stages of {len(layers)} layers: ask for fewer stages")
+    before = np.cumsum([0, *(layer.params_nbytes for layer in layers)]).astype(float)
+    costs = np.where(np.tri(len(before), dtype=bool), np.inf, before[None, :] - before[:, None])
+    cuts = exact([costs] * stages)
+    assert cuts is not None  # any stage may have any layers
+    return cuts
+
+
+@dataclass
+class StepInTurn:
+    """A step of one micro-batch; `run` is called once.
+
+    `values` are parameters and buffers, and `feed` the leaves of the batch, all by name.
+    """
+
+    device: Device
+    graphs: Sequence[StageGraphs]
+    samples: int
+    values: Mapping[str, Array]
+    feed: Mapping[str, Array]
+    compile_s: float = 0.0
+    """Seconds in which stages were compiled and loaded."""
+    _scale: float = 1.0
+    _loss: float = 0.0
+    _shared: dict[str, Array] = field(default_factory=dict)
+    """Gradients of tied parameters that later stages than their owner have made."""
+
+    def run(self, lr: float, see: See) -> float:
+        """Train the step; its mean loss. `see` gets each parameter once."""
+        entering: list[Crossing] = [{}]
+        for graphs in self.graphs[:-1]:
+            entering.append(self._forward_only(graphs, entering[-1]))
+            trim_memory()
+        tangents: Crossing = {}
+        for graphs in reversed(self.graphs):
+            tangents, held, gradients = self._passes(graphs, entering.pop(), tangents)
+            trim_memory()
+            self._update(graphs, held, gradients, lr, see)
+            trim_memory()
+        return self._loss
+
+    def _forward_only(self, graphs: StageGraphs, entering: Crossing) -> Crossing:
+        """The tensors that leave a stage for the next one."""
+        passes = replace(graphs.passes[self.samples], backward=None)
+        stage = self._stage(replace(graphs, passes={self.samples: passes}, update=None))
+        return self._forward(stage, replace(graphs, passes={self.samples: passes}), entering)
+
+    def _forward(self, stage: Stage, graphs: StageGraphs, entering: Crossing) -> Crossing:
+        passes = graphs.passes[self.samples]
+        into = _slots([slot for program in passes.programs for slot in program.inputs], CUT)
+        stage.frames.arrive(0, into, [entering[slot.name] for slot in into])
+        out = _slots(passes.forward.outputs, CUT)
+        stage.run(Pass(Op.FORWARD, 0, self.samples, self._leaves(passes.programs)))
+        return _departing(stage, self.samples, out)
+
+    def _passes(
+        self, graphs: StageGraphs, entering: Crossing, arriving: Crossing
+    ) -> tuple[Crossing, dict[tuple[str, str], Buffer], dict[str, Array]]:
+        """Forward and backward: the tangents for the stage before, parameters and gradients on the
+        device, and the gradients."""
+        stage = self._stage(replace(graphs, update=None))
+        self._forward(stage, graphs, entering)
+        if stage.has_loss:
+            (self._loss,), counts = stage.results.take(LOSS) or (), stage.results.take(COUNT)
+            self._scale = 1 / counts[0] if counts else 1.0
+            self._loss *= self._scale
+        backward = graphs.passes[self.samples].backward
+        if backward is None:
+            return {}, {}, {}
+        into = [slot for slot in _slots(backward.inputs, TANGENT) if slot.name != LOSS]
+        stage.frames.arrive(0, tuple(into), [arriving[slot.name] for slot in into])
+        feed = self._leaves([backward])
+        stage.run(Pass(Op.BACKWARD, 0, self.samples, feed, loss_tangent=1.0))
+        tangents = _departing(stage, self.samples, _slots(backward.outputs, TANGENT))
+        gradients = {
+            slot.name: self._summed(stage, graphs, slot.name)
+            for slot in _slots(backward.outputs, GRAD)
+        }
+        held = stage.store.lying([(role, name) for role in (PARAM, GRAD) for name in gradients])
+        return tangents, held, gradients
+
+    def _summed(self, stage: Stage, graphs: StageGraphs, name: str) -> Array:
+        """A parameter's gradient, with those of later stages if this stage owns it."""
+        own = stage.get((GRAD, name))
+        owners = {tied: owner for tied, owner, _ in graphs.tied}
+        if name not in owners:
+            return own
+        own = self._shared[name] = own + self._shared.pop(name, 0.0)
+        if owners[name] == graphs.stage:
+            stage.put((GRAD, name), self._shared.pop(name))
+        return own
+
+    def _update(
+        self,
+        graphs: StageGraphs,
+        held: Mapping[tuple[str, str], Buffer],
+        gradients: dict[str, Array],
+        lr: float,
+        see: See,
+    ) -> None:
+        """Apply the optimizer to the parameters that the stage owns."""
+        stage = self._stage(replace(graphs, passes={}), held)
+        stage.update(lr, self._scale)
+        owners = {tied: owner for tied, owner, _ in graphs.tied}
+        while gradients:
+            name, gradient = gradients.popitem()
+            if owners.get(name, graphs.stage) == graphs.stage:
+                see(name, gradient * self._scale, stage.get((PARAM, name)))
+
+    def _stage(
+        self, graphs: StageGraphs, held: Mapping[tuple[str, str], Buffer] | None = None
+    ) -> Stage:
+        """A compiled stage, with its values on the device."""
+        begin_s = time.perf_counter()
+        keep = Keep(updates=(0,) * len(self.graphs))
+        stage = Stage(self.device, graphs, self.values, np.zeros, keep, held=held)
+        self.compile_s += time.perf_counter() - begin_s
+        return stage
+
+    def _leaves(self, programs: Sequence[Program]) -> dict[str, Array]:
+        """The leaves of the batch that programs read."""
+        slots = [slot for program in programs for slot in program.inputs]
+        return {slot.name: self.feed[slot.name] for slot in _slots(slots, INPUT)}
+
+
+def _slots(slots: Sequence[Slot], role: str) -> tuple[Slot, ...]:
+    """The slots of a role, each once."""
+    return tuple({slot.key: slot for slot in slots if slot.role == role}.values())
+
+
+def _departing(stage: Stage, samples: int, slots: tuple[Slot, ...]) -> Crossing:
+    buffers = stage.frames.depart(0, samples, slots)
+    return {slot.name: buffer for slot, buffer in zip(slots, buffers, strict=True)}
