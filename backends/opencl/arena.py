@@ -6,11 +6,15 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from hetpipe.sdk.info import DTYPE_NBYTES
 
 from .builder import Launch
 from .expr import Value
+
+Span = tuple[int, int]
+"""Begin and end in bytes."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,11 @@ class Life:
 def nbytes(value: Value) -> int:
     """Size of a tensor in bytes."""
     return math.prod(value.shape) * DTYPE_NBYTES[value.dtype]
+
+
+def aligned(nbytes: int, alignment: int) -> int:
+    """Bytes that a tensor takes in an arena."""
+    return max(1, -(-nbytes // alignment)) * alignment
 
 
 def lives(launches: Sequence[Launch]) -> dict[int, Life]:
@@ -54,26 +63,39 @@ def inherits(old: Life, new: Life, old_id: int, launches: Sequence[Launch]) -> b
 
 
 def place(
-    life: Mapping[int, Life], launches: Sequence[Launch], alignment: int
+    life: Mapping[int, Life],
+    launches: Sequence[Launch],
+    alignment: int,
+    fixed: Mapping[int, Span] = MappingProxyType({}),
+    most: int | None = None,
 ) -> tuple[dict[int, int], int]:
-    """Offsets of tensors by id, and the size of the arena, all in bytes: first fit by birth."""
+    """Offsets of tensors by id, and the size of the arena, all in bytes: first fit by birth.
+
+    Tensors of `life` that are `fixed` lie where they lie. Those for which `most` bytes have no room
+    get no offset.
+    """
     offsets: dict[int, int] = {}
-    live: dict[int, tuple[int, int]] = {}  # id -> (begin, end)
+    live: dict[int, Span] = {}
     total = 0
     births = defaultdict(list)
     for key, span in life.items():
-        births[span.first].append(key)
+        if key not in fixed:
+            births[span.first].append(key)
     for at, born in sorted(births.items()):
         live = {key: span for key, span in live.items() if life[key].last >= at}
-        ending = [key for key in live if life[key].last == at]
+        fixed = {key: span for key, span in fixed.items() if life[key].last >= at}
+        ending = [key for key in (*live, *fixed) if life[key].last == at]
         for key in born:
             heir = next((o for o in ending if inherits(life[o], life[key], o, launches)), None)
             if heir is not None:
                 ending.remove(heir)
-                live[key] = live.pop(heir)
+                live[key] = live.pop(heir) if heir in live else fixed.pop(heir)
             else:
-                size = max(1, -(-life[key].nbytes // alignment)) * alignment
-                begin = _gap(sorted(live.values()), size)
+                size = aligned(life[key].nbytes, alignment)
+                later = (s for k, s in fixed.items() if life[k].first <= life[key].last)
+                begin = _gap(sorted((*live.values(), *later)), size)
+                if most is not None and begin + size > most:
+                    continue
                 live[key] = (begin, begin + size)
             offsets[key] = live[key][0]
             total = max(total, live[key][1])

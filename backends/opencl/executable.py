@@ -14,15 +14,16 @@ from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import DONE, Buffer, Chunk, Event, Executable
 from hetpipe.sdk.inputs import check_inputs
 
-from .arena import lives, nbytes, place
+from .arena import lives, nbytes
 from .blocks import Block, blocks_of, finished_parts
 from .builder import Launch
 from .driver import driver, errors
 from .events import CommandEvent, Flowing, PassEvent
 from .expr import Value
 from .lowering import Lowered
-from .memory import Memory, OpenCLBuffer, room_nbytes
+from .memory import Memory, OpenCLBuffer, Part, Piece, room_nbytes
 from .outside import Outcome
+from .placement import NOTHING, Given, Plan, Where, given, heirs_of, plan
 
 if TYPE_CHECKING:
     from .device import OpenCLDevice
@@ -75,7 +76,8 @@ class OpenCLExecutable(Executable):
         self._kept: dict[int, Memory] = {}
         """Results of steady launches, from the second run with the same weights on: where
         a mini-batch is one micro-batch, that run never comes."""
-        self._placed: list[tuple[Any, int, int]] = []  # (kernel, argument, id) of an intermediate
+        self._placed: dict[int, list[tuple[Any, int]]] = defaultdict(list)
+        """Kernels and their arguments, by the id of an intermediate."""
         streams = device.info.capabilities.chunks
         self._parts = finished_parts(lowered.outputs, lowered.launches) if streams else []
         """The outputs that are complete block by block, and the launches that compute them."""
@@ -92,7 +94,7 @@ class OpenCLExecutable(Executable):
                     elif arg.id in slots:
                         self._rebind[slots[arg.id]].append((kernel, at))
                     else:
-                        self._placed.append((kernel, at, arg.id))
+                        self._placed[arg.id].append((kernel, at))
             whole: list[Block] = [(None, launch.global_size)]
             blocks = blocks_of(launch) if number in in_blocks else whole
             joined = number > 0 and lowered.launches[number - 1].beside > 0
@@ -108,8 +110,11 @@ class OpenCLExecutable(Executable):
         self._bound: dict[int, Any] = {}
         self._queue = device.pass_queue(0)
         self._last: Any = None
-        self._place()
-        self._plans: dict[frozenset[int], tuple[int | None, ...]] = {}
+        self._lying: dict[int, Any] = {}
+        """The memory of intermediates, by id, as arguments are set."""
+        self._plans: dict[tuple[frozenset[int], Given], Plan] = {}
+        self._settled: tuple[Plan, dict[Where, Piece | None]] | None = None
+        """The plan and the pieces of memory as arguments are set."""
 
     @property
     def launches(self) -> Sequence[Launch]:
@@ -229,23 +234,37 @@ class OpenCLExecutable(Executable):
             with errors(self._device.info.id, RUNNING):
                 self._last.wait()
         self._queue = queue
-        self._place()
 
     def _keep(self) -> None:
         """Give the results of steady launches memory of their own from now on."""
         if self._last is not None:
             self._last.wait()
         self._kept = _kept(self._device, self._lowered, self._slots)
-        self._place()
+        self._plans.clear()
+        for key, kept in self._kept.items():
+            self._lie(key, kept.cl)
 
-    def _place(self) -> None:
-        device, lowered = self._device, self._lowered
-        memory = _intermediates(device, self._queue, lowered, {*self._slots, *self._kept})
-        memory |= {key: kept.cl for key, kept in self._kept.items()}
-        with errors(device.info.id, "setting arguments"):
-            for kernel, at, key in self._placed:
-                kernel.set_arg(at, memory[key])
-        self._intermediates = memory  # releases those of the previous queue
+    def _settle(self, plan: Plan, donated: Memory | None, new: Memory | None) -> None:
+        """Set the arguments of intermediates: most runs have the pieces of the one before."""
+        arena = None
+        if plan.arena_nbytes:
+            arena = self._device.arena(plan.arena_nbytes, self._queue)
+        pieces: dict[Where, Piece | None] = {Where.ARENA: arena}
+        for where, memory in ((Where.DONATED, donated), (Where.NEW, new)):
+            pieces[where] = None if memory is None else memory.piece
+        if self._settled == (settled := (plan, pieces)):
+            return
+        self._settled = settled
+        for key, spot in plan.spots.items():
+            if key in self._placed and (piece := pieces[spot.where]) is not None:
+                self._lie(key, piece.part(spot.begin, spot.nbytes))
+
+    def _lie(self, key: int, memory: Any) -> None:
+        """Set the arguments for an intermediate."""
+        if self._lying.get(key) is not memory:
+            for kernel, at in self._placed[key]:
+                kernel.set_arg(at, memory)
+            self._lying[key] = memory
 
     def _bind(self, slot: int, memory: Any) -> None:
         if self._bound.get(slot) is not memory:
@@ -263,38 +282,48 @@ class OpenCLExecutable(Executable):
         return mine
 
     def _outputs(
-        self, inputs: list[OpenCLBuffer], donate: frozenset[int], queue: int
+        self, buffers: list[OpenCLBuffer], donate: frozenset[int], queue: int
     ) -> list[OpenCLBuffer]:
+        """The results of a run, in their memory; intermediates have theirs, too, from now on."""
         if donate:
-            # An input that comes twice is read under two names: no output may take its memory.
-            memories = [buffer.memory for buffer in inputs]
+            # An input that comes twice is read under two names: nothing may take its memory.
+            memories = [buffer.memory for buffer in buffers]
             if len(set(map(id, memories))) < len(memories):
                 donate = frozenset(i for i in donate if memories.count(memories[i]) == 1)
-        if donate not in self._plans:
-            self._plans[donate] = self._plan(donate)
-        device, outputs = self._device, []
-        for output, heir in zip(self._lowered.outputs, self._plans[donate], strict=True):
-            value = output.value
-            if value is None:
+        whole, parts = given(buffers, donate) if donate else (None, NOTHING)
+        if (donate, parts) not in self._plans:
+            self._plans[donate, parts] = self._plan(donate, parts)
+        plan = self._plans[donate, parts]
+        new = self._device.memory.take(plan.new_nbytes, queue) if plan.new_nbytes else None
+        self._settle(plan, whole, new)
+        wholes = {Where.DONATED: whole, Where.NEW: new}
+        outputs = []
+        for output, heir in zip(self._lowered.outputs, plan.heirs, strict=True):
+            if (value := output.value) is None:
                 assert output.source is not None
-                outputs.append(inputs[output.source])
+                outputs.append(buffers[output.source])
                 continue
-            memory: Memory
-            memory = (
-                device.memory.take(nbytes(value), queue) if heir is None else inputs[heir].memory
-            )
-            outputs.append(OpenCLBuffer(device, value.shape, value.dtype, memory))
+            memory: Memory | Part
+            spot = plan.spots.get(value.id)
+            if heir is not None:
+                memory = buffers[heir].memory
+            elif spot is not None and (inside := wholes[spot.where]) is not None:
+                memory = Part(inside, spot.begin, spot.nbytes)
+            else:
+                memory = self._device.memory.take(nbytes(value), queue)
+            outputs.append(OpenCLBuffer(self._device, value.shape, value.dtype, memory))
         return outputs
 
-    def _plan(self, donate: frozenset[int]) -> tuple[int | None, ...]:
-        """Per output, the donated input whose memory it takes."""
-        free = set(donate)
-        plan = []
-        for output in self._lowered.outputs:
-            heir = next((index for index in output.heirs if index in free), None)
-            free.discard(-1 if heir is None else heir)
-            plan.append(heir)
-        return tuple(plan)
+    def _plan(self, donate: frozenset[int], parts: Given) -> Plan:
+        target = self._device.target
+        if not target.checks_memory:
+            apart = frozenset(self._kept)
+            return plan(self._lowered, donate, parts, apart, target.alignment_nbytes)
+        # One allocation per tensor, so that the interpreter sees every access outside a tensor.
+        life = lives(self._lowered.launches)
+        for key in self._placed.keys() - self._lying.keys():
+            self._lie(key, self._device.memory.create(room_nbytes(life[key].nbytes)).cl)
+        return Plan(heirs_of(self._lowered, donate), {}, 0, 0)
 
 
 def _kept(device: OpenCLDevice, lowered: Lowered, outside: set[int]) -> dict[int, Memory]:
@@ -305,31 +334,6 @@ def _kept(device: OpenCLDevice, lowered: Lowered, outside: set[int]) -> dict[int
         for key, span in life.items()
         if key not in outside and lowered.launches[span.first].steady
     }
-
-
-def _intermediates(
-    device: OpenCLDevice, queue: PassQueue, lowered: Lowered, outside: set[int]
-) -> dict[int, Any]:
-    """Memory of the tensors inside the graph, by id."""
-    life = {k: span for k, span in lives(lowered.launches).items() if k not in outside}
-    if device.target.checks_memory:
-        # One allocation per tensor, so that the interpreter sees every access outside a tensor.
-        sizes = {key: room_nbytes(span.nbytes) for key, span in life.items()}
-        return {key: device.memory.create(nbytes).cl for key, nbytes in sizes.items()}
-    offsets, total = place(life, lowered.launches, device.target.alignment_nbytes)
-    if not total:
-        return {}
-    arena = device.arena(total, queue)
-    regions: dict[tuple[int, int], Any] = {}
-    memory = {}
-    with errors(device.info.id, "dividing the arena"):
-        for key, begin in offsets.items():
-            size = device.target.alignment_nbytes
-            size *= max(1, -(-life[key].nbytes // device.target.alignment_nbytes))
-            if (begin, size) not in regions:
-                regions[begin, size] = arena.get_sub_region(begin, size)
-            memory[key] = regions[begin, size]
-    return memory
 
 
 def _scalar(number: int | float) -> Any:

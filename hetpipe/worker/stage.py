@@ -79,7 +79,7 @@ class Stage:
         self.number = graphs.stage
         self._meet = meet
         self._keep = keep
-        self._binding = binding = StageBinding(graphs)
+        self._binding = binding = StageBinding(graphs, keep.late_gradients)
         self.store = Store(device, binding, graphs, values, state_init, held or {})
         predict = None if binding.predict is None else self._predict
         self.weights = make_weights(keep, graphs.stage, self.store.parameters, predict)
@@ -140,7 +140,12 @@ class Stage:
         frame = self.frames.of(which.microbatch)
         if (place := self._binding.places.get((TANGENT, LOSS))) is not None:
             frame[place.entry] = self._loss_tangent(which.loss_tangent)
-        self._run(bindings.backwards[part], version, frame, queue=which.queue, leaving=leaving)
+        program = bindings.backwards[part]
+        if bindings.firsts and not self.store.has_late_gradients():
+            program = bindings.firsts[part]
+        else:
+            self.store.make_gradients()
+        self._run(program, version, frame, queue=which.queue, leaving=leaving)
         self._account(part + 1, which, version)
         self.frames.let_go(frame, bindings, part + 1)
 
@@ -159,12 +164,14 @@ class Stage:
             return
         step = float(self.weights.number + 1)
         self._put_scalars({"lr": lr, "step": step, "grad_scale": grad_scale})
+        self.store.make_gradients()
         present = self.weights.present
         if self.weights.disposable:
             self._run(binding, present, [], donate=binding.parameters)
             self.weights.updated(present)
         else:
             self.weights.updated(self._run(binding, present, [], into=list(present)))
+        self.store.drop_late_gradients()
         self.memory.updated(self.weights.live(present))
         self._before = None
 
@@ -184,8 +191,7 @@ class Stage:
         binding = self._binding.norm
         if binding is None:
             return 0.0
-        if id(binding) not in self._executables:  # compiled at its first use
-            self._compile([binding])
+        self.store.make_gradients()
         self._put_scalars({"grad_scale": grad_scale})
         frame = self.frames.empty()
         self._run(binding, self.weights.present, frame)
@@ -238,6 +244,8 @@ class Stage:
         """Run on a version of the parameters. New ones go `into` another version, if given."""
         tables = (params, self.store.entries, frame)
         inputs = [tables[table][index] for table, index in binding.sources]
+        if id(binding) not in self._executables:  # used by some trainings alone
+            self._compile([binding])
         executable = self._executables[id(binding)]
         slots, donate = binding.program.outputs, binding.donate | donate
         try:
@@ -288,7 +296,9 @@ class Stage:
         present = self.weights.present
         targets = self._binding.update.targets if self._binding.update is not None else ()
         trained = [present[index] for table, index in targets if table is Table.PARAMS]
-        return Memory([*present, *self.store.entries], nbytes_of(trained))
+        grads = (slot for key, slot in self._binding.slots.items() if key[0] == GRAD)
+        late = (g.nbytes for g in grads if self._binding.places[g.key].entry in self._binding.late)
+        return Memory([*present, *self.store.entries], nbytes_of(trained), sum(late))
 
     def _feed(self, frame: Entries, feeds: Sequence[tuple[str, int]], which: Pass) -> list[Event]:
         """Begin to upload a pass's leaves of the batch."""
