@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -72,40 +72,52 @@ def place(
     """Offsets of tensors by id, and the size of the arena, all in bytes: first fit by birth.
 
     Tensors of `life` that are `fixed` lie where they lie. Those for which `most` bytes have no room
-    get no offset.
+    get no offset. What outlives the launches lies as far up in `most` bytes as it can.
     """
     offsets: dict[int, int] = {}
     live: dict[int, Span] = {}
     total = 0
     births = defaultdict(list)
-    for key, span in life.items():
+    for key, each in life.items():
         if key not in fixed:
-            births[span.first].append(key)
+            births[each.first].append(key)
     for at, born in sorted(births.items()):
         live = {key: span for key, span in live.items() if life[key].last >= at}
         fixed = {key: span for key, span in fixed.items() if life[key].last >= at}
         ending = [key for key in (*live, *fixed) if life[key].last == at]
         for key in born:
+            soon = {k: s for k, s in fixed.items() if life[k].first <= life[key].last}
             heir = next((o for o in ending if inherits(life[o], life[key], o, launches)), None)
-            if heir is not None:
-                ending.remove(heir)
-                live[key] = live.pop(heir) if heir in live else fixed.pop(heir)
+            span = None if heir is None else live.get(heir) or fixed[heir]
+            if span is not None and not _meets(span, (s for k, s in soon.items() if k != heir)):
+                ending = [other for other in ending if other != heir]
+                live = {k: s for k, s in live.items() if k != heir}
+                fixed = {k: s for k, s in fixed.items() if k != heir}
             else:
-                size = aligned(life[key].nbytes, alignment)
-                later = (s for k, s in fixed.items() if life[k].first <= life[key].last)
-                begin = _gap(sorted((*live.values(), *later)), size)
-                if most is not None and begin + size > most:
+                end = None if most is None else most // alignment * alignment
+                upwards = end if life[key].last >= len(launches) else None
+                taken = (*live.values(), *soon.values())
+                span = _free(taken, aligned(life[key].nbytes, alignment), upwards)
+                if span[0] < 0 or (most is not None and span[1] > most):
                     continue
-                live[key] = (begin, begin + size)
-            offsets[key] = live[key][0]
-            total = max(total, live[key][1])
+            live[key] = span
+            offsets[key] = span[0]
+            total = max(total, span[1])
     return offsets, total
 
 
-def _gap(taken: Sequence[tuple[int, int]], size: int) -> int:
+def _meets(span: Span, others: Iterable[Span]) -> bool:
+    return any(span[0] < high and low < span[1] for low, high in others)
+
+
+def _free(taken: Iterable[Span], size: int, end: int | None) -> Span:
+    """The first gap of that size, or the last one before `end`."""
+    if end is not None:
+        low, high = _free([(end - high, end - low) for low, high in taken], size, None)
+        return end - high, end - low
     begin = 0
-    for low, high in taken:
+    for low, high in sorted(taken):
         if low - begin >= size:
             break
         begin = max(begin, high)
-    return begin
+    return begin, begin + size

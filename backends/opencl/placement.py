@@ -94,14 +94,20 @@ def plan(
     values += [output.value for output in lowered.outputs if output.value is not None]
     outside = apart.union(value.id for value in values)
     inside = {key: span for key, span in life.items() if key not in outside}
-    packing = _Packing(lowered.launches, alignment)
-    if sum(span.nbytes for span in (*inside.values(), *kept.values())) >= LEAST_NBYTES:
-        taken = _taken(lowered, life, given, alignment)
-        packing.pack(Where.DONATED, {**inside, **kept}, taken, given.nbytes)
-    new_nbytes = packing.pack(Where.NEW, kept)
-    packing.pack(Where.NEW, inside, packing.taken(Where.NEW, kept), new_nbytes)
-    arena_nbytes = packing.pack(Where.ARENA, inside)
-    return Plan(heirs, packing.spots, new_nbytes, arena_nbytes)
+    if sum(span.nbytes for span in (*inside.values(), *kept.values())) < LEAST_NBYTES:
+        given = NOTHING
+    taken = _taken(lowered, life, given, alignment)
+    plans = []
+    # Results that stay may take the donated piece before all others: neither order is always best.
+    for first in ({**inside, **kept}, kept):
+        packing = _Packing(lowered.launches, alignment)
+        packing.pack(Where.DONATED, first, taken, given.nbytes)
+        packing.pack(Where.DONATED, inside, taken, given.nbytes)
+        new_nbytes = packing.pack(Where.NEW, kept)
+        packing.pack(Where.NEW, inside, {}, new_nbytes)
+        arena_nbytes = packing.pack(Where.ARENA, inside)
+        plans.append(Plan(heirs, packing.spots, new_nbytes, arena_nbytes))
+    return min(plans, key=lambda plan: plan.new_nbytes + plan.arena_nbytes)
 
 
 class _Packing:
@@ -110,6 +116,7 @@ class _Packing:
     def __init__(self, launches: Sequence[Launch], alignment: int) -> None:
         self._launches = launches
         self._alignment = alignment
+        self._life: dict[int, Life] = {}
         self.spots: dict[int, Spot] = {}
 
     def pack(
@@ -119,22 +126,25 @@ class _Packing:
         taken: Mapping[int, tuple[Life, Span]] = MappingProxyType({}),
         most: int | None = None,
     ) -> int:
-        """Place those without a spot beside what is `taken`, in `most` bytes. Returns the size."""
+        """Place those without a spot beside what is there or `taken`, in `most` bytes.
+
+        Returns the size.
+        """
         rest = {key: span for key, span in life.items() if key not in self.spots}
-        fixed = {key: span for key, (_, span) in taken.items()}
+        fixed = {
+            key: (spot.begin, spot.begin + spot.nbytes)
+            for key, spot in self.spots.items()
+            if spot.where is where
+        }
+        fixed.update((key, span) for key, (_, span) in taken.items())
         rest.update((key, span) for key, (span, _) in taken.items())
+        rest.update((key, self._life[key]) for key in fixed.keys() - taken.keys())
         offsets, total = place(rest, self._launches, self._alignment, fixed, most)
+        self._life.update(life)
         for key, begin in offsets.items():
             size = aligned(life[key].nbytes, self._alignment)
             self.spots[key] = Spot(where, begin, size)
         return total
-
-    def taken(self, where: Where, life: Mapping[int, Life]) -> dict[int, tuple[Life, Span]]:
-        """The tensors that lie there."""
-        spots = {key: self.spots[key] for key in life if self.spots[key].where is where}
-        return {
-            key: (life[key], (spot.begin, spot.begin + spot.nbytes)) for key, spot in spots.items()
-        }
 
 
 def heirs_of(lowered: Lowered, donate: frozenset[int]) -> tuple[int | None, ...]:
