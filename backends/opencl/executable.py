@@ -15,13 +15,14 @@ from hetpipe.sdk.backend import DONE, Buffer, Chunk, Event, Executable
 from hetpipe.sdk.inputs import check_inputs
 
 from .arena import lives, nbytes
+from .arguments import Arguments
 from .blocks import Block, blocks_of, finished_parts
 from .builder import Launch
 from .driver import driver, errors
 from .events import CommandEvent, Flowing, PassEvent
 from .expr import Value
 from .lowering import Lowered
-from .memory import Memory, OpenCLBuffer, Part, Piece, room_nbytes
+from .memory import Memory, OpenCLBuffer, Part, room_nbytes
 from .outside import Outcome
 from .placement import NOTHING, Given, Plan, Where, given, heirs_of, plan
 
@@ -65,36 +66,24 @@ class OpenCLExecutable(Executable):
         self._device = device
         self._lowered = lowered
         self._forms = tuple((value.shape, value.dtype) for value in lowered.inputs)
-        slots = {value.id: index for index, value in enumerate(lowered.inputs)}
-        for index, output in enumerate(lowered.outputs):
-            if output.value is not None:
-                slots[output.value.id] = len(lowered.inputs) + index
-        for index, check in enumerate(lowered.checks, len(lowered.inputs) + len(lowered.outputs)):
-            slots[check.value.id] = index
-        self._slots = set(slots)
-        # Setting an argument retains nothing, so references to the memories are kept here.
         self._kept: dict[int, Memory] = {}
         """Results of steady launches, from the second run with the same weights on: where
         a mini-batch is one micro-batch, that run never comes."""
-        self._placed: dict[int, list[tuple[Any, int]]] = defaultdict(list)
-        """Kernels and their arguments, by the id of an intermediate."""
+        self._arguments = Arguments()
         streams = device.info.capabilities.chunks
         self._parts = finished_parts(lowered.outputs, lowered.launches) if streams else []
         """The outputs that are complete block by block, and the launches that compute them."""
         in_blocks = {each.launch for each in self._parts}
         self._place_of = {output: place for place, output in enumerate(lowered.results)}
         self._steps: list[_Step] = []
-        self._rebind: dict[int, list[tuple[Any, int]]] = {slot: [] for slot in slots.values()}
         for number, launch in enumerate(lowered.launches):
             kernel = device.programs.kernel(launch.kernel)
             with errors(device.info.id, f"setting arguments of {launch.kernel.name}"):
                 for at, arg in enumerate(launch.args):
                     if not isinstance(arg, Value):
                         kernel.set_arg(at, _scalar(arg))
-                    elif arg.id in slots:
-                        self._rebind[slots[arg.id]].append((kernel, at))
                     else:
-                        self._placed[arg.id].append((kernel, at))
+                        self._arguments.add(arg.id, kernel, at)
             whole: list[Block] = [(None, launch.global_size)]
             blocks = blocks_of(launch) if number in in_blocks else whole
             joined = number > 0 and lowered.launches[number - 1].beside > 0
@@ -107,14 +96,9 @@ class OpenCLExecutable(Executable):
                 if isinstance(arg, Value)}  # fmt: skip
         self._steady = [slot for slot, value in enumerate(lowered.inputs) if value.id in read]
         self._weights: list[weakref.ref[OpenCLBuffer]] = []
-        self._bound: dict[int, Any] = {}
         self._queue = device.pass_queue(0)
         self._last: Any = None
-        self._lying: dict[int, Any] = {}
-        """The memory of intermediates, by id, as arguments are set."""
         self._plans: dict[tuple[frozenset[int], Given], Plan] = {}
-        self._settled: tuple[Plan, dict[Where, Piece | None]] | None = None
-        """The plan and the pieces of memory as arguments are set."""
 
     @property
     def launches(self) -> Sequence[Launch]:
@@ -136,12 +120,8 @@ class OpenCLExecutable(Executable):
         with device.enqueueing, errors(device.info.id, "enqueueing a graph"):
             device.retired.clear()
             outputs = self._outputs(buffers, donate, queue)
-            for slot, buffer in enumerate(buffers):
-                self._bind(slot, buffer.memory.cl)
             checked = [device.memory.take(nbytes(c.value), queue) for c in self._lowered.checks]
-            memories = [*(buffer.memory for buffer in outputs), *checked]
-            for slot, memory in enumerate(memories, len(buffers)):
-                self._bind(slot, memory.cl)
+            self._bind(buffers, outputs, checked)
             weights = [buffers[slot] for slot in self._steady]
             same = self._are_same(weights)
             if same and self._steady and not self._kept:
@@ -239,38 +219,26 @@ class OpenCLExecutable(Executable):
         """Give the results of steady launches memory of their own from now on."""
         if self._last is not None:
             self._last.wait()
-        self._kept = _kept(self._device, self._lowered, self._slots)
+        self._kept = _kept(self._device, self._lowered)
         self._plans.clear()
         for key, kept in self._kept.items():
-            self._lie(key, kept.cl)
+            self._arguments.set(key, kept.cl)
 
-    def _settle(self, plan: Plan, donated: Memory | None, new: Memory | None) -> None:
-        """Set the arguments of intermediates: most runs have the pieces of the one before."""
-        arena = None
-        if plan.arena_nbytes:
-            arena = self._device.arena(plan.arena_nbytes, self._queue)
-        pieces: dict[Where, Piece | None] = {Where.ARENA: arena}
-        for where, memory in ((Where.DONATED, donated), (Where.NEW, new)):
-            pieces[where] = None if memory is None else memory.piece
-        if self._settled == (settled := (plan, pieces)):
-            return
-        self._settled = settled
-        for key, spot in plan.spots.items():
-            if key in self._placed and (piece := pieces[spot.where]) is not None:
-                self._lie(key, piece.part(spot.begin, spot.nbytes))
-
-    def _lie(self, key: int, memory: Any) -> None:
-        """Set the arguments for an intermediate."""
-        if self._lying.get(key) is not memory:
-            for kernel, at in self._placed[key]:
-                kernel.set_arg(at, memory)
-            self._lying[key] = memory
-
-    def _bind(self, slot: int, memory: Any) -> None:
-        if self._bound.get(slot) is not memory:
-            for kernel, at in self._rebind.get(slot, ()):
-                kernel.set_arg(at, memory)
-            self._bound[slot] = memory
+    def _bind(
+        self,
+        buffers: Sequence[OpenCLBuffer],
+        outputs: Sequence[OpenCLBuffer],
+        checked: Sequence[Memory],
+    ) -> None:
+        """Set the arguments for all that crosses the graph's boundary."""
+        lowered, bind = self._lowered, self._arguments.set
+        for value, buffer in zip(lowered.inputs, buffers, strict=True):
+            bind(value.id, buffer.memory.cl)
+        for output, buffer in zip(lowered.outputs, outputs, strict=True):
+            if output.value is not None:
+                bind(output.value.id, buffer.memory.cl)
+        for check, memory in zip(lowered.checks, checked, strict=True):
+            bind(check.value.id, memory.cl)
 
     def _check(self, inputs: Sequence[Buffer]) -> list[OpenCLBuffer]:
         check_inputs(self._device.info.id, inputs, self._forms)
@@ -295,7 +263,8 @@ class OpenCLExecutable(Executable):
             self._plans[donate, parts] = self._plan(donate, parts)
         plan = self._plans[donate, parts]
         new = self._device.memory.take(plan.new_nbytes, queue) if plan.new_nbytes else None
-        self._settle(plan, whole, new)
+        arena = self._device.arena(plan.arena_nbytes, self._queue) if plan.arena_nbytes else None
+        self._arguments.settle(plan, whole, new, arena)
         wholes = {Where.DONATED: whole, Where.NEW: new}
         outputs = []
         for output, heir in zip(self._lowered.outputs, plan.heirs, strict=True):
@@ -321,18 +290,19 @@ class OpenCLExecutable(Executable):
             return plan(self._lowered, donate, parts, apart, target.alignment_nbytes)
         # One allocation per tensor, so that the interpreter sees every access outside a tensor.
         life = lives(self._lowered.launches)
-        for key in self._placed.keys() - self._lying.keys():
-            self._lie(key, self._device.memory.create(room_nbytes(life[key].nbytes)).cl)
+        for key in self._arguments.unset(life.keys() - self._lowered.crossing):
+            piece = self._device.memory.create(room_nbytes(life[key].nbytes))
+            self._arguments.set(key, piece.cl)
         return Plan(heirs_of(self._lowered, donate), {}, 0, 0)
 
 
-def _kept(device: OpenCLDevice, lowered: Lowered, outside: set[int]) -> dict[int, Memory]:
+def _kept(device: OpenCLDevice, lowered: Lowered) -> dict[int, Memory]:
     """Memory of the results of steady launches, by id: no other tensor shares it."""
     life = lives(lowered.launches)
     return {
         key: device.memory.take(span.nbytes)
         for key, span in life.items()
-        if key not in outside and lowered.launches[span.first].steady
+        if key not in lowered.crossing and lowered.launches[span.first].steady
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import fx
 
@@ -43,6 +44,13 @@ class Lowered:
     """Index tensors to check at the end of a run."""
     together: frozenset[int] = frozenset()
     """The `outputs` that may share a piece of memory, see `hetpipe.sdk.graph`."""
+
+    @cached_property
+    def crossing(self) -> frozenset[int]:
+        """The ids of all that a run gets and returns; the others are intermediates."""
+        values = [*self.inputs, *(check.value for check in self.checks)]
+        values += [output.value for output in self.outputs if output.value is not None]
+        return frozenset(value.id for value in values)
 
 
 def lower(graph: fx.GraphModule, target: Target) -> Lowered:

@@ -90,10 +90,7 @@ def plan(
     # A result that took a part would keep all of its piece: those take none, unless kept together.
     heirs = heirs_of(lowered, donate - given.inputs)
     kept = _kept(lowered, heirs, life)
-    values = [*lowered.inputs, *(check.value for check in lowered.checks)]
-    values += [output.value for output in lowered.outputs if output.value is not None]
-    outside = apart.union(value.id for value in values)
-    inside = {key: span for key, span in life.items() if key not in outside}
+    inside = {key: span for key, span in life.items() if key not in lowered.crossing | apart}
     if sum(span.nbytes for span in (*inside.values(), *kept.values())) < LEAST_NBYTES:
         given = NOTHING
     taken = _taken(lowered, life, given, alignment)

@@ -102,6 +102,10 @@ class PassBindings:
     dead: tuple[tuple[int, ...], ...]
     """After each pass, the entries that nobody reads any more."""
 
+    def backward(self, part: int, first: bool) -> Binding:
+        """The backward, or half `part` of it; `first`: there are no gradients yet."""
+        return (self.firsts if first else self.backwards)[part]
+
 
 class StageBinding:
     """Slots and places of all programs of a stage."""
@@ -124,6 +128,7 @@ class StageBinding:
         late_ones = late_names(chain.from_iterable(self._firsts.values()))
         self.late = frozenset(self.places[GRAD, name].entry for name in late_ones)
         """Entries of the store, the late gradients."""
+        self.late_nbytes = sum(self.slots[GRAD, name].nbytes for name in late_ones)
         self.passes = {samples: self._passes(p) for samples, p in graphs.passes.items()}
         self.evaluation = {samples: self.bind(p) for samples, p in graphs.evaluation.items()}
         update = graphs.update

@@ -140,11 +140,7 @@ class Stage:
         frame = self.frames.of(which.microbatch)
         if (place := self._binding.places.get((TANGENT, LOSS))) is not None:
             frame[place.entry] = self._loss_tangent(which.loss_tangent)
-        program = bindings.backwards[part]
-        if bindings.firsts and not self.store.has_late_gradients():
-            program = bindings.firsts[part]
-        else:
-            self.store.make_gradients()
+        program = bindings.backward(part, self.store.begins_gradients())
         self._run(program, version, frame, queue=which.queue, leaving=leaving)
         self._account(part + 1, which, version)
         self.frames.let_go(frame, bindings, part + 1)
@@ -259,7 +255,7 @@ class Stage:
             graph = of_one_replica(binding.program.graph)
             raise run_error(self.device, graph, inputs, donate, error) from error
         if self._keep.check_finite:
-            self._find_nonfinite(slots, outputs)
+            _find_nonfinite(self, slots, outputs)
         version = params if into is None else into
         tables = (version, self.store.entries, frame)
         for (table, index), buffer in zip(binding.targets, outputs, strict=True):
@@ -271,15 +267,6 @@ class Stage:
         assert self._binding.predict is not None
         self._put_scalars({"ahead": ahead})
         return self._run(self._binding.predict, version, [], into=list(version))
-
-    def _find_nonfinite(self, slots: Sequence[Slot], outputs: Sequence[Buffer]) -> None:
-        """Raises `HetpipeError` for the first tensor that leaves a pass with inf or NaN in it."""
-        for slot, buffer in zip(slots, outputs, strict=True):
-            if slot.role in CHECKED and not np.isfinite(self.store.download(slot, buffer)).all():
-                raise HetpipeError(
-                    f"{slot.role} {slot.name!r} of stage {self.number} is not finite: the "
-                    "first tensor that is not"
-                )
 
     def _put_scalars(self, scalars: Mapping[str, float]) -> None:
         for buffer in self.store.put_scalars(scalars):
@@ -296,9 +283,8 @@ class Stage:
         present = self.weights.present
         targets = self._binding.update.targets if self._binding.update is not None else ()
         trained = [present[index] for table, index in targets if table is Table.PARAMS]
-        grads = (slot for key, slot in self._binding.slots.items() if key[0] == GRAD)
-        late = (g.nbytes for g in grads if self._binding.places[g.key].entry in self._binding.late)
-        return Memory([*present, *self.store.entries], nbytes_of(trained), sum(late))
+        late = self._binding.late_nbytes
+        return Memory([*present, *self.store.entries], nbytes_of(trained), late)
 
     def _feed(self, frame: Entries, feeds: Sequence[tuple[str, int]], which: Pass) -> list[Event]:
         """Begin to upload a pass's leaves of the batch."""
@@ -316,3 +302,13 @@ class Stage:
             dtype = host_dtype(self._binding.slots[TANGENT, LOSS].dtype)
             self._tangents[value] = self.store.upload(np.asarray(value, dtype))
         return self._tangents[value]
+
+
+def _find_nonfinite(stage: Stage, slots: Sequence[Slot], outputs: Sequence[Buffer]) -> None:
+    """Raises `HetpipeError` for the first tensor that leaves a pass with inf or NaN in it."""
+    for slot, buffer in zip(slots, outputs, strict=True):
+        if slot.role in CHECKED and not np.isfinite(stage.store.download(slot, buffer)).all():
+            raise HetpipeError(
+                f"{slot.role} {slot.name!r} of stage {stage.number} is not finite: the "
+                "first tensor that is not"
+            )

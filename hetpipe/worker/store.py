@@ -98,9 +98,12 @@ class Store:
             if slot.role == GRAD:
                 self.put(key, _zeros(slot))
 
-    def has_late_gradients(self) -> bool:
-        """Whether any late gradient is there."""
-        return any(self.entries[index] is not None for index in self._late)
+    def begins_gradients(self) -> bool:
+        """Whether a backward makes the late gradients; if not, all are there, and it adds."""
+        if self._late and all(self.entries[index] is None for index in self._late):
+            return True
+        self.make_gradients()
+        return False
 
     def make_gradients(self) -> None:
         """Give the late gradients that are not there a buffer of zeros."""

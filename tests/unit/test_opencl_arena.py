@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hetpipe.backends.opencl.arena import lives, place
+from hetpipe.backends.opencl.arena import aligned, lives, place
 from hetpipe.backends.opencl.builder import Kernel, Launch
 from hetpipe.backends.opencl.expr import Value
 
@@ -58,13 +58,17 @@ def test_nothing_overlaps_what_is_fixed(seed: int) -> None:
             life[key] = first[key] = replace(first[key], last=len(launches))
     most = choose.choice([1000, 3000, 6000])
     offsets, _ = place(first, launches, ALIGNMENT, most=most)
-    fixed = {key: (begin, begin + first[key].nbytes) for key, begin in offsets.items()}
+    fixed = {
+        key: (begin, begin + aligned(life[key].nbytes, ALIGNMENT)) for key, begin in offsets.items()
+    }
     rest = {key: span for key, span in life.items() if key in fixed or key not in first}
     added, total = place(rest, launches, ALIGNMENT, fixed, most)
     assert total <= most
     assert not added.keys() & fixed.keys()
     assert all(begin % ALIGNMENT == 0 for begin in added.values())
-    spans = fixed | {key: (begin, begin + life[key].nbytes) for key, begin in added.items()}
+    spans = fixed | {
+        key: (begin, begin + aligned(life[key].nbytes, ALIGNMENT)) for key, begin in added.items()
+    }
     for (a, (low, high)), (b, (begin, end)) in itertools.combinations(spans.items(), 2):
         one, other = life[a], life[b]
         if one.last < other.first or other.last < one.first or high <= begin or end <= low:
