@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from hetpipe.sdk.info import DTYPE_NBYTES
 
 from .builder import Launch
 from .expr import Value
+
+Span = tuple[int, int]
+"""Begin and end in bytes."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,11 @@ class Life:
 def nbytes(value: Value) -> int:
     """Size of a tensor in bytes."""
     return math.prod(value.shape) * DTYPE_NBYTES[value.dtype]
+
+
+def aligned(nbytes: int, alignment: int) -> int:
+    """Bytes that a tensor takes in an arena."""
+    return max(1, -(-nbytes // alignment)) * alignment
 
 
 def lives(launches: Sequence[Launch]) -> dict[int, Life]:
@@ -54,36 +63,61 @@ def inherits(old: Life, new: Life, old_id: int, launches: Sequence[Launch]) -> b
 
 
 def place(
-    life: Mapping[int, Life], launches: Sequence[Launch], alignment: int
+    life: Mapping[int, Life],
+    launches: Sequence[Launch],
+    alignment: int,
+    fixed: Mapping[int, Span] = MappingProxyType({}),
+    most: int | None = None,
 ) -> tuple[dict[int, int], int]:
-    """Offsets of tensors by id, and the size of the arena, all in bytes: first fit by birth."""
+    """Offsets of tensors by id, and the size of the arena, all in bytes: first fit by birth.
+
+    Tensors of `life` that are `fixed` lie where they lie. Those for which `most` bytes have no room
+    get no offset. What outlives the launches lies as far up in `most` bytes as it can.
+    """
     offsets: dict[int, int] = {}
-    live: dict[int, tuple[int, int]] = {}  # id -> (begin, end)
+    live: dict[int, Span] = {}
     total = 0
     births = defaultdict(list)
-    for key, span in life.items():
-        births[span.first].append(key)
+    for key, each in life.items():
+        if key not in fixed:
+            births[each.first].append(key)
     for at, born in sorted(births.items()):
         live = {key: span for key, span in live.items() if life[key].last >= at}
-        ending = [key for key in live if life[key].last == at]
+        fixed = {key: span for key, span in fixed.items() if life[key].last >= at}
+        ending = [key for key in (*live, *fixed) if life[key].last == at]
         for key in born:
+            soon = {k: s for k, s in fixed.items() if life[k].first <= life[key].last}
             heir = next((o for o in ending if inherits(life[o], life[key], o, launches)), None)
-            if heir is not None:
-                ending.remove(heir)
-                live[key] = live.pop(heir)
+            span = None if heir is None else live.get(heir) or fixed[heir]
+            if span is not None and not _meets(span, (s for k, s in soon.items() if k != heir)):
+                ending = [other for other in ending if other != heir]
+                live = {k: s for k, s in live.items() if k != heir}
+                fixed = {k: s for k, s in fixed.items() if k != heir}
             else:
-                size = max(1, -(-life[key].nbytes // alignment)) * alignment
-                begin = _gap(sorted(live.values()), size)
-                live[key] = (begin, begin + size)
-            offsets[key] = live[key][0]
-            total = max(total, live[key][1])
+                end = None if most is None else most // alignment * alignment
+                upwards = end if life[key].last >= len(launches) else None
+                taken = (*live.values(), *soon.values())
+                span = _free(taken, aligned(life[key].nbytes, alignment), upwards)
+                if span[0] < 0 or (most is not None and span[1] > most):
+                    continue
+            live[key] = span
+            offsets[key] = span[0]
+            total = max(total, span[1])
     return offsets, total
 
 
-def _gap(taken: Sequence[tuple[int, int]], size: int) -> int:
+def _meets(span: Span, others: Iterable[Span]) -> bool:
+    return any(span[0] < high and low < span[1] for low, high in others)
+
+
+def _free(taken: Iterable[Span], size: int, end: int | None) -> Span:
+    """The first gap of that size, or the last one before `end`."""
+    if end is not None:
+        low, high = _free([(end - high, end - low) for low, high in taken], size, None)
+        return end - high, end - low
     begin = 0
-    for low, high in taken:
+    for low, high in sorted(taken):
         if low - begin >= size:
             break
         begin = max(begin, high)
-    return begin
+    return begin, begin + size

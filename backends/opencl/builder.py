@@ -91,15 +91,17 @@ class Builder:
         local_size: Sequence[int] | None,
         args: Mapping[str, Argument],
         steady: bool = False,
+        inplace: Iterable[Value] = (),
     ) -> None:
         """Run `kernel`. An int argument is an int32 there, a float a float32.
 
         `args` maps the parameter names of the source to arguments; see `signature.bind`.
         `steady`: the kernel reads only tensors that are `steady`, and no other launch writes its
-        results.
+        results. A result may take the memory of one of `inplace`, see `Launch`.
         """
         local = None if local_size is None else tuple(local_size)
-        self.add(Launch(kernel, tuple(global_size), local, bind(kernel, args), steady=steady))
+        ids = frozenset(value.id for value in inplace)
+        self.add(Launch(kernel, tuple(global_size), local, bind(kernel, args), ids, steady))
 
     def add(self, launch: Launch) -> None:
         """Run a launch after the launches that it depends on."""

@@ -24,7 +24,7 @@ from .events import CommandEvent
 from .executable import OpenCLExecutable
 from .exporting import exported, job_of
 from .lowering import Lowered, lower
-from .memory import GRANULE_NBYTES, Bytes, MemoryPool, OpenCLBuffer, computes_in_host
+from .memory import GRANULE_NBYTES, Bytes, MemoryPool, OpenCLBuffer, Piece, computes_in_host
 from .names import Runtime
 from .ops.registry import Lowering
 from .options import Options
@@ -206,7 +206,7 @@ class OpenCLDevice(Device):
             )
         return self.pass_queues[number]
 
-    def arena(self, nbytes: int, queue: PassQueue) -> Any:
+    def arena(self, nbytes: int, queue: PassQueue) -> Piece:
         """Memory for the intermediates of passes in `queue`."""
         with self._lock:
             return queue.arena(nbytes, self.memory)

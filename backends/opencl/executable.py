@@ -14,15 +14,17 @@ from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import DONE, Buffer, Chunk, Event, Executable
 from hetpipe.sdk.inputs import check_inputs
 
-from .arena import lives, nbytes, place
+from .arena import lives, nbytes
+from .arguments import Arguments
 from .blocks import Block, blocks_of, finished_parts
 from .builder import Launch
 from .driver import driver, errors
 from .events import CommandEvent, Flowing, PassEvent
 from .expr import Value
 from .lowering import Lowered
-from .memory import Memory, OpenCLBuffer, room_nbytes
+from .memory import Memory, OpenCLBuffer, Part, room_nbytes
 from .outside import Outcome
+from .placement import NOTHING, Given, Plan, Where, given, heirs_of, plan
 
 if TYPE_CHECKING:
     from .device import OpenCLDevice
@@ -64,35 +66,24 @@ class OpenCLExecutable(Executable):
         self._device = device
         self._lowered = lowered
         self._forms = tuple((value.shape, value.dtype) for value in lowered.inputs)
-        slots = {value.id: index for index, value in enumerate(lowered.inputs)}
-        for index, output in enumerate(lowered.outputs):
-            if output.value is not None:
-                slots[output.value.id] = len(lowered.inputs) + index
-        for index, check in enumerate(lowered.checks, len(lowered.inputs) + len(lowered.outputs)):
-            slots[check.value.id] = index
-        self._slots = set(slots)
-        # Setting an argument retains nothing, so references to the memories are kept here.
         self._kept: dict[int, Memory] = {}
         """Results of steady launches, from the second run with the same weights on: where
         a mini-batch is one micro-batch, that run never comes."""
-        self._placed: list[tuple[Any, int, int]] = []  # (kernel, argument, id) of an intermediate
+        self._arguments = Arguments()
         streams = device.info.capabilities.chunks
         self._parts = finished_parts(lowered.outputs, lowered.launches) if streams else []
         """The outputs that are complete block by block, and the launches that compute them."""
         in_blocks = {each.launch for each in self._parts}
         self._place_of = {output: place for place, output in enumerate(lowered.results)}
         self._steps: list[_Step] = []
-        self._rebind: dict[int, list[tuple[Any, int]]] = {slot: [] for slot in slots.values()}
         for number, launch in enumerate(lowered.launches):
             kernel = device.programs.kernel(launch.kernel)
             with errors(device.info.id, f"setting arguments of {launch.kernel.name}"):
                 for at, arg in enumerate(launch.args):
                     if not isinstance(arg, Value):
                         kernel.set_arg(at, _scalar(arg))
-                    elif arg.id in slots:
-                        self._rebind[slots[arg.id]].append((kernel, at))
                     else:
-                        self._placed.append((kernel, at, arg.id))
+                        self._arguments.add(arg.id, kernel, at)
             whole: list[Block] = [(None, launch.global_size)]
             blocks = blocks_of(launch) if number in in_blocks else whole
             joined = number > 0 and lowered.launches[number - 1].beside > 0
@@ -105,11 +96,9 @@ class OpenCLExecutable(Executable):
                 if isinstance(arg, Value)}  # fmt: skip
         self._steady = [slot for slot, value in enumerate(lowered.inputs) if value.id in read]
         self._weights: list[weakref.ref[OpenCLBuffer]] = []
-        self._bound: dict[int, Any] = {}
         self._queue = device.pass_queue(0)
         self._last: Any = None
-        self._place()
-        self._plans: dict[frozenset[int], tuple[int | None, ...]] = {}
+        self._plans: dict[tuple[frozenset[int], Given], Plan] = {}
 
     @property
     def launches(self) -> Sequence[Launch]:
@@ -131,12 +120,8 @@ class OpenCLExecutable(Executable):
         with device.enqueueing, errors(device.info.id, "enqueueing a graph"):
             device.retired.clear()
             outputs = self._outputs(buffers, donate, queue)
-            for slot, buffer in enumerate(buffers):
-                self._bind(slot, buffer.memory.cl)
             checked = [device.memory.take(nbytes(c.value), queue) for c in self._lowered.checks]
-            memories = [*(buffer.memory for buffer in outputs), *checked]
-            for slot, memory in enumerate(memories, len(buffers)):
-                self._bind(slot, memory.cl)
+            self._bind(buffers, outputs, checked)
             weights = [buffers[slot] for slot in self._steady]
             same = self._are_same(weights)
             if same and self._steady and not self._kept:
@@ -229,29 +214,31 @@ class OpenCLExecutable(Executable):
             with errors(self._device.info.id, RUNNING):
                 self._last.wait()
         self._queue = queue
-        self._place()
 
     def _keep(self) -> None:
         """Give the results of steady launches memory of their own from now on."""
         if self._last is not None:
             self._last.wait()
-        self._kept = _kept(self._device, self._lowered, self._slots)
-        self._place()
+        self._kept = _kept(self._device, self._lowered)
+        self._plans.clear()
+        for key, kept in self._kept.items():
+            self._arguments.set(key, kept.cl)
 
-    def _place(self) -> None:
-        device, lowered = self._device, self._lowered
-        memory = _intermediates(device, self._queue, lowered, {*self._slots, *self._kept})
-        memory |= {key: kept.cl for key, kept in self._kept.items()}
-        with errors(device.info.id, "setting arguments"):
-            for kernel, at, key in self._placed:
-                kernel.set_arg(at, memory[key])
-        self._intermediates = memory  # releases those of the previous queue
-
-    def _bind(self, slot: int, memory: Any) -> None:
-        if self._bound.get(slot) is not memory:
-            for kernel, at in self._rebind.get(slot, ()):
-                kernel.set_arg(at, memory)
-            self._bound[slot] = memory
+    def _bind(
+        self,
+        buffers: Sequence[OpenCLBuffer],
+        outputs: Sequence[OpenCLBuffer],
+        checked: Sequence[Memory],
+    ) -> None:
+        """Set the arguments for all that crosses the graph's boundary."""
+        lowered, bind = self._lowered, self._arguments.set
+        for value, buffer in zip(lowered.inputs, buffers, strict=True):
+            bind(value.id, buffer.memory.cl)
+        for output, buffer in zip(lowered.outputs, outputs, strict=True):
+            if output.value is not None:
+                bind(output.value.id, buffer.memory.cl)
+        for check, memory in zip(lowered.checks, checked, strict=True):
+            bind(check.value.id, memory.cl)
 
     def _check(self, inputs: Sequence[Buffer]) -> list[OpenCLBuffer]:
         check_inputs(self._device.info.id, inputs, self._forms)
@@ -263,73 +250,60 @@ class OpenCLExecutable(Executable):
         return mine
 
     def _outputs(
-        self, inputs: list[OpenCLBuffer], donate: frozenset[int], queue: int
+        self, buffers: list[OpenCLBuffer], donate: frozenset[int], queue: int
     ) -> list[OpenCLBuffer]:
+        """The results of a run, in their memory; intermediates have theirs, too, from now on."""
         if donate:
-            # An input that comes twice is read under two names: no output may take its memory.
-            memories = [buffer.memory for buffer in inputs]
+            # An input that comes twice is read under two names: nothing may take its memory.
+            memories = [buffer.memory for buffer in buffers]
             if len(set(map(id, memories))) < len(memories):
                 donate = frozenset(i for i in donate if memories.count(memories[i]) == 1)
-        if donate not in self._plans:
-            self._plans[donate] = self._plan(donate)
-        device, outputs = self._device, []
-        for output, heir in zip(self._lowered.outputs, self._plans[donate], strict=True):
-            value = output.value
-            if value is None:
+        whole, parts = given(buffers, donate) if donate else (None, NOTHING)
+        if (donate, parts) not in self._plans:
+            self._plans[donate, parts] = self._plan(donate, parts)
+        plan = self._plans[donate, parts]
+        new = self._device.memory.take(plan.new_nbytes, queue) if plan.new_nbytes else None
+        arena = self._device.arena(plan.arena_nbytes, self._queue) if plan.arena_nbytes else None
+        self._arguments.settle(plan, whole, new, arena)
+        wholes = {Where.DONATED: whole, Where.NEW: new}
+        outputs = []
+        for output, heir in zip(self._lowered.outputs, plan.heirs, strict=True):
+            if (value := output.value) is None:
                 assert output.source is not None
-                outputs.append(inputs[output.source])
+                outputs.append(buffers[output.source])
                 continue
-            memory: Memory
-            memory = (
-                device.memory.take(nbytes(value), queue) if heir is None else inputs[heir].memory
-            )
-            outputs.append(OpenCLBuffer(device, value.shape, value.dtype, memory))
+            memory: Memory | Part
+            spot = plan.spots.get(value.id)
+            if heir is not None:
+                memory = buffers[heir].memory
+            elif spot is not None and (inside := wholes[spot.where]) is not None:
+                memory = Part(inside, spot.begin, spot.nbytes)
+            else:
+                memory = self._device.memory.take(nbytes(value), queue)
+            outputs.append(OpenCLBuffer(self._device, value.shape, value.dtype, memory))
         return outputs
 
-    def _plan(self, donate: frozenset[int]) -> tuple[int | None, ...]:
-        """Per output, the donated input whose memory it takes."""
-        free = set(donate)
-        plan = []
-        for output in self._lowered.outputs:
-            heir = next((index for index in output.heirs if index in free), None)
-            free.discard(-1 if heir is None else heir)
-            plan.append(heir)
-        return tuple(plan)
+    def _plan(self, donate: frozenset[int], parts: Given) -> Plan:
+        target = self._device.target
+        if not target.checks_memory:
+            apart = frozenset(self._kept)
+            return plan(self._lowered, donate, parts, apart, target.alignment_nbytes)
+        # One allocation per tensor, so that the interpreter sees every access outside a tensor.
+        life = lives(self._lowered.launches)
+        for key in self._arguments.unset(life.keys() - self._lowered.crossing):
+            piece = self._device.memory.create(room_nbytes(life[key].nbytes))
+            self._arguments.set(key, piece.cl)
+        return Plan(heirs_of(self._lowered, donate), {}, 0, 0)
 
 
-def _kept(device: OpenCLDevice, lowered: Lowered, outside: set[int]) -> dict[int, Memory]:
+def _kept(device: OpenCLDevice, lowered: Lowered) -> dict[int, Memory]:
     """Memory of the results of steady launches, by id: no other tensor shares it."""
     life = lives(lowered.launches)
     return {
         key: device.memory.take(span.nbytes)
         for key, span in life.items()
-        if key not in outside and lowered.launches[span.first].steady
+        if key not in lowered.crossing and lowered.launches[span.first].steady
     }
-
-
-def _intermediates(
-    device: OpenCLDevice, queue: PassQueue, lowered: Lowered, outside: set[int]
-) -> dict[int, Any]:
-    """Memory of the tensors inside the graph, by id."""
-    life = {k: span for k, span in lives(lowered.launches).items() if k not in outside}
-    if device.target.checks_memory:
-        # One allocation per tensor, so that the interpreter sees every access outside a tensor.
-        sizes = {key: room_nbytes(span.nbytes) for key, span in life.items()}
-        return {key: device.memory.create(nbytes).cl for key, nbytes in sizes.items()}
-    offsets, total = place(life, lowered.launches, device.target.alignment_nbytes)
-    if not total:
-        return {}
-    arena = device.arena(total, queue)
-    regions: dict[tuple[int, int], Any] = {}
-    memory = {}
-    with errors(device.info.id, "dividing the arena"):
-        for key, begin in offsets.items():
-            size = device.target.alignment_nbytes
-            size *= max(1, -(-life[key].nbytes // device.target.alignment_nbytes))
-            if (begin, size) not in regions:
-                regions[begin, size] = arena.get_sub_region(begin, size)
-            memory[key] = regions[begin, size]
-    return memory
 
 
 def _scalar(number: int | float) -> Any:

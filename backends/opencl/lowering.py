@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-import torch
 from torch import fx
 
 from hetpipe.errors import UnsupportedOperatorError
-from hetpipe.sdk.graph import graph_calls, graph_inputs, graph_outputs, operator_name
+from hetpipe.sdk.graph import graph_inputs, graph_outputs, operator_name
 
 from .arena import inherits, lives, nbytes
 from .builder import Builder, Launch
 from .expr import Value
+from .order import order
 from .outside import Check, checks
 from .target import Target
 
@@ -41,6 +42,15 @@ class Lowered:
     launches: tuple[Launch, ...]
     checks: tuple[Check, ...] = ()
     """Index tensors to check at the end of a run."""
+    together: frozenset[int] = frozenset()
+    """The `outputs` that may share a piece of memory, see `hetpipe.sdk.graph`."""
+
+    @cached_property
+    def crossing(self) -> frozenset[int]:
+        """The ids of all that a run gets and returns; the others are intermediates."""
+        values = [*self.inputs, *(check.value for check in self.checks)]
+        values += [output.value for output in self.outputs if output.value is not None]
+        return frozenset(value.id for value in values)
 
 
 def lower(graph: fx.GraphModule, target: Target) -> Lowered:
@@ -49,7 +59,7 @@ def lower(graph: fx.GraphModule, target: Target) -> Lowered:
     builder = Builder(target, frozenset(nodes))
     placeholders = graph_inputs(graph)
     inputs = [builder.input(node) for node in placeholders]
-    calls = _order(graph)
+    calls = order(graph)
     for node in calls:
         lowering = target.lowerings.get(operator_name(node))
         if lowering is None:
@@ -79,44 +89,21 @@ def lower(graph: fx.GraphModule, target: Target) -> Lowered:
         tuple(distinct.index(node) for node in nodes),
         launches,
         checked,
+        _together(graph, nodes, distinct, outputs),
     )
 
 
-def _order(graph: fx.GraphModule) -> list[fx.Node]:
-    """The operators that a result needs, elementwise results directly after their operands.
-
-    Traced graphs have these at the end, where their operands have left the cache and no kernel with
-    the same operands is left to join.
-    """
-    needed = _needed(graph)
-    calls = [node for node in graph_calls(graph) if node in needed]
-    outputs = set(graph_outputs(graph))
-    early: set[fx.Node] = set()
-    for node in reversed(calls):
-        users = [user for user in node.users if user in needed]
-        is_early = all(user in early for user in users) if users else node in outputs
-        if is_early and _is_pointwise(node):
-            early.add(node)
-    place: dict[fx.Node, int] = dict.fromkeys(graph_inputs(graph), -1)
-    for at, node in enumerate(calls):
-        inputs = [place[other] for other in node.all_input_nodes]
-        place[node] = max(inputs, default=-1) if node in early else at
-    return sorted(calls, key=place.__getitem__)
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
-
-
-def _needed(graph: fx.GraphModule) -> set[fx.Node]:
-    needed: set[fx.Node] = set()
-    stack = graph_outputs(graph)
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack += node.all_input_nodes
-    return needed
+def _together(
+    graph: fx.GraphModule,
+    nodes: Sequence[fx.Node],
+    distinct: Sequence[fx.Node],
+    outputs: Sequence[Output],
+) -> frozenset[int]:
+    """The outputs all of whose results the caller keeps together."""
+    marked = graph.graph.output_node().meta.get("together", frozenset())
+    apart = {node for result, node in enumerate(nodes) if result not in marked}
+    pairs = enumerate(zip(distinct, outputs, strict=True))
+    return frozenset(at for at, (node, out) in pairs if node not in apart and out.value is not None)
 
 
 def _with_heirs(

@@ -33,42 +33,72 @@ def room_nbytes(nbytes: int) -> int:
     return max(1, -(-nbytes // GRANULE_NBYTES)) * GRANULE_NBYTES
 
 
-class Piece(NamedTuple):
+class Piece:
     """A `cl.Buffer`, and the host's bytes under it if the device computes in host memory."""
 
-    cl: Any
-    host: Bytes | None
+    __slots__ = ("_parts", "cl", "host")
+
+    def __init__(self, cl: Any, host: Bytes | None) -> None:
+        self.cl = cl
+        self.host = host
+        self._parts: dict[tuple[int, int], Any] = {}
+
+    def part(self, begin: int, nbytes: int) -> Any:
+        """The `cl.Buffer` of some bytes, the same one every time."""
+        buffer = self._parts.get((begin, nbytes))
+        if buffer is None:
+            buffer = self._parts[begin, nbytes] = self.cl.get_sub_region(begin, nbytes)
+        return buffer
 
 
 class Memory:
     """A piece of device memory; returns to its pool when the last tensor in it is gone."""
 
-    __slots__ = ("_piece", "_pool", "nbytes")
+    __slots__ = ("_pool", "nbytes", "piece")
 
     def __init__(self, piece: Piece, nbytes: int, pool: MemoryPool) -> None:
-        self._piece = piece
+        self.piece = piece
         self.nbytes = nbytes
         self._pool = pool
 
     @property
     def cl(self) -> Any:
         """The `cl.Buffer`."""
-        return self._piece.cl
+        return self.piece.cl
 
     @property
     def host(self) -> Bytes | None:
         """The same memory as the host sees it, or None."""
-        return self._piece.host
+        return self.piece.host
 
     def __del__(self) -> None:
-        self._pool.give_back(self._piece, self.nbytes)
+        self._pool.give_back(self.piece, self.nbytes)
+
+
+class Part(NamedTuple):
+    """Bytes of a piece of memory, which stays as long as any of its parts."""
+
+    whole: Memory
+    begin: int
+    nbytes: int
+
+    @property
+    def cl(self) -> Any:
+        """The `cl.Buffer`."""
+        return self.whole.piece.part(self.begin, self.nbytes)
+
+    @property
+    def host(self) -> Bytes | None:
+        """The same memory as the host sees it, or None."""
+        host = self.whole.host
+        return None if host is None else host[self.begin : self.begin + self.nbytes]
 
 
 class OpenCLBuffer(Buffer):
     """A tensor in a piece of device memory."""
 
     def __init__(
-        self, device: OpenCLDevice, shape: tuple[int, ...], dtype: str, memory: Memory
+        self, device: OpenCLDevice, shape: tuple[int, ...], dtype: str, memory: Memory | Part
     ) -> None:
         self.device = device
         self.shape = shape

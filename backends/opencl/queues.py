@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from .driver import driver
 
 if TYPE_CHECKING:
-    from .memory import MemoryPool
+    from .memory import MemoryPool, Piece
 
 
 class PassQueue:
@@ -21,7 +21,7 @@ class PassQueue:
         self._beside: list[Any] = []
         self.last: Any = None
         self.arena_nbytes = 0
-        self._arena: Any = None
+        self._arena: Piece | None = None
 
     def beside(self, number: int) -> Any:
         """The queue for kernel `number`, from 1, of dataflows.
@@ -38,8 +38,14 @@ class PassQueue:
         for queue in (*self._beside, self.cl):
             queue.flush()
 
-    def arena(self, nbytes: int, pool: MemoryPool) -> Any:
-        """Memory for intermediates. All graphs share it, since their launches run in order."""
-        if self.arena_nbytes < nbytes:
-            self.arena_nbytes, self._arena = nbytes, pool.create(nbytes).cl
+    def arena(self, nbytes: int, pool: MemoryPool) -> Piece:
+        """Memory for intermediates. All graphs share it, since their launches run in order.
+
+        One that is too small is dropped first; a graph that used it asks again when it runs.
+        """
+        if self._arena is None or self.arena_nbytes < nbytes:
+            if self.last is not None:
+                self.last.wait()
+            self._arena = None
+            self.arena_nbytes, self._arena = nbytes, pool.create(nbytes)
         return self._arena

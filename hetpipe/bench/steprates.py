@@ -171,7 +171,8 @@ class Trained:
     def load(self, device: Device) -> None:
         """Compile the graphs and upload the weights."""
         values = {**self.captured.parameters, **self.captured.buffers}
-        self._stage = Stage(device, self._graphs, values, np.zeros, Keep(updates=(0,)))
+        keep = Keep(updates=(0,), late_gradients=True)
+        self._stage = Stage(device, self._graphs, values, np.zeros, keep)
 
     def step(self) -> float:
         """Train a step. Returns its loss."""

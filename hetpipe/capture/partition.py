@@ -15,6 +15,7 @@ from hetpipe.capture.joint import Joint
 from hetpipe.capture.mincut import minimum_cut
 from hetpipe.capture.program import BUFFER, CUT, GRAD, INPUT, SAVED, TANGENT, PassPrograms
 from hetpipe.capture.recompute import INPUTS, MIN_CUT, NONE
+from hetpipe.capture.shapes import forget_shapes
 from hetpipe.capture.slots import (
     BACKWARD_ORDER,
     FORWARD_ORDER,
@@ -39,6 +40,7 @@ def partition(
     The joint graph is used up.
     """
     drop_unread(joint.graph)
+    forget_shapes(joint.graph)
     saved = _saved(joint, recompute) if joint.gradients else []
     own = {node: key for node, key in joint.inputs.items() if key[0] in (INPUT, CUT)}
     kept = [((SAVED, node.name), node) for node in saved if node not in own]

@@ -149,7 +149,8 @@ class Stages:
     def _keep(self, updates: Sequence[int], step: int) -> Keep:
         subject = self._subject
         lr = subject.optimizer.lr_at(max(step, 1))
-        return Keep(self.plan.policy, tuple(updates), lr, subject.passes.check_finite)
+        late = self.plan.microbatches == 1 and subject.updates.accumulate == 1
+        return Keep(self.plan.policy, tuple(updates), lr, subject.passes.check_finite, late)
 
     def _begin(self, traced: _Traced) -> None:
         """The workers have these stages now."""

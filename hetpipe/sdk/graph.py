@@ -12,6 +12,8 @@ A graph is a `torch.fx.GraphModule` with
 `meta["layer"]`, where present, names the layer of the user's model that a node came from.
 `meta["steady"]` on a placeholder marks a weight: many runs in a row get the same buffer, so
 results computed from it alone may be kept until another buffer comes.
+`meta["together"]` on the output node, a set of indices of results, names those that the caller
+gives back, donated, to one later run: they may share a piece of memory. It is lost in a dump.
 `meta["checked"]` on a placeholder of integers says which values the caller has made sure of, as
 (low, size, ignored), see `hetpipe.sdk.indices`.
 """

@@ -93,6 +93,7 @@ class Keep:
     updates: tuple[int, ...] = ()  # by stage; empty: none so far
     lr: float = 0.0  # of the last update
     check_finite: bool = False  # check the outputs of every pass
+    late_gradients: bool = False  # from the backward to the update; for one backward per update
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,21 @@ docs/life-of-a-micro-batch.md fills a frame, stations 7, 10 and 14 run on all th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from enum import IntEnum
+from itertools import chain
 from typing import NamedTuple
 
+from hetpipe.capture.late import first_gradients, late_names, without_zeros
 from hetpipe.capture.program import (
     BUFFER,
     CONSTANT,
     GRAD,
     INPUT,
     PARAM,
+    SAVED,
     SCALAR,
     STATE,
     TANGENT,
@@ -27,6 +31,7 @@ from hetpipe.capture.program import (
     Slot,
     StageGraphs,
 )  # fmt: skip
+from hetpipe.sdk.graph import graph_outputs
 
 Key = tuple[str, str]
 """Role and name of a slot."""
@@ -66,6 +71,12 @@ class Binding:
     parameters: frozenset[int]
     """Inputs that are parameters."""
 
+    def donating(self, entries: Collection[int]) -> Binding:
+        """The same binding, with these entries of the frame donated, too."""
+        places = enumerate(self.sources)
+        more = {i for i, (table, at) in places if table is Table.FRAME and at in entries}
+        return replace(self, donate=self.donate | more)
+
     @property
     def feeds(self) -> tuple[tuple[str, int], ...]:
         """Name of each leaf of the batch that it reads, and its index in the frame."""
@@ -80,6 +91,8 @@ class PassBindings:
     forward: Binding
     backwards: tuple[Binding, ...]
     """The whole backward, or its two halves; empty if there is no gradient."""
+    firsts: tuple[Binding, ...]
+    """The same where gradients are late and there are none yet; empty if they are not late."""
     feeds: tuple[tuple[str, int], ...]
     """Name of each leaf of the batch that a pass reads, and its index."""
     kept: frozenset[int]
@@ -89,11 +102,16 @@ class PassBindings:
     dead: tuple[tuple[int, ...], ...]
     """After each pass, the entries that nobody reads any more."""
 
+    def backward(self, part: int, first: bool) -> Binding:
+        """The backward, or half `part` of it; `first`: there are no gradients yet."""
+        return (self.firsts if first else self.backwards)[part]
+
 
 class StageBinding:
     """Slots and places of all programs of a stage."""
 
-    def __init__(self, graphs: StageGraphs) -> None:
+    def __init__(self, graphs: StageGraphs, late: bool = False) -> None:
+        """`late`: gradients come with a backward and go with the update, where that is possible."""
         self.slots: dict[Key, Slot] = {
             slot.key: slot
             for program in _programs(graphs)
@@ -106,9 +124,17 @@ class StageBinding:
             table = TABLE_OF.get(slot.role, Table.FRAME)
             self.places[key] = Place(table, self.sizes[table])
             self.sizes[table] += 1
+        self._firsts = _firsts(graphs) if late else {}
+        late_ones = late_names(chain.from_iterable(self._firsts.values()))
+        self.late = frozenset(self.places[GRAD, name].entry for name in late_ones)
+        """Entries of the store, the late gradients."""
+        self.late_nbytes = sum(self.slots[GRAD, name].nbytes for name in late_ones)
         self.passes = {samples: self._passes(p) for samples, p in graphs.passes.items()}
         self.evaluation = {samples: self.bind(p) for samples, p in graphs.evaluation.items()}
-        self.update = None if graphs.update is None else self.bind(graphs.update, (GRAD, STATE))
+        update = graphs.update
+        if update is not None and late_ones:
+            update = without_zeros(update, late_ones)
+        self.update = None if update is None else self.bind(update, (GRAD, STATE))
         self.predict = None if graphs.predict is None else self.bind(graphs.predict)
         self.norm = None if graphs.norm is None else self.bind(graphs.norm)
 
@@ -132,8 +158,10 @@ class StageBinding:
         )
 
     def used(self, *, predicts: bool) -> list[Binding]:
-        """The bindings of any training: all but the norm."""
-        passes = [bound for p in self.passes.values() for bound in (p.forward, *p.backwards)]
+        """The bindings of any training: without the norm, and sums of late gradients."""
+        passes = [
+            bound for p in self.passes.values() for bound in (p.forward, *(p.firsts or p.backwards))
+        ]
         predict = self.predict if predicts else None
         more = (self.update, predict, *self.evaluation.values())
         return [bound for bound in (*passes, *more) if bound is not None]
@@ -141,8 +169,16 @@ class StageBinding:
     def _passes(self, passes: PassPrograms) -> PassBindings:
         whole = (passes.backward,) if passes.backward is not None else ()
         forward = self.bind(passes.forward)
-        backwards = tuple(self.bind(program, (GRAD,)) for program in passes.halves or whole)
+        backwards = [self.bind(program, (GRAD,)) for program in passes.halves or whole]
         reads = [_in_frame(part.sources) for part in backwards]
+        firsts = [self.bind(program, (GRAD,)) for program in self._firsts.get(passes.samples, ())]
+        made: set[int] = set()
+        for part, before in enumerate((forward, *backwards)[:-1]):
+            made |= _own_saved(before)
+            lasts = made.difference(*reads[part + 1 :])
+            backwards[part] = backwards[part].donating(lasts)
+            if firsts:
+                firsts[part] = firsts[part].donating(lasts)
         kept = frozenset().union(*reads)
         later = [frozenset().union(*reads[part + 1 :]) for part in range(len(reads))]
         read, written = _in_frame(forward.sources), _in_frame(forward.targets)
@@ -151,16 +187,34 @@ class StageBinding:
         unsent = sent_back & tangents  # they may still have to be sent
         after_backward = (read | written | kept | sent_back) - unsent
         feeds = dict(forward.feeds)
-        for part in (self.bind(program) for program in whole):
-            feeds.update(part.feeds)
+        for program in whole:
+            feeds.update(self.bind(program).feeds)
         return PassBindings(
             forward,
-            backwards,
+            tuple(backwards),
+            tuple(firsts),
             tuple(feeds.items()),
             kept,
             (kept, *later),
             (tuple(read - kept - written), *(tuple(after_backward - needed) for needed in later)),
         )
+
+
+def _firsts(graphs: StageGraphs) -> dict[int, tuple[Program, ...]]:
+    """The backwards, or their halves, that find no gradients, by samples."""
+    firsts = {}
+    for samples, passes in graphs.passes.items():
+        whole = (passes.backward,) if passes.backward is not None else ()
+        firsts[samples] = tuple(map(first_gradients, passes.halves or whole))
+    return firsts
+
+
+def _own_saved(binding: Binding) -> set[int]:
+    """The entries of saved tensors that are no other result of the program as well."""
+    nodes = graph_outputs(binding.program.graph)
+    counts = Counter(nodes)
+    pairs = zip(binding.program.outputs, binding.targets, nodes, strict=True)
+    return {place.entry for slot, place, node in pairs if slot.role == SAVED and counts[node] == 1}
 
 
 def _programs(graphs: StageGraphs) -> list[Program]:

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch import fx
 
 from hetpipe.capture.division import Division, Exchange, Part, divide, has_sums, layouts
-from hetpipe.capture.program import Program, StageGraphs
+from hetpipe.capture.program import GRAD, SAVED, Program, StageGraphs
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Action
 from hetpipe.sdk.backend import DONE, Buffer, Chunk, Device, Event, Executable
@@ -57,11 +58,19 @@ def compile_programs(
     """Each program as one executable. Without `meet` the only replica has all rows."""
     divided = [meet is not None and has_sums(program) for program in programs]
     whole = [p for p, parts in zip(programs, divided, strict=True) if not parts]
-    executables = iter(compile_graphs(device, [of_one_replica(p.graph) for p in whole]))
+    executables = iter(compile_graphs(device, list(map(_marked, whole))))
     return [
         _Divided(device, divide(program), meet) if parts and meet else next(executables)
         for program, parts in zip(programs, divided, strict=True)
     ]
+
+
+def _marked(program: Program) -> fx.GraphModule:
+    """The graph, which says what the backward or the update takes back together."""
+    graph = of_one_replica(program.graph)
+    together = {index for index, slot in enumerate(program.outputs) if slot.role in (SAVED, GRAD)}
+    graph.graph.output_node().meta["together"] = frozenset(together)
+    return graph
 
 
 class _Compiled:

@@ -38,9 +38,14 @@ class Memory:
     own frames.
     """
 
-    def __init__(self, buffers: Iterable[Buffer | None], version_nbytes: int) -> None:
-        """`buffers` stay. Each version of the weights after the first adds `version_nbytes`."""
-        self._steady_nbytes = nbytes_of(buffers)
+    def __init__(
+        self, buffers: Iterable[Buffer | None], version_nbytes: int, late_nbytes: int
+    ) -> None:
+        """`buffers` stay. Each version of the weights after the first adds `version_nbytes`.
+
+        Late gradients count at all times, as they do in plans.
+        """
+        self._steady_nbytes = nbytes_of(buffers) + late_nbytes
         self._version_nbytes = version_nbytes
         self._versions = 1
         self._sizes: dict[tuple[Pass, bool], Held] = {}  # True: right after the pass

@@ -158,7 +158,7 @@ class Service:
             self._replicas[n] = load.replica
             self._stages[n] = Stage(
                 self._device, load.graphs, load.values, message.state_init, message.keep, meet,
-                {key: held.pop(key) for key in load.held},
+                {key: held.pop(key) for key in load.held if key in held},
             )  # fmt: skip
         senders, receivers = {}, {}
         for end in message.edges:

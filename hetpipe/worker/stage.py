@@ -79,7 +79,7 @@ class Stage:
         self.number = graphs.stage
         self._meet = meet
         self._keep = keep
-        self._binding = binding = StageBinding(graphs)
+        self._binding = binding = StageBinding(graphs, keep.late_gradients)
         self.store = Store(device, binding, graphs, values, state_init, held or {})
         predict = None if binding.predict is None else self._predict
         self.weights = make_weights(keep, graphs.stage, self.store.parameters, predict)
@@ -140,7 +140,8 @@ class Stage:
         frame = self.frames.of(which.microbatch)
         if (place := self._binding.places.get((TANGENT, LOSS))) is not None:
             frame[place.entry] = self._loss_tangent(which.loss_tangent)
-        self._run(bindings.backwards[part], version, frame, queue=which.queue, leaving=leaving)
+        program = bindings.backward(part, self.store.begins_gradients())
+        self._run(program, version, frame, queue=which.queue, leaving=leaving)
         self._account(part + 1, which, version)
         self.frames.let_go(frame, bindings, part + 1)
 
@@ -159,12 +160,14 @@ class Stage:
             return
         step = float(self.weights.number + 1)
         self._put_scalars({"lr": lr, "step": step, "grad_scale": grad_scale})
+        self.store.make_gradients()
         present = self.weights.present
         if self.weights.disposable:
             self._run(binding, present, [], donate=binding.parameters)
             self.weights.updated(present)
         else:
             self.weights.updated(self._run(binding, present, [], into=list(present)))
+        self.store.drop_late_gradients()
         self.memory.updated(self.weights.live(present))
         self._before = None
 
@@ -184,8 +187,7 @@ class Stage:
         binding = self._binding.norm
         if binding is None:
             return 0.0
-        if id(binding) not in self._executables:  # compiled at its first use
-            self._compile([binding])
+        self.store.make_gradients()
         self._put_scalars({"grad_scale": grad_scale})
         frame = self.frames.empty()
         self._run(binding, self.weights.present, frame)
@@ -238,6 +240,8 @@ class Stage:
         """Run on a version of the parameters. New ones go `into` another version, if given."""
         tables = (params, self.store.entries, frame)
         inputs = [tables[table][index] for table, index in binding.sources]
+        if id(binding) not in self._executables:  # used by some trainings alone
+            self._compile([binding])
         executable = self._executables[id(binding)]
         slots, donate = binding.program.outputs, binding.donate | donate
         try:
@@ -251,7 +255,7 @@ class Stage:
             graph = of_one_replica(binding.program.graph)
             raise run_error(self.device, graph, inputs, donate, error) from error
         if self._keep.check_finite:
-            self._find_nonfinite(slots, outputs)
+            _find_nonfinite(self, slots, outputs)
         version = params if into is None else into
         tables = (version, self.store.entries, frame)
         for (table, index), buffer in zip(binding.targets, outputs, strict=True):
@@ -263,15 +267,6 @@ class Stage:
         assert self._binding.predict is not None
         self._put_scalars({"ahead": ahead})
         return self._run(self._binding.predict, version, [], into=list(version))
-
-    def _find_nonfinite(self, slots: Sequence[Slot], outputs: Sequence[Buffer]) -> None:
-        """Raises `HetpipeError` for the first tensor that leaves a pass with inf or NaN in it."""
-        for slot, buffer in zip(slots, outputs, strict=True):
-            if slot.role in CHECKED and not np.isfinite(self.store.download(slot, buffer)).all():
-                raise HetpipeError(
-                    f"{slot.role} {slot.name!r} of stage {self.number} is not finite: the "
-                    "first tensor that is not"
-                )
 
     def _put_scalars(self, scalars: Mapping[str, float]) -> None:
         for buffer in self.store.put_scalars(scalars):
@@ -288,7 +283,8 @@ class Stage:
         present = self.weights.present
         targets = self._binding.update.targets if self._binding.update is not None else ()
         trained = [present[index] for table, index in targets if table is Table.PARAMS]
-        return Memory([*present, *self.store.entries], nbytes_of(trained))
+        late = self._binding.late_nbytes
+        return Memory([*present, *self.store.entries], nbytes_of(trained), late)
 
     def _feed(self, frame: Entries, feeds: Sequence[tuple[str, int]], which: Pass) -> list[Event]:
         """Begin to upload a pass's leaves of the batch."""
@@ -306,3 +302,13 @@ class Stage:
             dtype = host_dtype(self._binding.slots[TANGENT, LOSS].dtype)
             self._tangents[value] = self.store.upload(np.asarray(value, dtype))
         return self._tangents[value]
+
+
+def _find_nonfinite(stage: Stage, slots: Sequence[Slot], outputs: Sequence[Buffer]) -> None:
+    """Raises `HetpipeError` for the first tensor that leaves a pass with inf or NaN in it."""
+    for slot, buffer in zip(slots, outputs, strict=True):
+        if slot.role in CHECKED and not np.isfinite(stage.store.download(slot, buffer)).all():
+            raise HetpipeError(
+                f"{slot.role} {slot.name!r} of stage {stage.number} is not finite: the "
+                "first tensor that is not"
+            )

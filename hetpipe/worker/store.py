@@ -21,6 +21,7 @@ class Store:
     """Parameters at load, and buffers, constants, gradients, optimizer state and scalars.
 
     Gradients start at zero, state at `state_init(shape, dtype)`; `held` values stay where they are.
+    Late gradients that are zero have no buffer.
     """
 
     def __init__(
@@ -35,12 +36,13 @@ class Store:
         self.device = device
         self.weights: Weights  # set by the stage, which chooses versions of the parameters
         self._slots, self._places = binding.slots, binding.places
+        self._late = binding.late
         self._scalars: dict[str, float] = {}
         makers: dict[str, Callable[[Slot], Array]] = {
             PARAM: lambda slot: values[slot.name],
             BUFFER: lambda slot: values[slot.name],
             CONSTANT: lambda slot: graphs.constants[slot.name],
-            GRAD: lambda slot: np.zeros(slot.shape, host_dtype(slot.dtype)),
+            GRAD: _zeros,
             STATE: lambda slot: state_init(slot.shape, host_dtype(slot.dtype)),
         }
         tables: dict[Table, Entries] = {table: [None] * binding.sizes[table] for table in Table}
@@ -48,7 +50,7 @@ class Store:
             slot = self._slots[key]
             if key in held:
                 tables[place.table][place.entry] = held[key]
-            elif slot.role in makers:
+            elif slot.role in makers and not self._is_late(place):
                 tables[place.table][place.entry] = self.upload(makers[slot.role](slot))
         self.parameters: Version = tables[Table.PARAMS]
         """The first version."""
@@ -59,16 +61,23 @@ class Store:
     def get(self, key: Key) -> Array:
         """The present value of a parameter, buffer, gradient or state, on the host."""
         table, index = self._table(key)
+        if table[index] is None and self._is_late(self._places[key]):
+            return _zeros(self._slots[key])
         return self.download(self._slots[key], table[index])
 
     def lying(self, keys: Collection[Key]) -> dict[Key, Buffer]:
         """The present buffers of those of these values that the stage has."""
         tables = {key: self._table(key) for key in keys if key in self._places}
-        return {key: table[index] for key, (table, index) in tables.items()}
+        return {
+            key: table[index] for key, (table, index) in tables.items() if table[index] is not None
+        }
 
     def put(self, key: Key, value: Array) -> Buffer | None:
-        """Replace a value. Returns its buffer if it had none before."""
+        """Replace a value. Returns its buffer if it had none before and will stay."""
         table, index = self._table(key)
+        if self._is_late(self._places[key]):
+            table[index] = self.upload(value) if np.any(value) else None
+            return None
         is_new = table[index] is None
         table[index] = self.upload(value)
         return table[index] if is_new else None
@@ -87,7 +96,25 @@ class Store:
         """Set all gradients to zero."""
         for key, slot in self._slots.items():
             if slot.role == GRAD:
-                self.put(key, np.zeros(slot.shape, host_dtype(slot.dtype)))
+                self.put(key, _zeros(slot))
+
+    def begins_gradients(self) -> bool:
+        """Whether a backward makes the late gradients; if not, all are there, and it adds."""
+        if self._late and all(self.entries[index] is None for index in self._late):
+            return True
+        self.make_gradients()
+        return False
+
+    def make_gradients(self) -> None:
+        """Give the late gradients that are not there a buffer of zeros."""
+        for key, place in self._places.items():
+            if self._is_late(place) and self.entries[place.entry] is None:
+                self.entries[place.entry] = self.upload(_zeros(self._slots[key]))
+
+    def drop_late_gradients(self) -> None:
+        """Forget the late gradients, which have been applied."""
+        for index in self._late:
+            self.entries[index] = None
 
     def buffers(self) -> list[Buffer]:
         """The present buffers, such as batch norms' statistics. Passes replace them by others, so
@@ -111,7 +138,14 @@ class Store:
         self.device.download(buffer, array).wait()
         return array
 
+    def _is_late(self, place: Place) -> bool:
+        return place.table is Table.STORE and place.entry in self._late
+
     def _table(self, key: Key) -> tuple[Entries, int]:
         place: Place = self._places[key]
         entries = self.weights.present if place.table is Table.PARAMS else self.entries
         return entries, place.entry
+
+
+def _zeros(slot: Slot) -> Array:
+    return np.zeros(slot.shape, host_dtype(slot.dtype))

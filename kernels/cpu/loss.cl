@@ -61,9 +61,9 @@ WORK_ITEM __kernel void softmax_columns(__global const float* restrict x, __glob
   }
 }
 
-// log: dx = dy - exp(y) sum(dy); else dx = y (dy - sum(dy y)). Global size: outer
-WORK_ITEM __kernel void softmax_backward_rows(__global const float* restrict dy, __global const float* restrict y,
-                                              __global float* restrict dx, const int classes, const int logarithm) {
+// log: dx = dy - exp(y) sum(dy); else dx = y (dy - sum(dy y)). dx may be dy or y. Global size: outer
+WORK_ITEM __kernel void softmax_backward_rows(__global const float* dy, __global const float* y,
+                                              __global float* dx, const int classes, const int logarithm) {
   const int at = (int)get_global_id(0) * classes;
   float16 sums = (float16)(0.0f);
   for (int i = 0; i < classes; i += LANES) {
@@ -78,8 +78,8 @@ WORK_ITEM __kernel void softmax_backward_rows(__global const float* restrict dy,
 }
 
 // Global size: blocks of 16 of inner, outer
-WORK_ITEM __kernel void softmax_backward_columns(__global const float* restrict dy, __global const float* restrict y,
-                                                 __global float* restrict dx, const int classes, const int inner,
+WORK_ITEM __kernel void softmax_backward_columns(__global const float* dy, __global const float* y,
+                                                 __global float* dx, const int classes, const int inner,
                                                  const int logarithm) {
   const int i = get_global_id(0) * LANES, count = inner - i, at = (int)get_global_id(1) * classes * inner + i;
   float16 sum = (float16)(0.0f);

@@ -101,13 +101,13 @@ inline void transform_block(__global const float* w, __global float* weights, co
   }
 }
 
-// global size: blocks, chunks of 16 d
+// global size: blocks from `first_block` on, chunks of 16 d
 WORK_ITEM __kernel void winograd_weights(__global const float* restrict w, __global float* restrict weights,
                                          const int size, const int lane_stride, const int depth_stride,
-                                         const int lanes, const int depth, const int flipped) {
+                                         const int lanes, const int depth, const int flipped, const int first_block) {
   const int block = get_global_id(0), d0 = get_global_id(1) * LANES;
   transform_block(w, weights + (block * depth + d0) * COLS, (int)get_global_size(0) * depth * COLS, size, lane_stride,
-                  depth_stride, block * COLS, lanes, d0, min(d0 + LANES, depth), flipped);
+                  depth_stride, (first_block + block) * COLS, lanes, d0, min(d0 + LANES, depth), flipped);
 }
 
 // 16 pixels of 16 channels, channels last; the pixels before `first` and from `last` on are zero.
@@ -178,14 +178,15 @@ WORK_ITEM __kernel void winograd_input(__global const float* restrict x, __globa
   }
 }
 
-// `tiles` are at least FEW; the last of them overlap those before. global size: blocks, POINTS
+// `tiles` are at least FEW; the last of them overlap those before. global size: blocks from `first_block` on, whose weights
+// these are, POINTS
 WORK_ITEM __kernel void winograd_multiply(__global const float* restrict inputs, __global const float* restrict weights,
                                           __global float* restrict products, const int tiles, const int depth,
-                                          const int depth_stride, const int lane_stride) {
+                                          const int depth_stride, const int lane_stride, const int first_block) {
   const int block = get_global_id(0), point = get_global_id(1), out_stride = POINTS * lane_stride;
   weights += (point * (int)get_global_size(0) + block) * depth * COLS;
   inputs += point * tiles * depth_stride;
-  products += point * lane_stride + block * COLS;
+  products += point * lane_stride + (first_block + block) * COLS;
   multiply_panel(inputs, depth_stride, weights, COLS, tiles, depth, products, out_stride, false);
 }
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
-from hetpipe.backends.opencl.arena import lives, place
+from hetpipe.backends.opencl.arena import aligned, lives, place
 from hetpipe.backends.opencl.builder import Kernel, Launch
 from hetpipe.backends.opencl.expr import Value
 
@@ -43,6 +44,46 @@ def test_no_two_live_tensors_overlap(seed: int) -> None:
             assert life[old].last == life[new].first
             assert old in launches[life[new].first].inplace
             assert (offsets[a], one.nbytes) == (offsets[b], other.nbytes)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_nothing_overlaps_what_is_fixed(seed: int) -> None:
+    """Some tensors lie in the room already: dead from a launch on, or alive from one on."""
+    choose = random.Random(seed)
+    launches = random_launches(seed)
+    life = lives(launches)
+    first = {key: span for key, span in life.items() if choose.random() < 0.4}
+    for key in list(first):
+        if choose.random() < 0.3:  # a result, which outlives the launches
+            life[key] = first[key] = replace(first[key], last=len(launches))
+    most = choose.choice([1000, 3000, 6000])
+    offsets, _ = place(first, launches, ALIGNMENT, most=most)
+    fixed = {
+        key: (begin, begin + aligned(life[key].nbytes, ALIGNMENT)) for key, begin in offsets.items()
+    }
+    rest = {key: span for key, span in life.items() if key in fixed or key not in first}
+    added, total = place(rest, launches, ALIGNMENT, fixed, most)
+    assert total <= most
+    assert not added.keys() & fixed.keys()
+    assert all(begin % ALIGNMENT == 0 for begin in added.values())
+    spans = fixed | {
+        key: (begin, begin + aligned(life[key].nbytes, ALIGNMENT)) for key, begin in added.items()
+    }
+    for (a, (low, high)), (b, (begin, end)) in itertools.combinations(spans.items(), 2):
+        one, other = life[a], life[b]
+        if one.last < other.first or other.last < one.first or high <= begin or end <= low:
+            continue
+        old, new = (a, b) if one.first < other.first else (b, a)
+        assert life[old].last == life[new].first
+        assert old in launches[life[new].first].inplace
+        assert spans[old] == spans[new]
+
+
+def test_results_lie_as_far_up_as_they_can() -> None:
+    values = [Value(i, (32,), "float32") for i in range(3)]
+    launches = [Launch(Kernel("", "k"), (1,), None, (value,)) for value in values]
+    life = {key: replace(span, last=3) for key, span in lives(launches).items()}
+    assert place(life, launches, ALIGNMENT, most=300)[0] == {0: 128, 1: 0}
 
 
 def test_a_chain_needs_two_tensors_of_room_and_one_in_place() -> None:

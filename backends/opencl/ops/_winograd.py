@@ -21,7 +21,9 @@ LEAST_NBYTES, MOST_NBYTES = 6 << 20, 20 << 20
 MOST_FEW, CHUNK = 16, 32
 """Tiles up to which weights are transformed where they are multiplied, so many channels at once."""
 KEPT_NBYTES = 10 << 20
-"""Transformed weights, four times as large as weights, are kept between runs up to this size."""
+"""Transformed weights, four times as large as weights, are kept between runs up to this size.
+Larger ones are made and used in parts of it, which a last cache holds, if all tiles are done in one
+turn."""
 TILE_WORK, WEIGHT_WORK = 600, 540
 """Vector operations as long as the transforms of 16 channels of a tile, and of 16 weights."""
 
@@ -78,6 +80,10 @@ class Sizes:
     def all_rows(self) -> int:
         return self.images * self.tile_rows
 
+    def part(self) -> int:
+        """Blocks whose weights are kept between runs, or made just before they are used."""
+        return min(self.blocks, max(1, KEPT_NBYTES * self.blocks // self.weights_nbytes))
+
     def turn(self) -> int:
         """Tile rows at once: intermediates fit, and turns, all of that many, repeat least.
 
@@ -107,7 +113,10 @@ def convolve(
     inputs = builder.new((POINTS, tiles, sizes.depth_stride), "float32")
     products = builder.new((tiles, POINTS, sizes.lane_stride), "float32")
     few = turn == sizes.all_rows and tiles % FEW == 0 and tiles <= MOST_FEW
-    weights = None if few else _weights(builder, weight, sizes, flipped)
+    part = sizes.part() if turn == sizes.all_rows else sizes.blocks
+    transformed = builder.new((POINTS, part, sizes.depth, COLS), "float32")
+    if not few and part == sizes.blocks:
+        _transform(builder, weight, transformed, sizes, flipped)
     for first in range(0, sizes.all_rows, turn):
         place = {
             "first_row": min(first, sizes.all_rows - turn), "tile_rows": sizes.tile_rows,
@@ -125,7 +134,7 @@ def convolve(
             "inputs": inputs, "products": products, "tiles": tiles, "depth": depth,
             "depth_stride": sizes.depth_stride, "lane_stride": sizes.lane_stride,
         }  # fmt: skip
-        if weights is None:
+        if few:
             items = min(builder.device.compute_units, sizes.blocks)
             _launch(
                 builder, "winograd_multiply_few", (items, 1),
@@ -134,13 +143,13 @@ def convolve(
                     **_of_weights(weight, sizes, flipped, "w_"),
                 },
             )  # fmt: skip
-        else:
+        for block in () if few else range(0, sizes.blocks, part):
+            if part < sizes.blocks:
+                _transform(builder, weight, transformed, sizes, flipped, block)
             _launch(
-                builder,
-                "winograd_multiply",
-                (sizes.blocks, POINTS),
-                {"weights": weights, **multiplied},
-            )
+                builder, "winograd_multiply", (min(part, sizes.blocks - block), POINTS),
+                {"weights": transformed, **multiplied, "first_block": block},
+            )  # fmt: skip
         _launch(
             builder, "winograd_output", (turn, math.ceil(lanes / LANES)),
             {
@@ -152,15 +161,22 @@ def convolve(
     return y
 
 
-def _weights(builder: Builder, weight: Value, sizes: Sizes, flipped: bool) -> Value:
-    """The transformed weights, [POINTS][blocks][depth][COLS]."""
-    weights = builder.new((POINTS, sizes.blocks, sizes.depth, COLS), "float32")
+def _transform(
+    builder: Builder, weight: Value, out: Value, sizes: Sizes, flipped: bool, first: int = 0
+) -> None:
+    """Transform weights from block `first` on, as many as fit.
+
+    out [POINTS][blocks][depth][COLS].
+    """
+    blocks = min(out.shape[1], sizes.blocks - first)
     _launch(
-        builder, "winograd_weights", (sizes.blocks, math.ceil(sizes.depth / LANES)),
-        {"weights": weights, "depth": sizes.depth, **_of_weights(weight, sizes, flipped)},
+        builder, "winograd_weights", (blocks, math.ceil(sizes.depth / LANES)),
+        {
+            "weights": out, "depth": sizes.depth, "first_block": first,
+            **_of_weights(weight, sizes, flipped),
+        },
         steady=builder.steady(weight) and sizes.weights_nbytes <= KEPT_NBYTES,
     )  # fmt: skip
-    return weights
 
 
 def _of_weights(

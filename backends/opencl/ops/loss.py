@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from torch import fx
 
@@ -31,16 +32,21 @@ def _split(shape: tuple[int, ...], dim: int) -> tuple[int, int, int]:
 
 
 def _over_classes(
-    builder: Builder, name: str, tensors: dict[str, Value], dim: int, logarithm: bool
+    builder: Builder,
+    name: str,
+    tensors: dict[str, Value],
+    dim: int,
+    logarithm: bool,
+    inplace: Sequence[Value] = (),
 ) -> None:
     """Launch the kernel for rows, or for columns if the classes are not neighbours in memory."""
     outer, classes, inner = _split(tensors["y"].shape, dim)
     args: dict[str, Argument] = {**tensors, "classes": classes, "logarithm": int(logarithm)}
     if inner == 1:
-        builder.launch(_kernel(builder, f"{name}_rows"), (outer,), (1,), args)
+        builder.launch(_kernel(builder, f"{name}_rows"), (outer,), (1,), args, inplace=inplace)
     else:
-        size = (math.ceil(inner / LANES), outer)
-        builder.launch(_kernel(builder, f"{name}_columns"), size, (1, 1), {**args, "inner": inner})
+        kernel, size = _kernel(builder, f"{name}_columns"), (math.ceil(inner / LANES), outer)
+        builder.launch(kernel, size, (1, 1), {**args, "inner": inner}, inplace=inplace)
 
 
 @lowers("aten._softmax.default", "aten._log_softmax.default", supports=why_not_float32, kept=True)
@@ -72,9 +78,8 @@ def softmax_backward(builder: Builder, node: fx.Node) -> None:
         arguments(node)[2],
     )
     dx = builder.new(y.shape, "float32")
-    _over_classes(
-        builder, "softmax_backward", {"dy": dy, "y": y, "dx": dx}, dim, "log" in str(node.target)
-    )
+    tensors, logarithm = {"dy": dy, "y": y, "dx": dx}, "log" in str(node.target)
+    _over_classes(builder, "softmax_backward", tensors, dim, logarithm, (dy, y))
     builder.result(node, dx)
 
 

@@ -1,0 +1,71 @@
+"""Programs for gradients that come into being with the backward, and go with the update.
+
+Where a micro-batch is a whole mini-batch, nothing is added to a gradient: a backward need not read
+an accumulator, and an update need not leave a zero. Their memory is free all through the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import torch
+from torch import fx
+
+from hetpipe.capture.program import GRAD, Program
+from hetpipe.capture.slots import make_program, placeholders, results
+
+
+def first_gradients(program: Program) -> Program:
+    """A backward that returns gradients in place of sums, without their accumulators.
+
+    A gradient that is another result or an input as well keeps its accumulator: every result has
+    memory of its own.
+    """
+    graph = program.graph.graph
+    inputs = [
+        (slot.key, node) for slot, node in zip(program.inputs, placeholders(graph), strict=True)
+    ]
+    accumulators = {node for (role, _), node in inputs if role == GRAD}
+    taken = set(results(graph))
+    outputs = []
+    for slot, node in zip(program.outputs, results(graph), strict=True):
+        gradient = _added(node, accumulators) if slot.role == GRAD else None
+        if gradient is None or gradient in taken or gradient.op == "placeholder":
+            gradient = node
+        taken.add(gradient)
+        outputs.append((slot.key, gradient))
+    return make_program(graph, inputs, outputs)
+
+
+def late_names(firsts: Iterable[Program]) -> frozenset[str]:
+    """The parameters whose gradients none of these backwards adds to an accumulator."""
+    names, added = set[str](), set[str]()
+    for program in firsts:
+        names |= {slot.name for slot in program.outputs if slot.role == GRAD}
+        added |= {slot.name for slot in program.inputs if slot.role == GRAD}
+    return frozenset(names - added)
+
+
+def without_zeros(update: Program, late: Collection[str]) -> Program:
+    """An update that returns no zero gradients of the parameters `late`."""
+    graph = update.graph.graph
+    inputs = [
+        (slot.key, node) for slot, node in zip(update.inputs, placeholders(graph), strict=True)
+    ]
+    outputs = [
+        (slot.key, node)
+        for slot, node in zip(update.outputs, results(graph), strict=True)
+        if slot.role != GRAD or slot.name not in late
+    ]
+    return make_program(graph, inputs, outputs)
+
+
+def _added(node: fx.Node, accumulators: Collection[fx.Node]) -> fx.Node | None:
+    """The gradient in the sum `accumulator + gradient`."""
+    if node.target is not torch.ops.aten.add.Tensor or node.kwargs:
+        return None
+    accumulator, gradient = node.args
+    if accumulator not in accumulators or not isinstance(gradient, fx.Node):
+        return None
+    same = gradient.meta["val"].shape == node.meta["val"].shape
+    return gradient if same and gradient.meta["val"].dtype == node.meta["val"].dtype else None
