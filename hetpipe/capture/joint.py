@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils.hooks import RemovableHandle
 
+from hetpipe.capture.gathered import multiply_tables
 from hetpipe.capture.program import CONSTANT, CUT, LOSS, TANGENT
 from hetpipe.capture.slots import Key, constant_name, placeholders, results, simplify
 from hetpipe.capture.split import Piece
@@ -55,7 +56,7 @@ def trace_joint(piece: Piece, crossing: frozenset[str], decompositions: Decompos
         module = make_fx(step, decomposition_table=dict(decompositions))(*primals, *tangents)
         if any(_is_mutable(node) for node in module.graph.nodes):
             module = _functional(module, [*primals, *tangents], decompositions, mode)
-    return _joint(piece, module, step, tangent_of)
+    return _joint(piece, module, step, tangent_of, decompositions)
 
 
 def _empty(node: fx.Node) -> torch.Tensor:
@@ -174,9 +175,16 @@ def _functional(
         return make_fx(functional, decomposition_table=dict(decompositions))(*detached)
 
 
-def _joint(piece: Piece, module: fx.GraphModule, step: _Step, tangent_of: list[int]) -> Joint:
+def _joint(
+    piece: Piece,
+    module: fx.GraphModule,
+    step: _Step,
+    tangent_of: list[int],
+    decompositions: Decompositions,
+) -> Joint:
     _straighten(module.graph)
     simplify(module.graph)
+    multiply_tables(module.graph, decompositions)
     tangents = [(TANGENT, piece.outputs[index][1]) for index in tangent_of]
     inputs = dict(zip(placeholders(module.graph), [*piece.inputs, *tangents], strict=True))
     constants = _lift_constants(piece, module, inputs)

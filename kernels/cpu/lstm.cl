@@ -2,14 +2,31 @@
 //
 //   gates_x, gates, grad_gates     [T][N][4H]
 //   y, c, grad_y                   [T][N][H];  h0, c0, grad_h0, grad_c0, grad_last_c  [N][H]
-//   weight    packed by matmul.cl's `pack_right`: panels [columns / COLS][depth][COLS] of w_hh^T (forward: depth H,
-//             4H columns) or of w_hh (backward: depth 4H, H columns), zero-padded
-//   panel     scratch [work-items][groups][depth][ROWS]: the left operand of a step's product, zero-padded
+//   weight    packed by matmul.cl's `pack_right`, zero-padded: for each gate panels [ceil(H / COLS)][H][COLS] of its part
+//             of w_hh^T (forward), or panels [ceil(H / COLS)][4H][COLS] of w_hh (backward)
+//   panel     scratch, twice, for this step and for the next: [work-items][2][groups][gates][ceil(H / LANES)][ROWS][LANES],
+//             the left operand of a step's product, of one gate (h) or of four (their gradients)
 //
 // Rows of a batch depend on no other, so a work-item takes `groups` groups of ROWS rows through time without a barrier.
-// A step is a product (ROWS x COLS accumulators in registers, as in matmul.cl) and a pass over the cells.
+// A step is done by COLS units at a time: a product of ROWS rows whose sums stay in registers, and what follows from them.
 
 #define COLS 32
+#define GATES 4
+
+// Lines of memory of the next step, asked for one by one while a product runs: many at once would stop it, and none are left
+// in a cache, as a step's weights pass through it. Two tensors of 4H columns, and two of H, read or written.
+typedef struct {
+  __global const float *wide, *other_wide, *narrow, *other_narrow;
+  int stride;  // floats of the wide ones for each LANES of a product's depth
+} Ahead;
+
+inline void ask(const Ahead ahead, const int block) {
+  const int at = block * ahead.stride;
+  PREFETCH_WRITE(ahead.wide + at);
+  PREFETCH_WRITE(ahead.other_wide + at);
+  PREFETCH_WRITE(ahead.narrow + at / GATES);
+  PREFETCH_WRITE(ahead.other_narrow + at / GATES);
+}
 
 // tanh of Cephes: a polynomial near zero, where 1 - 2 / (exp(2 x) + 1) would cancel. At most 2 ULP
 inline float16 squash(const float16 x) {
@@ -19,65 +36,40 @@ inline float16 squash(const float16 x) {
   p = fma(z, p, (float16)(1.33314422036e-1f));
   p = fma(z, p, (float16)(-3.33332819422e-1f));
   const float16 near = fma(z * x, p, x);
-  const float16 far = copysign(1.0f - 2.0f / (exp(2.0f * size) + 1.0f), x);
+  const float16 far = copysign(1.0f - 2.0f / (exact_exp(2.0f * size) + 1.0f), x);
   return select(near, far, size > (float16)(0.625f));
 }
 
-inline float16 sigmoid(const float16 x) { return 1.0f / (1.0f + exp(-x)); }
+inline float16 sigmoid(const float16 x) { return 1.0f / (1.0f + exact_exp(-x)); }
 
-// Column `row` of a panel at rows `k` and below gets the first `count` lanes.
-inline void spread(const float16 value, __global float* panel, const int count) {
-  float lane[LANES];
-  vstore16(value, 0, lane);
-  for (int i = 0; i < min(count, LANES); i++) panel[i * ROWS] = lane[i];
-}
-
-// out = start + panel * weight for `rows` rows of `cols` columns, `stride` apart; without `start` if it is 0.
-inline void multiply(__global const float* panel, __global const float* weight, const int depth,
-                     __global const float* start, __global float* out, const int rows, const int cols,
-                     const int stride) {
-  float16 sums[ROWS][2];  // in memory, before and after: loops over it stay small
-  for (int m = 0; m < ROWS; m++) {
-    const bool resume = start != 0 && m < rows;
-    sums[m][0] = resume ? load_upto(start + m * stride, cols) : (float16)(0.0f);
-    sums[m][1] = resume ? load_upto(start + m * stride + LANES, cols - LANES) : (float16)(0.0f);
-  }
+// Sums of a tile: rows of a panel times COLS columns, over `gates` parts of `depth` each. Asks for lines from `block` on.
+inline void multiply(__global const float* a, __global const float* w, const int gates, const int depth, const Ahead ahead,
+                     int block, float16 sums[ROWS][2]) {
   float16 lo[ROWS], hi[ROWS];
 #pragma unroll
-  for (int m = 0; m < ROWS; m++) {
-    lo[m] = sums[m][0];
-    hi[m] = sums[m][1];
-  }
-  for (int k = 0; k < depth; k++) {
-    const float16 w_lo = vload16(0, weight), w_hi = vload16(1, weight);
+  for (int m = 0; m < ROWS; m++) lo[m] = hi[m] = (float16)(0.0f);
+  for (int gate = 0; gate < gates; gate++) {
+    for (int k0 = 0; k0 < depth; k0 += LANES) {
+      ask(ahead, block++);
+      const int count = min(depth - k0, LANES);
+      for (int k = 0; k < count; k++) {
+        const float16 w_lo = vload16(0, w), w_hi = vload16(1, w);
 #pragma unroll
-    for (int m = 0; m < ROWS; m++) {
-      lo[m] = fma((float16)(panel[m]), w_lo, lo[m]);
-      hi[m] = fma((float16)(panel[m]), w_hi, hi[m]);
+        for (int m = 0; m < ROWS; m++) {
+          const float16 x = (float16)(a[m * LANES + k]);
+          lo[m] = fma(x, w_lo, lo[m]);
+          hi[m] = fma(x, w_hi, hi[m]);
+        }
+        w += COLS;
+      }
+      a += ROWS * LANES;
     }
-    panel += ROWS;
-    weight += COLS;
   }
 #pragma unroll
   for (int m = 0; m < ROWS; m++) {
     sums[m][0] = lo[m];
     sums[m][1] = hi[m];
   }
-  for (int m = 0; m < rows; m++) {
-    store_upto(sums[m][0], out + m * stride, cols);
-    store_upto(sums[m][1], out + m * stride + LANES, cols - LANES);
-  }
-}
-
-// The same for all rows of a work-item; the columns' panel outside, so that it stays in a first-level cache.
-inline void multiply_rows(__global const float* panel, __global const float* weight, const int depth,
-                          __global const float* start, __global float* out, const int rows, const int cols) {
-  for (int col = 0; col < cols; col += COLS)
-    for (int row = 0; row < rows; row += ROWS) {
-      const int at = row * cols + col;
-      multiply(panel + row * depth, weight + col * depth, depth, start == 0 ? start : start + at, out + at,
-               rows - row < ROWS ? rows - row : ROWS, cols - col, cols);
-    }
 }
 
 // Global size: work-items
@@ -87,81 +79,126 @@ WORK_ITEM __kernel void lstm(__global const float* restrict gates_x, __global co
                              __global float* gates, const int steps, const int batch, const int hidden,
                              const int groups) {
   const int first = (int)get_global_id(0) * groups * ROWS, rows = min(batch - first, groups * ROWS);
-  const int cols = 4 * hidden;
-  panel += first * hidden;
-  for (int i = 0; i < groups * ROWS * hidden; i++) panel[i] = 0.0f;
+  const int cols = GATES * hidden, panels = (hidden + COLS - 1) / COLS, blocks = (hidden + LANES - 1) / LANES;
+  const int group_size = blocks * LANES * ROWS;
+  __global float* now = panel + (int)get_global_id(0) * 2 * groups * group_size;
+  __global float* next = now + groups * group_size;
+  for (int i = 0; i < 2 * groups * group_size; i++) now[i] = 0.0f;
   for (int row = 0; row < rows; row++)
     for (int u = 0; u < hidden; u++)
-      panel[(row / ROWS * hidden + u) * ROWS + row % ROWS] = h0[(first + row) * hidden + u];
+      now[row / ROWS * group_size + u / LANES * ROWS * LANES + row % ROWS * LANES + u % LANES] =
+          h0[(first + row) * hidden + u];
   for (int t = 0; t < steps; t++) {
-    const int step = t * batch + first;
-    multiply_rows(panel, weight, hidden, gates_x + step * cols, gates + step * cols, rows, cols);
-    for (int row = 0; row < rows; row++) {
-      __global float* a = gates + (step + row) * cols;
-      __global const float* before = t == 0 ? c0 + (first + row) * hidden : c + (step - batch + row) * hidden;
-      for (int u = 0; u < hidden; u += LANES) {
-        const int count = hidden - u, at = (step + row) * hidden + u;
-        const float16 i = sigmoid(load_upto(a + u, count)), f = sigmoid(load_upto(a + hidden + u, count));
-        const float16 g = squash(load_upto(a + 2 * hidden + u, count));
-        const float16 o = sigmoid(load_upto(a + 3 * hidden + u, count));
-        const float16 cell = fma(f, load_upto(before + u, count), i * g), h = o * squash(cell);
-        store_upto(i, a + u, count);
-        store_upto(f, a + hidden + u, count);
-        store_upto(g, a + 2 * hidden + u, count);
-        store_upto(o, a + 3 * hidden + u, count);
-        store_upto(cell, c + at, count);
-        store_upto(h, y + at, count);
-        spread(h, panel + (row / ROWS * hidden + u) * ROWS + row % ROWS, count);
+    const int after = min(t + 1, steps - 1) * batch + first;
+    const Ahead ahead = {gates_x + after * cols, gates + after * cols, y + after * hidden, c + after * hidden,
+                         rows * hidden / (panels * groups * blocks)};
+    for (int u0 = 0; u0 < hidden; u0 += COLS) {
+      for (int group = 0; group < groups; group++) {
+        const int top = group * ROWS, count = min(rows - top, ROWS), step = t * batch + first + top;
+        float16 sums[GATES][ROWS][2];
+#pragma unroll 1
+        for (int gate = 0; gate < GATES; gate++)
+          multiply(now + group * group_size, weight + (gate * panels * COLS + u0) * hidden, 1, hidden, ahead,
+                   ((u0 / COLS * groups + group) * GATES + gate) * blocks, sums[gate]);
+        __global const float* before = t == 0 ? c0 + (first + top) * hidden : c + (step - batch) * hidden;
+        for (int m = 0; m < count; m++) {
+#pragma unroll 1
+          for (int n = 0; n < 2 && u0 + n * LANES < hidden; n++) {
+            const int u = u0 + n * LANES, left = hidden - u, at = (step + m) * cols + u;
+            float16 v[GATES];  // in memory: the loops over it stay small
+#pragma unroll 1
+            for (int gate = 0; gate < GATES; gate++)
+              v[gate] = sums[gate][m][n] + load_upto(gates_x + at + gate * hidden, left);
+            const float16 i = v[0] = sigmoid(v[0]), f = v[1] = sigmoid(v[1]), g = v[2] = squash(v[2]);
+            const float16 o = v[3] = sigmoid(v[3]);
+            const float16 cell = fma(f, load_upto(before + m * hidden + u, left), i * g), h = o * squash(cell);
+#pragma unroll 1
+            for (int gate = 0; gate < GATES; gate++) store_upto(v[gate], gates + at + gate * hidden, left);
+            store_upto(cell, c + (step + m) * hidden + u, left);
+            store_upto(h, y + (step + m) * hidden + u, left);
+            vstore16(h, 0, next + group * group_size + u * ROWS + m * LANES);
+          }
+        }
       }
     }
+    __global float* other = now;
+    now = next;
+    next = other;
   }
 }
 
-// grad_h0 and grad_c0 carry from step to step what they are in the end. Global size: work-items
+// Puts the gradients of four gates, before they were squashed, in their place; returns that of the cell of the step before,
+// from those of h and of this step's cell.
+inline float16 gate_gradients(float16 v[GATES], const float16 cell, const float16 before, const float16 dh,
+                              const float16 dc_after) {
+  const float16 i = v[0], f = v[1], g = v[2], o = v[3], s = squash(cell);
+  const float16 dc = fma(dh * o, 1.0f - s * s, dc_after);
+  v[0] = dc * g * i * (1.0f - i);
+  v[1] = dc * before * f * (1.0f - f);
+  v[2] = dc * i * (1.0f - g * g);
+  v[3] = dh * s * o * (1.0f - o);
+  return dc * f;
+}
+
+// A step starts with the gradient of its h by later steps, a product; the last one is grad_h0. grad_c0 carries the gradient of
+// the cells from step to step. Global size: work-items
 WORK_ITEM __kernel void lstm_backward(__global const float* restrict grad_y, __global const float* restrict grad_last_c,
                                       const int has_grad_last_c, __global const float* restrict gates,
                                       __global const float* restrict c, __global const float* restrict c0,
                                       __global const float* restrict weight, __global float* panel,
-                                      __global float* restrict grad_gates, __global float* grad_h0,
-                                      __global float* grad_c0, const int steps, const int batch, const int hidden,
-                                      const int groups) {
+                                      __global float* restrict grad_gates, __global float* restrict grad_h0,
+                                      __global float* restrict grad_c0, const int steps, const int batch,
+                                      const int hidden, const int groups) {
   const int first = (int)get_global_id(0) * groups * ROWS, rows = min(batch - first, groups * ROWS);
-  const int cols = 4 * hidden;
-  panel += first * cols;
-  for (int i = 0; i < groups * ROWS * cols; i++) panel[i] = 0.0f;
-  for (int i = first * hidden; i < (first + rows) * hidden; i++) {
-    grad_h0[i] = 0.0f;
-    grad_c0[i] = has_grad_last_c ? grad_last_c[i] : 0.0f;
-  }
-  for (int t = steps - 1; t >= 0; t--) {
-    const int step = t * batch + first;
-    for (int row = 0; row < rows; row++) {
-      __global const float* a = gates + (step + row) * cols;
-      __global float* d = grad_gates + (step + row) * cols;
-      __global const float* before = t == 0 ? c0 + (first + row) * hidden : c + (step - batch + row) * hidden;
-      __global float* dh_row = grad_h0 + (first + row) * hidden;
-      __global float* dc_row = grad_c0 + (first + row) * hidden;
-      __global float* column = panel + row / ROWS * cols * ROWS + row % ROWS;
-      for (int u = 0; u < hidden; u += LANES) {
-        const int count = hidden - u, at = (step + row) * hidden + u;
-        const float16 i = load_upto(a + u, count), f = load_upto(a + hidden + u, count);
-        const float16 g = load_upto(a + 2 * hidden + u, count), o = load_upto(a + 3 * hidden + u, count);
-        const float16 s = squash(load_upto(c + at, count));
-        const float16 dh = load_upto(dh_row + u, count) + load_upto(grad_y + at, count);
-        const float16 dc = fma(dh * o, 1.0f - s * s, load_upto(dc_row + u, count));
-        const float16 di = dc * g * i * (1.0f - i), df = dc * load_upto(before + u, count) * f * (1.0f - f);
-        const float16 dg = dc * i * (1.0f - g * g), d_o = dh * s * o * (1.0f - o);
-        store_upto(di, d + u, count);
-        store_upto(df, d + hidden + u, count);
-        store_upto(dg, d + 2 * hidden + u, count);
-        store_upto(d_o, d + 3 * hidden + u, count);
-        store_upto(dc * f, dc_row + u, count);
-        spread(di, column + u * ROWS, count);
-        spread(df, column + (hidden + u) * ROWS, count);
-        spread(dg, column + (2 * hidden + u) * ROWS, count);
-        spread(d_o, column + (3 * hidden + u) * ROWS, count);
+  const int cols = GATES * hidden, panels = (hidden + COLS - 1) / COLS, blocks = (hidden + LANES - 1) / LANES;
+  const int gate_size = blocks * LANES * ROWS, group_size = GATES * gate_size;
+  __global float* now = panel + (int)get_global_id(0) * 2 * groups * group_size;
+  __global float* next = now + groups * group_size;
+  for (int i = 0; i < 2 * groups * group_size; i++) now[i] = 0.0f;
+  for (int i = first * hidden; i < (first + rows) * hidden; i++) grad_c0[i] = has_grad_last_c ? grad_last_c[i] : 0.0f;
+  for (int t = steps - 1; t >= -1; t--) {
+    const int after = max(t - 1, 0) * batch + first, before_after = max(t - 2, 0) * batch + first;
+    const Ahead ahead = {gates + after * cols, grad_gates + after * cols, grad_y + after * hidden,
+                         c + before_after * hidden, rows * hidden / (panels * groups * blocks)};
+    for (int u0 = 0; u0 < hidden; u0 += COLS) {
+      for (int group = 0; group < groups; group++) {
+        const int top = group * ROWS, count = min(rows - top, ROWS), step = t * batch + first + top;
+        float16 sums[ROWS][2];
+        multiply(now + group * group_size, weight + u0 * cols, GATES, t == steps - 1 ? 0 : hidden, ahead,
+                 (u0 / COLS * groups + group) * GATES * blocks, sums);
+        if (t < 0) {
+          for (int m = 0; m < count; m++)
+#pragma unroll 1
+            for (int n = 0; n < 2; n++)
+              store_upto(sums[m][n], grad_h0 + (first + top + m) * hidden + u0 + n * LANES, hidden - u0 - n * LANES);
+          continue;
+        }
+        __global const float* before = t == 0 ? c0 + (first + top) * hidden : c + (step - batch) * hidden;
+        for (int m = 0; m < count; m++) {
+#pragma unroll 1
+          for (int n = 0; n < 2 && u0 + n * LANES < hidden; n++) {
+            const int u = u0 + n * LANES, left = hidden - u;
+            __global const float* a = gates + (step + m) * cols + u;
+            __global float* d = grad_gates + (step + m) * cols + u;
+            __global float* dc_row = grad_c0 + (first + top + m) * hidden + u;
+            float16 v[GATES];
+#pragma unroll 1
+            for (int gate = 0; gate < GATES; gate++) v[gate] = load_upto(a + gate * hidden, left);
+            const float16 dh = sums[m][n] + load_upto(grad_y + (step + m) * hidden + u, left);
+            const float16 dc = gate_gradients(v, load_upto(c + (step + m) * hidden + u, left),
+                                              load_upto(before + m * hidden + u, left), dh, load_upto(dc_row, left));
+            store_upto(dc, dc_row, left);
+#pragma unroll 1
+            for (int gate = 0; gate < GATES; gate++) {
+              store_upto(v[gate], d + gate * hidden, left);
+              vstore16(v[gate], 0, next + group * group_size + gate * gate_size + u * ROWS + m * LANES);
+            }
+          }
+        }
       }
     }
-    multiply_rows(panel, weight, cols, 0, grad_h0 + first * hidden, rows, hidden);
+    __global float* other = now;
+    now = next;
+    next = other;
   }
 }

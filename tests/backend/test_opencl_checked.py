@@ -52,6 +52,20 @@ attention(3, 18, 5, 2, False)
 attention(70, 67, 3, 17, True)
 attention(2, 19, 3, 2, True)
 """
+LSTM = """
+import hetpipe.sdk.recurrent
+own = torch.ops.hetpipe
+def lstm(steps, samples, hidden):
+    inputs = x(steps, samples, 4 * hidden), x(samples, hidden), x(samples, hidden), x(4 * hidden, hidden)
+    close_to_torch(device, own.lstm, *inputs)
+    y, c, gates = own.lstm(*inputs)
+    for last_c in (x(samples, hidden), None):
+        back = lambda y, g, c, c0, w, *last: own.lstm_backward(y, *(last or [None]), g, c, c0, w)
+        close_to_torch(device, back, y, gates, c, *inputs[2:], *([] if last_c is None else [last_c]))
+lstm(2, 1, 3)
+lstm(2, 5, 17)
+lstm(1, 13, 33)
+"""  # noqa: E501 - one graph a line
 PRODUCTS = """
 import itertools
 from found_devices import trace
@@ -125,6 +139,13 @@ def test_attention_is_clean(tmp_path: Path) -> None:
     """Rows and columns that fill no tile, more keys than queries read, and two blocks."""
     head = GRAPHS[: GRAPHS.index("close_to_torch(")]
     assert log_of(head + ATTENTION, tmp_path, "OCLGRIND_DATA_RACES") == ""
+
+
+@pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")
+def test_lstm_layers_are_clean(tmp_path: Path) -> None:
+    """One row, rows and units that fill no tile, and several groups of rows."""
+    head = GRAPHS[: GRAPHS.index("close_to_torch(")]
+    assert log_of(head + LSTM, tmp_path, "OCLGRIND_DATA_RACES") == ""
 
 
 @pytest.mark.skipif(ORACLE is None, reason="no Oclgrind: pip install 'hetpipe[emulators]'")

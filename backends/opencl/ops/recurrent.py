@@ -12,6 +12,7 @@ from ._float32 import arguments, optional, why_not_float32
 from .matmul import pack_columns
 from .registry import lowers
 
+LANES = 16
 LARGEST_ROWS = 12
 """Rows of the register tile of `kernels/cpu/lstm.cl`: 24 accumulators of 16 lanes."""
 FEWEST_ROWS = 4
@@ -19,21 +20,25 @@ FEWEST_ROWS = 4
 
 
 def _launch(
-    builder: Builder, name: str, weight: Operand, depth: int, hidden: int, batch: int,
+    builder: Builder, name: str, weight: Value, gates: int, hidden: int, batch: int,
     args: dict[str, Value | int],
 ) -> None:  # fmt: skip
-    """`name` over the rows of a batch, with a packed weight and scratch besides `args`."""
+    """`name` over the rows of a batch; a step's product has operands of `gates` times `hidden`."""
     items = min(builder.device.compute_units, math.ceil(batch / FEWEST_ROWS))
-    groups = math.ceil(batch / items / LARGEST_ROWS)
-    rows = math.ceil(batch / items / groups)
+    share = math.ceil(batch / items)
+    most, fewest = min(share, LARGEST_ROWS), min(share, FEWEST_ROWS)
+    rows = min(range(most, fewest - 1, -1), key=lambda rows: -share % rows)  # idle rows
+    groups = math.ceil(share / rows)
     items = math.ceil(batch / (groups * rows))
-    packed = pack_columns(builder, weight, depth, 4 * hidden * hidden // depth)
-    panel = builder.new((items, groups, depth, rows), "float32")
-    source = builder.source("cpu/common.cl") + builder.source("cpu/lstm.cl")
+    panel = builder.new(
+        (items, 2, groups, gates, math.ceil(hidden / LANES), rows, LANES), "float32"
+    )
+    options = (f"-DROWS={rows}", *(f"-D{each}" for each in builder.device.defines))
+    source = "".join(map(builder.source, ("cpu/common.cl", "exp.cl", "cpu/lstm.cl")))
     builder.launch(
-        Kernel(source, name, (f"-DROWS={rows}",)), (items,), (1,),
+        Kernel(source, name, options), (items,), (1,),
         {
-            **args, "weight": packed, "panel": panel, "batch": batch, "hidden": hidden,
+            **args, "weight": weight, "panel": panel, "batch": batch, "hidden": hidden,
             "groups": groups,
         },
     )  # fmt: skip
@@ -47,8 +52,10 @@ def lstm(builder: Builder, node: fx.Node) -> None:
     steps, batch = gates_x.shape[:2]
     hidden = h0.shape[1]
     y, c, gates = results = tuple(builder.new(val.shape, "float32") for val in node.meta["val"])
+    by_gate = Operand(weight, offset, hidden * row, col, row)
+    packed = pack_columns(builder, by_gate, hidden, hidden, batch=4)
     _launch(
-        builder, "lstm", Operand(weight, offset, 0, col, row), hidden, hidden, batch,
+        builder, "lstm", packed, 1, hidden, batch,
         {"gates_x": gates_x, "h0": h0, "c0": c0, "y": y, "c": c, "gates": gates, "steps": steps},
     )  # fmt: skip
     builder.result(node, results)
@@ -63,8 +70,9 @@ def lstm_backward(builder: Builder, node: fx.Node) -> None:
     weight, (row, col), offset = builder.strided(weight_node)
     steps, batch, hidden = c.shape
     results = tuple(builder.new(val.shape, "float32") for val in node.meta["val"])
+    packed = pack_columns(builder, Operand(weight, offset, 0, row, col), 4 * hidden, hidden)
     _launch(
-        builder, "lstm_backward", Operand(weight, offset, 0, row, col), 4 * hidden, hidden, batch,
+        builder, "lstm_backward", packed, 4, hidden, batch,
         {
             "grad_y": grad_y, **optional(builder, "grad_last_c", grad_last_c, grad_y),
             "gates": gates, "c": c, "c0": c0, "grad_gates": results[0], "grad_h0": results[1],

@@ -15,12 +15,15 @@ from .. import layouts
 from ..builder import Builder, Kernel, node_dtype, node_shape
 from ..cnames import C_TYPES
 from ..expr import Const, Coord, Expr, Layout
+from ..target import Target
 from ._common import FLOATS, argument, cast
 from .registry import lowers
 
 JOINS = {"sum": "ADD", "add": "ADD", "prod": "MULTIPLY", "multiply": "MULTIPLY",
          "amax": "LARGER", "amin": "SMALLER"}  # fmt: skip
 """The macro of `kernels/scatter.cl` for each reduction that torch names."""
+COLUMNS = (256, 64, 16)
+"""Of a work-item of `put_rows`; a program each."""
 
 
 def _unscaled(node: fx.Node) -> str | None:
@@ -46,9 +49,15 @@ def embedding_backward(builder: Builder, node: fx.Node) -> None:
 
 
 def _put_rows(builder: Builder, dtype: str, how: str, args: dict[str, Any]) -> None:
-    lanes = 1 if builder.device.kind == "gpu" else 16
+    lanes = 1 if builder.device.kind == "gpu" else _columns(args["width"], builder.device)
     kernel = _kernel(builder, "put_rows", dtype, how, lanes)
     builder.launch(kernel, (-(-args["width"] // lanes),), None, args)
+
+
+def _columns(width: int, device: Target) -> int:
+    """Columns of a work-item: as long runs of memory as leave each compute unit one."""
+    fitting = (columns for columns in COLUMNS if -(-width // columns) >= device.compute_units)
+    return next(fitting, COLUMNS[-1])
 
 
 def _kernel(builder: Builder, name: str, dtype: str, how: str, lanes: int = 1) -> Kernel:

@@ -1,0 +1,189 @@
+"""Products of an embedding's rows as rows of a product, for batches of more tokens than rows.
+
+Rows E[i] of a table times a matrix W are rows of E W: the table is multiplied, and its rows are
+taken afterwards. With G, the gradient of these rows, and S, its sums over equal tokens, the
+gradient of W is E^T S in place of E[i]^T G, and that of E is S W^T. So tokens beyond the number of
+rows cost no multiplication. Sums have the same terms in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+_ROWS, _SUMS = aten.embedding.default, aten.embedding_dense_backward.default
+_MM, _ADDMM = aten.mm.default, aten.addmm.default
+_PERMUTE, _VIEW = aten.permute.default, aten.view.default
+_LEAST_GAIN = 2
+"""A table is multiplied where a batch has so many times as many tokens as it has rows."""
+
+
+def multiply_tables(graph: fx.Graph, decomposed: Container[Any]) -> None:
+    """Rewrite the products with rows of embeddings, and the products in their gradients.
+
+    `decomposed` are operators that the graph must not hold.
+    """
+    for rows in graph.find_nodes(op="call_function", target=_ROWS):
+        table, tokens = rows.args[:2]
+        plain = rows.args[2:3] in ((), (-1,)) and not any(rows.args[3:])
+        gain = tokens.meta["val"].numel() / max(1, len(table.meta["val"]))
+        if plain and gain >= _LEAST_GAIN:
+            _Table(graph, rows, _SUMS not in decomposed).rewrite()
+    graph.eliminate_dead_code()
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """Rows of `base`, along its last dimension, in the order that `steps`, views, give them."""
+
+    base: fx.Node
+    steps: tuple[fx.Node, ...]
+
+    def order(self) -> torch.Tensor:
+        """For each row, its number in the base."""
+        shape = self.base.meta["val"].shape[:-1]
+        order = torch.arange(shape.numel()).reshape(shape)
+        for step in self.steps:
+            order = step.target(order.contiguous(), _without_columns(step))  # type: ignore[operator]
+        return order.reshape(-1)
+
+
+def _moved(node: fx.Node) -> _Moved:
+    steps = []
+    while _moves_rows(node):
+        steps.append(node)
+        node = node.all_input_nodes[0]
+    return _Moved(node, tuple(reversed(steps)))
+
+
+def _moves_rows(node: fx.Node) -> bool:
+    if node.target is _PERMUTE:
+        dims: Any = node.args[1]
+        return bool(dims[-1] in (-1, len(dims) - 1))
+    if node.target is _VIEW:
+        columns = node.all_input_nodes[0].meta["val"].shape[-1:]
+        return bool(columns == node.meta["val"].shape[-1:] != (0,))
+    return False
+
+
+def _without_columns(step: fx.Node) -> list[int]:
+    """The second argument of a view or permutation for a tensor without the last dimension."""
+    sizes = step.meta["val"].shape
+    if step.target is _VIEW:
+        return list(sizes[:-1])
+    dims: Any = step.args[1]
+    return [dim % len(sizes) for dim in dims[:-1]]
+
+
+class _Table:
+    """One embedding, and the nodes made for it."""
+
+    def __init__(self, graph: fx.Graph, rows: fx.Node, sums: bool) -> None:
+        """`rows` calls the embedding; `sums`: whether the graph may sum rows of equal tokens."""
+        self._graph, self._rows, self._may_sum = graph, rows, sums
+        self._table: Any = rows.args[0]
+        self._tokens: Any = rows.args[1]
+        self._ordered: dict[bytes, fx.Node] = {}  # the tokens in a row, by their order
+        self._sums: dict[tuple[fx.Node, bytes], fx.Node] = {}
+
+    def rewrite(self) -> None:
+        """Replace the products."""
+        for node in list(self._graph.nodes):
+            with self._graph.inserting_before(node):
+                made = self._replacement(node)
+            if made is not None:
+                node.replace_all_uses_with(made)
+
+    def _replacement(self, node: fx.Node) -> fx.Node | None:
+        if node.target in (_MM, _ADDMM):
+            *bias, left, right = node.args
+            if (rows := self._own(left)) is not None:
+                return self._product(node, bias, rows, right)
+            if node.target is _MM and self._may_sum:
+                return self._by_matrix(node, left, right)
+        if node.target is _SUMS and node.args[1] is self._tokens:
+            return self._by_table(node)
+        return None
+
+    def _product(self, node: fx.Node, bias: list[Any], rows: _Moved, matrix: Any) -> fx.Node | None:
+        """E W, its rows taken, for E[i] W; a bias must be alike for all rows."""
+        if any(each.meta["val"].dim() > 1 for each in bias):
+            return None
+        product = self._call(node, node.target, *bias, self._table, matrix, **node.kwargs)
+        return self._call(node, _ROWS, product, self._tokens_of(node, rows))
+
+    def _by_matrix(self, node: fx.Node, left: Any, right: Any) -> fx.Node | None:
+        """S^T E for G^T E[i], and E^T S for E[i]^T G."""
+        if not _is_transposed(left):
+            return None
+        left = left.args[0]
+        if (rows := self._own(right)) is not None:
+            sums = self._sums_of(node, left, self._tokens_of(node, rows), rows.order())
+            return self._call(node, _MM, self._call(node, _PERMUTE, sums, [1, 0]), self._table)
+        if (rows := self._own(left)) is not None:
+            sums = self._sums_of(node, right, self._tokens_of(node, rows), rows.order())
+            return self._call(node, _MM, self._call(node, _PERMUTE, self._table, [1, 0]), sums)
+        return None
+
+    def _by_table(self, node: fx.Node) -> fx.Node | None:
+        """S W^T for the sums of G W^T; the order of G's rows must be one that was met before."""
+        rows = _moved(node.args[0])  # type: ignore[arg-type]
+        skips = node.args[3] != -1 or node.args[4]
+        if rows.base.target is not _MM or skips or node.args[2] != len(self._table.meta["val"]):
+            return None
+        gradient, matrix = rows.base.args
+        order = rows.order().argsort()
+        tokens = self._ordered.get(_key(order))
+        if tokens is None:
+            return None
+        return self._call(node, _MM, self._sums_of(node, gradient, tokens, order), matrix)
+
+    def _sums_of(
+        self, node: fx.Node, gradient: Any, tokens: fx.Node, order: torch.Tensor
+    ) -> fx.Node:
+        """S of a gradient whose rows are those of `tokens`, which have that order."""
+        moved = _moved(gradient)
+        key = moved.base, _key(order[moved.order().argsort()])
+        if key not in self._sums:
+            count = len(self._table.meta["val"])
+            self._sums[key] = self._call(node, _SUMS, gradient, tokens, count, -1, False)
+        return self._sums[key]
+
+    def _own(self, node: Any) -> _Moved | None:
+        """The rows of this embedding, if `node` holds them."""
+        moved = _moved(node)
+        return moved if moved.base is self._rows else None
+
+    def _tokens_of(self, node: fx.Node, rows: _Moved) -> fx.Node:
+        """The tokens of rows of the embedding, in a row."""
+        key = _key(rows.order())
+        if key not in self._ordered:
+            tokens = self._tokens
+            for step in rows.steps:
+                tokens = self._call(node, step.target, tokens, _without_columns(step))
+            self._ordered[key] = tokens
+        return self._ordered[key]
+
+    def _call(self, node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A call before `node`, in its layer."""
+        made = self._graph.call_function(target, args, kwargs)
+        given = fx.map_arg((args, kwargs), lambda arg: _row_major(arg.meta["val"]))
+        made.meta.update(node.meta, val=target(*given[0], **given[1]))
+        return made
+
+
+def _row_major(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+
+def _is_transposed(node: fx.Node) -> bool:
+    return node.target is _PERMUTE and node.meta["val"].dim() == 2 and not _moves_rows(node)
+
+
+def _key(order: torch.Tensor) -> bytes:
+    return order.numpy().tobytes()
