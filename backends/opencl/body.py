@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .cnames import C_TYPES, MASKS, literal, vector
-from .expr import Apply, Const, Coord, Expr, Layout, Load, Value, children
+from .expr import DEAR, Apply, Const, Coord, Expr, Layout, Load, Value, children
 from .nest import Nest
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class Body:
         self._bases: dict[Layout, str] = {}
         self._hoisted: dict[Expr, str] = {}
         self._still: dict[Expr, bool] = {}
+        self._uses: Counter[Expr] = Counter()
+        self._computes = False
 
     @property
     def tensors(self) -> dict[str, Value]:
@@ -70,6 +73,8 @@ class Body:
         """
         lines: list[str] = []
         memo: dict[Expr, str] = {}
+        ends = [store.expr for store in group]
+        self._survey(ends if returned is None else [*ends, returned])
         names = [self.emit(store.expr, width, lines, memo) for store in group]
         # All reads come before the first write: a result may share memory with an operand.
         last = [] if returned is None else [f"return {self.emit(returned, width, lines, memo)};"]
@@ -97,6 +102,20 @@ class Body:
         memo[expr] = name
         lines.append(f"const {vector(ctype, width)} {name} = {code};")
         return name
+
+    def _survey(self, ends: Sequence[Expr]) -> None:
+        """Count the uses of each expression that `ends` need, and their functions."""
+        stack = list(map(self._source, ends))
+        self._uses = Counter(stack)
+        seen: set[Expr] = set()
+        while stack:
+            expr = stack.pop()
+            if expr not in seen and expr not in self._held:
+                seen.add(expr)
+                arguments = [self._source(child) for child in children(expr)]
+                self._uses.update(arguments)
+                stack += arguments
+        self._computes = any(isinstance(expr, Apply) and expr.weight >= DEAR for expr in seen)
 
     def still(self, expr: Expr) -> bool:
         """Whether `expr` has one value for the whole row."""
@@ -138,11 +157,13 @@ class Body:
     def _code(self, expr: Expr, width: int, lines: list[str], memo: dict[Expr, str]) -> str:
         ctype = C_TYPES[expr.dtype]
         if isinstance(expr, Apply):
+            alone = expr.alone and self._uses[self._source(expr.args[-1])] == 1
+            code, needed = (expr.alone, expr.args[:-1]) if alone else (expr.code, expr.args)
             if lines is self._row:
-                args = [self._hoist(arg) for arg in expr.args]
+                args = [self._hoist(arg) for arg in needed]
             else:
-                args = [self.emit(arg, width, lines, memo) for arg in expr.args]
-            return expr.code.format(*args, **type_names(expr.dtype, width))
+                args = [self.emit(arg, width, lines, memo) for arg in needed]
+            return code.format(*args, **type_names(expr.dtype, width))
         if isinstance(expr, Coord):
             return self._coordinate(expr, ctype, width)
         assert isinstance(expr, Load)
@@ -189,6 +210,8 @@ class Body:
         if width == 1:
             return _assignment(pointer, at, name, half)
         if step == 1:
+            if self._computes and C_TYPES[store.out.dtype] == "float" and not half:
+                return f"vstore16_at_once({name}, {pointer} + {at});"
             return f"vstore{'_half' if half else ''}{width}({name}, 0, {pointer} + {at});"
         return " ".join(
             _assignment(pointer, f"{at} + {lane * step}", f"{name}.s{lane:x}", half)

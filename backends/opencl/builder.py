@@ -159,10 +159,10 @@ class Builder:
         lowered = self._lowered[node]
         return lowered if isinstance(lowered, tuple) else (lowered,)
 
-    def apply(self, code: str, dtype: str, *args: Expr, weight: int = 1) -> Expr:
-        """The C expression `code` of the arguments, which have one shape."""
+    def apply(self, code: str, dtype: str, *args: Expr, weight: int = 1, alone: str = "") -> Expr:
+        """The C expression `code` of the arguments, which have one shape; see `Apply`."""
         args = tuple(self._bounded(arg) for arg in args)
-        return self.pool.make(Apply, args[0].shape, dtype, code, args, weight)
+        return self.pool.make(Apply, args[0].shape, dtype, code, args, weight, alone)
 
     def expand(self, expr: Expr, shape: Shape) -> Expr:
         """`expr` broadcast to `shape`; stored first if recomputing it is costly."""

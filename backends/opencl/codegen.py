@@ -33,7 +33,8 @@ MOST_TENSORS = 24
 HELPERS = {
     "exact_erf(": "erf.cl", "exp_minus_square(": "erf.cl", "erf_plus_one(": "erf.cl",
     "exact_sin(": "exact.cl", "exact_cos(": "exact.cl", "exact_tan(": "exact.cl",
-    "exact_pow(": "exact.cl", "exact_fmod(": "exact.cl", "exact_exp(": "exp.cl",
+    "exact_pow(": "exact.cl", "exact_fmod(": "exact.cl", "exact_exp(": "exp.cl", "gelu(": "gelu.cl",
+    "vstore16_at_once(": "store.cl",
 }  # fmt: skip
 """The file that defines each function that generated code may call; callers before what they
 call."""

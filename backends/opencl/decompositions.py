@@ -19,7 +19,6 @@ aten = torch.ops.aten
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
     """Decompositions by operator, applied before core ATen's."""
     return {
-        aten.gelu.default: gelu,
         aten.gelu_backward.default: gelu_backward,
         aten.silu.default: silu,
         aten.cumsum.default: cumsum,
@@ -27,15 +26,8 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     }
 
 
-def gelu(x: torch.Tensor, *, approximate: str = "none") -> Any:
-    """x times the normal distribution function, exact; the approximation stays one operator."""
-    if approximate != "none":
-        return NotImplemented
-    return x * ((torch.erf(x * math.sqrt(0.5)) + 1) * 0.5)
-
-
 def gelu_backward(dy: torch.Tensor, x: torch.Tensor, *, approximate: str = "none") -> Any:
-    """dy times the distribution function and x times its density, by the terms of `gelu`.
+    """dy times the distribution function and x times its density, by the terms of gelu's lowering.
 
     The approximation is x p with p = (1 + tanh(u)) / 2, the logistic function of 2 u.
     """

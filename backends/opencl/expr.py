@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 Shape = tuple[int, ...]
+DEAR = 8
+"""Weight of a function that takes many instructions."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ class Apply(Expr):
     args: tuple[Expr, ...]
     weight: int = 1
     """Rough cost, in additions."""
+    alone: str = ""
+    """The same without its last argument, for kernels that have no other use for that."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,7 +172,8 @@ class Pool:
             done = [arg for arg in args if arg is not None]
             if len(done) < len(args):
                 return None
-            return self.make(Apply, done[0].shape, expr.dtype, expr.code, tuple(done), expr.weight)
+            fields = expr.dtype, expr.code, tuple(done), expr.weight, expr.alone
+            return self.make(Apply, done[0].shape, *fields)
         layout = view(expr.layout if isinstance(expr, (Load, Coord)) else _flat(expr.shape))
         if layout is None:
             return None

@@ -83,6 +83,26 @@ def test_gelu_is_no_worse_than_its_factors(device_id: str) -> None:
     assert np.abs(actual[wide < 0] - (wide * cdf(wide))[wide < 0]).max() <= 1.5e-7
 
 
+def test_gelu_of_small_numbers_and_of_unusual_ones(device_id: str) -> None:
+    x = numbers(-1, 1, 1e-3, -1e-3, 1e-40, -1e-40, 13.0, -13.0)
+    exact = x.double().numpy()
+    with np.errstate(invalid="ignore"):
+        exact = exact * cdf(exact)
+    exact[np.isneginf(x.numpy())] = 0  # its limit
+    allowed = np.maximum(6e-7 * np.abs(exact), 1e-16)
+    assert_close(run(device_id, torch.nn.functional.gelu, x), exact, allowed)
+
+
+def test_gelu_of_doubles(device_id: str) -> None:
+    device = opencl_device(device_id)
+    if "float64" not in device.info.dtypes:
+        pytest.skip(f"{device_id} has no doubles")
+    x = torch.linspace(-12, 12, 2053, dtype=torch.float64)
+    exact = x.numpy() * cdf(x.numpy())
+    (actual,) = results(device, torch.nn.functional.gelu, x)
+    np.testing.assert_allclose(actual, exact, rtol=1e-13, atol=1e-300)
+
+
 def test_gradient_of_gelu(device_id: str) -> None:
     x, dy = torch.linspace(-12, 12, 2053), torch.linspace(0.5, 2, 2053)
     wide = x.double().numpy()
@@ -110,6 +130,16 @@ def test_gelu_and_its_derivative_share_one_exponential(device_id: str) -> None:
     graph = trace(both, (torch.zeros(64),), get_backend("opencl").decompositions())
     (launch,) = lower(graph, device.target).launches
     assert launch.kernel.source.count("= exp_minus_square(") <= 2  # 16 at once, and one by one
+    assert "gelu(" not in launch.kernel.source
+
+
+def test_gelu_without_its_derivative_has_an_exponential_of_its_own(device_id: str) -> None:
+    device = opencl_device(device_id)
+    table = get_backend("opencl").decompositions()
+    graph = trace(torch.nn.functional.gelu, (torch.zeros(64),), table)
+    (launch,) = lower(graph, device.target).launches
+    assert "= gelu(" in launch.kernel.source
+    assert "exp_minus_square(" not in launch.kernel.source
 
 
 def test_a_helper_comes_with_what_it_calls(device_id: str) -> None:

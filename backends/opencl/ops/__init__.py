@@ -1,6 +1,7 @@
 """The operators that OpenCL devices run. Importing this package registers them all."""
 
 from . import (
+    activations,
     attention,
     convolution,
     creation,
@@ -18,6 +19,7 @@ from . import (
 )
 
 __all__ = [
+    "activations",
     "attention",
     "convolution",
     "creation",

@@ -7,12 +7,10 @@ from torch import fx
 from hetpipe.sdk.graph import operator_name
 
 from ..builder import Builder
-from ..expr import Expr
+from ..expr import DEAR, Expr
 from ._common import FLOATS, operands
 from .registry import lowers
 
-DEAR = 8
-"""Weight of `fmod`."""
 UNSIGNED = ("uint8", "bool")
 OTHER_SIGN = "({0} != ({T})(0)) & (({0} < ({T})(0)) != ({1} < ({T})(0)))"
 """Whether a remainder {0} has another sign than the divisor {1}."""

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, TypeGuard
 
 import torch
@@ -17,12 +16,10 @@ from hetpipe.sdk.graph import dtype_name, operator_name, why_not_fill
 
 from .. import layouts
 from ..builder import Builder, node_dtype, node_shape
-from ..expr import Apply, Const, Expr
+from ..expr import DEAR, Apply, Const, Expr
 from ._common import FLOATS, argument, cast, choose, operands, truth
 from .registry import lowers
 
-DEAR = 8
-"""Weight of a function that takes many instructions."""
 UNSIGNED = ("bool", "uint8")
 
 ARITHMETIC = {
@@ -101,7 +98,7 @@ def add(builder: Builder, node: fx.Node) -> None:
     a, b, scale = operands(builder, node, (*node.args[:2], alpha))
     sign = "+" if _stem(node) == "add" else "-"
     if alpha == 1 and sign == "+" and _is_erf_plus_one(a, b):
-        expr = _erf_plus_one(builder, a)
+        expr = erf_plus_one(builder, *a.args)
     elif alpha == 1:
         expr = builder.apply(f"{{0}} {sign} {{1}}", a.dtype, a, b)
     else:
@@ -113,9 +110,8 @@ def _is_erf_plus_one(a: Expr, b: Expr) -> TypeGuard[Apply]:
     return isinstance(a, Apply) and a.code == ERF and isinstance(b, Const) and b.number == 1
 
 
-def _erf_plus_one(builder: Builder, erf: Apply) -> Expr:
-    """By exp(-x^2), which the derivative has as well."""
-    (x,) = erf.args
+def erf_plus_one(builder: Builder, x: Expr) -> Expr:
+    """erf(x) + 1 by exp(-x^2), which the derivative has as well."""
     density = builder.apply(EXP_MINUS_SQUARE, x.dtype, x, weight=DEAR)
     return builder.apply("erf_plus_one({0}, {1})", x.dtype, x, density, weight=DEAR)
 
@@ -280,35 +276,6 @@ def threshold_backward(builder: Builder, node: fx.Node) -> None:
     passes = builder.apply("abs(convert_{M}({0} > {1}))", "bool", x, threshold)
     (zero,) = operands(builder, node, [0])
     builder.define(node, choose(builder, passes, gradient, zero))
-
-
-@lowers("aten.gelu.default")
-def gelu(builder: Builder, node: fx.Node) -> None:
-    (x,) = operands(builder, node, node.args[:1])
-    if argument(node, 1, "approximate", "none") == "tanh":
-        cubic = "({T})(0.7978845608028654f) * ({0} + ({T})(0.044715f) * {0} * {0} * {0})"
-        code = f"({{T}})(0.5f) * {{0}} * (({{T}})(1) + tanh({cubic}))"
-    else:
-        code = "({T})(0.5f) * {0} * (({T})(1) + exact_erf({0} * ({T})(0.7071067811865476f)))"
-    if x.dtype == "float64":
-        code = functools.reduce(lambda c, d: c.replace(f"{d}f", d), "0123456789", code)
-    builder.define(node, builder.apply(code, x.dtype, x, weight=2 * DEAR))
-
-
-@lowers("aten.leaky_relu.default", "aten.elu.default")
-def leaky(builder: Builder, node: fx.Node) -> None:
-    if _stem(node) == "leaky_relu":
-        x, slope = operands(builder, node, (node.args[0], argument(node, 1, "slope", 0.01)))
-        low = builder.apply("{0} * {1}", x.dtype, x, slope)
-    else:
-        alpha, scale = argument(node, 1, "alpha", 1.0), argument(node, 2, "scale", 1.0)
-        inner = argument(node, 3, "input_scale", 1.0)
-        x, a, s, i = operands(builder, node, (node.args[0], alpha, scale, inner))
-        low = builder.apply("{1} * {2} * expm1({0} * {3})", x.dtype, x, a, s, i, weight=DEAR)
-        x = builder.apply("{0} * {1}", x.dtype, x, s)
-    (zero,) = operands(builder, node, [0])
-    positive = builder.apply("abs(convert_{M}({0} > {1}))", "bool", x, zero)
-    builder.define(node, choose(builder, positive, x, low))
 
 
 @lowers("aten.lerp.Scalar", "aten.lerp.Tensor")

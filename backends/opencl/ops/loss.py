@@ -19,7 +19,7 @@ NONE, SUM = 0, 2
 
 
 def _kernel(builder: Builder, name: str) -> Kernel:
-    files = ("cpu/common.cl", "exp.cl", "cpu/loss.cl")
+    files = ("cpu/common.cl", "exp.cl", "store.cl", "cpu/loss.cl")
     return Kernel("".join(map(builder.source, files)), name)
 
 

@@ -1,0 +1,55 @@
+"""Activations of several terms: gelu, and rectifiers that let negative numbers pass."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+from torch import fx
+
+from hetpipe.sdk.graph import operator_name
+
+from ..builder import Builder
+from ..expr import DEAR, Expr
+from ._common import argument, choose, operands
+from .elementwise import ARITHMETIC, erf_plus_one
+from .registry import lowers
+
+
+@lowers("aten.gelu.default")
+def gelu(builder: Builder, node: fx.Node) -> None:
+    (x,) = operands(builder, node, node.args[:1])
+    if argument(node, 1, "approximate", "none") == "tanh":
+        cubic = "({T})(0.7978845608028654f) * ({0} + ({T})(0.044715f) * {0} * {0} * {0})"
+        code = f"({{T}})(0.5f) * {{0}} * (({{T}})(1) + tanh({cubic}))"
+        if x.dtype == "float64":
+            code = functools.reduce(lambda c, d: c.replace(f"{d}f", d), "0123456789", code)
+        expr = builder.apply(code, x.dtype, x, weight=2 * DEAR)
+    else:
+        expr = _gelu(builder, node)
+    builder.define(node, expr)
+
+
+def _gelu(builder: Builder, node: fx.Node) -> Expr:
+    """x times the distribution function, by the terms of the derivative, which may share them."""
+    times, weight = ARITHMETIC["mul"]
+    x, root, half = operands(builder, node, (node.args[0], math.sqrt(0.5), 0.5))
+    twice = erf_plus_one(builder, builder.apply(times, x.dtype, x, root, weight=weight))
+    below = builder.apply(times, x.dtype, twice, half, weight=weight)
+    return builder.apply(times, x.dtype, x, below, weight=weight, alone="gelu({0})")
+
+
+@lowers("aten.leaky_relu.default", "aten.elu.default")
+def leaky(builder: Builder, node: fx.Node) -> None:
+    if operator_name(node) == "aten.leaky_relu.default":
+        x, slope = operands(builder, node, (node.args[0], argument(node, 1, "slope", 0.01)))
+        low = builder.apply("{0} * {1}", x.dtype, x, slope)
+    else:
+        alpha, scale = argument(node, 1, "alpha", 1.0), argument(node, 2, "scale", 1.0)
+        inner = argument(node, 3, "input_scale", 1.0)
+        x, a, s, i = operands(builder, node, (node.args[0], alpha, scale, inner))
+        low = builder.apply("{1} * {2} * expm1({0} * {3})", x.dtype, x, a, s, i, weight=DEAR)
+        x = builder.apply("{0} * {1}", x.dtype, x, s)
+    (zero,) = operands(builder, node, [0])
+    positive = builder.apply("abs(convert_{M}({0} > {1}))", "bool", x, zero)
+    builder.define(node, choose(builder, positive, x, low))
