@@ -9,6 +9,10 @@ from typing import Any
 from .memory import Memory, Piece
 from .placement import Plan, Where
 
+FEW = 4
+"""Changes of memory in a row after which intermediates stay in the arena: to set the arguments of
+hundreds of small kernels takes as long as to run them."""
+
 
 class Arguments:
     """Which arguments stand for which tensor, and the memory that they are set to."""
@@ -18,6 +22,12 @@ class Arguments:
         # Setting an argument retains nothing, so references to the memories are kept here.
         self._set: dict[int, Any] = {}
         self._settled: tuple[Plan, dict[Where, Piece | None]] | None = None
+        self._changes = 0
+
+    @property
+    def moves(self) -> bool:
+        """Whether other pieces of memory come again and again, as with micro-batches in flight."""
+        return self._changes > FEW
 
     def add(self, key: int, kernel: Any, at: int) -> None:
         """Argument `at` of a kernel is tensor `key`."""
@@ -43,8 +53,11 @@ class Arguments:
             Where.NEW: None if new is None else new.piece,
             Where.ARENA: arena,
         }
-        if self._settled != (settled := (plan, pieces)):
-            self._settled = settled
-            for key, spot in plan.spots.items():
-                if (piece := pieces[spot.where]) is not None:
-                    self.set(key, piece.part(spot.begin, spot.nbytes))
+        if self._settled == (settled := (plan, pieces)):
+            self._changes *= self.moves
+            return
+        self._settled = settled
+        self._changes += 1
+        for key, spot in plan.spots.items():
+            if (piece := pieces[spot.where]) is not None:
+                self.set(key, piece.part(spot.begin, spot.nbytes))

@@ -98,7 +98,7 @@ class OpenCLExecutable(Executable):
         self._weights: list[weakref.ref[OpenCLBuffer]] = []
         self._queue = device.pass_queue(0)
         self._last: Any = None
-        self._plans: dict[tuple[frozenset[int], Given], Plan] = {}
+        self._plans: dict[tuple[frozenset[int], Given, bool], Plan] = {}
 
     @property
     def launches(self) -> Sequence[Launch]:
@@ -259,9 +259,10 @@ class OpenCLExecutable(Executable):
             if len(set(map(id, memories))) < len(memories):
                 donate = frozenset(i for i in donate if memories.count(memories[i]) == 1)
         whole, parts = given(buffers, donate) if donate else (None, NOTHING)
-        if (donate, parts) not in self._plans:
-            self._plans[donate, parts] = self._plan(donate, parts)
-        plan = self._plans[donate, parts]
+        key = donate, parts, self._arguments.moves
+        if key not in self._plans:
+            self._plans[key] = self._plan(*key)
+        plan = self._plans[key]
         new = self._device.memory.take(plan.new_nbytes, queue) if plan.new_nbytes else None
         arena = self._device.arena(plan.arena_nbytes, self._queue) if plan.arena_nbytes else None
         self._arguments.settle(plan, whole, new, arena)
@@ -283,11 +284,11 @@ class OpenCLExecutable(Executable):
             outputs.append(OpenCLBuffer(self._device, value.shape, value.dtype, memory))
         return outputs
 
-    def _plan(self, donate: frozenset[int], parts: Given) -> Plan:
+    def _plan(self, donate: frozenset[int], parts: Given, moves: bool) -> Plan:
         target = self._device.target
         if not target.checks_memory:
             apart = frozenset(self._kept)
-            return plan(self._lowered, donate, parts, apart, target.alignment_nbytes)
+            return plan(self._lowered, donate, parts, apart, target.alignment_nbytes, moves)
         # One allocation per tensor, so that the interpreter sees every access outside a tensor.
         life = lives(self._lowered.launches)
         for key in self._arguments.unset(life.keys() - self._lowered.crossing):

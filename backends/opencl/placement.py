@@ -83,9 +83,17 @@ def given(buffers: Sequence[OpenCLBuffer], donate: frozenset[int]) -> tuple[Memo
 
 
 def plan(
-    lowered: Lowered, donate: frozenset[int], given: Given, apart: frozenset[int], alignment: int
+    lowered: Lowered,
+    donate: frozenset[int],
+    given: Given,
+    apart: frozenset[int],
+    alignment: int,
+    moves: bool = False,
 ) -> Plan:
-    """Plan runs to which these inputs are donated. Tensors `apart` lie elsewhere."""
+    """Plan runs to which these inputs are donated. Tensors `apart` lie elsewhere.
+
+    `moves`: such runs get other pieces of memory each time, so intermediates lie in the arena.
+    """
     life = lives(lowered.launches)
     # A result that took a part would keep all of its piece: those take none, unless kept together.
     heirs = heirs_of(lowered, donate - given.inputs)
@@ -96,12 +104,13 @@ def plan(
     taken = _taken(lowered, life, given, alignment)
     plans = []
     # Results that stay may take the donated piece before all others: neither order is always best.
-    for first in ({**inside, **kept}, kept):
+    fitting = {} if moves else inside
+    for first in ({**fitting, **kept}, kept):
         packing = _Packing(lowered.launches, alignment)
         packing.pack(Where.DONATED, first, taken, given.nbytes)
-        packing.pack(Where.DONATED, inside, taken, given.nbytes)
+        packing.pack(Where.DONATED, fitting, taken, given.nbytes)
         new_nbytes = packing.pack(Where.NEW, kept)
-        packing.pack(Where.NEW, inside, {}, new_nbytes)
+        packing.pack(Where.NEW, fitting, {}, new_nbytes)
         arena_nbytes = packing.pack(Where.ARENA, inside)
         plans.append(Plan(heirs, packing.spots, new_nbytes, arena_nbytes))
     return min(plans, key=lambda plan: plan.new_nbytes + plan.arena_nbytes)

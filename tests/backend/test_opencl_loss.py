@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from found_devices import opened, run, trace
+from opencl_devices import close_to_torch, compiled, opencl_device
 from opencl_products import INTERPRETERS, OPENCL, check_close, on_device
 
 from hetpipe.errors import BackendError
@@ -97,3 +98,24 @@ def test_interpreted(device_id: str) -> None:
     check_close(device_id, lambda x: aten._log_softmax(x, 1, False), (random(2, 5),), 16)
     forward, _, (x, target, weight) = likelihood((4, 5))
     check_close(device_id, lambda *a: forward(*a, 1, -100), (x, target, weight), 32)
+
+
+@pytest.mark.parametrize("shape", [(5, 35), (3, 16), (2, 20, 37)], ids=str)
+@pytest.mark.parametrize("logarithm", [False, True])
+@pytest.mark.parametrize("device_id", OPENCL)
+def test_a_softmax_backward_may_write_over_its_operands(
+    device_id: str, logarithm: bool, shape: tuple[int, ...]
+) -> None:
+    """Both operands are intermediates that die here, and the result is another."""
+    name = "_log_softmax_backward_data" if logarithm else "_softmax_backward_data"
+
+    def fn(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        operator = getattr(torch.ops.aten, name).default
+        dx = operator(torch.cumsum(dy, 0), torch.cumsum(y, 0), 1, dy.dtype)
+        return torch.cumsum(dx, 0)
+
+    dy, y = random(*shape), random(*shape[::-1]).reshape(shape) / 8
+    executable = compiled(opencl_device(device_id), fn, dy, y)
+    (launch,) = (each for each in executable.launches if "softmax_backward" in each.kernel.name)
+    assert len(launch.inplace) == 2
+    close_to_torch(opencl_device(device_id), fn, dy, y)

@@ -168,3 +168,22 @@ def test_a_steady_state_takes_no_more_memory(device_id: str) -> None:
         del found
         held.append(device.memory_used_nbytes())
     assert held[2:] == [held[2]] * 4
+
+
+def test_where_pieces_take_turns_intermediates_stay_in_the_arena(device_id: str) -> None:
+    """Setting all arguments anew for every micro-batch takes as long as small kernels."""
+    device = opencl_device(device_id)
+    first, second = programs(device_id)
+    x, tangent = tensors(4)
+    buffers, events = upload(device, x, tangent)
+    (_, *other), event, _ = first.run(buffers[:1], after=events)
+    for _ in range(8):
+        (_, *saved), event, _ = first.run(buffers[:1], after=[event])
+        found, done, _ = second.run([buffers[1], *other], DONATED, [event])
+        done.wait(60)
+        check(device_id, found, x, tangent)
+        other = saved
+    last = list(second._plans.values())[-1]
+    results = {output.value.id for output in second._lowered.outputs}
+    assert {spot.where for key, spot in last.spots.items() if key not in results} == {Where.ARENA}
+    assert {spot.where for key, spot in last.spots.items() if key in results} == {Where.DONATED}
