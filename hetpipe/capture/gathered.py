@@ -3,7 +3,8 @@
 Rows E[i] of a table times a matrix W are rows of E W: the table is multiplied, and its rows are
 taken afterwards. With G, the gradient of these rows, and S, its sums over equal tokens, the
 gradient of W is E^T S in place of E[i]^T G, and that of E is S W^T. So tokens beyond the number of
-rows cost no multiplication. Sums have the same terms in another order.
+rows cost no multiplication. Sums have the same terms in another order. Where a backward has another
+version of the weights than the forward, E is of its version, as W is.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import fx
 aten = torch.ops.aten
 _ROWS, _SUMS = aten.embedding.default, aten.embedding_dense_backward.default
 _MM, _ADDMM = aten.mm.default, aten.addmm.default
-_PERMUTE, _VIEW = aten.permute.default, aten.view.default
+_PERMUTE, _VIEWS = aten.permute.default, (aten.view.default, aten._unsafe_view.default)
 _LEAST_GAIN = 2
 """A table is multiplied where a batch has so many times as many tokens as it has rows."""
 
@@ -65,7 +66,7 @@ def _moves_rows(node: fx.Node) -> bool:
     if node.target is _PERMUTE:
         dims: Any = node.args[1]
         return bool(dims[-1] in (-1, len(dims) - 1))
-    if node.target is _VIEW:
+    if node.target in _VIEWS:
         columns = node.all_input_nodes[0].meta["val"].shape[-1:]
         return bool(columns == node.meta["val"].shape[-1:] != (0,))
     return False
@@ -74,7 +75,7 @@ def _moves_rows(node: fx.Node) -> bool:
 def _without_columns(step: fx.Node) -> list[int]:
     """The second argument of a view or permutation for a tensor without the last dimension."""
     sizes = step.meta["val"].shape
-    if step.target is _VIEW:
+    if step.target in _VIEWS:
         return list(sizes[:-1])
     dims: Any = step.args[1]
     return [dim % len(sizes) for dim in dims[:-1]]
@@ -182,7 +183,10 @@ def _row_major(value: torch.Tensor) -> torch.Tensor:
 
 
 def _is_transposed(node: fx.Node) -> bool:
-    return node.target is _PERMUTE and node.meta["val"].dim() == 2 and not _moves_rows(node)
+    if node.target not in (_PERMUTE, aten.t.default):
+        return False
+    matrix = node.meta["val"].dim() == 2
+    return bool(matrix) and not _moves_rows(node)
 
 
 def _key(order: torch.Tensor) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from capture_harness import check
+from capture_harness import Stages, check, compare, eager, total
 from torch import nn
 
 from hetpipe.capture import Captured
@@ -89,6 +89,20 @@ def test_a_padding_row_and_a_frozen_table() -> None:
     frozen = Model(nn.Linear(WIDTH, OUT))
     frozen.table.weight.requires_grad_(False)
     assert products(frozen, ENOUGH) == 0
+
+
+@pytest.mark.parametrize("table", [{}, KEPT], ids=["aten", "core"])
+def test_halves_of_a_backward(table: Mapping[Any, Any]) -> None:
+    """The sums of rows belong to the half of the weights; operators may be torch's own."""
+    torch.manual_seed(6)
+    batch = torch.randint(0, ROWS, (ENOUGH, STEPS)), torch.randint(0, CLASSES, (ENOUGH,))
+    case = Model(nn.Linear(WIDTH, OUT)).double(), F.cross_entropy, batch
+    captured = Captured(*case)
+    graphs = captured.stage_graphs([2], [table] * 2, [ENOUGH], None, halves=True)
+    found = total(Stages(captured, graphs, halves=True).step(batch, [ENOUGH], [1.0]))
+    assert products(case[0], ENOUGH, table) == 0
+    for name, value in eager(*case, [ENOUGH], [1.0])[2].items():
+        compare(found[name], value, name)
 
 
 def test_sums_of_rows_that_are_decomposed_are_not_used() -> None:
