@@ -12,6 +12,7 @@ from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Event
 
 from .driver import driver, errors
+from .waiting import WAITERS
 
 if TYPE_CHECKING:
     from .device import OpenCLDevice
@@ -44,18 +45,19 @@ class CommandEvent(Event):
     def wait(self, timeout_s: float | None = None) -> None:
         if self.done():
             return
-        if timeout_s is None and not self.device.waits_long(self.command):
-            with errors(self.device.info.id, self.doing):
-                self.command.wait()
-        else:
+        if self.device.waits_long(self.command):
             ended, complete = threading.Event(), driver().command_execution_status.COMPLETE
             with errors(self.device.info.id, self.doing):
                 self.command.set_callback(complete, lambda status: ended.set())
-            if not ended.wait(timeout_s):
-                raise BackendError(
-                    f"{self.device.info.id} is still {self.doing} after {timeout_s} s"
-                )
-        self.done()
+            in_time = ended.wait(timeout_s)
+        elif timeout_s is None:
+            with errors(self.device.info.id, self.doing):
+                self.command.wait()
+            in_time = True
+        else:
+            in_time = WAITERS.ends(self.command, timeout_s)
+        if not self.done() and not in_time:
+            raise BackendError(f"{self.device.info.id} is still {self.doing} after {timeout_s} s")
 
     @property
     def span_s(self) -> tuple[float, float]:
