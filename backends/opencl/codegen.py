@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.resources import files
 
+from hetpipe.entries import key_of
 from hetpipe.errors import BackendError
 
 from .body import Body
@@ -172,6 +173,12 @@ def with_helpers(text: str) -> str:
         if call in text and kernel_source(file) not in text:
             text = f"{kernel_source(file)}\n{text}"
     return text
+
+
+@cache
+def helpers_identity() -> str:
+    """A hash of all functions of ours that generated code may call."""
+    return key_of({call: kernel_source(file) for call, file in HELPERS.items()})
 
 
 def generate(group: Sequence[Store], target: Target, kept: Sequence[Store]) -> Code:

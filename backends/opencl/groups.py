@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from hetpipe.entries import Entries, key_of
 
-from .codegen import Kernel
+from .codegen import Kernel, helpers_identity
 
 MOST = 24
 """The most new kernels in a program: two compilers divide programs between them, not kernels."""
@@ -40,10 +40,16 @@ def groups_of(kernels: Sequence[Kernel]) -> Iterator[Sources]:
     for begin in range(0, len(rest), MOST):
         group = rest[begin : begin + MOST]
         for source in group:
-            ENTRIES.store(key_of(source), json.dumps(group).encode())
+            ENTRIES.store(_key(source), json.dumps(group).encode())
         yield group
 
 
 def _load(kernel: Kernel) -> Sources | None:
-    content = ENTRIES.load(key_of(kernel.source))
+    content = ENTRIES.load(_key(kernel.source))
     return None if content is None else tuple(json.loads(content))
+
+
+def _key(source: str) -> str:
+    """Of a kernel among those that call the same helpers: kernels of another version of this
+    package, in a group with one that is as it was, may call functions that are no longer there."""
+    return key_of(helpers_identity(), source)

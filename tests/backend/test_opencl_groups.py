@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hetpipe.backends.opencl import groups
+from hetpipe.backends.opencl import codegen, groups
 from hetpipe.backends.opencl.codegen import Kernel
 from hetpipe.backends.opencl.programs import Programs
 
@@ -74,3 +74,24 @@ def test_of_a_damaged_entry_a_warning_tells_and_it_is_made_anew(
         process().prepare([A, B])
     process().prepare([A])
     assert built == ["a", "ab", "ab"]
+
+
+def test_kernels_of_another_version_join_no_program(
+    built: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a kernel that both versions make, one of the older calls a function that the newer
+    does not have: the program of both did not compile."""
+    process().prepare([A, B])
+    process().prepare([A])
+    monkeypatch.setattr(groups, "helpers_identity", lambda: "of another version")
+    process().prepare([A])
+    assert built == ["ab", "ab", "a"]
+
+
+def test_the_identity_of_helpers_is_that_of_their_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = codegen.helpers_identity.__wrapped__()
+    assert before == codegen.helpers_identity.__wrapped__()
+    monkeypatch.setattr(codegen, "kernel_source", lambda file: f"another {file}")
+    changed = codegen.helpers_identity.__wrapped__()
+    monkeypatch.setattr(codegen, "HELPERS", {})
+    assert len({before, changed, codegen.helpers_identity.__wrapped__()}) == 3
