@@ -4,6 +4,7 @@ time is asserted."""
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,12 @@ from hetpipe import optim
 from hetpipe.bench import compiled, launches, loaded, stepmodels
 from hetpipe.bench.eager import Eager
 from hetpipe.bench.eagermemory import peak_nbytes
-from hetpipe.bench.steprates import measure
+from hetpipe.bench.steprates import Trained, measure
+from hetpipe.capture.program import GRAD, INPUT, PARAM, SAVED, STATE
 from hetpipe.sdk.registry import open_device
+from hetpipe.zoo.gpt import GPT
+from hetpipe.zoo.randomly import language, random_workload
+from hetpipe.zoo.text import token_loss
 
 RUNTIME = next((each for each in IDS if "pocl" in each or "intel-cpu" in each), None)
 
@@ -142,3 +147,29 @@ def test_what_cannot_be_compiled_is_told() -> None:
     with compiled.compiled(model, broken, optim.sgd(lr=0.1), (x, y), 8) as rival:
         assert rival.step is None
         assert "no such loss" in rival.why_not
+
+
+@pytest.mark.skipif(RUNTIME is None, reason="no OpenCL runtime for CPUs")
+def test_gradients_and_intermediates_lie_where_saved_tensors_were() -> None:
+    """Together they need less memory of their own than gradients alone would."""
+    workload = random_workload(
+        "gpt",
+        lambda: GPT(64, 32, 192, 2, 2),
+        language(64, 32),
+        16,
+        optim.adamw(lr=1e-3),
+        token_loss,
+    )
+    device = open_device(RUNTIME)
+    trained = Trained(workload, next(workload.batches(16, 0)))
+    trained.trace(device)
+    trained.load(device)
+    for _ in range(4):
+        trained.step()
+    nbytes: Counter[str] = Counter()
+    for slot in trained._stage._binding.slots.values():
+        nbytes[slot.role] += slot.nbytes
+    stays = nbytes[PARAM] + nbytes[STATE] + nbytes[SAVED] + nbytes[INPUT]
+    used = device.memory_used_nbytes()
+    assert used is not None
+    assert stays < used < stays + nbytes[GRAD]

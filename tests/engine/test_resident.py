@@ -64,7 +64,7 @@ def crossings(monkeypatch: pytest.MonkeyPatch) -> Counter[Any]:
     def host(self: Any) -> Any:
         if not inside:
             seen["behind", "host memory"] += 1
-        return self._piece.host
+        return self.piece.host
 
     monkeypatch.setattr(opencl_memory.Memory, "host", property(host))
     return seen
