@@ -22,8 +22,9 @@ from hetpipe.wire.messages import Keep
 from hetpipe.worker.stage import Pass, Stage
 
 ROWS = 6
-DEVICES = list({info.backend: info.id for info in reversed(discover_devices()[0])}.values())
-"""The first of each backend."""
+BACKENDS = ("numpy", "opencl", "pytorch")
+DEVICES = list({info.backend: info.id for info in reversed(discover_devices(BACKENDS)[0])}.values())
+"""The first of each backend that computes."""
 
 
 class Pooled(nn.Module):
