@@ -184,7 +184,7 @@ def _lines(
         *indent(tile, "for (int row0 = first_row; row0 < last_row; row0 += ROWS) {"),
     ]
     cols = "for (int col0 = first_col; col0 < last_col; col0 += COLS) {"
-    return ["PART;", *indent(column, f"BLOCKS {cols}")]
+    return ["PART;", *indent(column, cols)]
 
 
 def _kernel(signature: Sequence[str], lines: Sequence[str], target: Target) -> Kernel:

@@ -3,15 +3,13 @@
 //   left   A, M x K; element (row, k) at row * left_row + k * left_k. Or panels of A that were packed before:
 //          [batch][ceil(M / ROWS)][K][ROWS], zero-padded, where left_row is K and left_k is ROWS
 //   right  B, K x N, in the same way. Or panels [batch][ceil(N / COLS)][K][COLS]
-//   room   [work-items][room_size]: a panel of B, and all panels of A, that a work-item packs for itself; or all panels of
-//          B, and those of A for `block_rows` rows
+//   room   [work-items][room_size]: a panel of B, and all panels of A, that a work-item packs for itself
 //   C      [batch][M][N]
 //
 // `matmul` is the register tile of Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication"
 // (2008): ROWS x COLS accumulators stay in registers while one block of K streams through. A work-item has a part of C.
 // It packs a panel of B just before its use, where it stays in a second-level cache while panels of A pass by, and each
-// panel of A when it first passes. Where A is much larger than B, so many rows of A as stay in that cache are multiplied by
-// all panels of B before the next ones; these panels are packed with the first rows.
+// panel of A when it first passes.
 // Kernels with an epilogue are generated: they do more with their tile than store it.
 // `matmul_thin` is for products with too few rows or operations to pay for packing.
 
@@ -27,37 +25,30 @@
 #define PREFETCH(p) __builtin_prefetch((const void*)(size_t)(p), 0, 2)
 #endif
 
-// `matmul` and generated kernels: their parameters; this work-item's part of C, and its blocks of rows, each from `first_row`
-// and `first_col` on; panels for the tile at (row0, col0), each `packed` before, `contiguous` along its rows, `transposed`: contiguous along k, or
+// `matmul` and generated kernels: their parameters; this work-item's part of C, from `first_row` and `first_col` on; panels
+// for the tile at (row0, col0), each `packed` before, `contiguous` along its rows, `transposed`: contiguous along k, or
 // `strided`; and 16 columns of a row of a tile, ready for C. `c` carries the sums of earlier blocks of depth where k0 > 0,
 // and is not read elsewhere.
 #define PRODUCT(C)                                                                                           \
   __global const float *restrict left, const int left_offset, const int left_batch, const int left_row,      \
       const int left_k, __global const float *restrict right, const int right_offset, const int right_batch, \
       const int right_k, const int right_col, __global float *restrict room, const int room_size,            \
-      const int part_rows, const int part_cols, const int block_rows, __global C, const int rows,            \
-      const int cols, const int depth, const int k0, const int k1, const float alpha, const float beta,      \
-      __global const float *restrict bias, const int bias_offset, const int bias_batch, const int bias_row,  \
-      const int bias_col
+      const int part_rows, const int part_cols, __global C, const int rows, const int cols, const int depth, \
+      const int k0, const int k1, const float alpha, const float beta, __global const float *restrict bias,  \
+      const int bias_offset, const int bias_batch, const int bias_row, const int bias_col
 #define PART                                                                                               \
-  const int batch = get_global_id(2), first_part_row = (int)get_global_id(0) * part_rows,                  \
-            last_part_row = min(rows, first_part_row + part_rows),                                         \
-            first_col = (int)get_global_id(1) * part_cols, last_col = min(cols, first_col + part_cols);    \
-  const bool keeps_right = block_rows < part_rows;                                                         \
+  const int batch = get_global_id(2), first_row = (int)get_global_id(0) * part_rows,                       \
+            first_col = (int)get_global_id(1) * part_cols, last_row = min(rows, first_row + part_rows),    \
+            last_col = min(cols, first_col + part_cols);                                                   \
   __global float* const right_room =                                                                       \
       room + ((batch * (int)get_global_size(1) + (int)get_global_id(1)) * (int)get_global_size(0) +        \
               (int)get_global_id(0)) * room_size;                                                          \
-  __global float* const left_room = right_room + (k1 - k0) * (keeps_right ? part_cols : COLS)
-#define BLOCKS                                                                                             \
-  for (int first_row = first_part_row, last_row = min(first_row + block_rows, last_part_row);              \
-       first_row < last_part_row;                                                                          \
-       first_row += block_rows, last_row = min(first_row + block_rows, last_part_row))
+  __global float* const left_room = right_room + (k1 - k0) * COLS
 #define PANEL_OF(form) panel_##form
 #define PANEL(form) PANEL_OF(form)
 #define RIGHT_PANEL(form)                                                                                 \
   PANEL(form)(right + right_offset + batch * right_batch + col0 * right_col + k0 * right_k, right_col, right_k, \
-               min(cols - col0, COLS), COLS, k1 - k0, !keeps_right || first_row == first_part_row,           \
-               right_room + (keeps_right ? (col0 - first_col) * (k1 - k0) : 0))
+               min(cols - col0, COLS), COLS, k1 - k0, true, right_room)
 #define LEFT_PANEL(form)                                                                                  \
   PANEL(form)(left + left_offset + batch * left_batch + row0 * left_row + k0 * left_k, left_row, left_k, \
                min(rows - row0, ROWS), ROWS, k1 - k0, col0 == first_col, left_room + (row0 - first_row) * (k1 - k0))
@@ -239,7 +230,7 @@ inline __global const float* panel_strided(PANEL_ARGUMENTS) {
 // global size: parts of rows, parts of columns, batch
 WORK_ITEM __kernel void matmul(PRODUCT(float* restrict c)) {
   PART;
-  BLOCKS for (int col0 = first_col; col0 < last_col; col0 += COLS) {
+  for (int col0 = first_col; col0 < last_col; col0 += COLS) {
     __global const float* b = RIGHT_PANEL(RIGHT);
     const int col_count = cols - col0;
     for (int row0 = first_row; row0 < last_row; row0 += ROWS) {

@@ -7,20 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from hetpipe.backends.opencl.ops.matmul import (
-    COLS,
-    ROWS,
-    Parts,
-    _block_rows,
-    depth_blocks,
-    parts_of,
-)
+from hetpipe.backends.opencl.ops.matmul import COLS, ROWS, Parts, depth_blocks, parts_of
 from hetpipe.backends.opencl.product import Product
 from hetpipe.backends.opencl.tuning import by_rules, cache_nbytes
 from opencl_products import INTERPRETERS, OPENCL, check_sums, on_device
 
 aten = torch.ops.aten
-MATMUL = "hetpipe.backends.opencl.ops.matmul"
 DEPTH_BLOCK = by_rules(16, cache_nbytes()).depth_block
 SHAPES = [
     (1, 1, 1), (12, 32, 16), (13, 33, 17), (64, 64, 64), (50, 70, DEPTH_BLOCK + 29), (24, 95, 31),
@@ -119,15 +111,11 @@ def test_nearly_every_unit_gets_a_part_of_a_large_product() -> None:
     assert streamed.counts[0] >= 16
 
 
-@pytest.mark.parametrize("block_rows", [24, 12])
 @pytest.mark.parametrize("device_id", OPENCL)
-def test_parts_of_a_product_are_right(
-    device_id: str, block_rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_of_a_product_are_right(device_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two parts of rows by three of columns, the last of both incomplete; operands in each form."""
     parts = Parts(24, 64, (2, 3))
-    monkeypatch.setattr(f"{MATMUL}.parts_of", lambda *_: parts)
-    monkeypatch.setattr(f"{MATMUL}._block_rows", lambda *_: block_rows)
+    monkeypatch.setattr("hetpipe.backends.opencl.ops.matmul.parts_of", lambda *_: parts)
     m, n, k = 41, 150, 2 * DEPTH_BLOCK + 3
     a, b = random(2, m, k), random(2, k, n)
     check_sums(device_id, aten.bmm.default, (a, b), k)
@@ -135,24 +123,6 @@ def test_parts_of_a_product_are_right(
     check_sums(device_id, lambda a, b: aten.bmm(a.mT, b.mT), turned, k)
     wide = random(2, m, 2 * k), random(2, k, 2 * n)
     check_sums(device_id, lambda a, b: aten.bmm(a[..., ::2], b[..., ::2]), wide, k)
-
-
-def test_blocks_of_rows_are_whole_panels_of_a_tall_product() -> None:
-    """A is multiplied whole where it is not much larger than B, or than a cache."""
-    tuned: Any = SimpleNamespace(tuning=SimpleNamespace(depth_block=1024))
-    assert _block_rows(tuned, Parts(4104, 256, (1, 1)), 1024) == 60
-    assert _block_rows(tuned, Parts(4104, 1024, (1, 1)), 256) == 252
-    assert _block_rows(tuned, Parts(1032, 1024, (1, 1)), 256) == 1032
-    assert _block_rows(tuned, Parts(108, 32, (1, 1)), 1024) == 108
-
-
-@pytest.mark.parametrize("device_id", OPENCL)
-def test_blocks_of_rows(device_id: str) -> None:
-    """As they are chosen for a device, whose parts may be fewer rows."""
-    check_sums(device_id, aten.mm.default, (random(1030, 1100), random(1100, 37)), 1100)
-    bias = random(37)
-    inputs = bias, random(1030, 1100), random(1100, 37)
-    check_sums(device_id, lambda c, a, b: aten.addmm(c, a, b) * 2.0, inputs, 1100)
 
 
 @pytest.mark.parametrize("device_id", INTERPRETERS)

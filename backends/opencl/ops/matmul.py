@@ -92,10 +92,8 @@ def _tiled(builder: Builder, p: Product) -> Value:
     packs, forms, left, right = _operands(builder, p, parts)
     blocks = depth_blocks(p.depth, builder.device.tuning.depth_block)
     longest = max(k1 - k0 for k0, k1 in blocks)
-    block_rows = parts.rows if forms[0] == PACKED else _block_rows(builder.device, parts, longest)
-    # Panels of A come after those of B, whether or not these are packed here.
-    panels = parts.cols if block_rows < parts.rows else COLS
-    panels = 0 if set(forms) == {PACKED} else panels + block_rows * (forms[0] != PACKED)
+    # Panels of A come behind one of B, whether or not that one is packed here.
+    panels = 0 if set(forms) == {PACKED} else COLS + parts.rows * (forms[0] != PACKED)
     room = builder.new((p.batch * math.prod(parts.counts), max(1, longest * panels)), "float32")
     out = builder.new((p.batch, p.rows, p.cols), "float32")
     kernel = _kernel(builder, "matmul", "EPILOGUE", f"LEFT={forms[0]}", f"RIGHT={forms[1]}")
@@ -107,9 +105,8 @@ def _tiled(builder: Builder, p: Product) -> Value:
                 "left_row": left.row, "left_k": left.col, "right": right.value,
                 "right_offset": right.offset, "right_batch": right.batch, "right_k": right.row,
                 "right_col": right.col, "room": room, "room_size": room.shape[1],
-                "part_rows": parts.rows, "part_cols": parts.cols, "block_rows": block_rows,
-                "c": out, "rows": p.rows, "cols": p.cols, "depth": p.depth, "k0": k0, "k1": k1,
-                **p.scaling,
+                "part_rows": parts.rows, "part_cols": parts.cols, "c": out, "rows": p.rows,
+                "cols": p.cols, "depth": p.depth, "k0": k0, "k1": k1, **p.scaling,
             },
             step=parts.rows * p.cols if p.batch == 1 and k1 == p.depth else 0,
         )
@@ -117,15 +114,6 @@ def _tiled(builder: Builder, p: Product) -> Value:
     ]  # fmt: skip
     builder.product(out, Tile(out.shape, out.dtype, (*packs, *tiles), panels=forms))
     return out
-
-
-def _block_rows(device: Target, parts: Parts, depth: int) -> int:
-    """Rows of A that are multiplied by a part's columns before the next ones: all, or few of many.
-
-    Their panels take as much of a core's cache as two panels of B of the longest depth.
-    """
-    rows = 2 * device.tuning.depth_block * COLS // depth // ROWS * ROWS
-    return rows if parts.rows >= 2 * max(rows, parts.cols) else parts.rows
 
 
 def _operands(
