@@ -11,6 +11,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+from hetpipe.capture.program import GRAD
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk.backend import Buffer, Device
 from hetpipe.sdk.references import load_reference
@@ -158,7 +159,8 @@ class Service:
             self._replicas[n] = load.replica
             self._stages[n] = Stage(
                 self._device, load.graphs, load.values, message.state_init, message.keep, meet,
-                {key: held.pop(key) for key in load.held if key in held},
+                # A late gradient that is zero has no buffer; anything else must be there.
+                {key: held.pop(key) for key in load.held if key in held or key[0] != GRAD},
             )  # fmt: skip
         senders, receivers = {}, {}
         for end in message.edges:
