@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils.hooks import RemovableHandle
 
 from hetpipe.capture.gathered import multiply_tables
+from hetpipe.capture.masks import mask_pooled
 from hetpipe.capture.program import CONSTANT, CUT, LOSS, TANGENT
 from hetpipe.capture.slots import Key, constant_name, placeholders, results, simplify
 from hetpipe.capture.split import Piece
@@ -185,6 +186,7 @@ def _joint(
     _straighten(module.graph)
     simplify(module.graph)
     multiply_tables(module.graph, decompositions)
+    mask_pooled(module.graph)
     tangents = [(TANGENT, piece.outputs[index][1]) for index in tangent_of]
     inputs = dict(zip(placeholders(module.graph), [*piece.inputs, *tangents], strict=True))
     constants = _lift_constants(piece, module, inputs)

@@ -12,6 +12,7 @@ from torch import fx
 
 from hetpipe.capture.halves import halve
 from hetpipe.capture.joint import Joint
+from hetpipe.capture.masks import without_rebuilt
 from hetpipe.capture.mincut import minimum_cut
 from hetpipe.capture.program import BUFFER, CUT, GRAD, INPUT, SAVED, TANGENT, PassPrograms
 from hetpipe.capture.recompute import INPUTS, MIN_CUT, NONE
@@ -87,7 +88,7 @@ def _saved(joint: Joint, recompute: str) -> list[fx.Node]:
         return _origins(samples, read)
     if recompute == MIN_CUT:
         return minimum_cut(samples, read, dependent)
-    return keep_bases(read, joint.inputs)
+    return without_rebuilt(keep_bases(read, joint.inputs), joint.inputs)
 
 
 def _backward_reads(joint: Joint, backward: set[fx.Node], dependent: set[fx.Node]) -> list[fx.Node]:

@@ -21,9 +21,10 @@ LEAST_NBYTES, MOST_NBYTES = 6 << 20, 20 << 20
 MOST_FEW, CHUNK = 16, 32
 """Tiles up to which weights are transformed where they are multiplied, so many channels at once."""
 KEPT_NBYTES = 10 << 20
-"""Transformed weights, four times as large as weights, are kept between runs up to this size.
-Larger ones are made and used in parts of it, which a last cache holds, if all tiles are done in one
-turn."""
+"""Transformed weights, four times as large as weights, are kept between runs up to this size."""
+PART_NBYTES = 5 << 18
+"""Weights are made and used in parts of this size, which a core's cache holds, if all tiles are
+done in one turn."""
 TILE_WORK, WEIGHT_WORK = 600, 540
 """Vector operations as long as the transforms of 16 channels of a tile, and of 16 weights."""
 
@@ -81,8 +82,8 @@ class Sizes:
         return self.images * self.tile_rows
 
     def part(self) -> int:
-        """Blocks whose weights are kept between runs, or made just before they are used."""
-        return min(self.blocks, max(1, KEPT_NBYTES * self.blocks // self.weights_nbytes))
+        """Blocks whose weights are made just before they are used, for all tiles."""
+        return min(self.blocks, max(1, PART_NBYTES * self.blocks // self.weights_nbytes))
 
     def turn(self) -> int:
         """Tile rows at once: intermediates fit, and turns, all of that many, repeat least.
@@ -114,9 +115,8 @@ def convolve(
     products = builder.new((tiles, POINTS, sizes.lane_stride), "float32")
     few = turn == sizes.all_rows and tiles % FEW == 0 and tiles <= MOST_FEW
     part = sizes.part() if turn == sizes.all_rows else sizes.blocks
-    transformed = builder.new((POINTS, part, sizes.depth, COLS), "float32")
     if not few and part == sizes.blocks:
-        _transform(builder, weight, transformed, sizes, flipped)
+        transformed = _transformed(builder, weight, sizes, flipped, 0, part)
     for first in range(0, sizes.all_rows, turn):
         place = {
             "first_row": min(first, sizes.all_rows - turn), "tile_rows": sizes.tile_rows,
@@ -144,10 +144,11 @@ def convolve(
                 },
             )  # fmt: skip
         for block in () if few else range(0, sizes.blocks, part):
+            blocks = min(part, sizes.blocks - block)
             if part < sizes.blocks:
-                _transform(builder, weight, transformed, sizes, flipped, block)
+                transformed = _transformed(builder, weight, sizes, flipped, block, blocks)
             _launch(
-                builder, "winograd_multiply", (min(part, sizes.blocks - block), POINTS),
+                builder, "winograd_multiply", (blocks, POINTS),
                 {"weights": transformed, **multiplied, "first_block": block},
             )  # fmt: skip
         _launch(
@@ -161,14 +162,11 @@ def convolve(
     return y
 
 
-def _transform(
-    builder: Builder, weight: Value, out: Value, sizes: Sizes, flipped: bool, first: int = 0
-) -> None:
-    """Transform weights from block `first` on, as many as fit.
-
-    out [POINTS][blocks][depth][COLS].
-    """
-    blocks = min(out.shape[1], sizes.blocks - first)
+def _transformed(
+    builder: Builder, weight: Value, sizes: Sizes, flipped: bool, first: int, blocks: int
+) -> Value:
+    """Transformed weights of blocks from `first` on: [POINTS][blocks][depth][COLS]."""
+    out = builder.new((POINTS, blocks, sizes.depth, COLS), "float32")
     _launch(
         builder, "winograd_weights", (blocks, math.ceil(sizes.depth / LANES)),
         {
@@ -177,6 +175,7 @@ def _transform(
         },
         steady=builder.steady(weight) and sizes.weights_nbytes <= KEPT_NBYTES,
     )  # fmt: skip
+    return out
 
 
 def _of_weights(

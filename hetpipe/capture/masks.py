@@ -1,0 +1,97 @@
+"""Masks of rectifiers: where their gradient is zero."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+_COMPARISONS = frozenset(
+    getattr(aten, name).Scalar for name in ("eq", "ne", "lt", "le", "gt", "ge")
+)
+_POOL_BACKWARD = aten.max_pool2d_with_indices_backward.default
+
+
+def without_rebuilt(saved: list[fx.Node], inputs: Collection[fx.Node]) -> list[fx.Node]:
+    """The nodes to save but comparisons of a node that is there in any case.
+
+    A backward compares it again, which costs it nothing beside the reading.
+    """
+    there = {*saved, *inputs}
+    return [
+        node
+        for node in saved
+        if node.target not in _COMPARISONS or node.all_input_nodes[0] not in there
+    ]
+
+
+class _Mask(NamedTuple):
+    """A gradient that is zero wherever `result`, a rectifier's, is not positive."""
+
+    gradient: Any
+    result: Any
+
+
+def mask_pooled(graph: fx.Graph) -> None:
+    """Mask gradients of maxima before they are spread over the image of a rectifier.
+
+    A maximum has the sign of the element that it is, and all other elements get no gradient: the
+    result is the same. The mask has the size of the maxima, which are smaller than the image, and
+    the backward needs none of the image itself.
+    """
+    for spread in graph.find_nodes(op="call_function", target=_POOL_BACKWARD):
+        pool: Any = spread.args[7].args[0]
+        readers = list(spread.users)
+        mask = _mask_of(readers[0]) if len(readers) == 1 else None
+        if mask is None or mask.gradient is not spread or mask.result is not pool.args[0]:
+            continue
+        with graph.inserting_before(spread):
+            masked = _masked(graph, readers[0], spread.args[0], _maxima(graph, pool))
+        spread.update_arg(0, masked)
+        readers[0].replace_all_uses_with(spread)
+    graph.eliminate_dead_code()
+
+
+def _mask_of(node: fx.Node) -> _Mask | None:
+    """The mask that a node applies: as one operator, or decomposed."""
+    args: Any = node.args
+    if node.target is aten.threshold_backward.default and args[2] == 0:
+        return _Mask(*args[:2])
+    if node.target is aten.where.self:
+        where, zero, gradient = args
+        if _is_zero(zero) and where.target is aten.le.Scalar and where.args[1] == 0:
+            return _Mask(gradient, where.args[0])
+    return None
+
+
+def _is_zero(node: Any) -> bool:
+    return bool(node.target is aten.scalar_tensor.default and node.args[0] == 0)
+
+
+def _maxima(graph: fx.Graph, pool: fx.Node) -> fx.Node:
+    """The first result of a pooling."""
+    for result in pool.users:
+        if result.args[1] == 0:
+            return result
+    with graph.inserting_after(pool):
+        result = graph.call_function(operator.getitem, (pool, 0))
+    result.meta.update(pool.meta, val=pool.meta["val"][0])
+    return result
+
+
+def _masked(graph: fx.Graph, mask: fx.Node, gradient: Any, result: fx.Node) -> fx.Node:
+    """What `mask` does, for another gradient and a rectifier's other result."""
+    value, target = gradient.meta["val"], cast("Callable[..., Any]", mask.target)
+    if mask.target is aten.threshold_backward.default:
+        masked = graph.call_function(target, (gradient, result, 0))
+    else:
+        where = graph.call_function(aten.le.Scalar, (result, 0))
+        where.meta.update(mask.meta, val=torch.empty_like(value, dtype=torch.bool))
+        zero = graph.node_copy(mask.all_input_nodes[1])
+        masked = graph.call_function(target, (where, zero, gradient))
+    masked.meta.update(mask.meta, val=value)
+    return masked
