@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..builder import Builder, Kernel, Value
 from ..geometry import Geometry
@@ -113,10 +113,7 @@ def convolve(
     tiles = turn * sizes.tile_cols
     inputs = builder.new((POINTS, tiles, sizes.depth_stride), "float32")
     products = builder.new((tiles, POINTS, sizes.lane_stride), "float32")
-    few = turn == sizes.all_rows and tiles % FEW == 0 and tiles <= MOST_FEW
-    part = sizes.part() if turn == sizes.all_rows else sizes.blocks
-    if not few and part == sizes.blocks:
-        transformed = _transformed(builder, weight, sizes, flipped, 0, part)
+    multiply = _Multiply(builder, weight, sizes, flipped, inputs, products)
     for first in range(0, sizes.all_rows, turn):
         place = {
             "first_row": min(first, sizes.all_rows - turn), "tile_rows": sizes.tile_rows,
@@ -130,27 +127,7 @@ def convolve(
                 "depth_stride": sizes.depth_stride,
             },
         )  # fmt: skip
-        multiplied: dict[str, Argument] = {
-            "inputs": inputs, "products": products, "tiles": tiles, "depth": depth,
-            "depth_stride": sizes.depth_stride, "lane_stride": sizes.lane_stride,
-        }  # fmt: skip
-        if few:
-            items = min(builder.device.compute_units, sizes.blocks)
-            _launch(
-                builder, "winograd_multiply_few", (items, 1),
-                {
-                    "room": builder.new((items, POINTS, CHUNK, COLS), "float32"), **multiplied,
-                    **_of_weights(weight, sizes, flipped, "w_"),
-                },
-            )  # fmt: skip
-        for block in () if few else range(0, sizes.blocks, part):
-            blocks = min(part, sizes.blocks - block)
-            if part < sizes.blocks:
-                transformed = _transformed(builder, weight, sizes, flipped, block, blocks)
-            _launch(
-                builder, "winograd_multiply", (blocks, POINTS),
-                {"weights": transformed, **multiplied, "first_block": block},
-            )  # fmt: skip
+        multiply.turn()
         _launch(
             builder, "winograd_output", (turn, math.ceil(lanes / LANES)),
             {
@@ -162,30 +139,67 @@ def convolve(
     return y
 
 
-def _transformed(
-    builder: Builder, weight: Value, sizes: Sizes, flipped: bool, first: int, blocks: int
-) -> Value:
-    """Transformed weights of blocks from `first` on: [POINTS][blocks][depth][COLS]."""
-    out = builder.new((POINTS, blocks, sizes.depth, COLS), "float32")
-    _launch(
-        builder, "winograd_weights", (blocks, math.ceil(sizes.depth / LANES)),
-        {
-            "weights": out, "depth": sizes.depth, "first_block": first,
-            **_of_weights(weight, sizes, flipped),
-        },
-        steady=builder.steady(weight) and sizes.weights_nbytes <= KEPT_NBYTES,
-    )  # fmt: skip
-    return out
+@dataclass(frozen=True)
+class _Multiply:
+    """The products of transformed inputs and weights, turn after turn."""
 
+    builder: Builder
+    weight: Value
+    sizes: Sizes
+    flipped: bool
+    inputs: Value
+    products: Value
+    _made: dict[int, Value] = field(default_factory=dict)
+    """Transformed weights by their first block."""
 
-def _of_weights(
-    weight: Value, sizes: Sizes, flipped: bool, prefix: str = ""
-) -> dict[str, Argument]:
-    lane_stride, depth_stride = (9, sizes.lanes * 9) if flipped else (sizes.depth * 9, 9)
-    return {
-        "w": weight, "size": math.prod(weight.shape), f"{prefix}lane_stride": lane_stride,
-        f"{prefix}depth_stride": depth_stride, "lanes": sizes.lanes, "flipped": int(flipped),
-    }  # fmt: skip
+    def turn(self) -> None:
+        """Multiply the inputs of a turn."""
+        tiles, blocks = self.inputs.shape[1], self.sizes.blocks
+        is_only = tiles == self.sizes.all_rows * self.sizes.tile_cols
+        if is_only and tiles % FEW == 0 and tiles <= MOST_FEW:
+            self._few()
+            return
+        part = self.sizes.part() if is_only else blocks
+        for first in range(0, blocks, part):
+            count = min(part, blocks - first)
+            if first not in self._made:
+                self._made[first] = self._transformed(first, count)
+            weights: dict[str, Argument] = {"weights": self._made[first], "first_block": first}
+            self._launch("winograd_multiply", (count, POINTS), weights)
+
+    def _few(self) -> None:
+        items = min(self.builder.device.compute_units, self.sizes.blocks)
+        room = self.builder.new((items, POINTS, CHUNK, COLS), "float32")
+        self._launch("winograd_multiply_few", (items, 1), {"room": room, **self._weights("w_")})
+
+    def _launch(self, name: str, size: tuple[int, int], weights: dict[str, Argument]) -> None:
+        sizes = self.sizes
+        sums: dict[str, Argument] = {
+            "inputs": self.inputs, "products": self.products, "tiles": self.inputs.shape[1],
+            "depth": sizes.depth, "depth_stride": sizes.depth_stride,
+            "lane_stride": sizes.lane_stride,
+        }  # fmt: skip
+        _launch(self.builder, name, size, {**weights, **sums})
+
+    def _transformed(self, first: int, blocks: int) -> Value:
+        """Transformed weights of blocks from `first` on: [POINTS][blocks][depth][COLS]."""
+        sizes = self.sizes
+        out = self.builder.new((POINTS, blocks, sizes.depth, COLS), "float32")
+        _launch(
+            self.builder, "winograd_weights", (blocks, math.ceil(sizes.depth / LANES)),
+            {"weights": out, "depth": sizes.depth, "first_block": first, **self._weights()},
+            steady=self.builder.steady(self.weight) and sizes.weights_nbytes <= KEPT_NBYTES,
+        )  # fmt: skip
+        return out
+
+    def _weights(self, prefix: str = "") -> dict[str, Argument]:
+        lanes, depth = self.sizes.lanes, self.sizes.depth
+        lane_stride, depth_stride = (9, lanes * 9) if self.flipped else (depth * 9, 9)
+        return {
+            "w": self.weight, "size": math.prod(self.weight.shape),
+            f"{prefix}lane_stride": lane_stride, f"{prefix}depth_stride": depth_stride,
+            "lanes": lanes, "flipped": int(self.flipped),
+        }  # fmt: skip
 
 
 def _launch(
