@@ -9,22 +9,41 @@ inline float16 valid_lanes(const float16 value, const int count) {
   return count >= LANES ? value : select((float16)(0.0f), value, index < (float16)((float)count));
 }
 
+// Four sums at once, since an addition takes longer than a load.
 inline float sum_of(__global const float* x, const int runs, const int stride, const int length) {
-  float16 sum = (float16)(0.0f);
-  for (int n = 0; n < runs; n++)
-    for (int i = 0; i < length; i += LANES) sum += load_upto(x + n * stride + i, length - i);
-  return sum_lanes(sum);
+  float16 a = (float16)(0.0f), b = a, c = a, d = a;
+  for (int n = 0; n < runs; n++, x += stride) {
+    int i = 0;
+    for (; i + 4 * LANES <= length; i += 4 * LANES) {
+      a += vload16(0, x + i);
+      b += vload16(1, x + i);
+      c += vload16(2, x + i);
+      d += vload16(3, x + i);
+    }
+    for (; i < length; i += LANES) a += load_upto(x + i, length - i);
+  }
+  return sum_lanes((a + b) + (c + d));
 }
 
 inline float squares_about(__global const float* x, const float mean, const int runs, const int stride,
                            const int length) {
-  float16 sum = (float16)(0.0f);
-  for (int n = 0; n < runs; n++)
-    for (int i = 0; i < length; i += LANES) {
-      const float16 d = valid_lanes(load_upto(x + n * stride + i, length - i) - mean, length - i);
-      sum = fma(d, d, sum);
+  float16 a = (float16)(0.0f), b = a, c = a, d = a;
+  for (int n = 0; n < runs; n++, x += stride) {
+    int i = 0;
+    for (; i + 4 * LANES <= length; i += 4 * LANES) {
+      const float16 p = vload16(0, x + i) - mean, q = vload16(1, x + i) - mean;
+      const float16 r = vload16(2, x + i) - mean, s = vload16(3, x + i) - mean;
+      a = fma(p, p, a);
+      b = fma(q, q, b);
+      c = fma(r, r, c);
+      d = fma(s, s, d);
     }
-  return sum_lanes(sum);
+    for (; i < length; i += LANES) {
+      const float16 p = valid_lanes(load_upto(x + i, length - i) - mean, length - i);
+      a = fma(p, p, a);
+    }
+  }
+  return sum_lanes((a + b) + (c + d));
 }
 
 // y = x * scale + shift
@@ -119,7 +138,14 @@ WORK_ITEM __kernel void layer_norm(__global const float* restrict x, __global co
   const float rstd = 1.0f / sqrt(squares_about(x, mean, 1, 0, length) / length + eps);
   save_mean[row] = mean;
   save_rstd[row] = rstd;
-  for (int i = 0; i < length; i += LANES) {
+  int i = 0;
+  for (; i + LANES <= length; i += LANES) {
+    float16 v = (vload16(0, x + i) - mean) * rstd;
+    if (has_weight) v *= vload16(0, weight + i);
+    if (has_bias) v += vload16(0, bias + i);
+    vstore16(v, 0, y + i);
+  }
+  if (i < length) {
     float16 v = (load_upto(x + i, length - i) - mean) * rstd;
     if (has_weight) v *= load_upto(weight + i, length - i);
     if (has_bias) v += load_upto(bias + i, length - i);
