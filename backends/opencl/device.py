@@ -178,6 +178,11 @@ class OpenCLDevice(Device):
     def memory_used_nbytes(self) -> int | None:
         return self.memory.held_nbytes + sum(queue.arena_nbytes for queue in self.pass_queues)
 
+    def trim(self) -> None:
+        with self._lock:
+            self._collect()
+        self.memory.trim()
+
     def close(self) -> None:
         """Wait for all work, then drop the caches; of kernels that hang nothing can be awaited."""
         if self.stuck:

@@ -46,6 +46,17 @@ if TYPE_CHECKING:
     """Tensors that cross a cut, by name."""
     See = Callable[[str, Array, Array], None]
     """Takes a parameter's name, its gradient and its new value."""
+    Cross = Callable[[Crossing], Crossing]
+    """Takes the tensors that leave a stage, and gives those that enter the next one."""
+
+
+def _as_they_are(crossing: Crossing) -> Crossing:
+    return crossing
+
+
+TRIM_NBYTES = 64 << 20
+"""Memory is trimmed after stages of so many bytes of parameters: it takes a few tenths of a
+second."""
 
 
 def even_cuts(captured: Captured, samples: int, stages: int) -> tuple[int, ...]:
@@ -75,8 +86,12 @@ class StepInTurn:
     samples: int
     values: Mapping[str, Array]
     feed: Mapping[str, Array]
+    cross: Cross = _as_they_are
+    """Called with the activations of every cut, and then from the last cut to the first with the
+    tangents."""
     compile_s: float = 0.0
     """Seconds in which stages were compiled and loaded."""
+    _left: int = 0
     _scale: float = 1.0
     _loss: float = 0.0
     _shared: dict[str, Array] = field(default_factory=dict)
@@ -86,15 +101,27 @@ class StepInTurn:
         """Train the step; its mean loss. `see` gets each parameter once."""
         entering: list[Crossing] = [{}]
         for graphs in self.graphs[:-1]:
-            entering.append(self._forward_only(graphs, entering[-1]))
-            trim_memory()
+            entering.append(self.cross(self._forward_only(graphs, entering[-1])))
+            self._trim(graphs)
         tangents: Crossing = {}
         for graphs in reversed(self.graphs):
             tangents, held, gradients = self._passes(graphs, entering.pop(), tangents)
-            trim_memory()
-            self._update(graphs, held, gradients, lr, see)
-            trim_memory()
+            self._trim(graphs)
+            if entering:
+                tangents = self.cross(tangents)
+            if graphs.update is not None:
+                self._update(graphs, held, gradients, lr, see)
+            del held, gradients
+            self._trim(graphs)
         return self._loss
+
+    def _trim(self, graphs: StageGraphs) -> None:
+        """Free what stages have left, on the device and in this process, once that is much."""
+        self._left += sum(self.values[name].nbytes for name in graphs.parameters)
+        if self._left > TRIM_NBYTES:
+            trim_memory()
+            self.device.trim()
+            self._left = 0
 
     def _forward_only(self, graphs: StageGraphs, entering: Crossing) -> Crossing:
         """The tensors that leave a stage for the next one."""

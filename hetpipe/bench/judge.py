@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from hetpipe.bench.eager import torch_optimizer
+from hetpipe.bench.filed import Filed, activations_filed
 from hetpipe.bench.shared import with_same_parameters
 from hetpipe.capture.example import call
 from hetpipe.optim.rule import Optimizer
@@ -23,10 +24,8 @@ from hetpipe.zoo.workload import Workload
 
 Tensors = Mapping[str, torch.Tensor]
 
-ZERO = {torch.float64: 1e-10, torch.float32: 1e-5}
-"""Share of the norm of all gradients below which one is zero, by the judge's dtype."""
-WIDE_PARAMETERS = 1_000_000_000
-"""Up to so many parameters the judge computes in float64."""
+ZERO = 1e-10
+"""Share of the norm of all gradients below which one is zero."""
 PIECE = 1 << 22
 """Elements of a parameter whose update is computed at once."""
 
@@ -39,18 +38,14 @@ class Step:
     gradients: Tensors
 
 
-def judging_dtype(size: int) -> torch.dtype:
-    """The judge's dtype for so many parameters."""
-    return torch.float64 if size <= WIDE_PARAMETERS else torch.float32
-
-
 def step_of_torch(
     workload: Workload, model: nn.Module, batch: tuple[Any, Any], dtype: torch.dtype
 ) -> Step:
     """Loss and gradients of eager torch.
 
     It is made for large models. The parameters are cast where they are, and back, which changes
-    none. Each gradient is rounded to float32 as soon as it is there, and dropped from the model.
+    none. Activations of large models lie in a file until the backward reads them. Each gradient is
+    rounded to float32 and filed as soon as it is there, and dropped from the model.
     """
 
     def cast(value: Any) -> Any:
@@ -60,11 +55,12 @@ def step_of_torch(
     def take(name: str) -> Callable[[torch.Tensor], None]:
         def taken(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
-            gradients[name], parameter.grad = parameter.grad.float(), None
+            gradients.file(name, parameter.grad.float())
+            parameter.grad = None
 
         return taken
 
-    gradients: dict[str, torch.Tensor] = {}
+    gradients = Filed()
     x, y = tree_map(cast, batch)
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # of tensors that the model makes
@@ -74,9 +70,10 @@ def step_of_torch(
                 handle = parameter.register_post_accumulate_grad_hook(take(name))  # type: ignore[no-untyped-call]
                 hooks.callback(handle.remove)
         try:
-            loss = workload.loss_fn(call(wide, x), y)
-            loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
-            loss.backward()
+            with activations_filed(wide):
+                loss = workload.loss_fn(call(wide, x), y)
+                loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
+                loss.backward()
         finally:
             torch.set_default_dtype(default)
         return Step(loss.item(), gradients)
@@ -96,14 +93,13 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> Iterator[nn.Module]:
 class Distance:
     """How far gradients are from the right ones, relative and by norms.
 
-    Gradients below the share `zero` of the norm of all are compared with that norm.
+    Gradients below the share `ZERO` of the norm of all are compared with that norm.
     """
 
-    def __init__(self, right: Tensors, zero: float) -> None:
+    def __init__(self, right: Tensors) -> None:
         self._right = right
         self._norms = {name: _norm(tensor) for name, tensor in right.items()}
         self._whole = math.hypot(*self._norms.values()) or 1.0
-        self._zero = zero
 
     def of(self, name: str, gradient: torch.Tensor | None) -> float:
         """The error of a parameter's gradient; infinite where a value is not finite, or one of both
@@ -114,14 +110,15 @@ class Distance:
             return math.inf if other is not None and bool(other.any()) else 0.0
         norm = self._norms[name]
         error = _norm(gradient - right)
-        error /= norm if norm > self._zero * self._whole else self._whole
+        error /= norm if norm > ZERO * self._whole else self._whole
         return error if math.isfinite(error) else math.inf
 
 
-def gradient_errors(actual: Tensors, right: Tensors, zero: float) -> dict[str, float]:
+def gradient_errors(actual: Tensors, right: Tensors) -> dict[str, float]:
     """The errors of all gradients, see `Distance`."""
-    distance = Distance(right, zero)
-    return {name: distance.of(name, actual.get(name)) for name in {**right, **actual}}
+    distance = Distance(right)
+    names = dict.fromkeys((*right, *actual))
+    return {name: distance.of(name, actual.get(name)) for name in names}
 
 
 def update_error(

@@ -10,11 +10,18 @@ an attention. There g is the rounding error of terms that cancel, and a share of
 The judge tells them: ||t|| is below a share `ZERO` of the norm of all gradients together, which
 then takes the place of ||t||.
 
-Others are not determined in float32: an element lies within rounding of a rectifier's or a
-maximum's decision, and any two correct programs differ there. A model whose gradients are beyond
-the limit is trained a second time as its smooth twin, in which nothing decides
-(`hetpipe.bench.smooth`). It is equal if the twin keeps the limit, and its own gradients are no more
-than `DECISIONS_FACTOR` times as far from the judge as torch's own step in float32 is.
+Others are not determined in float32, and a model whose gradients are beyond the limit is trained a
+second time in a form in which they are:
+
+- An element lies within rounding of a rectifier's or a maximum's decision, and any two correct
+  programs differ there. The form is the smooth twin, in which nothing decides
+  (`hetpipe.bench.smooth`).
+- A model without decisions cancels: a gradient is the small sum of large terms, whose rounding
+  errors stay. The form is the model layer by layer, each fed with the judge's own values
+  (`hetpipe.bench.bylayers`), if torch's own step in float32 is beyond the limit too.
+
+The model is equal if that form keeps the limits, and its own gradients are no more than
+`UNDETERMINED_FACTOR` times as far from the judge as torch's own step in float32 is.
 
 The update is compared for the device's own gradients: torch's optimizer takes them as they are.
 Dropout is off on both sides, since torch's own random numbers are not those of a pipeline.
@@ -32,18 +39,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hetpipe.bench.judge import (
-    ZERO,
-    Distance,
-    Step,
-    gradient_errors,
-    judging_dtype,
-    step_of_torch,
-    update_error,
-)
+from hetpipe.bench.judge import Distance, Step, gradient_errors, step_of_torch, update_error
 from hetpipe.bench.machine import trim_memory
 from hetpipe.bench.shared import with_same_parameters
-from hetpipe.bench.smooth import smooth_twin
+from hetpipe.bench.smooth import Decisions, smooth_twin
 from hetpipe.zoo.load import optimizer_of
 from hetpipe.zoo.workload import Workload
 
@@ -60,8 +59,8 @@ LOSS_LIMIT = 1e-4
 """The largest relative error of a loss."""
 GRADIENT_LIMIT = 1e-3
 """The largest relative error of a gradient, by norms."""
-DECISIONS_FACTOR = 4.0
-"""How much further than torch's own float32 gradients may be where decisions differ."""
+UNDETERMINED_FACTOR = 4.0
+"""How much further than torch's own float32 gradients may be where float32 determines none."""
 UPDATE_LIMIT = 1e-5
 """The largest relative error of an updated parameter, by norms."""
 MOST_SAMPLES = 4
@@ -70,20 +69,23 @@ MOST_SAMPLES = 4
 
 @dataclass(frozen=True)
 class Errors:
-    """Relative errors, and of `tensors` gradients the one that is `worst`."""
+    """Relative errors, and of `tensors` gradients the one that is `worst`.
 
-    judge: str
+    `crossing` is that of tensors which leave a layer, where each is compared on its own.
+    """
+
     loss: float
     gradient: float
     worst: str
     tensors: int
     update: float
+    crossing: float = 0.0
 
     def within(self, gradient_limit: float) -> bool:
-        """Whether loss, update and gradients keep their limits."""
+        """Whether all keep their limits."""
         return (
             self.loss <= LOSS_LIMIT
-            and self.gradient <= gradient_limit
+            and max(self.gradient, self.crossing) <= gradient_limit
             and self.update <= UPDATE_LIMIT
         )
 
@@ -94,9 +96,9 @@ class Parity:
 
     `operators` are those of the programs and `refused` those of them that the device refuses, with
     their numbers of calls; if there are any, nothing ran and there are no errors. If gradients are
-    beyond the limit, `twin` has the errors of the smooth twin, and `torch_gradient` the largest
-    error of a gradient of torch's own step in float32. `stages` is the number of those that took
-    turns.
+    beyond the limit, `torch_gradient` is the largest error of a gradient of torch's own step in
+    float32, and `twin` has the errors of the smooth twin, or `layers` those of the layers. `stages`
+    is the number of those that took turns.
     """
 
     model: str
@@ -109,8 +111,9 @@ class Parity:
     errors: Errors | None = None
     compile_s: float = math.nan
     step_s: float = math.nan
-    twin: Errors | None = None
     torch_gradient: float | None = None
+    twin: Errors | None = None
+    layers: Errors | None = None
     stages: int = 1
 
     @property
@@ -119,13 +122,25 @@ class Parity:
         return self.errors is not None and self.errors.within(GRADIENT_LIMIT)
 
     @property
+    def closer(self) -> Errors | None:
+        """The errors of the form in which float32 determines the gradients."""
+        return self.twin or self.layers
+
+    @property
     def is_equal(self) -> bool:
-        """Whether they are, or differ by decisions alone: those of the smooth twin are torch's."""
-        if self.errors is None or self.twin is None or self.torch_gradient is None:
+        """Whether they are, or those of that form are, and no more differs than float32 may."""
+        if self.errors is None or self.closer is None or self.torch_gradient is None:
             return self.is_strict
-        return self.twin.within(GRADIENT_LIMIT) and self.errors.within(
-            DECISIONS_FACTOR * self.torch_gradient
+        return self.closer.within(GRADIENT_LIMIT) and self.errors.within(
+            UNDETERMINED_FACTOR * self.torch_gradient
         )
+
+    @property
+    def verdict(self) -> str:
+        """How the model is equal to torch: `strict`, `smooth` or `by layers`; or `no`."""
+        if not self.is_equal:
+            return "no"
+        return "strict" if self.is_strict else "by layers" if self.twin is None else "smooth"
 
 
 def parity(
@@ -139,15 +154,20 @@ def parity(
     samples = samples or min(workload.mini_batch, MOST_SAMPLES)
     model = without_dropout(workload.model)
     row, right = _compared(workload, model, device, samples, stages)
-    # Where more is wrong than gradients, a twin has nothing to tell.
+    # Where more is wrong than gradients, no other form has anything to tell.
     if row.is_strict or row.errors is None or not row.errors.within(math.inf):
         return row
-    own = step_of_torch(workload, model, next(workload.batches(samples, 0)), torch.float32)
-    zero = ZERO[judging_dtype(row.parameters)]
-    error = max(gradient_errors(own.gradients, right.gradients, zero).values())
-    del own, right
-    twin, _ = _compared(workload, smooth_twin(model), device, samples, stages)
-    return replace(row, twin=twin.errors, torch_gradient=error)
+    batch = next(workload.batches(samples, 0))
+    with Decisions() as decisions:
+        own = step_of_torch(workload, model, batch, torch.float32)
+    error = max(gradient_errors(own.gradients, right.gradients).values())
+    row = replace(row, torch_gradient=error)
+    if decisions.any:
+        twin, _ = _compared(workload, smooth_twin(model), device, samples, stages)
+        return replace(row, twin=twin.errors)
+    if error > GRADIENT_LIMIT:
+        return replace(row, layers=_layers_compared(workload, model, device, samples, right))
+    return row
 
 
 def _compared(
@@ -156,28 +176,38 @@ def _compared(
     """A step of a model on the workload's first mini-batch, and the judge's."""
     from hetpipe.bench.inturn import StepInTurn
 
-    size = sum(parameter.numel() for parameter in model.parameters())
-    batch, rule = next(workload.batches(samples, 0)), optimizer_of(workload)
     begin_s = time.perf_counter()
-    graphs, buffers, feed = _captured(workload, model, batch, device, samples, stages)
+    own = _captured(workload, model, device, samples, stages)
     capture_s = time.perf_counter() - begin_s
-    operators, refused = _operators(device, graphs, samples)
+    operators, refused = _operators(device, own.graphs, samples)
+    size = sum(parameter.numel() for parameter in model.parameters())
     about = (workload.name, device.info.id, samples, size, capture_s, operators, refused)
     row = Parity(*about, stages=stages)
     if refused:
         return row, Step(math.nan, {})
     trim_memory()
-    right = step_of_torch(workload, model, batch, judging_dtype(size))
+    right = step_of_torch(workload, model, own.batch, torch.float64)
     trim_memory()
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    values = {**{name: tensor.numpy() for name, tensor in parameters.items()}, **buffers}
-    comparison = _Comparison(rule, parameters, Distance(right.gradients, ZERO[judging_dtype(size)]))
+    comparison = _Comparison(own.rule, own.parameters, Distance(right.gradients))
     begin_s = time.perf_counter()
-    step = StepInTurn(device, graphs, samples, values, feed)
-    loss = step.run(rule.lr_at(1), comparison.see)
+    step = StepInTurn(device, own.graphs, samples, own.values, own.feed)
+    loss = step.run(own.rule.lr_at(1), comparison.see)
     step_s = time.perf_counter() - begin_s - step.compile_s - comparison.seconds
-    errors = comparison.errors(loss, right, judging_dtype(size))
+    errors = comparison.errors(loss, right)
     return replace(row, errors=errors, compile_s=step.compile_s, step_s=step_s), right
+
+
+def _layers_compared(
+    workload: Workload, model: nn.Module, device: Device, samples: int, right: Step
+) -> Errors:
+    """The errors of the model's layers, each fed with the judge's values."""
+    from hetpipe.bench.bylayers import step_by_layers
+
+    own = _captured(workload, model, device, samples, None)
+    comparison = _Comparison(own.rule, own.parameters, Distance(right.gradients))
+    of_step = (device, own.graphs, samples, own.values, own.feed, own.rule.lr_at(1))
+    loss, crossing = step_by_layers(*of_step, comparison.see)
+    return replace(comparison.errors(loss, right), crossing=crossing)
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
@@ -194,10 +224,32 @@ def without_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
+@dataclass(frozen=True)
+class _Captured:
+    """The stages' programs, and by name what they start from: `feed` are the leaves of `batch`."""
+
+    graphs: Sequence[StageGraphs]
+    rule: Optimizer
+    batch: Any
+    model: nn.Module
+    buffers: Mapping[str, Array]
+    feed: Mapping[str, Array]
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The model's own: do not keep them while torch computes in another dtype."""
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    @property
+    def values(self) -> dict[str, Array]:
+        """Parameters and buffers."""
+        return {**{name: p.numpy() for name, p in self.parameters.items()}, **self.buffers}
+
+
 def _captured(
-    workload: Workload, model: nn.Module, batch: Any, device: Device, samples: int, stages: int
-) -> tuple[list[StageGraphs], dict[str, Array], dict[str, Array]]:
-    """The stages' programs, the model's buffers and the batch's leaves.
+    workload: Workload, model: nn.Module, device: Device, samples: int, stages: int | None
+) -> _Captured:
+    """The workload's first mini-batch in so many stages, or in one for each layer.
 
     The capture's copy of the parameters goes with it.
     """
@@ -205,12 +257,14 @@ def _captured(
     from hetpipe.capture.captured import Captured
     from hetpipe.sdk.registry import decompositions_of
 
+    batch, rule = next(workload.batches(samples, 0)), optimizer_of(workload)
     captured = Captured(model, workload.loss_fn, batch)
-    cuts = even_cuts(captured, samples, stages) if stages > 1 else ()
-    tables = [decompositions_of(device.info.backend)] * stages
-    rule = optimizer_of(workload)
+    cuts: Sequence[int] = range(1, len(captured.layer_names))
+    if stages is not None:
+        cuts = even_cuts(captured, samples, stages) if stages > 1 else ()
+    tables = [decompositions_of(device.info.backend)] * (len(cuts) + 1)
     graphs = captured.stage_graphs(cuts, tables, [samples], rule, extras=())
-    return graphs, captured.buffers, captured.leaves(*batch)
+    return _Captured(graphs, rule, batch, model, captured.buffers, captured.leaves(*batch))
 
 
 def _operators(
@@ -255,13 +309,12 @@ class _Comparison:
         self._update = max(self._update, error)
         self.seconds += time.perf_counter() - begin_s
 
-    def errors(self, loss: float, right: Step, dtype: torch.dtype) -> Errors:
+    def errors(self, loss: float, right: Step) -> Errors:
         """All errors; a gradient that torch alone has counts, too."""
         missing = right.gradients.keys() - self._gradients.keys()
         gradients = {name: self.distance.of(name, None) for name in missing} | self._gradients
         worst = max(gradients, key=gradients.__getitem__, default="")
         return Errors(
-            judge=str(dtype).removeprefix("torch."),
             loss=abs(loss - right.loss) / max(abs(right.loss), 1e-30),
             gradient=gradients.get(worst, 0.0),
             worst=worst,

@@ -46,6 +46,24 @@ _SMOOTH: dict[Any, Function] = {
 }
 
 
+class Decisions(TorchFunctionMode):
+    """Notes whether a function that decides is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.any = False
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Any = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        self.any = self.any or func in _SMOOTH
+        return func(*args, **(kwargs or {}))
+
+
 class _Mode(TorchFunctionMode):
     """Calls the smooth function in place of one that decides."""
 

@@ -18,11 +18,19 @@ if TYPE_CHECKING:
     from hetpipe.sdk.backend import Device
 
 
-SMOOTH = """\
+EXPLAINED = {
+    "smooth": """\
 smooth: float32 does not determine these gradients. Elements within rounding of a rectifier's or a
 maximum's decision move torch's own in float32 as well ("torch's own"); the smooth twin, the same
-network without decisions, keeps the limits.
-"""
+network without decisions, keeps the limits ("closer").
+""",
+    "by layers": """\
+by layers: float32 does not determine these gradients. They are small sums of large terms, of which
+torch's own in float32 are as far off ("torch's own"); each layer, fed with torch's float64 values,
+keeps the limits ("closer").
+""",
+}
+"""What it means that a model is equal in another form."""
 
 
 def command(
@@ -73,8 +81,9 @@ def command(
                 failed[name] = str(error)
     if rows:
         output.console.print(_table(rows))
-    if any(row.is_equal and not row.is_strict for row in rows):
-        output.text(SMOOTH)
+    for verdict in dict.fromkeys(row.verdict for row in rows):
+        if verdict in EXPLAINED:
+            output.text(EXPLAINED[verdict])
     for row in rows:
         for reason, calls in row.refused.items():
             output.text(f"{row.model}: {row.device} refuses {calls} calls of {reason}")
@@ -83,7 +92,9 @@ def command(
     output.finish(
         {
             "device": opened.info.id,
-            "models": [{**asdict(row), "equal": row.is_equal} for row in rows],
+            "models": [
+                {**asdict(row), "equal": row.is_equal, "verdict": row.verdict} for row in rows
+            ],
             "failed": failed,
         }
     )
@@ -106,24 +117,24 @@ def _table(rows: list[Parity]) -> Table:
 
     numbers = (
         "parameters", "samples", "refused", "loss", "update", "gradients", "torch's own",
-        "smooth twin", "time",
+        "closer", "time",
     )  # fmt: skip
     limits = f"loss {LOSS_LIMIT:g}, gradients {GRADIENT_LIMIT:g}, update {UPDATE_LIMIT:g}"
-    judges = dict.fromkeys(row.errors.judge for row in rows if row.errors is not None)
     table = make_table(
-        f"One training step on {rows[0].device}: relative errors against torch in "
-        f"{' or '.join(judges) or 'float64'}; "
+        f"One training step on {rows[0].device}: relative errors against torch in float64; "
         f"allowed are {limits}",
         ("model", *numbers, "worst gradient", "equal"),
         numbers,
     )
     for row in rows:
-        errors, twin = row.errors, row.twin
+        errors, closer = row.errors, row.closer
         figures = ["-"] * 5
         if errors is not None:
             figures[:3] = [f"{e:.1e}" for e in (errors.loss, errors.update, errors.gradient)]
-        if twin is not None and row.torch_gradient is not None:
-            figures[3:] = [f"{row.torch_gradient:.1e}", f"{twin.gradient:.1e}"]
+        if row.torch_gradient is not None:
+            figures[3] = f"{row.torch_gradient:.1e}"
+        if closer is not None:
+            figures[4] = f"{max(closer.gradient, closer.crossing):.1e}"
         table.add_row(
             row.model,
             _millions(row.parameters),
@@ -132,7 +143,7 @@ def _table(rows: list[Parity]) -> Table:
             *figures,
             format_s(row.capture_s + row.compile_s + row.step_s) if errors is not None else "-",
             errors.worst if errors is not None else "",
-            "yes" if row.is_strict else "smooth" if row.is_equal else "no",
+            row.verdict,
         )
     return table
 

@@ -51,7 +51,7 @@ def exactly(node: fx.Node, arguments: Any) -> Value:
     if node.target is operator.getitem:
         return arguments[0][0][arguments[0][1]]
     try:
-        value = _called(node, _wide(arguments))
+        value = _called(node, widened(arguments))
     except (RuntimeError, TypeError):  # an operator without float64
         try:
             return _called(node, arguments)
@@ -67,7 +67,20 @@ def plainly(node: fx.Node, arguments: Any) -> Value:
     try:
         return _called(node, arguments)
     except (RuntimeError, TypeError):
-        return _called(node, _wide(arguments))
+        return _called(node, widened(arguments))
+
+
+def widened(arguments: Any) -> Any:
+    """The same arguments with float64 in place of each dtype of floats."""
+
+    def wide(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return value.double()
+        if isinstance(value, torch.dtype) and value.is_floating_point:
+            return torch.float64
+        return value
+
+    return _mapped(arguments, wide)
 
 
 def layer_of(node: fx.Node) -> str:
@@ -211,17 +224,6 @@ def _overflown(exact: Value, plain: Value) -> Value:
     if not isinstance(exact, torch.Tensor) or not exact.is_floating_point():
         return exact
     return torch.where(plain.isfinite(), exact, plain)
-
-
-def _wide(arguments: Any) -> Any:
-    def widened(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return value.double()
-        if isinstance(value, torch.dtype) and value.is_floating_point:
-            return torch.float64
-        return value
-
-    return _mapped(arguments, widened)
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:

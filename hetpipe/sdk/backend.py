@@ -196,6 +196,12 @@ class Device(ABC):
         """
         return None
 
+    def trim(self) -> None:  # noqa: B027 - nothing to do is a fine default
+        """Free the memory that the device keeps for later tensors and that nothing uses.
+
+        Called between stages that take turns on the device: tensors of the next have other sizes.
+        """
+
     def close(self) -> None:  # noqa: B027 - nothing to do is a fine default
         """Wait for all work, and release the device. Nothing of it is used afterwards."""
 

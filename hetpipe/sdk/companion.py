@@ -157,6 +157,10 @@ class CompanionDevice(Device):
     def memory_used_nbytes(self) -> int | None:
         return self.device.memory_used_nbytes()
 
+    def trim(self) -> None:
+        self.device.trim()
+        self.companion.trim()
+
     def close(self) -> None:
         self.device.close()
         self.companion.close()

@@ -122,6 +122,17 @@ def test_a_steady_state_allocates_nothing(device_id: str) -> None:
     assert device.memory_used_nbytes() == held
 
 
+def test_trim_frees_what_nothing_uses(device_id: str) -> None:
+    device = opencl_device(device_id)
+    x = torch.arange(4096.0)
+    buffers, events = upload(device, x, x)
+    before = device.memory_used_nbytes() or 0
+    del buffers[0]
+    device.trim()
+    assert (device.memory_used_nbytes() or 0) <= before - 4 * 4096
+    np.testing.assert_array_equal(fetch(device, buffers[0], events), x)
+
+
 def test_a_pass_waits_for_its_events(device_id: str) -> None:
     device = opencl_device(device_id)
     x = torch.arange(64.0)

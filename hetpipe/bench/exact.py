@@ -1,0 +1,69 @@
+"""A device that computes in float64 whatever the dtypes of its graphs: torch's own operators.
+
+Buffers have the shapes and dtypes that graphs declare, and hold more digits. What is downloaded is
+rounded once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map_only
+
+from hetpipe.diagnosis.judge import widened
+from hetpipe.sdk.backend import BlockingDevice, Buffer
+from hetpipe.sdk.graph import graph_outputs
+from hetpipe.sdk.info import DTYPE_NBYTES, HOST_MEMORY, DeviceInfo
+from hetpipe.sdk.inputs import Form, form_of
+
+
+class ExactBuffer(Buffer):
+    """A tensor of a declared form, in float64 if that is one of floats."""
+
+    def __init__(self, device: ExactDevice, tensor: torch.Tensor, form: Form) -> None:
+        self.device = device
+        self.tensor = tensor
+        self.shape, self.dtype = form
+
+
+class ExactDevice(BlockingDevice):
+    """Torch on this processor, in float64."""
+
+    info = DeviceInfo(
+        "exact:torch:0", "exact", "cpu", "torch in float64", "", torch.__version__, 0, HOST_MEMORY,
+        tuple(DTYPE_NBYTES),
+    )  # fmt: skip
+
+    def supports(self, node: fx.Node) -> str | None:
+        return None
+
+    def _compile(self, graph: fx.GraphModule) -> fx.GraphModule:
+        return graph
+
+    def _run(self, program: Any, inputs: list[Buffer], donate: frozenset[int]) -> list[Buffer]:
+        tensors = [buffer.tensor for buffer in inputs if isinstance(buffer, ExactBuffer)]
+        with torch.no_grad():
+            results = _Wide(program).run(*tensors)
+        forms = map(form_of, graph_outputs(program))
+        return [
+            ExactBuffer(self, result, form) for result, form in zip(results, forms, strict=True)
+        ]
+
+    def _to_device(self, src: np.ndarray[Any, Any]) -> Buffer:
+        tensor = torch.from_numpy(np.array(src, order="C"))
+        return ExactBuffer(self, widened(tensor), (src.shape, str(src.dtype)))
+
+    def _to_host(self, buf: Buffer, dst: np.ndarray[Any, Any]) -> None:
+        assert isinstance(buf, ExactBuffer)
+        np.copyto(dst, buf.tensor.numpy(), casting="same_kind")
+
+
+class _Wide(fx.Interpreter):
+    """Runs a graph in float64, and drops each value after its last use."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        result = super().call_function(target, widened(args), widened(kwargs))
+        return tree_map_only(torch.Tensor, torch.Tensor.contiguous, result)  # as graphs declare
