@@ -74,9 +74,11 @@ class Entries:
 
     def _prune(self, folder: Path) -> None:
         """Delete the oldest entries where there are too many."""
-        entries = list(folder.glob(f"*.{self.suffix}"))
-        if len(entries) > self.most:
-            for path in sorted(entries, key=_age_s)[: len(entries) - (self.most - self.most // 10)]:
+        suffix = f".{self.suffix}"
+        names = [name for name in os.listdir(folder) if name.endswith(suffix)]
+        if len(names) > self.most:
+            entries = sorted((folder / name for name in names), key=_age_s)
+            for path in entries[: len(entries) - (self.most - self.most // 10)]:
                 with suppress(OSError):  # another process deletes it, or it is not ours
                     path.unlink()
 
