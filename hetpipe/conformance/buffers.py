@@ -318,6 +318,24 @@ def _(rig: Rig) -> None:
 
 
 @check(
+    "memory/trim",
+    "trim frees what nothing uses, and the device goes on working",
+    "a pool that frees tensors which somebody has, or memory of compiled graphs",
+    Level.CORE,
+)
+def _(rig: Rig) -> None:
+    x = random_array("float32", (64, 64))
+    executable = rig.compile(lambda x: x + 1.0, torch.from_numpy(x))
+    kept, dropped = rig.put(x), rig.put(2 * x)
+    del dropped
+    for _ in range(2):
+        rig.device.trim()
+        (result,) = rig.run(executable, [kept])
+        same(rig.get(result), x + np.float32(1.0), "a result after a trim")
+    same(rig.get(kept), x, "a buffer that was there before a trim")
+
+
+@check(
     "memory/too much",
     "where memory does not suffice a BackendError says so, and the device goes on working",
     "an error of the driver that nobody catches, or a device that is lost with it",
