@@ -54,9 +54,8 @@ def _as_they_are(crossing: Crossing) -> Crossing:
     return crossing
 
 
-TRIM_NBYTES = 64 << 20
-"""Memory is trimmed after stages of so many bytes of parameters: it takes a few tenths of a
-second."""
+TRIM_NBYTES = 256 << 20
+"""Memory is trimmed after stages with so many bytes in all: it takes a few tenths of a second."""
 
 
 def even_cuts(captured: Captured, samples: int, stages: int) -> tuple[int, ...]:
@@ -92,6 +91,7 @@ class StepInTurn:
     compile_s: float = 0.0
     """Seconds in which stages were compiled and loaded."""
     _left: int = 0
+    """Bytes of stages since memory was trimmed."""
     _scale: float = 1.0
     _loss: float = 0.0
     _shared: dict[str, Array] = field(default_factory=dict)
@@ -117,7 +117,8 @@ class StepInTurn:
 
     def _trim(self, graphs: StageGraphs) -> None:
         """Free what stages have left, on the device and in this process, once that is much."""
-        self._left += sum(self.values[name].nbytes for name in graphs.parameters)
+        programs = graphs.passes[self.samples].programs
+        self._left += sum(slot.nbytes for p in programs for slot in (*p.inputs, *p.outputs))
         if self._left > TRIM_NBYTES:
             trim_memory()
             self.device.trim()

@@ -283,11 +283,22 @@ def test_a_layer_with_a_wrong_gradient_is_refused() -> None:
     assert row.verdict == "no"
 
 
-def test_a_layer_that_passes_on_a_wrong_tangent_is_refused() -> None:
-    class Off(ExactDevice):
-        """Everything is exact, but for tensors that cross the cut."""
+class Exact(ExactDevice):
+    """With the operators of a backend that is there."""
 
-        info = replace(ExactDevice.info, backend="pytorch")
+    info = replace(ExactDevice.info, backend="pytorch")
+
+
+def test_the_exact_device_rounds_results_alone() -> None:
+    row = parity(cancelling(), Exact(), 2 * PAIRS, stages=2)
+    assert row.errors is not None
+    assert row.errors.gradient < 1e-6
+    assert row.verdict == "strict"
+
+
+def test_a_layer_that_passes_on_a_wrong_tangent_is_refused() -> None:
+    class Off(Exact):
+        """Tensors that cross the cut are two thousandths off."""
 
         def _run(self, program: Any, inputs: Any, donate: frozenset[int]) -> list[Any]:
             results = super()._run(program, inputs, donate)
