@@ -1,5 +1,5 @@
 """Importing the modules of checks fills `CHECKS`, but for those of torch's own database."""
 
-from hetpipe.conformance import buffers, contract, events, operators, training
+from hetpipe.conformance import buffers, contract, events, held, operators, training
 
-__all__ = ["buffers", "contract", "events", "operators", "training"]
+__all__ = ["buffers", "contract", "events", "held", "operators", "training"]
