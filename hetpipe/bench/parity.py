@@ -1,9 +1,8 @@
 """One training step of a whole model on one device, against torch.
 
 The model is one stage, or several that take turns in the device's memory: forward, backward and
-update, run as a worker runs them. The judge is torch in eager mode and float64, or float32 where
-the model is very large. Each tensor's gradient g is compared with the judge's t by norms:
-||g - t|| / ||t||.
+update, run as a worker runs them. The judge is torch in eager mode and float64. Each tensor's
+gradient g is compared with the judge's t by norms: ||g - t|| / ||t||.
 
 Some gradients are zero by construction: that of a bias before a batch norm, or of the keys' bias in
 an attention. There g is the rounding error of terms that cancel, and a share of ||t|| says nothing.
@@ -33,15 +32,16 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from hetpipe.bench.judge import Distance, Step, gradient_errors, step_of_torch, update_error
+from hetpipe.bench.compared import GRADIENT_LIMIT, Comparison, Errors
+from hetpipe.bench.judge import Distance, Step, gradient_errors, step_of_torch
 from hetpipe.bench.machine import trim_memory
-from hetpipe.bench.shared import with_same_parameters
+from hetpipe.bench.shared import without_dropout
 from hetpipe.bench.smooth import Decisions, smooth_twin
 from hetpipe.zoo.load import optimizer_of
 from hetpipe.zoo.workload import Workload
@@ -55,39 +55,10 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-LOSS_LIMIT = 1e-4
-"""The largest relative error of a loss."""
-GRADIENT_LIMIT = 1e-3
-"""The largest relative error of a gradient, by norms."""
 UNDETERMINED_FACTOR = 4.0
 """How much further than torch's own float32 gradients may be where float32 determines none."""
-UPDATE_LIMIT = 1e-5
-"""The largest relative error of an updated parameter, by norms."""
 MOST_SAMPLES = 4
 """Samples of a step; fewer if the workload's own mini-batch is smaller."""
-
-
-@dataclass(frozen=True)
-class Errors:
-    """Relative errors, and of `tensors` gradients the one that is `worst`.
-
-    `crossing` is that of tensors which leave a layer, where each is compared on its own.
-    """
-
-    loss: float
-    gradient: float
-    worst: str
-    tensors: int
-    update: float
-    crossing: float = 0.0
-
-    def within(self, gradient_limit: float) -> bool:
-        """Whether all keep their limits."""
-        return (
-            self.loss <= LOSS_LIMIT
-            and max(self.gradient, self.crossing) <= gradient_limit
-            and self.update <= UPDATE_LIMIT
-        )
 
 
 @dataclass(frozen=True)
@@ -188,7 +159,7 @@ def _compared(
     trim_memory()
     right = step_of_torch(workload, model, own.batch, torch.float64)
     trim_memory()
-    comparison = _Comparison(own.rule, own.parameters, Distance(right.gradients))
+    comparison = Comparison(own.rule, own.parameters, Distance(right.gradients))
     begin_s = time.perf_counter()
     step = StepInTurn(device, own.graphs, samples, own.values, own.feed)
     loss = step.run(own.rule.lr_at(1), comparison.see)
@@ -204,24 +175,10 @@ def _layers_compared(
     from hetpipe.bench.bylayers import step_by_layers
 
     own = _captured(workload, model, device, samples, None)
-    comparison = _Comparison(own.rule, own.parameters, Distance(right.gradients))
+    comparison = Comparison(own.rule, own.parameters, Distance(right.gradients))
     of_step = (device, own.graphs, samples, own.values, own.feed, own.rule.lr_at(1))
     loss, crossing = step_by_layers(*of_step, comparison.see)
     return replace(comparison.errors(loss, right), crossing=crossing)
-
-
-def without_dropout(model: nn.Module) -> nn.Module:
-    """A copy of the model, with its own parameters, whose dropout layers and recurrent networks
-    drop nothing."""
-    from torch.nn.modules.dropout import _DropoutNd
-
-    model = with_same_parameters(model)
-    for module in model.modules():
-        if isinstance(module, _DropoutNd):
-            module.p = 0.0
-        elif isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
-            module.dropout = 0.0
-    return model
 
 
 @dataclass(frozen=True)
@@ -286,38 +243,3 @@ def _operators(
             if (reason := device.supports(node)) is not None:
                 refused[f"{operator_name(node)}: {reason}"] += 1
     return dict(every), dict(refused)
-
-
-@dataclass
-class _Comparison:
-    """Takes a device's results one by one, and keeps their errors."""
-
-    rule: Optimizer
-    parameters: Mapping[str, torch.Tensor]
-    distance: Distance
-    seconds: float = 0.0
-    """That the comparison itself took."""
-    _gradients: dict[str, float] = field(default_factory=dict)
-    _update: float = 0.0
-
-    def see(self, name: str, gradient: Array, updated: Array) -> None:
-        """Compare a parameter's gradient and its new value."""
-        begin_s = time.perf_counter()
-        slope, new = torch.from_numpy(gradient), torch.from_numpy(updated)
-        self._gradients[name] = self.distance.of(name, slope)
-        error = update_error(self.rule, name, self.parameters[name], slope, new)
-        self._update = max(self._update, error)
-        self.seconds += time.perf_counter() - begin_s
-
-    def errors(self, loss: float, right: Step) -> Errors:
-        """All errors; a gradient that torch alone has counts, too."""
-        missing = right.gradients.keys() - self._gradients.keys()
-        gradients = {name: self.distance.of(name, None) for name in missing} | self._gradients
-        worst = max(gradients, key=gradients.__getitem__, default="")
-        return Errors(
-            loss=abs(loss - right.loss) / max(abs(right.loss), 1e-30),
-            gradient=gradients.get(worst, 0.0),
-            worst=worst,
-            tensors=len(gradients),
-            update=self._update,
-        )

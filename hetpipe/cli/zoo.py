@@ -111,7 +111,7 @@ def _opened(device: str | None) -> Device:
 
 
 def _table(rows: list[Parity]) -> Table:
-    from hetpipe.bench.parity import GRADIENT_LIMIT, LOSS_LIMIT, UPDATE_LIMIT
+    from hetpipe.bench.compared import GRADIENT_LIMIT, LOSS_LIMIT, UPDATE_LIMIT
     from hetpipe.report.tables import make_table
     from hetpipe.report.units import format_s
 

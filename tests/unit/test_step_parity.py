@@ -13,11 +13,13 @@ from torch import nn
 from hetpipe import optim
 from hetpipe.bench import filed as filed_module
 from hetpipe.bench import judge
+from hetpipe.bench.compared import GRADIENT_LIMIT, Errors
 from hetpipe.bench.eager import torch_optimizer
 from hetpipe.bench.exact import ExactDevice
 from hetpipe.bench.filed import Filed
 from hetpipe.bench.judge import gradient_errors, step_of_torch
-from hetpipe.bench.parity import GRADIENT_LIMIT, Errors, Parity, parity, without_dropout
+from hetpipe.bench.parity import Parity, parity
+from hetpipe.bench.shared import without_dropout
 from hetpipe.bench.smooth import smooth_twin
 from hetpipe.errors import PlanError
 from hetpipe.sdk.registry import open_device
