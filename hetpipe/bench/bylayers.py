@@ -18,6 +18,7 @@ from hetpipe.bench.exact import ExactDevice
 from hetpipe.bench.filed import Filed
 from hetpipe.bench.inturn import StepInTurn
 from hetpipe.bench.judge import Distance
+from hetpipe.bench.machine import trim_memory
 from hetpipe.capture.program import StageGraphs
 from hetpipe.sdk.backend import Buffer, Device
 from hetpipe.wire.wire import host_dtype
@@ -44,33 +45,51 @@ def step_by_layers(
     crossings = _Crossings()
     passes = [replace(stage, update=None) for stage in graphs]
     StepInTurn(ExactDevice(), passes, samples, values, feed, crossings.keep).run(lr, see)
+    trim_memory()
     loss = StepInTurn(device, graphs, samples, values, feed, crossings.swap).run(lr, see)
     return loss, crossings.error
 
 
 class _Crossings:
-    """The judge's tensors at the cuts, in the order of the passes."""
+    """The judge's tensors at the cuts, in the order of the passes.
+
+    A tensor that only passes by is the same buffer at the next cut: it is filed, compared and
+    uploaded once.
+    """
 
     def __init__(self) -> None:
         self.error = 0.0
         self._filed = Filed()
-        self._kept = self._swapped = 0
+        self._keys: list[dict[str, str]] = []  # by cut and name
+        self._last: Crossing = {}  # of the judge
+        self._entering: Crossing = {}  # the last ones on the device
+        self._swapped = 0
 
     def keep(self, crossing: Crossing) -> Crossing:
         """File the judge's tensors."""
+        last = self._keys[-1] if self._keys else {}
+        self._keys.append({})
         for name, buffer in crossing.items():
-            self._filed.file(f"{self._kept} {name}", _on_host(buffer))
-        self._kept += 1
+            if self._last.get(name) is buffer:
+                self._keys[-1][name] = last[name]
+            else:
+                self._keys[-1][name] = key = str(len(self._filed))
+                self._filed.file(key, _on_host(buffer))
+        self._last = crossing
         return crossing
 
     def swap(self, crossing: Crossing) -> Crossing:
         """The judge's tensors, with which those of a device are compared."""
-        right = {name: self._filed[f"{self._swapped} {name}"] for name in crossing}
+        keys = self._keys[self._swapped]
         self._swapped += 1
+        new = {name: b for name, b in crossing.items() if self._entering.get(name) is not b}
+        right = {name: self._filed[keys[name]] for name in new}
         distance = Distance({name: tensor.double() for name, tensor in right.items()})
-        for name, buffer in crossing.items():
+        for name, buffer in new.items():
             self.error = max(self.error, distance.of(name, _on_host(buffer).double()))
-        return {name: _like(crossing[name], tensor) for name, tensor in right.items()}
+        uploaded = {name: _like(new[name], tensor) for name, tensor in right.items()}
+        self._entering = {name: uploaded.get(name, buffer) for name, buffer in crossing.items()}
+        return self._entering
 
 
 def _on_host(buffer: Buffer) -> torch.Tensor:

@@ -47,9 +47,11 @@ class ExactDevice(BlockingDevice):
         tensors = [buffer.tensor for buffer in inputs if isinstance(buffer, ExactBuffer)]
         with torch.no_grad():
             results = _Wide(program).run(*tensors)
+        own = {id(tensor): buffer for tensor, buffer in zip(tensors, inputs, strict=True)}
         forms = map(form_of, graph_outputs(program))
         return [
-            ExactBuffer(self, result, form) for result, form in zip(results, forms, strict=True)
+            own.get(id(result)) or ExactBuffer(self, result, form)
+            for result, form in zip(results, forms, strict=True)
         ]
 
     def _to_device(self, src: np.ndarray[Any, Any]) -> Buffer:

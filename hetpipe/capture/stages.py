@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -49,7 +49,8 @@ def trace_stages(
             passes[n][flat.samples] = traced.programs
             constants[n].update(_constants(flat, traced))
     graphs = [StageGraphs(n, passes[n], None, constants[n]) for n in range(stages)]
-    tied = _tied(graphs)
+    trained = _Trained.of(graphs)
+    tied = _tied(trained)
     graphs = [
         replace(stage, tied=tuple(e for e in tied if stage.stage in (e[1], *e[2])))
         for stage in graphs
@@ -57,8 +58,8 @@ def trace_stages(
     if optimizer is None:
         return graphs
     return [
-        _updated(optimizer, graphs, n, traces.formulas(decompositions[n]), extras)
-        for n in range(stages)
+        _updated(optimizer, stage, trained, traces.formulas(table), extras)
+        for stage, table in zip(graphs, decompositions, strict=True)
     ]
 
 
@@ -85,37 +86,42 @@ def _with_gradient(stage: StageGraphs) -> dict[str, torch.Tensor]:
     }
 
 
-def _readers(graphs: Sequence[StageGraphs]) -> dict[str, list[int]]:
-    """The stages that read each parameter with a gradient."""
-    trained = {name for stage in graphs for name in _with_gradient(stage)}
-    readers: dict[str, list[int]] = {}
-    for stage in graphs:
-        for name in stage.parameters:
-            if name in trained:
-                readers.setdefault(name, []).append(stage.stage)
-    return readers
+@dataclass(frozen=True)
+class _Trained:
+    """The parameters with a gradient on any stage, as shapes, and the stages that read each."""
+
+    shapes: dict[str, torch.Tensor]
+    readers: dict[str, list[int]]
+
+    @staticmethod
+    def of(graphs: Sequence[StageGraphs]) -> _Trained:
+        shapes = {name: shape for stage in graphs for name, shape in _with_gradient(stage).items()}
+        readers: dict[str, list[int]] = {}
+        for stage in graphs:
+            for name in stage.parameters:
+                if name in shapes:
+                    readers.setdefault(name, []).append(stage.stage)
+        return _Trained(shapes, readers)
 
 
-def _tied(graphs: Sequence[StageGraphs]) -> tuple[tuple[str, int, tuple[int, ...]], ...]:
+def _tied(trained: _Trained) -> tuple[tuple[str, int, tuple[int, ...]], ...]:
     return tuple(
         (name, stages[0], tuple(stages[1:]))
-        for name, stages in _readers(graphs).items()
+        for name, stages in trained.readers.items()
         if len(stages) > 1
     )
 
 
 def _updated(
     optimizer: Optimizer,
-    graphs: Sequence[StageGraphs],
-    index: int,
+    stage: StageGraphs,
+    trained: _Trained,
     formulas: Formulas,
     extras: Collection[Extra],
 ) -> StageGraphs:
     """The stage with its programs for whole parameters, which run once per mini-batch."""
-    stage, readers = graphs[index], _readers(graphs)
-    owned = {name for name, stages in readers.items() if stages[0] == index}
-    shapes = {name: shape for other in graphs for name, shape in _with_gradient(other).items()}
-    updated = {name: shapes[name] for name in stage.parameters if name in owned}
+    owned = {name for name in stage.parameters if trained.readers.get(name, [-1])[0] == stage.stage}
+    updated = {name: trained.shapes[name] for name in stage.parameters if name in owned}
     zeroed = {name: v for name, v in _with_gradient(stage).items() if name not in owned}
     return replace(
         stage,
