@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hetpipe.bench.judge import Distance, Step, update_error
+from hetpipe.bench.judge import Distance, Step, gradient_errors, update_error
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,10 +40,10 @@ class Errors:
     update: float
     crossing: float = 0.0
 
-    def within(self, gradient_limit: float) -> bool:
+    def within(self, gradient_limit: float, loss_limit: float = LOSS_LIMIT) -> bool:
         """Whether all keep their limits."""
         return (
-            self.loss <= LOSS_LIMIT
+            self.loss <= loss_limit
             and max(self.gradient, self.crossing) <= gradient_limit
             and self.update <= UPDATE_LIMIT
         )
@@ -74,11 +74,20 @@ class Comparison:
         """All errors; a gradient that torch alone has counts, too."""
         missing = right.gradients.keys() - self._gradients.keys()
         gradients = {name: self.distance.of(name, None) for name in missing} | self._gradients
-        worst = max(gradients, key=gradients.__getitem__, default="")
-        return Errors(
-            loss=abs(loss - right.loss) / max(abs(right.loss), 1e-30),
-            gradient=gradients.get(worst, 0.0),
-            worst=worst,
-            tensors=len(gradients),
-            update=self._update,
-        )
+        return _errors(loss, right, gradients, self._update)
+
+
+def errors_of(step: Step, right: Step) -> Errors:
+    """Those of a step's loss and gradients."""
+    return _errors(step.loss, right, gradient_errors(step.gradients, right.gradients), 0.0)
+
+
+def _errors(loss: float, right: Step, gradients: Mapping[str, float], update: float) -> Errors:
+    worst = max(gradients, key=gradients.__getitem__, default="")
+    return Errors(
+        loss=abs(loss - right.loss) / max(abs(right.loss), 1e-30),
+        gradient=gradients.get(worst, 0.0),
+        worst=worst,
+        tensors=len(gradients),
+        update=update,
+    )

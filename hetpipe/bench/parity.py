@@ -9,18 +9,17 @@ an attention. There g is the rounding error of terms that cancel, and a share of
 The judge tells them: ||t|| is below a share `ZERO` of the norm of all gradients together, which
 then takes the place of ||t||.
 
-Others are not determined in float32, and a model whose gradients are beyond the limit is trained a
-second time in a form in which they are:
+Others are not determined in float32. A model that is beyond a limit, and no more than
+`UNDETERMINED_FACTOR` times as far from the judge as torch's own step in float32 is, is trained a
+second time in a form that must keep the limits:
 
 - An element lies within rounding of a rectifier's or a maximum's decision, and any two correct
   programs differ there. The form is the smooth twin, in which nothing decides
   (`hetpipe.bench.smooth`).
-- A model without decisions cancels: a gradient is the small sum of large terms, whose rounding
-  errors stay. The form is the model layer by layer, each fed with the judge's own values
-  (`hetpipe.bench.bylayers`), if torch's own step in float32 is beyond the limit too.
-
-The model is equal if that form keeps the limits, and its own gradients are no more than
-`UNDETERMINED_FACTOR` times as far from the judge as torch's own step in float32 is.
+- A model without decisions, such as the twin itself, amplifies rounding: large terms cancel, or
+  each layer makes the errors of those before it larger. The form is the model layer by layer, each
+  fed with the judge's own values (`hetpipe.bench.bylayers`), if torch's own step in float32 is
+  beyond the limit too.
 
 The update is compared for the device's own gradients: torch's optimizer takes them as they are.
 Dropout is off on both sides, since torch's own random numbers are not those of a pipeline.
@@ -38,8 +37,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hetpipe.bench.compared import GRADIENT_LIMIT, Comparison, Errors
-from hetpipe.bench.judge import Distance, Step, gradient_errors, step_of_torch
+from hetpipe.bench.compared import GRADIENT_LIMIT, LOSS_LIMIT, Comparison, Errors, errors_of
+from hetpipe.bench.judge import Distance, Step, step_of_torch
 from hetpipe.bench.machine import trim_memory
 from hetpipe.bench.shared import without_dropout
 from hetpipe.bench.smooth import Decisions, smooth_twin
@@ -66,10 +65,10 @@ class Parity:
     """One model's row.
 
     `operators` are those of the programs and `refused` those of them that the device refuses, with
-    their numbers of calls; if there are any, nothing ran and there are no errors. If gradients are
-    beyond the limit, `torch_gradient` is the largest error of a gradient of torch's own step in
-    float32, and `twin` has the errors of the smooth twin, or `layers` those of the layers. `stages`
-    is the number of those that took turns.
+    their numbers of calls; if there are any, nothing ran and there are no errors. If `errors` are
+    beyond the limits, `torch` has those of torch's own step in float32, and `twin` the row of the
+    smooth twin, or `layers` the errors of the layers. `stages` is the number of those that took
+    turns.
     """
 
     model: str
@@ -82,8 +81,8 @@ class Parity:
     errors: Errors | None = None
     compile_s: float = math.nan
     step_s: float = math.nan
-    torch_gradient: float | None = None
-    twin: Errors | None = None
+    torch: Errors | None = None
+    twin: Parity | None = None
     layers: Errors | None = None
     stages: int = 1
 
@@ -93,25 +92,38 @@ class Parity:
         return self.errors is not None and self.errors.within(GRADIENT_LIMIT)
 
     @property
+    def is_near(self) -> bool:
+        """Whether no more differs than float32 may, by torch's own step."""
+        if self.errors is None or self.torch is None:
+            return self.is_strict
+        loss = UNDETERMINED_FACTOR * self.torch.loss if self.torch.loss > LOSS_LIMIT else LOSS_LIMIT
+        return self.errors.within(UNDETERMINED_FACTOR * self.torch.gradient, loss)
+
+    @property
     def closer(self) -> Errors | None:
         """The errors of the form in which float32 determines the gradients."""
-        return self.twin or self.layers
+        if self.twin is None or self.twin.is_strict:
+            return self.layers if self.twin is None else self.twin.errors
+        return self.twin.closer
 
     @property
     def is_equal(self) -> bool:
-        """Whether they are, or those of that form are, and no more differs than float32 may."""
-        if self.errors is None or self.closer is None or self.torch_gradient is None:
+        """Whether they are torch's, or near it, and those of that form are torch's."""
+        if self.is_strict or not self.is_near:
             return self.is_strict
-        return self.closer.within(GRADIENT_LIMIT) and self.errors.within(
-            UNDETERMINED_FACTOR * self.torch_gradient
-        )
+        if self.twin is not None:
+            return self.twin.is_equal
+        return self.layers is not None and self.layers.within(GRADIENT_LIMIT)
 
     @property
     def verdict(self) -> str:
-        """How the model is equal to torch: `strict`, `smooth` or `by layers`; or `no`."""
-        if not self.is_equal:
-            return "no"
-        return "strict" if self.is_strict else "by layers" if self.twin is None else "smooth"
+        """How the model is equal to torch: `strict`, `smooth`, `by layers`, or `smooth by layers`;
+        or `no`."""
+        if self.is_strict or not self.is_equal:
+            return "strict" if self.is_strict else "no"
+        if self.twin is None:
+            return "by layers"
+        return "smooth" if self.twin.is_strict else f"smooth {self.twin.verdict}"
 
 
 def parity(
@@ -123,20 +135,23 @@ def parity(
     Raises `HetpipeError`, for instance for more stages than layers.
     """
     samples = samples or min(workload.mini_batch, MOST_SAMPLES)
-    model = without_dropout(workload.model)
+    return _parity(workload, without_dropout(workload.model), device, samples, stages)
+
+
+def _parity(
+    workload: Workload, model: nn.Module, device: Device, samples: int, stages: int
+) -> Parity:
     row, right = _compared(workload, model, device, samples, stages)
-    # Where more is wrong than gradients, no other form has anything to tell.
-    if row.is_strict or row.errors is None or not row.errors.within(math.inf):
+    if row.is_strict or row.errors is None:
         return row
-    batch = next(workload.batches(samples, 0))
     with Decisions() as decisions:
-        own = step_of_torch(workload, model, batch, torch.float32)
-    error = max(gradient_errors(own.gradients, right.gradients).values())
-    row = replace(row, torch_gradient=error)
+        own = step_of_torch(workload, model, next(workload.batches(samples, 0)), torch.float32)
+    row = replace(row, torch=errors_of(own, right))
+    if not row.is_near:  # no form has anything to tell
+        return row
     if decisions.any:
-        twin, _ = _compared(workload, smooth_twin(model), device, samples, stages)
-        return replace(row, twin=twin.errors)
-    if error > GRADIENT_LIMIT:
+        return replace(row, twin=_parity(workload, smooth_twin(model), device, samples, stages))
+    if row.torch is not None and not row.torch.within(GRADIENT_LIMIT):
         return replace(row, layers=_layers_compared(workload, model, device, samples, right))
     return row
 

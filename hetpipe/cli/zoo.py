@@ -20,14 +20,12 @@ if TYPE_CHECKING:
 
 EXPLAINED = {
     "smooth": """\
-smooth: float32 does not determine these gradients. Elements within rounding of a rectifier's or a
-maximum's decision move torch's own in float32 as well ("torch's own"); the smooth twin, the same
-network without decisions, keeps the limits ("closer").
+smooth: elements within rounding of a rectifier's or a maximum's decision move gradients, torch's
+own in float32 as well ("torch's own"). "closer" is the same network without decisions.
 """,
     "by layers": """\
-by layers: float32 does not determine these gradients. They are small sums of large terms, of which
-torch's own in float32 are as far off ("torch's own"); each layer, fed with torch's float64 values,
-keeps the limits ("closer").
+by layers: rounding is amplified, in torch's own step in float32 as well ("torch's own"). "closer"
+is each layer by itself, fed with torch's float64 values; it keeps the limits.
 """,
 }
 """What it means that a model is equal in another form."""
@@ -81,9 +79,9 @@ def command(
                 failed[name] = str(error)
     if rows:
         output.console.print(_table(rows))
-    for verdict in dict.fromkeys(row.verdict for row in rows):
-        if verdict in EXPLAINED:
-            output.text(EXPLAINED[verdict])
+    for form, text in EXPLAINED.items():
+        if any(form in row.verdict for row in rows):
+            output.text(text)
     for row in rows:
         for reason, calls in row.refused.items():
             output.text(f"{row.model}: {row.device} refuses {calls} calls of {reason}")
@@ -131,8 +129,8 @@ def _table(rows: list[Parity]) -> Table:
         figures = ["-"] * 5
         if errors is not None:
             figures[:3] = [f"{e:.1e}" for e in (errors.loss, errors.update, errors.gradient)]
-        if row.torch_gradient is not None:
-            figures[3] = f"{row.torch_gradient:.1e}"
+        if row.torch is not None:
+            figures[3] = f"{row.torch.gradient:.1e}"
         if closer is not None:
             figures[4] = f"{max(closer.gradient, closer.crossing):.1e}"
         table.add_row(

@@ -71,16 +71,47 @@ def test_each_part_must_be_equal(part: str) -> None:
     assert not replace(row, errors=None).is_equal
 
 
+GOOD = Errors(1e-7, 1e-6, "w", 3, 1e-8)
+BEYOND = replace(GOOD, gradient=2e-2)
+OWN = replace(GOOD, gradient=1e-2)
+"""Of torch's own step in float32."""
+
+
+def row_of(errors: Errors, **more: Any) -> Parity:
+    return Parity("m", "d", 4, 10, 0.1, {}, {}, errors, **more)
+
+
 def test_a_smooth_twin_stands_for_gradients_alone() -> None:
-    good = Errors(1e-7, 1e-6, "w", 3, 1e-8)
-    beyond = replace(good, gradient=2e-2)
-    row = Parity("m", "d", 4, 10, 0.1, {}, {}, beyond, twin=good, torch_gradient=1e-2)
-    assert row.is_equal
-    assert not row.is_strict
-    for errors in (replace(good, gradient=5e-2), replace(beyond, loss=1e-3)):
+    row = row_of(BEYOND, torch=OWN, twin=row_of(GOOD))
+    assert row.verdict == "smooth"
+    assert row.closer == GOOD
+    for errors in (replace(GOOD, gradient=5e-2), replace(BEYOND, loss=1e-3)):
         assert not replace(row, errors=errors).is_equal
-    assert not replace(row, twin=replace(good, gradient=2e-3)).is_equal
+    assert not replace(row, twin=row_of(replace(GOOD, gradient=2e-3))).is_equal
     assert not replace(row, twin=None).is_equal
+
+
+def test_layers_stand_for_a_model_or_its_twin() -> None:
+    row = row_of(BEYOND, torch=OWN, layers=GOOD)
+    assert row.verdict == "by layers"
+    twin = row_of(BEYOND, torch=OWN, twin=row)
+    assert twin.verdict == "smooth by layers"
+    assert twin.closer == GOOD
+    for part in ("gradient", "crossing"):
+        wrong: dict[str, Any] = {part: 2e-3}
+        bad = replace(row, layers=replace(GOOD, **wrong))
+        assert bad.verdict == "no"
+        assert replace(twin, twin=bad).verdict == "no"
+    assert replace(twin, twin=replace(row, torch=GOOD)).verdict == "no", "torch's twin is right"
+
+
+def test_a_loss_may_be_off_where_torchs_own_is() -> None:
+    row = row_of(replace(BEYOND, loss=3e-3), torch=replace(OWN, loss=1e-3), layers=GOOD)
+    assert row.is_equal
+    for loss in (9e-5, 5e-4):
+        assert not replace(row, torch=replace(OWN, loss=loss)).is_equal
+    assert not replace(row, layers=replace(GOOD, loss=2e-4)).is_equal
+    assert not replace(row, errors=replace(BEYOND, update=1e-4)).is_equal
 
 
 @pytest.mark.parametrize("device", ["pytorch:cpu:0", "numpy:cpu:0"])
@@ -200,9 +231,11 @@ def test_decisions_within_rounding_are_told_by_the_smooth_twin() -> None:
     row = parity(workload(Close(), torch.ones(4, 2), 2), open_device("numpy:cpu:0"))
     assert row.errors is not None
     assert GRADIENT_LIMIT < row.errors.gradient < 0.1
-    assert row.torch_gradient == pytest.approx(row.errors.gradient, rel=1e-2)
+    assert row.torch is not None
+    assert row.torch.gradient == pytest.approx(row.errors.gradient, rel=1e-2)
     assert row.twin is not None
-    assert row.twin.gradient < 1e-5
+    assert row.twin.errors is not None
+    assert row.twin.errors.gradient < 1e-5
     assert row.verdict == "smooth"
 
 
@@ -257,8 +290,8 @@ def cancelling(model: type[nn.Module] = Cancelling) -> Workload:
 def test_what_cancels_is_told_layer_by_layer(device: str) -> None:
     row = parity(cancelling(), open_device(device), 2 * PAIRS)
     assert row.errors is not None
-    assert row.torch_gradient is not None
-    assert min(row.errors.gradient, row.torch_gradient) > GRADIENT_LIMIT
+    assert row.torch is not None
+    assert min(row.errors.gradient, row.torch.gradient) > GRADIENT_LIMIT
     assert row.twin is None
     assert row.layers is not None
     assert row.layers.gradient < 1e-5
@@ -278,8 +311,8 @@ def test_a_layer_with_a_wrong_gradient_is_refused() -> None:
 
     row = parity(cancelling(Slightly), open_device("pytorch:cpu:0"), 2 * PAIRS)
     assert row.errors is not None
-    assert row.torch_gradient is not None
-    assert row.errors.within(4 * row.torch_gradient), "not seen in the whole model"
+    assert row.torch is not None
+    assert row.errors.within(4 * row.torch.gradient), "not seen in the whole model"
     assert row.layers is not None
     assert row.layers.gradient == pytest.approx(2e-3, rel=0.1)
     assert row.verdict == "no"
@@ -311,8 +344,8 @@ def test_a_layer_that_passes_on_a_wrong_tangent_is_refused() -> None:
 
     row = parity(cancelling(), Off(), 2 * PAIRS, stages=2)
     assert row.errors is not None
-    assert row.torch_gradient is not None
-    assert GRADIENT_LIMIT < row.errors.gradient < row.torch_gradient
+    assert row.torch is not None
+    assert GRADIENT_LIMIT < row.errors.gradient < row.torch.gradient
     assert row.layers is not None
     assert row.layers.gradient < 1e-5
     assert row.layers.crossing == pytest.approx(2e-3, rel=0.1)
