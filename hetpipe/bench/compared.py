@@ -82,10 +82,15 @@ def errors_of(step: Step, right: Step) -> Errors:
     return _errors(step.loss, right, gradient_errors(step.gradients, right.gradients), 0.0)
 
 
+def loss_error(loss: float, right: Step) -> float:
+    """The relative error of a loss."""
+    return abs(loss - right.loss) / max(abs(right.loss), 1e-30)
+
+
 def _errors(loss: float, right: Step, gradients: Mapping[str, float], update: float) -> Errors:
     worst = max(gradients, key=gradients.__getitem__, default="")
     return Errors(
-        loss=abs(loss - right.loss) / max(abs(right.loss), 1e-30),
+        loss=loss_error(loss, right),
         gradient=gradients.get(worst, 0.0),
         worst=worst,
         tensors=len(gradients),

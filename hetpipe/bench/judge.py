@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from hetpipe.bench.eager import torch_optimizer
 from hetpipe.bench.filed import Filed, activations_filed
@@ -26,6 +26,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 ZERO = 1e-10
 """Share of the norm of all gradients below which one is zero."""
+NOISY = 4
+"""Losses that show how far rounding moves one."""
 PIECE = 1 << 22
 """Elements of a parameter whose update is computed at once."""
 
@@ -77,6 +79,41 @@ def step_of_torch(
         finally:
             torch.set_default_dtype(default)
         return Step(loss.item(), gradients)
+
+
+def losses_with_noise(
+    workload: Workload, model: nn.Module, batch: tuple[Any, Any]
+) -> Iterator[float]:
+    """Losses of eager torch in float32 where each module's result is off by its last digit.
+
+    One float32 step says little of how far rounding may move a loss: the difference of two numbers
+    is small by chance.
+    """
+    x, y = batch
+    for seed in range(NOISY):
+        generator = torch.Generator().manual_seed(seed)
+
+        def disturb(
+            module: nn.Module, args: Any, result: Any, generator: torch.Generator = generator
+        ) -> Any:
+            def off(value: torch.Tensor) -> torch.Tensor:
+                if not value.is_floating_point():
+                    return value
+                by = torch.empty(value.shape, dtype=value.dtype).uniform_(
+                    -1, 1, generator=generator
+                )
+                return value * (1 + by * torch.finfo(value.dtype).eps)
+
+            return tree_map_only(torch.Tensor, off, result)
+
+        noisy = with_same_parameters(model)
+        for module in noisy.modules():
+            if next(module.children(), None) is None:
+                module.register_forward_hook(disturb)
+        with torch.no_grad():
+            loss = workload.loss_fn(call(noisy, x), y)
+            loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
+        yield loss.item()
 
 
 @contextmanager

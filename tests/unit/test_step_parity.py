@@ -17,7 +17,7 @@ from hetpipe.bench.compared import GRADIENT_LIMIT, Errors
 from hetpipe.bench.eager import torch_optimizer
 from hetpipe.bench.exact import ExactDevice
 from hetpipe.bench.filed import Filed
-from hetpipe.bench.judge import gradient_errors, step_of_torch
+from hetpipe.bench.judge import gradient_errors, losses_with_noise, step_of_torch
 from hetpipe.bench.parity import Parity, parity
 from hetpipe.bench.shared import without_dropout
 from hetpipe.bench.smooth import smooth_twin
@@ -350,6 +350,59 @@ def test_a_layer_that_passes_on_a_wrong_tangent_is_refused() -> None:
     assert row.layers.gradient < 1e-5
     assert row.layers.crossing == pytest.approx(2e-3, rel=0.1)
     assert row.verdict == "no"
+
+
+class Chaotic(nn.Module):
+    """Each layer makes errors about 20 times as large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
+        self.last = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.sin(40 * layer(x))
+        logits: torch.Tensor = self.last(torch.relu(x))
+        return logits
+
+
+def chaotic(model: type[nn.Module] = Chaotic) -> Workload:
+    torch.manual_seed(0)
+    return workload(model(), torch.randn(4, 8), 2)
+
+
+def test_what_amplifies_and_decides_is_told_by_the_layers_of_the_smooth_twin() -> None:
+    row = parity(chaotic(), open_device("numpy:cpu:0"))
+    assert row.errors is not None
+    assert row.errors.loss > 1e-2
+    assert row.closer is not None
+    assert row.closer.gradient < 1e-4
+    assert row.verdict == "smooth by layers"
+
+
+def test_a_wrong_layer_of_a_chaotic_model_is_refused() -> None:
+    class Slightly(Chaotic):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scale = 1.0 if torch.compiler.is_exporting() else 0.997
+            h = super().forward(x)
+            return h.detach() + scale * (h - h.detach())
+
+    row = parity(chaotic(Slightly), open_device("numpy:cpu:0"))
+    assert row.is_near, "not seen in the whole model"
+    assert row.verdict == "no"
+
+
+def test_losses_with_noise_show_what_rounding_moves() -> None:
+    own = chaotic()
+    batch = next(own.batches(4, 0))
+    right = step_of_torch(own, own.model, batch, torch.float64).loss
+    assert max(abs(loss / right - 1) for loss in losses_with_noise(own, own.model, batch)) > 1e-3
+    plain = cancelling()
+    batch = next(plain.batches(8, 0))
+    right = step_of_torch(plain, plain.model, batch, torch.float64).loss
+    errors = [abs(loss / right - 1) for loss in losses_with_noise(plain, plain.model, batch)]
+    assert 0 < max(errors) < 1e-5
 
 
 def test_filed_tensors_are_as_they_were() -> None:
