@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,44 +30,53 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 
-def step_by_layers(
-    device: Device,
-    graphs: Sequence[StageGraphs],
-    samples: int,
-    values: Mapping[str, Array],
-    feed: Mapping[str, Array],
-    lr: float,
-    see: See,
-) -> tuple[float, float]:
-    """The loss, and the largest relative error of a tensor that leaves a layer, by norms.
+class StepByLayers:
+    """A step of which each layer is fed with the judge's tensors.
 
-    `graphs` has a stage for every layer; `values`, `feed` and `see` are those of `StepInTurn`.
-    """
-    crossings = _Crossings()
-    passes = [replace(stage, update=None) for stage in graphs]
-    StepInTurn(ExactDevice(), passes, samples, values, feed, crossings.keep).run(lr, see)
-    trim_memory()
-    loss = StepInTurn(device, graphs, samples, values, feed, crossings.swap).run(lr, see)
-    return loss, crossings.error
-
-
-class _Crossings:
-    """The judge's tensors at the cuts, in the order of the passes.
-
-    A tensor that only passes by is the same buffer at the next cut: it is filed, compared and
-    uploaded once.
+    `graphs` has a stage for every layer; `values` and `feed` are those of `StepInTurn`. `see` gets
+    the gradients of the same programs in float64.
     """
 
-    def __init__(self) -> None:
-        self.error = 0.0
+    def __init__(
+        self,
+        graphs: Sequence[StageGraphs],
+        samples: int,
+        values: Mapping[str, Array],
+        feed: Mapping[str, Array],
+        lr: float,
+        see: See,
+    ) -> None:
+        self._step = partial(StepInTurn, samples=samples, values=values, feed=feed)
+        self._graphs, self._lr = graphs, lr
         self._filed = Filed()
         self._keys: list[dict[str, str]] = []  # by cut and name
-        self._last: Crossing = {}  # of the judge
-        self._entering: Crossing = {}  # the last ones on the device
-        self._swapped = 0
+        keep = _Keep(self._filed, self._keys)
+        passes = [replace(stage, update=None) for stage in graphs]
+        self._step(ExactDevice(), passes, cross=keep.cross).run(lr, see)
+        trim_memory()
 
-    def keep(self, crossing: Crossing) -> Crossing:
-        """File the judge's tensors."""
+    def run(self, device: Device, see: See) -> tuple[float, float]:
+        """The loss, and the largest relative error of a tensor that leaves a layer, by norms.
+
+        `see` gets each parameter once.
+        """
+        swap = _Swap(self._filed, self._keys)
+        loss = self._step(device, self._graphs, cross=swap.cross).run(self._lr, see)
+        return loss, swap.error
+
+
+class _Keep:
+    """Files the judge's tensors at the cuts, in the order of the passes.
+
+    A tensor that only passes by is the same buffer at the next cut: it is filed once.
+    """
+
+    def __init__(self, filed: Filed, keys: list[dict[str, str]]) -> None:
+        self._filed, self._keys = filed, keys
+        self._last: Crossing = {}
+
+    def cross(self, crossing: Crossing) -> Crossing:
+        """File them."""
         last = self._keys[-1] if self._keys else {}
         self._keys.append({})
         for name, buffer in crossing.items():
@@ -78,10 +88,22 @@ class _Crossings:
         self._last = crossing
         return crossing
 
-    def swap(self, crossing: Crossing) -> Crossing:
-        """The judge's tensors, with which those of a device are compared."""
-        keys = self._keys[self._swapped]
-        self._swapped += 1
+
+class _Swap:
+    """Puts the judge's tensors in the place of a device's, which it compares with them.
+
+    A tensor that only passes by is compared and uploaded once.
+    """
+
+    def __init__(self, filed: Filed, keys: Sequence[Mapping[str, str]]) -> None:
+        self.error = 0.0
+        self._filed = filed
+        self._keys = iter(keys)
+        self._entering: Crossing = {}  # the last ones on the device
+
+    def cross(self, crossing: Crossing) -> Crossing:
+        """The judge's."""
+        keys = next(self._keys)
         new = {name: b for name, b in crossing.items() if self._entering.get(name) is not b}
         right = {name: self._filed[keys[name]] for name in new}
         distance = Distance({name: tensor.double() for name, tensor in right.items()})

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,13 +25,15 @@ GRADIENT_LIMIT = 1e-3
 """The largest relative error of a gradient, by norms."""
 UPDATE_LIMIT = 1e-5
 """The largest relative error of an updated parameter, by norms."""
+_NONE: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Errors:
     """Relative errors, and of `tensors` gradients the one that is `worst`.
 
-    `crossing` is that of tensors which leave a layer, where each is compared on its own.
+    `crossing` is that of tensors which leave a layer, where each is compared on its own;
+    `undetermined` are the gradients that torch's own operators in float32 miss, too.
     """
 
     loss: float
@@ -39,6 +42,7 @@ class Errors:
     tensors: int
     update: float
     crossing: float = 0.0
+    undetermined: tuple[str, ...] = ()
 
     def within(self, gradient_limit: float, loss_limit: float = LOSS_LIMIT) -> bool:
         """Whether all keep their limits."""
@@ -58,23 +62,31 @@ class Comparison:
     distance: Distance
     seconds: float = 0.0
     """That the comparison itself took."""
-    _gradients: dict[str, float] = field(default_factory=dict)
+    gradients: dict[str, float] = field(default_factory=dict)
+    """The errors of gradients that it has seen."""
     _update: float = 0.0
 
-    def see(self, name: str, gradient: Array, updated: Array) -> None:
-        """Compare a parameter's gradient and its new value."""
+    def see(self, name: str, gradient: Array, updated: Array | None) -> None:
+        """Compare a parameter's gradient and its new value, if it has one."""
         begin_s = time.perf_counter()
-        slope, new = torch.from_numpy(gradient), torch.from_numpy(updated)
-        self._gradients[name] = self.distance.of(name, slope)
-        error = update_error(self.rule, name, self.parameters[name], slope, new)
-        self._update = max(self._update, error)
+        slope = torch.from_numpy(gradient)
+        self.gradients[name] = self.distance.of(name, slope)
+        if updated is not None:
+            new = torch.from_numpy(updated)
+            error = update_error(self.rule, name, self.parameters[name], slope, new)
+            self._update = max(self._update, error)
         self.seconds += time.perf_counter() - begin_s
 
-    def errors(self, loss: float, right: Step) -> Errors:
-        """All errors; a gradient that torch alone has counts, too."""
-        missing = right.gradients.keys() - self._gradients.keys()
-        gradients = {name: self.distance.of(name, None) for name in missing} | self._gradients
-        return _errors(loss, right, gradients, self._update)
+    def errors(self, loss: float, right: Step, allowed: Mapping[str, float] = _NONE) -> Errors:
+        """All errors; a gradient that torch alone has counts, too.
+
+        Gradients that are not determined may have the errors `allowed`.
+        """
+        missing = right.gradients.keys() - self.gradients.keys()
+        gradients = {name: self.distance.of(name, None) for name in missing} | self.gradients
+        left = tuple(name for name, most in allowed.items() if gradients[name] <= most)
+        counted = {name: error for name, error in gradients.items() if name not in left}
+        return replace(_errors(loss, right, counted, self._update), undetermined=left)
 
 
 def errors_of(step: Step, right: Step) -> Errors:
@@ -82,15 +94,10 @@ def errors_of(step: Step, right: Step) -> Errors:
     return _errors(step.loss, right, gradient_errors(step.gradients, right.gradients), 0.0)
 
 
-def loss_error(loss: float, right: Step) -> float:
-    """The relative error of a loss."""
-    return abs(loss - right.loss) / max(abs(right.loss), 1e-30)
-
-
 def _errors(loss: float, right: Step, gradients: Mapping[str, float], update: float) -> Errors:
     worst = max(gradients, key=gradients.__getitem__, default="")
     return Errors(
-        loss=loss_error(loss, right),
+        loss=abs(loss - right.loss) / max(abs(right.loss), 1e-30),
         gradient=gradients.get(worst, 0.0),
         worst=worst,
         tensors=len(gradients),

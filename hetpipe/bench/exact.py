@@ -1,11 +1,12 @@
-"""A device that computes in float64 whatever the dtypes of its graphs: torch's own operators.
+"""Devices of torch's own operators: one computes in float64 whatever the dtypes of its graphs.
 
-Buffers have the shapes and dtypes that graphs declare, and hold more digits. What is downloaded is
-rounded once.
+Its buffers have the shapes and dtypes that graphs declare, and hold more digits. What is downloaded
+is rounded once. The other is the same in the dtypes that are declared.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,8 @@ class ExactBuffer(Buffer):
 class ExactDevice(BlockingDevice):
     """Torch on this processor, in float64."""
 
+    _as_computed = staticmethod(widened)
+    """Tensors and dtypes as the device has them."""
     info = DeviceInfo(
         "exact:torch:0", "exact", "cpu", "torch in float64", "", torch.__version__, 0, HOST_MEMORY,
         tuple(DTYPE_NBYTES),
@@ -46,7 +49,7 @@ class ExactDevice(BlockingDevice):
     def _run(self, program: Any, inputs: list[Buffer], donate: frozenset[int]) -> list[Buffer]:
         tensors = [buffer.tensor for buffer in inputs if isinstance(buffer, ExactBuffer)]
         with torch.no_grad():
-            results = _Wide(program).run(*tensors)
+            results = _Run(program, self._as_computed).run(*tensors)
         own = {id(tensor): buffer for tensor, buffer in zip(tensors, inputs, strict=True)}
         forms = map(form_of, graph_outputs(program))
         return [
@@ -56,16 +59,29 @@ class ExactDevice(BlockingDevice):
 
     def _to_device(self, src: np.ndarray[Any, Any]) -> Buffer:
         tensor = torch.from_numpy(np.array(src, order="C"))
-        return ExactBuffer(self, widened(tensor), (src.shape, str(src.dtype)))
+        return ExactBuffer(self, self._as_computed(tensor), (src.shape, str(src.dtype)))
 
     def _to_host(self, buf: Buffer, dst: np.ndarray[Any, Any]) -> None:
         assert isinstance(buf, ExactBuffer)
         np.copyto(dst, buf.tensor.numpy(), casting="same_kind")
 
 
-class _Wide(fx.Interpreter):
-    """Runs a graph in float64, and drops each value after its last use."""
+class RoundingDevice(ExactDevice):
+    """Torch on this processor, in the dtypes that graphs declare."""
+
+    @staticmethod
+    def _as_computed(values: Any) -> Any:
+        return values
+
+
+class _Run(fx.Interpreter):
+    """Runs a graph, and drops each value after its last use."""
+
+    def __init__(self, program: fx.GraphModule, as_computed: Callable[[Any], Any]) -> None:
+        super().__init__(program)
+        self._as_computed = as_computed
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        result = super().call_function(target, widened(args), widened(kwargs))
+        called = self._as_computed(args), self._as_computed(kwargs)
+        result = super().call_function(target, *called)
         return tree_map_only(torch.Tensor, torch.Tensor.contiguous, result)  # as graphs declare

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
     Crossing = Mapping[str, Buffer]
     """Tensors that cross a cut, by name."""
-    See = Callable[[str, Array, Array], None]
-    """Takes a parameter's name, its gradient and its new value."""
+    See = Callable[[str, Array, Array | None], None]
+    """Takes a parameter's name, its gradient and its new value; none without an update."""
     Cross = Callable[[Crossing], Crossing]
     """Takes the tensors that leave a stage, and gives those that enter the next one."""
 
@@ -109,8 +109,7 @@ class StepInTurn:
             self._trim(graphs)
             if entering:
                 tangents = self.cross(tangents)
-            if graphs.update is not None:
-                self._update(graphs, held, gradients, lr, see)
+            self._update(graphs, held, gradients, lr, see)
             del held, gradients
             self._trim(graphs)
         return self._loss
@@ -183,14 +182,17 @@ class StepInTurn:
         lr: float,
         see: See,
     ) -> None:
-        """Apply the optimizer to the parameters that the stage owns."""
-        stage = self._stage(replace(graphs, passes={}), held)
-        stage.update(lr, self._scale)
+        """Apply the optimizer, if there is one, to the parameters that the stage owns."""
+        stage = None
+        if graphs.update is not None:
+            stage = self._stage(replace(graphs, passes={}), held)
+            stage.update(lr, self._scale)
         owners = {tied: owner for tied, owner, _ in graphs.tied}
         while gradients:
             name, gradient = gradients.popitem()
             if owners.get(name, graphs.stage) == graphs.stage:
-                see(name, gradient * self._scale, stage.get((PARAM, name)))
+                updated = None if stage is None else stage.get((PARAM, name))
+                see(name, gradient * self._scale, updated)
 
     def _stage(
         self, graphs: StageGraphs, held: Mapping[tuple[str, str], Buffer] | None = None

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ Tensors = Mapping[str, torch.Tensor]
 ZERO = 1e-10
 """Share of the norm of all gradients below which one is zero."""
 NOISY = 4
-"""Losses that show how far rounding moves one."""
+"""Steps that show how far rounding moves a result."""
 PIECE = 1 << 22
 """Elements of a parameter whose update is computed at once."""
 
@@ -81,39 +82,33 @@ def step_of_torch(
         return Step(loss.item(), gradients)
 
 
-def losses_with_noise(
+def steps_in_float32(
     workload: Workload, model: nn.Module, batch: tuple[Any, Any]
-) -> Iterator[float]:
-    """Losses of eager torch in float32 where each module's result is off by its last digit.
+) -> Iterator[Step]:
+    """Steps of eager torch: its own, and some in which each module's result is off by its last
+    digit.
 
-    One float32 step says little of how far rounding may move a loss: the difference of two numbers
-    is small by chance.
+    One step says little of how far rounding may move a result: a difference is small by chance, and
+    a decision within rounding falls either way.
     """
-    x, y = batch
+    yield step_of_torch(workload, model, batch, torch.float32)
     for seed in range(NOISY):
         generator = torch.Generator().manual_seed(seed)
-
-        def disturb(
-            module: nn.Module, args: Any, result: Any, generator: torch.Generator = generator
-        ) -> Any:
-            def off(value: torch.Tensor) -> torch.Tensor:
-                if not value.is_floating_point():
-                    return value
-                by = torch.empty(value.shape, dtype=value.dtype).uniform_(
-                    -1, 1, generator=generator
-                )
-                return value * (1 + by * torch.finfo(value.dtype).eps)
-
-            return tree_map_only(torch.Tensor, off, result)
-
         noisy = with_same_parameters(model)
         for module in noisy.modules():
             if next(module.children(), None) is None:
-                module.register_forward_hook(disturb)
-        with torch.no_grad():
-            loss = workload.loss_fn(call(noisy, x), y)
-            loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
-        yield loss.item()
+                module.register_forward_hook(partial(_disturbed, generator))
+        yield step_of_torch(workload, noisy, batch, torch.float32)
+
+
+def _disturbed(generator: torch.Generator, module: nn.Module, args: Any, result: Any) -> Any:
+    def off(value: torch.Tensor) -> torch.Tensor:
+        if not value.is_floating_point():
+            return value
+        by = torch.empty(value.shape, dtype=value.dtype).uniform_(-1, 1, generator=generator)
+        return value * (1 + by * torch.finfo(value.dtype).eps)
+
+    return tree_map_only(torch.Tensor, off, result)
 
 
 @contextmanager

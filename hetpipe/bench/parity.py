@@ -9,17 +9,12 @@ an attention. There g is the rounding error of terms that cancel, and a share of
 The judge tells them: ||t|| is below a share `ZERO` of the norm of all gradients together, which
 then takes the place of ||t||.
 
-Others are not determined in float32. A model that is beyond a limit, and no more than
-`UNDETERMINED_FACTOR` times as far from the judge as torch's own step in float32 is, is trained a
-second time in a form that must keep the limits:
-
-- An element lies within rounding of a rectifier's or a maximum's decision, and any two correct
-  programs differ there. The form is the smooth twin, in which nothing decides
-  (`hetpipe.bench.smooth`).
-- A model without decisions, such as the twin itself, amplifies rounding: large terms cancel, or
-  each layer makes the errors of those before it larger. The form is the model layer by layer, each
-  fed with the judge's own values (`hetpipe.bench.bylayers`), if torch's own step in float32 is
-  beyond the limit too.
+Others are not determined in float32: an element lies within rounding of a rectifier's or a
+maximum's decision, where any two correct programs differ, or layers make the errors of those before
+them larger. A model that is beyond a limit may be up to `UNDETERMINED_FACTOR` times as far from the
+judge as torch's own steps in float32 are: one, and a few in which each module's result is off by
+its last digit. It must then keep the limits layer by layer, each fed with the judge's own values
+(`hetpipe.bench.bylayers`).
 
 The update is compared for the device's own gradients: torch's optimizer takes them as they are.
 Dropout is off on both sides, since torch's own random numbers are not those of a pipeline.
@@ -43,12 +38,10 @@ from hetpipe.bench.compared import (
     Comparison,
     Errors,
     errors_of,
-    loss_error,
 )
-from hetpipe.bench.judge import Distance, Step, losses_with_noise, step_of_torch
+from hetpipe.bench.judge import Distance, Step, step_of_torch, steps_in_float32
 from hetpipe.bench.machine import trim_memory
 from hetpipe.bench.shared import without_dropout
-from hetpipe.bench.smooth import Decisions, smooth_twin
 from hetpipe.zoo.load import optimizer_of
 from hetpipe.zoo.workload import Workload
 
@@ -73,10 +66,8 @@ class Parity:
 
     `operators` are those of the programs and `refused` those of them that the device refuses, with
     their numbers of calls; if there are any, nothing ran and there are no errors. If `errors` are
-    beyond the limits, `torch` has those of torch's own step in float32 (its loss at the worst of a
-    few steps that are off by their last digits), and `twin` the row of the
-    smooth twin, or `layers` the errors of the layers. `stages` is the number of those that took
-    turns.
+    beyond the limits, `torch` has the largest of torch's own steps in float32, and `layers` those
+    of the layers. `stages` is the number of those that took turns.
     """
 
     model: str
@@ -90,7 +81,6 @@ class Parity:
     compile_s: float = math.nan
     step_s: float = math.nan
     torch: Errors | None = None
-    twin: Parity | None = None
     layers: Errors | None = None
     stages: int = 1
 
@@ -108,30 +98,18 @@ class Parity:
         return self.errors.within(UNDETERMINED_FACTOR * self.torch.gradient, loss)
 
     @property
-    def closer(self) -> Errors | None:
-        """The errors of the form in which float32 determines the gradients."""
-        if self.twin is None or self.twin.is_strict:
-            return self.layers if self.twin is None else self.twin.errors
-        return self.twin.closer
-
-    @property
     def is_equal(self) -> bool:
-        """Whether they are torch's, or near it, and those of that form are torch's."""
-        if self.is_strict or not self.is_near:
+        """Whether they are torch's, or near it, and those of all layers are torch's."""
+        if self.is_strict or self.layers is None:
             return self.is_strict
-        if self.twin is not None:
-            return self.twin.is_equal
-        return self.layers is not None and self.layers.within(GRADIENT_LIMIT)
+        return self.is_near and self.layers.within(GRADIENT_LIMIT)
 
     @property
     def verdict(self) -> str:
-        """How the model is equal to torch: `strict`, `smooth`, `by layers`, or `smooth by layers`;
-        or `no`."""
-        if self.is_strict or not self.is_equal:
-            return "strict" if self.is_strict else "no"
-        if self.twin is None:
-            return "by layers"
-        return "smooth" if self.twin.is_strict else f"smooth {self.twin.verdict}"
+        """How the model is equal to torch: `strict` or `by layers`; or `no`."""
+        if self.is_strict:
+            return "strict"
+        return "by layers" if self.is_equal else "no"
 
 
 def parity(
@@ -143,29 +121,18 @@ def parity(
     Raises `HetpipeError`, for instance for more stages than layers.
     """
     samples = samples or min(workload.mini_batch, MOST_SAMPLES)
-    return _parity(workload, without_dropout(workload.model), device, samples, stages)
-
-
-def _parity(
-    workload: Workload, model: nn.Module, device: Device, samples: int, stages: int
-) -> Parity:
+    model = without_dropout(workload.model)
     row, right = _compared(workload, model, device, samples, stages)
     if row.is_strict or row.errors is None:
         return row
-    with Decisions() as decisions:
-        own = step_of_torch(workload, model, next(workload.batches(samples, 0)), torch.float32)
-    errors = errors_of(own, right)
-    if row.errors.loss > LOSS_LIMIT:
-        noisy = losses_with_noise(workload, model, next(workload.batches(samples, 0)))
-        errors = replace(errors, loss=max(errors.loss, *(loss_error(n, right) for n in noisy)))
-    row = replace(row, torch=errors)
-    if not row.is_near:  # no form has anything to tell
+    steps = steps_in_float32(workload, model, next(workload.batches(samples, 0)))
+    own = [errors_of(step, right) for step in steps]
+    farthest = max(own, key=lambda errors: errors.gradient)
+    row = replace(row, torch=replace(farthest, loss=max(errors.loss for errors in own)))
+    # Where torch's own steps are right, or nearer by far, the layers have nothing to tell.
+    if row.torch is None or row.torch.within(GRADIENT_LIMIT) or not row.is_near:
         return row
-    if decisions.any:
-        return replace(row, twin=_parity(workload, smooth_twin(model), device, samples, stages))
-    if row.torch is not None and not row.torch.within(GRADIENT_LIMIT):
-        return replace(row, layers=_layers_compared(workload, model, device, samples, right))
-    return row
+    return replace(row, layers=_layers_compared(workload, model, device, samples, right))
 
 
 def _compared(
@@ -198,14 +165,32 @@ def _compared(
 def _layers_compared(
     workload: Workload, model: nn.Module, device: Device, samples: int, right: Step
 ) -> Errors:
-    """The errors of the model's layers, each fed with the judge's values."""
-    from hetpipe.bench.bylayers import step_by_layers
+    """The errors of the model's layers, each fed with the judge's values.
+
+    A gradient of a layer may be a small sum of large terms, as that of a scale which later norms
+    undo. Where the layer's program is right in float64, and torch's own operators in float32 are
+    beyond the limit for the same inputs, a device may be `UNDETERMINED_FACTOR` times as far.
+    """
+    from hetpipe.bench.bylayers import StepByLayers
+    from hetpipe.bench.exact import RoundingDevice
 
     own = _captured(workload, model, device, samples, None)
-    comparison = Comparison(own.rule, own.parameters, Distance(right.gradients))
-    of_step = (device, own.graphs, samples, own.values, own.feed, own.rule.lr_at(1))
-    loss, crossing = step_by_layers(*of_step, comparison.see)
-    return replace(comparison.errors(loss, right), crossing=crossing)
+
+    def comparison() -> Comparison:
+        return Comparison(own.rule, own.parameters, Distance(right.gradients))
+
+    of_program, of_device, of_torch = comparison(), comparison(), comparison()
+    of_step = (samples, own.values, own.feed, own.rule.lr_at(1))
+    step = StepByLayers(own.graphs, *of_step, of_program.see)
+    loss, crossing = step.run(device, of_device.see)
+    if of_device.errors(loss, right).gradient > GRADIENT_LIMIT:
+        step.run(RoundingDevice(), of_torch.see)
+    allowed = {
+        name: UNDETERMINED_FACTOR * error
+        for name, error in of_torch.gradients.items()
+        if error > GRADIENT_LIMIT >= of_program.gradients[name]
+    }
+    return replace(of_device.errors(loss, right, allowed), crossing=crossing)
 
 
 @dataclass(frozen=True)

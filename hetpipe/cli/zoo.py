@@ -18,17 +18,11 @@ if TYPE_CHECKING:
     from hetpipe.sdk.backend import Device
 
 
-EXPLAINED = {
-    "smooth": """\
-smooth: elements within rounding of a rectifier's or a maximum's decision move gradients, torch's
-own in float32 as well ("torch's own"). "closer" is the same network without decisions.
-""",
-    "by layers": """\
-by layers: rounding is amplified, in torch's own step in float32 as well ("torch's own"). "closer"
-is each layer by itself, fed with torch's float64 values; it keeps the limits.
-""",
-}
-"""What it means that a model is equal in another form."""
+BY_LAYERS = """\
+by layers: float32 does not determine these gradients. Rounding is amplified, or decides a maximum,
+in torch's own steps in float32 as well ("torch's own"). Each layer by itself, fed with torch's
+float64 values, keeps the limits ("layers").
+"""
 
 
 def command(
@@ -79,9 +73,8 @@ def command(
                 failed[name] = str(error)
     if rows:
         output.console.print(_table(rows))
-    for form, text in EXPLAINED.items():
-        if any(form in row.verdict for row in rows):
-            output.text(text)
+    if any(row.is_equal and not row.is_strict for row in rows):
+        output.text(BY_LAYERS)
     for row in rows:
         for reason, calls in row.refused.items():
             output.text(f"{row.model}: {row.device} refuses {calls} calls of {reason}")
@@ -115,7 +108,7 @@ def _table(rows: list[Parity]) -> Table:
 
     numbers = (
         "parameters", "samples", "refused", "loss", "update", "gradients", "torch's own",
-        "closer", "time",
+        "layers", "time",
     )  # fmt: skip
     limits = f"loss {LOSS_LIMIT:g}, gradients {GRADIENT_LIMIT:g}, update {UPDATE_LIMIT:g}"
     table = make_table(
@@ -125,14 +118,14 @@ def _table(rows: list[Parity]) -> Table:
         numbers,
     )
     for row in rows:
-        errors, closer = row.errors, row.closer
+        errors, layers = row.errors, row.layers
         figures = ["-"] * 5
         if errors is not None:
             figures[:3] = [f"{e:.1e}" for e in (errors.loss, errors.update, errors.gradient)]
         if row.torch is not None:
             figures[3] = f"{row.torch.gradient:.1e}"
-        if closer is not None:
-            figures[4] = f"{max(closer.gradient, closer.crossing):.1e}"
+        if layers is not None:
+            figures[4] = f"{max(layers.gradient, layers.crossing):.1e}"
         table.add_row(
             row.model,
             _millions(row.parameters),

@@ -33,7 +33,7 @@ def device() -> Device:
 
 def check(row: Parity) -> None:
     assert not row.refused
-    assert row.is_equal, (row.errors, row.twin)
+    assert row.is_equal, (row.errors, row.torch, row.layers)
 
 
 @pytest.mark.wide

@@ -42,7 +42,7 @@ def opened(
 
 FAULTS = {
     "tanh": ("operator", "forward", "layers.0", "aten.tanh.default"),
-    "le": ("operator", "forward", "layers.2", "aten.le.Scalar"),
+    "le": ("operator", "backward", "layers.2", "aten.le.Scalar"),
     "mm": ("operator", "backward", "layers.6", "aten.mm.default"),
     "sqrt": ("operator", "update", "layers.2.weight", "aten.sqrt.default"),
     "nan": ("operator", "forward", "layers.4", "aten.sigmoid.default"),
