@@ -55,14 +55,14 @@ class StepByLayers:
         self._step(ExactDevice(), passes, cross=keep.cross).run(lr, see)
         trim_memory()
 
-    def run(self, device: Device, see: See) -> tuple[float, float]:
-        """The loss, and the largest relative error of a tensor that leaves a layer, by norms.
+    def run(self, device: Device, see: See) -> tuple[float, dict[str, float]]:
+        """The loss, and the relative errors of tensors that leave layers, by norms.
 
         `see` gets each parameter once.
         """
         swap = _Swap(self._filed, self._keys)
         loss = self._step(device, self._graphs, cross=swap.cross).run(self._lr, see)
-        return loss, swap.error
+        return loss, swap.errors
 
 
 class _Keep:
@@ -96,7 +96,7 @@ class _Swap:
     """
 
     def __init__(self, filed: Filed, keys: Sequence[Mapping[str, str]]) -> None:
-        self.error = 0.0
+        self.errors: dict[str, float] = {}
         self._filed = filed
         self._keys = iter(keys)
         self._entering: Crossing = {}  # the last ones on the device
@@ -108,7 +108,7 @@ class _Swap:
         right = {name: self._filed[keys[name]] for name in new}
         distance = Distance({name: tensor.double() for name, tensor in right.items()})
         for name, buffer in new.items():
-            self.error = max(self.error, distance.of(name, _on_host(buffer).double()))
+            self.errors[keys[name]] = distance.of(name, _on_host(buffer).double())
         uploaded = {name: _like(new[name], tensor) for name, tensor in right.items()}
         self._entering = {name: uploaded.get(name, buffer) for name, buffer in crossing.items()}
         return self._entering

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +24,6 @@ GRADIENT_LIMIT = 1e-3
 """The largest relative error of a gradient, by norms."""
 UPDATE_LIMIT = 1e-5
 """The largest relative error of an updated parameter, by norms."""
-_NONE: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,8 @@ class Errors:
     """Relative errors, and of `tensors` gradients the one that is `worst`.
 
     `crossing` is that of tensors which leave a layer, where each is compared on its own;
-    `undetermined` are the gradients that torch's own operators in float32 miss, too.
+    `undetermined` are the gradients that torch's own operators in float32 miss, too, and `passed`
+    is the number of such tensors that leave layers: neither count in the errors.
     """
 
     loss: float
@@ -43,6 +42,7 @@ class Errors:
     update: float
     crossing: float = 0.0
     undetermined: tuple[str, ...] = ()
+    passed: int = 0
 
     def within(self, gradient_limit: float, loss_limit: float = LOSS_LIMIT) -> bool:
         """Whether all keep their limits."""
@@ -77,16 +77,12 @@ class Comparison:
             self._update = max(self._update, error)
         self.seconds += time.perf_counter() - begin_s
 
-    def errors(self, loss: float, right: Step, allowed: Mapping[str, float] = _NONE) -> Errors:
-        """All errors; a gradient that torch alone has counts, too.
-
-        Gradients that are not determined may have the errors `allowed`.
-        """
+    def errors(self, loss: float, right: Step, undetermined: tuple[str, ...] = ()) -> Errors:
+        """All errors but those of gradients `undetermined`; one that torch alone has counts."""
         missing = right.gradients.keys() - self.gradients.keys()
         gradients = {name: self.distance.of(name, None) for name in missing} | self.gradients
-        left = tuple(name for name, most in allowed.items() if gradients[name] <= most)
-        counted = {name: error for name, error in gradients.items() if name not in left}
-        return replace(_errors(loss, right, counted, self._update), undetermined=left)
+        counted = {name: error for name, error in gradients.items() if name not in undetermined}
+        return replace(_errors(loss, right, counted, self._update), undetermined=undetermined)
 
 
 def errors_of(step: Step, right: Step) -> Errors:

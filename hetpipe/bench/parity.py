@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,13 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
+DECISIONS = (
+    "aten.relu.default", "aten.leaky_relu.default", "aten.hardtanh.default",
+    "aten.hardswish.default", "aten.hardsigmoid.default", "aten.clamp.default",
+    "aten.max_pool2d_with_indices.default", "aten.max_pool2d.default",
+)  # fmt: skip
+"""Operators that are layers of their own, where layers are compared: fed with the judge's rounded
+values, they decide as it does."""
 UNDETERMINED_FACTOR = 4.0
 """How much further than torch's own float32 gradients may be where float32 determines none."""
 MOST_SAMPLES = 4
@@ -168,8 +175,9 @@ def _layers_compared(
     """The errors of the model's layers, each fed with the judge's values.
 
     A gradient of a layer may be a small sum of large terms, as that of a scale which later norms
-    undo. Where the layer's program is right in float64, and torch's own operators in float32 are
-    beyond the limit for the same inputs, a device may be `UNDETERMINED_FACTOR` times as far.
+    undo; and rounding makes maxima of a window equal that were not. Where the layer's program is
+    right in float64, and torch's own operators in float32 are beyond the limit for the same inputs,
+    a device may be `UNDETERMINED_FACTOR` times as far.
     """
     from hetpipe.bench.bylayers import StepByLayers
     from hetpipe.bench.exact import RoundingDevice
@@ -182,15 +190,28 @@ def _layers_compared(
     of_program, of_device, of_torch = comparison(), comparison(), comparison()
     of_step = (samples, own.values, own.feed, own.rule.lr_at(1))
     step = StepByLayers(own.graphs, *of_step, of_program.see)
-    loss, crossing = step.run(device, of_device.see)
-    if of_device.errors(loss, right).gradient > GRADIENT_LIMIT:
-        step.run(RoundingDevice(), of_torch.see)
-    allowed = {
-        name: UNDETERMINED_FACTOR * error
-        for name, error in of_torch.gradients.items()
-        if error > GRADIENT_LIMIT >= of_program.gradients[name]
-    }
-    return replace(of_device.errors(loss, right, allowed), crossing=crossing)
+    loss, crossings = step.run(device, of_device.see)
+    errors = replace(of_device.errors(loss, right), crossing=max(crossings.values(), default=0.0))
+    if errors.within(GRADIENT_LIMIT):
+        return errors
+    _, torchs = step.run(RoundingDevice(), of_torch.see)
+    right_names = [name for name, e in of_program.gradients.items() if e <= GRADIENT_LIMIT]
+    left = _undetermined(of_device.gradients, of_torch.gradients, right_names)
+    passed = _undetermined(crossings, torchs, crossings)
+    crossing = max((e for key, e in crossings.items() if key not in passed), default=0.0)
+    return replace(of_device.errors(loss, right, left), crossing=crossing, passed=len(passed))
+
+
+def _undetermined(
+    errors: Mapping[str, float], torchs: Mapping[str, float], names: Iterable[str]
+) -> tuple[str, ...]:
+    """Those beyond the limit of which torch's own operators in float32 are, and not much nearer."""
+    return tuple(
+        name
+        for name in names
+        if min(errors[name], torchs[name]) > GRADIENT_LIMIT
+        and errors[name] <= UNDETERMINED_FACTOR * torchs[name]
+    )
 
 
 @dataclass(frozen=True)
@@ -227,7 +248,8 @@ def _captured(
     from hetpipe.sdk.registry import decompositions_of
 
     batch, rule = next(workload.batches(samples, 0)), optimizer_of(workload)
-    captured = Captured(model, workload.loss_fn, batch)
+    starting = DECISIONS if stages is None else ()
+    captured = Captured(model, workload.loss_fn, batch, starting=starting)
     cuts: Sequence[int] = range(1, len(captured.layer_names))
     if stages is not None:
         cuts = even_cuts(captured, samples, stages) if stages > 1 else ()

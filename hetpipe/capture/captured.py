@@ -53,6 +53,7 @@ class Captured:
     norms of replicas use the statistics of the whole micro-batch, not of their own rows.
     `split` makes two layers of a linear layer or convolution, by its name: the first has so many
     of its output channels. `parts` translates names and values of the parameters that it splits.
+    Operators `starting`, by name, begin a layer of their own.
     Raises `PlanError` for a layer that cannot be split so, and otherwise `CaptureError`, which
     names the line or module, and the cure.
     """
@@ -66,6 +67,7 @@ class Captured:
         sync_batch_norm: bool = False,
         samples: int | None = None,
         split: Mapping[str, int] | None = None,
+        starting: Collection[str] = (),
     ) -> None:
         self.name = type(model).__name__
         self._model = _on_cpu(model)
@@ -75,6 +77,7 @@ class Captured:
         self.precision = precision
         self.sync_batch_norm = sync_batch_norm
         self.split = dict(split or {})
+        self._starting = frozenset(starting)
         self._example = Example(*example)
         self._flats: dict[tuple[int, bool], Flat] = {}
         self._layers: dict[int, LayerGraph] = {}
@@ -83,7 +86,8 @@ class Captured:
         parameters = dict(self._model.named_parameters())
         self.parameters = {name: _array(name, p) for name, p in parameters.items()}
         self.trainable = frozenset(name for name, p in parameters.items() if p.requires_grad)
-        options = (precision, sync_batch_norm, sorted(self.split.items()))
+        layers = (sorted(self.split.items()), sorted(self._starting))
+        options = (precision, sync_batch_norm, *layers)
         self._identity = Identity(self._model, loss_fn, self._example, self._modes, options)
         first = samples or self._example.samples
         key = self._identity.key("facts", [first], True)
@@ -226,7 +230,7 @@ class Captured:
             flat = flatten(program, self._example.names, self.aliases, trainable, samples)
             flat.precision = self.precision
             facts = getattr(self, "_facts", None)  # None while they are made, from the first flat
-            label(flat, self._model, (facts or flat).updated_buffers)
+            label(flat, self._model, (facts or flat).updated_buffers, self._starting)
             split_layers(flat, self.split, set(self.aliases.values()))
             if facts is not None:
                 _check_layers(flat, facts, "training" if training else "eval mode")

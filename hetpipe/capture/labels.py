@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 
 from torch import fx, nn
 
@@ -14,12 +15,17 @@ from hetpipe.sdk.graph import operator_name
 from hetpipe.sdk.parts import reachable
 
 
-def label(flat: Flat, model: nn.Module, updated_buffers: frozenset[str]) -> None:
+def label(
+    flat: Flat,
+    model: nn.Module,
+    updated_buffers: frozenset[str],
+    starting: Collection[str] = (),
+) -> None:
     """Fill `flat.layer` and `flat.layer_names`; training changes the `updated_buffers`.
 
     A layer starts at a module that owns a parameter of two or more dimensions: if the module is a
-    leaf at its first node, else at the first node that reads such a parameter. All other nodes
-    join the layer before them.
+    leaf at its first node, else at the first node that reads such a parameter. So does one at every
+    operator `starting`, by name. All other nodes join the layer before them.
     """
     modules = dict(model.named_modules())
     matrices = {name: _matrices(module) for name, module in modules.items()}
@@ -31,7 +37,10 @@ def label(flat: Flat, model: nn.Module, updated_buffers: frozenset[str]) -> None
             flat.layer[node] = flat.layer[node.all_input_nodes[0]]
             continue
         call, path = owner(node)
-        if call != current and matrices.get(path):
+        if operator_name(node) in starting:
+            starts.append(path)
+            index = len(starts) - 1
+        elif call != current and matrices.get(path):
             read = {id(by_name[name]) for name in _parameters(flat, [node])}
             leaf = path and _is_leaf(modules[path])  # the loss's nodes have path ""
             if leaf or read & matrices[path]:

@@ -24,6 +24,16 @@ def test_convolution_norm_and_activation_are_one_layer() -> None:
     assert "aten.cross_entropy_loss.default" in graph.layers[-1].operators
 
 
+def test_operators_begin_layers_where_they_are_asked_to() -> None:
+    model, loss_fn, example = make("residual")
+    pooled = Captured(model, loss_fn, example, starting=("aten.max_pool2d.default",))
+    graph = pooled.layer_graph(8)
+    assert len(graph.layers) == 5
+    assert graph.layers[0].operators[-1] != "aten.max_pool2d.default"
+    assert graph.layers[1].operators[0] == "aten.max_pool2d.default"
+    assert not graph.layers[1].parameters
+
+
 def test_cut_bytes_count_skips() -> None:
     """Behind stem: x (8 x 4 x 3 x 3 doubles); behind conv1 x and y; behind conv2 the pooled sum."""
     one = 8 * 4 * 9 * 8

@@ -415,6 +415,33 @@ def test_a_rest_of_one_layer_is_compared_with_torchs_own() -> None:
     assert row.verdict == "by layers"
 
 
+class Tied(nn.Module):
+    """Float32 sees equal elements in a window where float64 sees the second as the larger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(2, 4), nn.Linear(2, 2)
+        with torch.no_grad():
+            self.first.weight.copy_(torch.tensor([[1.0, 0.0], [1.0, 2.0**-30], [0.5, 1], [1, 1]]))
+            self.first.bias.zero_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        image = self.first(x).view(-1, 1, 2, 2)
+        logits: torch.Tensor = self.head(nn.functional.max_pool2d(image, (1, 2)).flatten(1))
+        return logits
+
+
+def test_maxima_that_rounding_makes_equal_are_compared_with_torchs_own() -> None:
+    torch.manual_seed(0)
+    row = parity(workload(Tied(), torch.ones(4, 2), 2), open_device("numpy:cpu:0"))
+    assert row.errors is not None
+    assert row.errors.gradient > GRADIENT_LIMIT
+    assert row.layers is not None
+    assert row.layers.passed == 1
+    assert row.layers.crossing < 1e-5
+    assert row.verdict == "by layers"
+
+
 def test_the_rounding_device_is_off_where_torch_is() -> None:
     class Rounding(RoundingDevice):
         info = Exact.info
