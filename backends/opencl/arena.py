@@ -84,7 +84,8 @@ def place(
     for at, born in sorted(births.items()):
         live = {key: span for key, span in live.items() if life[key].last >= at}
         fixed = {key: span for key, span in fixed.items() if life[key].last >= at}
-        ending = [key for key in (*live, *fixed) if life[key].last == at]
+        # A donated tensor may be read once more by the launch that would take its place.
+        ending = [key for key in live if life[key].last == at]
         for key in born:
             soon = {k: s for k, s in fixed.items() if life[k].first <= life[key].last}
             heir = next((o for o in ending if inherits(life[o], life[key], o, launches)), None)
