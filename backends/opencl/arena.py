@@ -52,14 +52,18 @@ def lives(launches: Sequence[Launch]) -> dict[int, Life]:
     return by_id
 
 
-def inherits(old: Life, new: Life, old_id: int, launches: Sequence[Launch]) -> bool:
+def inherits(
+    old_id: int, new_id: int, life: Mapping[int, Life], launches: Sequence[Launch]
+) -> bool:
     """Whether `new` may take the memory of `old`: dead before, or read just ahead of the writes."""
+    old, new = life[old_id], life[new_id]
     if old.nbytes != new.nbytes:
         return False
     if old.last < new.first:
         return True
-    in_place = old_id in launches[new.first].inplace and old.itemsize == new.itemsize
-    return old.last == new.first and in_place
+    launch = launches[new.first]
+    in_place = old_id in launch.inplace and new_id not in launch.apart
+    return old.last == new.first and in_place and old.itemsize == new.itemsize
 
 
 def place(
@@ -84,11 +88,10 @@ def place(
     for at, born in sorted(births.items()):
         live = {key: span for key, span in live.items() if life[key].last >= at}
         fixed = {key: span for key, span in fixed.items() if life[key].last >= at}
-        # A donated tensor may be read once more by the launch that would take its place.
-        ending = [key for key in live if life[key].last == at]
+        ending = [key for key in (*live, *fixed) if life[key].last == at]
         for key in born:
             soon = {k: s for k, s in fixed.items() if life[k].first <= life[key].last}
-            heir = next((o for o in ending if inherits(life[o], life[key], o, launches)), None)
+            heir = next((o for o in ending if inherits(o, key, life, launches)), None)
             span = None if heir is None else live.get(heir) or fixed[heir]
             if span is not None and not _meets(span, (s for k, s in soon.items() if k != heir)):
                 ending = [other for other in ending if other != heir]

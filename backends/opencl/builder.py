@@ -101,7 +101,7 @@ class Builder:
         """
         local = None if local_size is None else tuple(local_size)
         ids = frozenset(value.id for value in inplace)
-        self.add(Launch(kernel, tuple(global_size), local, bind(kernel, args), ids, steady))
+        self.add(Launch(kernel, tuple(global_size), local, bind(kernel, args), ids, steady=steady))
 
     def add(self, launch: Launch) -> None:
         """Run a launch after the launches that it depends on."""

@@ -63,6 +63,9 @@ class Launch:
     inplace: frozenset[int] = field(default_factory=frozenset)
     """Ids of tensors whose every element is read just before the same element of a result is
     written: a result of the same size may take their memory."""
+    apart: frozenset[int] = field(default_factory=frozenset)
+    """Ids of tensors, such as scratch memory, that it uses while it reads those `inplace`: they
+    never take their memory."""
     steady: bool = False
     """Whether it reads weights alone, and so runs again only for other weights."""
     beside: int = 0

@@ -127,10 +127,11 @@ def launches(group: Sequence[Store], kept: Sequence[Store], target: Target) -> l
     read = [load for store in group[1:] for load in loads(store.expr)]
     inplace = {load.value.id for load in read} | ({product.id} if carries else set())
     inplace -= {load.value.id for load in read if not load.plain}
-    inplace -= tile.launches[-1].touches - {product.id}
+    apart = last.touches - {product.id}
     size, local = last.global_size, last.local_size
     bound = (*args.values(), *body.named.values())
-    return [*before, Launch(kernel, size, local, bound, frozenset(inplace), step=last.step)]
+    alike = frozenset(inplace - apart)
+    return [*before, Launch(kernel, size, local, bound, alike, frozenset(apart), step=last.step)]
 
 
 def _nest(shape: Shape, cols: int, stores: Sequence[Store]) -> Nest | None:

@@ -122,7 +122,7 @@ def _with_heirs(
             mine = life[output.value.id]
             for index in alike.get(mine.nbytes, ()):
                 key = inputs[index].id
-                if key not in life or inherits(life[key], mine, key, launches):
+                if key not in life or inherits(key, output.value.id, life, launches):
                     heirs.append(index)
             # Its operands first: they are in the cache.
             first = launches[mine.first].inplace

@@ -39,8 +39,8 @@ class OwnLaunch:
         text, results = macros(group, kept)
         kernel = replace(self.kernel, source=f"{text}#line 1\n{self.kernel.source}")
         args = bind(kernel, {**self.arguments, **results})
-        inplace = overwritable(group, self.arguments)
-        return [Launch(kernel, self.global_size, self.local_size, args, inplace)]
+        inplace, apart = overwritable(group, self.arguments)
+        return [Launch(kernel, self.global_size, self.local_size, args, inplace, apart)]
 
 
 def result_alone(out: Value) -> Store:
@@ -48,12 +48,17 @@ def result_alone(out: Value) -> Store:
     return Store(Tile(out.shape, out.dtype, ()), out, Layout.row_major(out.shape))
 
 
-def overwritable(group: Sequence[Store], arguments: Mapping[str, Argument]) -> frozenset[int]:
-    """Ids of the tensors that an epilogue alone reads, each element just before it writes there."""
+def overwritable(
+    group: Sequence[Store], arguments: Mapping[str, Argument]
+) -> tuple[frozenset[int], frozenset[int]]:
+    """Ids of the tensors that an epilogue alone reads, each element just before it writes there.
+
+    The second set has those that the kernel itself uses.
+    """
     read = [load for store in group[1:] for load in loads(store.expr)]
-    inputs = {value.id for value in arguments.values() if isinstance(value, Value)}
+    own = frozenset(value.id for value in arguments.values() if isinstance(value, Value))
     crooked = {load.value.id for load in read if not load.plain}
-    return frozenset({load.value.id for load in read} - inputs - crooked)
+    return frozenset({load.value.id for load in read} - own - crooked), own
 
 
 def macros(

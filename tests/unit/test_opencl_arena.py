@@ -79,6 +79,23 @@ def test_nothing_overlaps_what_is_fixed(seed: int) -> None:
         assert spans[old] == spans[new]
 
 
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_scratch_of_a_launch_is_apart_from_its_operands(is_fixed: bool) -> None:
+    """An operand and the scratch of the launch that reads it last have one size."""
+    operand, scratch, result = (Value(i, (32,), "float32") for i in range(3))
+    kernel = Kernel("", "k")
+    ids = frozenset({operand.id}), frozenset({scratch.id})
+    reads = Launch(kernel, (1,), None, (operand, scratch, result), *ids)
+    launches = [
+        Launch(kernel, (1,), None, (operand,)), reads, Launch(kernel, (1,), None, (result,))
+    ]  # fmt: skip
+    fixed = {operand.id: (0, 128)} if is_fixed else {}
+    offsets, _ = place(lives(launches), launches, ALIGNMENT, fixed)
+    offsets = {operand.id: 0, **offsets}
+    assert offsets[scratch.id] not in (offsets[operand.id], offsets[result.id])
+    assert offsets[result.id] == offsets[operand.id], "a result takes the operand's place"
+
+
 def test_results_lie_as_far_up_as_they_can() -> None:
     values = [Value(i, (32,), "float32") for i in range(3)]
     launches = [Launch(Kernel("", "k"), (1,), None, (value,)) for value in values]

@@ -62,11 +62,11 @@ class Dataflow:
             text = text.replace("#define RESULTS ", "#define RESULTS ROW_ARGUMENTS, ")
         source = f"{text}#line 1\n{''.join(map(kernel_source, files))}"
         kernels = self._kernels(results, further)
-        inplace = overwritable(group, {**self.loads, **self.finishes, **further})
+        inplace, apart = overwritable(group, {**self.loads, **self.finishes, **further})
         return [
             Launch(
                 kernel := Kernel(source, name, options), ONE, ONE, bind(kernel, arguments),
-                inplace, beside=number % len(kernels),
+                inplace, apart, beside=number % len(kernels),
             )
             for number, (name, arguments) in enumerate(kernels.items(), 1)
         ]  # fmt: skip
