@@ -29,5 +29,5 @@ def test_what_the_library_does_wrong_is_told(device: str, monkeypatch: pytest.Mo
     with pytest.raises(BackendError, match=r"cannot multiply 8 x 8 matrices: its code is -1007"):
         clblast.measure(device, 8, 0.001, 1)
     monkeypatch.setattr(clblast, "load", lambda: answering(0))  # it writes nothing
-    with pytest.raises(BackendError, match=r"CLBlast's product of 8 x 8 is .* from float64's"):
+    with pytest.raises(BackendError, match=r"CLBlast's product of 8 x 8 is nan from float64's"):
         clblast.measure(device, 8, 0.001, 1)
