@@ -170,7 +170,7 @@ def _lines(
         "const int row_count = min(rows - row0, ROWS);",
         *indent(["const int at = (batch * rows + row0 + m) * cols + col0;", *asked], rows),
         "float16 sums[ROWS][2];",
-        "multiply_rows(a, b, row_count, k1 - k0, sums);",
+        f"multiply_rows(a, STEPS({panels[0]}), b, row_count, k1 - k0, sums);",
         *indent(
             [
                 "const int row = batch * rows + row0 + m;",

@@ -9,7 +9,7 @@
 // `matmul` is the register tile of Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication"
 // (2008): ROWS x COLS accumulators stay in registers while one block of K streams through. A work-item has a part of C.
 // It packs a panel of B just before its use, where it stays in a second-level cache while panels of A pass by, and each
-// panel of A when it first passes.
+// panel of A when it first passes, or reads that in place.
 // Kernels with an epilogue are generated: they do more with their tile than store it.
 // `matmul_thin` is for products with too few rows or operations to pay for packing.
 
@@ -27,8 +27,8 @@
 
 // `matmul` and generated kernels: their parameters; this work-item's part of C, from `first_row` and `first_col` on; panels
 // for the tile at (row0, col0), each `packed` before, `contiguous` along its rows, `transposed`: contiguous along k, or
-// `strided`; and 16 columns of a row of a tile, ready for C. `c` carries the sums of earlier blocks of depth where k0 > 0,
-// and is not read elsewhere.
+// `strided`, or one of A that is read `in_place`, contiguous along k; and 16 columns of a row of a tile, ready for C. `c`
+// carries the sums of earlier blocks of depth where k0 > 0, and is not read elsewhere.
 #define PRODUCT(C)                                                                                           \
   __global const float *restrict left, const int left_offset, const int left_batch, const int left_row,      \
       const int left_k, __global const float *restrict right, const int right_offset, const int right_batch, \
@@ -52,23 +52,32 @@
 #define LEFT_PANEL(form)                                                                                  \
   PANEL(form)(left + left_offset + batch * left_batch + row0 * left_row + k0 * left_k, left_row, left_k, \
                min(rows - row0, ROWS), ROWS, k1 - k0, col0 == first_col, left_room + (row0 - first_row) * (k1 - k0))
+// How far elements of a panel of A are from row to row, and from k to k.
+#define STEPS_OF(form) STEPS_##form
+#define STEPS(form) STEPS_OF(form)
+#define STEPS_packed 1, ROWS
+#define STEPS_contiguous STEPS_packed
+#define STEPS_transposed STEPS_packed
+#define STEPS_strided STEPS_packed
+#define STEPS_in_place left_row, 1
 #define FINISHED(sum, row, col)                                                                         \
   finished(sum, k0 > 0, c + (batch * rows + (row)) * cols + (col), k1 == depth, alpha, beta,            \
            bias + bias_offset + batch * bias_batch + (row) * bias_row + (col) * bias_col, bias_col, cols - (col))
 
 // The first COUNT rows of a tile; a function each, as a loop is unrolled into registers only where its bound is literal.
 #define MULTIPLY_ROWS(name, COUNT)                                                                            \
-  inline void name(__global const float* restrict a, __global const float* restrict b, const int depth,       \
-                   float16 sums[ROWS][2]) {                                                                   \
+  inline void name(__global const float* restrict a, const int a_row, const int a_k,                          \
+                   __global const float* restrict b, const int depth, float16 sums[ROWS][2]) {                \
     float16 lo[COUNT], hi[COUNT];                                                                             \
     _Pragma("unroll") for (int m = 0; m < COUNT; m++) lo[m] = hi[m] = (float16)(0.0f);                        \
     for (int k = 0; k < depth; k++) {                                                                         \
       const float16 b_lo = vload16(0, b), b_hi = vload16(1, b);                                               \
       _Pragma("unroll") for (int m = 0; m < COUNT; m++) {                                                     \
-        lo[m] = fma((float16)(a[m]), b_lo, lo[m]);                                                            \
-        hi[m] = fma((float16)(a[m]), b_hi, hi[m]);                                                            \
+        const float value = a[m * a_row];                                                                     \
+        lo[m] = fma((float16)(value), b_lo, lo[m]);                                                           \
+        hi[m] = fma((float16)(value), b_hi, hi[m]);                                                           \
       }                                                                                                       \
-      a += ROWS;                                                                                              \
+      a += a_k;                                                                                               \
       b += COLS;                                                                                              \
     }                                                                                                         \
     _Pragma("unroll") for (int m = 0; m < COUNT; m++) {                                                       \
@@ -83,16 +92,18 @@ MULTIPLY_ROWS(multiply_12, ROWS)
 #else
 // 16 registers of 8 floats hold 6 rows x 16 columns of sums, with what they are made of: a tile is four of these.
 #define MULTIPLY_PART(name, COUNT)                                                                             \
-  inline void name(__global const float* restrict a, __global const float* restrict b, const int depth,       \
-                   float16 sums[ROWS][2], const int row, const int half_of_columns) {                         \
+  inline void name(__global const float* restrict a, const int a_row, const int a_k,                          \
+                   __global const float* restrict b, const int depth, float16 sums[ROWS][2], const int row,   \
+                   const int half_of_columns) {                                                               \
     float16 sum[COUNT];                                                                                       \
-    a += row;                                                                                                 \
+    a += row * a_row;                                                                                         \
     b += half_of_columns * LANES;                                                                             \
     _Pragma("unroll") for (int m = 0; m < COUNT; m++) sum[m] = (float16)(0.0f);                               \
     for (int k = 0; k < depth; k++) {                                                                         \
       const float16 columns = vload16(0, b);                                                                  \
-      _Pragma("unroll") for (int m = 0; m < COUNT; m++) sum[m] = fma((float16)(a[m]), columns, sum[m]);       \
-      a += ROWS;                                                                                              \
+      _Pragma("unroll") for (int m = 0; m < COUNT; m++)                                                       \
+        sum[m] = fma((float16)(a[m * a_row]), columns, sum[m]);                                               \
+      a += a_k;                                                                                               \
       b += COLS;                                                                                              \
     }                                                                                                         \
     _Pragma("unroll") for (int m = 0; m < COUNT; m++) sums[row + m][half_of_columns] = sum[m];                \
@@ -100,28 +111,32 @@ MULTIPLY_ROWS(multiply_12, ROWS)
 MULTIPLY_PART(multiply_part_4, 4)
 MULTIPLY_PART(multiply_part_6, 6)
 
-inline void multiply_4(__global const float* a, __global const float* b, const int depth, float16 sums[ROWS][2]) {
-  for (int n = 0; n < 2; n++) multiply_part_4(a, b, depth, sums, 0, n);
+inline void multiply_4(__global const float* a, const int a_row, const int a_k, __global const float* b,
+                       const int depth, float16 sums[ROWS][2]) {
+  for (int n = 0; n < 2; n++) multiply_part_4(a, a_row, a_k, b, depth, sums, 0, n);
 }
-inline void multiply_8(__global const float* a, __global const float* b, const int depth, float16 sums[ROWS][2]) {
+inline void multiply_8(__global const float* a, const int a_row, const int a_k, __global const float* b,
+                       const int depth, float16 sums[ROWS][2]) {
   for (int row = 0; row < 8; row += 4)
-    for (int n = 0; n < 2; n++) multiply_part_4(a, b, depth, sums, row, n);
+    for (int n = 0; n < 2; n++) multiply_part_4(a, a_row, a_k, b, depth, sums, row, n);
 }
-inline void multiply_12(__global const float* a, __global const float* b, const int depth, float16 sums[ROWS][2]) {
+inline void multiply_12(__global const float* a, const int a_row, const int a_k, __global const float* b,
+                        const int depth, float16 sums[ROWS][2]) {
   for (int row = 0; row < ROWS; row += 6)
-    for (int n = 0; n < 2; n++) multiply_part_6(a, b, depth, sums, row, n);
+    for (int n = 0; n < 2; n++) multiply_part_6(a, a_row, a_k, b, depth, sums, row, n);
 }
 #endif
 
-// A tile of the first `rows` rows, up to 12, in fours.
-inline void multiply_rows(__global const float* restrict a, __global const float* restrict b, const int rows,
-                          const int depth, float16 sums[ROWS][2]) {
+// A tile of the first `rows` rows, up to 12, in fours; elements of A are at row * a_row + k * a_k.
+inline void multiply_rows(__global const float* restrict a, const int a_row, const int a_k,
+                          __global const float* restrict b, const int rows, const int depth,
+                          float16 sums[ROWS][2]) {
   if (rows <= 4)
-    multiply_4(a, b, depth, sums);
+    multiply_4(a, a_row, a_k, b, depth, sums);
   else if (rows <= 8)
-    multiply_8(a, b, depth, sums);
+    multiply_8(a, a_row, a_k, b, depth, sums);
   else
-    multiply_12(a, b, depth, sums);
+    multiply_12(a, a_row, a_k, b, depth, sums);
 }
 
 // 16 columns of C, of which `count` exist: the sums so far, scaled and with the bias after the last block of depth.
@@ -210,6 +225,7 @@ inline void pack_strided(__global const float* src, const int stride_row, const 
   __global const float *src, const int row, const int k, const int count, const int width, const int depth, \
       const bool is_new, __global float *room
 inline __global const float* panel_packed(PANEL_ARGUMENTS) { return src; }
+inline __global const float* panel_in_place(PANEL_ARGUMENTS) { return src; }
 inline __global const float* panel_contiguous(PANEL_ARGUMENTS) {
   if (is_new) pack_contiguous(src, k, count, width, 0, depth, room);
   return room;
@@ -242,7 +258,7 @@ WORK_ITEM __kernel void matmul(PRODUCT(float* restrict c)) {
         if (col_count > LANES) PREFETCH_WRITE(out + m * cols + LANES);
       }
       float16 sums[ROWS][2];  // in memory: the loop over it stays small
-      multiply_rows(a, b, row_count, k1 - k0, sums);
+      multiply_rows(a, STEPS(LEFT), b, row_count, k1 - k0, sums);
       for (int m = 0; m < row_count; m++) {
         for (int n = 0; n < 2; n++) {
           const int col = n * LANES;

@@ -105,7 +105,7 @@ WORK_ITEM __kernel void pointwise(__global const float* restrict left, __global 
           PREFETCH_WRITE(out + m * pixels + to.at[c] + LANES);
         }
         float16 sums[ROWS][2];
-        multiply_rows(a, room + c * depth, row_count, depth, sums);
+        multiply_rows(a, STEPS(packed), room + c * depth, row_count, depth, sums);
         for (int m = 0; m < row_count; m++) {
           const float start = has_bias ? bias[group * rows + row0 + m] : 0.0f;
           for (int n = 0; n < 2; n++) {

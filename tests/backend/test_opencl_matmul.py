@@ -7,8 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from hetpipe.backends.opencl.ops.matmul import COLS, ROWS, Parts, depth_blocks, parts_of
-from hetpipe.backends.opencl.product import Product
+from hetpipe.backends.opencl.ops.matmul import (
+    COLS,
+    ROWS,
+    Parts,
+    depth_blocks,
+    parts_of,
+    suits_in_place,
+)
+from hetpipe.backends.opencl.product import Operand, Product
 from hetpipe.backends.opencl.tuning import by_rules, cache_nbytes
 from opencl_products import INTERPRETERS, OPENCL, check_sums, on_device
 
@@ -111,12 +118,15 @@ def test_nearly_every_unit_gets_a_part_of_a_large_product() -> None:
     assert streamed.counts[0] >= 16
 
 
+@pytest.mark.parametrize("m", [41, 44])
 @pytest.mark.parametrize("device_id", OPENCL)
-def test_parts_of_a_product_are_right(device_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_product_are_right(
+    device_id: str, m: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two parts of rows by three of columns, the last of both incomplete; operands in each form."""
     parts = Parts(24, 64, (2, 3))
     monkeypatch.setattr("hetpipe.backends.opencl.ops.matmul.parts_of", lambda *_: parts)
-    m, n, k = 41, 150, 2 * DEPTH_BLOCK + 3
+    n, k = 150, 2 * DEPTH_BLOCK + 3
     a, b = random(2, m, k), random(2, k, n)
     check_sums(device_id, aten.bmm.default, (a, b), k)
     turned = a.transpose(1, 2).contiguous(), b.transpose(1, 2).contiguous()
@@ -125,8 +135,25 @@ def test_parts_of_a_product_are_right(device_id: str, monkeypatch: pytest.Monkey
     check_sums(device_id, lambda a, b: aten.bmm(a[..., ::2], b[..., ::2]), wide, k)
 
 
+def test_rows_are_read_in_place_where_packing_them_costs_more() -> None:
+    def suits(rows: int, cols: int, depth: int, row: int, col: int = 1) -> bool:
+        nothing: Any = None
+        a = Operand(nothing, 0, 0, row, col)
+        product = Product(1, rows, cols, depth, a, nothing)
+        return suits_in_place(product, parts_of(target(1), product))
+
+    assert suits(512, 512, 512, row=512)
+    assert suits(2048, 384, 1536, row=1536)
+    assert not suits(510, 512, 512, row=512)  # a tile would read beyond the last row
+    assert not suits(512, 1024, 512, row=512)  # many panels of columns
+    assert not suits(512, 512, 512, row=1, col=512)  # rows are not contiguous
+    assert not suits(512, 512, 1024, row=1024)  # all rows' lines are in one set of the cache
+    assert suits(512, 512, 1024, row=1040)
+
+
 @pytest.mark.parametrize("device_id", INTERPRETERS)
 def test_interpreted(device_id: str) -> None:
+    check_sums(device_id, aten.mm.default, (random(16, 40), random(40, 33)), 40)
     check_sums(device_id, aten.mm.default, (random(13, 40), random(40, 33)), 40)
     check_sums(device_id, aten.mm.default, (random(3, 5), random(5, 4)), 5)
     turned = random(40, 13), random(33, 40)

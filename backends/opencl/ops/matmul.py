@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,7 +30,16 @@ BALANCE, LARGE_PANELS = 4, 16
 """Parts for each compute unit, as long as they have so many panels of rows or of columns."""
 FEW_PANELS = 8
 """Packing a panel takes half as long as a tile: with fewer tiles for each it counts."""
-PACKED = "packed"
+MOST_PASSES = 16
+"""Panels of columns up to which rows of A are not worth packing: products of 12 to 16 take 1 to 6 %
+less time without, those of 32 as long, and those of 48 take 3 to 5 % more."""
+FEW_ROWS = 4
+"""A tile at the edge has a multiple of them."""
+SETS, LINE_NBYTES = 64, 64
+"""Of a first-level cache, at least: more sets only spread lines better."""
+MOST_LINES = 6
+"""Of a tile's rows in one of these sets, which have room for 8 at least."""
+PACKED, IN_PLACE = "packed", "in_place"
 OF_FAMILIES = {"gpu": tiled_product, "fpga": systolic_product}
 THIN_ROWS = 2
 THIN_OPERATIONS = 1 << 14
@@ -93,7 +103,8 @@ def _tiled(builder: Builder, p: Product) -> Value:
     blocks = depth_blocks(p.depth, builder.device.tuning.depth_block)
     longest = max(k1 - k0 for k0, k1 in blocks)
     # Panels of A come behind one of B, whether or not that one is packed here.
-    panels = 0 if set(forms) == {PACKED} else COLS + parts.rows * (forms[0] != PACKED)
+    own_rows = parts.rows if forms[0] not in (PACKED, IN_PLACE) else 0
+    panels = COLS + own_rows if own_rows or forms[1] != PACKED else 0
     room = builder.new((p.batch * math.prod(parts.counts), max(1, longest * panels)), "float32")
     out = builder.new((p.batch, p.rows, p.cols), "float32")
     kernel = _kernel(builder, "matmul", "EPILOGUE", f"LEFT={forms[0]}", f"RIGHT={forms[1]}")
@@ -121,8 +132,8 @@ def _operands(
 ) -> tuple[list[Launch], Panels, Operand, Operand]:
     """Launches that pack ahead, the forms of both operands' panels, and the operands.
 
-    A work-item packs its panels itself. A weight that it would use few times is packed by a launch
-    of its own, and stays so while it does not change.
+    A work-item packs its panels itself, or reads those of A in place if that suits. A weight that
+    it would use few times is packed by a launch of its own, and stays so while it does not change.
     """
     packs, left, right = [], p.left, p.right
     forms = [_form(left.row, left.col), _form(right.col, right.row)]
@@ -130,11 +141,28 @@ def _operands(
         packed, launch = _pack_left(builder, left, p.rows, p.depth, p.batch)
         left, forms[0] = _of_panels(packed), PACKED
         packs.append(launch)
+    elif suits_in_place(p, parts):
+        forms[0] = IN_PLACE
     if builder.steady(right.value) and parts.rows < FEW_PANELS * ROWS:
         packed, launch = _pack_right(builder, right, p.depth, p.cols, p.batch)
         right, forms[1] = _of_panels(packed).transposed, PACKED
         packs.append(launch)
     return packs, (forms[0], forms[1]), left, right
+
+
+def suits_in_place(p: Product, parts: Parts) -> bool:
+    """Whether rows of A are read where they lie, as few panels of B pass by.
+
+    The lines of a tile's rows have to stay in a first-level cache from one k to the next; where
+    rows are a large power of two apart, too many of them fall into one of its sets.
+    """
+    lines = Counter(row * 4 * p.left.row // LINE_NBYTES % SETS for row in range(ROWS))
+    return (
+        p.left.col == 1
+        and p.rows % FEW_ROWS == 0
+        and parts.cols <= MOST_PASSES * COLS
+        and max(lines.values()) <= MOST_LINES
+    )
 
 
 def _form(along_panel: int, along_depth: int) -> str:
