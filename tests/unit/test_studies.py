@@ -246,6 +246,7 @@ class TestCommands:
         asked = ["mlp", "--cluster", str(cluster), "--planners", "exact,data-parallel"]
         rows = run("compare", *asked)["rows"]
         assert {row["planner"] for row in rows} == {"exact", "data-parallel"}
+        assert [row["why_not"] for row in rows] == ["", ""]
         assert all(row["measured_step_s"] > 0 for row in rows)
         unmeasured = run("compare", *asked, "--no-measure")["rows"]
         assert [row["measured_step_s"] for row in unmeasured] == [None, None]
