@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hetpipe.bench.machine import trim_memory
+from hetpipe.bench.machine import collecting_new, trim_memory
 from hetpipe.capture.captured import Captured
 from hetpipe.capture.program import (
     COUNT,
@@ -99,6 +99,10 @@ class StepInTurn:
 
     def run(self, lr: float, see: See) -> float:
         """Train the step; its mean loss. `see` gets each parameter once."""
+        with collecting_new():
+            return self._run(lr, see)
+
+    def _run(self, lr: float, see: See) -> float:
         entering: list[Crossing] = [{}]
         for graphs in self.graphs[:-1]:
             entering.append(self.cross(self._forward_only(graphs, entering[-1])))

@@ -6,6 +6,8 @@ import ctypes
 import gc
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,18 @@ def trim_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+@contextmanager
+def collecting_new() -> Iterator[None]:
+    """Inside, collections of garbage pass over objects that were there before: the programs of a
+    large model are millions, which take seconds each time."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def describe() -> str:
