@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import fx
 
+from hetpipe.capture.views import in_graph_order
+
 aten = torch.ops.aten
 _COMPARISONS = frozenset(
     getattr(aten, name).Scalar for name in ("eq", "ne", "lt", "le", "gt", "ge")
@@ -17,16 +19,19 @@ _POOL_BACKWARD = aten.max_pool2d_with_indices_backward.default
 
 
 def without_rebuilt(saved: list[fx.Node], inputs: Collection[fx.Node]) -> list[fx.Node]:
-    """The nodes to save but comparisons of a node that is there in any case.
+    """The nodes to save, with an operand in place of its comparisons if it is there in any case.
 
     A backward compares it again, which costs it nothing beside the reading.
     """
     there = {*saved, *inputs}
-    return [
-        node
-        for node in saved
-        if node.target not in _COMPARISONS or node.all_input_nodes[0] not in there
-    ]
+    return in_graph_order(
+        dict.fromkeys(
+            node.all_input_nodes[0]
+            if node.target in _COMPARISONS and node.all_input_nodes[0] in there
+            else node
+            for node in saved
+        )
+    )
 
 
 class _Mask(NamedTuple):

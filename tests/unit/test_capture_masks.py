@@ -105,3 +105,21 @@ def test_a_mask_whose_rectifier_is_not_saved_is_saved() -> None:
     model = nn.Sequential(nn.Linear(8, CLASSES), nn.ReLU())
     programs = passes(model, TABLES["decomposed"], torch.randn(SAMPLES, 8))
     assert ((SAMPLES, CLASSES), "bool") in saved(programs)
+
+
+@pytest.mark.parametrize(
+    "activation", [nn.Hardswish(), nn.ReLU6(), nn.Hardtanh(-0.5, 0.5)], ids=str
+)
+def test_a_stage_that_begins_with_an_activation_reads_its_input_again(
+    activation: nn.Module,
+) -> None:
+    """The comparison of what enters is not saved: what enters is there for the backward, too."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(8, 6), activation, nn.Linear(6, CLASSES)).double()
+    x = torch.randn(SAMPLES, 8, dtype=torch.float64)
+    case = model, F.cross_entropy, (x, torch.randint(0, CLASSES, (SAMPLES,)))
+    starting = "aten.hardswish.default", "aten.hardtanh.default"
+    captured = Captured(*case, starting=starting)
+    cuts = range(1, len(captured.layer_names))
+    tables = [TABLES["decomposed"]] * len(captured.layer_names)
+    check(case, captured, captured.stage_graphs(cuts, tables, [SAMPLES], None), [SAMPLES])
