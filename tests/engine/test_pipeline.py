@@ -106,7 +106,8 @@ def test_sum_and_count_loss_weighs_what_it_counts(crew: Crew) -> None:
 
 def test_planner_chooses_and_predicts(crew: Crew) -> None:
     with planned(crew, mlp(), microbatches=None) as pipe:
-        assert pipe.plan.microbatches in (4, 6, 12)
+        counts = (2,) if max(pipe.plan.replicas) > 1 else (4, 6, 12)  # two replicas: a half each
+        assert pipe.plan.microbatches in counts
         assert pipe.plan.step_s > 0
         assert pipe.predicted.total_s == pytest.approx(pipe.plan.step_s)
         with pytest.raises(HetpipeError, match="no step"):
