@@ -34,6 +34,13 @@ class Output:
         """Write the command's result as JSON if the user asked for it. Raises `HetpipeError`."""
         self._write({"version": VERSION, **data})
 
+    def keep(self, data: Mapping[str, Any]) -> None:
+        """Write the result so far to the user's JSON file, for the case that the command ends
+        early. Raises `HetpipeError`.
+        """
+        if self._target != "-":
+            self.finish(data)
+
     def finish_list(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """`finish` for a result that is a list. Raises `HetpipeError`."""
         self._write(rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -53,45 +53,65 @@ def command(
     json: JsonOption = None,
 ) -> None:
     """Train one step of whole models on a device, beside torch. Exit 1 if one is not equal."""
-    from hetpipe.bench.parity import parity
     from hetpipe.errors import HetpipeError
-    from hetpipe.zoo.load import check_name, load_workload, zoo_names
+    from hetpipe.zoo.load import check_name, zoo_names
 
     output = Output(json)
     names = models or zoo_names(published)
     for name in names:
         check_name(name)
-    opened = _opened(device)
-    rows: list[Parity] = []
-    failed: dict[str, str] = {}
+    results = _Results(_opened(device))
     with progress_bar() as progress:
-        for number, name in enumerate(names):
-            progress(f"training {name}", number, len(names))
-            try:
-                rows.append(parity(load_workload(name), opened, samples, stages))
-            except HetpipeError as error:
-                failed[name] = str(error)
-    if rows:
-        output.console.print(_table(rows))
-    if any(row.is_equal and not row.is_strict for row in rows):
-        output.text(BY_LAYERS)
-    for row in rows:
-        for reason, calls in row.refused.items():
-            output.text(f"{row.model}: {row.device} refuses {calls} calls of {reason}")
-    for name, message in failed.items():
-        output.text(f"{name}: {message}")
-    output.finish(
-        {
-            "device": opened.info.id,
-            "models": [
-                {**asdict(row), "equal": row.is_equal, "verdict": row.verdict} for row in rows
-            ],
-            "failed": failed,
-        }
-    )
-    unequal = [*(row.model for row in rows if not row.is_equal), *failed]
+        try:
+            for number, name in enumerate(names):
+                progress(f"training {name}", number, len(names))
+                results.train(name, samples, stages)
+                output.keep(results.data)
+        finally:  # a model that crashes takes no other's row with it
+            results.show(output)
+    output.finish(results.data)
+    unequal = [*(row.model for row in results.rows if not row.is_equal), *results.failed]
     if unequal:
-        raise HetpipeError(f"not equal to torch on {opened.info.id}: {', '.join(unequal)}")
+        raise HetpipeError(f"not equal to torch on {results.device}: {', '.join(unequal)}")
+
+
+class _Results:
+    """The models that were trained on a device, and those that failed with their messages."""
+
+    def __init__(self, device: Device) -> None:
+        self._opened = device
+        self.device = device.info.id
+        self.rows: list[Parity] = []
+        self.failed: dict[str, str] = {}
+
+    def train(self, name: str, samples: int | None, stages: int) -> None:
+        """Train a step of a model, see `hetpipe.bench.parity.parity`."""
+        from hetpipe.bench.parity import parity
+        from hetpipe.errors import HetpipeError
+        from hetpipe.zoo.load import load_workload
+
+        try:
+            self.rows.append(parity(load_workload(name), self._opened, samples, stages))
+        except HetpipeError as error:
+            self.failed[name] = str(error)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The results for JSON."""
+        rows = [{**asdict(row), "equal": row.is_equal, "verdict": row.verdict} for row in self.rows]
+        return {"device": self.device, "models": rows, "failed": self.failed}
+
+    def show(self, output: Output) -> None:
+        """Print the table, and below it the operators and models that failed."""
+        if self.rows:
+            output.console.print(_table(self.rows))
+        if any(row.is_equal and not row.is_strict for row in self.rows):
+            output.text(BY_LAYERS)
+        for row in self.rows:
+            for reason, calls in row.refused.items():
+                output.text(f"{row.model}: {row.device} refuses {calls} calls of {reason}")
+        for name, message in self.failed.items():
+            output.text(f"{name}: {message}")
 
 
 def _opened(device: str | None) -> Device:

@@ -59,6 +59,17 @@ def test_a_model_that_differs_ends_with_1(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_model_that_crashes_takes_no_other_row_with_it(tmp_path: Path) -> None:
+    """Neither from the table nor from the file."""
+    crashing = MODEL.replace("torch.manual_seed(0)", "raise KeyboardInterrupt")
+    (tmp_path / "own.py").write_text(crashing)
+    done = zoo(tmp_path, "mlp", "own:factory", "--device", "numpy:cpu:0", "--json", "report.json")
+    assert done.returncode != 0
+    assert "strict" in done.stdout, "the row of mlp"
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [row["model"] for row in report["models"]] == ["mlp"]
+
+
 def test_a_refused_operator_is_named(tmp_path: Path) -> None:
     done = zoo(tmp_path, "s2vt-small", "--device", "numpy:cpu:0")
     assert done.returncode == 1
