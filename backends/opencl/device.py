@@ -34,7 +34,7 @@ from .second_compiler import SecondCompiler
 from .specialise import specialise
 from .support import refusal
 from .target import Target
-from .tuning import tuning_of
+from .tuning import cache_nbytes, tuning_of
 
 if TYPE_CHECKING:
     from hetpipe.sdk.bundle import Exported, ProgramEntry, SourceEntry
@@ -71,6 +71,7 @@ class OpenCLDevice(Device):
             extensions=frozenset(cl_device.extensions.split()),
             lowerings=lowerings,
             tuning=tuning_of(cl_device, runtime),
+            last_cache_nbytes=cache_nbytes(3),
             channels=channels,
             family=family,
         )

@@ -28,6 +28,8 @@ class Target:
     """By operator: those of the device's backend."""
     extensions: frozenset[str] = frozenset()
     tuning: Tuning = field(default_factory=Tuning)
+    last_cache_nbytes: int = 1 << 25
+    """Of the processor's largest cache, which its cores share."""
     channels: bool = False
     """Whether kernels may run at once and send to one another through channels."""
     family: str = "cpu"

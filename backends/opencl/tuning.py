@@ -24,8 +24,8 @@ ENTRIES = Entries("opencl/tuning", "json", most=100)
 VARIABLE = "HETPIPE_OPENCL_TUNING"
 """Variable with a `Tuning` as JSON, which goes before all others."""
 SHIPPED = "cpu/tuning.toml"
-USUAL_CACHE_NBYTES = 1 << 19
-"""Of a second-level cache that the system does not tell."""
+USUAL_CACHE_NBYTES = {2: 1 << 19, 3: 1 << 25}
+"""By level, of caches that the system does not tell."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def tuning_of(cl_device: Any, runtime: Runtime | None) -> Tuning:
     kept = ENTRIES.load(_key(cl_device))
     if kept is not None:
         return _parsed(kept.decode(), "the tuning that was kept")
-    return by_rules(lanes_of(cl_device, runtime), cache_nbytes())
+    return by_rules(lanes_of(cl_device, runtime), cache_nbytes(2))
 
 
 def by_rules(lanes: int, nbytes: int) -> Tuning:
@@ -110,17 +110,17 @@ def lanes_of(cl_device: Any, runtime: Runtime | None) -> int:
     return int(cl_device.native_vector_width_float) or 1
 
 
-def cache_nbytes() -> int:
-    """A core's second-level cache, by the system."""
+def cache_nbytes(level: int) -> int:
+    """The second-level cache of a core, or the third-level one that it shares, by the system."""
     root = Path("/sys/devices/system/cpu/cpu0/cache")
     try:
         for index in sorted(root.glob("index*")):
-            if (index / "level").read_text().strip() == "2":
+            if (index / "level").read_text().strip() == str(level):
                 text = (index / "size").read_text().strip()
                 return int(text.rstrip("KM")) << (20 if text.endswith("M") else 10)
     except (OSError, ValueError):
         pass
-    return USUAL_CACHE_NBYTES
+    return USUAL_CACHE_NBYTES[level]
 
 
 @cache

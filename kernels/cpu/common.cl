@@ -13,6 +13,10 @@
 #define PREFETCH_WRITE(p) __builtin_prefetch((const void*)(size_t)(p), 1, 3)
 #endif
 
+// A whole line to memory past the caches, for results that they could not keep: a line that is only written need not be
+// read then. `p` is at the begin of a line.
+#define STORE_PAST_CACHES(value, p) __builtin_nontemporal_store(value, (__global float16*)(p))
+
 // The first `count` floats at `p`, then zeros; never reads past them.
 inline float16 load_upto(__global const float* p, const int count) {
   if (count >= LANES) return vload16(0, p);

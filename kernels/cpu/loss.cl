@@ -2,7 +2,10 @@
 //
 //   x, y, dy, dx    [outer][D][inner]; softmax is over D
 //   target          int64 [outer][inner], classes; weight [D]
-// `*_rows` serve inner = 1, one work-item per row; `*_columns` serve 16 neighbours of inner at a time.
+// `*_rows` serve inner = 1, one work-item per row or for some in turn; `*_columns` serve 16 neighbours of inner at a time.
+// PAST_CACHES, option: y of `softmax_rows` is too large for the caches, and its rows are whole lines, MOST_CLASSES at most.
+
+#define MOST_CLASSES 4096
 
 // As load_upto, with `fill` where there is nothing.
 inline float16 load_or(__global const float* p, const int count, const float fill) {
@@ -43,29 +46,70 @@ inline float peak_of(__global const float* x, const int count) {
   return max_lanes(fmax(fmax(a, b), fmax(c, d)));
 }
 
-// Global size: outer
-WORK_ITEM __kernel void softmax_rows(__global const float* restrict x, __global float* restrict y, const int classes,
-                                     const int logarithm) {
-  x += (int)get_global_id(0) * classes;
-  y += (int)get_global_id(0) * classes;
+inline void log_softmax_row(__global const float* x, const int classes, const float peak, __global float* y) {
+  const int whole = classes / LANES * LANES;
+  float16 sums = exp_below_zero(load_or(x + whole, classes - whole, -INFINITY) - peak);
+  for (int i = 0; i < whole; i += LANES) sums += exp_below_zero(vload16(0, x + i) - peak);
+  const float log_sum = log(sum_lanes(sums));
+  for (int i = 0; i < classes; i += LANES)
+    store_upto(load_upto(x + i, classes - i) - peak - log_sum, y + i, classes - i);
+}
+
+// Returns the largest element of the row at `next`, which comes from memory while exponentials are computed.
+inline float softmax_row(__global const float* x, const int classes, const float peak, __global const float* next,
+                         __global float* y) {
+#ifdef PAST_CACHES
+  float powers[MOST_CLASSES];
+#define AT_ONCE(value, i) vstore16(value, 0, powers + (i))
+#else
+  __global float* powers = y;
+#define AT_ONCE(value, i) vstore16_at_once(value, powers + (i))
+#endif
   const int whole = classes / LANES * LANES, rest = classes - whole;
-  const float peak = peak_of(x, classes);
-  float16 sums = exp_below_zero(load_or(x + whole, rest, -INFINITY) - peak);
-  if (logarithm) {
-    for (int i = 0; i < whole; i += LANES) sums += exp_below_zero(vload16(0, x + i) - peak);
-    const float log_sum = log(sum_lanes(sums));
-    for (int i = 0; i < classes; i += LANES)
-      store_upto(load_upto(x + i, classes - i) - peak - log_sum, y + i, classes - i);
-  } else {
-    const float16 last = sums;
-    for (int i = 0; i < whole; i += LANES) {
-      const float16 power = exp_below_zero(vload16(0, x + i) - peak);
-      vstore16_at_once(power, y + i);
-      sums += power;
+  const float16 last = exp_below_zero(load_or(x + whole, rest, -INFINITY) - peak);
+  float16 sums = last, more_sums = (float16)(0.0f);
+  float16 peaks = load_or(next + whole, rest, -INFINITY), more_peaks = (float16)(-INFINITY);
+  int i = 0;
+  for (; i + 2 * LANES <= whole; i += 2 * LANES) {
+    const float16 power = exp_below_zero(vload16(0, x + i) - peak), another = exp_below_zero(vload16(1, x + i) - peak);
+    const float16 coming = vload16(0, next + i), more_coming = vload16(1, next + i);
+    peaks = LARGER(peaks, coming);
+    more_peaks = LARGER(more_peaks, more_coming);
+    AT_ONCE(power, i);
+    AT_ONCE(another, i + LANES);
+    sums += power;
+    more_sums += another;
+  }
+  for (; i < whole; i += LANES) {
+    const float16 power = exp_below_zero(vload16(0, x + i) - peak), coming = vload16(0, next + i);
+    peaks = LARGER(peaks, coming);
+    AT_ONCE(power, i);
+    sums += power;
+  }
+  const float inverse = 1.0f / sum_lanes(sums + more_sums);
+#ifdef PAST_CACHES
+  for (int k = 0; k < whole; k += LANES) STORE_PAST_CACHES(vload16(0, powers + k) * inverse, y + k);
+#else
+  for (int k = 0; k < whole; k += LANES) vstore16_at_once(vload16(0, powers + k) * inverse, y + k);
+#endif
+  if (rest > 0) store_upto(last * inverse, y + whole, rest);
+  return max_lanes(LARGER(peaks, more_peaks));
+}
+
+// Global size: parts of `each` of the `outer` rows
+WORK_ITEM __kernel void softmax_rows(__global const float* restrict x, __global float* restrict y, const int outer,
+                                     const int each, const int classes, const int logarithm) {
+  const int first = (int)get_global_id(0) * each, last = min(outer, first + each);
+  float peak = peak_of(x + first * classes, classes);
+  for (int row = first; row < last; row++) {
+    __global const float* from = x + row * classes;
+    __global const float* next = row + 1 < last ? from + classes : from;
+    if (logarithm) {
+      log_softmax_row(from, classes, peak, y + row * classes);
+      peak = peak_of(next, classes);
+    } else {
+      peak = softmax_row(from, classes, peak, next, y + row * classes);
     }
-    const float inverse = 1.0f / sum_lanes(sums);
-    for (int i = 0; i < whole; i += LANES) vstore16_at_once(vload16(0, y + i) * inverse, y + i);
-    if (rest > 0) store_upto(last * inverse, y + whole, rest);
   }
 }
 

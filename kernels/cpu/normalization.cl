@@ -3,6 +3,7 @@
 // Batch: x, y, dy, dx are [N][C][P] (P pixels, any trailing dimensions); one work-item owns one channel.
 // Layer: x, y, dy, dx are [rows][D]; mean and rstd are [rows]; weight and bias are [D].
 // Sums are kept in 16 lanes; variances are taken about the mean in a second pass.
+// PAST_CACHES, option: y is too large for the caches, and its rows are whole lines.
 
 inline float16 valid_lanes(const float16 value, const int count) {
   const float16 index = (float16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -126,30 +127,51 @@ WORK_ITEM __kernel void batch_norm_backward(__global const float* restrict dy, _
     }
 }
 
-// Global size: rows
+inline void store_normalized(const float16 x, const float mean, const float rstd, __global const float* weight,
+                             const int has_weight, __global const float* bias, const int has_bias, __global float* y,
+                             const int i, const int count) {
+  float16 v = (x - mean) * rstd;
+  if (has_weight) v *= load_upto(weight + i, count);
+  if (has_bias) v += load_upto(bias + i, count);
+#ifdef PAST_CACHES
+  STORE_PAST_CACHES(v, y + i);
+#else
+  store_upto(v, y + i, count);
+#endif
+}
+
+// While a row is written, the next is on its way from memory for its sum, which is that of `sum_of` bit for bit.
+// Global size: parts of `each` rows
 WORK_ITEM __kernel void layer_norm(__global const float* restrict x, __global const float* weight,
                                    const int has_weight, __global const float* bias, const int has_bias,
                                    __global float* restrict y, __global float* restrict save_mean,
-                                   __global float* restrict save_rstd, const int length, const float eps) {
-  const int row = get_global_id(0);
-  x += row * length;
-  y += row * length;
-  const float mean = sum_of(x, 1, 0, length) / length;
-  const float rstd = 1.0f / sqrt(squares_about(x, mean, 1, 0, length) / length + eps);
-  save_mean[row] = mean;
-  save_rstd[row] = rstd;
-  int i = 0;
-  for (; i + LANES <= length; i += LANES) {
-    float16 v = (vload16(0, x + i) - mean) * rstd;
-    if (has_weight) v *= vload16(0, weight + i);
-    if (has_bias) v += vload16(0, bias + i);
-    vstore16(v, 0, y + i);
-  }
-  if (i < length) {
-    float16 v = (load_upto(x + i, length - i) - mean) * rstd;
-    if (has_weight) v *= load_upto(weight + i, length - i);
-    if (has_bias) v += load_upto(bias + i, length - i);
-    store_upto(v, y + i, length - i);
+                                   __global float* restrict save_rstd, const int rows, const int each,
+                                   const int length, const float eps) {
+  const int first = (int)get_global_id(0) * each, last = min(rows, first + each);
+  float sum = sum_of(x + first * length, 1, 0, length);
+  for (int row = first; row < last; row++) {
+    __global const float* from = x + row * length;
+    __global const float* next = row + 1 < last ? from + length : from;
+    __global float* to = y + row * length;
+    const float mean = sum / length;
+    const float rstd = 1.0f / sqrt(squares_about(from, mean, 1, 0, length) / length + eps);
+    save_mean[row] = mean;
+    save_rstd[row] = rstd;
+    float16 sums[4] = {(float16)(0.0f), (float16)(0.0f), (float16)(0.0f), (float16)(0.0f)};
+    int i = 0;
+    for (; i + 4 * LANES <= length; i += 4 * LANES) {
+#pragma unroll
+      for (int n = 0; n < 4; n++) {
+        sums[n] += vload16(n, next + i);
+        store_normalized(vload16(n, from + i), mean, rstd, weight, has_weight, bias, has_bias, to, i + n * LANES, LANES);
+      }
+    }
+    for (; i < length; i += LANES) {
+      const int count = length - i;
+      sums[0] += load_upto(next + i, count);
+      store_normalized(load_upto(from + i, count), mean, rstd, weight, has_weight, bias, has_bias, to, i, count);
+    }
+    sum = sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
   }
 }
 

@@ -20,7 +20,7 @@ from opencl_products import INTERPRETERS, OPENCL
 
 from hetpipe.sdk.registry import get_backend
 
-DEPTH_BLOCK = by_rules(16, cache_nbytes()).depth_block
+DEPTH_BLOCK = by_rules(16, cache_nbytes(2)).depth_block
 on_every_device = pytest.mark.parametrize("device_id", OPENCL)
 SIZES = [(24, 64, 48), (25, 33, 50), (13, 95, 31), (36, 16, 40), (50, 70, DEPTH_BLOCK + 29)]
 """Rows, columns and depth: whole tiles, every edge, and a depth of two blocks."""

@@ -20,7 +20,7 @@ from hetpipe.backends.opencl.tuning import by_rules, cache_nbytes
 from opencl_products import INTERPRETERS, OPENCL, check_sums, on_device
 
 aten = torch.ops.aten
-DEPTH_BLOCK = by_rules(16, cache_nbytes()).depth_block
+DEPTH_BLOCK = by_rules(16, cache_nbytes(2)).depth_block
 SHAPES = [
     (1, 1, 1), (12, 32, 16), (13, 33, 17), (64, 64, 64), (50, 70, DEPTH_BLOCK + 29), (24, 95, 31),
     (2, 100, 129), (100, 1, 37), (100, 2, 37), (3, 5, 7), (32, 10, 64), (40, 31, 1),

@@ -9,18 +9,21 @@ from torch import fx
 
 from .. import fpga
 from ..builder import Builder, Kernel, Value, node_shape
+from ..rows import past_caches, rows_each
 from ..signature import Argument
 from ._float32 import arguments, optional, why_not_float32
 from .registry import lowers
 
 LANES = 16
+MOST_CLASSES = 4096
+"""Of a row that is kept beside its result, see `kernels/cpu/loss.cl`."""
 NONE, SUM = 0, 2
 """torch's numbers for reductions."""
 
 
-def _kernel(builder: Builder, name: str) -> Kernel:
+def _kernel(builder: Builder, name: str, *options: str) -> Kernel:
     files = ("cpu/common.cl", "exp.cl", "store.cl", "cpu/loss.cl")
-    return Kernel("".join(map(builder.source, files)), name)
+    return Kernel("".join(map(builder.source, files)), name, options)
 
 
 def _split(shape: tuple[int, ...], dim: int) -> tuple[int, int, int]:
@@ -60,8 +63,28 @@ def softmax(builder: Builder, node: fx.Node) -> None:
             return
     x = builder.value(x_node)
     y = builder.new(x.shape, "float32")
-    _over_classes(builder, "softmax", {"x": x, "y": y}, dim, "log" in str(node.target))
+    logarithm = "log" in str(node.target)
+    outer, classes, inner = _split(y.shape, dim)
+    if inner == 1:
+        _rows_in_turn(builder, x, y, outer, classes, logarithm)
+    else:
+        _over_classes(builder, "softmax", {"x": x, "y": y}, dim, logarithm)
     builder.result(node, y)
+
+
+def _rows_in_turn(
+    builder: Builder, x: Value, y: Value, outer: int, classes: int, logarithm: bool
+) -> None:
+    each, options = rows_each(builder.device, outer), past_caches(builder.device, y, classes)
+    if logarithm or classes > MOST_CLASSES:
+        options = ()
+    builder.launch(
+        _kernel(builder, "softmax_rows", *options), (math.ceil(outer / each),), (1,),
+        {
+            "x": x, "y": y, "outer": outer, "each": each, "classes": classes,
+            "logarithm": int(logarithm),
+        },
+    )  # fmt: skip
 
 
 @lowers(

@@ -10,6 +10,7 @@ from torch import fx
 from .. import fpga
 from ..builder import Builder, Kernel, Value
 from ..expr import Expr
+from ..rows import past_caches, rows_each
 from ._float32 import arguments, optional, why_not_float32
 from .registry import lowers
 
@@ -17,9 +18,9 @@ LANES = 16
 GRADIENTS = ("dx", "dweight", "dbias")
 
 
-def _kernel(builder: Builder, name: str) -> Kernel:
+def _kernel(builder: Builder, name: str, *options: str) -> Kernel:
     source = builder.source("cpu/common.cl") + builder.source("cpu/normalization.cl")
-    return Kernel(source, name)
+    return Kernel(source, name, options)
 
 
 def _channels(x: Value) -> tuple[int, int, int]:
@@ -153,11 +154,13 @@ def layer_norm(builder: Builder, node: fx.Node) -> None:
     length = math.prod(normalized)
     rows = math.prod(x.shape) // length
     y, mean, rstd = (builder.new(val.shape, "float32") for val in node.meta["val"])
+    each, options = rows_each(builder.device, rows), past_caches(builder.device, y, length)
     builder.launch(
-        _kernel(builder, "layer_norm"), (rows,), (1,),
+        _kernel(builder, "layer_norm", *options), (math.ceil(rows / each),), (1,),
         {
             "x": x, **optional(builder, "weight", weight, x), **optional(builder, "bias", bias, x),
-            "y": y, "save_mean": mean, "save_rstd": rstd, "length": length, "eps": float(eps),
+            "y": y, "save_mean": mean, "save_rstd": rstd, "rows": rows, "each": each,
+            "length": length, "eps": float(eps),
         },
     )  # fmt: skip
     builder.result(node, (y, mean, rstd))
