@@ -3,18 +3,19 @@
 //   left   A, M x K; element (row, k) at row * left_row + k * left_k. Or panels of A that were packed before:
 //          [batch][ceil(M / ROWS)][K][ROWS], zero-padded, where left_row is K and left_k is ROWS
 //   right  B, K x N, in the same way. Or panels [batch][ceil(N / COLS)][K][COLS]
-//   room   [work-items][room_size]: a panel of B, and all panels of A, that a work-item packs for itself
+//   room   [work-items][room_size]: a group of panels of B, and all panels of A, that a work-item packs for itself
 //   C      [batch][M][N]
 //
 // `matmul` is the register tile of Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication"
 // (2008): ROWS x COLS accumulators stay in registers while one block of K streams through. A work-item has a part of C.
 // It packs a panel of B just before its use, where it stays in a second-level cache while panels of A pass by, and each
-// panel of A when it first passes, or reads that in place.
+// panel of A when it first passes, or reads that in place. Panels that are neighbours in memory are packed as a group.
 // Kernels with an epilogue are generated: they do more with their tile than store it.
 // `matmul_thin` is for products with too few rows or operations to pay for packing.
 
 #define ROWS 12
 #define COLS 32
+#define GROUP 2
 #define DEPTH_CHUNK 128
 
 // Asks early for the line at `p`, for an epilogue: into the second-level cache, because rows of several tensors that lie
@@ -43,15 +44,17 @@
   __global float* const right_room =                                                                       \
       room + ((batch * (int)get_global_size(1) + (int)get_global_id(1)) * (int)get_global_size(0) +        \
               (int)get_global_id(0)) * room_size;                                                          \
-  __global float* const left_room = right_room + (k1 - k0) * COLS
+  __global float* const left_room = right_room + (k1 - k0) * COLS * GROUP
 #define PANEL_OF(form) panel_##form
 #define PANEL(form) PANEL_OF(form)
-#define RIGHT_PANEL(form)                                                                                 \
-  PANEL(form)(right + right_offset + batch * right_batch + col0 * right_col + k0 * right_k, right_col, right_k, \
-               min(cols - col0, COLS), COLS, k1 - k0, true, right_room)
-#define LEFT_PANEL(form)                                                                                  \
+#define RIGHT_PANEL(form)                                                                                        \
+  PANEL(form)(right + right_offset + batch * right_batch + col0 * right_col + k0 * right_k, right_col, right_k,  \
+              last_col - col0, COLS, k1 - k0, true, (col0 - first_col) / COLS,                                   \
+              right_room + (col0 - first_col) / COLS % GROUP * COLS * (k1 - k0))
+#define LEFT_PANEL(form)                                                                                 \
   PANEL(form)(left + left_offset + batch * left_batch + row0 * left_row + k0 * left_k, left_row, left_k, \
-               min(rows - row0, ROWS), ROWS, k1 - k0, col0 == first_col, left_room + (row0 - first_row) * (k1 - k0))
+              last_row - row0, ROWS, k1 - k0, col0 == first_col, (row0 - first_row) / ROWS,              \
+              left_room + (row0 - first_row) * (k1 - k0))
 // How far elements of a panel of A are from row to row, and from k to k.
 #define STEPS_OF(form) STEPS_##form
 #define STEPS(form) STEPS_OF(form)
@@ -149,21 +152,40 @@ inline float16 finished(float16 sum, const bool resume, __global const float* ca
   return sum;
 }
 
-// One k of a panel: `count` of its `width` rows exist.
+// `width` neighbours, 12 or 32.
+inline void copy_floats(__global const float* from, __global float* to, const int width) {
+  if (width % LANES == 0) {
+#pragma unroll
+    for (int i = 0; i < width / LANES; i++) vstore16(vload16(i, from), i, to);
+  } else {
+#pragma unroll
+    for (int i = 0; i < width / 4; i++) vstore4(vload4(i, from), i, to);
+  }
+}
+
+// Every k of a panel: `count` of its `width` rows exist.
 inline void pack_contiguous(__global const float* src, const int stride_k, const int count, const int width,
                             const int k0, const int k1, __global float* dst) {
   for (int k = k0; k < k1; k++) {
-    __global const float* from = src + k * stride_k;
-    __global float* to = dst + k * width;
-    if (count >= width && width % LANES == 0) {
+    if (count >= width)
+      copy_floats(src + k * stride_k, dst + k * width, width);
+    else
+      for (int i = 0; i < width; i++) dst[k * width + i] = i < count ? src[k * stride_k + i] : 0.0f;
+  }
+}
+
+// A group of panels, or as many as exist: at every k they are neighbours in memory.
+inline void pack_group(__global const float* src, const int stride_k, const int count, const int width,
+                       const int depth, __global float* dst) {
+  if (count < GROUP * width) {
+    for (int first = 0; first < count; first += width)
+      pack_contiguous(src + first, stride_k, count - first, width, 0, depth, dst + first * depth);
+    return;
+  }
+  for (int k = 0; k < depth; k++) {
 #pragma unroll
-      for (int i = 0; i < width / LANES; i++) vstore16(vload16(i, from), i, to);
-    } else if (count >= width) {
-#pragma unroll
-      for (int i = 0; i < width / 4; i++) vstore4(vload4(i, from), i, to);
-    } else {
-      for (int i = 0; i < width; i++) to[i] = i < count ? from[i] : 0.0f;
-    }
+    for (int n = 0; n < GROUP; n++)
+      copy_floats(src + k * stride_k + n * width, dst + (n * depth + k) * width, width);
   }
 }
 
@@ -219,23 +241,23 @@ inline void pack_strided(__global const float* src, const int stride_row, const 
       dst[k * width + i] = i < count ? src[i * stride_row + k * stride_k] : 0.0f;
 }
 
-// A panel of `count` rows, `row` floats apart, `k` floats from one k to the next: where it lies if it is packed, else in `room`,
-// to which it is copied if it is not yet there.
+// A panel of `width` rows, `row` floats apart, `k` floats from one k to the next, where `count` are left: where it lies if
+// it is packed, else in `room`, to which it is copied if it is not yet there. Its `number` tells the first of a group.
 #define PANEL_ARGUMENTS                                                                                        \
   __global const float *src, const int row, const int k, const int count, const int width, const int depth, \
-      const bool is_new, __global float *room
+      const bool is_new, const int number, __global float *room
 inline __global const float* panel_packed(PANEL_ARGUMENTS) { return src; }
 inline __global const float* panel_in_place(PANEL_ARGUMENTS) { return src; }
 inline __global const float* panel_contiguous(PANEL_ARGUMENTS) {
-  if (is_new) pack_contiguous(src, k, count, width, 0, depth, room);
+  if (is_new && number % GROUP == 0) pack_group(src, k, count, width, depth, room);
   return room;
 }
 inline __global const float* panel_transposed(PANEL_ARGUMENTS) {
-  if (is_new) pack_transposed(src, row, count, width, 0, depth, room);
+  if (is_new) pack_transposed(src, row, min(count, width), width, 0, depth, room);
   return room;
 }
 inline __global const float* panel_strided(PANEL_ARGUMENTS) {
-  if (is_new) pack_strided(src, row, k, count, width, 0, depth, room);
+  if (is_new) pack_strided(src, row, k, min(count, width), width, 0, depth, room);
   return room;
 }
 

@@ -24,6 +24,8 @@ from .registry import lowers
 
 ROWS, COLS = 12, 32
 """The register tile of `kernels/cpu/matmul.cl`: 24 accumulators of 16 lanes."""
+GROUP = 2
+"""Panels that are packed at once where they are neighbours in memory."""
 DEPTH_CHUNK = 128
 """Steps of K that one work-item packs."""
 BALANCE, LARGE_PANELS = 4, 16
@@ -102,9 +104,9 @@ def _tiled(builder: Builder, p: Product) -> Value:
     packs, forms, left, right = _operands(builder, p, parts)
     blocks = depth_blocks(p.depth, builder.device.tuning.depth_block)
     longest = max(k1 - k0 for k0, k1 in blocks)
-    # Panels of A come behind one of B, whether or not that one is packed here.
+    # Panels of A come behind a group of B's, whether or not that is packed here.
     own_rows = parts.rows if forms[0] not in (PACKED, IN_PLACE) else 0
-    panels = COLS + own_rows if own_rows or forms[1] != PACKED else 0
+    panels = GROUP * COLS + own_rows if own_rows or forms[1] != PACKED else 0
     room = builder.new((p.batch * math.prod(parts.counts), max(1, longest * panels)), "float32")
     out = builder.new((p.batch, p.rows, p.cols), "float32")
     kernel = _kernel(builder, "matmul", "EPILOGUE", f"LEFT={forms[0]}", f"RIGHT={forms[1]}")
