@@ -59,7 +59,10 @@ def exactly(node: fx.Node, arguments: Any) -> Value:
             raise HetpipeError(
                 f"torch cannot judge {operator_name(node)} of layer {layer_of(node)}: {error}"
             ) from error
-    return _overflown(value, plainly(node, arguments)) if _is_large(arguments) else value
+    if not _is_large(arguments):
+        return value
+    is_sum = terms_of(node) > 1 and all(bool(each.isfinite().all()) for each in _floats(arguments))
+    return _overflown(value, plainly(node, arguments), is_sum)
 
 
 def plainly(node: fx.Node, arguments: Any) -> Value:
@@ -204,25 +207,33 @@ def _is_large(arguments: Any) -> bool:
     """Whether products of inputs, or their sums, may overflow where the result does not."""
     return any(
         float(tensor.abs().nan_to_num(nan=0.0).max()) > torch.finfo(tensor.dtype).max ** 0.375
-        for tensor in _tensors_in(arguments)
-        if tensor.is_floating_point() and tensor.numel()
+        for tensor in _floats(arguments)
+        if tensor.numel()
     )
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
+def _floats(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of floats among arguments."""
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
         yield value
     elif isinstance(value, (list, tuple, dict)):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(item)
+            yield from _floats(item)
 
 
-def _overflown(exact: Value, plain: Value) -> Value:
-    """The exact value, but what torch overflows to in the graph's dtypes."""
+def _overflown(exact: Value, plain: Value, is_sum: bool) -> Value:
+    """The exact value, but what torch overflows to in the graph's dtypes.
+
+    Of a sum it is not a number: the order of its terms, which is a device's own, decides whether
+    infinities of both signs meet. What is computed from it is not determined either.
+    """
     if isinstance(exact, tuple):
-        return tuple(_overflown(own, other) for own, other in zip(exact, plain, strict=True))
+        pairs = zip(exact, plain, strict=True)
+        return tuple(_overflown(own, other, is_sum) for own, other in pairs)
     if not isinstance(exact, torch.Tensor) or not exact.is_floating_point():
         return exact
+    if is_sum:
+        return torch.where(plain.isfinite() & exact.isfinite(), exact, math.nan)
     return torch.where(plain.isfinite(), exact, plain)
 
 

@@ -1,0 +1,48 @@
+"""The judge's values where sums overflow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from hetpipe.diagnosis.judge import difference, judged
+from hetpipe.sdk.graph import canonical, graph_outputs
+
+LARGE = 3e38
+
+
+def judgement(
+    fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], x: torch.Tensor, w: torch.Tensor
+) -> torch.Tensor:
+    """The judge's value of `fn(x, w)`."""
+    graph = canonical(make_fx(lambda x, w: (fn(x, w),), tracing_mode="fake")(x, w))
+    (result,) = graph_outputs(graph)
+    value = judged(graph, [x, w])[result]
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
+def test_an_overflowing_sum_determines_nothing() -> None:
+    """Its order decides whether infinities of both signs meet, so a device may have NaN there, and
+    in all that follows."""
+    x, w = torch.tensor([[LARGE, LARGE, -1.0]]), torch.ones(3, 2)
+    w[:, 1] = 1e-30
+    value = judgement(lambda x, w: torch.sigmoid(x @ w), x, w)
+    assert value.isnan().tolist() == [[True, False]]
+    own = torch.tensor([[math.nan, 1.0]])
+    assert not difference(own, value, 3).parts
+    own[0, 1] = math.nan
+    assert difference(own, value, 3).parts
+
+
+def test_an_infinity_that_is_given_stays_one() -> None:
+    x, w = torch.tensor([[-math.inf, 1.0]]), torch.ones(2, 1)
+    assert judgement(lambda x, w: x @ w, x, w).tolist() == [[-math.inf]]
+
+
+def test_an_element_that_overflows_is_infinite() -> None:
+    x, w = torch.tensor([[LARGE]]), torch.tensor([[10.0]])
+    assert judgement(lambda x, w: x * w, x, w).tolist() == [[math.inf]]
