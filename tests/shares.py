@@ -1,7 +1,7 @@
 """Wide tables of cases, of which a run may take a share.
 
 A function marked `wide` has many cases that are alike: other sizes, devices, models. `--share 2`
-runs every fourth case of each such function, in a fixed order without a pattern. `--share commit`
+runs every fifth case of each such function, in a fixed order without a pattern. `--share commit`
 takes the share that the checked-out commit decides: a commit always has the same tests, and a few
 commits have them all. Without the option every case runs.
 """
@@ -16,7 +16,7 @@ from zlib import crc32
 
 import pytest
 
-SHARES = 4
+SHARES = 5
 ALL = "all"
 OF_COMMIT = "commit"
 

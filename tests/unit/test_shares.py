@@ -14,7 +14,7 @@ TABLE = """
 import pytest
 
 @pytest.mark.wide
-@pytest.mark.parametrize("n", range(10))
+@pytest.mark.parametrize("n", range(12))
 def test_wide(n):
     pass
 
@@ -56,7 +56,7 @@ def collected(project: Path, *options: str) -> list[str]:
 
 def test_every_case_is_in_one_share_and_narrow_ones_in_all(project: Path) -> None:
     everything = collected(project)
-    assert len(everything) == 12
+    assert len(everything) == 14
     shares = [collected(project, "--share", str(n)) for n in range(1, SHARES + 1)]
     wide = [[case for case in share if "wide" in case] for share in shares]
     assert sorted(chain(*wide)) == sorted(case for case in everything if "wide" in case)
@@ -65,7 +65,7 @@ def test_every_case_is_in_one_share_and_narrow_ones_in_all(project: Path) -> Non
 
 
 def test_a_commit_has_one_share() -> None:
-    assert [share_of_commit(f"{n:040x}") for n in range(5)] == [1, 2, 3, 4, 1]
+    assert [share_of_commit(f"{n:040x}") for n in range(6)] == [1, 2, 3, 4, 5, 1]
 
 
 def test_without_a_commit_the_day_has_one(project: Path) -> None:
