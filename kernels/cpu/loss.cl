@@ -46,7 +46,8 @@ inline float peak_of(__global const float* x, const int count) {
   return max_lanes(fmax(fmax(a, b), fmax(c, d)));
 }
 
-inline void log_softmax_row(__global const float* x, const int classes, const float peak, __global float* y) {
+inline void log_softmax_row(__global const float* x, const int classes, __global float* y) {
+  const float peak = peak_of(x, classes);
   const int whole = classes / LANES * LANES;
   float16 sums = exp_below_zero(load_or(x + whole, classes - whole, -INFINITY) - peak);
   for (int i = 0; i < whole; i += LANES) sums += exp_below_zero(vload16(0, x + i) - peak);
@@ -100,16 +101,15 @@ inline float softmax_row(__global const float* x, const int classes, const float
 WORK_ITEM __kernel void softmax_rows(__global const float* restrict x, __global float* restrict y, const int outer,
                                      const int each, const int classes, const int logarithm) {
   const int first = (int)get_global_id(0) * each, last = min(outer, first + each);
+  if (logarithm) {
+    for (int row = first; row < last; row++) log_softmax_row(x + row * classes, classes, y + row * classes);
+    return;
+  }
   float peak = peak_of(x + first * classes, classes);
   for (int row = first; row < last; row++) {
     __global const float* from = x + row * classes;
     __global const float* next = row + 1 < last ? from + classes : from;
-    if (logarithm) {
-      log_softmax_row(from, classes, peak, y + row * classes);
-      peak = peak_of(next, classes);
-    } else {
-      peak = softmax_row(from, classes, peak, next, y + row * classes);
-    }
+    peak = softmax_row(from, classes, peak, next, y + row * classes);
   }
 }
 
