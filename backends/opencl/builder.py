@@ -56,6 +56,7 @@ class Builder:
         self.pool = Pool()
         self._lowered: dict[fx.Node, Lowered] = {}
         self._stored: dict[Expr, Value] = {}
+        self._copied: dict[int, Load] = {}
         self._groups: list[list[Store]] = []
         self._steady: set[int] = set()
         self._count = 0
@@ -72,6 +73,11 @@ class Builder:
         if isinstance(expr, Load) and not expr.indices:
             return expr.value, expr.layout.strides, expr.layout.offset
         return self.store(expr), Layout.row_major(expr.shape).strides, 0
+
+    def source_of(self, copy: Value) -> Load | None:
+        """The strided tensor of which `copy` is a copy, which is not made unless a kernel reads it;
+        None if it is no copy."""
+        return self._copied.get(copy.id)
 
     def new(self, shape: Sequence[int], dtype: str) -> Value:
         """A fresh tensor, whose memory lives from its first launch to its last."""
@@ -198,6 +204,8 @@ class Builder:
             out = self.new(expr.shape, expr.dtype)
             self.store_into(expr, out, Layout.row_major(expr.shape))
             self._stored[expr] = out
+            if isinstance(expr, Load) and not expr.indices:
+                self._copied[out.id] = expr
         return self._stored[expr]
 
     def store_copy(self, expr: Expr) -> Value:

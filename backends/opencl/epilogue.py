@@ -30,30 +30,37 @@ def fitted(pool: Pool, store: Store, group: Sequence[Store]) -> Store | None:
     """`store` in the form that the epilogue of a product needs, or None if it cannot join it.
 
     It must read a result of the group, only element by element, in the product's order, and
-    have rows that end where the product's rows end.
+    have rows that end where the product's rows end. It may write in another order of the rows.
     """
     tile = group[0].expr
     assert isinstance(tile, Tile)
     if _closed(group):
         return None
-    written = {other.out.id for other in group}
+    written = {other.out.id: other.plain for other in group}
     mine = [load for load in loads(store.expr) if load.value.id in written]
-    if not mine or not all(load.plain for load in mine) or not store.plain:
+    if not mine or not store.plain or not all(written[load.value.id] for load in mine):
         return None
-    shape = group[1].expr.shape if len(group) > 1 else store.expr.shape
-    expr = pool.view(store.expr, lambda layout: layouts.reshape(layout, shape))
-    if expr is None or expr.numel != tile.numel:
+    order = layouts.order_of(mine[0].layout)
+    shape = group[1].expr.shape if len(group) > 1 else tuple(store.expr.shape[d] for d in order)
+
+    def view(layout: Layout) -> Layout | None:
+        return layouts.reshape(layouts.permute(layout, order), shape)
+
+    expr, layout = pool.view(store.expr, view), view(store.layout)
+    if expr is None or layout is None or expr.numel != tile.numel:
         return None
-    reshaped = Store(expr, store.out, Layout.row_major(shape))
-    stores = [*group[1:], reshaped]
-    if len(written.union(*(other.reads | {other.out.id} for other in stores))) >= MOST_TENSORS:
+    if not all(load.plain for load in loads(expr) if load.value.id in written):
+        return None
+    seen = Store(expr, store.out, layout)
+    stores = [*group[1:], seen]
+    if len(set(written).union(*(other.reads | {other.out.id} for other in stores))) >= MOST_TENSORS:
         return None
     if tile.with_stores is not None:
-        return reshaped
+        return seen if seen.plain else None
     nest = _nest(shape, tile.shape[-1], stores)
-    if nest is None or not all(map(Body(nest).has_lanes, walk(expr))):
+    if nest is None or not all(map(Body(nest).has_lanes, walk(expr))) or nest.step(layout) != 1:
         return None
-    return reshaped
+    return seen
 
 
 def follow(groups: list[list[Store]], results: Sequence[Store]) -> bool:
@@ -108,12 +115,16 @@ def launches(group: Sequence[Store], kept: Sequence[Store], target: Target) -> l
     shape = group[1].expr.shape
     nest = _nest(shape, product.shape[-1], group[1:])
     assert nest is not None, "stores join only if they have one"
-    body = Body(nest, {store.out.id: store.expr for store in group}, {tile: "sum"})
-    stores = [replace(s, layout=Layout.row_major(shape)) for s in kept]
+    written = {store.out.id: store.expr for store in group if store.plain}
+    body = Body(nest, written, {tile: "sum"})
+    whole = replace(group[0], layout=Layout.row_major(shape))
+    stores = [whole if store is group[0] else store for store in kept]
     by_vector = ["const float16 sum = sums16;", *body.stores(stores, LANES)]
     tail = nest.inner % LANES != 0
     by_element = ["const float sum = lane[i - first];", *body.stores(stores, 1)] if tail else []
-    pointers = [name for name, value in body.named.items() if math.prod(value.shape) == tile.numel]
+    in_order = [value for value in body.named.values() if math.prod(value.shape) == tile.numel]
+    turned = {store.out.id for store in stores if not store.plain}
+    pointers = [body.tensor(value) for value in in_order if value.id not in turned]
     signature = ["PRODUCT(const float* c)"]
     signature += [f"__global {pointed(value.dtype)} *{name}" for name, value in body.named.items()]
     assert tile.panels is not None
@@ -127,11 +138,14 @@ def launches(group: Sequence[Store], kept: Sequence[Store], target: Target) -> l
     read = [load for store in group[1:] for load in loads(store.expr)]
     inplace = {load.value.id for load in read} | ({product.id} if carries else set())
     inplace -= {load.value.id for load in read if not load.plain}
+    if turned:
+        inplace = set()
     apart = last.touches - {product.id}
     size, local = last.global_size, last.local_size
     bound = (*args.values(), *body.named.values())
     alike = frozenset(inplace - apart)
-    return [*before, Launch(kernel, size, local, bound, alike, frozenset(apart), step=last.step)]
+    step = 0 if turned else last.step
+    return [*before, Launch(kernel, size, local, bound, alike, frozenset(apart), step=step)]
 
 
 def _nest(shape: Shape, cols: int, stores: Sequence[Store]) -> Nest | None:
@@ -142,7 +156,8 @@ def _nest(shape: Shape, cols: int, stores: Sequence[Store]) -> Nest | None:
         inner *= shape[d]
     items = walk(*(store.expr for store in stores))
     leaves = [item.layout for item in items if isinstance(item, (Load, Coord))]
-    nest = Nest(shape, [*leaves, Layout.row_major(shape)], borders=[d])
+    places = [store.layout for store in stores]
+    nest = Nest(shape, [*leaves, *places, Layout.row_major(shape)], borders=[d])
     return nest if nest.inner == cols else None
 
 

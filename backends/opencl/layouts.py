@@ -14,6 +14,16 @@ def permute(layout: Layout, order: Sequence[int]) -> Layout:
     return Layout(shape, tuple(layout.strides[d] for d in order), layout.offset)
 
 
+def order_of(layout: Layout) -> list[int]:
+    """The dimensions by their strides, from the largest on: permuted so, a permuted row-major
+    tensor is row-major again."""
+    strides = list(layout.strides)
+    for d in reversed(range(len(strides) - 1)):
+        if layout.shape[d] == 1:  # where it is, as it has no stride
+            strides[d] = strides[d + 1]
+    return sorted(range(len(strides)), key=lambda d: -strides[d])
+
+
 def narrow(layout: Layout, dim: int, start: int, length: int, step: int = 1) -> Layout:
     """`length` elements of a dimension from `start` on, every `step`th; -1 walks backwards."""
     shape, strides = list(layout.shape), list(layout.strides)
@@ -42,7 +52,7 @@ def reshape(layout: Layout, shape: Shape) -> Layout | None:
     """The same elements in the same order; None if no strides say that."""
     if math.prod(shape) == 0:
         return Layout(shape, (0,) * len(shape), layout.offset)
-    runs = _runs(layout)
+    runs = runs_of(layout)
     strides = [0] * len(shape)
     d = len(shape) - 1
     while runs:
@@ -59,7 +69,7 @@ def reshape(layout: Layout, shape: Shape) -> Layout | None:
     return Layout(shape, tuple(strides), layout.offset)
 
 
-def _runs(layout: Layout) -> list[tuple[int, int]]:
+def runs_of(layout: Layout) -> list[tuple[int, int]]:
     """(size, innermost stride) of the fewest dimensions with the same elements in order."""
     runs: list[tuple[int, int]] = []
     for size, stride in zip(layout.shape, layout.strides, strict=True):

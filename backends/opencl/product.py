@@ -10,13 +10,17 @@ from .signature import Argument
 
 @dataclass(frozen=True)
 class Operand:
-    """A batch of matrices in memory; `batch`, `row` and `col` are strides in elements."""
+    """A batch of matrices in memory; `batch`, `row`, `col` and `outer` are strides in elements.
+
+    `outer` leads from one batch to the next, where a product has several: see `Product.inner`.
+    """
 
     value: Value
     offset: int
     batch: int
     row: int
     col: int
+    outer: int = 0
 
     @property
     def transposed(self) -> Operand:
@@ -26,7 +30,10 @@ class Operand:
 
 @dataclass(frozen=True)
 class Product:
-    """C = alpha * left @ right + beta * bias; left is rows x depth, right depth x cols."""
+    """C = alpha * left @ right + beta * bias; left is rows x depth, right depth x cols.
+
+    The `batch` matrices of an operand are in batches of `inner`; 0: in one batch.
+    """
 
     batch: int
     rows: int
@@ -37,6 +44,7 @@ class Product:
     bias: Operand | None = None
     alpha: float = 1.0
     beta: float = 0.0
+    inner: int = 0
 
     @property
     def scaling(self) -> dict[str, Argument]:

@@ -1,6 +1,7 @@
 // Matrix products on CPUs: C = alpha * A B + beta * bias, batched, any strides.
 //
-//   left   A, M x K; element (row, k) at row * left_row + k * left_k. Or panels of A that were packed before:
+//   left   A, M x K; element (row, k) at row * left_row + k * left_k. Matrices of the batch are in the order [outer][inner];
+//          left_outer and left_batch lead from one to the next. Or panels of A that were packed before:
 //          [batch][ceil(M / ROWS)][K][ROWS], zero-padded, where left_row is K and left_k is ROWS
 //   right  B, K x N, in the same way. Or panels [batch][ceil(N / COLS)][K][COLS]
 //   room   [work-items][room_size]: a group of panels of B, and all panels of A, that a work-item packs for itself
@@ -31,30 +32,32 @@
 // `strided`, or one of A that is read `in_place`, contiguous along k; and 16 columns of a row of a tile, ready for C. `c`
 // carries the sums of earlier blocks of depth where k0 > 0, and is not read elsewhere.
 #define PRODUCT(C)                                                                                           \
-  __global const float *restrict left, const int left_offset, const int left_batch, const int left_row,      \
-      const int left_k, __global const float *restrict right, const int right_offset, const int right_batch, \
-      const int right_k, const int right_col, __global float *restrict room, const int room_size,            \
-      const int part_rows, const int part_cols, __global C, const int rows, const int cols, const int depth, \
-      const int k0, const int k1, const float alpha, const float beta, __global const float *restrict bias,  \
+  const int inner, __global const float *restrict left, const int left_offset, const int left_outer,         \
+      const int left_batch, const int left_row, const int left_k, __global const float *restrict right,      \
+      const int right_offset, const int right_outer, const int right_batch, const int right_k,               \
+      const int right_col, __global float *restrict room, const int room_size, const int part_rows,          \
+      const int part_cols, __global C, const int rows, const int cols, const int depth, const int k0,        \
+      const int k1, const float alpha, const float beta, __global const float *restrict bias,                \
       const int bias_offset, const int bias_batch, const int bias_row, const int bias_col
 #define PART                                                                                               \
   const int batch = get_global_id(2), first_row = (int)get_global_id(0) * part_rows,                       \
             first_col = (int)get_global_id(1) * part_cols, last_row = min(rows, first_row + part_rows),    \
-            last_col = min(cols, first_col + part_cols);                                                   \
+            last_col = min(cols, first_col + part_cols),                                                   \
+            left_at = left_offset + batch / inner * left_outer + batch % inner * left_batch,               \
+            right_at = right_offset + batch / inner * right_outer + batch % inner * right_batch;           \
   __global float* const right_room =                                                                       \
       room + ((batch * (int)get_global_size(1) + (int)get_global_id(1)) * (int)get_global_size(0) +        \
               (int)get_global_id(0)) * room_size;                                                          \
   __global float* const left_room = right_room + (k1 - k0) * COLS * GROUP
 #define PANEL_OF(form) panel_##form
 #define PANEL(form) PANEL_OF(form)
-#define RIGHT_PANEL(form)                                                                                        \
-  PANEL(form)(right + right_offset + batch * right_batch + col0 * right_col + k0 * right_k, right_col, right_k,  \
-              last_col - col0, COLS, k1 - k0, true, (col0 - first_col) / COLS,                                   \
+#define RIGHT_PANEL(form)                                                                                  \
+  PANEL(form)(right + right_at + col0 * right_col + k0 * right_k, right_col, right_k, last_col - col0, COLS, \
+              k1 - k0, true, (col0 - first_col) / COLS,                                                      \
               right_room + (col0 - first_col) / COLS % GROUP * COLS * (k1 - k0))
-#define LEFT_PANEL(form)                                                                                 \
-  PANEL(form)(left + left_offset + batch * left_batch + row0 * left_row + k0 * left_k, left_row, left_k, \
-              last_row - row0, ROWS, k1 - k0, col0 == first_col, (row0 - first_row) / ROWS,              \
-              left_room + (row0 - first_row) * (k1 - k0))
+#define LEFT_PANEL(form)                                                                                    \
+  PANEL(form)(left + left_at + row0 * left_row + k0 * left_k, left_row, left_k, last_row - row0, ROWS, k1 - k0, \
+              col0 == first_col, (row0 - first_row) / ROWS, left_room + (row0 - first_row) * (k1 - k0))
 // How far elements of a panel of A are from row to row, and from k to k.
 #define STEPS_OF(form) STEPS_##form
 #define STEPS(form) STEPS_OF(form)

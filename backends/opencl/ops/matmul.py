@@ -10,15 +10,18 @@ from typing import Any
 
 from torch import fx
 
+from .. import layouts
 from ..blocks import COUNT as STREAMED
 from ..builder import Builder, Kernel, Launch, Value
 from ..codegen import Panels, Tile
+from ..expr import Expr
 from ..fpga import systolic_product
 from ..gpu import tiled_product
 from ..product import Operand, Product
 from ..signature import Argument, bind
 from ..target import Target
 from ._common import operands
+from ._copies import at_sources, copy_at_once, is_turned_later
 from ._float32 import arguments, why_not_float32_product
 from .registry import lowers
 
@@ -100,6 +103,7 @@ def depth_blocks(depth: int, most: int) -> list[tuple[int, int]]:
 
 def _tiled(builder: Builder, p: Product) -> Value:
     """Launches of `matmul`, one for each block of depth."""
+    p = at_sources(builder, p)
     parts = parts_of(builder.device, p)
     packs, forms, left, right = _operands(builder, p, parts)
     blocks = depth_blocks(p.depth, builder.device.tuning.depth_block)
@@ -114,9 +118,10 @@ def _tiled(builder: Builder, p: Product) -> Value:
         _launch(
             kernel, (*parts.counts, p.batch),
             {
-                "left": left.value, "left_offset": left.offset, "left_batch": left.batch,
-                "left_row": left.row, "left_k": left.col, "right": right.value,
-                "right_offset": right.offset, "right_batch": right.batch, "right_k": right.row,
+                "inner": p.inner or p.batch, "left": left.value, "left_offset": left.offset,
+                "left_outer": left.outer, "left_batch": left.batch, "left_row": left.row,
+                "left_k": left.col, "right": right.value, "right_offset": right.offset,
+                "right_outer": right.outer, "right_batch": right.batch, "right_k": right.row,
                 "right_col": right.col, "room": room, "room_size": room.shape[1],
                 "part_rows": parts.rows, "part_cols": parts.cols, "c": out, "rows": p.rows,
                 "cols": p.cols, "depth": p.depth, "k0": k0, "k1": k1, **p.scaling,
@@ -293,7 +298,18 @@ def _lower(
         alpha=alpha,
         beta=beta,
     )
-    builder.result(node, builder.reshape(lower_product(builder, product), shape))
+    if len(shape) < 3:
+        builder.result(node, builder.reshape(lower_product(builder, product), shape))
+        return
+    turned = bias is None and is_turned_later(node)
+    if turned:  # C^T = B^T A^T
+        product = replace(product, rows=product.cols, cols=product.rows,
+                          left=product.right.transposed, right=product.left.transposed)  # fmt: skip
+    expr: Expr = builder.pool.load(lower_product(builder, product))
+    if turned:
+        expr = builder.view(expr, lambda layout: layouts.permute(layout, (0, 2, 1)))
+    builder.define(node, expr)
+    copy_at_once(builder, expr, node)
 
 
 @lowers("aten.mm.default", "aten.bmm.default", supports=why_not_float32_product, kept=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
@@ -19,16 +20,43 @@ def _define_view(builder: Builder, node: fx.Node, view: View) -> None:
     builder.define(node, builder.view(builder.expr(node.args[0]), view))
 
 
-@lowers("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default",
-        "aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze.default", "aten.flatten.using_ints",
-        "aten.unsqueeze.default")  # fmt: skip
-def reshape(builder: Builder, node: fx.Node) -> None:
-    shape = node_shape(node)
-    _define_view(builder, node, lambda layout: layouts.reshape(layout, shape))
+RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default",
+            "aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze.default",
+            "aten.flatten.using_ints", "aten.unsqueeze.default")  # fmt: skip
+PERMUTATIONS = "aten.permute.default", "aten.t.default", "aten.transpose.int"
 
 
-@lowers("aten.permute.default", "aten.t.default", "aten.transpose.int")
-def permute(builder: Builder, node: fx.Node) -> None:
+@lowers(*RESHAPES, *PERMUTATIONS)
+def reordered(builder: Builder, node: fx.Node) -> None:
+    view = view_of(node)
+    assert view is not None
+    _define_view(builder, node, view)
+
+
+def view_of(node: fx.Node) -> View | None:
+    """The view that `node` takes if it is a reshape or a permutation, else None."""
+    name = operator_name(node)
+    if name in RESHAPES:
+        shape = node_shape(node)
+        return lambda layout: layouts.reshape(layout, shape)
+    if name in PERMUTATIONS:
+        order = _order(node)
+        return lambda layout: layouts.permute(layout, order)
+    return None
+
+
+def views_after(node: fx.Node) -> Iterator[View]:
+    """The views that follow `node`, each the only use of what comes before it."""
+    while len(node.users) == 1:
+        (node,) = node.users
+        view = view_of(node)
+        if view is None:
+            return
+        yield view
+
+
+def _order(node: fx.Node) -> list[int]:
+    """Which dimension of its argument each dimension of a permutation is."""
     rank = len(node_shape(node))
     order: list[int] = list(range(rank))
     name = operator_name(node)
@@ -40,7 +68,7 @@ def permute(builder: Builder, node: fx.Node) -> None:
         order[a], order[b] = b, a
     else:
         order.reverse()
-    _define_view(builder, node, lambda layout: layouts.permute(layout, order))
+    return order
 
 
 @lowers("aten.expand.default")

@@ -1,0 +1,103 @@
+"""Batched products without copies of what they read and write.
+
+Torch's batched product has one dimension for its matrices. Attention has two, samples and heads,
+and its matrices lie interleaved in memory: no one stride leads from each to the next, so a graph
+has a copy before the product and another after it. The kernels of the family `cpu` know of two
+strides and read what was copied, and the copy of a product is an epilogue, which writes in another
+order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from .. import layouts
+from ..builder import Builder, node_shape
+from ..expr import Expr, Layout, Load
+from ..product import Operand, Product
+from .view import views_after
+
+Run = tuple[int, int]
+"""A number of elements or matrices, and the stride from one to the next."""
+
+
+def at_sources(builder: Builder, p: Product) -> Product:
+    """The same product, its operands in the tensors of which they are copies if they are any."""
+    sides = (p.left, (p.batch, p.rows, p.depth)), (p.right, (p.batch, p.depth, p.cols))
+    sources = [_at_source(builder, *side) for side in sides]
+    counts = {runs[1][0] for _, runs in sources if len(runs) == 2}
+    if len(counts) != 1:  # no copies, or samples and heads that the operands divide differently
+        return p
+    (inner,) = counts
+    left, right = (_in_batches(operand, runs, inner) for operand, runs in sources)
+    return replace(p, left=left, right=right, inner=inner)
+
+
+def _in_batches(operand: Operand, runs: Sequence[Run], inner: int) -> Operand:
+    batch = runs[-1][1]
+    return replace(operand, batch=batch, outer=runs[0][1] if len(runs) == 2 else inner * batch)
+
+
+def _at_source(
+    builder: Builder, operand: Operand, shape: tuple[int, int, int]
+) -> tuple[Operand, list[Run]]:
+    """The operand, of (matrices, rows, cols), where it was copied from, and its matrices in memory.
+
+    It stays as it is where it is no copy, or the kernels could not read it as well.
+    """
+    here = operand, [(shape[0], operand.batch)]
+    source = builder.source_of(operand.value)
+    if source is None or operand.offset:
+        return here
+    strides = operand.batch, operand.row, operand.col
+    matrices, *sides = (_runs(source, *each) for each in zip(shape, strides, strict=True))
+    if not 1 <= len(matrices) <= 2 or any(len(side) != 1 for side in sides):
+        return here
+    row, col = (side[0][1] for side in sides)
+    if 1 not in (row, col):
+        return here
+    return Operand(source.value, source.layout.offset, 0, row, col), matrices
+
+
+def _runs(source: Load, size: int, stride: int) -> list[Run]:
+    """`size` elements that are `stride` apart in a copy of `source`, as they lie in `source`.
+
+    They are the fewest runs; none if the elements are not whole dimensions of it.
+    """
+    if size == 1:
+        return [(1, 0)]
+    layout = source.layout
+    steps = Layout.row_major(layout.shape).strides
+    last = next((d for d, step in enumerate(steps) if step == stride and stride), None)
+    if last is None:
+        return []
+    for first in range(last, -1, -1):
+        dims = slice(first, last + 1)
+        if math.prod(layout.shape[dims]) == size:
+            return layouts.runs_of(Layout(layout.shape[dims], layout.strides[dims]))
+    return []
+
+
+def is_turned_later(node: fx.Node) -> bool:
+    """Whether views that follow exchange the rows and the columns of a product."""
+    layout = Layout.row_major(node_shape(node))
+    for view in views_after(node):
+        seen = view(layout)
+        if seen is None:
+            break
+        layout = seen
+    return layout.strides[-1] == node_shape(node)[-1] > 1
+
+
+def copy_at_once(builder: Builder, expr: Expr, node: fx.Node) -> None:
+    """Store a product as a copy that is made of it later: now it can be the product's epilogue."""
+    for view in views_after(node):
+        seen = builder.pool.view(expr, view)
+        if seen is None:
+            builder.store(expr)
+            return
+        expr = seen
