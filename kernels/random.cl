@@ -4,13 +4,16 @@
 // draw: out is [samples, elements], row-major. Element e of sample s is word e % 4 of the block with
 // counter (e / 4, first + s, site, step) and key seed; rng holds seed, step, first. With -DMASK, out
 // is a byte that says whether the word, as a multiple of 2^-24 in [0, 1), is less than `keep`;
-// without, it is that number. Work-item g draws CHUNK blocks of one sample, LANES (1 or 16) at once.
+// without, it is that number. Work-item g draws CHUNK blocks of one sample, SETS times LANES (1 or 16) at once: a round waits
+// for the one before it, and another set of lanes has its round meanwhile.
 
 #if LANES == 1
+#define SETS 1
 #define UINT uint
 #define STORE(value, at) (*(at) = (value))
 #define IOTA 0u
 #else
+#define SETS 2
 #define UINT uint16
 #define STORE(value, at) vstore16(value, 0, at)
 #define IOTA (uint16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
@@ -37,19 +40,46 @@ static inline UINT high_of_product(const UINT x, const uint factor)
 #endif
 }
 
-static inline void philox(UINT *c, uint k0, uint k1)
+static inline void philox(UINT c[SETS][4], uint k0, uint k1)
 {
 #pragma unroll
     for (int round = 0; round < 10; ++round) {
-        const UINT high0 = high_of_product(c[0], 0xD2511F53u), low0 = c[0] * 0xD2511F53u;
-        const UINT high1 = high_of_product(c[2], 0xCD9E8D57u), low1 = c[2] * 0xCD9E8D57u;
-        c[0] = high1 ^ c[1] ^ k0;
-        c[1] = low1;
-        c[2] = high0 ^ c[3] ^ k1;
-        c[3] = low0;
+#pragma unroll
+        for (int set = 0; set < SETS; ++set) {
+            UINT *w = c[set];
+            const UINT high0 = high_of_product(w[0], 0xD2511F53u), low0 = w[0] * 0xD2511F53u;
+            const UINT high1 = high_of_product(w[2], 0xCD9E8D57u), low1 = w[2] * 0xCD9E8D57u;
+            w[0] = high1 ^ w[1] ^ k0;
+            w[1] = low1;
+            w[2] = high0 ^ w[3] ^ k1;
+            w[3] = low0;
+        }
         k0 += 0x9E3779B9u;
         k1 += 0xBB67AE85u;
     }
+}
+
+// LANES blocks of `row`, from `block` on; `whole`: all of them, and all their words, are elements.
+static inline void store_words(
+    const UINT c[4], __global TYPE *row, const int block, const int elements, const bool whole, const uint limit)
+{
+    const int e = block * 4;
+#ifdef MASK
+    if (whole) {
+        UINT bytes = (UINT)(0u);
+        for (int word = 0; word < 4; ++word) {
+            const UINT kept = ((c[word] >> 8u) - limit) >> 31u; // 1 where that is negative
+            bytes |= kept << (UINT)(8u * word);
+        }
+        STORE(bytes, (__global uint *)(row + e));
+        return;
+    }
+#endif
+    uint words[4 * LANES];
+    for (int word = 0; word < 4; ++word)
+        STORE(c[word], words + word * LANES);
+    for (int i = 0; i < min(4 * LANES, elements - e); ++i)
+        row[e + i] = DRAWN(words[i % 4 * LANES + i / 4]);
 }
 
 __kernel void draw(
@@ -65,30 +95,24 @@ __kernel void draw(
     __global TYPE *row = out + sample * elements;
 #ifdef MASK
     const uint limit = (uint)ceil(keep * 16777216.0f); // the same comparison, of integers
+#else
+    const uint limit = 0;
 #endif
-    for (int block = first; block < last; block += LANES) {
-        UINT c[4];
-        c[0] = (UINT)(block) + IOTA;
-        c[1] = (UINT)((uint)rng[2] + sample);
-        c[2] = (UINT)((uint)site);
-        c[3] = (UINT)((uint)rng[1]);
-        philox(c, k0, k1);
-        const int e = block * 4;
-#ifdef MASK
-        if (elements % 4 == 0 && block + LANES <= last) {
-            UINT bytes = (UINT)(0u);
-            for (int word = 0; word < 4; ++word) {
-                const UINT kept = ((c[word] >> 8u) - limit) >> 31u; // 1 where that is negative
-                bytes |= kept << (UINT)(8u * word);
-            }
-            STORE(bytes, (__global uint *)(row + e));
-            continue;
+    for (int block = first; block < last; block += SETS * LANES) {
+        UINT c[SETS][4];
+#pragma unroll
+        for (int set = 0; set < SETS; ++set) {
+            c[set][0] = (UINT)(block + set * LANES) + IOTA;
+            c[set][1] = (UINT)((uint)rng[2] + sample);
+            c[set][2] = (UINT)((uint)site);
+            c[set][3] = (UINT)((uint)rng[1]);
         }
-#endif
-        uint words[4 * LANES];
-        for (int word = 0; word < 4; ++word)
-            STORE(c[word], words + word * LANES);
-        for (int i = 0; i < min(4 * LANES, elements - e); ++i)
-            row[e + i] = DRAWN(words[i % 4 * LANES + i / 4]);
+        philox(c, k0, k1);
+#pragma unroll
+        for (int set = 0; set < SETS; ++set) {
+            const int at = block + set * LANES;
+            if (at < last)
+                store_words(c[set], row, at, elements, elements % 4 == 0 && at + LANES <= last, limit);
+        }
     }
 }

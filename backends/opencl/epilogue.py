@@ -182,6 +182,7 @@ def _lines(
     ]
     tile = [
         f"__global const float* a = LEFT_PANEL({panels[0]});",
+        f"FETCH_NEXT({panels[1]});",
         "const int row_count = min(rows - row0, ROWS);",
         *indent(["const int at = (batch * rows + row0 + m) * cols + col0;", *asked], rows),
         "float16 sums[ROWS][2];",

@@ -17,14 +17,17 @@
 #define ROWS 12
 #define COLS 32
 #define GROUP 2
+#define LEFT_GROUP 4
 #define DEPTH_CHUNK 128
 
-// Asks early for the line at `p`, for an epilogue: into the second-level cache, because rows of several tensors that lie
-// a power of two apart would drive each other out of the first.
+// Asks early for the line at `p`, for an epilogue or for packing: into the second-level cache, because rows of several
+// tensors that lie a power of two apart would drive each other out of the first, into which `PREFETCH_NEAR` asks for it.
 #ifdef INTERPRETED
 #define PREFETCH(p)
+#define PREFETCH_NEAR(p)
 #else
 #define PREFETCH(p) __builtin_prefetch((const void*)(size_t)(p), 0, 2)
+#define PREFETCH_NEAR(p) __builtin_prefetch((const void*)(size_t)(p), 0, 3)
 #endif
 
 // `matmul` and generated kernels: their parameters; this work-item's part of C, from `first_row` and `first_col` on; panels
@@ -66,6 +69,12 @@
 #define STEPS_transposed STEPS_packed
 #define STEPS_strided STEPS_packed
 #define STEPS_in_place left_row, 1
+// Asks for a part of the next panel of B, before this one's tile at row0 is computed.
+#define FETCH_OF(form) fetch_##form
+#define FETCH(form) FETCH_OF(form)
+#define FETCH_NEXT(form)                                                                                          \
+  FETCH(form)(right + right_at + (col0 + COLS) * right_col + k0 * right_k, right_col, last_col - col0 - COLS, k1 - k0, \
+              (row0 - first_row) / ROWS, (last_row - first_row + ROWS - 1) / ROWS)
 #define FINISHED(sum, row, col)                                                                         \
   finished(sum, k0 > 0, c + (batch * rows + (row)) * cols + (col), k1 == depth, alpha, beta,            \
            bias + bias_offset + batch * bias_batch + (row) * bias_row + (col) * bias_col, bias_col, cols - (col))
@@ -177,18 +186,42 @@ inline void pack_contiguous(__global const float* src, const int stride_k, const
   }
 }
 
-// A group of panels, or as many as exist: at every k they are neighbours in memory.
-inline void pack_group(__global const float* src, const int stride_k, const int count, const int width,
-                       const int depth, __global float* dst) {
-  if (count < GROUP * width) {
-    for (int first = 0; first < count; first += width)
-      pack_contiguous(src + first, stride_k, count - first, width, 0, depth, dst + first * depth);
-    return;
-  }
+// A group of panels of B: at every k they are neighbours in memory.
+inline void pack_columns(__global const float* src, const int stride_k, const int depth, __global float* dst) {
   for (int k = 0; k < depth; k++) {
 #pragma unroll
     for (int n = 0; n < GROUP; n++)
-      copy_floats(src + k * stride_k + n * width, dst + (n * depth + k) * width, width);
+      copy_floats(src + k * stride_k + n * COLS, dst + (n * depth + k) * COLS, COLS);
+  }
+}
+
+// A group of panels of A, in whole vectors.
+inline void pack_rows(__global const float* src, const int stride_k, const int depth, __global float* dst) {
+  const int panel = depth * ROWS;
+  for (int k = 0; k < depth; k++, src += stride_k, dst += ROWS) {
+    const float16 x = vload16(0, src), y = vload16(1, src), z = vload16(2, src);
+    vstore8(x.lo, 0, dst);
+    vstore4(x.hi.lo, 0, dst + 8);
+    vstore4(x.hi.hi, 0, dst + panel);
+    vstore8(y.lo, 0, dst + panel + 4);
+    vstore8(y.hi, 0, dst + 2 * panel);
+    vstore4(z.lo.lo, 0, dst + 2 * panel + 8);
+    vstore4(z.lo.hi, 0, dst + 3 * panel);
+    vstore8(z.hi, 0, dst + 3 * panel + 4);
+  }
+}
+
+// A group of panels, or as many as exist.
+inline void pack_group(__global const float* src, const int stride_k, const int count, const int width,
+                       const int depth, __global float* dst) {
+  if (width == COLS && count >= GROUP * COLS) {
+    pack_columns(src, stride_k, depth, dst);
+  } else if (width == ROWS && count >= LEFT_GROUP * ROWS) {
+    pack_rows(src, stride_k, depth, dst);
+  } else {
+    const int most = min(count, width * (width == ROWS ? LEFT_GROUP : GROUP));
+    for (int first = 0; first < most; first += width)
+      pack_contiguous(src + first, stride_k, count - first, width, 0, depth, dst + first * depth);
   }
 }
 
@@ -250,9 +283,16 @@ inline void pack_strided(__global const float* src, const int stride_row, const 
   __global const float *src, const int row, const int k, const int count, const int width, const int depth, \
       const bool is_new, const int number, __global float *room
 inline __global const float* panel_packed(PANEL_ARGUMENTS) { return src; }
-inline __global const float* panel_in_place(PANEL_ARGUMENTS) { return src; }
+inline __global const float* panel_in_place(PANEL_ARGUMENTS) {
+  // Asks for the begins of the next rows: a processor guesses how they go on, but not where they begin.
+  for (int m = ROWS; m < min(count, 2 * ROWS); m++) {
+    PREFETCH_NEAR(src + m * row);
+    PREFETCH_NEAR(src + m * row + LANES);
+  }
+  return src;
+}
 inline __global const float* panel_contiguous(PANEL_ARGUMENTS) {
-  if (is_new && number % GROUP == 0) pack_group(src, k, count, width, depth, room);
+  if (is_new && number % (width == ROWS ? LEFT_GROUP : GROUP) == 0) pack_group(src, k, count, width, depth, room);
   return room;
 }
 inline __global const float* panel_transposed(PANEL_ARGUMENTS) {
@@ -262,6 +302,20 @@ inline __global const float* panel_transposed(PANEL_ARGUMENTS) {
 inline __global const float* panel_strided(PANEL_ARGUMENTS) {
   if (is_new) pack_strided(src, row, k, min(count, width), width, 0, depth, room);
   return room;
+}
+
+// Only columns that lie along k are far apart. The last quarter of the `tiles` asks for all lines, which are still there
+// when the panel is packed. `src` is the panel, whose columns are `col` apart; `count` are left.
+#define FETCH_ARGUMENTS                                                                                           \
+  __global const float *src, const int col, const int count, const int depth, const int tile, const int tiles
+inline void fetch_packed(FETCH_ARGUMENTS) {}
+inline void fetch_contiguous(FETCH_ARGUMENTS) {}
+inline void fetch_strided(FETCH_ARGUMENTS) {}
+inline void fetch_transposed(FETCH_ARGUMENTS) {
+  const int asking = tiles / 4, number = tile - (tiles - asking);
+  if (number < 0 || count < COLS) return;
+  const int lines = (depth + LANES - 1) / LANES * COLS, last = lines * (number + 1) / asking;
+  for (int i = lines * number / asking; i < last; i++) PREFETCH(src + i % COLS * col + i / COLS * LANES);
 }
 
 #ifdef LEFT
@@ -276,6 +330,7 @@ WORK_ITEM __kernel void matmul(PRODUCT(float* restrict c)) {
     const int col_count = cols - col0;
     for (int row0 = first_row; row0 < last_row; row0 += ROWS) {
       __global const float* a = LEFT_PANEL(LEFT);
+      FETCH_NEXT(RIGHT);
       const int row_count = min(rows - row0, ROWS);
       __global float* out = c + (batch * rows + row0) * cols + col0;
       for (int m = 0; m < row_count; m++) {

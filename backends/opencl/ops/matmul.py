@@ -28,7 +28,7 @@ from .registry import lowers
 ROWS, COLS = 12, 32
 """The register tile of `kernels/cpu/matmul.cl`: 24 accumulators of 16 lanes."""
 GROUP = 2
-"""Panels that are packed at once where they are neighbours in memory."""
+"""Panels of columns that are packed at once where they are neighbours in memory."""
 DEPTH_CHUNK = 128
 """Steps of K that one work-item packs."""
 BALANCE, LARGE_PANELS = 4, 16
