@@ -75,8 +75,7 @@ class Builder:
         return self.store(expr), Layout.row_major(expr.shape).strides, 0
 
     def source_of(self, copy: Value) -> Load | None:
-        """The strided tensor of which `copy` is a copy, which is not made unless a kernel reads it;
-        None if it is no copy."""
+        """The strided tensor of which `copy` is a copy, or None. Unread, no copy is made."""
         return self._copied.get(copy.id)
 
     def new(self, shape: Sequence[int], dtype: str) -> Value:

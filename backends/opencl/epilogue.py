@@ -138,7 +138,7 @@ def launches(group: Sequence[Store], kept: Sequence[Store], target: Target) -> l
     read = [load for store in group[1:] for load in loads(store.expr)]
     inplace = {load.value.id for load in read} | ({product.id} if carries else set())
     inplace -= {load.value.id for load in read if not load.plain}
-    if turned:
+    if turned:  # an element is written where others are still to be read
         inplace = set()
     apart = last.touches - {product.id}
     size, local = last.global_size, last.local_size

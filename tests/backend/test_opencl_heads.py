@@ -111,6 +111,12 @@ def test_a_result_in_another_order_does_not_lie_over_what_is_read() -> None:
     torch.testing.assert_close(found, fn(scores, x, residual))
 
 
+@on_every_device
+def test_a_batched_product_of_one_element_may_lose_its_dimensions(device_id: str) -> None:
+    a, b = tensors((1, 1, 9), (1, 9, 1))
+    check(device_id, lambda a, b: (a @ b).squeeze(), a, b, runs=["matmul"])
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("seed", range(24))
 @on_every_device
@@ -135,8 +141,7 @@ def test_any_order_of_dimensions(device_id: str, seed: int) -> None:
 
     def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         product = seen(x, orders[0]) @ seen(y, orders[1])
-        return (
-            product.permute(orders[2]).reshape(-1) + 1 if seed % 2 else product.permute(orders[2])
-        )
+        turned = product.permute(orders[2])
+        return turned.reshape(-1) + 1 if seed % 2 else turned
 
     close_to_torch(opencl_device(device_id), fn, x, y, ulps=256)

@@ -85,12 +85,13 @@ def _runs(source: Load, size: int, stride: int) -> list[Run]:
 def is_turned_later(node: fx.Node) -> bool:
     """Whether views that follow exchange the rows and the columns of a product."""
     layout = Layout.row_major(node_shape(node))
+    cols = node_shape(node)[-1]
     for view in views_after(node):
         seen = view(layout)
         if seen is None:
             break
         layout = seen
-    return layout.strides[-1] == node_shape(node)[-1] > 1
+    return cols > 1 and layout.strides[-1:] == (cols,)
 
 
 def copy_at_once(builder: Builder, expr: Expr, node: fx.Node) -> None:
