@@ -93,21 +93,33 @@ def quiet() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def errors(device: str, doing: str) -> Iterator[None]:
-    """Turn pyopencl's errors into a `BackendError` with the device and its activity."""
-    cl = driver()
-    try:
-        yield
-    except cl.MemoryError as error:
-        raise BackendError(
-            f"{device} is out of memory while {doing} ({_reason(error)}): use smaller "
-            "micro-batches, more stages, or recompute"
-        ) from error
-    except cl.Error as error:
-        raise BackendError(f"{device} failed while {doing}: {_reason(error)}") from error
+class errors:
+    """Turn pyopencl's errors into a `BackendError` with the device and its activity.
+
+    Every run of a graph enters it several times, for a third of a generator's time.
+    """
+
+    __slots__ = ("_device", "_doing")
+
+    def __init__(self, device: str, doing: str) -> None:
+        self._device, self._doing = device, doing
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            return
+        cl, device, doing = driver(), self._device, self._doing
+        if isinstance(error, cl.MemoryError):
+            raise BackendError(
+                f"{device} is out of memory while {doing} ({_reason(error)}): use smaller "
+                "micro-batches, more stages, or recompute"
+            ) from error
+        if isinstance(error, cl.Error):
+            raise BackendError(f"{device} failed while {doing}: {_reason(error)}") from error
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     text = str(error).strip()
     return text if len(text) < 4000 else text[:2000] + "\n...\n" + text[-2000:]

@@ -168,18 +168,13 @@ def _lines(
     asked = [f"PREFETCH({name} + at);" for name in pointers]
     asked += [f"if (col0 + LANES < cols) PREFETCH({name} + at + LANES);" for name in pointers]
     rows = "for (int m = 0; m < row_count; m++) {"
-    inside = indent(by_vector, "if (i + LANES <= cols) {")
+    inside = ["int i = col0 + n * LANES;", "const float16 sums16 = sums[m][n];"]
+    inside += indent(by_vector, "if (i + LANES <= cols) {")
     if by_element:
         loop = indent(by_element, "for (; i < cols; ++i) {")
         inside[-1] = "} else {"
-        inside += ["    float lane[LANES];", "    vstore16(sums16, 0, lane);"]
-        inside += [*(f"    {line}" for line in loop), "}"]
-    inside = [
-        "const int first = col0 + n * LANES;",
-        "int i = first;",
-        "const float16 sums16 = FINISHED(sums[m][n], row0 + m, i);",
-        *inside,
-    ]
+        inside += ["    const int first = i;", "    float lane[LANES];"]
+        inside += ["    vstore16(sums16, 0, lane);", *(f"    {line}" for line in loop), "}"]
     tile = [
         f"__global const float* a = LEFT_PANEL({panels[0]});",
         f"FETCH_NEXT({panels[1]});",
@@ -187,6 +182,7 @@ def _lines(
         *indent(["const int at = (batch * rows + row0 + m) * cols + col0;", *asked], rows),
         "float16 sums[ROWS][2];",
         f"multiply_rows(a, STEPS({panels[0]}), b, row_count, k1 - k0, sums);",
+        "FINISH(sums);",
         *indent(
             [
                 "const int row = batch * rows + row0 + m;",

@@ -43,17 +43,19 @@ class CommandEvent(Event):
         return bool(status == driver().command_execution_status.COMPLETE)
 
     def wait(self, timeout_s: float | None = None) -> None:
+        long = self.device.waits_long(self.command)
+        if timeout_s is None and not long:
+            with errors(self.device.info.id, self.doing):
+                self.command.wait()
+            self.done()
+            return
         if self.done():
             return
-        if self.device.waits_long(self.command):
+        if long:
             ended, complete = threading.Event(), driver().command_execution_status.COMPLETE
             with errors(self.device.info.id, self.doing):
                 self.command.set_callback(complete, lambda status: ended.set())
             in_time = ended.wait(timeout_s)
-        elif timeout_s is None:
-            with errors(self.device.info.id, self.doing):
-                self.command.wait()
-            in_time = True
         else:
             in_time = WAITERS.ends(self.command, timeout_s)
         if not self.done() and not in_time:
