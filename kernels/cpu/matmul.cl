@@ -355,7 +355,7 @@ WORK_ITEM __kernel void matmul(PRODUCT(float* restrict c)) {
       float16 sums[ROWS][2];  // in memory: the loop over it stays small
       multiply_rows(a, STEPS(LEFT), b, row_count, k1 - k0, sums);
       FINISH(sums);
-      if (col_count >= COLS) {  // no vector is asked how much of it exists: 2 % of a product of 512
+      if (col_count >= COLS) {  // no vector is asked how much of it exists: 3 % of a product of 512
         for (int m = 0; m < row_count; m++) {
           vstore16(sums[m][0], 0, out + m * cols);
           vstore16(sums[m][1], 1, out + m * cols);
