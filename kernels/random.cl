@@ -4,8 +4,8 @@
 // draw: out is [samples, elements], row-major. Element e of sample s is word e % 4 of the block with
 // counter (e / 4, first + s, site, step) and key seed; rng holds seed, step, first. With -DMASK, out
 // is a byte that says whether the word, as a multiple of 2^-24 in [0, 1), is less than `keep`;
-// without, it is that number. Work-item g draws CHUNK blocks of one sample, SETS times LANES (1 or 16) at once: a round waits
-// for the one before it, and another set of lanes has its round meanwhile.
+// without, it is that number. Work-item g draws CHUNK blocks of one sample, SETS times LANES (1 or
+// 16) at once: a round waits for the one before it, and another set of lanes has its round meanwhile.
 
 #if LANES == 1
 #define SETS 1

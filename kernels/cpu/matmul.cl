@@ -32,8 +32,8 @@
 
 // `matmul` and generated kernels: their parameters; this work-item's part of C, from `first_row` and `first_col` on; panels
 // for the tile at (row0, col0), each `packed` before, `contiguous` along its rows, `transposed`: contiguous along k, or
-// `strided`, or one of A that is read `in_place`, contiguous along k; and 16 columns of a row of a tile, ready for C. `c`
-// carries the sums of earlier blocks of depth where k0 > 0, and is not read elsewhere.
+// `strided`, or one of A that is read `in_place`, contiguous along k; and `FINISH`, which makes the sums of a tile ready for
+// C. `c` carries those of earlier blocks of depth where k0 > 0, and is not read elsewhere.
 #define PRODUCT(C)                                                                                           \
   const int inner, __global const float *restrict left, const int left_offset, const int left_outer,         \
       const int left_batch, const int left_row, const int left_k, __global const float *restrict right,      \
