@@ -66,7 +66,9 @@ def worker_table(simulation: Simulation) -> Table:
     from hetpipe.report.units import format_nbytes
 
     columns = ["worker", "busy", "bubble", "peak memory"]
-    step = f"{1e3 * simulation.outcome.step_s:.2f} ms, {simulation.timeline.label}"
+    step = f"{1e3 * simulation.step_s:.2f} ms, {simulation.timeline.label}"
+    if not simulation.plan.rule.flushes:
+        step += ", in a full pipeline"
     table = make_table(f"Step of {step}", columns, columns[1:])
     rows = zip(
         simulation.outcome.workers, simulation.outcome.bubble, simulation.outcome.peak_nbytes,

@@ -19,6 +19,7 @@ import numpy as np
 from hetpipe.cost.table import CostTable
 from hetpipe.plan.costs import Array
 from hetpipe.plan.proposal import PlannerOptions, Tables
+from hetpipe.schedule.rule import rule_of
 
 ROUNDS = 400
 SLOW_S = 1e12
@@ -35,9 +36,11 @@ def lower_bound_s(tables: Tables, devices: Iterable[str], options: PlannerOption
     per_sample_s = np.min(
         [_passes_s(table, names) / size for size, table in tables.items()], axis=0
     )
+    bound_s = options.mini_batch * shared_s(per_sample_s)
+    if not all(rule_of(schedule).flushes for schedule in options.schedules):
+        return bound_s
     shortest_s = np.min([_passes_s(table, names) for table in tables.values()], axis=0)
-    way_s = float(shortest_s.min(axis=0).sum())
-    return max(options.mini_batch * shared_s(per_sample_s), way_s)
+    return max(bound_s, float(shortest_s.min(axis=0).sum()))
 
 
 def shared_s(times_s: Array) -> float:

@@ -16,16 +16,22 @@ from hetpipe.plan.costs import StageCosts
 from hetpipe.plan.plan import Plan, StagePlan
 from hetpipe.plan.times import Tied, stage_times
 from hetpipe.plan.times import tied as tied_stages
-from hetpipe.schedule.action import Op
 from hetpipe.schedule.generators import generate
 from hetpipe.schedule.rule import Rule, rule_of
 from hetpipe.schedule.weights import WeightPolicy, policy_of
 from hetpipe.simulate.quick import order_of
 from hetpipe.simulate.simulator import simulate
+from hetpipe.simulate.stream import period_s
 from hetpipe.simulate.timeline import Timeline
 from hetpipe.simulate.times import FREE, StageTimes
 
 MIB = 2**20
+NEAR = 1e-3
+"""Relative; ends of a stream's period that are as near to each other are one price."""
+LONGEST = 256
+"""Times the mini-batches in flight; a longer stream is not simulated for a price."""
+LONG_TURN = 16
+"""Mini-batches; the pattern of replicas that repeats more seldom is taken to repeat each time."""
 
 
 @dataclass(frozen=True)
@@ -112,19 +118,51 @@ def price(question: Question, partition: Partition, origin: str) -> Plan:
 def predicted_step_s(plan: Plan, table: CostTable, times: StageTimes | None = None) -> float:
     """Seconds per mini-batch, without a timeline if none is needed.
 
-    `times` of stages are by default those that the table gives.
+    Without flushes, the period of a stream that never ends. `times` of stages are by default those
+    that the table gives.
     """
     times = times or stage_times(plan, table)
+    if not plan.rule.flushes:
+        return _stream_step_s(plan, table, times)
     pairs = tuple((owner, o) for owner, others in tied_stages(plan, table) for o in others)
     alone = max(plan.replicas) == 1
-    if plan.rule.flushes and (alone or not (plan.rule.several_stages or pairs)):
+    if not times.shares_media and (alone or not (plan.rule.several_stages or pairs)):
         order = order_of(
             plan.rule, len(plan.stages), plan.microbatches, plan.in_flight,
             len(set(plan.devices)), pairs,
         )  # fmt: skip
         if order is not None:
             return order.step_s(times if alone else _summed(times)) + times.step_overhead_s
-    return step_s(plan, predict(plan, table, times=times))
+    return predict(plan, table, times=times).total_s
+
+
+def _stream_step_s(plan: Plan, table: CostTable, times: StageTimes) -> float:
+    """The period of the plan's stream, at most `NEAR` above the true one.
+
+    The simulated stream grows until its ends tell the period well enough.
+    """
+    turn = math.lcm(*plan.replicas)
+    if turn > LONG_TURN:  # replicas of a stage cost the same, so only their sums have a turn
+        turn = 1
+    reach = _reach(plan)
+    rounds = max(4 * -(-reach // turn), -(-_filling(plan) // turn))
+    while True:
+        timeline = predict(plan, table, times=times, mini_batches=rounds * turn)
+        low_s, high_s = period_s(timeline, rounds * turn, turn, reach)
+        if high_s - low_s <= NEAR * high_s or rounds * turn > LONGEST * (reach + 1):
+            return high_s
+        rounds *= 2
+
+
+def _reach(plan: Plan) -> int:
+    """The number of mini-batches that the plan's stages have in flight at most."""
+    in_flight = (depth * count for depth, count in zip(plan.in_flight, plan.replicas, strict=True))
+    return -(-max(in_flight) // plan.microbatches)
+
+
+def _filling(plan: Plan) -> int:
+    """A number of mini-batches that fills the pipeline four times."""
+    return 4 * _reach(plan) + 4
 
 
 def _summed(times: StageTimes) -> StageTimes:
@@ -134,20 +172,6 @@ def _summed(times: StageTimes) -> StageTimes:
     """
     both_s = zip(times.update_s, times.all_reduce_s, strict=True)
     return replace(times, update_s=tuple(map(sum, both_s)), all_reduce_s=())
-
-
-def step_s(plan: Plan, timeline: Timeline) -> float:
-    """Seconds per mini-batch; without flushes, the time between two in a full pipeline."""
-    if plan.rule.flushes:
-        return timeline.total_s
-    ends_s = [
-        span.end_s for span in timeline.spans if span.action.op is Op.UPDATE and span.worker == 0
-    ]
-    per_update = plan.rule.mini_batches_per_update(plan.replicas)[0]
-    ends_s = ends_s[:: plan.replicas[0] // per_update]  # one of each round
-    full = len(ends_s) // 2
-    each_s = (ends_s[-1] - ends_s[full]) / (len(ends_s) - 1 - full)
-    return each_s / plan.replicas[0]
 
 
 def predict(
@@ -169,9 +193,8 @@ def predict(
     edges = {(a, b) for owner, others in pairs for o in others for a, b in ((owner, o), (o, owner))}
     times = replace(times, tied={**dict.fromkeys(edges, FREE), **times.tied})
     count = 1
-    if not plan.rule.flushes:  # four times the number that fills the pipeline
-        count = 4 * -(-max(plan.in_flight) // plan.microbatches) + 4
-        count = mini_batches or count * max(plan.replicas)
+    if not plan.rule.flushes:
+        count = mini_batches or _filling(plan)
     schedule = generate(
         plan.schedule, len(plan.stages), plan.microbatches, in_flight=plan.in_flight, tied=pairs,
         mini_batches=count, workers=len(set(plan.devices)),

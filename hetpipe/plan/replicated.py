@@ -14,7 +14,7 @@ from hetpipe.errors import PlanError
 from hetpipe.plan.costs import StageCosts
 from hetpipe.plan.interval import with_interval
 from hetpipe.plan.plan import Plan, StagePlan
-from hetpipe.plan.pricing import check_able, label_of, predict, predicted_step_s, step_s
+from hetpipe.plan.pricing import check_able, label_of, predict, predicted_step_s
 from hetpipe.plan.shares import all_reduce_s, divided
 from hetpipe.plan.times import stage_times
 from hetpipe.schedule.generators import generate, max_in_flight
@@ -235,7 +235,7 @@ def _with(
         label_of(table, devices),
         "data-parallel",
     )
-    return replace(plan, step_s=step_s(plan, predict(plan, table)))
+    return replace(plan, step_s=predict(plan, table).total_s)
 
 
 class _Times:

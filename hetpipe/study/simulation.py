@@ -10,8 +10,9 @@ from hetpipe.cluster.cluster import Cluster
 from hetpipe.cost.table import CostTable
 from hetpipe.plan.costs import StageCosts
 from hetpipe.plan.plan import Plan
-from hetpipe.plan.pricing import predict
+from hetpipe.plan.pricing import predict, predicted_step_s
 from hetpipe.plan.times import stage_times
+from hetpipe.schedule.action import Op
 from hetpipe.simulate.outcome import Memory, Outcome, outcome
 from hetpipe.simulate.timeline import Timeline
 from hetpipe.simulate.times import StageTimes
@@ -19,18 +20,24 @@ from hetpipe.simulate.times import StageTimes
 
 @dataclass(frozen=True)
 class Simulation:
-    """The timeline of one step (without flushes, of some mini-batches), and its outcome."""
+    """The timeline of one step, and its outcome.
+
+    Without flushes, the timeline has some mini-batches from an empty pipeline on, and the outcome
+    is that of one mini-batch in a full pipeline; memory is that of the whole timeline.
+    """
 
     plan: Plan
     timeline: Timeline
     outcome: Outcome
+    step_s: float
+    """Seconds per mini-batch, as a plan predicts them: with the controller's overhead."""
 
     def to_json(self) -> dict[str, Any]:
         """A dict that `json` can write."""
         names, outcome = self.outcome.workers, self.outcome
         return {
             "plan": self.plan.to_json(),
-            "step_s": outcome.step_s,
+            "step_s": self.step_s,
             "label": self.timeline.label,
             "workers": [
                 {
@@ -63,7 +70,23 @@ def simulate(plan: Plan, costs: CostTable, cluster: Cluster | None = None) -> Si
     if cluster is not None:
         times = sharing(times, plan, cluster)
     timeline = predict(plan, costs, times=times)
-    return Simulation(plan, timeline, outcome(timeline, memories(plan, costs)))
+    whole = outcome(timeline, memories(plan, costs))
+    if plan.rule.flushes:
+        return Simulation(plan, timeline, whole, timeline.total_s)
+    step_s = predicted_step_s(plan, costs, times)
+    return Simulation(plan, timeline, _of_one(whole, timeline, step_s), step_s)
+
+
+def _of_one(whole: Outcome, timeline: Timeline, step_s: float) -> Outcome:
+    """The outcome of one mini-batch in a full pipeline, from that of all in a timeline."""
+    count = 1 + max(s.action.number for s in timeline.spans if s.action.op is Op.UPDATE)
+    busy_s = ((1 - bubble) * whole.step_s / count for bubble in whole.bubble)
+    return replace(
+        whole,
+        step_s=step_s,
+        bubble=tuple(1 - each_s / step_s if step_s else 0.0 for each_s in busy_s),
+        link_nbytes={link: nbytes // count for link, nbytes in whole.link_nbytes.items()},
+    )
 
 
 def sharing(times: StageTimes, plan: Plan, cluster: Cluster) -> StageTimes:
