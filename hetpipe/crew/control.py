@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from hetpipe.errors import WorkerError
+from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.wire.messages import Beat, Failure, Losses, News, Norm, Reply
 
 TICK_S = 1.0
@@ -56,6 +57,7 @@ class Control:
         # sent, nor while `on_news` or `on_failure` runs, which take locks of their own.
         self._changed = threading.Condition()
         self._error: tuple[str, str] | None = None
+        self._owner = os.getpid()
         self.doing: list[Callable[[], str]] = [
             partial(self._beats.__getitem__, i) for i in range(len(self.labels))
         ]
@@ -64,6 +66,11 @@ class Control:
     def failed(self) -> bool:
         """Whether the run is over."""
         return self._error is not None
+
+    @property
+    def owns(self) -> bool:
+        """Whether this process started the workers: a fork of it did not."""
+        return os.getpid() == self._owner
 
     def arrived(self, worker: int, message: Any) -> None:
         """Take a message of a worker."""
@@ -91,7 +98,12 @@ class Control:
         self.on_failure()
 
     def check(self) -> None:
-        """Raises `WorkerError` if the run has failed."""
+        """Raises `WorkerError` if the run has failed, `HetpipeError` in a fork of the process."""
+        if not self.owns:
+            raise HetpipeError(
+                f"process {os.getpid()} is a fork of process {self._owner}, which started these "
+                "workers: they answer that process alone; start others here"
+            )
         if self._error is not None:
             text, trace = self._error
             raise WorkerError(text) from (RemoteTraceError(trace) if trace else None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import threading
@@ -71,6 +70,8 @@ class ThreadFleet(Fleet):
         self._services[worker].deliver(message, fds)
 
     def close(self) -> None:
+        if not self.control.owns:
+            return
         self._abort()
         end_s = time.monotonic() + LEAVE_S
         for thread in self._threads:
@@ -108,7 +109,6 @@ class ProcessFleet(Fleet):
     ) -> None:
         self.control = control
         control.on_failure = self._wake
-        self._owner = os.getpid()
         self._orders = orders
         self._settings = settings
         self._silence_s = silence_s
@@ -133,7 +133,7 @@ class ProcessFleet(Fleet):
             self.control.gather([worker], patience_s=LEAVE_S)  # the watcher says why it is gone
 
     def close(self) -> None:
-        if os.getpid() != self._owner:
+        if not self.control.owns:
             return  # a fork of the controller has the object but not the workers
         self._closing = True
         self._wake()

@@ -163,9 +163,10 @@ class Workers:
         self._control.check()
 
     def close(self) -> None:
-        """End all workers; safe to call twice."""
-        self._close()
-        self._control.fail("the crew is closed")
+        """End all workers; safe to call twice. Does nothing in a fork of the process."""
+        if self._control.owns:
+            self._close()
+            self._control.fail("the crew is closed")
 
     def __enter__(self) -> Self:
         return self
@@ -177,14 +178,16 @@ class Workers:
     def _guarded(self) -> Iterator[None]:
         """A conversation with the workers, after the calls that go on. An error in it ends them,
         since they are out of step."""
+        self._control.check()
         try:
             self._await_devices()
             while self._begun:
                 self._begun.popleft()()
             self._control.check()
             yield
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self._close()
+            self._control.fail(f"the crew is closed: {type(error).__name__} broke off a call")
             raise
 
     def _await_devices(self) -> None:

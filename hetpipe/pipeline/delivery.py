@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 from hetpipe.errors import HetpipeError, NotFiniteError
-from hetpipe.pipeline.guard import OneThread
+from hetpipe.pipeline.guard import Guard
 from hetpipe.pipeline.rebalance import Rebalancer
 from hetpipe.pipeline.training import Result, Training
 
@@ -20,12 +20,12 @@ class Delivery:
     are dropped.
     """
 
-    def __init__(self, training: Training, one_thread: OneThread, rebalancer: Rebalancer) -> None:
+    def __init__(self, training: Training, guard: Guard, rebalancer: Rebalancer) -> None:
         self._training = training
-        self._one_thread = one_thread
+        self._guard = guard
         self._rebalancer = rebalancer
         self._results: deque[Result] = deque()
-        self._running = False
+        self._run: object | None = None  # stands for the run that has results to come
 
     def settle(self) -> None:
         """Wait until no mini-batch is under way and all are applied."""
@@ -43,7 +43,7 @@ class Delivery:
 
     def step(self, x: Any, y: Any) -> Result:
         """Train on one mini-batch, completely."""
-        with self._one_thread("step"):
+        with self._guard("step"):
             self._move_if_due()
             if not self._training.streams:
                 return self._training.step(x, y)
@@ -60,30 +60,45 @@ class Delivery:
         """
         if not self._training.streams:
             for x, y in batches:
-                with self._one_thread("run"):
+                with self._guard("run"):
                     self._move_if_due()
                     result = self._training.step(x, y)
                 yield result
             return
-        with self._one_thread("run"):
-            if self._running:
-                raise HetpipeError(
-                    "another run of this pipeline has results to come: take them, or close() it, "
-                    "before the next run begins"
-                )
-            self._running = True
+        token = object()
         try:
+            with self._guard("run"):
+                if self._run is not None:
+                    raise HetpipeError(
+                        "another run of this pipeline has results to come: take them, or close() "
+                        "it, before the next run begins"
+                    )
+                self._run = token
             yield from self._results_of(batches)
         finally:
-            self._running = False
-            self._results.clear()
+            if self._run is token:
+                self._run = None
+                self._results.clear()
 
     def _results_of(self, batches: Iterable[tuple[Any, Any]]) -> Iterator[Result]:
-        training = self._training
-        for x, y in batches:
-            with self._one_thread("run"):
+        training, source = self._training, iter(batches)
+        failure: Exception | None = None  # of the source, or of a batch that is refused
+        while True:
+            try:
+                x, y = next(source)
+            except StopIteration:
+                break
+            except Exception as error:
+                failure = error
+                break
+            with self._guard("run"):
                 self._move_if_due()
-                if not training.fits(x, y):  # new stages: nothing may be under way
+                try:
+                    fits = training.fits(x, y)
+                except HetpipeError as error:
+                    failure = error
+                    break
+                if not fits:  # new stages: nothing may be under way
                     self._collect_all()
                 training.admit(x, y)
                 if training.is_full and not self._results:
@@ -91,10 +106,12 @@ class Delivery:
             if self._results:
                 yield self._results.popleft()
         while self._results or training.under_way:
-            with self._one_thread("run"):
+            with self._guard("run"):
                 if not self._results:
                     self._results.append(training.collect())
             yield self._results.popleft()
+        if failure is not None:
+            raise failure
 
     def _move_if_due(self) -> None:
         if self._rebalancer.due:
@@ -104,5 +121,5 @@ class Delivery:
     def _collect_all(self) -> None:
         while self._training.under_way:
             result = self._training.collect()
-            if self._running:
+            if self._run is not None:
                 self._results.append(result)

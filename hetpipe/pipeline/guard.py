@@ -1,30 +1,127 @@
-"""One thread at a time: a pipeline's workers hold one conversation."""
+"""Guard: checks every public call of a pipeline at its entry, and lets no interrupt tear it."""
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 from hetpipe.errors import HetpipeError
 
+HELD = (signal.SIGINT, signal.SIGTERM)
+"""The signals that wait for the end of a call, if a Python function handles them."""
 
-class OneThread:
-    """`with one_thread("step"):` refuses a second thread, and never waits for the first."""
 
-    def __init__(self) -> None:
+class Guard:
+    """`with guard("step"):` surrounds a public call.
+
+    It refuses a forked process and a second thread; it never waits for the first thread. An
+    interrupt (Ctrl-C, a notebook's stop button) waits until the outermost call has ended, so every
+    mini-batch is trained completely or not at all. A second interrupt breaks the call off:
+    `abort(call)` then closes the pipeline, and returns the message for all later calls.
+    """
+
+    def __init__(self, abort: Callable[[str], str]) -> None:
+        self._abort = abort
+        self._owner = os.getpid()
         # Held during every public call of a pipeline; calls of the same thread may be nested.
         self._lock = threading.RLock()
+        self._closed = ""  # the reason, after a second interrupt
+        self.checks: list[Callable[[str], None]] = []
+        """Functions that raise `HetpipeError` if the call of this name must not begin."""
 
     @contextmanager
-    def __call__(self, call: str) -> Iterator[None]:
-        """Raises `HetpipeError` while another thread is in a call."""
-        if not self._lock.acquire(blocking=False):
+    def __call__(self, call: str, alone: bool = True) -> Iterator[None]:
+        """Raises `HetpipeError` if the call must not begin. Other threads may be in calls that are
+        not `alone`.
+        """
+        if not self.owns:
             raise HetpipeError(
-                f"{call}() on thread {threading.current_thread().name!r} while another thread is "
-                "in a call of this pipeline: call it from one thread at a time"
+                f"{call}() in process {os.getpid()}, a fork of process {self._owner}, which made "
+                "this pipeline: its workers answer that process alone; make another pipeline here"
             )
+        held = _HeldSignals()
+        held.hold()
         try:
-            yield
+            if alone and not self._lock.acquire(blocking=False):
+                raise HetpipeError(
+                    f"{call}() on thread {threading.current_thread().name!r} while another thread "
+                    "is in a call of this pipeline: call it from one thread at a time"
+                )
+            try:
+                if self._closed:
+                    raise HetpipeError(self._closed)
+                for check in self.checks:
+                    check(call)
+                yield
+            finally:
+                if alone:
+                    self._lock.release()
+        except BaseException as error:
+            if held.broken:
+                self._closed = "a second interrupt is closing this pipeline"
+                self._closed = self._abort(call)
+                if not error.args:
+                    error.args = (self._closed,)
+            raise
         finally:
-            self._lock.release()
+            held.release()
+
+    @property
+    def owns(self) -> bool:
+        """Whether this process made the pipeline: a fork of it did not."""
+        return os.getpid() == self._owner
+
+
+class _HeldSignals:
+    """The signals that arrive during a call. Their handlers run when it has ended.
+
+    Only the main thread can hold signals, and only there a handler can raise. A call within a call
+    holds nothing: the outer one does.
+    """
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
+        self._waiting: int | None = None
+        self._ends = False
+        self.broken = False
+        """Whether the handler of a second signal has raised."""
+
+    def hold(self) -> None:
+        """Begin to hold signals. A signal that came before raises here, and none is held then."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        try:
+            for number in HELD:
+                handler = signal.getsignal(number)
+                if callable(handler) and not _is_held(handler):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._arrived)
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Restore the handlers, and run the handler of the signal that waits."""
+        self._ends = True
+        for number, handler in reversed(self._handlers.items()):
+            signal.signal(number, handler)
+        if self._waiting is not None and not self.broken:
+            self._handlers[self._waiting](self._waiting, sys._getframe())
+
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
+        if self._waiting is None or self._ends:
+            self._waiting = number
+            return
+        self.broken = True
+        self._handlers[number](number, frame)
+        self.broken = False
+
+
+def _is_held(handler: object) -> bool:
+    """Whether a handler is that of a surrounding call."""
+    return isinstance(getattr(handler, "__self__", None), _HeldSignals)

@@ -27,8 +27,9 @@ from hetpipe.pipeline.fit import (
     check_dtypes,
     check_fit,
 )
-from hetpipe.pipeline.guard import OneThread
+from hetpipe.pipeline.guard import Guard
 from hetpipe.pipeline.launch_check import refuse_ranks
+from hetpipe.pipeline.lifetime import Lifetime
 from hetpipe.pipeline.measurements import Measurements
 from hetpipe.pipeline.options import PassOptions, PlanOptions, records_of
 from hetpipe.pipeline.planning import microbatches_of, planning_for
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
 __all__ = ["Pipeline", "Result"]
 
 
-class Pipeline(Measurements):
+class Pipeline(Lifetime, Measurements):
     """A model in training on a cluster; use it as a context manager, on one thread at a time.
 
     `example` is one mini-batch `(x, y)`: tensors, tuples or dicts of them, batch first. `loss_fn`
@@ -80,6 +81,9 @@ class Pipeline(Measurements):
 
     A `crew` (started workers) or a `captured` model that the caller gives is left as it is by
     `close`; a crew serves one pipeline at a time. Raises children of `HetpipeError` only.
+
+    An interrupt (Ctrl-C) waits until the call has ended, so that a mini-batch is trained completely
+    or not at all, and the pipeline can go on. A second one during that wait closes the pipeline.
     """
 
     def __init__(
@@ -110,7 +114,7 @@ class Pipeline(Measurements):
             check_count(planned.microbatches, mini_batch)
         self._names = list(model.state_dict())
         self._optimizer = optimizer
-        self._one_thread = OneThread()
+        self._guard = Guard(self._break_off)
         self._efforts: list[Effort] = []
         self._borrowed = crew is not None
         self._crew = crew or Crew.start(cluster, wait=False)  # workers begin while we capture
@@ -142,7 +146,7 @@ class Pipeline(Measurements):
             self._rebalancer = Rebalancer(
                 self._training, self._crew, costs, fixed, planned.rebalance is not None
             )
-            self._delivery = Delivery(self._training, self._one_thread, self._rebalancer)
+            self._delivery = Delivery(self._training, self._guard, self._rebalancer)
         except BaseException:
             self.close()
             raise
@@ -171,32 +175,33 @@ class Pipeline(Measurements):
         Flushes first. Schedule, micro-batches, weights and members stay. Raises `HetpipeError` if
         the plan, its cuts or replicas were given, or gradients are accumulated.
         """
-        with self._one_thread("rebalance"):
+        with self._guard("rebalance"):
             self._delivery.settle()
             return self._rebalancer.rebalance(steps)
 
     def set_speed(self, member: str, speed: float) -> None:
         """Emulate another speed on a member from now on; see `Crew.set_speed`."""
-        self._crew.set_speed(member, speed)
+        with self._guard("set_speed", alone=False):
+            self._crew.set_speed(member, speed)
 
     def evaluate(self, x: Any, y: Any) -> float:
         """The mean loss of one mini-batch in eval mode, without gradients; flushes first.
 
         Compiles stages the first time, and for each new size of a mini-batch.
         """
-        with self._one_thread("evaluate"):
+        with self._guard("evaluate"):
             self._delivery.settle()
             return self._training.evaluate(x, y)
 
     def flush(self) -> None:
         """Wait until all mini-batches are applied, accumulated gradients too."""
-        with self._one_thread("flush"):
+        with self._guard("flush"):
             self._delivery.settle()
             self._training.apply()
 
     def gradients(self, x: Any, y: Any) -> tuple[float, dict[str, torch.Tensor]]:
         """Loss and gradients of one mini-batch by parameter name; the model stays as it is."""
-        with self._one_thread("gradients"):
+        with self._guard("gradients"):
             self.flush()
             loss, grads = self._training.gradients(x, y)
             return loss, as_tensors(grads)
@@ -207,13 +212,13 @@ class Pipeline(Measurements):
         """
         from hetpipe.pipeline.diagnosing import diagnose_training
 
-        with self._one_thread("diagnose"):
+        with self._guard("diagnose"):
             self._delivery.settle_anyway()
             return diagnose_training(self._training, x, y)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The full model's parameters and buffers under their original names, on the CPU."""
-        with self._one_thread("state_dict"):
+        with self._guard("state_dict"):
             self._delivery.settle()
             return state_dict(self._training, self._captured, self._names)
 
@@ -224,9 +229,10 @@ class Pipeline(Measurements):
         Refuses weights that are not finite or were trained with a loss that was not, unless
         `force`.
         """
-        with self._one_thread("save"):
+        with self._guard("save"):
             self.flush()
             write(Path(directory), self._training, self.plan, self._optimizer, force)
+            self._saved(directory)
 
     @classmethod
     def load(
@@ -244,7 +250,9 @@ class Pipeline(Measurements):
         and never saved, bit for bit on one machine. Raises `CheckpointError` for files that are
         damaged or of another model or optimizer.
         """
-        return cls(model, loss_fn, example, resume=load_checkpoint(Path(directory)), **options)
+        pipe = cls(model, loss_fn, example, resume=load_checkpoint(Path(directory)), **options)
+        pipe._saved(directory)
+        return pipe
 
     @property
     def plan(self) -> Plan:
@@ -272,7 +280,7 @@ class Pipeline(Measurements):
         Raises `HetpipeError` if there are no costs. Flushes, and probes the devices for some
         hundredths of a second.
         """
-        with self._one_thread("corrected"):
+        with self._guard("corrected"):
             self._delivery.settle()
             return corrected_now(self._crew, self.plan, self._rebalancer.planned_by)
 
@@ -281,17 +289,6 @@ class Pipeline(Measurements):
         if costs is None or not boards_of(plan, cluster):
             return None
         return BoardTime(self._captured, cluster, self._optimizer, plan, costs)
-
-    def close(self) -> None:
-        """Stop the workers, unless they were lent."""
-        if not self._borrowed:
-            self._crew.close()
-
-    def __enter__(self) -> Pipeline:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def _check_captured(captured: Captured, planned: PlanOptions, passes: PassOptions) -> PlanOptions:

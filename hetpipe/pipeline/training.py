@@ -124,8 +124,9 @@ class Training:
         return streaming is not None and self.under_way > streaming.window
 
     def fits(self, x: Any, y: Any) -> bool:
-        """Whether stages for the sizes of this mini-batch are loaded."""
+        """Whether its stages' sizes are loaded. Raises `HetpipeError` if it is refused."""
         samples = sizes_of(rows_of(self.subject.captured.leaves(x, y)), self.plan.microbatches)
+        check_whole(samples, self.plan)
         return set(samples) <= self.stages.sizes
 
     def step(self, x: Any, y: Any) -> Result:
@@ -232,8 +233,7 @@ class Training:
         """Run the actions of these kinds, for one mini-batch by itself."""
         schedule = self.stages.schedules.of(len(request.samples), ops)
         result = self._crew.step(replace(request, schedule=schedule))
-        self.recent.clear()
-        self.recent.append(result)
+        self.recent = deque([result], RECENT)
         self.ran = Ran(schedule, request.samples)
         return result
 
