@@ -1,0 +1,197 @@
+"""An interrupt leaves each mini-batch out or trains it completely, and the pipeline goes on."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetpipe as hp
+from hetpipe.cluster import Cluster
+from hetpipe.crew.crew import Crew
+from hetpipe.errors import HetpipeError
+
+DEVICES = ("numpy:cpu:0",) * 2
+X, Y = torch.linspace(-1, 1, 24).reshape(6, 4), torch.zeros(6)
+LR = 0.125
+
+
+def shift() -> nn.Linear:
+    """Adds a vector, whose gradient is the same in every step: its value counts the updates."""
+    layer = nn.Linear(4, 4)
+    nn.init.eye_(layer.weight.requires_grad_(False))
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def sum_of_row(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return out.sum(1).mean() - y.mean()
+
+
+def opened(crew: Crew, **options: Any) -> hp.Pipeline:
+    return hp.Pipeline(
+        nn.Sequential(shift(), shift()), sum_of_row, (X, Y), cluster=crew.cluster, crew=crew,
+        optimizer=hp.optim.sgd(lr=LR), **{"cuts": [1], "microbatches": 2, **options},
+    )  # fmt: skip
+
+
+def updates(pipe: hp.Pipeline) -> list[float]:
+    """The number of mini-batches in each parameter's value."""
+    biases = [value for name, value in pipe.state_dict().items() if name.endswith("bias")]
+    return (-torch.cat(biases) / LR).tolist()
+
+
+@pytest.fixture(autouse=True)
+def handler() -> Iterator[None]:
+    """The handlers of a program of its own, which must be the same in the end."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+
+
+class Interruption:
+    """Sends SIGINT to this process at a message to or a wait for workers, counted from 0."""
+
+    def __init__(self, crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._at, self._times = -1, 1
+        for place, name in ((crew._fleet, "send"), (crew._control, "gather")):
+            monkeypatch.setattr(place, name, self._counted(getattr(place, name)))
+
+    def arm(self, at: int, times: int = 1) -> None:
+        self._at, self._times = at, times
+
+    @property
+    def came(self) -> bool:
+        return self._at < 0
+
+    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if self._at == 0:
+                for _ in range(self._times):
+                    signal.raise_signal(signal.SIGINT)
+            self._at -= 1
+            return function(*args, **kwargs)
+
+        return counted
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+@pytest.mark.parametrize(
+    "call",
+    ["step", "run", "evaluate", "gradients", "state_dict", "flush", "save", "diagnose", "resize"],
+)
+def test_an_interrupt_anywhere(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch, schedule: str, call: str, tmp_path: Path
+) -> None:
+    interruption, sizes = Interruption(crew, monkeypatch), iter(range(2, 1000))
+    arguments: dict[str, tuple[Any, ...]] = {"state_dict": (), "flush": (), "save": (tmp_path,)}
+    with opened(crew, schedule=schedule) as pipe:
+
+        def act() -> None:
+            if call == "run":
+                for _ in pipe.run([(X, Y)] * 3):
+                    pass
+            elif call == "resize":  # compiles stages for a new size
+                size = next(sizes)
+                pipe.step(X.repeat(size, 1), Y.repeat(size))
+            else:
+                getattr(pipe, call)(*arguments.get(call, (X, Y)))
+
+        before = pipe.steps
+        act()  # also compiles
+        grows, at, interrupts = pipe.steps - before, 0, 0
+        while True:
+            before = pipe.steps
+            interruption.arm(at)
+            try:
+                act()
+            except KeyboardInterrupt:
+                interrupts += 1
+                assert interruption.came
+            else:
+                assert not interruption.came
+            interruption.arm(-1)
+            assert before <= pipe.steps <= before + grows
+            assert updates(pipe) == [pipe.steps] * 8
+            if not interrupts or at > 12:
+                break
+            interrupts, at = 0, at + 1 + at // 3
+        assert at or call == "flush"
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_second_interrupt_closes(
+    monkeypatch: pytest.MonkeyPatch, saved: bool, tmp_path: Path
+) -> None:
+    cluster = Cluster.local(devices=DEVICES)
+    crew = Crew.start(cluster)
+    with crew, opened(crew) as pipe:
+        pipe.step(X, Y)
+        if saved:
+            pipe.save(tmp_path)
+        pipe.step(X, Y)
+        Interruption(crew, monkeypatch).arm(1, times=2)
+        where = f"step 1 in {tmp_path}" if saved else "no checkpoint of it was saved"
+        with pytest.raises(KeyboardInterrupt, match="closed this pipeline at step 2;") as caught:
+            pipe.step(X, Y)
+        assert where in str(caught.value)
+        for call in (lambda: pipe.step(X, Y), pipe.state_dict):
+            with pytest.raises(HetpipeError) as refused:
+                call()
+            assert str(refused.value) == str(caught.value)
+
+
+def test_a_handler_of_the_user_is_called_at_the_end(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handler that raises nothing loses no result."""
+    steps: list[int] = []
+    with opened(crew) as pipe:
+        signal.signal(signal.SIGINT, lambda number, frame: steps.append(pipe.steps))
+        Interruption(crew, monkeypatch).arm(0)
+        pipe.step(X, Y)
+        assert steps == [1]
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_an_interrupt_in_the_body_of_a_loop(crew: Crew, schedule: str) -> None:
+    def interrupted() -> None:
+        for result in pipe.run([(X, Y)] * 6):
+            if result.index == 1:
+                signal.raise_signal(signal.SIGINT)
+
+    with opened(crew, schedule=schedule) as pipe:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+        before = pipe.steps
+        indices = [result.index for result in pipe.run([(X, Y)] * 3)]
+        assert indices == list(range(2, before + 3))  # those under way come first
+        assert updates(pipe) == [before + 3] * 8
+
+
+def _raises(after: int, error: BaseException) -> Iterator[tuple[Any, Any]]:
+    for _ in range(after):
+        yield X, Y
+    raise error
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_an_exception_of_the_batches_loses_no_result(crew: Crew, schedule: str) -> None:
+    with opened(crew, schedule=schedule) as pipe:
+        for batches, error in (
+            (_raises(5, ValueError("no file")), ValueError),
+            ([*[(X, Y)] * 5, (X[:, :3], Y)], HetpipeError),
+        ):
+            first, results = pipe.steps, pipe.run(batches)
+            assert [next(results).index for _ in range(5)] == list(range(first, first + 5))
+            with pytest.raises(error):
+                next(results)
+        with pytest.raises(KeyboardInterrupt):
+            list(pipe.run(_raises(5, KeyboardInterrupt())))
+        assert updates(pipe) == [15] * 8
