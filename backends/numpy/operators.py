@@ -72,6 +72,12 @@ def _as_strided(
     return np.lib.stride_tricks.as_strided(flat, size, steps, writeable=False)
 
 
+def _cat(tensors: Sequence[Array], dim: int = 0) -> Array:
+    """Join tensors; torch lets an empty vector stand for nothing beside tensors of any rank."""
+    rank = max(x.ndim for x in tensors)
+    return np.concatenate([x for x in tensors if x.ndim == rank or x.size], dim)
+
+
 def _put(x: Array, indices: Sequence[Any], value: Any, accumulate: bool = False) -> Array:
     put: Any = np.add.at if accumulate else operator.setitem
     put(y := x.copy(), _places(indices), value)
@@ -114,7 +120,7 @@ TABLE: dict[str, Callable[..., Any]] = {
         (slice(None),) * (dim % x.ndim) + (slice(start, end, step),)
     ],
     "split_with_sizes.default": lambda x, n, dim=0: np.split(x, np.cumsum(n)[:-1], dim),
-    "cat.default": np.concatenate,
+    "cat.default": _cat,
     "repeat.default": np.tile,
     "copy.default": lambda x, source: np.broadcast_to(source, x.shape),
     "fill.Scalar fill.Tensor": lambda x, value: np.full(x.shape, np.reshape(value, ())),

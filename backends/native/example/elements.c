@@ -282,6 +282,8 @@ static int concatenate(const call *c)
     for (k = 0; k < list->count; k++) {
         const hetpipe_value *item = &list->of.items[k];
         const tensor *x = item->kind == HETPIPE_TENSOR ? &c->tensors[item->of.node] : NULL;
+        if (x && x->rank == 1 && x->size[0] == 0)
+            continue; /* an empty vector stands for nothing beside tensors of any rank */
         if (!x || x->dtype != out->dtype || x->rank != out->rank)
             return refuse(c, BAD, "tensor %u does not fit the result", (unsigned)k);
         for (i = 0; i < x->rank; i++)

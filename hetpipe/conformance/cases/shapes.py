@@ -59,6 +59,11 @@ case(
     r(3, 2),
     r(3, 4),
 )
+case(
+    "cat_empty_vector",  # stands for nothing beside any tensor: an empty cache of keys
+    lambda a: (torch.cat([a.new_zeros(0), a], 1), torch.cat([a, a.new_zeros(0), a], -1)),
+    r(3, 2),
+)
 case("stack", lambda a: aten.stack([a, a + 1], -1), r(3, 2))
 case("split", lambda a: (*a.split(2, 1), *a.split([1, 4], 1), *a.chunk(2), *a.unbind(0)), r(3, 5))
 case("repeat", lambda a: (a.repeat(2, 3), a.flip(0), a.roll(1, 1), a.roll(2)), r(2, 3))
