@@ -176,5 +176,6 @@ def _info(device_id: str, fields: Mapping[str, Any]) -> DeviceInfo:
             queues=max(fields["queues"], 1),
             emulated=bool(fields["flags"] & constant("EMULATED")),
             reference=bool(fields["flags"] & constant("REFERENCE")),
+            flushes_denormals=bool(fields["flags"] & constant("FLUSHES_DENORMALS")),
         ),
     )

@@ -62,10 +62,11 @@ enum {
     HETPIPE_BOOL = 10
 };
 
-/* Flags of a device. Devices with one of them join a cluster only by name. */
+/* Flags of a device. Emulators and references join a cluster only by name. */
 enum {
-    HETPIPE_EMULATED = 1, /* an emulator of other hardware: its times say nothing about that */
-    HETPIPE_REFERENCE = 2 /* made to be right, not fast */
+    HETPIPE_EMULATED = 1,         /* an emulator of other hardware: its times say nothing about that */
+    HETPIPE_REFERENCE = 2,        /* made to be right, not fast */
+    HETPIPE_FLUSHES_DENORMALS = 4 /* numbers below the smallest normal one may become zero */
 };
 
 /* Whatever the library likes: the host only passes pointers to them. */
@@ -92,7 +93,7 @@ typedef struct hetpipe_device_info {
     uint32_t dtypes;         /* types that graphs compute in: 1u << HETPIPE_FLOAT32 | ... */
     uint32_t cast_dtypes;    /* further types, which it stores and casts, but computes nothing in */
     uint32_t queues;         /* passes that may run at once, see `run`; 0 counts as 1 */
-    uint32_t flags;          /* HETPIPE_EMULATED | HETPIPE_REFERENCE */
+    uint32_t flags;          /* HETPIPE_EMULATED | HETPIPE_REFERENCE | ... */
 } hetpipe_device_info;
 
 typedef struct hetpipe_backend {

@@ -265,6 +265,7 @@ def _describe(device: Any, device_id: str, entry: Runtime | None) -> DeviceInfo:
             reference=bool(entry and entry.reference),
             compiles_ahead=True,
             exports=True,
+            flushes_denormals=not device.single_fp_config & driver().device_fp_config.DENORM,
         ),
         cast_dtypes=("float16",),
     )

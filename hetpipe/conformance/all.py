@@ -1,5 +1,18 @@
 """Importing the modules of checks fills `CHECKS`, but for those of torch's own database."""
 
-from hetpipe.conformance import buffers, contract, events, held, operators, training
+from hetpipe.conformance import (
+    buffers,
+    contract,
+    copies,
+    events,
+    held,
+    lengths,
+    operators,
+    threads,
+    training,
+)
 
-__all__ = ["buffers", "contract", "events", "held", "operators", "training"]
+__all__ = [
+    "buffers", "contract", "copies", "events", "held", "lengths", "operators", "threads",
+    "training",
+]  # fmt: skip

@@ -1,104 +1,18 @@
-"""Buffers: copies there and back, and who may use whose memory when."""
+"""Memory of buffers: who may use whose when, and how long results and inputs last."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 
-from hetpipe.conformance.check import BrokenRule, check, expect
+from hetpipe.conformance.check import check, expect
+from hetpipe.conformance.copies import MANY, same
 from hetpipe.conformance.operators import normal
-from hetpipe.conformance.rig import WAIT_S, Array, Rig, compare, host_dtype
-
-SHAPES = ((), (1,), (0,), (3, 0, 2), (5, 7), (1023,), (2, 3, 4, 5), (65_537,))
-MANY = 40  # results that are kept at once
-
-
-def random_array(dtype: str, shape: tuple[int, ...], seed: int = 0) -> Array:
-    """Random bits of a dtype: every byte of a copy matters."""
-    generator = np.random.default_rng(seed)
-    kind = host_dtype(dtype)
-    if kind == np.bool_:
-        return np.asarray(generator.integers(0, 2, shape), np.bool_)
-    if kind.kind == "f":
-        return np.asarray(generator.standard_normal(shape), kind)
-    low, high = np.iinfo(kind).min, np.iinfo(kind).max
-    return np.asarray(generator.integers(low, high, shape, kind, endpoint=True), kind)
-
-
-def same(actual: Array, expected: Array, where: str) -> None:
-    """Raise `BrokenRule` unless both are equal bit for bit."""
-    if actual.tobytes() != expected.tobytes():
-        compare(actual, expected, 0.0, where)
-        raise BrokenRule(f"{where} came back with other bits")
-
-
-@check(
-    "buffers/round trips",
-    "what is uploaded comes back bit for bit, in every declared dtype and any shape",
-    "a copy of the wrong size, or a dtype that is not stored as declared",
-)
-def _(rig: Rig) -> None:
-    for dtype in rig.info.dtypes:
-        if dtype == "bfloat16":  # is never uploaded
-            continue
-        for shape in SHAPES:
-            sent = random_array(dtype, shape)
-            buffer = rig.put(sent)
-            form = f"{dtype}{list(shape)}"
-            expect(buffer.shape == shape, f"the buffer of {form} has the shape {buffer.shape}")
-            expect(buffer.dtype == dtype, f"the buffer of {form} has the dtype {buffer.dtype}")
-            expect(buffer.device is rig.device, f"the buffer of {form} names another device")
-            same(rig.get(buffer), sent, form)
-
-
-@check(
-    "buffers/any array",
-    "an upload takes any host array: with strides, an odd offset, read-only",
-    "wrong stride handling: memory is copied where elements are meant",
-)
-def _(rig: Rig) -> None:
-    base = np.arange(60, dtype=np.float32).reshape(6, 10)
-    frozen = base.copy()
-    frozen.flags.writeable = False
-    row = base[0]
-    odd = np.frombuffer(bytes(4 * 7 + 1), np.uint8)[1:].view(np.float32)
-    for name, array in {
-        "transposed": base.T, "sliced": base[1::2, ::3], "reversed": base[::-1],
-        "read-only": frozen, "at an odd address": odd, "repeated": np.broadcast_to(row, (3, 10)),
-    }.items():  # fmt: skip
-        same(rig.get(rig.put(array)), np.array(array, order="C"), name)
-
-
-@check(
-    "buffers/source reused",
-    "the source of an upload may be overwritten once its event has happened",
-    "an event of an upload that comes before the copy, or a buffer that lies in the source",
-)
-def _(rig: Rig) -> None:
-    for size in (5, 1 << 20):
-        source = random_array("float32", (size,))
-        kept = source.copy()
-        buffer, event = rig.device.upload(source)
-        event.wait(WAIT_S)
-        source[...] = -1
-        same(rig.get(buffer), kept, f"a buffer of {size} elements")
-
-
-@check(
-    "buffers/no aliases",
-    "every buffer has memory of its own",
-    "memory that is handed out twice",
-)
-def _(rig: Rig) -> None:
-    arrays = [random_array("float32", (256,), seed) for seed in range(MANY)]
-    buffers = [rig.put(array) for array in arrays]
-    for index in range(0, MANY, 2):
-        buffers[index] = rig.put(arrays[index][::-1])
-    for index, (buffer, array) in enumerate(zip(buffers, arrays, strict=True)):
-        same(rig.get(buffer), array[::-1] if index % 2 == 0 else array, f"buffer {index}")
+from hetpipe.conformance.rig import WAIT_S, Rig, compare
 
 
 @check(
@@ -116,6 +30,12 @@ def _(rig: Rig) -> None:
         same(rig.get(two), (each * 2.0).numpy(), f"result 1 of run {run}, after {MANY} runs")
 
 
+def _folded(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Updates of several parameters: each reads two inputs, and the last reads all."""
+    sums = [a + b * 0.5 for a, b in zip(tensors[::2], tensors[1::2], strict=True)]
+    return *sums, torch.stack(tensors).sum(0)
+
+
 @check(
     "memory/inputs last",
     "an input that is not donated keeps its values",
@@ -130,6 +50,15 @@ def _(rig: Rig) -> None:
         for index, (buffer, tensor) in enumerate(zip(buffers, (a, b), strict=True)):
             if index not in donate:
                 same(rig.get(buffer), tensor.numpy(), f"input {index}, {list(donate)} donated")
+    for count in (6, 40):
+        many = [normal(6, 5, seed=seed) for seed in range(count)]
+        executable = rig.compile(_folded, *many)
+        for donated in ([], [0, count - 1]):
+            buffers = [rig.put(tensor) for tensor in many]
+            rig.run(executable, buffers, donated)
+            for index in set(range(count)) - set(donated):
+                where = f"input {index} of {count}, {donated} donated"
+                same(rig.get(buffers[index]), many[index].numpy(), where)
 
 
 @check(
@@ -219,6 +148,39 @@ def _(rig: Rig) -> None:
         wide, momentum = wide - slope * 0.1, momentum * 0.9 + slope
     compare(rig.get(buffers[0]), wide.numpy(), 1e-4, "the parameter after 12 updates")
     compare(rig.get(buffers[2]), momentum.numpy(), 1e-4, "the momentum after 12 updates")
+
+
+@check(
+    "memory/scalars",
+    "inputs without dimensions are read in every run, as all others are",
+    "a learning rate or a step number that is kept from the first run",
+)
+def _(rig: Rig) -> None:
+    weight, slope = normal(7, 5), normal(7, 5, seed=1)
+
+    def update(w: torch.Tensor, g: torch.Tensor, lr: torch.Tensor, t: torch.Tensor) -> Any:
+        return w - g * lr, w * (1.0 - lr / t), t + 1.0
+
+    lr = torch.tensor(0.5)
+    executable = rig.compile(update, weight, slope, lr, lr)
+    buffers = [rig.put(weight), rig.put(slope)]
+    step = rig.put(torch.tensor(1.0))
+    for turn in range(4):
+        rate, t = torch.tensor(0.5 / (turn + 1)), torch.tensor(turn + 1.0)
+        results = rig.run(executable, [*buffers, rig.put(rate), step])
+        step = results[-1]
+        for index, (result, expected) in enumerate(
+            zip(results, update(weight, slope, rate, t), strict=True)
+        ):
+            where = f"result {index} of run {turn}, with the rate {float(rate):.4g} and step {t:g}"
+            compare(rig.get(result), expected.numpy(), 1e-5, where)
+    whole = torch.tensor(1)
+    counting = rig.compile(lambda t: (t + 1, t * 3), whole)
+    for number in (1, 2, 70_000):
+        results = rig.run(counting, [rig.put(torch.tensor(number))])
+        for result, right in zip(results, (number + 1, number * 3), strict=True):
+            where = f"a result of the whole number {number}"
+            compare(rig.get(result), np.asarray(right, np.int64), 0.0, where)
 
 
 @check(

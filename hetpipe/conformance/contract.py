@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from hetpipe.conformance.check import BrokenRule, check, expect
+from hetpipe.conformance.check import BrokenRule, NotAsked, check, expect
 from hetpipe.conformance.operators import normal
-from hetpipe.conformance.rig import Rig, compare, trace
+from hetpipe.conformance.rig import Rig, compare, tensors_of, trace
 from hetpipe.errors import BackendError, HetpipeError, UnsupportedOperatorError
 from hetpipe.sdk.backend import Backend
 from hetpipe.sdk.graph import graph_calls, operator_name
+from hetpipe.sdk.info import HOST_MEMORY
 from hetpipe.sdk.registry import devices_of, get_backend
 from hetpipe.sdk.validation import check_devices
 
@@ -65,6 +67,10 @@ def _(rig: Rig) -> None:
             and isinstance(cure, str),
             f"describe gives {finding!r}, not (level, text, cure)",
         )
+    if rig.info.memory_domain == HOST_MEMORY:
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        said = rig.info.memory_nbytes
+        expect(said <= there, f"memory_nbytes is {said}, and the host has {there} bytes")
     nbytes = rig.device.memory_used_nbytes()
     expect(nbytes is None or nbytes >= 0, f"memory_used_nbytes is {nbytes!r}")
 
@@ -109,6 +115,66 @@ def _(rig: Rig) -> None:
 
 def _names(graph: torch.fx.GraphModule) -> str:
     return ", ".join(dict.fromkeys(map(operator_name, graph_calls(graph))))
+
+
+def _several(*functions: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *inputs: tuple(fn(*inputs) for fn in functions)
+
+
+_ALIKE: dict[str, tuple[Callable[..., Any], ...]] = {
+    "constants": (
+        _several(lambda x: x + 1.0, lambda x: x * 0.5, lambda x: torch.where(x > 0.0, x, 3.0)),
+        _several(lambda x: x + 2.0, lambda x: x * 1.5, lambda x: torch.where(x > 0.5, x, 4.0)),
+    ),
+    "dimensions": (
+        _several(lambda x: x.sum(0), lambda x: x.flip(0), lambda x: x[1:4], lambda x: x[:, 2]),
+        _several(lambda x: x.sum(1), lambda x: x.flip(1), lambda x: x[2:5], lambda x: x[:, 3]),
+    ),
+    "orders of inputs": (lambda a, b: a - b, lambda a, b: b - a),
+    "dtypes of a cast": (
+        lambda x: (x * 3.0).to(torch.int64), lambda x: (x * 3.0).to(torch.int32),
+        lambda x: (x * 3.0).to(torch.bool),
+    ),
+}  # fmt: skip
+"""Functions whose graphs are equal but for one thing."""
+_DTYPES = (torch.float32, torch.int64, torch.int32, torch.float64, torch.int16, torch.uint8)
+
+
+@check(
+    "contract/programs apart",
+    "graphs that differ in a constant, an argument, a shape or a dtype are different programs",
+    "a cache of compiled graphs whose key lacks the constants, or the dtypes",
+)
+def _(rig: Rig) -> None:
+    square, other = normal(6, 6), normal(6, 6, seed=1)
+    programs: list[tuple[str, Callable[..., Any], list[torch.Tensor]]] = []
+    for name, functions in _ALIKE.items():
+        inputs = [square, other] if name == "orders of inputs" else [square]
+        programs += [(name, fn, inputs) for fn in functions]
+    programs += [("shapes", torch.t, [normal(*shape)]) for shape in ((4, 9), (9, 4))]
+    kept = [dtype for dtype in _DTYPES if str(dtype)[6:] in rig.info.dtypes]
+    whole = torch.tensor([3, 100, 7, 1])
+    programs += [("dtypes of inputs", lambda x: x + x, [whole.to(dtype)]) for dtype in kept]
+    graphs = {}
+    for number, (_, fn, inputs) in enumerate(programs):
+        try:
+            graphs[number] = rig.graph(fn, *inputs)
+        except NotAsked:
+            continue
+    if not graphs:
+        raise NotAsked("refused: all graphs")
+    together = dict(zip(graphs, rig.device.compile_all(list(graphs.values())), strict=True))
+    alone = {number: rig.device.compile(graph) for number, graph in graphs.items()}
+    for how, executables in (("together", together), ("alone", alone)):
+        for number, executable in executables.items():
+            name, fn, inputs = programs[number]
+            expected = [tensor.contiguous().numpy() for tensor in tensors_of(fn(*inputs))]
+            for index, (actual, right) in enumerate(
+                zip(rig.results(executable, *inputs), expected, strict=True)
+            ):
+                where = f"graphs with other {name}, compiled {how}: result {index} of one of them"
+                expect(actual.dtype == right.dtype, f"{where} is {actual.dtype}, not {right.dtype}")
+                compare(actual, right, 1e-5, where)
 
 
 @check(

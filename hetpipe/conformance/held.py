@@ -1,20 +1,32 @@
-"""Memory that a device holds: leaks, trims, and more than there is."""
+"""Memory and other things that a device holds: leaks, counters, trims, and more than there is."""
 
 from __future__ import annotations
 
 import gc
+import os
 import resource
+import time
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from hetpipe.conformance.buffers import random_array, same
 from hetpipe.conformance.check import BrokenRule, Level, NotAsked, check, expect
+from hetpipe.conformance.copies import random_array, same
+from hetpipe.conformance.operators import normal
 from hetpipe.conformance.rig import WAIT_S, Rig
+from hetpipe.sdk.backend import Buffer, Event, Executable
 
 CYCLES = 60  # of upload, compile, run and drop, in the search for leaks
 LEAK_NBYTES = 1 << 20  # what a cycle holds
+PATIENCE_S = 3.0
+"""The longest wait for things that a device gives back later."""
+RUNS = 64  # small runs, in the search for descriptors, threads and events
+HELD = 16  # buffers of LEAK_NBYTES that are held while a counter is read
+SLACK_NBYTES = 64 << 20
+"""Bytes that a pool may take beyond four times what is asked for."""
 
 
 def _resident_nbytes() -> int:
@@ -22,10 +34,28 @@ def _resident_nbytes() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
+def _settled(growth: Callable[[], int], limit: int) -> int:
+    """The growth once it is below the limit, or at the end of the patience: memory may go later
+    than the object that stood for it."""
+    end_s = time.monotonic() + PATIENCE_S
+    while (grown := growth()) >= limit and time.monotonic() < end_s:
+        time.sleep(0.01)
+    return grown
+
+
+def _counted_growth(rig: Rig, before: int | None) -> Callable[[], int]:
+    def grown() -> int:
+        now = rig.device.memory_used_nbytes()
+        return 0 if now is None or before is None else now - before
+
+    return grown
+
+
 @check(
     "memory/no leaks",
-    "buffers and executables that nobody has any more give their memory back",
-    "leaking: memory that is never freed",
+    "buffers and executables that nobody has any more give their memory back, without the help of "
+    "Python's collector of reference cycles",
+    "leaking: memory that is never freed, or a reference cycle that holds a buffer",
     Level.CORE,
 )
 def _(rig: Rig) -> None:
@@ -40,23 +70,133 @@ def _(rig: Rig) -> None:
 
     for warm in range(12):
         cycle(warm % 4 == 0)
+    _without_collector(rig, lambda: cycle(False))
     gc.collect()
     held, resident = rig.device.memory_used_nbytes(), _resident_nbytes()
     for number in range(CYCLES):
         cycle(number % 6 == 0)
     gc.collect()
-    counted = rig.device.memory_used_nbytes()
-    if held is not None and counted is not None:
-        expect(
-            counted - held < LEAK_NBYTES * CYCLES // 8,
-            f"by its own count the device holds {counted - held} bytes more after {CYCLES} runs "
-            f"of {3 * LEAK_NBYTES} bytes each",
-        )
-    grown = _resident_nbytes() - resident
+    grown = _settled(_counted_growth(rig, held), LEAK_NBYTES * CYCLES // 8)
+    expect(
+        grown < LEAK_NBYTES * CYCLES // 8,
+        f"by its own count the device holds {grown} bytes more after {CYCLES} runs of "
+        f"{3 * LEAK_NBYTES} bytes each",
+    )
+    grown = _settled(lambda: _resident_nbytes() - resident, LEAK_NBYTES * CYCLES // 4)
     expect(
         grown < LEAK_NBYTES * CYCLES // 4,
         f"this process has {grown} bytes more after {CYCLES} runs of {3 * LEAK_NBYTES} bytes each",
     )
+
+
+def _without_collector(rig: Rig, cycle: Callable[[], None]) -> None:
+    """Run cycles with Python's collector off. Raises `BrokenRule` if buffers are left that only the
+    collector finds, with the types in their reference cycle."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        before = _alive(Buffer)
+        for _ in range(CYCLES // 4):
+            cycle()
+        limit = CYCLES // 4
+        if _settled(lambda: _alive(Buffer) - before, limit) < limit:
+            return
+        left = _alive(Buffer) - before
+        gc.set_debug(gc.DEBUG_SAVEALL)  # what is found is kept in gc.garbage, to name it
+        gc.collect()
+        types = Counter(type(each).__name__ for each in gc.garbage)
+        found = any(issubclass(type(each), Buffer) for each in gc.garbage)
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        if enabled:
+            gc.enable()
+    if found:
+        names = ", ".join(name for name, _ in types.most_common(6))
+        raise BrokenRule(
+            f"{left} buffers that nobody has are left after {CYCLES // 4} runs: a reference cycle "
+            f"of {names} holds them until Python's collector comes by; break it with a weakref"
+        )
+
+
+def _alive(kind: type) -> int:
+    """The number of objects of a class that Python still has."""
+    return sum(issubclass(type(each), kind) for each in gc.get_objects())  # some lie in __class__
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@check(
+    "memory/nothing kept per run",
+    "a run that has ended and whose results are dropped leaves nothing: no file descriptor, no "
+    "thread, no event, no buffer",
+    "leaking: a descriptor, a thread or an object is made in every run and never given back",
+    Level.CORE,
+)
+def _(rig: Rig) -> None:
+    x = normal(16)
+    executable = rig.compile(lambda x: x + 1.0, x)
+
+    def cycle() -> None:
+        (result,) = rig.run(executable, [rig.put(x)])
+        rig.get(result)
+
+    for _ in range(RUNS // 4):
+        cycle()
+    gc.collect()
+    counts: dict[str, Callable[[], int]] = {
+        "file descriptors": _descriptors,
+        "threads": _threads,
+        "events": lambda: _alive(Event),
+        "buffers": lambda: _alive(Buffer),
+        "executables": lambda: _alive(Executable),
+    }
+    before = {name: count() for name, count in counts.items()}
+    for _ in range(RUNS):
+        cycle()
+    gc.collect()
+    for name, count in counts.items():
+        grown = _settled(lambda: count() - before[name], RUNS // 2)  # noqa: B023
+        expect(grown < RUNS // 2, f"this process has {grown} {name} more after {RUNS} runs")
+
+
+@check(
+    "memory/counter",
+    "memory_used_nbytes counts bytes: at least those of the buffers that are held, and not many "
+    "times as many",
+    "a counter of elements, pages or blocks that is taken for bytes",
+    Level.CORE,
+)
+def _(rig: Rig) -> None:
+    if rig.device.memory_used_nbytes() is None:
+        raise NotAsked("it counts no memory")
+    gc.collect()
+    rig.device.trim()
+    before = rig.device.memory_used_nbytes() or 0
+    array = np.zeros(LEAK_NBYTES // 4, np.float32)
+    buffers = [rig.put(array) for _ in range(HELD)]
+    held = HELD * LEAK_NBYTES
+    now = rig.device.memory_used_nbytes() or 0
+    expect(
+        now >= held,
+        f"it counts {now} bytes, and buffers of {held} bytes are held",
+    )
+    expect(
+        now - before <= 4 * held + SLACK_NBYTES,
+        f"buffers of {held} bytes make it count {now - before} bytes more",
+    )
+    expect(
+        now <= rig.info.memory_nbytes,
+        f"it counts {now} bytes, and the device says that it has {rig.info.memory_nbytes}",
+    )
+    del buffers
 
 
 @check(

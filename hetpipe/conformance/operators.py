@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from hetpipe.conformance.cases import CASES, Case
@@ -15,9 +16,6 @@ from hetpipe.errors import BackendError
 from hetpipe.sdk.graph import graph_outputs
 
 aten = torch.ops.aten
-SIZES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1025)
-"""Lengths of reductions: on, below and above the blocks that kernels usually have."""
-PRODUCTS = ((1, 1, 1), (1, 7, 1), (3, 1, 5), (5, 17, 3), (8, 16, 8), (33, 65, 17), (129, 31, 66))
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -98,43 +96,6 @@ CHECKS += [
     for dtype in ("float64", "float16")  # bfloat16 is never uploaded
     for case in CASES
 ]
-
-
-# --- reductions and products of all lengths ------------------------------------------------------
-
-
-def _reduced(fn: Callable[[torch.Tensor], Any], rig: Rig) -> None:
-    for size in SIZES:
-        judge(rig, fn, [normal(size, seed=size)], size)
-        judge(rig, fn, [normal(3, size, seed=size)], 3 * size)
-
-
-for _name, _fn in {
-    "sum": lambda x: (x.sum(), x.sum(-1), x.sum(0)),
-    "mean": lambda x: (x.mean(), x.mean(-1), x.mean(0)),
-    "largest": lambda x: (x.amax(), x.amax(-1), x.amin(0)),
-    "softmax": lambda x: x.softmax(-1),
-    "variance": lambda x: torch.var_mean(x, -1, correction=0),
-}.items():
-    CHECKS.append(
-        Check(
-            f"lengths/{_name}",
-            Level.CORE,
-            "a reduction reads every element once, whatever its length",
-            "an off-by-one reduction: the last elements of a block or the remainder behind it",
-            partial(_reduced, _fn),
-        )
-    )
-
-
-@check(
-    "lengths/product",
-    "a matrix product reads every element once, whatever its shape",
-    "an off-by-one reduction: the edges of a tile",
-)
-def _(rig: Rig) -> None:
-    for m, k, n in PRODUCTS:
-        judge(rig, torch.mm, [normal(m, k), normal(k, n, seed=1)], k)
 
 
 # --- operands with strides -----------------------------------------------------------------------
@@ -241,6 +202,42 @@ def _(rig: Rig) -> None:
     ):
         judge(rig, fn, [x])
     judge(rig, lambda x: x.amax(-1), [torch.stack([x, x.flip(0)])])
+
+
+SMALLEST = 2.0**-126
+"""The smallest normal float32; below it numbers are denormal."""
+
+
+@check(
+    "values/denormals",
+    "numbers below the smallest normal one are kept, or flushed to zero where "
+    "capabilities.flushes_denormals says so; copies keep every bit",
+    "a compiler or a mode of the device that flushes denormals, and a backend that does not say so",
+)
+def _(rig: Rig) -> None:
+    x = torch.tensor([1.0, 0.5, 0.25, 3e-3, -0.5, -1e-4, 0.0] * 5) * SMALLEST
+    copied = rig.get(rig.put(x))
+    expect(copied.tobytes() == x.numpy().tobytes(), "a copy of denormal numbers has other bits")
+    functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "x + x": lambda x: x + x,
+        "x * 0.5": lambda x: x * 0.5,
+        "y * 2^-101": lambda x: (x * 2.0**100) * 2.0**-101,
+        "-x": lambda x: -x,
+    }
+    for name, fn in functions.items():
+        (actual,) = rig.results(rig.compile(fn, x), x)
+        right = fn(x).numpy()
+        off = actual != right
+        flushed = off & (actual == 0) & (np.abs(right) < SMALLEST)
+        flushed |= off & (np.abs(x.numpy()) < SMALLEST) & (actual == 0)
+        if (off & ~flushed).any():
+            compare(actual, right, 0.0, f"{name} of denormal numbers")
+        expect(
+            not off.any() or rig.info.capabilities.flushes_denormals,
+            f"{name} of denormal numbers: {int(off.sum())} of {x.numel()} elements are 0, the "
+            f"first one should be {right[int(np.argmax(off))]:.4g}; if the device cannot keep "
+            "them, declare capabilities.flushes_denormals",
+        )
 
 
 @check("values/no elements", "a tensor may have no elements", "a launch with a size of zero")

@@ -32,6 +32,11 @@ class Rig:
         self.info = device.info
         self.table = dict(decompositions_of(device.info.backend))
 
+    @property
+    def is_interpreter(self) -> bool:
+        """Whether the device interprets kernels: large cases would take minutes."""
+        return self.info.capabilities.reference and self.info.capabilities.emulated
+
     def graph(self, fn: Function, *inputs: torch.Tensor) -> fx.GraphModule:
         """The canonical graph of a function, in the operators that the backend asks for.
 
@@ -99,7 +104,7 @@ class Rig:
 
         Each product is divided by its size, so values stay below one. It is short on a reference.
         """
-        if self.info.capabilities.reference and self.info.capabilities.emulated:
+        if self.is_interpreter:
             rows, depth = 16, 3
 
         def chain(x: torch.Tensor) -> torch.Tensor:

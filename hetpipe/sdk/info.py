@@ -46,6 +46,8 @@ class Capabilities:
     """Whether `compile_ahead` makes a later compilation quick."""
     exports: bool = False
     """Whether `export` writes kernels as sources, and `build` compiles these."""
+    flushes_denormals: bool = False
+    """Whether results, or operands, below the smallest normal number may become zero."""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,12 @@ only there, on each of them, and prints the checks that fail.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,11 +23,13 @@ from torch import fx
 from hetpipe.conformance.check import Level
 from hetpipe.conformance.run import Result, checks_of, rig_of, run_check
 from hetpipe.sdk import (
+    BackendError,
     Buffer,
     Capabilities,
     Chunk,
     Event,
     Executable,
+    input_forms,
     operator_name,
     registry,
     require_support,
@@ -270,6 +276,329 @@ class Overwriting(SoundDevice):
         return result
 
 
+class _Key:
+    """What a cache of compiled graphs knows of a graph."""
+
+    def __init__(self, constants: bool, dtypes: bool) -> None:
+        self.constants, self.dtypes = constants, dtypes
+
+    def of(self, graph: fx.GraphModule) -> tuple[Any, ...]:
+        numbers = {node: number for number, node in enumerate(graph.graph.nodes)}
+        return tuple(
+            (
+                operator_name(node) if node.op == "call_function" else node.op,
+                [numbers[each] for each in node.all_input_nodes],
+                repr(fx.map_arg((node.args, node.kwargs), lambda _: None)) if self.constants else 0,
+                tuple(getattr(node.meta.get("val"), "shape", ())),
+                str(getattr(node.meta.get("val"), "dtype", "")) if self.dtypes else "",
+            )
+            for node in graph.graph.nodes
+        )
+
+
+class ConstantsIgnored(SoundDevice):
+    """The key of kept programs has operators, shapes and dtypes, and lacks constants."""
+
+    key = _Key(constants=False, dtypes=True)
+
+    def compile(self, graph: fx.GraphModule) -> Executable:
+        kept = self.__dict__.setdefault("kept", {})
+        return kept.setdefault(repr(self.key.of(graph)), super().compile(graph))
+
+
+class DtypesIgnored(ConstantsIgnored):
+    """The key of kept programs has operators, shapes and constants, and lacks dtypes."""
+
+    key = _Key(constants=True, dtypes=False)
+
+    def compile(self, graph: fx.GraphModule) -> Executable:
+        executable = super().compile(graph)
+        assert isinstance(executable, SoundExecutable)
+        executable.forms = input_forms(graph)  # inputs are compared with the graph that came last
+        return executable
+
+
+class ScalarsKept(SoundDevice):
+    """An input without dimensions is an argument of a launch, which is set in the first run."""
+
+    def compile(self, graph: fx.GraphModule) -> Executable:
+        require_support(self, graph)
+        return _ScalarsKept(self, graph)
+
+
+class _ScalarsKept(SoundExecutable):
+    def compute(self, values: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
+        kept = self.__dict__.setdefault("kept", {})
+        for node in self.placeholders:
+            if values[node].ndim == 0:
+                values[node] = kept.setdefault(node, values[node].copy())
+        return super().compute(values)
+
+
+class _Never(Event):
+    def done(self) -> bool:
+        return False
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        raise BackendError(f"not done after {timeout_s} s")  # without the wait, for quick tests
+
+
+class NoCallsNoEvent(SoundDevice):
+    """The event of a graph without calls waits for a launch that never comes."""
+
+    def compile(self, graph: fx.GraphModule) -> Executable:
+        require_support(self, graph)
+        return _NoCallsNoEvent(self, graph)
+
+
+class _NoCallsNoEvent(SoundExecutable):
+    def run(
+        self,
+        inputs: Sequence[Buffer],
+        donate: frozenset[int] = frozenset(),
+        after: Sequence[Event] = (),
+        queue: int = 0,
+    ) -> tuple[list[Buffer], Event, Sequence[Chunk]]:
+        outputs, event, chunks = super().run(inputs, donate, after, queue)
+        return outputs, event if self.calls else _Never(), chunks
+
+
+class TailDropped(SoundDevice):
+    """A product of more than 1100 terms adds whole blocks, and drops the last part."""
+
+    def kernel(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        if operator_name(node) in ("aten.mm.default", "aten.bmm.default"):
+            terms = args[0].shape[-1]
+            if terms > 1100:
+                kept = terms // 1100 * 1100
+                return args[0][..., :kept] @ args[1][..., :kept, :]
+        return super().kernel(node, args, kwargs)
+
+
+class RoundedOperands(SoundDevice):
+    """Products from 256 terms on round their operands to ten bits, as TF32 does."""
+
+    def kernel(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        if (
+            operator_name(node) == "aten.mm.default"
+            and min(*args[0].shape, args[1].shape[1]) >= 256
+        ):
+            a, b = (
+                ((each.view(np.int32) + (1 << 12)) & ~np.int32((1 << 13) - 1)).view(np.float32)
+                for each in map(np.ascontiguousarray, args)
+            )
+            return a @ b
+        return super().kernel(node, args, kwargs)
+
+
+class ShortIndices(SoundDevice):
+    """A pointwise kernel counts elements in 16 bits: it computes the first 65,536."""
+
+    most = 1 << 16
+
+    def kernel(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        result = super().kernel(node, args, kwargs)
+        if operator_name(node) in ("aten.mul.Tensor", "aten.add.Tensor"):
+            array = np.ascontiguousarray(result)
+            array.reshape(-1)[self.most :] = 0
+            return array
+        return result
+
+
+class LaunchLimit(ShortIndices):
+    """A pointwise kernel has at most 2^20 work-items: elements beyond stay as they are."""
+
+    most = 1 << 20
+
+
+FAST_NBYTES = 8 << 20
+
+
+class SourceKept(SoundDevice):
+    """Uploads above 8 MiB keep the source in place of a copy."""
+
+    def upload(self, src: Array) -> tuple[Buffer, Event]:
+        if src.nbytes > FAST_NBYTES and src.flags.c_contiguous:
+            return self.buffer(src), DONE
+        return super().upload(src)
+
+
+class EarlyDownload(SoundDevice):
+    """The event of a download above 8 MiB has happened before the copy."""
+
+    def download(self, buf: Buffer, dst: Array) -> Event:
+        event = super().download(buf, dst)
+        return DONE if buf.nbytes > FAST_NBYTES else event
+
+
+class ShortCopy(SoundDevice):
+    """A copy above 8 MiB ends a piece early."""
+
+    def download(self, buf: Buffer, dst: Array) -> Event:
+        if buf.nbytes <= FAST_NBYTES:
+            return super().download(buf, dst)
+        kept = buf.nbytes // FAST_NBYTES * FAST_NBYTES // 4
+        array = self.own(buf).array
+        return self.copies.submit(
+            lambda: np.copyto(dst.reshape(-1)[:kept], array.reshape(-1)[:kept])
+        )
+
+
+class FailureIgnored(SoundDevice):
+    """A run begins when the events of `after` have ended, however they ended."""
+
+    def submit(
+        self, work: Callable[[], None], after: Sequence[Event], queue: int, held: Sequence[Buffer]
+    ) -> Event:
+        def anyway() -> None:
+            for event in after:
+                with contextlib.suppress(BackendError):
+                    event.wait()
+            work()
+
+        return super().submit(anyway, (), queue, held)
+
+
+class FlushesDenormals(SoundDevice):
+    """Results below the smallest normal number become zero."""
+
+    def kernel(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        result = super().kernel(node, args, kwargs)
+        if isinstance(result, np.ndarray) and result.dtype == np.float32:
+            return np.where(np.abs(result) < np.finfo(np.float32).tiny, np.float32(0), result)
+        return result
+
+
+class _LeaksPerRun(SoundDevice):
+    def leak(self, event: Event) -> object:
+        raise NotImplementedError
+
+    def submit(
+        self, work: Callable[[], None], after: Sequence[Event], queue: int, held: Sequence[Buffer]
+    ) -> Event:
+        event = super().submit(work, after, queue, held)
+        self.__dict__.setdefault("left", []).append(self.leak(event))
+        return event
+
+
+class LeaksDescriptors(_LeaksPerRun):
+    """Each run opens a descriptor, and nobody closes it."""
+
+    def leak(self, event: Event) -> object:
+        return _Descriptor()
+
+
+class _Descriptor:
+    def __init__(self) -> None:
+        self.number = os.open(os.devnull, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        os.close(self.number)
+
+
+class LeaksThreads(_LeaksPerRun):
+    """Each run begins a thread, which waits until the device is gone."""
+
+    def leak(self, event: Event) -> object:
+        if not hasattr(self, "end"):
+            self.end = threading.Event()
+            weakref.finalize(self, self.end.set)
+        thread = threading.Thread(target=self.end.wait, daemon=True)
+        thread.start()
+        return thread
+
+
+class LeaksEvents(_LeaksPerRun):
+    """The events of all runs stay in a list."""
+
+    def leak(self, event: Event) -> object:
+        return event
+
+
+class _Counted(SoundBuffer):
+    """A buffer that is counted while it is there."""
+
+    def __init__(self, device: SoundDevice, array: Array) -> None:
+        super().__init__(device, array)
+        counts = device.__dict__.setdefault("counts", [0])
+        counts[0] += self.nbytes
+        weakref.finalize(self, _less, counts, self.nbytes)
+
+
+def _less(counts: list[int], nbytes: int) -> None:
+    counts[0] -= nbytes
+
+
+class CountsPages(SoundDevice):
+    """The counter of memory counts blocks of 512 bytes, and multiplies bytes with it."""
+
+    factor = 512
+
+    def buffer(self, array: Array) -> SoundBuffer:
+        return _Counted(self, array)
+
+    def memory_used_nbytes(self) -> int | None:
+        counts: list[int] = self.__dict__.setdefault("counts", [0])
+        return counts[0] * self.factor
+
+
+class CountsElements(CountsPages):
+    """The counter of memory counts elements of a quarter of the bytes."""
+
+    factor = 1
+
+    def memory_used_nbytes(self) -> int | None:
+        counted = super().memory_used_nbytes()
+        return None if counted is None else counted // 4
+
+
+class FreesLater(CountsPages):
+    """Memory goes a while after its buffer: no fault, and a counter that is right in the end."""
+
+    factor = 1
+
+    def buffer(self, array: Array) -> SoundBuffer:
+        return _FreedLater(self, array)
+
+
+class _FreedLater(SoundBuffer):
+    def __init__(self, device: SoundDevice, array: Array) -> None:
+        super().__init__(device, array)
+        counts = device.__dict__.setdefault("counts", [0])
+        counts[0] += self.nbytes
+        weakref.finalize(
+            self, lambda n: threading.Timer(0.3, _less, (counts, n)).start(), self.nbytes
+        )
+
+
+class ManyInputsOverwritten(SoundDevice):
+    """A graph of more than four inputs has its first sum in the memory of an input."""
+
+    def store(
+        self, executable: SoundExecutable, values: dict[fx.Node, Array], results: Sequence[Array],
+        donated: Mapping[fx.Node, Array],
+    ) -> None:  # fmt: skip
+        super().store(executable, values, results, donated)
+        last = executable.placeholders[-1]
+        if len(executable.placeholders) > 4 and executable.created:
+            first = values[executable.created[0]]
+            if first.shape == values[last].shape:
+                values[last][...] = first
+
+
+class _Cyclic(SoundBuffer):
+    def __init__(self, device: SoundDevice, array: Array) -> None:
+        super().__init__(device, array)
+        self.itself = self
+
+
+class ReferenceCycle(SoundDevice):
+    """A buffer refers to itself: its memory waits for Python's collector."""
+
+    def buffer(self, array: Array) -> SoundBuffer:
+        return _Cyclic(self, array)
+
+
 @dataclass(frozen=True)
 class Fault:
     """A broken device, the check that must fail, and words of the failure that name the fault."""
@@ -302,6 +631,26 @@ FAULTS = {
         ),
         Fault(SaysYes, "contract/refusals", "`supports` says yes, and compile says no"),
         Fault(Overwriting, "memory/inputs last", "overwritten in place"),
+        Fault(ConstantsIgnored, "contract/programs apart", "whose key lacks the constants"),
+        Fault(DtypesIgnored, "contract/programs apart", "or the dtypes"),
+        Fault(ScalarsKept, "memory/scalars", "kept from the first run"),
+        Fault(NoCallsNoEvent, "events/no operators", "work which was never begun"),
+        Fault(TailDropped, "lengths/long product", "the last part of K is dropped"),
+        Fault(RoundedOperands, "lengths/wide product", "TF32"),
+        Fault(ShortIndices, "lengths/many elements", "beyond 65,535"),
+        Fault(LaunchLimit, "lengths/many elements", "2^20 elements"),
+        Fault(SourceKept, "buffers/large copies", "reads its source after its event"),
+        Fault(EarlyDownload, "buffers/large copies", "its event comes early"),
+        Fault(ShortCopy, "buffers/large copies", "at the moment of done"),
+        Fault(FailureIgnored, "events/failed before", "an error of `after` that nobody reads"),
+        Fault(FlushesDenormals, "values/denormals", "declare capabilities.flushes_denormals"),
+        Fault(LeaksDescriptors, "memory/nothing kept per run", "file descriptors more"),
+        Fault(LeaksThreads, "memory/nothing kept per run", "threads more"),
+        Fault(LeaksEvents, "memory/nothing kept per run", "events more"),
+        Fault(CountsPages, "memory/counter", "taken for bytes"),
+        Fault(CountsElements, "memory/counter", "taken for bytes"),
+        Fault(ManyInputsOverwritten, "memory/inputs last", "input 5 of 6"),
+        Fault(ReferenceCycle, "memory/no leaks", "a reference cycle of _Cyclic"),
     )
 }
 

@@ -1,0 +1,108 @@
+"""Reductions and products of all lengths, and tensors of many elements."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from hetpipe.conformance.check import CHECKS, Check, Level, NotAsked, check
+from hetpipe.conformance.operators import aten, judge, normal
+from hetpipe.conformance.rig import Rig
+
+SIZES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1025)
+"""Lengths of reductions: on, below and above the blocks that kernels usually have."""
+PRODUCTS = ((1, 1, 1), (1, 7, 1), (3, 1, 5), (5, 17, 3), (8, 16, 8), (33, 65, 17), (129, 31, 66))
+
+
+def _reduced(fn: Callable[[torch.Tensor], Any], rig: Rig) -> None:
+    for size in SIZES:
+        judge(rig, fn, [normal(size, seed=size)], size)
+        judge(rig, fn, [normal(3, size, seed=size)], 3 * size)
+
+
+for _name, _fn in {
+    "sum": lambda x: (x.sum(), x.sum(-1), x.sum(0)),
+    "mean": lambda x: (x.mean(), x.mean(-1), x.mean(0)),
+    "largest": lambda x: (x.amax(), x.amax(-1), x.amin(0)),
+    "softmax": lambda x: x.softmax(-1),
+    "variance": lambda x: torch.var_mean(x, -1, correction=0),
+}.items():
+    CHECKS.append(
+        Check(
+            f"lengths/{_name}",
+            Level.CORE,
+            "a reduction reads every element once, whatever its length",
+            "an off-by-one reduction: the last elements of a block or the remainder behind it",
+            partial(_reduced, _fn),
+        )
+    )
+
+
+@check(
+    "lengths/product",
+    "a matrix product reads every element once, whatever its shape",
+    "an off-by-one reduction: the edges of a tile",
+)
+def _(rig: Rig) -> None:
+    for m, k, n in PRODUCTS:
+        judge(rig, torch.mm, [normal(m, k), normal(k, n, seed=1)], k)
+
+
+LONG_SUMS = ((3, 1101, 5), (5, 1537, 7), (2, 4099, 3), (17, 9001, 2), (1, 70_001, 1))
+"""Products (m, k, n) whose sums go beyond the blocks of K that kernels usually have."""
+WIDE = ((256, 256, 256), (257, 300, 272), (130, 1024, 64))
+"""Products large enough for the fast units of a device, which may round operands."""
+MANY_ELEMENTS = ((1 << 16) + 1, (1 << 20) + 3)
+"""Beyond the counts at which kernels take another way: 16-bit indices, limits of a launch."""
+
+
+def _not_interpreted(rig: Rig) -> None:
+    if rig.is_interpreter:
+        raise NotAsked("a large case, and the device interprets kernels")
+
+
+@check(
+    "lengths/long product",
+    "a matrix product adds all K terms, however many there are",
+    "the last part of K is dropped where K has several blocks",
+)
+def _(rig: Rig) -> None:
+    for m, k, n in LONG_SUMS:
+        judge(rig, torch.mm, [normal(m, k), normal(k, n, seed=1)], k)
+    judge(rig, torch.bmm, [normal(2, 3, 2051), normal(2, 2051, 4, seed=1)], 2051)
+
+
+@check(
+    "lengths/wide product",
+    "a product of float32 is computed in float32, whatever its size",
+    "TF32 or half precision inside a product: units of a matrix core round the operands",
+)
+def _(rig: Rig) -> None:
+    _not_interpreted(rig)
+    for m, k, n in WIDE:
+        judge(rig, torch.mm, [normal(m, k), normal(k, n, seed=1)], k)
+
+
+@check(
+    "lengths/many elements",
+    "an operator computes every element, however many there are",
+    "a limit of the launch, or an index of too few bits, beyond 65,535 or 2^20 elements",
+)
+def _(rig: Rig) -> None:
+    _not_interpreted(rig)
+    for size in MANY_ELEMENTS:
+        x = normal(size, seed=2)
+        judge(rig, lambda x: (x * 2.0 + 1.0, x.flip(0), x.sum(), x.amax()), [x], size)
+        long, wide = normal(size // 16 + 1, 17), normal(3, size // 3)
+        for fn in (lambda x: x.t() + 0.0, lambda x: x.sum(0), lambda x: x.sum(1)):
+            judge(rig, fn, [long], size)
+            judge(rig, fn, [wide], size)
+    rows = (1 << 16) + 9
+    judge(rig, lambda x: (x + 1.0, x.sum(-1)), [normal(rows, 2)], 2)
+    index = torch.tensor([0, rows - 1, 1 << 16, (1 << 16) - 1])
+    with contextlib.suppress(NotAsked):  # refused indices are reported by other checks
+        judge(rig, lambda x, i: aten.index_select(x, 0, i), [normal(rows, 2), index])

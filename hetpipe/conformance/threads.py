@@ -1,0 +1,209 @@
+"""Threads, queues and chunks: who may do what at once, and the same bits from run to run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from hetpipe.conformance.check import BrokenRule, Level, NotAsked, check, expect
+from hetpipe.conformance.copies import random_array, same
+from hetpipe.conformance.operators import normal
+from hetpipe.conformance.rig import WAIT_S, Array, Rig, compare
+
+
+def at_once(*jobs: Callable[[], None]) -> None:
+    """Do the jobs on threads that start together; raise the first error of any."""
+    barrier, errors = threading.Barrier(len(jobs)), list[BaseException]()
+
+    def work(job: Callable[[], None]) -> None:
+        barrier.wait(WAIT_S)
+        try:
+            job()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(job,), daemon=True) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * WAIT_S)
+        expect(not thread.is_alive(), f"a thread has not come back after {2 * WAIT_S:.0f} s")
+    if errors:
+        raise errors[0]
+
+
+@check(
+    "threads/copies beside passes",
+    "uploads and downloads on other threads go on while a pass runs",
+    "state of the device that two threads change at once",
+)
+def _(rig: Rig) -> None:
+    heavy, x, expected = rig.heavy()
+    buffer = rig.put(x)
+
+    def passes() -> None:
+        for _ in range(4):
+            (result,) = rig.run(heavy, [buffer])
+            compare(rig.get(result), expected, 1e-4, "a pass beside copies")
+
+    def copies(seed: int) -> None:
+        for turn in range(16):
+            sent = random_array("float32", (4099,), 16 * seed + turn)
+            same(rig.get(rig.put(sent)), sent, f"a copy beside a pass, thread {seed}")
+
+    at_once(passes, lambda: copies(1), lambda: copies(2))
+
+
+@check(
+    "threads/two executables",
+    "two executables run on two threads, each with buffers of its own",
+    "scratch memory that two passes share",
+)
+def _(rig: Rig) -> None:
+    x = normal(96, 96)
+    one = rig.compile(lambda x: torch.mm(x, x) + x.sum(0), x)
+    two = rig.compile(lambda x: torch.mm(x.t(), x) - x.sum(1), x)
+    wide = x.double()
+    products = (wide @ wide + wide.sum(0), wide.t() @ wide - wide.sum(1))
+
+    def passes(index: int) -> Callable[[], None]:
+        def work() -> None:
+            for _ in range(8):
+                (result,) = rig.run((one, two)[index], [rig.put(x)])
+                compare(rig.get(result), products[index].numpy(), 2e-3, f"executable {index}")
+
+        return work
+
+    at_once(passes(0), passes(1))
+
+
+@check(
+    "threads/other threads",
+    "an executable may be called by another thread each time",
+    "state that belongs to the thread that compiled",
+)
+def _(rig: Rig) -> None:
+    x = normal(16)
+    executable = rig.compile(lambda x: x * 3.0, x)
+    for turn in range(3):
+        at_once(
+            lambda: same(rig.results(executable, x)[0], (x * 3.0).numpy(), f"thread {turn}")  # noqa: B023
+        )
+
+
+@check(
+    "queues/passes at once",
+    "passes in different queues are right at once: they share no scratch memory",
+    "queues that are declared and share scratch memory",
+)
+def _(rig: Rig) -> None:
+    queues = rig.info.capabilities.queues
+    if queues < 2:
+        raise NotAsked("it declares one queue")
+    x = torch.rand(128, 128, generator=torch.Generator().manual_seed(0))
+    wide = x.double()
+    programs = []
+    for number in range(queues):
+        scale = 0.1 * (number + 1) / queues
+
+        def chain(x: torch.Tensor, scale: float = scale) -> torch.Tensor:
+            for _ in range(6):
+                x = torch.mm(x, x) * (1.0 / 128) + scale
+            return x
+
+        programs.append((rig.compile(chain, x), chain(wide).numpy()))
+
+    def passes(queue: int) -> Callable[[], None]:
+        def work() -> None:
+            executable, expected = programs[queue]
+            for _ in range(12):
+                (result,) = rig.run(executable, [rig.put(x)], (), queue)
+                compare(rig.get(result), expected, 1e-3, f"queue {queue}")
+
+        return work
+
+    at_once(*map(passes, range(queues)))
+    for executable, expected in programs:  # and one executable in another queue than before
+        for queue in range(queues):
+            (result,) = rig.run(executable, [rig.put(x)], (), queue)
+            compare(rig.get(result), expected, 1e-3, f"an executable that moves to queue {queue}")
+
+
+@check(
+    "chunks/parts of results",
+    "a chunk is ready when its event says so, and then has the result's values",
+    "chunks that are reported too early",
+)
+def _(rig: Rig) -> None:
+    if not rig.info.capabilities.chunks:
+        raise NotAsked("it declares no chunks")
+    x = normal(1024, 96)
+    weight = normal(96, 640, seed=1)
+    executable = rig.compile(lambda x, w: torch.mm(x, w) + 1.0, x, weight)
+    buffers = [rig.put(x), rig.put(weight)]
+    expected = (x.double() @ weight.double() + 1.0).flatten().numpy()
+    reported = 0
+    for _ in range(3):
+        outputs, end, chunks = executable.run(buffers)
+        for output, lo, hi, event in chunks:
+            expect(output == 0, f"a chunk of output {output}, and there is one output")
+            expect(0 <= lo < hi <= expected.size, f"a chunk {lo}..{hi} of {expected.size} elements")
+            event.wait(WAIT_S)
+            part: Array = np.zeros(hi - lo, np.float32)
+            rig.device.download_part(outputs[0], lo, hi, part).wait(WAIT_S)
+            compare(part, expected[lo:hi], 1e-2, f"chunk {lo}..{hi} at its event")
+            reported += 1
+        end.wait(WAIT_S)
+        compare(rig.get(outputs[0]).flatten(), expected, 1e-4, "the whole result")
+    if not reported:
+        raise BrokenRule("it declares chunks, and a product of 1024 x 96 x 640 has none")
+
+
+@check(
+    "determinism/run to run",
+    "the same inputs give the same bits, from run to run and however often it is compiled",
+    "a sum whose order is left to chance, memory that is read before it is written",
+)
+def _(rig: Rig) -> None:
+    x, w = normal(65, 130), normal(130, 70, seed=1)
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = torch.mm(x, w)
+        return y, y.sum(0), y.sum(), (y * 0.01).softmax(-1)
+
+    graph = rig.graph(fn, x, w)
+    first = None
+    for compiled in range(2):
+        executable = rig.device.compile(graph)
+        for run in range(6):
+            results = rig.results(executable, x, w)
+            first = first or results
+            for index, (result, before) in enumerate(zip(results, first, strict=True)):
+                same(result, before, f"result {index} of run {run}, compiled {compiled + 1} times")
+
+
+@check(
+    "determinism/stress",
+    "the same inputs give the same bits, also in the middle of other work",
+    "a race between passes, or with copies",
+    Level.FULL,
+)
+def _(rig: Rig) -> None:
+    heavy, x, _ = rig.heavy(96, 6)
+    buffer = rig.put(x)
+    (before,) = (rig.get(each) for each in rig.run(heavy, [buffer]))
+
+    def passes() -> None:
+        for turn in range(100):
+            (result,) = rig.run(heavy, [buffer])
+            same(rig.get(result), before, f"pass {turn} of 100")
+
+    def copies() -> None:
+        for turn in range(100):
+            sent = random_array("float32", (1 + 37 * turn,), turn)
+            same(rig.get(rig.put(sent)), sent, f"copy {turn} of 100")
+
+    at_once(passes, copies)
