@@ -1,6 +1,8 @@
 """Folders for caches: the user's own, or a private temporary one where that cannot be used.
 
 A cache holds what can be computed again, so it alone may lie elsewhere than asked, with a warning.
+Its content becomes code: captured programs, compiled kernels, the list of OpenCL's runtimes. So a
+cache lies only where this user and root, and nobody else, can write.
 """
 
 from __future__ import annotations
@@ -21,6 +23,10 @@ LEAST_NBYTES = 16 << 20
 """Room that a cache's folder must have: a worker's kernels take a few MiB."""
 WARNED = "HETPIPE_WARNED_CACHE"
 """Variable with the folder of the last warning: this process's workers do not repeat it."""
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+_usable: set[Path] = set()
+"""Folders that this process found usable. A disk that fills up later shows at the next write."""
 
 
 class CacheWarning(UserWarning):
@@ -28,17 +34,19 @@ class CacheWarning(UserWarning):
 
 
 def cache_folder(kind: str, variable: str = "") -> Path:
-    """The folder `kind` of hetpipe's caches, made if it is missing.
+    """Return the folder `kind` of hetpipe's caches, and make it if it is missing.
 
     They lie in the user's cache folder, or in the one that `variable` of the environment names.
-    Where nothing can be written the folder is a private temporary one, with a `CacheWarning`.
+    Where nothing can be written, or others can write, the folder is a private temporary one, with
+    a `CacheWarning`. Raises `HetpipeError` if there is no such folder either.
     """
-    base = Path(os.environ.get(variable) or user_cache_path("hetpipe"))
-    problem = problem_of(base / kind)
+    named = os.environ.get(variable)
+    base = Path(os.path.abspath(os.path.expanduser(named))) if named else user_cache_path("hetpipe")
+    problem = _problem_of_cache(base, kind, tighten_base=not named)
     if not problem:
         return base / kind
     folder = temporary() / kind
-    if trouble := problem_of(folder):
+    if trouble := _problem_of_cache(folder.parent, kind, tighten_base=True):
         raise HetpipeError(
             f"neither {base} ({problem}) nor {folder} ({trouble}) can hold a cache; free space, or "
             "set TMPDIR to a folder that can be written"
@@ -47,17 +55,101 @@ def cache_folder(kind: str, variable: str = "") -> Path:
     return folder
 
 
-def problem_of(folder: Path) -> str:
-    """Why a cache cannot lie in this folder, which is made if it is missing; empty if it can."""
+def optional_folder(kind: str, variable: str = "") -> Path | None:
+    """Like `cache_folder`; None, with a `CacheWarning`, where no folder can hold the cache."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        return cache_folder(kind, variable)
+    except HetpipeError as error:
+        text = f"{error}; until then nothing is kept, and each start computes it again"
+        if os.environ.get(WARNED) != "everywhere":
+            os.environ[WARNED] = "everywhere"
+            warnings.warn(text, CacheWarning, stacklevel=3)
+        return None
+
+
+def _problem_of_cache(base: Path, kind: str, tighten_base: bool) -> str:
+    """Like `problem_of(base / kind)`. The folders below `base`, which are hetpipe's, get 0700."""
+    folder = base / kind
+    if folder in _usable:
+        return ""
+    if not folder.is_absolute():  # "~/.cache/hetpipe", word for word
+        return "this user has neither a home folder nor an entry in the system's list of users"
+    ours = [path for path in (*folder.parents, folder) if path.is_relative_to(base)]
+    try:
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in sorted(ours)[0 if tighten_base else 1 :]:
+            path.mkdir(mode=0o700, exist_ok=True)
+            _tighten(path)
+    except (OSError, ValueError) as error:
+        return _reason(error)
+    problem = problem_of(folder)
+    if not problem:
+        _usable.add(folder)
+    return problem
+
+
+def _tighten(folder: Path) -> None:
+    """Take the folder away from others, if it is this user's. Older versions made it for all."""
+    if os.name != "posix":
+        return
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise ValueError(f"{folder} is a link or no folder")
+    if status.st_uid == os.getuid() and status.st_mode & 0o077:
+        folder.chmod(0o700)
+
+
+def problem_of(folder: Path) -> str:
+    """Return why a cache cannot lie in this folder, or "". The folder is made if it is missing."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if reason := _open_to_others(folder):
+            return reason
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(4096))
         free_nbytes = shutil.disk_usage(folder).free
-    except OSError as error:
-        return error.strerror or str(error)
+    except (OSError, ValueError) as error:
+        return _reason(error)
     if free_nbytes < LEAST_NBYTES:
         return f"{free_nbytes >> 20} MiB are free, {LEAST_NBYTES >> 20} MiB are needed"
+    return ""
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _open_to_others(folder: Path) -> str:
+    """Return who else could change what is read from `folder`, or "".
+
+    Every folder on the way there must belong to this user or to root. Others may not write to any,
+    except where the sticky bit protects names, as in /tmp. `folder` is this user's.
+    """
+    if os.name != "posix":
+        return ""
+    user = os.getuid()
+    trusted = {user, 0, os.lstat("/").st_uid}  # in a container root may have another number
+    if refusal := why_not_own(folder.stat()):
+        return f"{folder} {refusal}"
+    plain, real = Path(os.path.abspath(folder)), Path(os.path.realpath(folder))
+    for path in dict.fromkeys((*plain.parents, *real.parents, plain, real)):
+        status = path.lstat()
+        if status.st_uid not in trusted:
+            return f"{path} belongs to user {status.st_uid}"
+        if stat.S_ISDIR(status.st_mode) and status.st_mode & OTHERS_WRITE:
+            if not status.st_mode & stat.S_ISVTX:
+                return f"others can write to {path}; chmod go-w {path}"
+    return ""
+
+
+def why_not_own(status: os.stat_result) -> str:
+    """Return why a file's or folder's content may be another user's, or ""."""
+    if os.name != "posix":
+        return ""
+    if status.st_uid != os.getuid():
+        return f"belongs to user {status.st_uid}, not to {os.getuid()}"
+    if status.st_mode & OTHERS_WRITE:
+        return f"can be written by others (mode {stat.S_IMODE(status.st_mode):o})"
     return ""
 
 
@@ -68,8 +160,8 @@ def warn_once(folder: Path, problem: str, instead: Path, variable: str) -> None:
     os.environ[WARNED] = str(folder)
     warnings.warn(
         f"no cache can be kept in {folder} ({problem}): {instead} is used, and may be gone after a "
-        f"restart of the machine; make the folder writable with at least {LEAST_NBYTES >> 20} MiB "
-        f"free, or set {variable} to another one",
+        f"restart of the machine; make the folder writable, for you alone, with at least "
+        f"{LEAST_NBYTES >> 20} MiB free, or set {variable} to another one",
         CacheWarning,
         stacklevel=3,
     )

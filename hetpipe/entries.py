@@ -1,28 +1,32 @@
 """Entries of a cache: bytes under a key, which serve again while nothing has changed.
 
 Each is a file of its own, with a checksum before the content. A reader sees all of it or nothing.
-Damaged entries are made again; files of other users are not read.
+Damaged entries are made again. An entry may become code, so it is read only where nobody else can
+have written it: file and folder are checked when they are open, and links are not followed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetpipe.caches import CacheWarning, cache_folder
+from hetpipe.caches import CacheWarning, optional_folder, why_not_own
 from hetpipe.errors import HetpipeError
 from hetpipe.files import write_beside
 
 CHECKSUM_NBYTES = hashlib.sha256().digest_size
+FORM = 2
+"""Version of an entry's form: older entries have other names."""
 
 
 def key_of(*parts: object) -> str:
     """The name of an entry: a hash of everything on which its content depends."""
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
+    return hashlib.sha256(repr((FORM, parts)).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -37,13 +41,14 @@ class Entries:
 
     def load(self, key: str) -> bytes | None:
         """The content of an entry; None if there is none. Warns with `CacheWarning` if it is
-        damaged, or belongs to another user."""
+        damaged, or may be another user's."""
+        folder = self._folder()
+        if folder is None:
+            return None
         try:
-            with self._path(key).open("rb") as file:
-                if os.name == "posix" and (owner := os.fstat(file.fileno()).st_uid) != os.getuid():
-                    raise ValueError(f"it belongs to user {owner}")
-                checksum, content = file.read(CHECKSUM_NBYTES), file.read()
-            if hashlib.sha256(content).digest() != checksum:
+            data = read_own(folder, self._name(key))
+            checksum, content = data[:CHECKSUM_NBYTES], data[CHECKSUM_NBYTES:]
+            if _checksum(key, content) != checksum:
                 raise ValueError("its checksum does not match its content")
         except FileNotFoundError:
             return None
@@ -54,23 +59,28 @@ class Entries:
 
     def refuse(self, key: str, reason: object) -> None:
         """Warn that an entry is of no use."""
-        text = f"cache entry {self._path(key)} is not used and will be made again: {reason}"
+        path = Path(self._folder() or "", self._name(key))
+        text = f"cache entry {path} is not used and will be made again: {reason}"
         warnings.warn(text, CacheWarning, stacklevel=3)
 
     def store(self, key: str, content: bytes) -> None:
         """Store an entry. Warns with `CacheWarning` if that fails, as on a full disk, and goes
         on."""
-        path = self._path(key)
-        checksum = hashlib.sha256(content).digest()
+        folder = self._folder()
+        if folder is None:
+            return
         try:
-            write_beside(path, lambda beside: beside.write_bytes(checksum + content))
+            write_beside(folder / self._name(key), _checksum(key, content) + content, mode=0o600)
         except HetpipeError as error:
             warnings.warn(str(error), CacheWarning, stacklevel=2)
             return
-        self._prune(path.parent)
+        self._prune(folder)
 
-    def _path(self, key: str) -> Path:
-        return cache_folder(self.kind, self.variable) / f"{key}.{self.suffix}"
+    def _folder(self) -> Path | None:
+        return optional_folder(self.kind, self.variable)
+
+    def _name(self, key: str) -> str:
+        return f"{key}.{self.suffix}"
 
     def _prune(self, folder: Path) -> None:
         """Delete the oldest entries where there are too many."""
@@ -81,6 +91,31 @@ class Entries:
             for path in entries[: len(entries) - (self.most - self.most // 10)]:
                 with suppress(OSError):  # another process deletes it, or it is not ours
                     path.unlink()
+
+
+def read_own(folder: Path, name: str) -> bytes:
+    """Read a file that only this user can have written. Raises `OSError` or `ValueError`."""
+    if os.name != "posix":
+        return (folder / name).read_bytes()
+    inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if reason := why_not_own(os.fstat(inside)):
+            raise ValueError(f"its folder {reason}")
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(name, flags, dir_fd=inside), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError("it is no regular file")
+            if reason := why_not_own(status):
+                raise ValueError(f"it {reason}")
+            return file.read()
+    finally:
+        os.close(inside)
+
+
+def _checksum(key: str, content: bytes) -> bytes:
+    """The key counts, so that an entry cannot stand in for another one."""
+    return hashlib.sha256(key.encode() + content).digest()
 
 
 def _age_s(path: Path) -> float:

@@ -1,31 +1,104 @@
-"""Writes result files so that a reader never sees half of one."""
+"""Reads files that people name, and writes files so that a reader never sees half of one."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import secrets
+import stat
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from hetpipe.errors import HetpipeError
 
+MOST_NBYTES = 64 << 20
+"""The largest text file that is read."""
 
-def write_beside(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file in the same folder, then rename it to `path`. Makes the folder.
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+_OLD = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)  # a FIFO without a writer does not block
+_PLAIN = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 
+
+def user_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path that a user gave, with `~` and `~name` replaced by the home folder.
+
+    Raises `HetpipeError` for an unknown home folder, and for a path that no file can have.
+    """
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise HetpipeError(f"the path {text!r} can name no file; give another one")
+    expanded = os.path.expanduser(text)
+    first = text.replace(os.sep, "/").partition("/")[0]
+    if first.startswith("~") and expanded == text and not os.path.lexists(first):
+        raise HetpipeError(
+            f"{text}: the home folder {first} is unknown; write the path in full, or ./{text} for "
+            "a file whose name begins with ~"
+        )
+    return Path(expanded)
+
+
+def open_regular(path: Path, most_nbytes: int | None = MOST_NBYTES) -> BinaryIO:
+    """Open a regular file of at most `most_nbytes` to read it.
+
+    Raises `OSError` otherwise: a FIFO would block, and a device never ends.
+    """
+    try:
+        descriptor = os.open(path, _OLD | _PLAIN)
+    except ValueError as error:  # a zero byte in the path
+        raise OSError(str(error)) from error
+    try:
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            raise OSError("it is a folder; give a file")
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError("it is a pipe or a device; give a regular file")
+        if most_nbytes is not None and status.st_size > most_nbytes:
+            raise OSError(f"it has {status.st_size} bytes; at most {most_nbytes} are read")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_bytes(path: Path, most_nbytes: int | None = MOST_NBYTES) -> bytes:
+    """Read a regular file. Raises `OSError` like `open_regular`."""
+    with open_regular(path, most_nbytes) as file:
+        return file.read()
+
+
+def write_beside(
+    path: Path, write: bytes | str | Callable[[BinaryIO], object], mode: int = 0o666
+) -> None:
+    """Fill a new file in the same folder, then rename it to `path`. Makes the folder.
+
+    `write` is the content, or writes it to an open file. The umask applies to `mode`. The new file's name is unique, so
+    threads and processes may write to one path at once; a failure leaves nothing behind.
     Raises `HetpipeError` if the place cannot be written to.
     """
-    beside = path.with_name(f".{os.getpid()}.{path.name}")
+    if "\0" in str(path):
+        raise HetpipeError(f"the path {str(path)!r} can name no file; give another one")
+    beside = path.with_name(f".{secrets.token_hex(8)}.partial")
+    created = False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(beside)
+        descriptor = os.open(beside, _NEW | _PLAIN, mode)
+        created = True
+        with os.fdopen(descriptor, "wb") as file:
+            if callable(write):
+                write(file)
+            else:
+                file.write(write.encode() if isinstance(write, str) else write)
         beside.replace(path)
+        created = False
     except OSError as error:
         raise HetpipeError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
-        beside.unlink(missing_ok=True)
+        if created:
+            with suppress(OSError):
+                beside.unlink()
 
 
 def dump_json(data: Any) -> str:
@@ -35,7 +108,7 @@ def dump_json(data: Any) -> str:
 
 def write_json(path: Path, data: Any) -> None:
     """Write `data` as JSON to `path`. Raises `HetpipeError`."""
-    write_beside(path, lambda beside: beside.write_text(dump_json(data), encoding="utf-8"))
+    write_beside(path, dump_json(data))
 
 
 def _finite(data: Any) -> Any:

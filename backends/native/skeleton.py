@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 from hetpipe.errors import HetpipeError
@@ -42,12 +41,8 @@ def write_skeleton(name: str, folder: Path) -> list[Path]:
     if present := [place for place in texts if (folder / place).exists()]:
         raise HetpipeError(f"{folder / present[0]} is there already; give another --folder")
     for place, text in texts.items():
-        write_beside(folder / place, partial(_write, text))
+        write_beside(folder / place, text)
     return [folder / place for place in texts]
-
-
-def _write(text: str, path: Path) -> None:
-    path.write_text(text, encoding="utf-8")
 
 
 def _renamed(text: str, name: str) -> str:

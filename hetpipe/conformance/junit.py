@@ -33,7 +33,7 @@ def write_junit(path: Path, device: str, results: Sequence[Result]) -> None:
         elif result.outcome == "skipped":
             ET.SubElement(case, "skipped", message=_text(result.message))
     tree = ET.ElementTree(suite)
-    write_beside(path, lambda beside: tree.write(beside, encoding="utf-8", xml_declaration=True))
+    write_beside(path, lambda file: tree.write(file, encoding="utf-8", xml_declaration=True))
 
 
 def _text(text: str) -> str:

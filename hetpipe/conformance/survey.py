@@ -180,8 +180,8 @@ def main(data: Path, target: Path, results: Path | None = None) -> None:
     if results is not None:
         for device, report in json.loads(results.read_text(encoding="utf-8"))["devices"].items():
             survey = found(survey, device.partition(":")[0], report["results"])
-        write_beside(data, lambda beside: beside.write_text(text(survey), encoding="utf-8"))
-    write_beside(target, lambda beside: beside.write_text(page(survey), encoding="utf-8"))
+        write_beside(data, text(survey))
+    write_beside(target, page(survey))
 
 
 if __name__ == "__main__":

@@ -208,7 +208,7 @@ def write_profile(profile: ProfileGraph, path: Path) -> None:
         lines.append(SEPARATOR.join((node.name, node.description, costs)))
     lines += ["\t" + SEPARATOR.join(edge) for edge in profile.edges]
     text = "\n".join(lines) + "\n"
-    write_beside(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+    write_beside(path, text)
 
 
 def _edge(line: str) -> Edge:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hetpipe.caches import CacheWarning, cache_folder
+from hetpipe.caches import CacheWarning, cache_folder, optional_folder
+from hetpipe.entries import read_own
+from hetpipe.errors import HetpipeError
+from hetpipe.files import write_beside
 
 ENVIRONMENT = "HETPIPE_CACHE"
 
@@ -38,18 +39,21 @@ def key(parts: Mapping[str, Any]) -> str:
 def load(entry: str) -> dict[str, Any] | None:
     """The content stored under a key; None if there is none.
 
-    Warns with `CacheWarning`, and returns None, if the file is damaged.
+    Warns with `CacheWarning`, and returns None, if the file is damaged or may be another user's.
     """
-    path = _path(entry)
+    there = optional_folder("costs", ENVIRONMENT)
+    if there is None:
+        return None
+    path = there / f"{entry}.json"
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(read_own(there, path.name))
         content: dict[str, Any] = document["content"]
         if document["checksum"] != _checksum(content):
             raise ValueError("its checksum does not match its content")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        text = f"cache entry {path} is damaged and will be made again: {error}"
+        text = f"cache entry {path} is not used and will be made again: {error}"
         warnings.warn(text, CacheWarning, stacklevel=2)
         return None
     return content
@@ -60,23 +64,14 @@ def store(entry: str, content: Mapping[str, Any]) -> None:
 
     Warns with `CacheWarning` if that fails, as on a full disk, and goes on.
     """
-    path = _path(entry)
+    there = optional_folder("costs", ENVIRONMENT)
+    if there is None:
+        return
     document = json.dumps({"checksum": _checksum(content), "content": content})
     try:
-        descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{entry[:8]}-")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(document)
-            os.replace(beside, path)
-        except BaseException:
-            os.unlink(beside)
-            raise
-    except OSError as error:
-        warnings.warn(f"cannot write the cache entry {path}: {error}", CacheWarning, stacklevel=2)
-
-
-def _path(entry: str) -> Path:
-    return folder() / f"{entry}.json"
+        write_beside(there / f"{entry}.json", document, mode=0o600)
+    except HetpipeError as error:
+        warnings.warn(str(error), CacheWarning, stacklevel=2)
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

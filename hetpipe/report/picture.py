@@ -61,7 +61,7 @@ def draw_workloads(path: Path, workloads: Sequence[Sequence[Timeline]], title: s
     except ImportError as error:
         raise HetpipeError("pictures need matplotlib: pip install 'hetpipe[bench]'") from error
     kind = path.suffix.removeprefix(".")
-    write_beside(path, lambda beside: figure.savefig(beside, format=kind, dpi=130))
+    write_beside(path, lambda file: figure.savefig(file, format=kind, dpi=130))
 
 
 def figure_of(workloads: Sequence[Sequence[Timeline]], title: str = "") -> Figure:

@@ -61,4 +61,4 @@ def draw_roofline(
         xscale="log", yscale="log", title=title, xlabel="operations per byte", ylabel="GFLOP/s"
     )
     axes.legend(loc="lower right")
-    write_beside(path, lambda beside: figure.savefig(beside, format=path.suffix[1:], dpi=120))
+    write_beside(path, lambda file: figure.savefig(file, format=path.suffix[1:], dpi=120))

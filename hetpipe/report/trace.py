@@ -54,7 +54,7 @@ def write_trace(path: Path, timelines: Sequence[Timeline]) -> None:
             f"cannot write {path}: a timeline ends at {last_s:g} s, which is no finite number in "
             "the microseconds of a trace; check the costs"
         ) from error
-    write_beside(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+    write_beside(path, text)
 
 
 class _Process:

@@ -283,7 +283,7 @@ def checksum_of(data: Any) -> str:
 
 
 def _write(path: Path, content: bytes) -> None:
-    write_beside(path, lambda beside: beside.write_bytes(content))
+    write_beside(path, content)
 
 
 def _read(path: Path) -> bytes:

@@ -33,6 +33,7 @@ import hetpipe.sdk.corrected
 import hetpipe.sdk.operators
 import hetpipe.sdk.recurrent
 import hetpipe.sdk.replicas  # these register operators of hetpipe for load_graph
+from hetpipe import data_pickle
 from hetpipe.errors import BackendError, UnsupportedOperatorError
 
 if TYPE_CHECKING:
@@ -215,7 +216,7 @@ def graph_rows(graph: fx.GraphModule | fx.Graph) -> list[tuple[Any, ...]]:
 
 def load_graph(data: bytes) -> fx.GraphModule:
     """The inverse of `dump_graph`; metas are on the meta device, row-major."""
-    return graph_of_rows(pickle.loads(data))
+    return graph_of_rows(data_pickle.loads(data))
 
 
 def graph_of_rows(rows: Iterable[tuple[Any, ...]]) -> fx.GraphModule:

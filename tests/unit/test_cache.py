@@ -91,7 +91,7 @@ def test_a_damaged_entry_warns_and_is_made_again(folder, damage):
     path = folder / f"{entry}.json"
     assert damage(path.read_text()) != path.read_text()
     path.write_text(damage(path.read_text()))
-    with pytest.warns(CacheWarning, match="is damaged and will be made again"):
+    with pytest.warns(CacheWarning, match="is not used and will be made again"):
         assert cache.load(entry) is None
     cache.store(entry, {"seconds": 0.25})
     assert cache.load(entry) == {"seconds": 0.25}

@@ -16,11 +16,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import hetpipe as hp
+import hetpipe.sdk.graph
 from hetpipe.caches import CacheWarning
-from hetpipe.capture import Captured
+from hetpipe.capture import Captured, kept
 from hetpipe.capture.example import Example
 from hetpipe.capture.export import with_loss
 from hetpipe.capture.precision import Precision
+from hetpipe.capture.program import Program
 from hetpipe.capture.signature import sign
 from hetpipe.sdk.graph import dump_graph
 
@@ -193,6 +195,33 @@ def test_an_entry_of_another_user_is_not_read(
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.warns(CacheWarning, match="belongs to user"):
         assert exports(module().Model()) > 0
+
+
+class Attack:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(Path(os.environ["HETPIPE_CACHE"]) / "attacked"),)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["whole", "in a graph"])
+def test_an_entry_runs_no_code(
+    module: Callable[..., ModuleType], cache: Path, inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even one with the right name, owner and checksum."""
+    exports(module().Model())
+    keys = [path.stem for path in cache.iterdir()]
+    if inside:
+        monkeypatch.setattr(hetpipe.sdk.graph, "graph_rows", lambda graph: Attack())
+        graph = torch.fx.symbolic_trace(nn.ReLU())
+        content: Any = Program(graph, (), ())
+    else:
+        content = Attack()
+    for key in keys:
+        kept.store(key, content)
+    monkeypatch.undo()
+    monkeypatch.setenv("HETPIPE_CACHE", str(cache.parent))
+    with pytest.warns(CacheWarning, match=r"it names \w+\.mkdir, which is no plain data"):
+        assert exports(module().Model()) > 0
+    assert not (cache.parent / "attacked").exists()
 
 
 def test_code_without_a_file_is_captured_anew() -> None:

@@ -6,6 +6,7 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -108,8 +109,8 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text("old")
 
-    def fail(beside: Path) -> None:
-        beside.write_text("half")
+    def fail(file: BinaryIO) -> None:
+        file.write(b"half")
         raise OSError(28, "No space left on device")
 
     with pytest.raises(HetpipeError, match="No space left"):

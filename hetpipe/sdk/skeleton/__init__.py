@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import partial
 from pathlib import Path
 
 from hetpipe.errors import HetpipeError
@@ -35,12 +34,8 @@ def write_skeleton(name: str, folder: Path) -> list[Path]:
         raise HetpipeError(f"{present[0]} is there already; give another --folder")
     for ours, path in paths.items():
         text = _renamed(ours.read_text(), name, module)
-        write_beside(path, partial(_write, text))
+        write_beside(path, text)
     return list(paths.values())
-
-
-def _write(text: str, path: Path) -> None:
-    path.write_text(text, encoding="utf-8")
 
 
 def _renamed(text: str, name: str, module: str) -> str:
