@@ -93,9 +93,9 @@ def _tighten(folder: Path) -> None:
     if os.name != "posix":
         return
     status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode):
-        raise ValueError(f"{folder} is a link or no folder")
-    if status.st_uid == os.getuid() and status.st_mode & 0o077:
+    if stat.S_ISLNK(status.st_mode) and status.st_uid != os.getuid():
+        raise ValueError(f"{folder} is a link of user {status.st_uid}")
+    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and status.st_mode & 0o077:
         folder.chmod(0o700)
 
 
@@ -136,9 +136,9 @@ def _open_to_others(folder: Path) -> str:
         status = path.lstat()
         if status.st_uid not in trusted:
             return f"{path} belongs to user {status.st_uid}"
-        if stat.S_ISDIR(status.st_mode) and status.st_mode & OTHERS_WRITE:
-            if not status.st_mode & stat.S_ISVTX:
-                return f"others can write to {path}; chmod go-w {path}"
+        is_folder, is_sticky = stat.S_ISDIR(status.st_mode), status.st_mode & stat.S_ISVTX
+        if is_folder and status.st_mode & OTHERS_WRITE and not is_sticky:
+            return f"others can write to {path}; chmod go-w {path}"
     return ""
 
 

@@ -2,7 +2,8 @@
 
 Each is a file of its own, with a checksum before the content. A reader sees all of it or nothing.
 Damaged entries are made again. An entry may become code, so it is read only where nobody else can
-have written it: file and folder are checked when they are open, and links are not followed.
+have written it: file and folder are checked when they are open, and links of others are
+not followed.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ def read_own(folder: Path, name: str) -> bytes:
     """Read a file that only this user can have written. Raises `OSError` or `ValueError`."""
     if os.name != "posix":
         return (folder / name).read_bytes()
-    inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    # A link on the way to the folder is the user's own: `cache_folder` has made sure.
+    inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if reason := why_not_own(os.fstat(inside)):
             raise ValueError(f"its folder {reason}")

@@ -74,8 +74,9 @@ def write_beside(
 ) -> None:
     """Fill a new file in the same folder, then rename it to `path`. Makes the folder.
 
-    `write` is the content, or writes it to an open file. The umask applies to `mode`. The new file's name is unique, so
-    threads and processes may write to one path at once; a failure leaves nothing behind.
+    `write` is the content, or writes it to an open file. The umask applies to `mode`. The new
+    file's name is unique, so threads and processes may write to one path at once; a failure leaves
+    nothing behind.
     Raises `HetpipeError` if the place cannot be written to.
     """
     if "\0" in str(path):

@@ -47,4 +47,4 @@ def store(key: str, content: Any) -> None:
 def _of_arrays() -> tuple[Any, ...]:
     """The functions and classes of numpy that make an array of numbers."""
     arrays = (np.zeros(2), np.zeros((2, 2))[:, 0], np.float32(0))  # each is pickled in its own way
-    return (np.ndarray, np.dtype, *(array.__reduce_ex__(5)[0] for array in arrays))  # type: ignore[index]
+    return (np.ndarray, np.dtype, *(array.__reduce_ex__(5)[0] for array in arrays))

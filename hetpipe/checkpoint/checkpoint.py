@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,11 +48,11 @@ def save(
 
     `tensors`: by role (param, buffer, state) and name, the model's own; for state
     "slot/parameter". A bfloat16 tensor goes in, and comes back, as its int16 view. `manifest`:
-    JSON values, among them "step", the number of steps done. Only one process at a time may save
-    into a folder.
+    JSON values, among them "step", the number of steps done.
 
     Raises `CheckpointError` for values that the files cannot hold, before anything is written, and
-    if the folder cannot be written to; its previous checkpoint then stays.
+    if the folder cannot be written to, or another process or thread is saving into it; the previous
+    checkpoint then stays, and nothing is left beside it.
     """
     check_values(manifest)
     check_tensors(tensors)
@@ -61,15 +61,25 @@ def save(
     Manifest(step, values, {}).to_bytes()  # raises before anything is written
     try:
         durable.make(directory)
-        _sweep(directory)
-        files = {role: _save_role(directory, role, step, tensors[role]) for role in tensors}
-        durable.sync(directory)
-        partial = directory / ".manifest.partial"
-        durable.write(partial, [Manifest(step, values, files).to_bytes()])
-        os.replace(partial, directory / MANIFEST)
-        durable.sync(directory)
-        _sweep(directory)
-    except OSError as error:
+        with durable.locked(directory):
+            _sweep(directory)
+            before: frozenset[str] | None = frozenset(os.listdir(directory))
+            try:
+                files = {role: _save_role(directory, role, step, tensors[role]) for role in tensors}
+                durable.sync(directory)
+                partial = directory / ".manifest.partial"
+                durable.write(partial, [Manifest(step, values, files).to_bytes()])
+                os.replace(partial, directory / MANIFEST)
+                before = None  # the manifest names the new files
+                durable.sync(directory)
+            finally:
+                _sweep(directory, before)
+    except BlockingIOError as error:
+        raise CheckpointError(
+            f"{directory}: another process or thread is saving a checkpoint there, and this one is "
+            "not saved; give each training a folder of its own, or save again later"
+        ) from error
+    except (OSError, ValueError) as error:
         raise CheckpointError(
             f"cannot save a checkpoint in {directory}: {error}; make room or give write access "
             "there, or choose another folder"
@@ -79,14 +89,21 @@ def save(
 def load(directory: Path) -> Checkpoint:
     """Read the checkpoint in `directory`, every byte of it checked against its checksum.
 
-    Raises `CheckpointError`, with the file's name, if there is none, if a file is missing,
-    truncated or altered, and for another version of the format.
+    If another process saves there meanwhile, it reads the new checkpoint. Raises `CheckpointError`,
+    with the file's name, if there is none, if a file is missing, truncated or altered, and for
+    another version of the format.
     """
     manifest = read_manifest(directory / MANIFEST)
-    tensors = {
-        role: read_tensors(directory / file.name, file) for role, file in manifest.files.items()
-    }
-    return Checkpoint({"step": manifest.step, **manifest.values}, tensors)
+    while True:
+        try:
+            files = manifest.files.items()
+            tensors = {role: read_tensors(directory / file.name, file) for role, file in files}
+        except CheckpointError:
+            before, manifest = manifest, read_manifest(directory / MANIFEST)
+            if manifest == before:
+                raise
+        else:
+            return Checkpoint({"step": manifest.step, **manifest.values}, tensors)
 
 
 def _save_role(directory: Path, role: str, step: int, tensors: Mapping[str, Array]) -> TensorFile:
@@ -97,13 +114,18 @@ def _save_role(directory: Path, role: str, step: int, tensors: Mapping[str, Arra
     return file
 
 
-def _sweep(directory: Path) -> None:
-    """Remove our files that the manifest does not name, left by replaced or interrupted saves."""
+def _sweep(directory: Path, before: Collection[str] | None = None) -> None:
+    """Remove our files that the manifest does not name, left by replaced or interrupted saves.
+
+    Without a manifest only files that are not among `before` are known to be unused.
+    """
     try:
         manifest = read_manifest(directory / MANIFEST)
+        kept = {file.name for file in manifest.files.values()}
     except CheckpointError:
-        return  # without it no file is known to be unused
-    named = {file.name for file in manifest.files.values()}
+        if before is None:
+            return
+        kept = set(before)
     for path in directory.iterdir():
-        if _OURS.fullmatch(path.name) and path.name not in named:
+        if _OURS.fullmatch(path.name) and path.name not in kept:
             path.unlink()

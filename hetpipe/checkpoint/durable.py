@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+_NEW = (
+    os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+)  # fmt: skip
 
 
 def write(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[int, str]:
     """Write a file; its size and SHA-256. Its entry in the folder needs `sync` as well."""
     digest, nbytes = hashlib.sha256(), 0
-    with path.open("wb") as file:
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    with open(os.open(path, _NEW, 0o666), "wb") as file:
         for part in parts:
             digest.update(part)
             nbytes += file.write(part)
@@ -25,6 +34,29 @@ def sync(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold the folder for the time of the block, among the processes and threads of this machine.
+
+    The lock ends with the process. Raises `BlockingIOError` if somebody else holds the folder.
+    Warns where the file system has no locks.
+    """
+    import fcntl
+
+    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            text = f"{directory} cannot be locked ({error.strerror}): save there from one process"
+            warnings.warn(text, stacklevel=4)
+        yield
     finally:
         os.close(descriptor)
 

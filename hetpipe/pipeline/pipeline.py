@@ -14,6 +14,7 @@ from hetpipe.checkpoint import Checkpoint
 from hetpipe.checkpoint import load as load_checkpoint
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
+from hetpipe.files import user_path
 from hetpipe.optim import check_optimizer
 from hetpipe.pipeline.boardtime import BoardTime
 from hetpipe.pipeline.delivery import Delivery
@@ -231,7 +232,7 @@ class Pipeline(Lifetime, Measurements):
         """
         with self._guard("save"):
             self.flush()
-            write(Path(directory), self._training, self.plan, self._optimizer, force)
+            write(user_path(directory), self._training, self.plan, self._optimizer, force)
             self._saved(directory)
 
     @classmethod
@@ -250,7 +251,7 @@ class Pipeline(Lifetime, Measurements):
         and never saved, bit for bit on one machine. Raises `CheckpointError` for files that are
         damaged or of another model or optimizer.
         """
-        pipe = cls(model, loss_fn, example, resume=load_checkpoint(Path(directory)), **options)
+        pipe = cls(model, loss_fn, example, resume=load_checkpoint(user_path(directory)), **options)
         pipe._saved(directory)
         return pipe
 

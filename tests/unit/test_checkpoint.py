@@ -17,6 +17,7 @@ import pytest
 from safetensors import safe_open
 
 from hetpipe import checkpoint
+from hetpipe.checkpoint import durable
 from hetpipe.errors import CheckpointError
 
 ROLES = ("param", "buffer", "state")
@@ -416,9 +417,104 @@ def test_a_full_disk_costs_nothing_and_is_cleared_up(saved):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert checkpoint.load(saved).manifest["step"] == 7
-    assert left == [8, 8]  # what a save could not finish, the next one removes
+    assert left == [4, 4]  # nothing of the save that failed
     save(saved, 9)
     assert_holds(saved, 9)
+
+
+def test_a_first_save_on_a_full_disk_leaves_nothing(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600, hard))
+    try:
+        with pytest.raises(CheckpointError, match="File too large"):
+            save(tmp_path, 8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_save_leaves_nothing(saved, monkeypatch):
+    def interrupt(source, target):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            save(saved, 8)
+    assert_holds(saved, 7)
+
+
+def test_a_failure_after_the_manifest_keeps_the_new_checkpoint(saved, monkeypatch):
+    """The last write of the folder's names fails, and the manifest is in its place already."""
+    replace = os.replace
+
+    def replaced(source, target):
+        replace(source, target)
+        if target.name == "manifest.json":
+            monkeypatch.setattr(os, "fsync", broken)
+
+    def broken(descriptor):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "replace", replaced)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save(saved, 8)
+    assert_holds(saved, 8)
+
+
+def test_a_planted_link_is_not_written_through(saved):
+    (saved / "victim").write_text("precious")
+    (saved / ".manifest.partial").symlink_to("victim")
+    (saved / ".param.partial").symlink_to("victim")
+    save(saved, 8)
+    assert (saved / "victim").read_text() == "precious"
+    (saved / "victim").unlink()
+    assert_holds(saved, 8)
+
+
+# Several processes.
+
+
+def test_processes_that_save_into_one_folder_destroy_nothing(tmp_path):
+    """Every save is whole or refused, and so is every load in the meantime."""
+    save_large(tmp_path, 1)
+    children = []
+    for first in (1000, 2000, 3000):
+        child = os.fork()
+        if child == 0:
+            refused = done = 0
+            try:
+                for step in range(first, first + 40):
+                    try:
+                        save_large(tmp_path, step)
+                        done += 1
+                    except CheckpointError as error:
+                        if "another process or thread is saving" not in str(error):
+                            raise
+                        refused += 1
+                    found = checkpoint.load(tmp_path)
+                    values = {float(named["w"].min()) for named in found.tensors.values()}
+                    assert values == {found.manifest["step"]}
+                os._exit(10 + (done > 0) + 2 * (refused > 0))
+            except BaseException as error:
+                print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                os._exit(1)
+        children.append(child)
+    codes = [os.WEXITSTATUS(os.waitpid(child, 0)[1]) for child in children]
+    assert all(code in (11, 12, 13) for code in codes), codes
+    assert any(code != 12 for code in codes), "nobody has saved"
+    last = checkpoint.load(tmp_path)
+    assert last.manifest["step"] >= 1000
+    assert len(os.listdir(tmp_path)) == len(ROLES) + 1
+
+
+def test_a_second_save_is_refused_while_one_is_under_way(saved):
+    with durable.locked(saved), pytest.raises(CheckpointError) as refused:
+        save(saved, 8)
+    assert str(refused.value).startswith(f"{saved}: another process or thread is saving")
+    assert_holds(saved, 7)
+    save(saved, 8)
+    assert_holds(saved, 8)
 
 
 # Kills.

@@ -208,17 +208,11 @@ def test_an_entry_runs_no_code(
 ) -> None:
     """Even one with the right name, owner and checksum."""
     exports(module().Model())
-    keys = [path.stem for path in cache.iterdir()]
-    if inside:
-        monkeypatch.setattr(hetpipe.sdk.graph, "graph_rows", lambda graph: Attack())
-        graph = torch.fx.symbolic_trace(nn.ReLU())
-        content: Any = Program(graph, (), ())
-    else:
-        content = Attack()
-    for key in keys:
-        kept.store(key, content)
-    monkeypatch.undo()
-    monkeypatch.setenv("HETPIPE_CACHE", str(cache.parent))
+    with monkeypatch.context() as patch:
+        patch.setattr(hetpipe.sdk.graph, "graph_rows", lambda graph: Attack())
+        content = Program(torch.fx.symbolic_trace(nn.ReLU()), (), ()) if inside else Attack()
+        for path in cache.iterdir():
+            kept.store(path.stem, content)
     with pytest.warns(CacheWarning, match=r"it names \w+\.mkdir, which is no plain data"):
         assert exports(module().Model()) > 0
     assert not (cache.parent / "attacked").exists()

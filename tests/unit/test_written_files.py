@@ -153,12 +153,23 @@ def test_a_cache_below_a_folder_of_others_lies_elsewhere(
     assert f"others can write to {shared}; chmod go-w" in problem_of(shared / "mine" / "kind")
     shared.chmod(0o1777)  # as /tmp is: names of others are safe
     assert problem_of(shared / "mine" / "kind") == ""
-    (shared / "mine" / "link").symlink_to(shared / "mine" / "kind")
-    monkeypatch.setenv("OWN_CACHE", str(shared / "mine"))
+
+
+@as_root
+def test_a_link_of_another_user_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "link").symlink_to(tmp_path / "target")
+    monkeypatch.setenv("OWN_CACHE", str(tmp_path / "mine"))
     monkeypatch.setenv(caches.WARNED, "")
+    assert cache_folder("link", "OWN_CACHE") == tmp_path / "mine" / "link"
+    os.chown(tmp_path / "mine" / "link", OTHER, OTHER, follow_symlinks=False)
+    monkeypatch.setattr(caches, "_usable", set())
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     caches.temporary.cache_clear()
-    with pytest.warns(CacheWarning, match="is a link or no folder"):
+    with pytest.warns(CacheWarning, match=f"is a link of user {OTHER}"):
         assert cache_folder("link", "OWN_CACHE").parent == caches.temporary()
     caches.temporary.cache_clear()
 
