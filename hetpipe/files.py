@@ -79,8 +79,7 @@ def write_beside(
     nothing behind.
     Raises `HetpipeError` if the place cannot be written to.
     """
-    if "\0" in str(path):
-        raise HetpipeError(f"the path {str(path)!r} can name no file; give another one")
+    path = user_path(path)
     beside = path.with_name(f".{secrets.token_hex(8)}.partial")
     created = False
     try:

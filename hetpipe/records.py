@@ -26,6 +26,7 @@ from typing import (
 )
 
 from hetpipe.errors import HetpipeError
+from hetpipe.files import MOST_NBYTES, read_bytes, user_path
 from hetpipe.words import short, word
 
 if TYPE_CHECKING:
@@ -206,18 +207,30 @@ class Source:
 
 
 def read_text(path: Path, error: type[HetpipeError]) -> str:
-    """A file's text. Raises `error` if it cannot be read or is not UTF-8, with the line."""
+    """Return a file's text, without a byte order mark.
+
+    Raises `error` if it cannot be read or is not UTF-8, with the line. `~` is the home folder.
+    """
+    raw = read_file(path, error)
     try:
-        raw = path.read_bytes()
-    except OSError as failure:
-        raise error(f"{path}: cannot be read: {failure.strerror}") from failure
-    try:
-        return raw.decode("utf-8")
+        return raw.decode("utf-8-sig")
     except UnicodeDecodeError as failure:
         line = raw.count(b"\n", 0, failure.start) + 1
         byte = raw[failure.start]
         why = f"byte {byte:#04x} is not UTF-8; save the file as text in UTF-8"
         raise error(f"{path}:{line}: {why}") from failure
+
+
+def read_file(
+    path: Path, error: type[HetpipeError], most_nbytes: int | None = MOST_NBYTES
+) -> bytes:
+    """Return a regular file's bytes. Raises `error` if it cannot be read or is larger."""
+    try:
+        return read_bytes(user_path(path), most_nbytes)
+    except OSError as failure:
+        raise error(f"{path}: cannot be read: {failure.strerror or failure}") from failure
+    except HetpipeError as failure:  # there is no such path
+        raise error(str(failure)) from failure
 
 
 def read_json(path: Path, error: type[HetpipeError]) -> Any:

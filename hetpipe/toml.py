@@ -16,6 +16,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+MOST_LENGTH = 8 << 20
+"""A hundred thousand tables fit, and take some seconds."""
 _NAME = r"""(?:"[^"]*"|'[^']*'|[\w-]+)"""
 _NAMES = rf"\s*({_NAME}(?:\s*\.\s*{_NAME})*)\s*"
 _HEADER = re.compile(rf"\s*(\[\[?){_NAMES}\]")
@@ -26,6 +28,8 @@ _LONG_KEY = re.compile(r"""(?<![\w"'-])(?:[\w"'-]+\s*\.\s*){100}""")
 
 def parse_toml(text: str, path: Path, error: type[HetpipeError]) -> dict[str, Any]:
     """The data of a file's text. Raises `error` as `path:line: fault`."""
+    if len(text) > MOST_LENGTH:
+        raise error(f"{path}: has {len(text)} characters; at most {MOST_LENGTH} are read")
     if long_key := _LONG_KEY.search(text):
         line = text.count("\n", 0, long_key.start()) + 1
         raise error(f"{path}:{line}: a key has more than 100 parts; write tables, and short keys")

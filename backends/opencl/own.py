@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hetpipe.errors import BackendError, UnsupportedOperatorError
+from hetpipe.records import read_text
 from hetpipe.sdk.graph import dtype_name, operator_name
 
 from .expr import Value
@@ -92,10 +93,7 @@ def text_of(source: str | Path) -> str:
     """The text of a source, or of the file at a path. Raises `BackendError` if it is not there."""
     if not isinstance(source, Path):
         return source
-    try:
-        return source.read_text(encoding="utf-8")
-    except OSError as error:
-        raise BackendError(f"cannot read the kernel {source}: {error.strerror}") from error
+    return read_text(source, BackendError)
 
 
 def lowerings_with(kernels: Sequence[OwnKernel]) -> Mapping[str, Lowering]:

@@ -13,6 +13,7 @@ from typing import Any
 from hetpipe import __version__
 from hetpipe.capture.program import BUFFER, PARAM, STATE
 from hetpipe.errors import CheckpointError
+from hetpipe.files import read_bytes
 from hetpipe.records import Count, Source
 from hetpipe.words import short
 
@@ -92,7 +93,7 @@ def read_manifest(path: Path) -> Manifest:
     that is unknown, missing or of a wrong type.
     """
     try:
-        raw = path.read_bytes()
+        raw = read_bytes(path)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(
             f"{path} is missing; give the folder that a checkpoint was saved into"

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 from hetpipe.checkpoint.manifest import CURE, ROLES, TensorFile
 from hetpipe.errors import CheckpointError
+from hetpipe.files import open_regular
 
 Array = np.ndarray[Any, Any]
 
@@ -85,7 +86,7 @@ def read_tensors(path: Path, file: TensorFile) -> dict[str, Array]:
 
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path, None) as file:
         while part := file.read(2**20):
             digest.update(part)
     return digest.hexdigest()

@@ -15,6 +15,7 @@ from hetpipe.cluster.topology import DUPLEXES, SHAPES, Server, Topology
 from hetpipe.cluster.transports import TRANSPORTS
 from hetpipe.cluster.units import parse_bandwidth, parse_time
 from hetpipe.errors import ClusterError, CostError
+from hetpipe.files import user_path
 from hetpipe.records import Count, Entries, Name, Number, OneOf, Parsed, Source, Whole, read_text
 from hetpipe.toml import Lines, parse_toml
 from hetpipe.words import short
@@ -131,6 +132,7 @@ def load(path: Path) -> Cluster:
 
     Warns with a `BandwidthWarning` of a network that hardly exists.
     """
+    path = user_path(path)
     text = read_text(path, ClusterError)
     data = parse_toml(text, path, ClusterError)
     lines = Lines(text)
@@ -167,6 +169,12 @@ def load(path: Path) -> Cluster:
 def _servers(tables: _Tables, source: Source) -> tuple[Server, ...]:
     servers: list[Server] = []
     taken: set[str] = set()
+    total = 0
+    for index, table in enumerate(tables.server):
+        total += table.count or 1
+        if total > MOST_DEVICES:
+            why = f"makes {total} servers of the cluster; it has at most {MOST_DEVICES}"
+            raise source.fault(("server", index), why, "count")
     for index, table in enumerate(tables.server):
         for name in {table.name, *table.copies}:
             if name in taken:
@@ -181,7 +189,7 @@ def _check_devices(tables: _Tables, source: Source) -> None:
     """Raises `ClusterError` for tables of devices that cannot be, each by itself."""
     if not tables.device:
         raise source.fault((), "has no device; give it one or more [[device]] tables")
-    copies = {table.name: len(table.copies) for table in tables.server} | {"": 1}
+    copies = {table.name: table.count or 1 for table in tables.server} | {"": 1}
     total = 0
     for index, table in enumerate(tables.device):
         _check_hardware(table, index, source)

@@ -22,6 +22,7 @@ import torch
 from hetpipe.conformance.samples import entries
 from hetpipe.errors import HetpipeError
 from hetpipe.files import write_beside
+from hetpipe.records import read_text
 from hetpipe.toml import parse_toml
 
 UNASKED, REFUSED = "not asked: ", "refused: "
@@ -70,7 +71,7 @@ def version() -> str:
 
 def read(path: Path) -> Survey:
     """The list in a file. Raises `HetpipeError` if it is none."""
-    table = parse_toml(path.read_text(encoding="utf-8"), path, HetpipeError)
+    table = parse_toml(read_text(path, HetpipeError), path, HetpipeError)
     return Survey(table.pop("torch"), table.pop("unasked"), table)
 
 

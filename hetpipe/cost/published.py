@@ -2,7 +2,8 @@
 
 A node is a line `name -- description -- forward_compute_time=ms, backward_compute_time=ms,
 activation_size=bytes, parameter_size=bytes`; an edge is an indented line `name -- name`. Several
-outputs are written `[bytes; bytes]`, and their sum counts. Times are those of one mini-batch.
+outputs are written `[bytes; bytes]`, and their sum counts. Times are those of one mini-batch. In a
+graph that PipeDream's optimizer has partitioned, ` -- stage_id=number` follows a node's costs.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from heapq import heapify, heappop, heappush
+from itertools import accumulate
 from pathlib import Path
 
 from hetpipe.errors import CostError
 from hetpipe.files import write_beside
+from hetpipe.records import read_text
 from hetpipe.words import short, word
 
 SEPARATOR = " -- "
 FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
+STAGE = "stage_id="
 MOST = 1e18  # milliseconds or bytes: no profile comes near it
 
 Edge = tuple[str, str]
@@ -35,6 +39,7 @@ class ProfileNode:
     backward_s: float
     activation_nbytes: int
     params_nbytes: int
+    stage: int | None = None  # in a profile that PipeDream's optimizer has partitioned
 
     def __post_init__(self) -> None:
         if not self.name or any(letter.isspace() for letter in self.name):
@@ -100,10 +105,12 @@ class ProfileGraph:
         if not rest:
             return ()
         into = {edge[1]: edge for edge in self.edges if edge[0] not in ordered}
-        backwards = [into[rest[0]]]
-        while (edge := into[backwards[-1][0]]) not in backwards:
-            backwards.append(edge)
-        return tuple(backwards[backwards.index(edge) :][::-1])
+        edge = into[rest[0]]
+        backwards: dict[Edge, int] = {}
+        while edge not in backwards:
+            backwards[edge] = len(backwards)
+            edge = into[edge[0]]
+        return tuple(list(backwards)[backwards[edge] :][::-1])
 
     def chain(self) -> ChainCosts:
         """The costs of the layers in the order of `order`. Raises `CostError` for a circle."""
@@ -112,10 +119,12 @@ class ProfileGraph:
         last_reader = dict.fromkeys(places, 0)
         for writer, reader in self.edges:
             last_reader[writer] = max(last_reader[writer], places[reader])
-        cut_nbytes = [0] * len(layers)
+        changes = [0] * (len(layers) + 1)  # of the bytes that cross, from one cut to the next
         for place, layer in enumerate(layers):
-            for cut in range(place, last_reader[layer.name]):
-                cut_nbytes[cut] += layer.activation_nbytes
+            if last_reader[layer.name] > place:
+                changes[place] += layer.activation_nbytes
+                changes[last_reader[layer.name]] -= layer.activation_nbytes
+        cut_nbytes = list(accumulate(changes))[: len(layers)]
         return ChainCosts(
             names=tuple(layer.name for layer in layers),
             forward_s=tuple(layer.forward_s for layer in layers),
@@ -157,10 +166,7 @@ def read_profile(path: Path) -> ProfileGraph:
 
     Raises `CostError` if it cannot be read, or for a line that is wrong, with file and line.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CostError(f"cannot read the profile {path}: {error}; give a graph.txt") from error
+    text = read_text(path, CostError)
     node_lines: dict[str, int] = {}
     edge_lines: dict[Edge, int] = {}
     nodes: list[ProfileNode] = []
@@ -205,7 +211,8 @@ def write_profile(profile: ProfileGraph, path: Path) -> None:
             str(node.params_nbytes),
         )
         costs = ", ".join(f"{key}={value}" for key, value in zip(FIELDS, values, strict=True))
-        lines.append(SEPARATOR.join((node.name, node.description, costs)))
+        stage = () if node.stage is None else (f"{STAGE}{node.stage}",)
+        lines.append(SEPARATOR.join((node.name, node.description, costs, *stage)))
     lines += ["\t" + SEPARATOR.join(edge) for edge in profile.edges]
     text = "\n".join(lines) + "\n"
     write_beside(path, text)
@@ -220,27 +227,42 @@ def _edge(line: str) -> Edge:
 
 def _node(line: str) -> ProfileNode:
     name, _, rest = line.partition(SEPARATOR)
-    description, separator, costs = rest.rpartition(SEPARATOR)
+    before, separator, costs = rest.rpartition(SEPARATOR)
+    stage = None
+    if costs.startswith(STAGE):
+        stage = _stage(costs.removeprefix(STAGE).strip())
+        before, separator, costs = before.rpartition(SEPARATOR)
     if not separator:
         why = "a node lacks one of its parts; write"
         raise CostError(f"{why} `name{SEPARATOR}description{SEPARATOR}costs`")
-    values = dict(_item(item) for item in costs.split(","))
+    values: dict[str, str] = {}
+    for item in costs.split(","):
+        key, equals, value = item.partition("=")
+        if not equals or key.strip() in values:
+            why = "has no name before it" if not equals else "is there twice"
+            raise CostError(
+                f"{short((key if equals else item).strip())} {why}; write name=number, with commas "
+                "between, and a decimal point in numbers"
+            )
+        values[key.strip()] = value.strip()
     forward_ms, backward_ms, activation_nbytes, params_nbytes = (
         _number(values, field) for field in FIELDS
     )
     return ProfileNode(
         name,
-        description,
+        before,
         float(forward_ms.scaleb(-3)),
         float(backward_ms.scaleb(-3)),
         _whole("activation_size", activation_nbytes),
         _whole("parameter_size", params_nbytes),
+        stage,
     )
 
 
-def _item(item: str) -> tuple[str, str]:
-    key, _, value = item.partition("=")
-    return key.strip(), value.strip()
+def _stage(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise CostError(f"{STAGE.rstrip('=')} is {short(text)}; give the number of a stage")
+    return int(text)
 
 
 def _number(values: Mapping[str, str], field: str) -> Decimal:

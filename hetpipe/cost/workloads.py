@@ -207,31 +207,44 @@ def _backward_times(
     for node in workload.nodes:
         if not node.isBackwardNode and node.colorClass is not None:
             classes.setdefault(node.colorClass, {})[owners[node.id]] = None
-    layers_of: dict[int, tuple[int, ...]] = {id: (owner,) for id, owner in owners.items()}
+    groups = [(owner,) for owner in owners.values()]  # of layers that a node's time goes to
+    group_of = {id: number for number, id in enumerate(owners)}
     backward = {n.id: n for n in workload.nodes if n.isBackwardNode}
-    layers_of |= {
-        id: tuple(classes[node.colorClass])
-        for id, node in backward.items()
-        if node.colorClass in classes
+    whole = {color: len(groups) + number for number, color in enumerate(classes)}
+    groups += map(tuple, classes.values())
+    group_of |= {
+        id: whole[node.colorClass] for id, node in backward.items() if node.colorClass in whole
     }
-    while backward.keys() - layers_of.keys():
-        near: dict[int, tuple[int, ...]] = {}
-        for edge in workload.edges:
+    touching: dict[int, list[int]] = {}
+    for place, edge in enumerate(workload.edges):
+        touching.setdefault(edge.sourceId, []).append(place)
+        touching.setdefault(edge.destId, []).append(place)
+    newest: Mapping[int, int] = group_of
+    left = len(backward.keys() - group_of.keys())
+    while left:
+        near: dict[int, int] = {}
+        for place in sorted({place for id in newest for place in touching.get(id, ())}):
+            edge = workload.edges[place]
             for id, other in ((edge.sourceId, edge.destId), (edge.destId, edge.sourceId)):
-                if id not in layers_of and other in layers_of:
-                    near.setdefault(id, layers_of[other])
+                if id not in group_of and other in group_of:
+                    near.setdefault(id, group_of[other])
         if not near:
-            index = next(i for i, n in enumerate(workload.nodes) if n.id not in layers_of)
+            index = next(i for i, n in enumerate(workload.nodes) if n.id not in group_of)
             why = "is a backward node of no forward node; give it the colorClass of one"
             raise source.fault(("nodes", index), why)
-        layers_of |= near
-    backward_s = dict.fromkeys(owners.values(), 0.0)
+        group_of |= near
+        newest, left = near, left - len(near)
+    group_s: dict[int, float] = {}
     for id in backward:
-        weights = [times_s[layer] for layer in layers_of[id]]
+        group_s[group_of[id]] = group_s.get(group_of[id], 0.0) + times_s[id]
+    backward_s = dict.fromkeys(owners.values(), 0.0)
+    for number, time_s in group_s.items():
+        weights = [times_s[layer] for layer in groups[number]]
         if not any(weights):
             weights = [1.0] * len(weights)
-        for layer, weight in zip(layers_of[id], weights, strict=True):
-            backward_s[layer] += times_s[id] * weight / sum(weights)
+        total = sum(weights)
+        for layer, weight in zip(groups[number], weights, strict=True):
+            backward_s[layer] += time_s * weight / total
     return backward_s
 
 

@@ -30,6 +30,7 @@ from hetpipe.records import (
     Positive,
     Source,
     Whole,
+    read_file,
     read_json,
 )
 from hetpipe.sdk.info import DTYPE_NBYTES
@@ -41,6 +42,8 @@ DIRECTIONS = ("in", "out", "inout", "value")
 BUILD = "hetpipe kernels build"
 """The command that puts binaries into a bundle."""
 
+MOST_NBYTES = 4 << 30
+"""The largest source or binary: that of a large FPGA has some hundred MB."""
 LARGEST = 3.5e38
 """No float32 is beyond it."""
 
@@ -287,7 +290,4 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise BundleError(f"{path}: cannot be read: {error.strerror}") from error
+    return read_file(path, BundleError, MOST_NBYTES)

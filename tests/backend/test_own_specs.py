@@ -162,7 +162,7 @@ def test_another_call_than_that_of_the_specification_is_ours(tmp_path: Path) -> 
         (("output = true", 'output = true\nvalues = "ones"'), "y is read and written"),
         (("number = 2.0", "local = 8"), "factor is local memory"),
         (("operator", 'function = "tripled"\noperator'), "no kernel 'tripled'.*doubled"),
-        (("operator", 'source = "none.cl"\noperator'), "cannot read the kernel .*none.cl"),
+        (("operator", 'source = "none.cl"\noperator'), "none.cl: cannot be read"),
     ],
 )
 def test_a_specification_that_says_too_little(

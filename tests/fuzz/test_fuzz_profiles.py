@@ -55,7 +55,7 @@ def attempt_graph(path: Path, content: bytes) -> str:
     path.write_bytes(content)
     graph = result_of(lambda: read_profile(path), (CostError,))
     if isinstance(graph, str):
-        assert re.search(r":\d+: |cannot read the profile", graph), graph
+        assert re.search(r":\d+: |: cannot be read", graph), graph
         return REFUSED
     write_profile(graph, path)
     assert read_profile(path) == graph

@@ -1,7 +1,10 @@
 """Clusters: which devices of a machine take part, and what a cluster file may say."""
 
+import os
+
 import pytest
 
+from hetpipe.cluster import file
 from hetpipe.cluster.cluster import Cluster, Link, Member
 from hetpipe.cluster.file import BandwidthWarning
 from hetpipe.cluster.topology import Server, Topology
@@ -353,6 +356,34 @@ def test_a_file_of_servers_with_boards_and_an_attached_device(write):
     assert cluster.places["t4.6"] == f"{path}:5"
     assert cluster.places["t4.7"] == f"{path}:20"  # the second table's, in a server's second copy
     assert cluster.places["odd"] == f"{path}:16"
+
+
+def test_more_servers_than_a_cluster_has_are_not_made(tmp_path, monkeypatch):
+    """Each table is within its bounds, and all together they are not."""
+    monkeypatch.setattr(file._Server, "copies", property(lambda table: pytest.fail("made")))
+    path = tmp_path / "servers.toml"
+    tables = "".join(f'[[server]]\nname = "s{n}"\ncount = 100000\n' for n in range(100))
+    path.write_text(tables + '[[device]]\nboard = "v100-pcie-16"\n')
+    with pytest.raises(ClusterError) as refused:
+        Cluster.load(path)
+    why = "server.1 makes 200000 servers of the cluster; it has at most 100000"
+    assert str(refused.value) == f"{path}:6: {why}"
+
+
+@pytest.mark.parametrize("start", [b"", b"\xef\xbb\xbf"], ids=["plain", "byte order mark"])
+def test_a_file_in_the_home_folder(tmp_path, monkeypatch, start):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "c.toml").write_bytes(start + b'[[device]]\nboard = "t4"\nid = "a"\n')
+    assert Cluster.load("~/c.toml").ids == ("a",)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_what_is_no_regular_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe.toml")
+    with pytest.raises(ClusterError, match=r"pipe\.toml: cannot be read: it is a pipe or a device"):
+        Cluster.load(tmp_path / "pipe.toml")
+    with pytest.raises(ClusterError, match="can name no file"):
+        Cluster.load(f"{tmp_path}/a\0b")
 
 
 @pytest.mark.parametrize(

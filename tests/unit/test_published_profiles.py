@@ -99,6 +99,9 @@ GOOD = [LINE.format("a", "Linear", 4), LINE.format("b", "Linear", 4), LINE.forma
         ([GOOD[0].replace("=4", "=4.5")], 1, "activation_size is 4.5"),
         ([GOOD[0].replace("=4", "=[4; ]")], 1, "activation_size is '[4; ]'"),
         ([GOOD[0].replace(", parameter_size=8.000", "")], 1, "parameter_size is missing"),
+        ([GOOD[0].replace("=1.", "=7,1")], 1, "has no name before it; write name=number, with"),
+        ([GOOD[0] + ", parameter_size=9"], 1, "'parameter_size' is there twice"),
+        ([GOOD[0] + " -- stage_id=x"], 1, "stage_id is 'x'"),
         (["a -- Linear"], 1, "lacks one of its parts"),
         ([GOOD[0], GOOD[1], GOOD[0]], 3, "a is there twice, first in line 1"),
         ([*GOOD, "\ta -- b", "\tb -- d"], 5, "the edge names 'd'"),
@@ -119,8 +122,63 @@ def test_a_wrong_line_is_named(tmp_path, lines, number, says):
 def test_files_that_are_no_text_are_refused(tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     for name in ("absent", "binary"):
-        with pytest.raises(CostError, match=f"cannot read the profile .*{name}"):
+        with pytest.raises(CostError, match=f"{name}:.* cannot be read|{name}:.* is not UTF-8"):
             read_profile(tmp_path / name)
+
+
+def test_a_partitioned_profile_is_read_with_its_stages(tmp_path):
+    """As PipeDream's optimizer writes it."""
+    lines = [*(f"{line} -- stage_id={stage}" for stage, line in enumerate(GOOD[:2])), GOOD[2]]
+    plain = read_profile(written(tmp_path, *GOOD, "\ta -- b"))
+    profile = read_profile(written(tmp_path, *lines, "\ta -- b"))
+    assert [each.stage for each in profile.nodes] == [0, 1, None]
+    assert profile.chain() == plain.chain()
+    write_profile(profile, tmp_path / "again.txt")
+    assert read_profile(tmp_path / "again.txt") == profile
+
+
+def test_a_byte_order_mark_is_no_part_of_a_name(tmp_path):
+    path = written(tmp_path, *GOOD)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read_profile(path).nodes[0].name == "a"
+
+
+class Text(str):
+    """Counts how often names are compared."""
+
+    compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other):
+        Text.compared += 1
+        return str.__eq__(self, other)
+
+
+class Nbytes(int):
+    """Counts how often bytes are added."""
+
+    added = 0
+
+    def __radd__(self, other):
+        Nbytes.added += 1
+        return int(self) + other
+
+
+def test_a_long_circle_is_found_without_comparing_all_its_edges():
+    names = [Text(f"n{number}") for number in range(1000)]
+    edges = tuple(zip(names, [*names[1:], names[0]], strict=True))
+    graph = ProfileGraph(tuple(map(node, names)), edges)
+    Text.compared = 0
+    assert sorted(graph.circle()) == sorted(edges)
+    assert Text.compared < 100_000  # half a million pairs
+
+
+def test_far_readers_are_not_added_to_each_cut_between():
+    size = 1000
+    nodes = tuple(node(f"n{number}", Nbytes(4)) for number in range(size))
+    chain = ProfileGraph(nodes, tuple((one.name, nodes[-1].name) for one in nodes[:-1])).chain()
+    assert chain.cut_nbytes == (*(4 * number for number in range(1, size)), 0)
+    assert Nbytes.added < 10 * size  # half a million pairs
 
 
 def test_writers_come_first_and_then_the_file_order():

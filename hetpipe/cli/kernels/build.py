@@ -10,6 +10,7 @@ import typer
 from hetpipe.cli.options import JsonOption
 from hetpipe.cli.output import Output
 from hetpipe.errors import BundleError
+from hetpipe.records import read_file
 
 if TYPE_CHECKING:
     from hetpipe.sdk.bundle import Manifest
@@ -82,7 +83,4 @@ def build_bundle(place: Path, device: str | None = None, binary: Path | None = N
 
 
 def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise BundleError(f"{path}: cannot be read: {error.strerror}") from error
+    return read_file(path, BundleError, 4 << 30)
