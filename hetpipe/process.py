@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import site
 import sys
 import sysconfig
@@ -36,6 +38,24 @@ def ordered(path: Sequence[str]) -> list[str]:
     """
     entries = [entry for entry in path if isinstance(entry, str)]
     return sorted(entries, key=lambda entry: not _is_library(entry))
+
+
+def start_refusal(error: BaseException) -> str:
+    """Why the system starts no process or thread, and the cure; empty for another error."""
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return f"the system has too little memory for another process ({error}): free some"
+    refused = isinstance(error, OSError) and error.errno == errno.EAGAIN
+    if not refused and "can't start new thread" not in str(error):
+        return ""
+    soft, hard = (
+        "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
+        for limit in resource.getrlimit(resource.RLIMIT_NPROC)
+    )
+    return (
+        f"the system allows no more processes or threads ({error}): the user's limit is {soft}, "
+        f"at most {hard} (ulimit -u), and a container may have a lower one (pids.max): raise it, "
+        "or end other processes"
+    )
 
 
 def shadow(module: str) -> str | None:

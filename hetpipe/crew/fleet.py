@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import socket
 import threading
@@ -15,14 +16,18 @@ from typing import Any
 
 from hetpipe.crew.control import Control
 from hetpipe.crew.forkserver import WorkerProcess, start_worker
+from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.registry import open_device
 from hetpipe.wire.channel import Channel
 from hetpipe.wire.messages import Open, Stop
+from hetpipe.worker.blame import summary
 from hetpipe.worker.service import Service
 
 LEAVE_S = 2.0
 """Seconds that a worker may take to leave before it is killed."""
+LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
+"""Errors of a message that this process itself cannot make."""
 
 
 class Fleet(ABC):
@@ -63,7 +68,7 @@ class ThreadFleet(Fleet):
             for service, order in zip(self._services, orders, strict=True)
         ]
         for thread in self._threads:
-            thread.start()
+            _start(thread)
 
     def send(self, worker: int, message: Any, fds: Sequence[int] = ()) -> None:
         self.control.check()
@@ -123,13 +128,20 @@ class ProcessFleet(Fleet):
         self._closing = False
         self._alarm, self._bell = socket.socketpair()
         self._thread = threading.Thread(target=self._watch, name="hetpipe crew", daemon=True)
-        self._thread.start()
+        try:
+            _start(self._thread)
+        except WorkerError:
+            self._close_sockets()
+            raise
 
     def send(self, worker: int, message: Any, fds: Sequence[int] = ()) -> None:
         self.control.check()
         try:
             self._channels[worker].send(message, fds)
-        except OSError:
+        except OSError as error:
+            if error.errno in LACKS:
+                label = self.control.labels[worker]
+                raise HetpipeError(f"no message can be sent to {label}: {error}") from error
             self.control.gather([worker], patience_s=LEAVE_S)  # the watcher says why it is gone
 
     def close(self) -> None:
@@ -155,7 +167,7 @@ class ProcessFleet(Fleet):
                 end.close()  # else it would not end with its worker
             self._listen()
         except Exception as error:
-            self.control.fail(f"the workers cannot be started: {type(error).__name__}: {error}")
+            self.control.fail(f"the workers cannot be started: {summary(error)}")
         finally:
             self._bury()
 
@@ -228,14 +240,23 @@ class ProcessFleet(Fleet):
                 child.wait(end_s - time.monotonic())
         for child in self._children:
             child.kill()
-        for channel in self._channels:  # a worker that begins only now reads the end of its channel
-            channel.close()
-        for end in self._theirs:
-            end.close()
+        self._close_sockets()  # a worker that begins only now reads the end of its channel
         for child in self._children:
             child.wait()
-        self._alarm.close()
-        self._bell.close()
+
+    def _close_sockets(self) -> None:
+        for channel in self._channels:
+            channel.close()
+        for end in (*self._theirs, self._alarm, self._bell):
+            end.close()
+
+
+def _start(thread: threading.Thread) -> None:
+    """Raises `WorkerError` if the system starts no thread."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise WorkerError(f"the workers cannot be started: {summary(error)}") from error
 
 
 def _signal_name(number: int) -> str:

@@ -27,8 +27,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from hetpipe import process
+from hetpipe.errors import WorkerError
 from hetpipe.wire.channel import Channel
 from hetpipe.wire.messages import STATUS, Fork
+from hetpipe.worker.blame import summary
 
 READ_WHEN_LOADED = (
     "LD_", "GLIBC_", "MALLOC_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_",
@@ -86,7 +88,7 @@ class WorkerProcess:
 
 
 class ForkServer:
-    """A process that forks workers."""
+    """A process that forks workers. Raises `WorkerError` if the system does not start it."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair()
@@ -100,6 +102,9 @@ class ForkServer:
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                 )
+            except OSError as error:
+                ours.close()
+                raise WorkerError(f"the workers cannot be started: {summary(error)}") from error
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._channel = Channel(ours)

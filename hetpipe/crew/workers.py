@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hetpipe.cluster.cluster import Cluster, Member
 from hetpipe.cost.table import Label
@@ -173,6 +173,12 @@ class Workers:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise HetpipeError(
+            "a crew cannot be pickled or copied, since its workers are processes or threads: start "
+            "another one"
+        )
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from hetpipe.errors import BackendError
+from hetpipe.process import start_refusal
 
 Result = TypeVar("Result")
 
@@ -48,7 +49,11 @@ def ask(name: str, problem: str, limit_s: float, question: Callable[[], Result])
             failure.append(error)
 
     thread = threading.Thread(target=work, name=f"ask {name}", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:
+        reason = start_refusal(error) or str(error)
+        raise BackendError(f"backend {name!r} {problem}: {reason}") from error
     thread.join(limit_s)
     if failure:
         raise failure[0]

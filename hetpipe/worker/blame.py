@@ -14,6 +14,7 @@ import numpy as np
 from torch import fx
 
 from hetpipe.errors import BackendError, BundleError, HetpipeError, UnsupportedOperatorError
+from hetpipe.process import start_refusal
 from hetpipe.sdk.backend import Buffer, Device, Executable
 from hetpipe.sdk.graph import graph_calls, graph_inputs, operator_name
 from hetpipe.sdk.inputs import form_of
@@ -59,9 +60,16 @@ def summary(error: BaseException) -> str:
     """One line: a `HetpipeError` speaks for itself, others need their type and place."""
     if isinstance(error, HetpipeError):
         return str(error)
+    if refusal := start_refusal(error):
+        return refusal
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}".rstrip(": ") + place
+
+
+def trace_of(error: BaseException) -> str:
+    """The traceback as text."""
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__))
 
 
 def deed_of(error: BaseException) -> str:

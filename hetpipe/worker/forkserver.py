@@ -17,7 +17,7 @@ import sys
 from contextlib import suppress
 
 from hetpipe.wire.channel import Channel
-from hetpipe.wire.messages import STATUS, Fork
+from hetpipe.wire.messages import STATUS, Failure, Fork
 
 PR_SET_PDEATHSIG = 1
 PR_SET_TIMERSLACK = 29
@@ -57,6 +57,9 @@ def main(fd: int, controller: int) -> None:
             pid = _fork(request, descriptors)
             for own in descriptors:
                 os.close(own)
+            if pid is None:
+                os.close(status)
+                continue
             with suppress(BrokenPipeError):
                 os.write(status, STATUS.pack(pid))
             ended = os.pidfd_open(pid)
@@ -71,22 +74,40 @@ def _import_what_workers_need() -> None:
     gc.freeze()  # a collection in a worker would write to the memory that all share
 
 
-def _fork(request: Fork, descriptors: list[int]) -> int:
-    server = os.getpid()
-    pid = os.fork()
+def _fork(request: Fork, descriptors: list[int]) -> int | None:
+    """The worker's process id; None if there is no worker, and the controller has been told why."""
+    server, channel = os.getpid(), descriptors[0]
+    try:
+        pid = os.fork()
+    except OSError as error:
+        _report(channel, error)
+        return None
     if pid:
         return pid
     try:
-        _become_worker(request, descriptors, server)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
+        _take(descriptors, server)
+        channel = CHANNEL
+        _set_up(request)
+        from hetpipe.worker.process import serve
+
+        serve(CHANNEL)
+    except BaseException as error:
+        _report(channel, error)
     finally:
         sys.stderr.flush()
         os._exit(1)
 
 
-def _become_worker(request: Fork, descriptors: list[int], server: int) -> None:
-    """Never returns but by an error."""
+def _report(channel: int, error: BaseException) -> None:
+    """Tell the controller why a worker does not start."""
+    from hetpipe.worker.blame import summary, trace_of
+
+    with socket.socket(fileno=os.dup(channel)) as end, suppress(OSError):
+        Channel(end).send(Failure("start", summary(error), trace_of(error)))
+
+
+def _take(descriptors: list[int], server: int) -> None:
+    """Die with the server, and own nothing but the controller's descriptors."""
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != server:
@@ -96,6 +117,10 @@ def _become_worker(request: Fork, descriptors: list[int], server: int) -> None:
     for fd, place in zip(moved, (CHANNEL, 1, 2), strict=True):
         os.dup2(fd, place)
     os.closerange(CHANNEL + 1, os.sysconf("SC_OPEN_MAX"))
+
+
+def _set_up(request: Fork) -> None:
+    """Take over the controller's folder, path and variables, and the worker's cores."""
     os.chdir(request.folder)
     sys.path[:] = request.path
     os.environ.clear()
@@ -103,9 +128,6 @@ def _become_worker(request: Fork, descriptors: list[int], server: int) -> None:
     if request.cores:
         os.sched_setaffinity(0, request.cores)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    from hetpipe.worker.process import serve
-
-    serve(CHANNEL)
 
 
 def _bury(descriptor: int, pid: int, status: int) -> None:

@@ -29,11 +29,12 @@ def serve(fd: int) -> None:
             message = answers.get()
             try:
                 channel.send(message)
-            except OSError:
+            except ConnectionError:
                 os._exit(1)  # the controller is gone
-            except Exception as error:  # a message that does not pickle
+            except Exception as error:  # a message that does not pickle, or finds no memory
                 service.fail(error)
             if isinstance(message, Failure):
+                sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(1)
 
@@ -44,7 +45,8 @@ def serve(fd: int) -> None:
             answers.put(Beat(service.doing))
             time.sleep(order.heartbeat_s)
 
-    threading.Thread(target=send, name="answers", daemon=True).start()
+    sender = threading.Thread(target=send, name="answers", daemon=True)
+    sender.start()
     threading.Thread(target=beat, name="heartbeat", daemon=True).start()
     threading.Thread(target=service.serve, name="compute", daemon=True).start()
     # This thread only listens, so it notices the controller's end even while all others wait.
@@ -58,6 +60,7 @@ def serve(fd: int) -> None:
         os._exit(1)
     except Exception as error:  # a message that names modules unknown here
         service.fail(error)
+        sender.join()  # which ends the process, once the failure is sent
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import threading
-import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
@@ -37,7 +36,7 @@ from hetpipe.wire.messages import (
 )  # fmt: skip
 from hetpipe.wire.transport import EdgeClosedError
 from hetpipe.worker.bind import Key
-from hetpipe.worker.blame import deed_of, summary
+from hetpipe.worker.blame import deed_of, summary, trace_of
 from hetpipe.worker.emulation import Emulation
 from hetpipe.worker.exchange import Exchange
 from hetpipe.worker.lanes import HandOver
@@ -123,8 +122,7 @@ class Service:
         """Report the first error; later ones only follow from it."""
         if self._stopped or not self._failed.acquire(blocking=False):
             return
-        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        self._answer(Failure(self.doing, self._summary(error), trace))
+        self._answer(Failure(self.doing, self._summary(error), trace_of(error)))
 
     def _summary(self, error: BaseException) -> str:
         """One line; an exception of the device itself names the device and what it was to do."""

@@ -1,0 +1,98 @@
+"""The error names the cause of a worker's failure, however soon the worker ends."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import subprocess
+import threading
+from typing import Any
+
+import engine_backends
+import pytest
+
+from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.crew import forkserver as servers
+from hetpipe.crew.crew import Crew
+from hetpipe.errors import BackendError, HetpipeError, WorkerError
+from hetpipe.wire.channel import Channel
+from hetpipe.wire.messages import Failure, Fork
+from hetpipe.worker import forkserver
+
+
+class Unloadable:
+    """It pickles, and raises a NameError where it is loaded."""
+
+    def __reduce__(self) -> Any:
+        return eval, ("nowhere",)
+
+
+def start() -> Crew:
+    return Crew.start(Cluster((Member("m0", "numpy:cpu:0"),)))
+
+
+def test_a_message_that_cannot_be_loaded() -> None:
+    """The worker ended before its failure was sent, in every run."""
+    for _ in range(8):
+        with start() as crew, pytest.raises(WorkerError, match="NameError: name 'nowhere'"):
+            crew.call(["m0"], "builtins:id", Unloadable())
+
+
+def test_a_worker_that_cannot_be_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getcwd", lambda: "/nowhere")
+    with pytest.raises(WorkerError, match=r"'m0' .* failed at start: File.*/nowhere"):
+        start()
+
+
+def test_a_reply_without_a_descriptor() -> None:
+    text = f"failed.*: OSError: .*{os.strerror(errno.EMFILE)}"
+    with start() as crew, pytest.raises(WorkerError, match=text):
+        crew.call(["m0"], "engine_backends:without_descriptors", engine_backends.LARGE_NBYTES)
+
+
+REFUSED = "the system allows no more processes or threads .*ulimit -u.* raise it"
+
+
+def refuse(*args: Any, **kwargs: Any) -> Any:
+    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+
+def test_a_worker_that_the_system_does_not_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    monkeypatch.setattr(os, "fork", refuse)
+    with ours, theirs:
+        request = Fork((), os.getcwd(), (), {})
+        assert forkserver._fork(request, [theirs.fileno(), 1, 2]) is None
+        failure, _ = Channel(ours).receive()
+    assert isinstance(failure, Failure)
+    with pytest.raises(HetpipeError, match=REFUSED):
+        raise HetpipeError(failure.summary)
+
+
+def test_a_fork_server_that_the_system_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(servers, "_servers", {})
+    with pytest.raises(WorkerError, match=f"the workers cannot be started: {REFUSED}"):
+        start()
+
+
+def test_a_thread_that_the_system_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    start().close()  # the fork server runs
+    files = len(os.listdir("/proc/self/fd"))
+
+    begin = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == refuses:
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    refuses = "ask numpy"
+    with pytest.raises(BackendError, match=REFUSED):
+        start()
+    refuses = "hetpipe crew"
+    with pytest.raises(WorkerError, match=f"the workers cannot be started: {REFUSED}"):
+        start()
+    assert len(os.listdir("/proc/self/fd")) == files

@@ -1,0 +1,112 @@
+"""A fork of the process cannot use its pipeline, and does not harm it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import MLP, batches
+
+import hetpipe as hp
+from hetpipe.cluster import Cluster, Member
+from hetpipe.crew.crew import Crew
+from hetpipe.errors import HetpipeError
+
+
+def opened(crew: Crew) -> hp.Pipeline:
+    torch.manual_seed(0)
+    return hp.Pipeline(
+        MLP(), F.cross_entropy, batches(1)[0], cluster=crew.cluster, crew=crew, cuts=[2],
+        microbatches=2, schedule="1f1b", optimizer=hp.optim.sgd(lr=0.05),
+    )  # fmt: skip
+
+
+def messages_of_a_fork(calls: list[Callable[[], Any]]) -> list[str]:
+    """The errors of these calls in a fork, which ends after them."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        texts = []
+        for call in calls:
+            try:
+                texts.append(f"no error, but {call()}")
+            except HetpipeError as error:
+                texts.append(str(error))
+        os.write(writing, json.dumps(texts).encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading) as file:
+        text = file.read()
+    assert os.waitpid(child, 0)[1] == 0
+    return list(json.loads(text))
+
+
+@pytest.mark.parametrize("transport", ["local", "shared-memory"])
+def test_every_call_is_refused_in_a_fork(transport: str, tmp_path: Path) -> None:
+    """A fork that took a step took its parent's losses, too."""
+    data = batches(4)
+    members = tuple(Member(f"m{n}", "numpy:cpu:0") for n in range(2))
+    with Crew.start(Cluster(members, transport=transport)) as crew:
+        with opened(crew) as pipe:
+            expected = [pipe.step(*batch) for batch in data]
+        with opened(crew) as pipe:
+            losses = [pipe.step(*batch) for batch in data[:2]]
+            own: list[Callable[[], Any]] = [
+                lambda: pipe.step(*data[2]), lambda: next(pipe.run(data)),
+                lambda: pipe.evaluate(*data[2]), lambda: pipe.gradients(*data[2]),
+                lambda: pipe.diagnose(*data[2]), lambda: pipe.save(tmp_path), pipe.state_dict,
+                pipe.rebalance, pipe.flush, pipe.corrected, lambda: pipe.set_speed("m0", 0.5),
+            ]  # fmt: skip
+            others = [lambda: crew.call(["m0"], "builtins:id"), lambda: crew.read("param")]
+            ends: list[Callable[[], Any]] = [pipe.close, crew.close, crew._fleet.close]
+            texts = messages_of_a_fork([*own, *others, *ends])
+            for text in texts[: len(own)]:
+                assert f"a fork of process {os.getpid()}, which made this pipeline" in text
+            for text in texts[len(own) : -len(ends)]:
+                assert f"a fork of process {os.getpid()}, which started these workers" in text
+            assert texts[-len(ends) :] == ["no error, but None"] * len(ends)
+            losses += [pipe.step(*batch) for batch in data[2:]]
+    assert losses == expected
+
+
+SCRIPT = """
+import os, sys
+sys.path.insert(0, {here!r})
+sys.path.insert(0, {tests!r})
+from test_forks import *
+members = tuple(Member(f"m{{n}}", "numpy:cpu:0") for n in range(2))
+pipe = opened(Crew.start(Cluster(members, transport="distributed")))
+losses = [pipe.step(*batches(1)[0])]
+if (child := os.fork()) == 0:
+    signal.alarm(20)
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+print(pipe.step(*batches(1)[0]) < losses[0])
+"""
+
+
+def test_a_fork_that_exits_ends_no_worker() -> None:
+    here = Path(__file__).parent
+    text = SCRIPT.format(here=str(here), tests=str(here.parent))
+    ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    assert (ended.stdout, ended.returncode) == ("True\n", 0), ended.stderr
+
+
+@pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_no_copies(crew: Crew, duplicate: Callable[[Any], Any]) -> None:
+    with opened(crew) as pipe, pytest.raises(HetpipeError, match=r"with save\(folder\)"):
+        duplicate(pipe)
+    with pytest.raises(HetpipeError, match="a crew cannot be pickled or copied"):
+        duplicate(crew)
