@@ -38,6 +38,15 @@ class Eager:
 
     def step(self, x: Tree, y: Tree, sizes: Sequence[int]) -> float:
         """Train on one mini-batch; its mean loss."""
+        loss = self.backward(x, y, sizes)
+        self._steps += 1
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._rule.lr_at(self._steps)
+        self._optimizer.step()
+        return loss
+
+    def backward(self, x: Tree, y: Tree, sizes: Sequence[int]) -> float:
+        """Leave the gradients of one mini-batch in the parameters, and return its mean loss."""
         self._optimizer.zero_grad()
         rows, lo, total, count = sum(sizes), 0, 0.0, 0.0
         for size in sizes:
@@ -55,10 +64,6 @@ class Eager:
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad /= count
-        self._steps += 1
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._rule.lr_at(self._steps)
-        self._optimizer.step()
         return total / (count or 1.0)
 
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from hetpipe.bench.eager import Eager, micro_sizes
+from hetpipe.bench.gradients import GradientError, disturb_parameters
+from hetpipe.diagnosis.judge import FACTOR, eps_of
 from hetpipe.profile import cache
 from hetpipe.zoo.load import optimizer_of
 
@@ -23,10 +25,8 @@ if TYPE_CHECKING:
     from hetpipe.plan.plan import Plan
     from hetpipe.zoo.workload import Workload
 
-EQUAL = 1e-4
-"""Losses up to this relative difference are equal without further checks."""
-ROUNDING_FACTOR = 10
-"""Larger differences may be this many times the effect of rounding alone on the training."""
+ROUNDING_FACTOR = 2
+"""Losses may differ by this many times the effect of rounding alone on the training."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,12 @@ def torch_losses(
 ) -> tuple[float, ...]:
     """Losses of plain, unpartitioned torch on a copy of the model, in micro-batches of `sizes`.
 
-    With `rounding` the weights begin one rounding off: the difference from the true losses is the
-    effect of rounding alone on this training.
+    With `rounding` the weights begin with rounding errors: the difference from the true losses is
+    the effect of rounding alone on this training.
     """
     model = copy.deepcopy(workload.model)
     if rounding:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1 + torch.finfo(parameter.dtype).eps)
+        disturb_parameters(model, seed=0)
     eager = Eager(model, workload.loss_fn, optimizer_of(workload))
     batches = workload.batches(sum(sizes), seed)
     return tuple(eager.step(x, y, sizes) for x, y in islice(batches, steps))
@@ -101,46 +99,64 @@ def one_thread() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Losses of `steps` steps against torch's: their largest relative difference.
+    """Losses of `steps` steps against torch's, and the gradients of one mini-batch.
 
-    `rounding` is the difference by rounding alone; it is measured only if `difference` is large.
+    `difference` is the largest relative difference of a loss, and `rounding` the largest that
+    rounding explains. `gradient` is the gradient that is the furthest from torch's.
     """
 
     steps: int
-    difference: float
-    rounding: float | None = None
+    difference: float = 0.0
+    rounding: float = 0.0
+    gradient: GradientError | None = None
+
+    @property
+    def losses_are_equal(self) -> bool:
+        """Whether rounding explains the difference of the losses."""
+        return self.difference <= self.rounding
 
     @property
     def equal(self) -> bool:
-        """Whether rounding explains the difference."""
-        if self.rounding is None:
-            return self.difference <= EQUAL
-        return self.difference <= ROUNDING_FACTOR * self.rounding
+        """Whether rounding explains the differences of losses and gradients."""
+        return self.losses_are_equal and (self.gradient is None or self.gradient.is_right)
 
     def __str__(self) -> str:
+        parts = []
+        if self.steps:
+            loss = f"{self.difference:.0e} (loss, {self.steps} steps)"
+            if not self.losses_are_equal:
+                loss += f", where rounding makes {self.rounding:.0e} at most"
+            parts.append(loss)
+        if self.gradient is not None:
+            parts.append(str(self.gradient))
         start = "equal to" if self.equal else "differs from"
-        text = f"{start} unpartitioned torch: {self.difference:.0e} (loss, {self.steps} steps)"
-        return (
-            text if self.rounding is None else f"{text}; rounding alone makes {self.rounding:.0e}"
-        )
+        return f"{start} unpartitioned torch: {'; '.join(parts)}"
 
 
-def compare(workload: Workload, plan: Plan, taken: Sequence[Step], seed: int) -> Comparison | None:
-    """Compare the steps with an expected loss; None if there are none.
+def compare(
+    workload: Workload,
+    plan: Plan,
+    taken: Sequence[Step],
+    seed: int,
+    gradient: GradientError | None = None,
+) -> Comparison | None:
+    """Compare the steps with an expected loss; None if nothing was compared.
 
-    The model must still have its weights of before the training: if the difference is large, torch
-    trains from them again, one rounding off.
+    The model must still have its weights of before the training: if losses differ by more than the
+    rounding of one number, torch trains from them again, with rounding errors.
     """
     expected = [step.expected for step in taken if step.expected is not None]
     if not expected:
-        return None
+        return None if gradient is None else Comparison(0, gradient=gradient)
     worst = max(step.difference for step in taken)
-    if worst <= EQUAL:
-        return Comparison(len(expected), worst)
-    sizes = micro_sizes(plan.mini_batch, plan.microbatches)
-    rounded = torch_losses(workload, sizes, len(expected), seed, rounding=True)
-    drift = max(relative(loss, true) for loss, true in zip(rounded, expected, strict=True))
-    return Comparison(len(expected), worst, drift)
+    eps = eps_of([*workload.model.parameters()])
+    rounding = FACTOR * eps
+    if not worst <= rounding:
+        sizes = micro_sizes(plan.mini_batch, plan.microbatches)
+        rounded = torch_losses(workload, sizes, len(expected), seed, rounding=True)
+        drift = max(relative(loss, true) for loss, true in zip(rounded, expected, strict=True))
+        rounding += ROUNDING_FACTOR * drift
+    return Comparison(len(expected), worst, rounding, gradient)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -34,6 +35,7 @@ from hetpipe.cli.progress import progress_bar
 from hetpipe.errors import HetpipeError, NotFiniteError
 
 if TYPE_CHECKING:
+    from hetpipe.bench.gradients import GradientError
     from hetpipe.bench.training import Comparison, Step
     from hetpipe.cli.progress import Progress
     from hetpipe.diagnosis.record import Diagnosis
@@ -108,6 +110,7 @@ def command(
     members = make_cluster(cluster, devices, backends, emulate_speed)
     check_devices(asked, len(members.members))
 
+    from hetpipe.bench.gradients import compare_gradients
     from hetpipe.bench.open import open_pipeline
     from hetpipe.bench.training import compare
     from hetpipe.zoo import load_workload
@@ -128,16 +131,24 @@ def command(
         output.text(str(pipe.plan))
         count = _count(workload, pipe.plan.mini_batch, steps, epochs)
         checked = min(count, check_steps) if check else 0
+        checked, compares = _checked(workload, pipe, checked, output)
         diagnosis: Diagnosis | None = None
+        gradient: GradientError | None = None
         try:
+            if compares:
+                progress("gradients of unpartitioned torch", 0, 1)
+                gradient = compare_gradients(workload, pipe, seed)
+                progress("gradients of unpartitioned torch", 1, 1)
+                if not gradient.is_right:
+                    diagnosis = _diagnose(workload, pipe, seed, 0, output, progress)
             taken = _train(workload, pipe, count, seed, checked, output, progress)
         except NotFiniteError as error:
             diagnosis = _diagnose(workload, pipe, seed, error.index, output, progress)
             output.finish({"model": workload.name, "seed": seed, "diagnosis": diagnosis.to_json()})
             raise HetpipeError(f"{error.fact}; what the diagnosis says is above") from None
         pace = pace_of(pipe, median(step.time_s for step in taken[len(taken) // 2 :]))
-        comparison = compare(workload, pipe.plan, taken, seed)
-        if comparison is not None and not comparison.equal:
+        comparison = compare(workload, pipe.plan, taken, seed, gradient)
+        if diagnosis is None and comparison is not None and not comparison.equal:
             worst = max(taken, key=lambda step: step.difference).index
             diagnosis = _diagnose(workload, pipe, seed, worst, output, progress)
         workload.model.load_state_dict(pipe.state_dict(), strict=False)
@@ -211,6 +222,27 @@ def _count(workload: Workload, rows: int, steps: int, epochs: int | None) -> int
     return epochs * (workload.train_samples // rows)
 
 
+def _checked(
+    workload: Workload, pipe: Pipeline, check_steps: int, output: Output
+) -> tuple[int, bool]:
+    """Return how many losses are compared with torch's, and whether gradients are."""
+    from hetpipe.bench.eager import random_layers
+    from hetpipe.schedule import is_asynchronous
+
+    if not check_steps:
+        return 0, False
+    if dropout := random_layers(workload.model):
+        output.text(f"not compared with torch, which draws other masks: {', '.join(dropout)}")
+        return 0, False
+    if is_asynchronous(pipe.plan.schedule):
+        output.text(f"losses are not compared: {pipe.plan.schedule} trains on older weights")
+        return 0, True
+    if pipe.steps:
+        output.text("losses are not compared: this training began before the checkpoint")
+        return 0, True
+    return check_steps, True
+
+
 def _train(
     workload: Workload,
     pipe: Pipeline,
@@ -220,19 +252,9 @@ def _train(
     output: Output,
     progress: Progress,
 ) -> list[Step]:
-    from hetpipe.bench.eager import micro_sizes, random_layers
+    from hetpipe.bench.eager import micro_sizes
     from hetpipe.bench.training import torch_losses, train
-    from hetpipe.schedule import is_asynchronous
 
-    if check_steps and (dropout := random_layers(workload.model)):
-        output.text(f"not compared with torch, which draws other masks: {', '.join(dropout)}")
-        check_steps = 0
-    if check_steps and is_asynchronous(pipe.plan.schedule):
-        output.text(f"not compared with torch: {pipe.plan.schedule} trains on older weights")
-        check_steps = 0
-    if check_steps and pipe.steps:
-        output.text("not compared with torch: this training began before the checkpoint")
-        check_steps = 0
     progress(f"{check_steps} steps of unpartitioned torch", 0, 1)
     sizes = micro_sizes(pipe.plan.mini_batch, pipe.plan.microbatches)
     expected = torch_losses(workload, sizes, check_steps, seed)
@@ -273,7 +295,8 @@ def _conclude(
             "plan": pace.plan.to_json(),
             "losses": [step.loss for step in taken],
             "torch_losses": [step.expected for step in taken if step.expected is not None],
-            "max_loss_rel_diff": comparison.difference if comparison else None,
+            "max_loss_rel_diff": comparison.difference if comparison and comparison.steps else None,
+            "gradient": asdict(comparison.gradient) if comparison and comparison.gradient else None,
             "diagnosis": None if diagnosis is None else diagnosis.to_json(),
             **pace.to_json(),
             "peak_nbytes": list(used.peaks),

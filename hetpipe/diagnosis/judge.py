@@ -186,6 +186,12 @@ def node_spread(node: fx.Node, arguments: Any, expected: Value) -> list[float]:
     ]
 
 
+def off_by_rounding(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return the tensor with a random rounding error in every element, as large as is allowed."""
+    disturbed: torch.Tensor = _off(FACTOR, generator, tensor)
+    return disturbed
+
+
 def _called(node: fx.Node, arguments: Any) -> Value:
     args, kwargs = arguments
     with torch.no_grad():

@@ -7,7 +7,8 @@ import torch
 
 from hetpipe import optim
 from hetpipe.bench.eager import Eager, micro_sizes
-from hetpipe.bench.training import Comparison, Step, compare, torch_losses
+from hetpipe.bench.gradients import GradientError, disturb_parameters, furthest
+from hetpipe.bench.training import Step, compare, torch_losses
 from hetpipe.errors import HetpipeError
 from hetpipe.plan.plan import Plan, StagePlan
 from hetpipe.zoo import Workload, load_workload
@@ -43,14 +44,66 @@ def test_one_percent_is_a_different_training(workload: Workload, plan: Plan) -> 
     found = compare(workload, plan, steps(workload, 1.01), seed=0)
     assert found is not None
     assert not found.equal
-    assert found.rounding is not None
     assert found.rounding < 1e-4
     assert str(found).startswith("differs from unpartitioned torch: 1e-02")
 
 
-def test_what_rounding_explains_is_equal() -> None:
-    assert Comparison(20, 3e-2, rounding=1e-2).equal
-    assert not Comparison(20, 3e-2, rounding=1e-3).equal
+def test_a_training_that_hardly_moves_is_judged_by_rounding(workload: Workload, plan: Plan) -> None:
+    """Losses that were off by 5e-5 were once called equal, whatever rounding explained."""
+    found = compare(workload, plan, steps(workload, 1.0 + 5e-5), seed=0)
+    assert found is not None
+    assert not found.equal
+    assert "5e-05 (loss, 5 steps), where rounding makes " in str(found)
+
+
+def test_what_rounding_explains_is_equal(workload: Workload, plan: Plan) -> None:
+    """The losses of the same training, with rounding errors in its first weights."""
+    disturbed = load_workload("mlp")
+    disturb_parameters(disturbed.model, seed=7)
+    expected, losses = (torch_losses(w, (16,) * 4, 20, seed=0) for w in (workload, disturbed))
+    taken = [
+        Step(n, loss, 1.0, right)
+        for n, (loss, right) in enumerate(zip(losses, expected, strict=True))
+    ]
+    found = compare(workload, plan, taken, seed=0)
+    assert found is not None
+    assert found.difference > 0
+    assert found.equal, str(found)
+
+
+RIGHT = {"weight": torch.tensor([1.0, -2.0]), "bias": torch.tensor([1e-9, 0.0])}
+SPREADS = {"weight": 1e-6, "bias": 2e-9}
+
+
+@pytest.mark.parametrize(
+    ("weight", "bias", "name", "is_right"),
+    [
+        ([1.0, -2.0 - 2e-6], [1e-9, 0.0], "weight", True),
+        ([1.0, -1.9], [1e-9, 0.0], "weight", False),
+        ([1.0, -2.0], [8e-7, -9e-8], "bias", True),  # zero but for rounding
+        ([1.0, -2.0], [1e-3, 0.0], "bias", False),
+        ([float("nan"), -2.0], [1e-9, 0.0], "weight", False),
+    ],
+)
+def test_the_gradient_that_is_furthest_from_torch(
+    weight: list[float], bias: list[float], name: str, is_right: bool
+) -> None:
+    actual = {"weight": torch.tensor(weight), "bias": torch.tensor(bias)}
+    found = furthest(actual, RIGHT, SPREADS, terms=4)
+    assert (found.name, found.is_right) == (name, is_right)
+
+
+def test_a_gradient_that_is_missing_is_wrong() -> None:
+    found = furthest({"bias": RIGHT["bias"]}, RIGHT, SPREADS, terms=4)
+    assert (found.name, found.error, found.is_right) == ("weight", 1.0, False)
+
+
+def test_gradients_are_compared_without_losses(workload: Workload, plan: Plan) -> None:
+    found = compare(workload, plan, [Step(0, 1.0, 1.0)], 0, GradientError("w", 0.74, 2e-5))
+    assert str(found) == (
+        "differs from unpartitioned torch: 0.7 (gradient of w, first mini-batch), where rounding "
+        "makes 2e-05 at most"
+    )
 
 
 def test_nothing_to_compare(workload: Workload, plan: Plan) -> None:
