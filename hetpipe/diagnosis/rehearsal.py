@@ -37,6 +37,10 @@ from hetpipe.crew.request import StepRequest
 Array = np.ndarray[Any, Any]
 Key = tuple[str, str]
 PREDICTION = "prediction"
+LATER_UPDATE = "update at a later step"
+"""The update once more, with another learning rate and step number: a device may have kept both."""
+LATER_STEPS = 9
+LATER_LR = 0.25
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,7 @@ class Rehearsal:
     _squares: list[float] = field(default_factory=list)  # of the stages that have a norm
     _grad_scale: float = 1.0
     _clip: dict[int, float] = field(default_factory=dict)  # by stage
+    _is_later: bool = False
 
     def __post_init__(self) -> None:
         for role, named in self.start.values.items():
@@ -160,6 +165,7 @@ class Rehearsal:
             donate = frozenset()
         samples = self.start.request.samples
         is_first = m is None or m == 0 or samples[m] != samples[m - 1]
+        is_first = is_first and name != LATER_UPDATE
         member = self.start.members[stage.stage]
         return Run(stage.stage, member, name, program, m, inputs, donate, is_first)
 
@@ -188,9 +194,10 @@ class Rehearsal:
         return self.frames[m][slot.key]
 
     def _scalars(self, stage: int) -> dict[str, float]:
+        lr, step = self.start.request.lr, float(self.start.updates[stage] + 1)
         return {
-            "lr": self.start.request.lr,
-            "step": float(self.start.updates[stage] + 1),
+            "lr": lr * LATER_LR if self._is_later else lr,
+            "step": step + LATER_STEPS if self._is_later else step,
             "grad_scale": self._grad_scale * self._clip.get(stage, 1.0),
             "ahead": 1.0,
         }
@@ -216,6 +223,10 @@ class Rehearsal:
                 yield self._run(stage, PREDICTION, stage.predict, None)
             if stage.update is not None:
                 yield self._run(stage, "update", stage.update, None)
+                self._is_later = True
+                run = self._run(stage, LATER_UPDATE, stage.update, None)
+                self._is_later = False
+                yield run
 
     def _sum_tied(self) -> None:
         """A parameter that stages share has its gradient where its owner is."""

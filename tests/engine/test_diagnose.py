@@ -69,6 +69,15 @@ def test_the_operator_is_named(crews: Crews, kind: str) -> None:
     assert json.loads(json.dumps(found.to_json()))["culprit"]["operators"] == [name]
 
 
+def test_a_stale_learning_rate_is_found(crews: Crews) -> None:
+    with opened(crews, "lr") as pipe:
+        found = pipe.diagnose(X, Y)
+    assert found.verdict == "unsteady"
+    assert found.culprit is not None
+    assert found.culprit.program == "update at a later step"
+    assert (found.culprit.stage, found.culprit.member) == (1, "m1")
+
+
 def test_a_value_that_is_not_finite_is_shown(crews: Crews) -> None:
     with opened(crews, "nan") as pipe:
         with pytest.raises(NotFiniteError, match=r"pipe\.diagnose\(x, y\)"):
@@ -119,8 +128,8 @@ def test_training_goes_on_as_if_nothing_was_asked(crews: Crews, transport: str) 
             taken = [pipe.step(*data[0]), pipe.step(*data[1])]
             if asks:
                 found = pipe.diagnose(*data[2])
-                assert (found.verdict, found.culprit, found.runs) == ("healthy", None, 14)
-                assert str(found).startswith("every stage agrees with torch: 14 runs")
+                assert (found.verdict, found.culprit, found.runs) == ("healthy", None, 16)
+                assert str(found).startswith("every stage agrees with torch: 16 runs")
                 assert len(pipe.timeline.spans) > 0
             return [*taken, *(pipe.step(*each) for each in data[2:])]
 
@@ -280,3 +289,21 @@ def test_the_command_asks_by_itself(kind: str, line: str, end: str, tmp_path: Pa
     written = json.loads((tmp_path / "out.json").read_text())["diagnosis"]
     assert written["verdict"] == "operator"
     assert written["culprit"]["device"] == f"wrong:{kind}:0"
+
+
+def test_wrong_gradients_are_not_equal_to_torch(tmp_path: Path) -> None:
+    """The loss of the first step is right whatever the gradients are."""
+    devices = ("numpy:cpu:0", "wrong:halves:0")
+    tables = "".join(f'[[device]]\nid = "m{n}"\ndevice = "{d}"\n' for n, d in enumerate(devices))
+    (tmp_path / "c.toml").write_text(f'transport = "local"\n{tables}')
+    out = tmp_path / "out.json"
+    more = ["--cluster", str(tmp_path / "c.toml"), "--json", str(out), "--steps", "1"]
+    command = ["train", "mlp", *COMMAND[4:], *more]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 1
+    assert "gradient of 6.bias, first mini-batch), where rounding makes" in str(result.exception)
+    assert "backward of micro-batch 0, layer 10: aten.mm.default" in result.output
+    written = json.loads(out.read_text())
+    assert written["max_loss_rel_diff"] < 1e-6
+    assert written["gradient"]["error"] > 0.4
+    assert written["diagnosis"]["verdict"] == "operator"
