@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hetpipe.errors import BackendError
 from hetpipe.records import Source
-from hetpipe.sdk.backend import Backend, Device, Finding
+from hetpipe.sdk.backend import Backend, Device, Finding, UserKernel
 from hetpipe.sdk.info import HOST_MEMORY, Capabilities, DeviceInfo, Execution
 
 from .driver import driver, errors, platforms
@@ -130,6 +131,13 @@ class OpenCLBackend(Backend):
         from .own import lowerings_with
 
         return lowerings_with((*self.kernels, *self._configured))
+
+    def user_kernels(self) -> Sequence[UserKernel]:
+        from .own import runs
+
+        own = (*self.kernels, *self._configured)
+        last = {each.operator: each for each in own}  # a later kernel replaces an earlier one
+        return [UserKernel(op, each.function, partial(runs, each)) for op, each in last.items()]
 
     def _channels(self, device: Any) -> bool:
         return self._options.channels and CHANNELS in device.extensions.split()

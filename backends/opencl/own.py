@@ -106,6 +106,11 @@ def lowerings_with(kernels: Sequence[OwnKernel]) -> Mapping[str, Lowering]:
     return table
 
 
+def runs(kernel: OwnKernel, node: fx.Node) -> bool:
+    """Return whether the kernel runs a node of its operator, and not the stock kernel."""
+    return kernel.applies(_call(node)) is None
+
+
 def _lowering(kernel: OwnKernel, stock: Lowering | None) -> Lowering:
     """The lowering that takes the kernel where it applies, and the stock one elsewhere."""
 

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from hetpipe.cli.options import BackendsOption, JsonOption, split_names
+from hetpipe.cli.options import BackendsOption, ClusterOption, JsonOption, split_names
 from hetpipe.cli.output import Output
 
 
-def command(backends: BackendsOption = None, json: JsonOption = None) -> None:
-    """List devices, who provides them, which join a cluster unasked, and what is off and why."""
+def command(
+    backends: BackendsOption = None, cluster: ClusterOption = None, json: JsonOption = None
+) -> None:
+    """List devices, who provides them, which join a cluster unasked, and what is off and why.
+
+    With a cluster file its members are the devices that join, and its options of backends count.
+    """
     from hetpipe.cluster import Cluster
+    from hetpipe.crew.launcher import configure_backends
     from hetpipe.errors import ClusterError
     from hetpipe.report import device_table
     from hetpipe.sdk import backend_names, discover_devices
-    from hetpipe.sdk.registry import provider_of
+    from hetpipe.sdk.registry import get_backend, provider_of
 
     output = Output(json)
+    described = None if cluster is None else Cluster.load(cluster)
+    if described is not None:
+        configure_backends(described)
     names = split_names(backends)
     infos, failures = discover_devices(names)
     try:
-        joining = {member.device for member in Cluster.local(names).members}
+        members = (described or Cluster.local(names)).members
+        joining = {member.device for member in members}
     except ClusterError:
         joining = set()
     used = dict.fromkeys([info.backend for info in infos] + list(failures))
@@ -29,10 +39,18 @@ def command(backends: BackendsOption = None, json: JsonOption = None) -> None:
     for name, reason in failures.items():
         source = f" (of {providers[name]})" if name in providers else ""
         output.text(f"backend {name}{source} is off: {reason}")
+    kernels = {
+        name: [(each.name, each.operator) for each in get_backend(name).user_kernels()]
+        for name in dict.fromkeys(info.backend for info in infos)
+    }
+    for name, own in kernels.items():
+        for kernel, operator in own:
+            output.text(f"backend {name} runs your kernel {kernel} for {operator}")
     output.finish(
         {
             "devices": [{**asdict(info), "joins": info.id in joining} for info in infos],
             "backends": {name: asdict(provider) for name, provider in providers.items()},
             "failures": failures,
+            "user_kernels": kernels,
         }
     )

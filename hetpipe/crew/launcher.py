@@ -54,7 +54,7 @@ def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout
             "them, give them numerics (a device that computes their numbers), or name attached "
             "devices"
         )
-    _configure(cluster)
+    configure_backends(cluster)
     threads, places = transport.in_threads, cluster.places
     workers = [_worker(member, threads, places.get(member.id)) for member in members]
     host, meeting = None, None
@@ -83,7 +83,7 @@ def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout
     return fleet
 
 
-def _configure(cluster: Cluster) -> None:
+def configure_backends(cluster: Cluster) -> None:
     """Give backends their options; those of an earlier cluster end. Errors begin with the place of
     the table."""
     for name in {_backend(member) for member in cluster.members} - cluster.options.keys():

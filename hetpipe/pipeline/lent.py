@@ -1,4 +1,4 @@
-"""Notes of a plan about the operators that companions run for devices which lack them."""
+"""Notes of a plan about operators that a companion, or a kernel of the user's own, runs."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from hetpipe.sdk.registry import decompositions_of, get_backend
 
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
-    from hetpipe.capture.program import StageGraphs
+    from hetpipe.capture.program import Program, StageGraphs
     from hetpipe.crew.crew import Crew
     from hetpipe.optim.rule import Optimizer
     from hetpipe.plan.plan import Plan
+    from hetpipe.sdk.backend import UserKernel
     from hetpipe.sdk.companion import Lent
 
 FUNCTION = "hetpipe.sdk.companion:lent_operators"
 
 
-def with_lent(captured: Captured, crew: Crew, optimizer: Optimizer, plan: Plan) -> Plan:
-    """The plan, with a note for each operator that a companion runs: its layers, its calls in a
-    micro-batch and an update, and the bytes that cross for them.
+def with_program_notes(captured: Captured, crew: Crew, optimizer: Optimizer, plan: Plan) -> Plan:
+    """Return the plan with a note for each operator that a companion runs, and for each kernel of
+    the user's own: its layers, and its calls in a micro-batch and an update.
 
-    Only workers whose backend has a companion are asked.
+    Only workers whose backend has a companion are asked. Nothing is traced where no backend has a
+    companion or such a kernel.
     """
     members = [stage.devices[0] for stage in plan.stages]
     backends = [get_backend(crew.infos[member].backend) for member in members]
-    if not any(backend.lends for backend in backends):
+    if not any(backend.lends or backend.user_kernels() for backend in backends):
         return plan
     samples = -(-plan.mini_batch // plan.microbatches)
     tables = [decompositions_of(backend.name) for backend in backends]
@@ -41,17 +43,46 @@ def with_lent(captured: Captured, crew: Crew, optimizer: Optimizer, plan: Plan) 
                 for name, operators in lent.items()
                 for each in operators
             ]
+        for kernel in backend.user_kernels():
+            notes += _notes_of_kernel(kernel, stage, member, samples)
     return replace(plan, notes=(*plan.notes, *notes))
 
 
 def _graphs(stage: StageGraphs, samples: int) -> dict[str, bytes]:
     from hetpipe.sdk.graph import dump_graph
 
+    return {name: dump_graph(program.graph) for name, program in _programs(stage, samples).items()}
+
+
+def _programs(stage: StageGraphs, samples: int) -> dict[str, Program]:
     passes = stage.passes[samples]
     programs = {"forward": passes.forward, "backward": passes.backward, "update": stage.update}
-    return {
-        name: dump_graph(program.graph) for name, program in programs.items() if program is not None
-    }
+    return {name: program for name, program in programs.items() if program is not None}
+
+
+def _notes_of_kernel(
+    kernel: UserKernel, stage: StageGraphs, member: str, samples: int
+) -> list[str]:
+    """Return a note for each program in which the user's kernel runs, or that it runs in none."""
+    from hetpipe.sdk.graph import graph_calls, operator_name
+
+    notes = []
+    for name, program in _programs(stage, samples).items():
+        calls = (
+            node for node in graph_calls(program.graph) if operator_name(node) == kernel.operator
+        )
+        runs = [node for node in calls if kernel.runs(node)]
+        if runs:
+            layers = dict.fromkeys(str(node.meta["layer"]) for node in runs if "layer" in node.meta)
+            where = f" of {', '.join(layers)}" if layers else ""
+            notes.append(
+                f"your kernel {kernel.name} runs {kernel.operator}{where} on {member}, "
+                f"{len(runs)} times in the {name} of stage {stage.stage}"
+            )
+    return notes or [
+        f"your kernel {kernel.name} for {kernel.operator} runs nothing of stage {stage.stage} on "
+        f"{member}"
+    ]
 
 
 def _note(stage: int, member: str, lends: str, program: str, lent: Lent) -> str:

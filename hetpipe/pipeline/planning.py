@@ -11,7 +11,7 @@ from hetpipe.cost.between import with_sizes_between
 from hetpipe.cost.table import CostTable, Label
 from hetpipe.errors import PlanError
 from hetpipe.pipeline.earlier import EarlierPlans
-from hetpipe.pipeline.lent import with_lent
+from hetpipe.pipeline.lent import with_program_notes
 from hetpipe.pipeline.unpriced import free_table, without_price
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planner import explore, make_plan
@@ -70,14 +70,14 @@ def planning_for(
             captured.name, captured.layer_names, list(crew.infos), mini_batch,
             partial(board_costs, *measured, progress=progress, report=report),
             whole_batch_statistics=bool(captured.updated_buffers), label="modelled",
-            noted=partial(with_lent, *measured),
+            noted=partial(with_program_notes, *measured),
         )  # fmt: skip
     return Planning(
         captured.name, captured.layer_names, list(crew.infos), mini_batch,
         partial(profile, *measured, progress=progress, report=report),
         partial(stored_costs, *measured), captured.layer_graph, crew.label,
         bool(captured.updated_buffers), EarlierPlans(cost_parts(*measured)),
-        partial(with_lent, *measured),
+        partial(with_program_notes, *measured),
     )  # fmt: skip
 
 

@@ -38,6 +38,7 @@ __getattr__, __dir__, _names = lazy(
         "ProgramEntry": "bundle",
         "Signal": "events",
         "SourceEntry": "bundle",
+        "UserKernel": "backend",
         "WorkQueue": "events",
         "backend_names": "registry",
         "check_inputs": "inputs",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -210,6 +211,18 @@ Finding = tuple[str, str, str]
 """(ok | repaired | missing | broken, text, the command that cures it)."""
 
 
+@dataclass(frozen=True)
+class UserKernel:
+    """A kernel of a user's own, which a backend runs in place of its stock kernel.
+
+    `runs` tells whether the kernel runs a node of that operator; the stock kernel runs the others.
+    """
+
+    operator: str
+    name: str
+    runs: Callable[[torch.fx.Node], bool]
+
+
 class Backend(ABC):
     """A family of devices and how to reach them."""
 
@@ -259,6 +272,13 @@ class Backend(ABC):
         See `hetpipe.sdk.kernels`.
         """
         return None
+
+    def user_kernels(self) -> Sequence[UserKernel]:
+        """Return the kernels of the user's own that its devices run; default: none.
+
+        Plans and `hetpipe devices` name them.
+        """
+        return ()
 
     def worker_environment(self, info: DeviceInfo, cores: int) -> dict[str, str]:
         """Environment variables to set before a worker process for this device starts."""
