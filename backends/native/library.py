@@ -16,6 +16,8 @@ import cffi
 
 from hetpipe.errors import BackendError, UnsupportedOperatorError
 
+from .elf import mismatch
+
 FOLDER = Path(__file__).resolve().parent
 HEADER = FOLDER / "hetpipe_backend.h"
 ENTRY = "hetpipe_backend_entry"
@@ -64,7 +66,7 @@ class Library:
         try:
             self._shared = ffi.dlopen(str(path))
         except OSError as error:
-            reason = str(error).replace(f"cannot load library '{path}': ", "")
+            reason = mismatch(path) or str(error).replace(f"cannot load library '{path}': ", "")
             raise BackendError(f"{path} is no library that can be loaded: {reason}") from error
         try:
             entry = getattr(self._shared, ENTRY)

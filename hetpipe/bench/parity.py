@@ -262,7 +262,7 @@ def _operators(
     device: Device, stages: Sequence[StageGraphs], samples: int
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Calls by operator: all, and those that the device refuses."""
-    from hetpipe.sdk.graph import graph_calls, operator_name
+    from hetpipe.sdk.graph import graph_calls, operator_name, refusal
 
     every, refused = Counter[str](), Counter[str]()
     programs = [
@@ -274,6 +274,6 @@ def _operators(
     for program in programs:
         for node in graph_calls(program.graph):
             every[operator_name(node)] += 1
-            if (reason := device.supports(node)) is not None:
+            if (reason := refusal(device, node)) is not None:
                 refused[f"{operator_name(node)}: {reason}"] += 1
     return dict(every), dict(refused)

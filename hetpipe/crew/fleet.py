@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import signal
 import socket
 import threading
@@ -16,13 +17,16 @@ from typing import Any
 
 from hetpipe.crew.control import Control
 from hetpipe.crew.forkserver import WorkerProcess, start_worker
-from hetpipe.errors import HetpipeError, WorkerError
+from hetpipe.errors import BackendError, HetpipeError, WorkerError
 from hetpipe.sdk.backend import Device
+from hetpipe.sdk.isolation import blamed
 from hetpipe.sdk.registry import open_device
 from hetpipe.wire.channel import Channel
 from hetpipe.wire.messages import Open, Stop
 from hetpipe.worker.blame import summary
 from hetpipe.worker.service import Service
+
+logger = logging.getLogger("hetpipe")
 
 LEAVE_S = 2.0
 """Seconds that a worker may take to leave before it is killed."""
@@ -83,7 +87,7 @@ class ThreadFleet(Fleet):
             thread.join(max(end_s - time.monotonic(), 0.0))
         if not any(thread.is_alive() for thread in self._threads):
             for device in self._devices.values():
-                device.close()
+                _close(device)
             self._devices.clear()
 
     def _abort(self) -> None:
@@ -95,6 +99,16 @@ class ThreadFleet(Fleet):
             if device_id not in self._devices:
                 self._devices[device_id] = open_device(device_id)
             return self._devices[device_id]
+
+
+def _close(device: Device) -> None:
+    """Close a device. A failure is a warning: nothing of the device is used afterwards."""
+    name = device.info.backend
+    try:
+        with blamed(name, f"fails to close device {device.info.id}"):
+            device.close()
+    except BackendError as error:
+        logger.warning("%s", error)
 
 
 class ProcessFleet(Fleet):

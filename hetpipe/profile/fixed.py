@@ -11,6 +11,7 @@ from torch import fx
 from hetpipe.errors import UnsupportedOperatorError
 from hetpipe.sdk.backend import Buffer, Device, Executable
 from hetpipe.sdk.graph import canonical
+from hetpipe.sdk.validation import check_ran, check_uploaded
 
 PIECE = 1 << 20  # bytes
 PIECES = 32
@@ -44,7 +45,7 @@ def graph_of(operator: Any, count: int, shape: Shape) -> fx.GraphModule:
 
 def filled(device: Device, shape: Shape) -> Buffer:
     """A buffer on the device, of small numbers."""
-    buffer, event = device.upload(np.full(shape, 0.5, np.float32))
+    buffer, event = check_uploaded(device, device.upload(np.full(shape, 0.5, np.float32)))
     event.wait()
     return buffer
 
@@ -67,6 +68,7 @@ class Stirrer:
                 self._ring = [filled(self._device, shape) for _ in range(PIECES)]
             if self._executable is None:  # the device cannot: caches stay as they are
                 return
-            _, event, _ = self._executable.run([self._ring[self._next]])
+            ran = self._executable.run([self._ring[self._next]])
+            _, event, _ = check_ran(self._device, ran, 1)
             event.wait()
             self._next = (self._next + 1) % PIECES

@@ -21,6 +21,7 @@ from hetpipe.profile.clock import ClockWarning, Samples
 from hetpipe.profile.fixed import compiled, filled, graph_of
 from hetpipe.sdk.backend import Buffer, Device, Executable
 from hetpipe.sdk.graph import dump_graph
+from hetpipe.sdk.validation import check_ran
 from hetpipe.worker.emulation import Emulation
 
 ORDERS = (128, 256, 512, 1024, 2048, 4096)
@@ -185,17 +186,17 @@ def _fitting(
         program = make(device, size)
         if program is None:
             return None
-        run = _run(*program, emulation)
+        run = _run(device, *program, emulation)
         run()  # the first one is slower
         if size == sizes[-1] or run() >= ENOUGH_S:
             break
     return size, run
 
 
-def _run(executable: Executable, inputs: list[Buffer], emulation: Emulation) -> Run:
+def _run(device: Device, executable: Executable, inputs: list[Buffer], emulation: Emulation) -> Run:
     def run() -> float:
         begin = clock.begin()
-        _, event, _ = executable.run(inputs)
+        _, event, _ = check_ran(device, executable.run(inputs), 1)
         event.wait()
         time_s = clock.since_s(begin, emulation)
         clock.catch_up(begin, time_s, emulation)

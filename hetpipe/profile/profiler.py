@@ -42,6 +42,7 @@ from hetpipe.profile.fixed import Stirrer
 from hetpipe.profile.patterns import Network
 from hetpipe.sdk.backend import Buffer, Device, Executable
 from hetpipe.sdk.graph import of_one_replica, require_support
+from hetpipe.sdk.validation import check_ran, check_uploaded
 from hetpipe.worker.blame import compile_graphs, run_error
 from hetpipe.worker.emulation import OWN_SPEED, Emulation
 
@@ -220,7 +221,8 @@ class Session:
         )
         begin = clock.begin()
         try:
-            outputs, event, _ = executable.run(inputs, donate)
+            ran = executable.run(inputs, donate)
+            outputs, event, _ = check_ran(self._device, ran, len(program.outputs))
             event.wait()
         except Exception as error:
             graph = of_one_replica(program.graph)
@@ -244,7 +246,8 @@ class Session:
                 example = _example(slot, self._network.patterns[pattern].constants, self._rng)
             if handed:
                 self._examples[size, slot.key] = example
-            room[slot.key], event = self._device.upload(example)
+            uploaded = self._device.upload(example)
+            room[slot.key], event = check_uploaded(self._device, uploaded)
             event.wait()
         fresh.add(slot.key)
         return room[slot.key]

@@ -26,11 +26,13 @@ from hetpipe.sdk.graph import (
     graph_inputs,
     graph_outputs,
     operator_name,
+    refusal,
     require_support,
 )
 from hetpipe.sdk.info import DTYPE_NBYTES
 from hetpipe.sdk.inputs import check_inputs, form_of, input_forms
 from hetpipe.sdk.parts import Part, Unit, part_of, units_of
+from hetpipe.sdk.validation import check_ran, check_uploaded
 
 if TYPE_CHECKING:
     from hetpipe.sdk.bundle import Exported, ProgramEntry, SourceEntry
@@ -57,10 +59,10 @@ class CompanionDevice(Device):
         self.info = device.info
 
     def supports(self, node: fx.Node) -> str | None:
-        reason = self.device.supports(node)
+        reason = refusal(self.device, node)
         if reason is None:
             return None
-        other = self.companion.supports(node)
+        other = refusal(self.companion, node)
         if any(_dtype(each) == "bfloat16" for each in (node, *node.all_input_nodes)):
             other = "bfloat16 cannot be uploaded"
         return other and f"{reason}; its companion {self.companion.info.id}: {other}"
@@ -248,12 +250,14 @@ class _Divided(Executable):
                 if self._may_go(node, number, free, lends)
             )
             companion_queue = min(queue, self._owner.companion.info.capabilities.queues - 1)
-            results, event, _ = executable.run(
+            ran = executable.run(
                 [side[node] for node in part.sources],
                 given,
                 () if lends else (*after, event),
                 companion_queue if lends else queue,
             )
+            runs_it = self._owner.companion if lends else self._owner.device
+            results, event, _ = check_ran(runs_it, ran, len(part.results))
             if lends:
                 event.wait()
             for index in given:
@@ -282,7 +286,7 @@ class _Divided(Executable):
         shape, dtype = form_of(node)
         array = np.empty(shape, dtype)
         source.download(buffer, array).wait()
-        copy, event = target.upload(array)
+        copy, event = check_uploaded(target, target.upload(array))
         event.wait()
         if lends and node.meta.get("steady"):
             self._steady[node] = (weakref.ref(buffer), copy)

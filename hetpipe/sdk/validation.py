@@ -8,9 +8,13 @@ from dataclasses import fields
 from typing import Any, get_origin, get_type_hints
 
 from hetpipe.errors import BackendError
-from hetpipe.sdk.backend import Backend
+from hetpipe.sdk.backend import Backend, Buffer, Chunk, Device, Event
 from hetpipe.sdk.info import API_VERSION, DTYPE_NBYTES, KINDS, Capabilities, DeviceInfo
 from hetpipe.sdk.isolation import type_name
+from hetpipe.words import short
+
+Ran = tuple[Sequence[Buffer], Event, Sequence[Chunk]]
+"""The outputs of a run, the event of its end, and the chunks."""
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 
@@ -58,6 +62,44 @@ def check_devices(name: str, infos: Any) -> list[DeviceInfo]:
         if ids.count(device_id) > 1:
             raise BackendError(f"backend {name!r}: discover returns {device_id!r} more than once")
     return list(infos)
+
+
+def check_ran(device: Device, ran: Any, results: int) -> Ran:
+    """Return the result of `Executable.run` for a graph with this number of results.
+
+    Raises `BackendError`, which names backend, device, expected and returned values.
+    """
+    if not (isinstance(ran, tuple) and len(ran) == 3):
+        raise _answered(device, "run", ran, "(outputs, event, chunks)")
+    outputs, event, chunks = ran
+    if not isinstance(outputs, (list, tuple)):
+        raise _answered(device, "run", outputs, "a list of Buffer as outputs")
+    if len(outputs) != results:
+        raise _answered(device, "run", f"{len(outputs)} outputs", f"{results}: one for each result")
+    for number, output in enumerate(outputs):
+        if not isinstance(output, Buffer):
+            raise _answered(device, "run", f"{short(output)} as output {number}", "a Buffer")
+    if not isinstance(event, Event):
+        raise _answered(device, "run", f"{short(event)} as its event", "an Event")
+    return outputs, event, chunks or ()
+
+
+def check_uploaded(device: Device, uploaded: Any) -> tuple[Buffer, Event]:
+    """Return the result of `Device.upload`. Raises `BackendError` as `check_ran` does."""
+    if isinstance(uploaded, tuple) and len(uploaded) == 2:
+        buffer, event = uploaded
+        if isinstance(buffer, Buffer) and isinstance(event, Event):
+            return buffer, event
+    raise _answered(device, "upload", uploaded, "(Buffer, Event)")
+
+
+def _answered(device: Device, method: str, answer: Any, expected: str) -> BackendError:
+    """Return the error for a method of a device that returns something else than it must."""
+    text = answer if isinstance(answer, str) else short(answer)
+    info = device.info
+    return BackendError(
+        f"backend {info.backend!r}: {method} of device {info.id} returns {text}, not {expected}"
+    )
 
 
 def _wrong_type(record: Any, owner: str) -> str:

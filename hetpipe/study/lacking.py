@@ -90,7 +90,7 @@ def coverage(model: str, device: str, mini_batch: int | None = None) -> Coverage
     """
     from hetpipe.profile.count import counted
     from hetpipe.sdk.companion import CompanionDevice
-    from hetpipe.sdk.graph import operator_name
+    from hetpipe.sdk.graph import operator_name, refusal
     from hetpipe.sdk.registry import decompositions_of, open_device
     from hetpipe.study.models import of_model
     from hetpipe.zoo.load import optimizer_of
@@ -117,7 +117,7 @@ def coverage(model: str, device: str, mini_batch: int | None = None) -> Coverage
             for node, kernel in counted(program.graph.graph):
                 taken_s = kernels_s(judge, [kernel])
                 total_s += taken_s
-                reason = there.supports(node)
+                reason = refusal(there, node)
                 if reason is not None:
                     name = operator_name(node)
                     seconds[name] += taken_s

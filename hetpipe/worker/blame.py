@@ -19,6 +19,7 @@ from hetpipe.sdk.backend import Buffer, Device, Executable
 from hetpipe.sdk.graph import graph_calls, graph_inputs, operator_name
 from hetpipe.sdk.inputs import form_of
 from hetpipe.sdk.parts import Part, part_of, units_of
+from hetpipe.sdk.validation import check_ran, check_uploaded
 from hetpipe.wire.wire import host_dtype
 
 SEARCH_S = 20.0
@@ -148,14 +149,14 @@ def _place_of_run(
 
 def _run(device: Device, part: Part, inputs: Sequence[Buffer]) -> list[Buffer]:
     (executable,) = device.compile_all([part.graph])
-    outputs, event, _ = executable.run(inputs)
+    outputs, event, _ = check_ran(device, executable.run(inputs), len(part.results))
     event.wait()
-    return outputs
+    return list(outputs)
 
 
 def _zeros(device: Device, node: fx.Node) -> Buffer:
     shape, dtype = form_of(node)
-    buffer, event = device.upload(np.zeros(shape, host_dtype(dtype)))
+    buffer, event = check_uploaded(device, device.upload(np.zeros(shape, host_dtype(dtype))))
     event.wait()
     return buffer
 

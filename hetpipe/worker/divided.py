@@ -18,6 +18,7 @@ from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Action
 from hetpipe.sdk.backend import DONE, Buffer, Chunk, Device, Event, Executable
 from hetpipe.sdk.graph import of_one_replica
+from hetpipe.sdk.validation import check_ran, check_uploaded
 from hetpipe.wire.wire import Content, Kind, Layout, host_dtype
 from hetpipe.worker.blame import compile_graphs, run_error
 
@@ -94,7 +95,8 @@ class _Compiled:
         donate = frozenset(index for index, name in enumerate(part.sources) if name in free)
         inputs = [env[name] for name in part.sources]
         try:
-            outputs, event, _ = self.executable.run(inputs, donate, after, queue)
+            ran = self.executable.run(inputs, donate, after, queue)
+            outputs, event, _ = check_ran(self._device, ran, len(part.results))
         except Exception as error:
             assert part.graph is not None
             raise run_error(self._device, part.graph, inputs, donate, error) from error
@@ -146,7 +148,7 @@ class _Divided(Executable):
             event.wait()
         events = []
         for name, total in zip(exchange.sums, self._meet(terms), strict=True):
-            env[name], event = self._device.upload(total)
+            env[name], event = check_uploaded(self._device, self._device.upload(total))
             events.append(event)
         return events
 

@@ -19,6 +19,7 @@ from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Op
 from hetpipe.sdk.backend import Buffer, Device, Event, Executable
 from hetpipe.sdk.graph import of_one_replica
+from hetpipe.sdk.validation import check_ran, check_uploaded
 from hetpipe.wire.messages import Keep
 from hetpipe.wire.pieces import Leaving
 from hetpipe.wire.transport import EdgeClosedError
@@ -245,7 +246,8 @@ class Stage:
         executable = self._executables[id(binding)]
         slots, donate = binding.program.outputs, binding.donate | donate
         try:
-            outputs, event, chunks = executable.run(inputs, donate, after, queue)
+            ran = executable.run(inputs, donate, after, queue)
+            outputs, event, chunks = check_ran(self.device, ran, len(slots))
             if leaving is not None and chunks:
                 leaving(slots, outputs, event, chunks)
             event.wait()
@@ -293,7 +295,7 @@ class Stage:
             values.append((self._rng, np.asarray(which.rng, np.int64)))
         events = []
         for index, value in values:
-            frame[index], event = self.device.upload(value)
+            frame[index], event = check_uploaded(self.device, self.device.upload(value))
             events.append(event)
         return events
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from hetpipe.capture.program import BUFFER, CONSTANT, GRAD, PARAM, SCALAR, STATE, Slot, StageGraphs
 from hetpipe.sdk.backend import Buffer, Device
+from hetpipe.sdk.validation import check_uploaded
 from hetpipe.wire.wire import Array, host_dtype
 from hetpipe.worker.bind import Key, Place, StageBinding, Table
 from hetpipe.worker.weights import Version, Weights
@@ -128,7 +129,8 @@ class Store:
 
     def upload(self, value: Array) -> Buffer:
         """Copy to the device, and wait until that is done."""
-        buffer, event = self.device.upload(np.asarray(value, order="C"))
+        uploaded = self.device.upload(np.asarray(value, order="C"))
+        buffer, event = check_uploaded(self.device, uploaded)
         event.wait()
         return buffer
 

@@ -16,7 +16,8 @@ import numpy as np
 
 from hetpipe.errors import HetpipeError, UnsupportedOperatorError
 from hetpipe.sdk.backend import Buffer, Device, Executable
-from hetpipe.sdk.graph import load_graph
+from hetpipe.sdk.graph import graph_outputs, load_graph
+from hetpipe.sdk.validation import check_ran, check_uploaded
 
 Array = np.ndarray[Any, Any]
 
@@ -43,7 +44,8 @@ class Failed:
 class _Trials:
     """Graphs and values on one device, by name."""
 
-    executables: dict[str, Executable] = field(default_factory=dict)
+    executables: dict[str, tuple[Executable, int]] = field(default_factory=dict)
+    """With the number of their results."""
     values: dict[str, Buffer] = field(default_factory=dict)
 
 
@@ -67,7 +69,9 @@ def _caught(function: Callable[..., Any]) -> Callable[..., Any]:
 def compile_graph(device: Device, name: str, graph: bytes) -> None:
     """Compile a dumped graph, and keep it by a name. Returns None or `Failed`."""
     trials = _trials.setdefault(device, _Trials())
-    (trials.executables[name],) = device.compile_all([load_graph(graph)])
+    loaded = load_graph(graph)
+    (executable,) = device.compile_all([loaded])
+    trials.executables[name] = executable, len(graph_outputs(loaded))
 
 
 @_caught
@@ -89,10 +93,12 @@ def run_graph(
         if isinstance(value, Held):
             buffers.append(trials.values[value.name])
         else:
-            buffer, event = device.upload(np.asarray(value, order="C"))
+            uploaded = device.upload(np.asarray(value, order="C"))
+            buffer, event = check_uploaded(device, uploaded)
             event.wait(WAIT_S)
             buffers.append(buffer)
-    outputs, event, _ = trials.executables[name].run(buffers, donate)
+    executable, results = trials.executables[name]
+    outputs, event, _ = check_ran(device, executable.run(buffers, donate), results)
     event.wait(WAIT_S)
     trials.values.update({name: outputs[index] for index, name in kept.items()})
     return [
