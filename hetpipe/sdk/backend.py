@@ -1,4 +1,4 @@
-"""The backend contract: all that a hardware maker implements. Its version is 1, and frozen.
+"""The backend contract: all that a hardware maker implements; `API_VERSION` counts its changes.
 
 A backend finds devices and opens them. A device compiles graphs and moves tensors. An executable
 runs. Host tensors are C-contiguous numpy arrays; everything that crosses a graph's boundary is

@@ -5,8 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-API_VERSION = 1
-"""The version of the contract; `Backend.api_version` says which one a backend was written for."""
+API_VERSION = 2
+"""The version of the contract; `Backend.api_version` says which one a backend was written for.
+
+Every change of the contract gets a new version. Version 2 added `Backend.user_kernels` and
+`Capabilities.flushes_denormals`.
+"""
+OLDEST_API_VERSION = 1
+"""The oldest version whose backends run: all that was added since has a default."""
 
 KINDS = ("cpu", "gpu", "fpga", "npu", "other")
 """The kinds of device."""

@@ -9,7 +9,14 @@ from typing import Any, get_origin, get_type_hints
 
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Backend, Buffer, Chunk, Device, Event
-from hetpipe.sdk.info import API_VERSION, DTYPE_NBYTES, KINDS, Capabilities, DeviceInfo
+from hetpipe.sdk.info import (
+    API_VERSION,
+    DTYPE_NBYTES,
+    KINDS,
+    OLDEST_API_VERSION,
+    Capabilities,
+    DeviceInfo,
+)
 from hetpipe.sdk.isolation import type_name
 from hetpipe.words import short
 
@@ -25,10 +32,11 @@ def check_class(backend: Any, source: str) -> type[Backend]:
     if not (isinstance(backend, type) and issubclass(backend, Backend)):
         raise BackendError(f"{source} is not a Backend class")
     check_name(getattr(backend, "name", None), source)
-    if backend.api_version != API_VERSION:
+    if backend.api_version not in range(OLDEST_API_VERSION, API_VERSION + 1):
         raise BackendError(
             f"{source} was written for version {backend.api_version} of the backend contract, this "
-            f"hetpipe has version {API_VERSION}: install a matching version of either"
+            f"hetpipe has version {API_VERSION} and runs backends from version "
+            f"{OLDEST_API_VERSION}: install a matching version of either"
         )
     return backend
 
