@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hetpipe.capture.example import call
 from hetpipe.errors import HetpipeError
@@ -102,6 +103,14 @@ def micro_sizes(rows: int, microbatches: int) -> tuple[int, ...]:
     """Sizes of min(microbatches, rows) micro-batches; they differ by at most one."""
     count = min(microbatches, rows)
     return tuple(rows // count + (index < rows % count) for index in range(count))
+
+
+def compared_sizes(model: torch.nn.Module, rows: int, microbatches: int) -> tuple[int, ...]:
+    """The sizes in which plain torch trains for a comparison: the whole mini-batch at once, or the
+    pipeline's micro-batches where batch norms take their statistics from each of them."""
+    norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
+    mixes = any(module.training or not module.track_running_stats for module in norms)
+    return micro_sizes(rows, microbatches) if mixes else (rows,)
 
 
 def rows_of(tree: Tree, lo: int, hi: int) -> Tree:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hetpipe.bench.eager import Eager, micro_sizes
+from hetpipe.bench.eager import Eager, compared_sizes
 from hetpipe.bench.gradients import GradientError, disturb_parameters
 from hetpipe.diagnosis.judge import FACTOR, eps_of
 from hetpipe.profile import cache
@@ -152,7 +152,7 @@ def compare(
     eps = eps_of([*workload.model.parameters()])
     rounding = FACTOR * eps
     if not worst <= rounding:
-        sizes = micro_sizes(plan.mini_batch, plan.microbatches)
+        sizes = compared_sizes(workload.model, plan.mini_batch, plan.microbatches)
         rounded = torch_losses(workload, sizes, len(expected), seed, rounding=True)
         drift = max(relative(loss, true) for loss, true in zip(rounded, expected, strict=True))
         rounding += ROUNDING_FACTOR * drift

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,10 +20,11 @@ from hetpipe.capture.export import export
 from hetpipe.capture.facts import Facts, facts_of
 from hetpipe.capture.flat import Flat, flatten
 from hetpipe.capture.identity import Identity, optimizer_identity, tables_identity
-from hetpipe.capture.indices import check_indices, mark_checked
+from hetpipe.capture.indices import check_indices, check_means, mark_checked
 from hetpipe.capture.joint import Decompositions
 from hetpipe.capture.labels import label, layer_graph
 from hetpipe.capture.layers import LayerGraph
+from hetpipe.capture.meanloss import LossCheck, Outputs
 from hetpipe.capture.modes import Modes
 from hetpipe.capture.parts import Parts
 from hetpipe.capture.precision import Precision
@@ -88,7 +89,10 @@ class Captured:
         self.trainable = frozenset(name for name, p in parameters.items() if p.requires_grad)
         layers = (sorted(self.split.items()), sorted(self._starting))
         options = (precision, sync_batch_norm, *layers)
-        self._identity = Identity(self._model, loss_fn, self._example, self._modes, options)
+        self._outputs: dict[bool, Outputs] = {}  # of the model, in training and in eval mode
+        self._identity = Identity(
+            self._model, loss_fn, self._example, self._modes, options, self._saw
+        )
         first = samples or self._example.samples
         key = self._identity.key("facts", [first], True)
         self._facts: Facts = _kept(key, lambda: facts_of(self._flat(first)))
@@ -212,6 +216,36 @@ class Captured:
         check_indices(self._facts.indices, leaves)
         return leaves
 
+    def loss_fault(self, samples: int, training: bool = True) -> str:
+        """Why micro-batches of `samples` would not give the loss of their mini-batch, with both
+        numbers and the cure; "" if they do.
+
+        Without `training` it is the loss in eval mode. See `hetpipe.capture.meanloss`.
+        """
+        key = self._identity.key(
+            "loss", [self._facts.samples], training, samples, self._example.labels_digest
+        )
+
+        def compare() -> str:
+            if training not in self._outputs:  # the code has no signature, and was not exported
+                self._flat(self._facts.samples, training)
+            with self._modes.restored(evaluation=not training):
+                check = LossCheck(
+                    self._model, self._loss_fn, self._example, self._facts.indices, samples
+                )
+                return check.fault(self._outputs.get(training))
+
+        return _kept(key, compare)
+
+    def _saw(self, samples: int, training: bool, output: Any) -> None:
+        self._outputs[training] = Outputs.of(output, samples)
+
+    def check_means(self, leaves: Mapping[str, Array], sizes: Sequence[int]) -> None:
+        """Raise `HetpipeError` where parts of a batch, of these sizes, leave out unequal shares of
+        the labels over which the loss is a mean."""
+        if not self.has_count:
+            check_means(self._facts.indices, leaves, sizes)
+
     @cached_property
     def channels(self) -> dict[str, int]:
         """Output channels of the layers that can be split; none if some are."""
@@ -224,7 +258,7 @@ class Captured:
             with self._modes.restored(evaluation=not training):
                 program = export(
                     self._model, self._loss_fn, self._example, samples, self.precision,
-                    self.sync_batch_norm,
+                    self.sync_batch_norm, partial(self._saw, samples, training),
                 )  # fmt: skip
             trainable = self.trainable if training else None
             flat = flatten(program, self._example.names, self.aliases, trainable, samples)

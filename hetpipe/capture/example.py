@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -47,6 +49,16 @@ class Example:
             return value if leaf is None else (str(leaf.dtype), tuple(leaf.shape[1:]))
 
         return repr((_map(described, "x", self._x), _map(described, "y", self._y)))
+
+    @cached_property
+    def labels_digest(self) -> str:
+        """A hash of the integers of the batch and of all tensors of y, by value."""
+        digest = hashlib.sha256()
+        for name, leaf in self._leaves.items():
+            if name[0] == "y" or not leaf.is_floating_point():
+                digest.update(name.encode())
+                digest.update(leaf.contiguous().numpy().tobytes())
+        return digest.hexdigest()
 
     def tensors(self, samples: int) -> list[torch.Tensor]:
         """The leaves, sliced or repeated to `samples` samples."""

@@ -25,26 +25,41 @@ _SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 
 
+Seen = Callable[[Any], None]
+
+
 class _WithLoss(nn.Module):
     """Leaves of a batch -> the loss, or (sum, count)."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], example: Example) -> None:
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Any], example: Example, seen: Seen
+    ) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
         self._example = example
+        self._seen = seen
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x, y = self._example.rebuild(list(leaves))
-        result = run_loss(self.loss_fn, run_model(self.model, x), y)
+        out = run_model(self.model, x)
+        self._seen(out)
+        result = run_loss(self.loss_fn, out, y)
         if isinstance(result, tuple) and len(result) == 2:
             return _scalar(result[0], "the loss's sum"), _scalar(result[1], "the loss's count")
         return (_scalar(result, "the loss"),)
 
 
-def with_loss(model: nn.Module, loss_fn: Callable[..., Any], example: Example) -> nn.Module:
-    """A module that gives the loss, or (sum, count), of a batch's leaves."""
-    return _WithLoss(model, loss_fn, example)
+def _ignore(_: Any) -> None:
+    """Look at no output."""
+
+
+def with_loss(
+    model: nn.Module, loss_fn: Callable[..., Any], example: Example, seen: Seen = _ignore
+) -> nn.Module:
+    """A module that gives the loss, or (sum, count), of a batch's leaves. `seen` is called with
+    the model's output, whose tensors may lack values."""
+    return _WithLoss(model, loss_fn, example, seen)
 
 
 def run_model(model: nn.Module, x: Any) -> Any:
@@ -78,12 +93,13 @@ def export(
     samples: int,
     precision: Precision = Precision(),  # noqa: B008 - frozen
     sync_batch_norm: bool = False,
+    seen: Seen = _ignore,
 ) -> ExportedProgram:
     """Export `loss_fn(model(x), y)` for a batch of `samples`, every module in its present mode.
 
     Export runs without autocast, which would hide the modules' names; autocast is on later, while
     operators are decomposed, and the model's own casts stay. With `sync_batch_norm` batch norms
-    use the statistics of all replicas' rows.
+    use the statistics of all replicas' rows. `seen` is called with the model's output.
     The result is functional. Raises `CaptureError` that names the user's line.
     """
     check_modules(model)
@@ -96,7 +112,7 @@ def export(
             layer_by_layer(),
         ):
             warnings.simplefilter("ignore")  # torch's own deprecations; nothing here is the user's
-            wrapped = with_loss(model, loss_fn, example)
+            wrapped = with_loss(model, loss_fn, example, seen)
             leaves = tuple(example.tensors(samples))
             program = torch.export.export(wrapped, leaves, strict=False)
             _inline_regions(program.graph_module)

@@ -36,7 +36,10 @@ class Identity:
         example: Example,
         modes: Modes,
         options: Sequence[object],
+        seen: Callable[[int, bool, Any], None],
     ) -> None:
+        """`seen` is called with a size, the mode and the model's output at that size."""
+        self._seen = seen
         self._model, self._loss_fn, self._example, self._modes = model, loss_fn, example, modes
         self._signatures: dict[tuple[int, bool], str | None] = {}
         self._sources = digest_of(model, loss_fn)
@@ -59,7 +62,8 @@ class Identity:
     def _signature(self, samples: int, training: bool) -> str | None:
         if (samples, training) not in self._signatures:
             with self._modes.restored(evaluation=not training), layer_by_layer():
-                run = with_loss(self._model, self._loss_fn, self._example)
+                seen = partial(self._seen, samples, training)
+                run = with_loss(self._model, self._loss_fn, self._example, seen)
                 signature = sign(run, self._example.tensors(samples))
             self._signatures[samples, training] = signature
         return self._signatures[samples, training]

@@ -47,6 +47,9 @@ _LOSSES = frozenset(
     | {aten.nll_loss_forward, aten.nll_loss2d_forward}
 )
 
+MEAN = 1
+"""The number of reduction="mean" in torch's operators."""
+
 
 @dataclass(frozen=True)
 class IndexBound:
@@ -60,6 +63,8 @@ class IndexBound:
     """Positions of the elements used, in a flattened sample; None is all of them."""
     use: str
     """For messages: "embedding of wte has 256 rows"."""
+    averaged: bool = False
+    """Whether the operator returns the mean over the elements that are not `ignored`."""
 
     def check(self, array: Array) -> None:
         """Raise `HetpipeError` for the first element out of bounds; `array` is batch-first."""
@@ -81,6 +86,41 @@ class IndexBound:
             f"{self.leaf}[{', '.join(map(str, place))}] is {values[row, column]}, but {self.use}: "
             f"give {self.low}..{self.high - 1}{unless}"
         )
+
+    def check_means(self, array: Array, sizes: Sequence[int]) -> None:
+        """Raise `HetpipeError` where parts of a batch, of these sizes, leave out unequal shares of
+        their labels, so that the mean over the batch is not the mean of their means."""
+        if not self.averaged or self.ignored is None:
+            return
+        values = array.reshape(array.shape[0], -1)
+        values = values if self.columns is None else values[:, self.columns]
+        ignored = values == self.ignored
+        if not ignored.any():
+            return
+        starts = np.cumsum([0, *sizes[:-1]])
+        counts = np.add.reduceat(ignored.sum(1), starts)
+        shares = counts / np.asarray(sizes)
+        if shares.min() == shares.max():
+            return
+        few, many = int(shares.argmin()), int(shares.argmax())
+        name = self.use.partition(" ")[0]
+        raise HetpipeError(
+            f"{self.leaf} has {counts[few]} labels {self.ignored} in samples {starts[few]} to "
+            f"{starts[few] + sizes[few] - 1} and {counts[many]} in samples {starts[many]} to "
+            f"{starts[many] + sizes[many] - 1}: {name} returns the mean over the other labels, so "
+            "the mean over the mini-batch is not that of its parts; let loss_fn return (sum, "
+            f"count), as in ({name}(out, y, reduction='sum'), (y != {self.ignored}).sum()), or "
+            "give microbatches=1"
+        )
+
+
+def check_means(
+    bounds: tuple[IndexBound, ...], leaves: Mapping[str, Array], sizes: Sequence[int]
+) -> None:
+    """Raise `HetpipeError` where a loss is a mean over labels, and parts of these sizes have
+    unequal shares of labels to leave out."""
+    for bound in bounds:
+        bound.check_means(leaves[bound.leaf], sizes)
 
 
 def check_indices(bounds: tuple[IndexBound, ...], leaves: Mapping[str, Array]) -> None:
@@ -109,13 +149,14 @@ def index_bounds(flat: Flat) -> tuple[IndexBound, ...]:
     for node in flat.graph.nodes:
         if node.op != "call_function" or is_getitem(node):
             continue
+        averaged = _packet(node) in _LOSSES and _arguments(node)["reduction"] == MEAN
         for index, low, high, ignored, noun in _uses(node):
             reached = follow.to(index)
             if reached is not None:
                 leaf, columns = reached
                 path = owner(node)[1]
                 use = f"{_name(node)}{' of ' + path if path else ''} has {high} {noun}"
-                bounds[IndexBound(leaf, low, high, ignored, columns, use)] = None
+                bounds[IndexBound(leaf, low, high, ignored, columns, use, averaged)] = None
     return tuple(bounds)
 
 

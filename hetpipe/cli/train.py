@@ -252,11 +252,12 @@ def _train(
     output: Output,
     progress: Progress,
 ) -> list[Step]:
-    from hetpipe.bench.eager import micro_sizes
+    from hetpipe.bench.eager import compared_sizes
     from hetpipe.bench.training import torch_losses, train
 
     progress(f"{check_steps} steps of unpartitioned torch", 0, 1)
-    sizes = micro_sizes(pipe.plan.mini_batch, pipe.plan.microbatches)
+    plan = pipe.plan
+    sizes = compared_sizes(workload.model, plan.mini_batch, plan.microbatches)
     expected = torch_losses(workload, sizes, check_steps, seed)
     taken: list[Step] = []
     for step in train(workload, pipe, count, seed=seed, expected=expected):

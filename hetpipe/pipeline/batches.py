@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hetpipe.errors import HetpipeError, NotFiniteError
+from hetpipe.wire.shares import divide
 
 if TYPE_CHECKING:
     from hetpipe.crew.request import StepResult
@@ -23,6 +24,13 @@ def sizes_of(rows: int, microbatches: int) -> tuple[int, ...]:
     """Sizes of min(microbatches, rows) micro-batches; they differ by at most one."""
     count = min(microbatches, rows)
     return tuple(rows // count + (index < rows % count) for index in range(count))
+
+
+def parts_of(samples: Sequence[int], plan: Plan) -> list[int]:
+    """The samples of each loss of a mini-batch: of each micro-batch, or of each replica's rows."""
+    if not plan.rule.flushes:
+        return list(samples)
+    return [rows for size in samples for rows in divide(size, plan.stages[-1].shares)]
 
 
 def check_whole(samples: Sequence[int], plan: Plan) -> None:

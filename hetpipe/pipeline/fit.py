@@ -11,6 +11,7 @@ from hetpipe.schedule.generators import generate
 from hetpipe.schedule.lanes import laned_stages, row_workers
 
 if TYPE_CHECKING:
+    from hetpipe.capture.captured import Captured
     from hetpipe.capture.precision import Precision
     from hetpipe.cluster.cluster import Cluster, Member
     from hetpipe.optim.rule import Optimizer
@@ -57,6 +58,17 @@ def check_count(microbatches: int, mini_batch: int) -> None:
             f"a mini-batch of {mini_batch} cannot be {microbatches} micro-batches: choose 1 to "
             f"{mini_batch}"
         )
+
+
+def check_loss(
+    captured: Captured, samples: int, training: bool = True, replicas: bool = False
+) -> None:
+    """Raises `HetpipeError` where parts of a mini-batch, of `samples` each, would not give the loss
+    of the whole. The parts are micro-batches, or the rows of `replicas`."""
+    if fault := captured.loss_fault(samples, training):
+        where = "" if training else "in eval mode "
+        more = " and one device per stage, as schedule='1f1b' has" if replicas else ""
+        raise HetpipeError(f"{where}{fault}{more}")
 
 
 def check_fit(

@@ -27,6 +27,7 @@ from hetpipe.pipeline.fit import (
     check_cuts,
     check_dtypes,
     check_fit,
+    check_loss,
 )
 from hetpipe.pipeline.guard import Guard
 from hetpipe.pipeline.launch_check import refuse_ranks
@@ -130,6 +131,8 @@ class Pipeline(Lifetime, Measurements):
             planned = _check_captured(self._captured, planned, passes)
             self._captured.leaves(*example)
             check_cuts(planned.cuts or (), self._captured.layer_names)
+            if microbatches_of(planned) > 1:
+                check_loss(self._captured, -(-mini_batch // microbatches_of(planned)))
             infos = self._crew.infos
             used = infos if planned.plan is None else planned.plan.all_devices
             members = [infos[member] for member in used if member in infos]
@@ -138,6 +141,8 @@ class Pipeline(Lifetime, Measurements):
                 self._captured, self._crew, optimizer, mini_batch, progress, self._efforts.append
             )
             plan, costs = planning.choose(planned)
+            if microbatches_of(planned) == 1 and plan.rule.flushes and max(plan.replicas) > 1:
+                check_loss(self._captured, -(-mini_batch // 2), replicas=True)
             boards = [board.id for board in cluster.described]
             check_fit(plan, infos, optimizer, updates, self._captured.sync_batch_norm, boards)
             check_boards(plan, cluster, infos)

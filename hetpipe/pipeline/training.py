@@ -15,7 +15,8 @@ from hetpipe.capture.program import BUFFER, GRAD, PARAM
 from hetpipe.checkpoint import Checkpoint
 from hetpipe.crew.request import Apply, StepRequest, StepResult
 from hetpipe.errors import HetpipeError, NotFiniteError
-from hetpipe.pipeline.batches import check_whole, mean_loss, rows_of, sizes_of, slices
+from hetpipe.pipeline.batches import check_whole, mean_loss, parts_of, rows_of, sizes_of, slices
+from hetpipe.pipeline.fit import check_loss
 from hetpipe.pipeline.lossscale import Scaling, choose_scaling, watching
 from hetpipe.pipeline.resume import ROLES, progress_of
 from hetpipe.pipeline.schedules import ALL, FORWARDS, SUMMING, UPDATING
@@ -243,6 +244,11 @@ class Training:
         rows = rows_of(leaves)
         samples = sizes_of(rows, self.plan.microbatches)
         stages = self.stages
+        parts = parts_of(samples, self.plan)
+        if len(parts) > 1:
+            subject.captured.check_means(leaves, parts)
+        if len(parts) > 1 and evaluates and not stages.evaluated:
+            check_loss(subject.captured, parts[0], training=False)
         self._prepare(set(samples), stages.evaluated if evaluates else stages.sizes)
         counted, scale = subject.captured.has_count, self.scaling.scale
         count = self.steps if self.streams else self.updates[0]

@@ -1,0 +1,101 @@
+"""A pipeline refuses a loss that its micro-batches would train wrong, at the start or, where it
+depends on the labels, at the mini-batch that would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hetpipe as hp
+from hetpipe.crew.crew import Crew
+from hetpipe.errors import HetpipeError
+
+X = torch.randn(8, 6, generator=torch.Generator().manual_seed(7))
+Y = torch.tensor([0, 1, 0, 1, 2, 1, 2, 2])
+UNEVEN = Y.where(Y != 0, -100)
+
+
+def opened(crew: Crew, loss_fn: Any, **options: Any) -> hp.Pipeline:
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    options = {"cuts": [1], "microbatches": 2, "schedule": "1f1b", **options}
+    return hp.Pipeline(
+        model, loss_fn, (X, Y), cluster=crew.cluster, crew=crew, optimizer=hp.optim.sgd(lr=0.1),
+        **options,
+    )  # fmt: skip
+
+
+def weighted(o: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(o, y, torch.tensor([0.1, 1.0, 5.0]))
+
+
+def test_refused_at_the_start(crew: Crew) -> None:
+    with pytest.raises(HetpipeError, match=r"is 1\.01676, and the mean over .* is 0\.920989"):
+        opened(crew, weighted)
+
+
+def test_refused_where_replicas_divide_the_only_micro_batch(crew: Crew) -> None:
+    with pytest.raises(HetpipeError, match=r"or give microbatches=1 and one device per stage"):
+        opened(crew, weighted, replicas=[1, 2], microbatches=1)
+
+
+def test_one_micro_batch_trains_as_torch_does(crew: Crew) -> None:
+    with opened(crew, weighted, microbatches=1) as pipe:
+        assert pipe.step(X, Y) == pytest.approx(1.0168, abs=1e-4)
+
+
+def test_a_mini_batch_with_uneven_labels_is_refused_and_the_next_trains(crew: Crew) -> None:
+    with opened(crew, F.cross_entropy) as pipe:
+        first = pipe.gradients(X, Y)
+        for call in (pipe.step, pipe.evaluate, pipe.gradients):
+            with pytest.raises(HetpipeError, match=r"2 in samples 0 to 3: cross_entropy returns"):
+                call(X, UNEVEN)
+        assert pipe.gradients(X, Y)[0] == first[0]
+        pipe.step(X, Y)
+
+
+def test_counted_sums_with_uneven_labels_train_as_torch_does(crew: Crew) -> None:
+    def counted(o: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return F.cross_entropy(o, y, reduction="sum"), (y != -100).sum()
+
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    labels = torch.cat([torch.full((4,), -100), Y[4:]])  # a micro-batch without any
+    loss = F.cross_entropy(model(X), labels)
+    loss.backward()
+    with opened(crew, counted) as pipe:
+        ours, grads = pipe.gradients(X, labels)
+    assert ours == pytest.approx(loss.item(), rel=1e-6)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_a_loss_that_is_a_mean_in_training_alone(crew: Crew) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            out = self.last(self.first(x))
+            return out if self.training else (out,)
+
+    def summed_in_eval(o: Any, y: Tensor) -> Tensor:
+        return (
+            F.cross_entropy(o[0], y, reduction="sum")
+            if isinstance(o, tuple)
+            else F.cross_entropy(o, y)
+        )
+
+    with hp.Pipeline(
+        Model(), summed_in_eval, (X, Y), cluster=crew.cluster, crew=crew, cuts=[1], microbatches=2,
+        schedule="1f1b", optimizer=hp.optim.sgd(lr=0.1),
+    ) as pipe:  # fmt: skip
+        pipe.step(X, Y)
+        with pytest.raises(HetpipeError, match="in eval mode the loss is no mean over samples"):
+            pipe.evaluate(X, Y)
+        pipe.step(X, Y)

@@ -1,0 +1,217 @@
+"""A loss that is no mean over samples, nor a sum with a count, is refused before micro-batches can
+train it wrong; no other loss is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hetpipe.capture import Captured
+from hetpipe.capture.example import Example
+from hetpipe.capture.indices import IndexBound
+from hetpipe.capture.meanloss import LossCheck, LossWarning, Outputs
+from hetpipe.errors import HetpipeError
+
+WEIGHT = torch.tensor([0.1, 1.0, 5.0])
+LABELS = torch.tensor([0, 1, 0, 1, 2, 1, 2, 2])
+CLASSES = IndexBound("y", 0, 3, -100, None, "cross_entropy has 3 classes", averaged=True)
+FEATURES = torch.randn(8, 6, generator=torch.Generator().manual_seed(7))
+Loss = Callable[[Any, Any], Any]
+
+
+def linear() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Linear(6, 3)
+
+
+def fault(loss_fn: Loss, model: nn.Module | None = None, x: Any = FEATURES, y: Any = LABELS) -> str:
+    model = model or linear()
+    model_input = x if isinstance(x, dict) else {"input": x}
+    outputs = Outputs.of(model(**model_input), 8)
+    labels = isinstance(y, Tensor) and y.dtype is torch.int64
+    check = LossCheck(model, loss_fn, Example(x, y), [CLASSES] if labels else [], 4)
+    state = torch.get_rng_state()
+    text = check.fault(outputs)
+    assert torch.equal(torch.get_rng_state(), state)
+    return text
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        F.cross_entropy,
+        lambda o, y: F.cross_entropy(o, y, label_smoothing=0.1),
+        lambda o, y: F.nll_loss(o.log_softmax(1), y),
+        lambda o, y: F.nll_loss(o.softmax(1).log(), y),
+        lambda o, y: F.binary_cross_entropy(o.sigmoid()[:, 0], y.float().clamp(max=1)),
+        lambda o, y: F.mse_loss(o[:, 0], y.float()) + 1e-3 * WEIGHT.square().sum(),
+        lambda o, y: (o.logsumexp(1) - o.gather(1, y[:, None])[:, 0]).sum() / len(y),
+        lambda o, y: (F.cross_entropy(o, y, reduction="sum"), (y != -100).sum()),
+        lambda o, y: (F.cross_entropy(o, y, reduction="sum"), len(y)),
+        lambda o, y: (F.cross_entropy(o, y, WEIGHT, reduction="sum"), WEIGHT[y].sum()),
+        lambda o, y: F.cross_entropy(F.dropout(o, 0.5), y),
+        lambda o, y: F.mse_loss(o.squeeze(), F.one_hot(y, 3).float()),
+    ],
+    ids=range(12),
+)
+def test_means_and_counted_sums_pass(loss_fn: Loss) -> None:
+    assert fault(loss_fn) == ""
+
+
+def coupled(o: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(o @ o.T, torch.arange(len(o)))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "why"),
+    [
+        (lambda o, y: F.cross_entropy(o, y, WEIGHT), "no mean over samples"),
+        (lambda o, y: F.cross_entropy(o, y, ignore_index=0), "no mean over samples"),
+        (lambda o, y: F.cross_entropy(o, y, reduction="sum"), "no mean over samples"),
+        (coupled, "no mean over samples"),
+        (lambda o, y: F.mse_loss(o[:, 0], y.float()).sqrt(), "no mean over samples"),
+        (lambda o, y: o.std(0).sum(), "no mean over samples"),
+        (lambda o, y: (F.cross_entropy(o, y), len(y)), r"loss_fn returns \(sum, count\)"),
+        (lambda o, y: (F.cross_entropy(o, y, reduction="sum"), 1), "must add up"),
+    ],
+    ids=range(8),
+)
+def test_others_are_refused_with_both_numbers(loss_fn: Loss, why: str) -> None:
+    text = fault(loss_fn)
+    model = linear()
+    whole = loss_fn(model(FEATURES), LABELS)
+    first = whole[0] if isinstance(whole, tuple) else whole
+    assert f"{first.item():.6g}"[:6] in text
+    assert "microbatches=1" in text
+    with pytest.raises(AssertionError, match=why):
+        raise AssertionError(text)
+
+
+def test_class_weights_are_found_where_all_labels_are_of_one_class() -> None:
+    def weighted(o: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(o, y, WEIGHT)
+
+    assert "their gradients differ" in fault(weighted, y=torch.ones_like(LABELS))
+
+
+def test_a_gradient_that_mixes_samples_is_found_where_no_value_does() -> None:
+    def straight_through(o: Tensor, y: Tensor) -> Tensor:
+        mixed = (o * o.detach().mean(0)).sum()
+        return F.cross_entropy(o, y) + mixed - mixed.detach()
+
+    assert "their gradients differ" in fault(straight_through)
+
+
+class Probabilities(nn.Module):
+    """Outputs that a loss may take the logarithm of; batch norm and dropout mix and draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3), nn.Softmax(1)
+        )
+
+    def forward(self, input: Tensor) -> dict[str, Tensor]:
+        return {"p": self.layers(input)}
+
+
+def test_batch_norm_and_dropout_do_not_disturb() -> None:
+    model = Probabilities()
+
+    def strict(o: dict[str, Tensor], y: Tensor) -> Tensor:
+        assert o["p"].sum(1).allclose(torch.ones(()))  # no random output meets this
+        return F.nll_loss(o["p"].log(), y)
+
+    def plain(o: dict[str, Tensor], y: Tensor) -> Tensor:
+        return F.nll_loss(o["p"].log(), y)
+
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for loss_fn in (strict, plain):
+        check = LossCheck(model, loss_fn, Example(FEATURES, LABELS), [CLASSES], 4)
+        assert check.fault(Outputs.of({"p": torch.empty(8, 3)}, 8)) == ""
+    assert all(module.training for module in model.modules())
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+
+
+class Returned(NamedTuple):
+    loss: Tensor
+    logits: Tensor
+
+
+class ReturnsLoss(nn.Module):
+    """A model that returns its loss, as those of transformers do, with dropout by a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(9, 6), nn.Linear(6, 9)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Returned:
+        logits = self.out(F.dropout(self.table(ids), 0.5, self.training))
+        return Returned(F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)
+
+
+def test_a_model_that_returns_its_loss_is_compared_by_whole_and_parts() -> None:
+    ids = torch.randint(9, (8, 5), generator=torch.Generator().manual_seed(0))
+    padded = ids.clone()
+    padded[[0, 3], 2:] = -100
+    assert fault(lambda o, _: o.loss, ReturnsLoss(), {"ids": ids, "labels": ids}, ()) == ""
+    text = fault(lambda o, _: o.loss, ReturnsLoss(), {"ids": ids, "labels": padded}, ())
+    assert "no mean over samples" in text
+
+
+class TimeFirst(nn.Module):
+    def forward(self, input: Tensor) -> Tensor:
+        return input[..., None].repeat(1, 1, 3).transpose(0, 1)
+
+
+def test_outputs_that_are_not_batch_first_are_right() -> None:
+    """With as many times as samples random outputs have the wrong shape, and the true ones
+    decide."""
+
+    def loss_fn(o: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(o.flatten(0, 1), y.T.flatten())
+
+    x, y = torch.randn(8, 8), torch.randint(3, (8, 8))
+    assert fault(loss_fn, TimeFirst(), x, y) == ""
+
+
+def test_a_loss_that_cannot_be_computed_for_the_whole_warns() -> None:
+    def of_four(o: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(o.reshape(4, 3), y)
+
+    with pytest.warns(LossWarning, match="fails for 8 samples at once"):
+        assert fault(of_four) == ""
+
+
+def test_the_verdict_is_kept_with_the_labels(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    monkeypatch.setenv("HETPIPE_CACHE", str(tmp_path_factory.mktemp("cache")))
+    made: list[int] = []
+    check = LossCheck.fault
+    monkeypatch.setattr(
+        LossCheck, "fault", lambda self, outputs: (made.append(1), check(self, outputs))[1]
+    )
+    faults = []
+    for y in (LABELS, LABELS, LABELS.flip(0)):
+        faults.append(Captured(linear(), coupled, (FEATURES, y), samples=4).loss_fault(4))
+    assert len(made) == 2
+    assert all("no mean over samples" in text for text in faults)
+
+
+def test_labels_to_leave_out_must_be_spread_evenly() -> None:
+    """The example has none, so its mean is one over samples; a later batch may have some."""
+    captured = Captured(linear(), F.cross_entropy, (FEATURES, LABELS), samples=4)
+    assert captured.loss_fault(4) == ""
+    uneven = {"x": FEATURES.numpy(), "y": LABELS.where(LABELS != 0, -100).numpy()}  # 2 and 0
+    with pytest.raises(
+        HetpipeError, match=r"y has 0 labels -100 in samples 4 to 7 and 2 in samples 0 to 3"
+    ):
+        captured.check_means(uneven, [4, 4])
+    captured.check_means(uneven, [8])
+    captured.check_means({"x": FEATURES.numpy(), "y": LABELS.numpy()}, [4, 4])
