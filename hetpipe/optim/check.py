@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping
 from numbers import Real
+from typing import Any
 
 from hetpipe.errors import HetpipeError
-from hetpipe.optim.rule import Optimizer
+from hetpipe.optim.rule import Optimizer, as_number
 
 _OURS = ("adagrad", "adam", "adamw", "lamb", "lion", "rmsprop", "sgd")
 _SETTINGS = ("lr", "momentum", "betas", "alpha", "eps", "weight_decay", "nesterov")
 _OFF = {"momentum": 0, "nesterov": False, "weight_decay": 0}  # by default, in ours too
+_WITHOUT_EFFECT = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+_LOST: dict[str, tuple[object, str]] = {
+    "amsgrad": (False, ""),
+    "centered": (False, ""),
+    "dampening": (0, ""),
+    "initial_accumulator_value": (0, ""),
+    "maximize": (False, " (return the loss with the other sign from loss_fn)"),
+}
+"""Settings of torch's that ours lack: the value without effect, and what to do in their place."""
 
 
-def check_optimizer(value: object) -> Optimizer:
-    """`value`, if it is an optimizer of hetpipe's.
+def check_optimizer(value: object, parameters: Collection[object] = ()) -> Optimizer:
+    """Return `value`, if it is an optimizer of hetpipe's.
 
-    Raises `HetpipeError` for everything else, with the line to write: an optimizer of
-    `torch.optim` becomes ours with its settings.
+    Raises `HetpipeError` for everything else, with the line to write. For an optimizer of
+    `torch.optim` that is the line with its settings, or the names of those that it would lose.
+    `parameters` are those of the model that train.
     """
     if isinstance(value, Optimizer):
         return value
-    raise HetpipeError(f"optimizer is {_described(value)}; write {_cure(value)}")
+    raise HetpipeError(f"optimizer is {_described(value)}; {_cure(value, parameters)}")
 
 
 def _described(value: object) -> str:
@@ -33,11 +45,57 @@ def _described(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def _cure(value: object) -> str:
+def _cure(value: object, parameters: Collection[object]) -> str:
     name = _ours(value) or (_class(value).__name__.lower() if _of_torch(value) else "")
     if name not in _OURS:
-        return f"hp.optim.adamw(lr=1e-3), or another of {', '.join(_OURS)}"
-    return f"hp.optim.{name}({_settings(value)})"
+        return f"write hp.optim.adamw(lr=1e-3), or another of {', '.join(_OURS)}"
+    groups: Any = getattr(value, "param_groups", None)
+    if not groups:
+        return f"write hp.optim.{name}(lr=1e-3)"
+    if name == "adam" and groups[0].get("decoupled_weight_decay"):
+        name = "adamw"
+    if lost := list(_lost(value, groups, name, parameters)):
+        return f"hp.optim.{name} trains otherwise, because it lacks {', '.join(lost)}"
+    return f"write hp.optim.{name}({_settings(groups[0], name)})"
+
+
+def _lost(
+    value: object, groups: list[Mapping[str, Any]], name: str, parameters: Collection[object]
+) -> Iterator[str]:
+    """The settings of a torch optimizer that ours of that name would not keep."""
+    known = {*_SETTINGS, *_WITHOUT_EFFECT, *_LOST, "initial_lr", "decoupled_weight_decay"}
+    known |= {"lr_decay"} if name == "adagrad" else set()
+    first = groups[0]
+    if len(groups) > 1:
+        keys = [key for key in first if key not in _WITHOUT_EFFECT]
+        apart = [key for key in keys if any(g.get(key) != first[key] for g in groups)]
+        if apart:
+            yield (
+                f"groups of parameters with {' and '.join(apart)} of their own (decay_exclude= "
+                "names the parameters without weight decay)"
+            )
+    for key, pair in first.items():
+        off, cure = _LOST.get(key, (pair, ""))
+        if pair != off and not (key == "dampening" and first["momentum"] == 0):
+            yield f"{key}={pair!r}{cure}"
+        elif key not in known:
+            yield f"{key}={pair!r}"
+    if "initial_lr" in first:
+        yield "the schedule of its learning rate (give lr a function of the update's number)"
+    trained = {id(each) for group in groups for each in group["params"]}
+    if left_out := sum(id(each) not in trained for each in parameters):
+        yield f"a choice of parameters: it leaves {left_out} out (freeze them by requires_grad_)"
+    if any(_has_stepped(state) for state in _states(value)):
+        yield "the state of its earlier steps"
+
+
+def _states(value: object) -> list[Mapping[str, Any]]:
+    return list(getattr(value, "state", {}).values())
+
+
+def _has_stepped(state: Mapping[str, Any]) -> bool:
+    """Whether a parameter's state is that of some steps: Adagrad has one before the first."""
+    return bool(state.get("step", 1))
 
 
 def _class(value: object) -> type:
@@ -56,12 +114,13 @@ def _ours(value: object) -> str:
     return name if inside and callable(value) and name in _OURS else ""
 
 
-def _settings(value: object) -> str:
-    """The settings of a torch optimizer as keywords of ours; the learning rate at least."""
-    defaults = getattr(value, "defaults", {})
-    if not isinstance(defaults, dict) or "lr" not in defaults:
-        return "lr=1e-3"
-    pairs = {key: defaults[key] for key in _SETTINGS if key in defaults}
-    decays = _class(value).__name__ == "AdamW"  # by default, so that 0 is a setting
+def _settings(group: Mapping[str, Any], name: str) -> str:
+    """The settings of a group of a torch optimizer as keywords of ours."""
+    pairs = {key: group[key] for key in _SETTINGS if key in group}
+    pairs["lr"] = as_number("lr", pairs["lr"])
+    decays = name == "adamw"  # by default, so that 0 is a setting
     pairs = {k: v for k, v in pairs.items() if _OFF.get(k) != v or (decays and k == "weight_decay")}
-    return ", ".join(f"{key}={pair!r}" for key, pair in pairs.items())
+    texts = {key: repr(pair) for key, pair in pairs.items()}
+    if decay := group.get("lr_decay"):
+        texts["lr"] = f"lambda step: {texts['lr']} / (1 + (step - 1) * {decay!r})"
+    return ", ".join(f"{key}={text}" for key, text in texts.items())

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hetpipe.errors import HetpipeError
+from hetpipe.optim.rule import as_number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,17 +20,25 @@ TINY = 1e-30
 
 
 def check(lr: LearningRate, **settings: float) -> None:
-    """Raise `HetpipeError` for a negative setting, or learning rate if it is a number."""
+    """Raise `HetpipeError` for a negative setting, or one that is no number. The learning rate may
+    be a function."""
     if not callable(lr):
         settings = {"lr": lr, **settings}
     for name, value in settings.items():
-        if not value >= 0:
-            raise HetpipeError(f"{name} must not be negative, but is {value}")
+        if not 0 <= as_number(name, value) < math.inf:
+            raise HetpipeError(f"{name} must be finite and not negative, but is {value}")
+
+
+def check_betas(betas: tuple[float, float]) -> None:
+    """Raise `HetpipeError` unless they are two factors of moving averages."""
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise HetpipeError(f"betas is {betas!r}: give two numbers, such as (0.9, 0.999)")
+    check_below_one("betas", *betas)
 
 
 def check_below_one(name: str, *values: float) -> None:
     """Raise `HetpipeError` for a factor of a moving average outside [0, 1)."""
-    if not all(0 <= value < 1 for value in values):
+    if not all(0 <= as_number(name, value) < 1 for value in values):
         raise HetpipeError(f"{name} must lie in [0, 1), not {', '.join(map(str, values))}")
 
 

@@ -9,7 +9,7 @@ import torch
 from hetpipe.optim.formulas import (
     TINY,
     check,
-    check_below_one,
+    check_betas,
     correction,
     linear,
     moments,
@@ -36,8 +36,8 @@ def lion(
     not predicted.
     """
     check(lr, weight_decay=weight_decay)
+    check_betas(betas)
     beta1, beta2 = betas
-    check_below_one("betas", *betas)
 
     def update(param: Tensor, grad: Tensor, state: Tensors, step: Tensor, lr: Tensor) -> Result:
         direction = torch.lerp(state[0], grad, 1 - beta1).sign()
@@ -69,8 +69,8 @@ def lamb(
     decay, which is part of the norm.
     """
     check(lr, eps=eps, weight_decay=weight_decay)
+    check_betas(betas)
     beta1, beta2 = betas
-    check_below_one("betas", *betas)
 
     def moved(param: Tensor, state: Tensors, step: Tensor, eps: float, scale: Tensor) -> Tensor:
         direction = state[0] / root(state[1], beta2, step, eps) / correction(beta1, step)

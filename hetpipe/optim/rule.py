@@ -49,10 +49,15 @@ class Optimizer:
     decay_exclude: NameFilter | None = None
     undecayed: Optimizer | None = None
 
+    def __post_init__(self) -> None:
+        if not callable(self.lr):
+            object.__setattr__(self, "lr", as_number("lr", self.lr))
+
     def lr_at(self, step: int) -> float:
         """The learning rate of update `step`, from 1. Raises `HetpipeError` for an invalid rate."""
         value: object = self.lr(step) if callable(self.lr) else self.lr
-        rate = float(value) if isinstance(value, Real) else math.nan
+        rate = _plain(value)
+        rate = float(rate) if isinstance(rate, Real) else math.nan
         if not 0 <= rate < math.inf:
             raise HetpipeError(
                 f"the learning rate of update {step} is {value}; lr must be or return a finite "
@@ -65,6 +70,35 @@ class Optimizer:
         if self.undecayed is not None and self.decay_exclude is not None:
             return self.undecayed if self.decay_exclude(name) else self
         return self
+
+
+def as_number(name: str, value: object) -> float:
+    """Return a setting as a number, of a tensor or array its only element.
+
+    Raises `HetpipeError` for anything else.
+    """
+    number = _plain(value)
+    if isinstance(number, Real):
+        return number  # type: ignore[return-value]
+    is_text = isinstance(value, str) and _reads(value)
+    hint = f", as float({value!r}) is (YAML reads 1e-3 as text, 1.0e-3 as a number)"
+    hint = hint if is_text else ""
+    raise HetpipeError(f"{name} is {value!r}, a {type(value).__name__}: give a number{hint}")
+
+
+def _plain(value: object) -> object:
+    """The only element of a tensor or array; anything else as it is."""
+    if getattr(value, "shape", None) in ((), (1,)) and hasattr(value, "item"):
+        return value.item()
+    return value
+
+
+def _reads(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def excluding(

@@ -13,7 +13,7 @@ from hetpipe.errors import HetpipeError
 from hetpipe.optim.formulas import (
     TINY,
     check,
-    check_below_one,
+    check_betas,
     correction,
     fading_sum,
     linear,
@@ -123,8 +123,8 @@ def _adam(
     decoupled: bool,
 ) -> Optimizer:
     check(lr, eps=eps, weight_decay=weight_decay)
+    check_betas(betas)
     beta1, beta2 = betas
-    check_below_one("betas", *betas)
 
     def update(param: Tensor, grad: Tensor, state: Tensors, step: Tensor, lr: Tensor) -> Result:
         if weight_decay and decoupled:

@@ -103,7 +103,7 @@ class Pipeline(Lifetime, Measurements):
         **options: Unpack[Options],
     ) -> None:
         refuse_ranks()
-        optimizer = check_optimizer(optimizer)
+        optimizer = check_optimizer(optimizer, [p for p in model.parameters() if p.requires_grad])
         planned, passes, updates = records_of(options)
         cluster = cluster if crew is None else crew.cluster
         fixed = fixed_by(planned, cluster.described)

@@ -44,21 +44,89 @@ def test_refused(value: Any, described: str, cure: str) -> None:
     assert cure in str(caught.value)
 
 
+def stepped(optimizer: torch.optim.Optimizer, weights: torch.Tensor, steps: int) -> torch.Tensor:
+    for step in range(steps):
+        weights.grad = torch.linspace(-1, 2, 6, dtype=weights.dtype).roll(step) * (step + 1)
+        optimizer.step()
+    return weights.detach()
+
+
+def by_rule(rule: optim.Optimizer, weights: torch.Tensor, steps: int) -> torch.Tensor:
+    state = tuple(torch.zeros_like(weights) for _ in rule.state)
+    for step in range(steps):
+        grad = torch.linspace(-1, 2, 6, dtype=weights.dtype).roll(step) * (step + 1)
+        number = torch.tensor(step + 1.0, dtype=weights.dtype)
+        lr = torch.tensor(rule.lr_at(step + 1), dtype=weights.dtype)
+        weights, state = rule.update(weights, grad, state, number, lr)
+    return weights
+
+
 @pytest.mark.parametrize(
-    "theirs",
+    ("kind", "settings"),
     [
-        torch.optim.SGD(WEIGHTS, lr=0.1, momentum=0.9, weight_decay=0.1),
-        torch.optim.Adam(WEIGHTS),
-        torch.optim.AdamW(WEIGHTS, weight_decay=0.0),
-        torch.optim.RMSprop(WEIGHTS, momentum=0.5),
-        torch.optim.Adagrad(WEIGHTS),
+        ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+        ("SGD", {"lr": 0.1, "dampening": 0.5}),  # of no momentum
+        ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}),
+        ("Adam", {}),
+        ("Adam", {"lr": torch.tensor(0.01, dtype=torch.float64), "foreach": False}),
+        ("Adam", {"weight_decay": 0.1}),
+        ("Adam", {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+        ("AdamW", {"weight_decay": 0.0}),
+        ("AdamW", {"lr": 1e-2, "betas": (0.5, 0.9), "eps": 1e-3}),
+        ("RMSprop", {"momentum": 0.5, "alpha": 0.9}),
+        ("Adagrad", {"lr": 0.1, "lr_decay": 0.5, "weight_decay": 0.1}),
     ],
 )
-def test_the_line_to_write_is_python(theirs: torch.optim.Optimizer) -> None:
+def test_the_line_to_write_trains_as_torch_does(kind: str, settings: dict[str, Any]) -> None:
+    weights = torch.linspace(1, -3, 6, dtype=torch.float64)
+    theirs = weights.clone().requires_grad_()
+    optimizer = getattr(torch.optim, kind)([theirs], **settings)
+    with pytest.raises(HetpipeError) as caught:
+        check_optimizer(optimizer, [theirs])
+    ours = eval(str(caught.value).partition("write hp.")[2], {"optim": optim})
+    expected = stepped(optimizer, theirs, 5)
+    torch.testing.assert_close(by_rule(ours, weights, 5), expected, rtol=1e-12, atol=1e-13)
+
+
+GROUPS: Any = [{"params": WEIGHTS}, {"params": [torch.zeros(2)], "lr": 1.0, "weight_decay": 0}]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "lost"),
+    [
+        (torch.optim.SGD(WEIGHTS, maximize=True), "maximize=True"),
+        (torch.optim.SGD(WEIGHTS, momentum=0.9, dampening=0.9), "dampening=0.9"),
+        (torch.optim.Adam(WEIGHTS, amsgrad=True), "amsgrad=True"),
+        (torch.optim.RMSprop(WEIGHTS, centered=True), "centered=True"),
+        (torch.optim.Adagrad(WEIGHTS, initial_accumulator_value=1.0), "initial_accumulator_value="),
+        (torch.optim.AdamW(GROUPS), "groups of parameters with lr and weight_decay of their own"),
+    ],
+)
+def test_settings_that_would_be_lost_are_named_and_no_line_is_given(theirs: Any, lost: str) -> None:
     with pytest.raises(HetpipeError) as caught:
         check_optimizer(theirs)
-    line = str(caught.value).partition("write hp.")[2]
-    ours = eval(line, {"optim": optim})
-    assert check_optimizer(ours) is ours
-    assert ours.lr == theirs.defaults["lr"]
-    assert dict(ours.hyperparameters)["weight_decay"] == theirs.defaults["weight_decay"]
+    assert f"trains otherwise, because it lacks {lost}" in str(caught.value)
+    assert "write" not in str(caught.value)
+
+
+def test_steps_schedules_and_left_out_parameters_would_be_lost() -> None:
+    weights, frozen = torch.ones(6, requires_grad=True), torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.Adam([weights])
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    stepped(optimizer, weights, 1)
+    with pytest.raises(HetpipeError) as caught:
+        check_optimizer(optimizer, [weights, frozen])
+    for lost in ("schedule of its learning rate", "state of its earlier steps", "leaves 1 out"):
+        assert lost in str(caught.value)
+
+
+def test_settings_that_are_no_numbers() -> None:
+    for make in (optim.sgd, optim.adam, optim.adamw, optim.rmsprop, optim.adagrad, optim.lion):
+        with pytest.raises(HetpipeError, match=r"lr is '1e-3', a str: give a number, as float"):
+            make(lr="1e-3")
+    with pytest.raises(HetpipeError, match=r"betas is \(0.9,\): give two numbers"):
+        optim.adam(betas=(0.9,))
+    with pytest.raises(HetpipeError, match="eps must be finite"):
+        optim.adam(eps=float("nan"))
+    assert optim.sgd(lr=torch.tensor([0.5])).lr == 0.5
+    assert optim.sgd(lr=lambda step: torch.tensor(0.5)).lr_at(1) == 0.5

@@ -114,7 +114,7 @@ def test_programs_are_small() -> None:
 
 
 def test_bad_settings() -> None:
-    with pytest.raises(HetpipeError, match="lr must not be negative, but is -1"):
+    with pytest.raises(HetpipeError, match="lr must be finite and not negative, but is -1"):
         optim.sgd(-1)
     with pytest.raises(HetpipeError, match="nesterov needs a momentum"):
         optim.sgd(0.1, nesterov=True)
@@ -122,7 +122,7 @@ def test_bad_settings() -> None:
         optim.adam(betas=(0.9, 1.0))
     with pytest.raises(HetpipeError, match="alpha must lie in"):
         optim.rmsprop(alpha=1.5)
-    with pytest.raises(HetpipeError, match="eps must not be negative, but is -1"):
+    with pytest.raises(HetpipeError, match="eps must be finite and not negative, but is -1"):
         optim.lamb(eps=-1)
 
 
