@@ -52,6 +52,13 @@ class NotFiniteError(HetpipeError):
         self.fact, self.index, self.advice = fact, index, advice
 
 
+class NoMeanError(NotFiniteError):
+    """A loss that is (sum, count) has a count of zero: no sample or label of a mini-batch counts.
+
+    The gradients of its sum, if it has any, were multiplied by zero.
+    """
+
+
 class CheckpointError(HetpipeError):
     """A checkpoint is missing, damaged or of another version, or cannot be saved."""
 

@@ -62,8 +62,10 @@ class Identity:
     def _signature(self, samples: int, training: bool) -> str | None:
         if (samples, training) not in self._signatures:
             with self._modes.restored(evaluation=not training), layer_by_layer():
-                seen = partial(self._seen, samples, training)
-                run = with_loss(self._model, self._loss_fn, self._example, seen)
+                run = with_loss(
+                    self._model, self._loss_fn, self._example,
+                    lambda out: self._seen(samples, training, out),  # no copy of it is made
+                )  # fmt: skip
                 signature = sign(run, self._example.tensors(samples))
             self._signatures[samples, training] = signature
         return self._signatures[samples, training]

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hetpipe.errors import HetpipeError, NotFiniteError
+from hetpipe.errors import HetpipeError, NoMeanError, NotFiniteError
 from hetpipe.wire.shares import divide
 
 if TYPE_CHECKING:
@@ -51,7 +51,14 @@ def slices(leaves: Mapping[str, Any], samples: Sequence[int]) -> Iterator[dict[s
 
 
 def mean_loss(result: StepResult, samples: Sequence[int], index: int) -> float:
-    """The mean loss of mini-batch `index`. Raises `NotFiniteError` if it is not finite."""
+    """The mean loss of mini-batch `index`. Raises `NotFiniteError` if it is not finite, and
+    `NoMeanError` if it is a sum over nothing."""
+    if result.counts is not None and sum(result.counts) == 0:
+        raise NoMeanError(
+            f"the loss of mini-batch {index} has no mean: its count is 0",
+            index,
+            ", because none of its samples, or labels, counts; leave such a mini-batch out.",
+        )
     if result.counts is not None:
         mean = sum(result.losses) / sum(result.counts)
     else:

@@ -42,7 +42,7 @@ def diagnose_training(training: Training, x: Any, y: Any) -> Diagnosis:
     if max(training.plan.replicas) > 1 or training.accumulated:
         return replace(diagnosis, notes=("the pipeline's own pass",))
     recent = list(training.recent)
-    loss, grads = training.gradients(x, y)
+    loss, grads = training.gradients(x, y, summed=True)
     training.recent.clear()
     training.recent.extend(recent)
     detail = _apart(subject, rehearsal, loss, grads)

@@ -14,7 +14,7 @@ import numpy as np
 from hetpipe.capture.program import BUFFER, GRAD, PARAM
 from hetpipe.checkpoint import Checkpoint
 from hetpipe.crew.request import Apply, StepRequest, StepResult
-from hetpipe.errors import HetpipeError, NotFiniteError
+from hetpipe.errors import HetpipeError, NoMeanError, NotFiniteError
 from hetpipe.pipeline.batches import check_whole, mean_loss, parts_of, rows_of, sizes_of, slices
 from hetpipe.pipeline.fit import check_loss
 from hetpipe.pipeline.lossscale import Scaling, choose_scaling, watching
@@ -147,7 +147,7 @@ class Training:
         except NotFiniteError as error:
             if accumulates:
                 self._update(float("nan"))
-            raise NotFiniteError(error.fact, error.index, error.advice + NOT_APPLIED) from None
+            raise type(error)(error.fact, error.index, error.advice + NOT_APPLIED) from None
         self.steps += 1
         self.watch(result, sum(request.samples))
         if not accumulates:
@@ -184,6 +184,8 @@ class Training:
         self.watch(result, sum(samples))
         try:
             loss = mean_loss(result, samples, index)
+        except NoMeanError:
+            raise  # it was applied with gradients of zero
         except NotFiniteError as error:
             self.not_finite = self.not_finite or str(error)
             raise
@@ -207,8 +209,12 @@ class Training:
         request = self.request(x, y, evaluates=True)
         return mean_loss(self._run(request, FORWARDS), request.samples, self.steps)
 
-    def gradients(self, x: Any, y: Any) -> tuple[float, dict[str, Array]]:
-        """Loss and gradients of one mini-batch, by parameter, at rest. They change nothing."""
+    def gradients(self, x: Any, y: Any, *, summed: bool = False) -> tuple[float, dict[str, Array]]:
+        """Loss and gradients of one mini-batch, by parameter, at rest. They change nothing.
+
+        If the loss is a sum with a count, the gradients are those of its mean, or (`summed`) as
+        the stages have them.
+        """
         buffers = self.read(BUFFER)
         request = self.request(x, y)
         result = self._run(request, ALL - UPDATING)
@@ -217,7 +223,8 @@ class Training:
         zeros = {name: np.zeros_like(grad) for name, grad in grads.items()}
         self._crew.write(BUFFER, buffers)
         self._crew.write(GRAD, self.subject.captured.parts.split(zeros))
-        return loss, {name: grad / self.scaling.scale for name, grad in grads.items()}
+        count = 1.0 if summed or result.counts is None else sum(result.counts)
+        return loss, {name: grad / (self.scaling.scale * count) for name, grad in grads.items()}
 
     def taken(self, asked: str) -> Sequence[StepResult]:
         """The results of the last mini-batches. Raises `HetpipeError` before the first."""

@@ -3,16 +3,18 @@ depends on the labels, at the mini-batch that would."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from pipelines import pipeline
 from torch import Tensor, nn
 
 import hetpipe as hp
 from hetpipe.crew.crew import Crew
-from hetpipe.errors import HetpipeError
+from hetpipe.errors import HetpipeError, NoMeanError
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(7))
 Y = torch.tensor([0, 1, 0, 1, 2, 1, 2, 2])
@@ -39,8 +41,12 @@ def test_refused_at_the_start(crew: Crew) -> None:
 
 
 def test_refused_where_replicas_divide_the_only_micro_batch(crew: Crew) -> None:
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
     with pytest.raises(HetpipeError, match=r"or give microbatches=1 and one device per stage"):
-        opened(crew, weighted, replicas=[1, 2], microbatches=1)
+        pipeline(
+            crew, model, weighted, (X, Y), [("m0", "m1")], optimizer=hp.optim.sgd(lr=0.1)
+        )  # fmt: skip
 
 
 def test_one_micro_batch_trains_as_torch_does(crew: Crew) -> None:
@@ -59,9 +65,6 @@ def test_a_mini_batch_with_uneven_labels_is_refused_and_the_next_trains(crew: Cr
 
 
 def test_counted_sums_with_uneven_labels_train_as_torch_does(crew: Crew) -> None:
-    def counted(o: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return F.cross_entropy(o, y, reduction="sum"), (y != -100).sum()
-
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
     labels = torch.cat([torch.full((4,), -100), Y[4:]])  # a micro-batch without any
@@ -99,3 +102,37 @@ def test_a_loss_that_is_a_mean_in_training_alone(crew: Crew) -> None:
         with pytest.raises(HetpipeError, match="in eval mode the loss is no mean over samples"):
             pipe.evaluate(X, Y)
         pipe.step(X, Y)
+
+
+def counted(o: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return F.cross_entropy(o, y, reduction="sum"), (y != -100).sum()
+
+
+NONE = torch.full_like(Y, -100)
+
+
+def test_a_mini_batch_without_a_label_changes_nothing(crew: Crew) -> None:
+    with opened(crew, counted) as pipe:
+        expected = [pipe.step(X, Y) for _ in range(2)]
+        state = pipe.state_dict()
+    with opened(crew, counted) as pipe:
+        losses = [pipe.step(X, Y)]
+        with pytest.raises(NoMeanError, match=r"mini-batch 1 has no mean: .* Nothing of this upd"):
+            pipe.step(X, NONE)
+        for call in (pipe.evaluate, pipe.gradients):
+            with pytest.raises(NoMeanError, match="leave such a mini-batch out"):
+                call(X, NONE)
+        assert [*losses, pipe.step(X, Y)] == expected
+        assert all(value.equal(state[name]) for name, value in pipe.state_dict().items())
+
+
+def test_a_stream_goes_on_after_a_mini_batch_without_a_label(crew: Crew, tmp_path: Path) -> None:
+    with opened(crew, counted, schedule="pipedream", weights="stash") as pipe:
+        pipe.step(X, Y)
+        before = pipe.state_dict()
+        with pytest.raises(NoMeanError, match="mini-batch 1 has no mean"):
+            pipe.step(X, NONE)
+        after = pipe.state_dict()
+        assert all(value.equal(before[name]) for name, value in after.items())
+        pipe.step(X, Y)
+        pipe.save(tmp_path)  # its weights are as good as any
