@@ -13,6 +13,7 @@ from hetpipe.capture.program import BUFFER, PARAM, STATE
 from hetpipe.diagnosis.diagnose import diagnose
 from hetpipe.diagnosis.record import Diagnosis
 from hetpipe.diagnosis.rehearsal import Rehearsal, Start
+from hetpipe.pipeline.gradients import gradients_of
 
 if TYPE_CHECKING:
     from hetpipe.pipeline.stages import Subject
@@ -42,7 +43,7 @@ def diagnose_training(training: Training, x: Any, y: Any) -> Diagnosis:
     if max(training.plan.replicas) > 1 or training.accumulated:
         return replace(diagnosis, notes=("the pipeline's own pass",))
     recent = list(training.recent)
-    loss, grads = training.gradients(x, y, summed=True)
+    loss, grads = gradients_of(training, x, y, summed=True)
     training.recent.clear()
     training.recent.extend(recent)
     detail = _apart(subject, rehearsal, loss, grads)

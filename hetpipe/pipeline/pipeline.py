@@ -29,6 +29,7 @@ from hetpipe.pipeline.fit import (
     check_fit,
     check_loss,
 )
+from hetpipe.pipeline.gradients import gradients_of
 from hetpipe.pipeline.guard import Guard
 from hetpipe.pipeline.launch_check import refuse_ranks
 from hetpipe.pipeline.lifetime import Lifetime
@@ -209,7 +210,7 @@ class Pipeline(Lifetime, Measurements):
         """Loss and gradients of one mini-batch by parameter name; the model stays as it is."""
         with self._guard("gradients"):
             self.flush()
-            loss, grads = self._training.gradients(x, y)
+            loss, grads = gradients_of(self._training, x, y)
             return loss, as_tensors(grads)
 
     def diagnose(self, x: Any, y: Any) -> Diagnosis:

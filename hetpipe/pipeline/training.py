@@ -141,7 +141,7 @@ class Training:
         accumulates = self.subject.updates.accumulate > 1
         ops = ALL - UPDATING - SUMMING if accumulates else ALL
         version = self.steps
-        result = self._run(replace(request, guards=not accumulates), ops)
+        result = self.run(replace(request, guards=not accumulates), ops)
         try:
             loss = mean_loss(result, request.samples, self.steps)
         except NotFiniteError as error:
@@ -207,24 +207,7 @@ class Training:
         """The mean loss of one mini-batch in eval mode, at rest."""
         self.stages.check_own()
         request = self.request(x, y, evaluates=True)
-        return mean_loss(self._run(request, FORWARDS), request.samples, self.steps)
-
-    def gradients(self, x: Any, y: Any, *, summed: bool = False) -> tuple[float, dict[str, Array]]:
-        """Loss and gradients of one mini-batch, by parameter, at rest. They change nothing.
-
-        If the loss is a sum with a count, the gradients are those of its mean, or (`summed`) as
-        the stages have them.
-        """
-        buffers = self.read(BUFFER)
-        request = self.request(x, y)
-        result = self._run(request, ALL - UPDATING)
-        loss = mean_loss(result, request.samples, self.steps)
-        grads = self.read(GRAD)
-        zeros = {name: np.zeros_like(grad) for name, grad in grads.items()}
-        self._crew.write(BUFFER, buffers)
-        self._crew.write(GRAD, self.subject.captured.parts.split(zeros))
-        count = 1.0 if summed or result.counts is None else sum(result.counts)
-        return loss, {name: grad / (self.scaling.scale * count) for name, grad in grads.items()}
+        return mean_loss(self.run(request, FORWARDS), request.samples, self.steps)
 
     def taken(self, asked: str) -> Sequence[StepResult]:
         """The results of the last mini-batches. Raises `HetpipeError` before the first."""
@@ -237,7 +220,7 @@ class Training:
         self.stages.check_own()
         return self.subject.captured.parts.join(self._crew.read(role))
 
-    def _run(self, request: StepRequest, ops: frozenset[Any]) -> StepResult:
+    def run(self, request: StepRequest, ops: frozenset[Any]) -> StepResult:
         """Run the actions of these kinds, for one mini-batch by itself."""
         schedule = self.stages.schedules.of(len(request.samples), ops)
         result = self._crew.step(replace(request, schedule=schedule))
