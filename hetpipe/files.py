@@ -22,18 +22,20 @@ _OLD = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)  # a FIFO without a writer doe
 _PLAIN = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
-def user_path(path: str | os.PathLike[str]) -> Path:
+def user_path(
+    path: str | os.PathLike[str], kind_of_error: type[HetpipeError] = HetpipeError
+) -> Path:
     """Return the path that a user gave, with `~` and `~name` replaced by the home folder.
 
-    Raises `HetpipeError` for an unknown home folder, and for a path that no file can have.
+    Raises `kind_of_error` for an unknown home folder, and for a path that no file can have.
     """
     text = os.fspath(path)
     if not isinstance(text, str) or not text or "\0" in text:
-        raise HetpipeError(f"the path {text!r} can name no file; give another one")
+        raise kind_of_error(f"the path {text!r} can name no file; give another one")
     expanded = os.path.expanduser(text)
     first = text.replace(os.sep, "/").partition("/")[0]
     if first.startswith("~") and expanded == text and not os.path.lexists(first):
-        raise HetpipeError(
+        raise kind_of_error(
             f"{text}: the home folder {first} is unknown; write the path in full, or ./{text} for "
             "a file whose name begins with ~"
         )

@@ -226,11 +226,9 @@ def read_file(
 ) -> bytes:
     """Return a regular file's bytes. Raises `error` if it cannot be read or is larger."""
     try:
-        return read_bytes(user_path(path), most_nbytes)
+        return read_bytes(user_path(path, error), most_nbytes)
     except OSError as failure:
         raise error(f"{path}: cannot be read: {failure.strerror or failure}") from failure
-    except HetpipeError as failure:  # there is no such path
-        raise error(str(failure)) from failure
 
 
 def read_json(path: Path, error: type[HetpipeError]) -> Any:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hetpipe import process
+from hetpipe.environment import seconds
 from hetpipe.errors import BackendError
 
 from .library import Library, interface, text_of
@@ -47,7 +48,7 @@ class _Child:
 
 def ask(paths: Iterable[Path]) -> dict[Path, Answer]:
     """The answers of libraries, asked at the same time, each in a process of its own."""
-    limit_s = float(os.environ.get(LIMIT, LIMIT_S))
+    limit_s = seconds(LIMIT, LIMIT_S, BackendError)
     children = {path: _start(path) for path in paths}
     end_s = time.monotonic() + limit_s
     return {path: _answer(path, child, limit_s, end_s) for path, child in children.items()}

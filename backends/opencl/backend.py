@@ -19,7 +19,7 @@ from .driver import driver, errors, platforms
 from .families import CHANNELS, MOST_KERNELS, choice, default_family
 from .names import BUNDLES, RUNTIMES, Runtime, runtime_of, slug
 from .options import Options
-from .runtimes import EMULATORS, POCL, prepare
+from .runtimes import EMULATORS, POCL, prepare, unloadable
 
 if TYPE_CHECKING:
     from hetpipe.sdk.kernels import KernelRunner
@@ -201,8 +201,9 @@ class OpenCLBackend(Backend):
         try:
             infos = self.discover()
         except BackendError as error:
-            return [*findings, ("broken", str(error), "")]
+            return [*findings, ("broken", str(error), ""), *unloadable()]
         findings += [("ok", f"{info.id}: {info.name}, {info.driver}", "") for info in infos]
+        findings += unloadable()
         here = {info.id.split(":")[1] for info in infos}
         if "pocl" not in here:
             findings.append(("missing", "PoCL, OpenCL on any CPU", POCL))
@@ -273,6 +274,7 @@ def _describe(device: Any, device_id: str, entry: Runtime | None) -> DeviceInfo:
             reference=bool(entry and entry.reference),
             compiles_ahead=True,
             exports=True,
+            untried=entry is None,
             flushes_denormals=not device.single_fp_config & driver().device_fp_config.DENORM,
         ),
         cast_dtypes=("float16",),

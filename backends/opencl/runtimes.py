@@ -108,6 +108,21 @@ def _target_arch(libraries: list[Path]) -> list[Finding]:
     return [("repaired", f"{TARGET_ARCH}={arch}: Intel's runtimes know the CPU", "")]
 
 
+def unloadable() -> list[Finding]:
+    """The registered runtimes that the loader skips without a word, with the reason."""
+    place = Path(os.environ.get("OCL_ICD_VENDORS") or SYSTEM_VENDORS)
+    findings: list[Finding] = []
+    for entry in sorted(place.glob("*.icd")) if place.is_dir() else [place]:
+        try:
+            library = entry.read_text().strip() if entry.suffix == ".icd" else str(entry)
+            ctypes.CDLL(library)
+        except (OSError, ValueError) as error:
+            what = f"the runtime that {entry} registers cannot be loaded: {error}"
+            cure = f"install what is lacking, or remove {SYSTEM_VENDORS / entry.name}"
+            findings.append(("missing", what, cure))
+    return findings
+
+
 def target_arch() -> str:
     """The CPU for which Intel's runtimes compile, if it was named to them."""
     return os.environ.get(TARGET_ARCH, "")

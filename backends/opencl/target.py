@@ -43,7 +43,8 @@ class Target:
     @property
     def defines(self) -> tuple[str, ...]:
         """The macros with which the files of products are read."""
-        named = {"INTERPRETED": self.checks_memory, "NARROW": self.tuning.narrow}
+        no_prefetch = self.checks_memory or self.info.capabilities.untried
+        named = {"NO_PREFETCH": no_prefetch, "NARROW": self.tuning.narrow}
         return tuple(name for name, is_set in named.items() if is_set)
 
     @property

@@ -25,7 +25,7 @@ class Example:
     def __init__(self, x: Any, y: Any) -> None:
         self._x, self._y = x, y
         self._leaves = {
-            name: torch.as_tensor(value).detach().cpu()
+            name: torch.as_tensor(_dense(name, value)).detach().cpu()
             for name, value in _named(x, y).items()
             if _is_tensor(value)
         }
@@ -103,6 +103,7 @@ class Example:
             raise HetpipeError(
                 f"{name} is a {type(value).__name__}; it was a tensor in the example batch"
             )
+        value = _dense(name, value)
         array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
         example = self._leaves[name]
         dtype = str(example.dtype).removeprefix("torch.")
@@ -129,6 +130,25 @@ def call(model: Callable[..., Any], x: Any) -> Any:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, np.ndarray))
+
+
+def _dense(name: str, value: Any) -> Any:
+    """The value, a tensor. Raises `CaptureError` for one whose elements are not in memory."""
+    cure = ""
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "biufc":
+            cure = f"an array of {value.dtype}; convert it to numbers"
+    elif value.is_nested:
+        cure = "a nested tensor; pad its rows to one length with .to_padded_tensor(0.0)"
+    elif value.layout != torch.strided:
+        cure = f"a tensor in the layout {value.layout}; make it dense with .to_dense()"
+    elif value.is_quantized:
+        cure = f"a quantized tensor of {value.dtype}; give its numbers with .dequantize()"
+    elif value.device.type == "meta":
+        cure = "a tensor on the meta device, which has no elements; make it on the CPU"
+    if cure:
+        raise CaptureError(f"{name} of the batch is {cure}")
+    return value
 
 
 def _named(x: Any, y: Any) -> dict[str, Any]:

@@ -132,7 +132,7 @@ def load(path: Path) -> Cluster:
 
     Warns with a `BandwidthWarning` of a network that hardly exists.
     """
-    path = user_path(path)
+    path = user_path(path, ClusterError)
     text = read_text(path, ClusterError)
     data = parse_toml(text, path, ClusterError)
     lines = Lines(text)

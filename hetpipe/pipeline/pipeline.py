@@ -13,7 +13,7 @@ from hetpipe.capture.example import Example
 from hetpipe.checkpoint import Checkpoint
 from hetpipe.checkpoint import load as load_checkpoint
 from hetpipe.crew.crew import Crew
-from hetpipe.errors import HetpipeError
+from hetpipe.errors import CheckpointError, HetpipeError
 from hetpipe.files import user_path
 from hetpipe.optim import check_optimizer
 from hetpipe.pipeline.boardtime import BoardTime
@@ -40,6 +40,7 @@ from hetpipe.pipeline.rebalance import HORIZON, Rebalanced, Rebalancer, fixed_by
 from hetpipe.pipeline.resume import progress_of, write
 from hetpipe.pipeline.stages import Subject
 from hetpipe.pipeline.training import Result, Training, as_tensors, state_dict
+from hetpipe.pipeline.untrained import untrained, warn_of_extra_state
 from hetpipe.profile import warm
 from hetpipe.profile.drift import Correction, corrected_now
 
@@ -115,7 +116,8 @@ class Pipeline(Lifetime, Measurements):
         mini_batch = Example(*example).samples
         if planned.microbatches is not None:
             check_count(planned.microbatches, mini_batch)
-        self._names = list(model.state_dict())
+        state = model.state_dict()
+        self._names = list(state)
         self._optimizer = optimizer
         self._guard = Guard(self._break_off)
         self._efforts: list[Effort] = []
@@ -129,6 +131,7 @@ class Pipeline(Lifetime, Measurements):
                 model, loss_fn, example, passes.dtypes, passes.sync_batch_norm,
                 samples=-(-mini_batch // microbatches_of(planned)), split=planned.channels,
             )  # fmt: skip
+            self._untrained = untrained(state, self._captured)
             planned = _check_captured(self._captured, planned, passes)
             self._captured.leaves(*example)
             check_cuts(planned.cuts or (), self._captured.layer_names)
@@ -227,7 +230,9 @@ class Pipeline(Lifetime, Measurements):
         """The full model's parameters and buffers under their original names, on the CPU."""
         with self._guard("state_dict"):
             self._delivery.settle()
-            return state_dict(self._training, self._captured, self._names)
+            trained = state_dict(self._training, self._captured, self._names)
+            state = self._untrained | trained
+            return {name: state[name] for name in self._names}
 
     def save(self, directory: str | Path, *, force: bool = False) -> None:
         """Write a checkpoint, in place of the one in that folder; flushes first.
@@ -238,7 +243,14 @@ class Pipeline(Lifetime, Measurements):
         """
         with self._guard("save"):
             self.flush()
-            write(user_path(directory), self._training, self.plan, self._optimizer, force)
+            warn_of_extra_state(self._untrained)
+            write(
+                user_path(directory, CheckpointError),
+                self._training,
+                self.plan,
+                self._optimizer,
+                force,
+            )
             self._saved(directory)
 
     @classmethod
@@ -257,7 +269,13 @@ class Pipeline(Lifetime, Measurements):
         and never saved, bit for bit on one machine. Raises `CheckpointError` for files that are
         damaged or of another model or optimizer.
         """
-        pipe = cls(model, loss_fn, example, resume=load_checkpoint(user_path(directory)), **options)
+        pipe = cls(
+            model,
+            loss_fn,
+            example,
+            resume=load_checkpoint(user_path(directory, CheckpointError)),
+            **options,
+        )
         pipe._saved(directory)
         return pipe
 

@@ -52,6 +52,8 @@ class Capabilities:
     """Whether `compile_ahead` makes a later compilation quick."""
     exports: bool = False
     """Whether `export` writes kernels as sources, and `build` compiles these."""
+    untried: bool = False
+    """Its backend does not know the runtime: it joins a cluster unasked after a self-test alone."""
     flushes_denormals: bool = False
     """Whether results, or operands, below the smallest normal number may become zero."""
 

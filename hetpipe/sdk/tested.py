@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetpipe import __version__, process
 from hetpipe.entries import Entries, key_of
+from hetpipe.environment import seconds
 from hetpipe.errors import BackendError, HetpipeError
 from hetpipe.sdk.references import backend_reference, load_reference
 from hetpipe.sdk.registry import provider_of
@@ -35,6 +36,7 @@ _PASSED = Entries("selftests", "json", 200)
 
 def run_selftests(infos: Sequence[DeviceInfo]) -> Iterator[tuple[str, dict[str, Any]]]:
     """(device id, the fields of `SelfTest` or ok and message) of each device, as they come."""
+    seconds(LIMIT, 60.0)  # what is wrong with it is no fault of a device
     pairs = [(backend_reference(info.backend), info.id) for info in infos]
     for device_id in [device_id for reference, device_id in pairs if reference is None]:
         yield device_id, _test(device_id)  # no other process can load its class
@@ -71,11 +73,11 @@ def run_selftests(infos: Sequence[DeviceInfo]) -> Iterator[tuple[str, dict[str, 
 def trusted(info: DeviceInfo) -> str:
     """Why a device must not join a cluster unasked; empty if it may.
 
-    A device of hetpipe's own backends may. Any other is tested once, and again when its backend,
-    driver or description changes.
+    A device of hetpipe's own backends may, unless its runtime is unknown to them. Any other is
+    tested once, and again when its backend, driver or description changes.
     """
     provider = provider_of(info.backend)
-    if provider.ours:
+    if provider.ours and not info.capabilities.untried:
         return ""
     key = key_of(provider, info, __version__)
     if _PASSED.load(key) is not None:
@@ -90,7 +92,7 @@ def trusted(info: DeviceInfo) -> str:
 def main(writing: int, arguments: Sequence[str]) -> None:
     """Test each device of `reference=device` in a child, and write the results to `writing`."""
     _prepare()
-    limit_s = float(os.environ.get(LIMIT, "60"))
+    limit_s = seconds(LIMIT, 60.0)
     with open(writing, "w") as lines:
         for argument in arguments:
             reference, _, device_id = argument.rpartition("=")

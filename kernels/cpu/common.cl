@@ -6,8 +6,9 @@
 #define WORK_ITEM __attribute__((reqd_work_group_size(1, 1, 1)))
 #define LANES 16
 
-// Asks early for the line at `p`, to write it. The language's own prefetch does nothing on PoCL; interpreters lack it.
-#ifdef INTERPRETED
+// Asks early for the line at `p`, to write it. The language's own prefetch does nothing on PoCL. Interpreters lack it, and
+// some runtimes end the process where they meet it.
+#ifdef NO_PREFETCH
 #define PREFETCH_WRITE(p)
 #else
 #define PREFETCH_WRITE(p) __builtin_prefetch((const void*)(size_t)(p), 1, 3)

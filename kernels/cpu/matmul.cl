@@ -22,7 +22,7 @@
 
 // Asks early for the line at `p`, for an epilogue or for packing: into the second-level cache, because rows of several
 // tensors that lie a power of two apart would drive each other out of the first, into which `PREFETCH_NEAR` asks for it.
-#ifdef INTERPRETED
+#ifdef NO_PREFETCH
 #define PREFETCH(p)
 #define PREFETCH_NEAR(p)
 #else

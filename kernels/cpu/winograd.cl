@@ -27,7 +27,7 @@
 #define ALIGNED __attribute__((aligned(64)))
 
 // Asks early for the line at `p`.
-#ifdef INTERPRETED
+#ifdef NO_PREFETCH
 #define PREFETCH(p)
 #else
 #define PREFETCH(p) __builtin_prefetch((const void*)(size_t)(p), 0, 2)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from found_devices import infos
 from hetpipe.backends.opencl.names import runtime_of, slug
+from hetpipe.backends.opencl.target import Target
 
+from hetpipe.sdk.info import HOST_MEMORY, Capabilities, DeviceInfo
 from hetpipe.sdk.registry import get_backend
 
 OPENCL = [info for info in infos() if info.backend == "opencl"]
@@ -68,6 +71,29 @@ def test_the_users_vendors_decide(tmp_path: Path) -> None:
     """An empty directory leaves what pyopencl brings itself, or nothing; never PoCL or Intel's."""
     said = python(DISCOVER, OCL_ICD_VENDORS=str(tmp_path))
     assert said.startswith("BackendError") or all("oclgrind" in word for word in said.split())
+
+
+def test_a_runtime_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    """The loader skips it without a word."""
+    (tmp_path / "gone.icd").write_text("/nowhere/libgone.so.1\n")
+    code = """
+from hetpipe.backends.opencl import OpenCLBackend
+for finding in OpenCLBackend().describe():
+    print(finding)
+"""
+    said = python(code, OCL_ICD_VENDORS=str(tmp_path))
+    (line,) = (line for line in said.splitlines() if "gone.icd registers" in line)
+    assert line.startswith("('missing', 'the runtime that ")
+    assert "cannot be loaded: /nowhere/libgone.so.1: cannot open shared object file" in line
+
+
+def test_prefetches_are_for_known_runtimes_alone() -> None:
+    """Mesa's ends the process where it meets one."""
+    info = DeviceInfo("opencl:x:0", "opencl", "cpu", "x", "x", "x", 1, HOST_MEMORY)
+    for untried in (False, True):
+        there = replace(info, capabilities=Capabilities(untried=untried))
+        target = Target(there, 1, 1, 1, 1, {})
+        assert ("NO_PREFETCH" in target.defines) == untried
 
 
 def test_the_users_settings_are_kept(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from hetpipe.backends.numpy import NumpyBackend
 
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.local import DeviceWarning
+from hetpipe.errors import HetpipeError
 from hetpipe.sdk import registry, tested
 from hetpipe.sdk.info import Capabilities, DeviceInfo
 
@@ -56,6 +57,42 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
+
+
+class Unknown(Theirs):
+    """A device of our own backend, of a runtime that it does not know."""
+
+    name = "unknown"
+
+    def discover(self) -> list[DeviceInfo]:
+        return [
+            replace(info, capabilities=Capabilities(untried=True)) for info in super().discover()
+        ]
+
+    def open(self, info: DeviceInfo) -> Any:
+        os.abort()
+
+
+def test_a_device_of_an_unknown_runtime_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry.register_backend(Unknown)
+    registry.register_backend(Theirs)
+    provider = registry.provider_of("unknown")
+    monkeypatch.setattr(tested, "provider_of", lambda name: replace(provider, package="hetpipe"))
+    with pytest.warns(DeviceWarning, match=r"unknown:unit:0 stays out .* signal 6"):
+        (member,) = Cluster.local().members
+    assert member.device == "theirs:unit:0"
+
+
+@pytest.mark.parametrize("text", ["abc", "0", "-3", "inf", "nan"])
+def test_a_wrong_time_limit_is_no_fault_of_a_device(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    registry.register_backend(Theirs)
+    monkeypatch.setenv("HETPIPE_SELFTEST_LIMIT_S", text)
+    infos, _ = registry.discover_devices()
+    why = f"HETPIPE_SELFTEST_LIMIT_S is '{text}'; write a number of seconds above 0, such as"
+    with pytest.raises(HetpipeError, match=why):
+        list(tested.run_selftests(infos))
 
 
 def test_a_crash_and_a_hang_are_results(monkeypatch: pytest.MonkeyPatch) -> None:
