@@ -39,8 +39,8 @@ from hetpipe.pipeline.planning import microbatches_of, planning_for
 from hetpipe.pipeline.rebalance import HORIZON, Rebalanced, Rebalancer, fixed_by
 from hetpipe.pipeline.resume import progress_of, write
 from hetpipe.pipeline.stages import Subject
-from hetpipe.pipeline.training import Result, Training, as_tensors, state_dict
-from hetpipe.pipeline.untrained import untrained, warn_of_extra_state
+from hetpipe.pipeline.training import Result, Training, as_tensors
+from hetpipe.pipeline.untrained import ModelState
 from hetpipe.profile import warm
 from hetpipe.profile.drift import Correction, corrected_now
 
@@ -116,8 +116,6 @@ class Pipeline(Lifetime, Measurements):
         mini_batch = Example(*example).samples
         if planned.microbatches is not None:
             check_count(planned.microbatches, mini_batch)
-        state = model.state_dict()
-        self._names = list(state)
         self._optimizer = optimizer
         self._guard = Guard(self._break_off)
         self._efforts: list[Effort] = []
@@ -131,7 +129,7 @@ class Pipeline(Lifetime, Measurements):
                 model, loss_fn, example, passes.dtypes, passes.sync_batch_norm,
                 samples=-(-mini_batch // microbatches_of(planned)), split=planned.channels,
             )  # fmt: skip
-            self._untrained = untrained(state, self._captured)
+            self._state = ModelState(model.state_dict(), self._captured)
             planned = _check_captured(self._captured, planned, passes)
             self._captured.leaves(*example)
             check_cuts(planned.cuts or (), self._captured.layer_names)
@@ -230,9 +228,7 @@ class Pipeline(Lifetime, Measurements):
         """The full model's parameters and buffers under their original names, on the CPU."""
         with self._guard("state_dict"):
             self._delivery.settle()
-            trained = state_dict(self._training, self._captured, self._names)
-            state = self._untrained | trained
-            return {name: state[name] for name in self._names}
+            return self._state.now(self._training)
 
     def save(self, directory: str | Path, *, force: bool = False) -> None:
         """Write a checkpoint, in place of the one in that folder; flushes first.
@@ -243,7 +239,7 @@ class Pipeline(Lifetime, Measurements):
         """
         with self._guard("save"):
             self.flush()
-            warn_of_extra_state(self._untrained)
+            self._state.warn_of_extra()
             write(
                 user_path(directory, CheckpointError),
                 self._training,

@@ -7,8 +7,11 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from hetpipe.pipeline.training import state_dict
+
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
+    from hetpipe.pipeline.training import Training
 
 EXTRA = "_extra_state"
 """The last part of the name of a module's `get_extra_state`."""
@@ -18,19 +21,30 @@ class ExtraStateWarning(UserWarning):
     """A checkpoint does not hold what a module's `get_extra_state` returns."""
 
 
-def untrained(state: Mapping[str, Any], captured: Captured) -> dict[str, Any]:
-    """Return copies of the buffers that nobody reads, and of the extra state of modules."""
-    trained = {*captured.parameters, *captured.buffers, *captured.aliases}
-    return {name: copy.deepcopy(state[name]) for name in state if name not in trained}
+class ModelState:
+    """A model's `state_dict`: `state` with what was trained in it.
 
+    It keeps copies of the other entries: buffers that nobody reads, and modules' extra state.
+    """
 
-def warn_of_extra_state(untrained: Mapping[str, Any]) -> None:
-    """Warn of the modules whose extra state a checkpoint does not hold."""
-    names = [name for name in untrained if name.rpartition(".")[2] == EXTRA]
-    if names:
-        warnings.warn(
-            f"the checkpoint does not hold {', '.join(names)}, from get_extra_state: give "
-            "Pipeline.load a model that has it, or keep it in a buffer",
-            ExtraStateWarning,
-            stacklevel=4,
-        )
+    def __init__(self, state: Mapping[str, Any], captured: Captured) -> None:
+        self._captured = captured
+        self._names = list(state)
+        trained = {*captured.parameters, *captured.buffers, *captured.aliases}
+        self._others = {name: copy.deepcopy(state[name]) for name in state if name not in trained}
+
+    def now(self, training: Training) -> dict[str, Any]:
+        """Return the entries of a training at rest, in the model's order."""
+        state = self._others | state_dict(training, self._captured, self._names)
+        return {name: state[name] for name in self._names}
+
+    def warn_of_extra(self) -> None:
+        """Warn of the modules whose extra state a checkpoint does not hold."""
+        names = [name for name in self._others if name.rpartition(".")[2] == EXTRA]
+        if names:
+            warnings.warn(
+                f"the checkpoint does not hold {', '.join(names)}, from get_extra_state: give "
+                "Pipeline.load a model that has it, or keep it in a buffer",
+                ExtraStateWarning,
+                stacklevel=4,
+            )
