@@ -39,7 +39,7 @@ class Fleet(ABC):
 
     control: Control
     apart = True  # whether workers are processes of their own
-    keep: Any = None  # an object that must live as long as the workers
+    keep: Any = None  # an object that lives as long as the workers
 
     @abstractmethod
     def send(self, worker: int, message: Any, fds: Sequence[int] = ()) -> None:
@@ -165,6 +165,7 @@ class ProcessFleet(Fleet):
         self._wake()
         if threading.current_thread() is not self._thread:  # a collected crew may be closed by it
             self._thread.join()
+        self.keep = None
 
     def _wake(self) -> None:
         with suppress(OSError):

@@ -6,6 +6,7 @@ Both ends know every message's kind beforehand, so no description travels with i
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from hetpipe.wire.channel import ALIGN, aligned
 from hetpipe.wire.transport import EdgeClosedError, Inlet, Outlet, Port
 from hetpipe.wire.wire import Array, Kind, Wire, arrays_in, packed_nbytes
 
+LOOPBACK = "127.0.0.1"
 # A receive may wait through a whole idle evening; failures come by the control channel.
 PATIENCE = timedelta(days=7)
 
@@ -43,8 +45,14 @@ def host() -> tuple[Any, tuple[str, int]]:
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return store, (store.host, store.port)
+    # A store that makes its own socket listens on every interface, whatever its address.
+    with socket.create_server((LOOPBACK, 0), backlog=socket.SOMAXCONN) as server:
+        port = server.getsockname()[1]
+        store = TCPStore(
+            LOOPBACK, port, is_master=True, wait_for_workers=False,
+            master_listen_fd=os.dup(server.fileno()),
+        )  # fmt: skip
+    return store, (LOOPBACK, port)
 
 
 def join(rank: int, world: int, address: tuple[str, int], limit_s: float) -> None:
