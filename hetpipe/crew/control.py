@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,10 +15,18 @@ from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.wire.messages import Beat, Failure, Losses, News, Norm, Reply
 
 TICK_S = 1.0
+PAUSE_TICKS = 3
+"""A loop that should tick, and has not for so many ticks, was stopped, and all workers with it."""
+
+
+_PASS = re.compile(r"\d+[FBIWU]\d*")  # an action that computes
 
 
 class Patience:
-    """The time for which nothing may move before workers count as stuck, from the steps so far."""
+    """The time for which nothing may move before workers count as stuck, from the steps so far.
+
+    It holds while every worker waits for another: a pass may take any time.
+    """
 
     FIRST_STEP_S = 600.0
     LEAST_S = 60.0
@@ -113,14 +122,17 @@ class Control:
         workers: Sequence[int],
         patience_s: float | None = None,
         on_news: Callable[[News], None] | None = None,
+        pass_limit_s: float | None = None,
     ) -> list[Any]:
         """Wait for one reply of each of these workers. News that come before go to `on_news`, or
         are kept.
 
-        Raises `WorkerError` when a worker fails, or when none moves for `patience_s`.
+        Raises `WorkerError` when a worker fails, or when none moves for `patience_s`; while one is
+        in a pass, for `pass_limit_s`. Time in which this process itself was stopped does not count.
         """
         moved_s, positions = time.monotonic(), self._positions(workers)
         while True:
+            begin_s = time.monotonic()
             with self._changed:
                 if not self._ready(workers, on_news is not None):
                     self._changed.wait(TICK_S)
@@ -137,11 +149,14 @@ class Control:
             if replies is not None:
                 return replies
             before, positions = positions, self._positions(workers)
-            if positions != before:
-                moved_s = time.monotonic()
-            elif patience_s is not None and time.monotonic() - moved_s > patience_s:
+            now_s = time.monotonic()
+            if positions != before or now_s - begin_s > PAUSE_TICKS * TICK_S:
+                moved_s = now_s
+            in_pass = any(_in_pass(doing) for doing, _ in positions)
+            limit_s = pass_limit_s if in_pass else patience_s
+            if limit_s is not None and now_s - moved_s > limit_s:
                 self.fail(
-                    f"nothing has moved for {patience_s:.0f} s, so all workers are ended: "
+                    f"nothing has moved for {limit_s:.0f} s, so all workers are ended: "
                     f"{self.describe(workers)}"
                 )
 
@@ -157,6 +172,11 @@ class Control:
 
     def _positions(self, workers: Sequence[int]) -> list[tuple[str, int]]:
         return [(self.doing[worker](), len(self._replies[worker])) for worker in workers]
+
+
+def _in_pass(doing: str) -> bool:
+    """Whether a device computes in one of the lanes."""
+    return any(_PASS.fullmatch(lane) for lane in doing.split(" and "))
 
 
 def _words(doing: str) -> str:

@@ -51,6 +51,8 @@ class Crew(Workers):
         self._serial = 0
         self._origin_s = 0.0  # of timelines: the begin of the step or stream
         self._patience = Patience()
+        self.pass_limit_s: float | None = None
+        """Seconds after which a pass counts as stuck; None for never."""
         super().__init__(cluster, fleet, start_timeout_s)
 
     def load(
@@ -139,9 +141,9 @@ class Crew(Workers):
     def step(self, request: Request, timeout_s: float | None = None) -> StepResult:
         """Run one mini-batch to its end.
 
-        `timeout_s` is the time for which nothing may move; default 20 times the longest step so
-        far, at least 60 s. Raises `WorkerError`; `HetpipeError` before anything runs if the request
-        does not fit the stages.
+        `timeout_s` is the time for which nothing may move. By default that is `pass_limit_s` while
+        a worker is in a pass, and else 20 times the longest step so far, at least 60 s. Raises
+        `WorkerError`; `HetpipeError` before anything runs if the request does not fit the stages.
         """
         self.post(request)
         return self.collect(timeout_s)
@@ -185,10 +187,11 @@ class Crew(Workers):
     def collect(self, timeout_s: float | None = None) -> StepResult:
         """Wait for the oldest mini-batch under way (station 16 of
         docs/life-of-a-micro-batch.md)."""
-        patience_s = timeout_s if timeout_s is not None else self._patience.limit_s
+        limits_s = self._patience.limit_s, self.pass_limit_s
+        patience_s, pass_limit_s = limits_s if timeout_s is None else (timeout_s, timeout_s)
         with self._guarded():
             posted = self._posted.popleft()
-            reports = self._control.gather(self._workers, patience_s, self._answer)
+            reports = self._control.gather(self._workers, patience_s, self._answer, pass_limit_s)
             self._patience.saw(time.monotonic() - posted.begin_s)
         return result_of(reports, posted, self._origin_s, self._answers.skipped)
 

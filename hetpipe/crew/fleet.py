@@ -15,7 +15,7 @@ from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
-from hetpipe.crew.control import Control
+from hetpipe.crew.control import PAUSE_TICKS, Control
 from hetpipe.crew.forkserver import WorkerProcess, start_worker
 from hetpipe.errors import BackendError, HetpipeError, WorkerError
 from hetpipe.sdk.backend import Device
@@ -189,9 +189,9 @@ class ProcessFleet(Fleet):
     def _listen(self) -> None:
         sources: list[Any] = [*self._channels, self._alarm]
         while not (self._closing or self.control.failed):
+            begin_s = time.monotonic()
             ready = wait(sources, self._tick_s)
-            # All messages that have come are read before a worker counts as silent: the machine may
-            # have slept.
+            # All messages that have come are read before a worker counts as silent.
             while ready and not (self._closing or self.control.failed):
                 for source in ready:
                     if isinstance(source, Channel):
@@ -199,6 +199,9 @@ class ProcessFleet(Fleet):
                     else:
                         self._alarm.recv(64)  # `close` or a failure rang it; the loop checks
                 ready = wait(sources, 0)
+            if time.monotonic() - begin_s > PAUSE_TICKS * self._tick_s:
+                # Everything was stopped, or the machine has slept: workers need time to speak.
+                self._heard_s = dict.fromkeys(self._heard_s, time.monotonic())
             self._check_silence()
 
     def _hear(self, worker: int) -> None:

@@ -43,6 +43,7 @@ class Options(TypedDict, total=False):
     cut_dtype: str | None
     sync_batch_norm: bool
     check_finite: bool
+    pass_limit_s: float | None
     seed: int
     clip_norm: float | None
     clip_each: bool
@@ -167,10 +168,14 @@ class PassOptions:
     """Whether replicas that divide micro-batches share the statistics of batch norms."""
     check_finite: bool = False
     """Whether all outputs of passes are checked to be finite; slow."""
+    pass_limit_s: float | None = None
+    """Seconds after which a pass counts as stuck, and all workers are ended; None for never."""
     seed: int = 0
     """The seed of dropout."""
 
     def __post_init__(self) -> None:
+        if self.pass_limit_s is not None and not _is_positive(self.pass_limit_s):
+            raise HetpipeError(f"pass_limit_s={self.pass_limit_s!r}: give seconds above 0")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise HetpipeError(f"seed={self.seed!r}: give a whole number")
 

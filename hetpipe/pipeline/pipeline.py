@@ -79,7 +79,7 @@ class Pipeline(Lifetime, Measurements):
       `rebalance="auto"` moves layers between steps when the devices' speeds have changed.
     - of the passes: `recompute` keeps fewer tensors for the backward and computes the others again;
       `precision` works as under `torch.autocast`, and parameters, gradients and optimizer state
-      keep their dtypes; `cut_dtype`, `sync_batch_norm`, `check_finite`, `seed`.
+      keep their dtypes; `cut_dtype`, `sync_batch_norm`, `check_finite`, `pass_limit_s`, `seed`.
     - of the updates: `clip_norm` as in torch's `clip_grad_norm_`, `clip_each`, `accumulate`, and
       `loss_scale`, a number or a rule; passes in float16 have a rule by default.
 

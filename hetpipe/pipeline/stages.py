@@ -57,6 +57,7 @@ class Stages:
         """Nothing is loaded yet. `norms`: the training takes the norms of gradients."""
         self._norms = norms
         self._subject, self._crew = subject, subject.crew
+        self._crew.pass_limit_s = subject.passes.pass_limit_s
         self._progress = progress
         self.plan = subject.plan
         self.sizes: set[int] = set()

@@ -1,5 +1,6 @@
-"""A backend that misbehaves: `faulty:raise:0` raises in its third run, `faulty:hang:0` never ends,
-`faulty:die:0` kills its process, `faulty:shut:0` cannot be opened, `faulty:good:0` is numpy."""
+"""A backend that misbehaves: `faulty:raise:0` raises in its third run, `faulty:slow:0` takes two
+seconds for it, `faulty:hang:0` never ends it, `faulty:die:0` kills its process, `faulty:shut:0`
+cannot be opened, `faulty:good:0` is numpy."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from hetpipe.sdk.backend import Buffer
 from hetpipe.sdk.graph import graph_structure
 from hetpipe.sdk.info import DeviceInfo
 
-KINDS = ("good", "raise", "hang", "die", "shut")
+KINDS = ("good", "raise", "hang", "slow", "die", "shut")
 
 
 class FaultyBackend(NumpyBackend):
@@ -47,6 +48,8 @@ class FaultyDevice(NumpyDevice):
                 os.kill(os.getpid(), signal.SIGSEGV)
             if kind == "hang":
                 time.sleep(1000)
+            if kind == "slow":
+                time.sleep(2)
         return super()._run(program, inputs, donate)
 
 

@@ -18,6 +18,7 @@ from engine_backends import FaultyBackend
 from engine_stages import LR, WIDTH, make_stages, make_values
 
 from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.crew.control import Patience
 from hetpipe.crew.crew import Crew
 from hetpipe.crew.request import StepRequest, StepResult
 from hetpipe.errors import BackendError, HetpipeError, WorkerError
@@ -152,6 +153,35 @@ def test_a_hang_says_who_waits_for_what(transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["local", "shared-memory"])
+def test_a_slow_pass_is_life_unless_it_has_a_limit(
+    monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    monkeypatch.setattr(Patience, "FIRST_STEP_S", 0.5)
+    with start(["good", "slow"], transport, heartbeat_s=0.2) as crew:
+        assert len(step(crew, 2).losses) == 4
+    with start(["good", "slow"], transport, heartbeat_s=0.2) as crew:
+        crew.pass_limit_s = 0.5
+        with pytest.raises(WorkerError, match=r"'m1' \(faulty:slow:0\) is at 1F"):
+            step(crew, 2)
+
+
+def test_everything_may_be_stopped_for_a_while() -> None:
+    """As by Ctrl-Z, or while a laptop sleeps; longer than a worker may be silent."""
+    then = "for n in range(150): step(crew, 2); time.sleep(0.02)"
+    limits = "heartbeat_s=0.2, silence_s=1.0"
+    process, workers = script("good", "shared-memory", then, limits)
+    for _ in range(2):
+        time.sleep(0.5)
+        os.killpg(process.pid, signal.SIGSTOP)
+        time.sleep(2.5)
+        os.killpg(process.pid, signal.SIGCONT)
+    assert process.poll() is None
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+    assert len(workers) == 2
+
+
+@pytest.mark.parametrize("transport", ["local", "shared-memory"])
 def test_a_device_that_does_not_open(transport: str) -> None:
     with pytest.raises(WorkerError, match=r"'m0' .*at start: the driver is away; bring it back"):
         start(["shut", "good"], transport)
@@ -240,15 +270,17 @@ import sys, time
 sys.path.insert(0, {here!r})
 from test_crew_failures import FaultyBackend, pids, registry, start, step
 registry.register_backend(FaultyBackend)
-crew = start(["good", {kind!r}], {transport!r})
+crew = start(["good", {kind!r}], {transport!r}, {options})
 print(*pids(crew), flush=True)
 {then}
 """
 
 
-def script(kind: str, transport: str, then: str) -> tuple[subprocess.Popen[str], list[int]]:
+def script(
+    kind: str, transport: str, then: str, options: str = ""
+) -> tuple[subprocess.Popen[str], list[int]]:
     """A controller without a `__main__` guard, in a process of its own, and its workers."""
-    text = SCRIPT.format(here=str(HERE), kind=kind, transport=transport, then=then)
+    text = SCRIPT.format(here=str(HERE), kind=kind, transport=transport, then=then, options=options)
     process = subprocess.Popen(
         [sys.executable, "-c", text],
         stdout=subprocess.PIPE,

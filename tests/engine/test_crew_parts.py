@@ -15,6 +15,7 @@ from engine_stages import LR, WIDTH, make_stages, make_values
 
 from hetpipe.capture.program import CUT, Slot
 from hetpipe.cluster.cluster import Cluster, Link, Member
+from hetpipe.crew import control as control_module
 from hetpipe.crew.control import Control
 from hetpipe.crew.crew import Crew
 from hetpipe.crew.request import StepRequest
@@ -168,6 +169,38 @@ def test_control_waits_while_something_moves() -> None:
     thread.start()
     assert control.gather([0], patience_s=2.5) == ["done"]
     thread.join()
+
+
+@pytest.mark.parametrize(
+    ("doing", "pass_limit_s", "fails"),
+    [
+        (["0RB1", "1RF1"], None, True),
+        (["0RB1", "idle"], None, True),
+        (["0RB1", "1RF1 and 1RK0"], None, True),
+        (["0RB1", "1F1"], None, False),
+        (["0RB1", "1RF1 and 1W0"], None, False),
+        (["0RB1", "1U"], None, False),
+        (["0RB1", "1F1"], 0.1, True),
+        (["0RB1", "1RF1"], 100.0, True),
+    ],
+)
+def test_control_waits_for_a_pass(
+    monkeypatch: pytest.MonkeyPatch, doing: list[str], pass_limit_s: float | None, fails: bool
+) -> None:
+    """A pass of a device may take any time, unless there is a limit; a circle of waits may not."""
+    monkeypatch.setattr(control_module, "TICK_S", 0.05)
+    control = Control(["worker 'a'", "worker 'b'"])
+    for worker, text in enumerate(doing):
+        control.arrived(worker, Beat(text))
+    end = threading.Timer(1.0, lambda: [control.arrived(n, Reply(n)) for n in (0, 1)])
+    end.start()
+    if fails:
+        with pytest.raises(WorkerError, match=f"nothing has moved .* {doing[1].split()[-1]}"):
+            control.gather([0, 1], 0.1, pass_limit_s=pass_limit_s)
+        end.cancel()
+    else:
+        assert control.gather([0, 1], 0.1, pass_limit_s=pass_limit_s) == [0, 1]
+    end.join()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
