@@ -26,7 +26,9 @@ SyncRule = Literal["text", "printed", "published-code"]
 `text`: 2 (m-1)/m w / bandwidth beside the computation, as the paper's text says.
 `printed`: 2 (m-1) w / bandwidth beside the computation, as the paper's formula is printed.
 `published-code`: 4 (m-1)/m w / bandwidth after the computation. Besides, the replicas of the later
-stage share the transfer at a cut. Its authors drop Input nodes from the profile.
+stage share the transfer at a cut. The first stage of a level is a copy on each of its components;
+the components of the level below, of which each sums its share, divide its synchronisation. Its
+authors drop Input nodes from the profile.
 """
 
 
@@ -98,9 +100,11 @@ def plan_pipedream(
 def data_parallel_s(chain: ChainCosts, levels: Sequence[Level], rule: SyncRule = "text") -> float:
     """The time of a mini-batch with the whole chain replicated on every worker."""
     _check(chain, levels, rule)
-    time_s = sum(chain.forward_s) + sum(chain.backward_s)
+    time_s, params_nbytes = sum(chain.forward_s) + sum(chain.backward_s), sum(chain.params_nbytes)
+    inside = 1
     for level in levels:
-        time_s = _replicated_s(rule, time_s, sum(chain.params_nbytes), level.count, level)
+        time_s = _replicated_s(rule, time_s, params_nbytes, level.count, level, inside)
+        inside = level.count
     return float(time_s)
 
 
@@ -123,12 +127,15 @@ def _check(chain: ChainCosts, levels: Sequence[Level], rule: SyncRule) -> None:
 
 
 def _replicated_s(
-    rule: SyncRule, time_s: Array, params: Array, replicas: int, level: Level
+    rule: SyncRule, time_s: Array, params: Array, replicas: int, level: Level, sharing: int
 ) -> Array:
-    """T^k: a stage on `replicas` components, each of which takes `time_s` for a mini-batch."""
+    """T^k: a stage on `replicas` components, each of which takes `time_s` for a mini-batch.
+
+    `sharing` parts of a component share the synchronisation, by the published code.
+    """
     moved = (replicas - 1) * params / level.bandwidth_Bps
     if rule == "published-code":
-        return (time_s + 4 * moved / replicas) / replicas
+        return (time_s + 4 * moved / replicas / sharing) / replicas
     synchronisation_s = 2 * moved if rule == "printed" else 2 * moved / replicas
     return np.maximum(time_s, synchronisation_s) / replicas
 
@@ -198,7 +205,7 @@ class _Search:
         replicas_of: dict[int, Array] = {}
         splits: dict[int, Array] = {}
         for used in range(1, level.count + 1):
-            alone = self.replicated(depth, used, self._behind(depth, behind, used, used))
+            alone = self.replicated(depth, used, self._behind(depth, behind, used, used), True)
             times[used] = alone[:firsts].copy()
             replicas_of[used] = np.full(times[used].shape, used)
             splits[used] = np.repeat(np.arange(firsts)[:, None] - 1, len(self.cut_nbytes), axis=1)
@@ -216,10 +223,14 @@ class _Search:
                     splits[used][first, lasts] = split[better]
         return _Partition(times[level.count], replicas_of, splits)
 
-    def _replicated(self, depth: int, replicas: int, behind: Fraction) -> Array:
+    def _replicated(
+        self, depth: int, replicas: int, behind: Fraction, is_first: bool = False
+    ) -> Array:
         time_s = self.partition(depth - 1, behind).time_s
-        level = self.levels[depth - 1]
-        return _replicated_s(self.rule, time_s, self.params_nbytes, replicas, level)
+        level, sharing = self.levels[depth - 1], 1
+        if is_first and depth > 1:
+            sharing = self.levels[depth - 2].count
+        return _replicated_s(self.rule, time_s, self.params_nbytes, replicas, level, sharing)
 
     def _transfer_s(self, level: Level, replicas: int) -> Array:
         """The activations of a cut and their gradients, by the layer before the cut."""

@@ -85,13 +85,17 @@ def compositions(total):
             yield [hi - lo for lo, hi in zip((0, *ends), (*ends, total), strict=True)]
 
 
-def sync_s(rule, compute_s, params, replicas, bandwidth_Bps):
-    """A replicated stage's time, as the three rules are printed in the paper or coded."""
+def sync_s(rule, compute_s, params, replicas, bandwidth_Bps, sharing):
+    """A replicated stage's time, as the three rules are printed in the paper or coded.
+
+    By the published code `sharing` devices of each copy share the sum of its gradients.
+    """
     if rule == "text":
         return max(compute_s, 2 * (replicas - 1) / replicas * params / bandwidth_Bps) / replicas
     if rule == "printed":
         return max(compute_s, 2 * (replicas - 1) * params / bandwidth_Bps) / replicas
-    return (compute_s + 4 * (replicas - 1) / replicas * params / bandwidth_Bps) / replicas
+    sum_s = 4 * (replicas - 1) / replicas * params / bandwidth_Bps / sharing
+    return (compute_s + sum_s) / replicas
 
 
 def all_plans(chain, levels, rule, lo, hi, copies=1):
@@ -111,12 +115,13 @@ def all_plans(chain, levels, rule, lo, hi, copies=1):
                     sharing = count if rule == "published-code" else 1
                     transfer_s = 2 * chain.cut_nbytes[first - 1] / level.bandwidth_Bps / sharing
                 params = sum(chain.params_nbytes[first:last])
+                inside = inner[-1].count if inner and first == lo else 1
                 joined = [
                     (
                         max(
                             slowest_s,
                             transfer_s,
-                            sync_s(rule, time_s, params, count, level.bandwidth_Bps),
+                            sync_s(rule, time_s, params, count, level.bandwidth_Bps, inside),
                         ),
                         stages + more,
                     )
@@ -173,6 +178,18 @@ def test_no_better_plan_within_a_capacity_was_left_out(depth):
         needed = max(stage_memory_nbytes(chain, planned))
         assert needed == needed_nbytes(chain, planned.stages) <= capacity_nbytes
     assert min(outcomes.values()) > 5, outcomes
+
+
+def test_devices_of_a_server_share_the_sum_of_its_copy():
+    """4 x 2 s of compute and 4 x 3/4 x 6 bytes at 3 bytes/s between servers of 2 devices each.
+
+    By the published code a copy of all layers on each server sums over 2 devices: 3 s, not 6.
+    """
+    chain = ChainCosts(("a",), (3.0,), (5.0,), (0,), (6,), (0,))
+    levels = [Level(2, math.inf), Level(4, 3.0)]
+    assert data_parallel_s(chain, levels, "published-code") == (8 / 2 + 3.0) / 4
+    assert plan_pipedream(chain, levels, "published-code").bottleneck_s == (8 / 2 + 3.0) / 4
+    assert data_parallel_s(chain, levels) == max(8 / 2, 2 * 3 / 4 * 6 / 3) / 4
 
 
 def test_mini_batches_in_flight():
