@@ -44,7 +44,7 @@ def command(
     microbatches: MicrobatchesOption = None,
     json: JsonOption = None,
 ) -> None:
-    """Find the largest model or micro-batch that 1, 2, 4, ... devices of a cluster hold."""
+    """Find the largest model or micro-batch that 1, 2, 4, ... and all devices of a cluster hold."""
     from hetpipe.report.tables import make_table
     from hetpipe.study.largest import capacity
 

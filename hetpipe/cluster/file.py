@@ -23,6 +23,8 @@ from hetpipe.words import short
 MOST_DEVICES = 100_000
 USUAL_BPS = (1e6, 25e9)
 """Networks between servers are quicker than the first and slower than the second."""
+FASTEST_BPS = 250e9
+"""Networks are slower than this; between, a bandwidth written in bytes is perhaps meant in bits."""
 
 _TOPOLOGY = {
     "": 'write { shape = "switch", bandwidth = "25 Gb/s" }',
@@ -154,7 +156,8 @@ def load(path: Path) -> Cluster:
         places[member.id] = f"{path}:{lines.at(('device', index, opened))}"
     links, network = _links(tables, members, source), tables.network.topology()
     if network is not None:
-        _warn_of_unusual(tables.network.bandwidth, f"{path}:{lines.at(('network', 'bandwidth'))}")
+        where = f"{path}:{lines.at(('network', 'bandwidth'))}"
+        _warn_of_unusual(tables.network.bandwidth, data["network"]["bandwidth"], where)
     options = {
         name: BackendOptions(
             values, path.parent.absolute(), f"{path}:{lines.at(('backend', name))}"
@@ -280,13 +283,18 @@ def _member(table: _Device, id: str, server: str) -> Member:
     return Member(id, table.device, table.cores, table.speed, table.board, server, table.numerics)
 
 
-def _warn_of_unusual(bandwidth_Bps: float, where: str) -> None:
+def _warn_of_unusual(bandwidth_Bps: float, written: str, where: str) -> None:
+    """Warn of a network that hardly exists; `written` is its bandwidth in the file."""
     least, most = USUAL_BPS
-    if least <= bandwidth_Bps < most:
+    in_bits = "b/s" in written
+    if least <= bandwidth_Bps < (FASTEST_BPS if in_bits else most):
         return
+    cure = "networks are sold by bits: write Gb/s if those are meant"
+    if (in_bits and bandwidth_Bps >= most) or "Gb/s" in written:
+        cure = f"networks between servers have {8 * least:g} to {8 * FASTEST_BPS:g} b/s: check it"
     text = (
         f"{where}: the network has {bandwidth_Bps:g} B/s, which is {8 * bandwidth_Bps:g} b/s; "
-        "networks are sold by bits: write Gb/s if those are meant"
+        f"{cure}"
     )
     warnings.warn(text, BandwidthWarning, stacklevel=3)
 

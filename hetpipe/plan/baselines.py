@@ -13,6 +13,7 @@ from hetpipe.plan.interval import with_interval
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planner import explore, make_plan
 from hetpipe.plan.pricing import Partition, Question, price
+from hetpipe.words import words
 
 
 def even_plan(
@@ -53,7 +54,7 @@ def speed_blind_plan(
     """
     for device in devices:
         if device not in table.devices:
-            raise PlanError(f"no costs for {device}; there are {', '.join(table.devices)}")
+            raise PlanError(f"no costs for {device}; there are {words(table.devices)}")
     blind = make_plan(
         _averaged(table, devices), devices, mini_batch=mini_batch, microbatches=microbatches,
         schedule=schedule, fixed_order=True,

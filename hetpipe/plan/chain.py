@@ -7,6 +7,7 @@ from math import inf, isfinite
 
 from hetpipe.cost.published import ChainCosts
 from hetpipe.cost.table import CostTable
+from hetpipe.errors import PlanError
 
 
 def chain_of(table: CostTable, devices: Sequence[str]) -> ChainCosts:
@@ -29,3 +30,15 @@ def chain_of(table: CostTable, devices: Sequence[str]) -> ChainCosts:
 def _mean(times_s: Sequence[float]) -> float:
     finite = [time_s for time_s in times_s if isfinite(time_s)]
     return sum(finite) / len(finite) if finite else inf
+
+
+def check_finite(chain: ChainCosts) -> None:
+    """Raises `PlanError` for a chain without layers, or with a layer whose time is not finite."""
+    if not chain.names:
+        raise PlanError("the chain has 0 layers; give 1 or more")
+    for name, *times_s in zip(chain.names, chain.forward_s, chain.backward_s, strict=True):
+        if not all(map(isfinite, times_s)):
+            raise PlanError(
+                f"layer {name} takes {times_s[0]} s forward and {times_s[1]} s backward: no device "
+                "can run it; add one that can"
+            )

@@ -10,8 +10,11 @@ from hetpipe.cost.table import CostTable, LinkCost
 from hetpipe.errors import CostError
 from hetpipe.plan.exact import exact
 from hetpipe.plan.groups import group_matrix
+from hetpipe.plan.pricing import why_unable
 from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, grouped, in_flight
 from hetpipe.plan.search import fitting
+from hetpipe.schedule.rule import rule_of
+from hetpipe.words import words
 
 SCHEDULE = "1f1b"
 FREE = LinkCost(0.0, float("inf"))
@@ -19,41 +22,65 @@ FREE = LinkCost(0.0, float("inf"))
 
 def why_not(priced: Priced, members: Sequence[str]) -> str:
     """The stage of the best partition that lacks memory, how many bytes, and a cure."""
-    count = priced.options.counts(priced.tables)[-1]
-    bare = _bare(priced, members, count)
-    costs = priced.costs(bare)
+    schedule = _schedule(priced.options)
+    counts = priced.options.counts(priced.tables)
+    if not rule_of(schedule).flushes and 1 not in counts:
+        whole = priced.options.mini_batch
+        return (
+            f"{schedule} takes a mini-batch whole, and the micro-batches allowed here are "
+            f"{words(counts)} of a mini-batch of {whole}: allow 1, with costs for {whole} samples"
+        )
+    count = counts[-1] if rule_of(schedule).flushes else 1
+    bare = _bare(priced, members, schedule, count)
+    costs, versions = priced.costs(bare), priced.versions(bare)
     matrices = [
-        group_matrix(costs, bare.groups, n, bare.in_flight[n], "sum", count, bounded=False)
+        group_matrix(
+            costs, bare.groups, n, bare.in_flight[n], "sum", count, versions[n], bounded=False
+        )
         for n in range(len(bare.groups))
     ]
     cuts = exact(matrices)
     if cuts is None:
-        return "in this order of devices some layer finds none that can run it"
+        whys = (why_unable(costs.table, member, 0, costs.count) for member in members)
+        return "no cuts give every layer to a device that can run it: " + next(filter(None, whys))
     reason = priced.why_not(replace(bare, cuts=cuts))
     if reason is None:
-        return "the planner proposes nothing that these devices can run"
-    for remedy, trial, names in _remedies(priced, members, count):
+        return f"{schedule} on one device for each stage fits, and the planner proposes others"
+    for remedy, trial, names in _remedies(priced, members, schedule, count):
         recompute = remedy.startswith("recompute")
-        if fitting(trial, _bare(trial, names, max(trial.options.microbatches), recompute)):
+        counted = max(trial.options.microbatches)
+        if fitting(trial, _bare(trial, names, schedule, counted, recompute)):
             return f"{reason}; it fits with {remedy}"
-    return f"{reason}; neither recompute nor one more device is enough: take larger ones, or more"
+    return f"{reason}; no cure alone is enough: take devices with more memory, or more of them"
 
 
-def _bare(priced: Priced, members: Sequence[str], count: int, recompute: bool = False) -> Proposal:
+def _schedule(options: PlannerOptions) -> str:
+    """The first of the schedules to choose from that gives each device one stage."""
+    straight = [name for name in options.schedules if not rule_of(name).several_stages]
+    return straight[0] if straight else SCHEDULE
+
+
+def _bare(
+    priced: Priced, members: Sequence[str], schedule: str, count: int, recompute: bool = False
+) -> Proposal:
     """A stage on each device, without cuts."""
     layers = len(next(iter(priced.tables.values())).layers)
-    groups = grouped(members[:layers])
-    depths = in_flight(SCHEDULE, len(groups), count)
-    return Proposal((), groups, SCHEDULE, count, depths, recompute)
+    groups = grouped(members[:layers] if rule_of(schedule).averages else members[:1])
+    depths = in_flight(schedule, len(groups), count)
+    return Proposal((), groups, schedule, count, depths, recompute)
 
 
 def _remedies(
-    priced: Priced, members: Sequence[str], count: int
+    priced: Priced, members: Sequence[str], schedule: str, count: int
 ) -> Iterator[tuple[str, Priced, Sequence[str]]]:
     """Remedies from the cheapest on: their name, the costs with them, and the devices."""
     options, tables = priced.options, dict(priced.tables)
     now = replace(options, microbatches=(count,))
     yield "recompute", Priced(tables, now), members
+    streams = not rule_of(schedule).flushes
+    if streams and options.weights in ("auto", "stash", "vertical-sync"):
+        yield "weights='pipeoptim'", Priced(tables, replace(now, weights="pipeoptim")), members
+    by = ", which the planners auto and bapipe propose" if streams else ""
     while count < options.mini_batch:
         count = min(2 * count, options.mini_batch)
         size = options.size(count)
@@ -61,7 +88,7 @@ def _remedies(
             smaller = {**tables, size: at_size(tables, size)}
         except CostError:
             break
-        yield f"micro-batches of {size}", Priced(smaller, _with(options, count)), members
+        yield f"micro-batches of {size}{by}", Priced(smaller, _with(options, count)), members
     largest = max(members, key=lambda member: tables[max(tables)].devices[member].memory_nbytes)
     another = {size: _another(table, largest) for size, table in tables.items()}
     yield f"one more device like {largest}", Priced(another, now), [*members, f"{largest} again"]

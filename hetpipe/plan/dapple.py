@@ -7,6 +7,7 @@ from typing import get_args
 
 from hetpipe.cost.published import ChainCosts
 from hetpipe.errors import PlanError
+from hetpipe.plan.chain import check_finite
 from hetpipe.plan.latency import (
     ADAM,
     DapplePlan,
@@ -98,8 +99,7 @@ def overlapped_data_parallel_s(
 
 
 def _microbatches(chain: ChainCosts, samples: int, global_batch: int, formula: str) -> int:
-    if not chain.names:
-        raise PlanError("the chain has 0 layers; give 1 or more")
+    check_finite(chain)
     if formula not in get_args(Formula):
         raise PlanError(
             f"there is no formula {formula!r}; take one of {', '.join(get_args(Formula))}"

@@ -28,13 +28,20 @@ def balanced(costs: Sequence[Array], whole_s: Sequence[float]) -> tuple[int, ...
         cuts = best
 
 
+def ideal_stage_s(whole_s: Sequence[float]) -> float:
+    """Return T = 1 / sum(1 / T_n) from the times of the whole network on each device.
+
+    It is 0 if some device takes no time, and infinite if none can run all layers.
+    """
+    if not min(whole_s) > 0:
+        return 0.0
+    speed = sum(1 / time_s for time_s in whole_s)
+    return 1 / speed if speed else float("inf")
+
+
 def _placed(costs: Sequence[Array], whole_s: Sequence[float]) -> tuple[int, ...]:
     """Each stage takes layers while it stays within T, and leaves one for each later stage."""
-    if min(whole_s) > 0:
-        speed = sum(1 / time_s for time_s in whole_s)
-        ideal_s = 1 / speed if speed else float("inf")
-    else:
-        ideal_s = 0.0  # a device that takes no time could take all layers
+    ideal_s = ideal_stage_s(whole_s)
     stages, layers = len(costs), costs[0].shape[0] - 1
     cuts: list[int] = []
     for stage in range(stages - 1):

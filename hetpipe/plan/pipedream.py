@@ -18,6 +18,7 @@ import numpy as np
 
 from hetpipe.cost.published import ChainCosts
 from hetpipe.errors import PlanError
+from hetpipe.plan.chain import check_finite
 from hetpipe.plan.costs import Array
 
 SyncRule = Literal["text", "printed", "published-code"]
@@ -118,8 +119,7 @@ def stage_memory_nbytes(chain: ChainCosts, plan: PipeDreamPlan) -> tuple[int, ..
 
 
 def _check(chain: ChainCosts, levels: Sequence[Level], rule: SyncRule) -> None:
-    if not chain.names:
-        raise PlanError("the chain has 0 layers; give 1 or more")
+    check_finite(chain)
     if not levels:
         raise PlanError("the topology has 0 levels; give 1 or more")
     if rule not in get_args(SyncRule):

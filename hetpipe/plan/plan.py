@@ -14,6 +14,7 @@ from hetpipe.plan.split import Split
 from hetpipe.records import Count, Entries, Number, Placed, Positive, Seconds, Source, Whole
 from hetpipe.schedule.rule import Rule, rule_of
 from hetpipe.schedule.weights import WeightPolicy, policy_of
+from hetpipe.words import words
 
 VERSION = 5
 SINCE: dict[int, dict[str, Any]] = {
@@ -51,8 +52,8 @@ class StagePlan:
             object.__setattr__(self, "shares", (1.0,) * len(self.devices))
         if len(self.shares) != len(self.devices) or min(self.shares) <= 0:
             raise PlanError(
-                f"shares {list(self.shares)} for {len(self.devices)} replicas: give one above 0 "
-                "for each"
+                f"shares [{words(map(str, self.shares))}] for {len(self.devices)} replicas: give "
+                "one above 0 for each"
             )
 
 

@@ -21,12 +21,15 @@ from hetpipe.plan.plan import Plan
 from hetpipe.plan.pricing import (
     Partition,
     Question,
+    is_roomy,
     lower_bound_s,
     predict,
     price,
     problem,
+    why_unrunnable,
 )
 from hetpipe.schedule.generators import max_in_flight
+from hetpipe.words import words
 
 __all__ = ["explore", "make_plan", "predict"]
 
@@ -71,6 +74,7 @@ def _best(question: Question, device_orders: Sequence[tuple[str, ...]]) -> Plan:
     """The quickest plan with one of these orders of devices. Raises `PlanError`."""
     orders = [question.stage_devices(order) for order in device_orders]
     devices, why = device_orders[0], ""
+    best: tuple[Partition, Plan] | None = None
     for depths in _depths(question, len(orders[0])):
         candidates = [
             Partition(order, proposal, depth)
@@ -78,11 +82,23 @@ def _best(question: Question, device_orders: Sequence[tuple[str, ...]]) -> Plan:
             for depth in depths
             for proposal in _propose(question, order, depth, OBJECTIVES)
         ]
-        quickest = _quickest(question, candidates, "balanced")
-        if quickest is not None:
-            return _improved(question, *quickest)
-        why = _why_not(question, candidates, orders, depths[0])
-    raise PlanError(f"no plan for {', '.join(devices)}: {why}")
+        quickest = _quickest(question, candidates, "balanced", best)
+        if quickest is None:
+            why = why or _why_not(question, candidates, orders, depths[0])
+        best = quickest
+        if best is not None and _is_roomy(question, orders[0], depths):
+            break
+    if best is None:
+        raise PlanError(f"no plan for {words(devices)}: {why}")
+    return _improved(question, *best)
+
+
+def _is_roomy(
+    question: Question, devices: Sequence[str], depths: Sequence[tuple[int, ...]]
+) -> bool:
+    """Whether memory decides nothing about the cuts at these depths."""
+    versions = max(question.versions(depth, n) for depth in depths for n in range(len(devices)))
+    return is_roomy(question.costs, devices, max(map(max, depths)), versions)
 
 
 def explore(
@@ -154,8 +170,8 @@ def _check(question: Question, devices: Sequence[str]) -> None:
         raise PlanError(f"devices {list(devices)}: name one or more, each once")
     for device in devices:
         if device not in table.devices:
-            listed = ", ".join(table.devices)
-            raise PlanError(f"no costs for {device}; the table of {table.model} has {listed}")
+            there = words(table.devices)
+            raise PlanError(f"no costs for {device}; the table of {table.model} has {there}")
     per_device = question.rule.stages_per_worker
     if per_device * len(devices) > len(table.layers):
         raise PlanError(
@@ -194,11 +210,11 @@ def _as_given(question: Question, devices: tuple[str, ...], cuts: tuple[int, ...
         if quickest is not None:
             return quickest[1]
         why = problem(question, candidates[0])
-    raise PlanError(f"no plan for {', '.join(devices)}, cut at {list(cuts)}: {why}")
+    raise PlanError(f"no plan for {words(devices)}, cut at {list(cuts)}: {why}")
 
 
 def _depths(question: Question, stages: int) -> Iterator[list[tuple[int, ...]]]:
-    """In-flight depths to choose from; a later list serves only if no depth before it fits.
+    """In-flight depths to choose from; a later list counts only where memory is short.
 
     1F1B: DAPPLE's P_A and P_B (section 3 there), then P_A with ever lower bounds. Without a flush:
     PipeDream's NOAM, and the depth that hides transfers if the policy is defined for it.
@@ -249,9 +265,12 @@ def _propose(
 
 
 def _quickest(
-    question: Question, candidates: Sequence[Partition], origin: str
+    question: Question,
+    candidates: Sequence[Partition],
+    origin: str,
+    best: tuple[Partition, Plan] | None = None,
 ) -> tuple[Partition, Plan] | None:
-    """The possible candidate with the quickest step; None if all are impossible.
+    """The possible candidate with the quickest step, or `best` before; None if all are impossible.
 
     Prices candidates in the order of their lower bounds, until a bound exceeds the best step so
     far: the others cannot be quicker.
@@ -261,7 +280,6 @@ def _quickest(
         key = candidate.devices, candidate.cuts
         if key not in bounds_s:
             bounds_s[key] = lower_bound_s(question, candidate)
-    best: tuple[Partition, Plan] | None = None
     for candidate in sorted(candidates, key=lambda c: bounds_s[c.devices, c.cuts]):
         if best is not None and bounds_s[candidate.devices, candidate.cuts] > best[1].step_s:
             break
@@ -305,17 +323,7 @@ def _why_not(
     if relaxed:
         reasons = (problem(question, partition) for partition in (*relaxed, *refused))
         return next(reason for reason in reasons if reason is not None)
-    for index, layer in enumerate(question.costs.table.layers):
-        entries = {
-            device: question.costs.table.devices[device].layers[index] for device in orders[0]
-        }
-        if all(entry.impossible for entry in entries.values()):
-            refusals = "; ".join(
-                entry.reason if entry.reason.startswith(name) else f"{name}: {entry.reason}"
-                for name, entry in entries.items()
-            )
-            return (
-                f"none of them can run layer {layer.name} ({refusals}); add a device that can, or "
-                "let another backend run its operators (`lends`): `hetpipe coverage` lists them all"
-            )
+    why = why_unrunnable(question.costs.table, orders[0])
+    if why is not None:
+        return why
     return "each can run some layers, but in no order of them do these join to the whole model"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,12 +24,15 @@ from hetpipe.simulate.simulator import simulate
 from hetpipe.simulate.stream import period_s
 from hetpipe.simulate.timeline import Timeline
 from hetpipe.simulate.times import FREE, StageTimes
+from hetpipe.words import words
 
 MIB = 2**20
 NEAR = 1e-3
 """Relative; ends of a stream's period that are as near to each other are one price."""
 LONGEST = 256
 """Times the mini-batches in flight; a longer stream is not simulated for a price."""
+MOST_REFUSALS = 8
+"""Devices whose reasons an error lists."""
 LONG_TURN = 16
 """Mini-batches; the pattern of replicas that repeats more seldom is taken to repeat each time."""
 
@@ -210,9 +213,35 @@ def check_able(plan: Plan, table: CostTable) -> None:
     """Raises `PlanError` if a stage has a layer that its device cannot run."""
     for number, stage in enumerate(plan.stages):
         for device in stage.devices:
-            refused = _refused(table, device, stage.lo, stage.hi)
-            if refused:
-                raise PlanError(f"stage {number}: {device} cannot run {refused[0]}")
+            why = why_unable(table, device, stage.lo, stage.hi)
+            if why is not None:
+                raise PlanError(f"stage {number}: {why}")
+
+
+def why_unable(table: CostTable, device: str, lo: int, hi: int) -> str | None:
+    """Name the first of the layers lo..hi that the device cannot run; None if it runs all."""
+    refused = _refused(table, device, lo, hi)
+    return f"{device} cannot run {refused[0]}" if refused else None
+
+
+def why_unrunnable(table: CostTable, devices: Sequence[str]) -> str | None:
+    """Name the first layer that none of `devices` can run, with the reasons; None if all run."""
+    for index, layer in enumerate(table.layers):
+        entries = {device: table.devices[device].layers[index] for device in devices}
+        if all(entry.impossible for entry in entries.values()):
+            refusals = [
+                entry.reason if entry.reason.startswith(name) else f"{name}: {entry.reason}"
+                for name, entry in entries.items()
+            ]
+            more = len(refusals) - MOST_REFUSALS
+            if more > 0:
+                refusals[MOST_REFUSALS:] = [f"{more} more"]
+            return (
+                f"none of them can run layer {layer.name} ({'; '.join(refusals)}); add a device "
+                "that can, or let another backend run its operators (`lends`): "
+                "`hetpipe coverage` lists them all"
+            )
+    return None
 
 
 def lower_bound_s(question: Question, partition: Partition) -> float:
@@ -265,6 +294,16 @@ def problem(question: Question, partition: Partition) -> str | None:
     return None
 
 
+def is_roomy(costs: StageCosts, devices: Sequence[str], in_flight: int, versions: int) -> bool:
+    """Whether each device has room for any stage, beside the devices that share its memory."""
+    largest = max(layer.cut_nbytes for layer in costs.table.layers)
+    most = costs.memory_nbytes(0, costs.count, in_flight, versions)
+    most += (4 + in_flight) * largest  # buffers of two cuts, and inputs that recompute keeps
+    members = [costs.table.devices[device] for device in devices]
+    sharing = Counter(member.memory_domain for member in members)
+    return all(sharing[each.memory_domain] * most <= each.memory_nbytes for each in members)
+
+
 def _stage(number: int, partition: Partition, costs: StageCosts) -> str:
     lo, hi = partition.ends(costs.count)[number]
     return f"stage {number} (layers {lo}..{hi - 1} on {partition.devices[number]})"
@@ -292,7 +331,7 @@ def _refused(table: CostTable, device: str, lo: int, hi: int) -> list[str]:
 def _able(table: CostTable, index: int) -> str:
     """The devices that can run a layer."""
     able = [id for id, device in table.devices.items() if not device.layers[index].impossible]
-    return f"{', '.join(able)} can" if able else f"nor can any of {', '.join(table.devices)}"
+    return f"{words(able)} can" if able else f"nor can any of {words(table.devices)}"
 
 
 def _lack(need: int, capacity: int) -> str:

@@ -18,6 +18,7 @@ from hetpipe.schedule.generators import max_in_flight
 from hetpipe.schedule.rule import rule_of
 from hetpipe.schedule.turns import noam
 from hetpipe.schedule.weights import policy_for, policy_of
+from hetpipe.words import words
 
 Tables = Mapping[int, CostTable]
 """Costs by the samples of a micro-batch."""
@@ -254,7 +255,7 @@ def lack(number: int, stage: StagePlan) -> str:
     """A sentence on the bytes that a stage lacks."""
     need, capacity = stage.memory_nbytes, stage.capacity_nbytes
     return (
-        f"stage {number} (layers {stage.lo}..{stage.hi - 1} on {', '.join(stage.devices)}) needs "
+        f"stage {number} (layers {stage.lo}..{stage.hi - 1} on {words(stage.devices)}) needs "
         f"{need} bytes ({need / MIB:.1f} MiB) and has {capacity} ({capacity / MIB:.1f} MiB): "
         f"{need - capacity} bytes are lacking"
     )

@@ -14,13 +14,20 @@ from hetpipe.errors import PlanError
 from hetpipe.plan.costs import StageCosts
 from hetpipe.plan.interval import with_interval
 from hetpipe.plan.plan import Plan, StagePlan
-from hetpipe.plan.pricing import check_able, label_of, predict, predicted_step_s
+from hetpipe.plan.pricing import (
+    check_able,
+    label_of,
+    predict,
+    predicted_step_s,
+    why_unable,
+)
 from hetpipe.plan.shares import all_reduce_s, divided
 from hetpipe.plan.times import stage_times
 from hetpipe.schedule.generators import generate, max_in_flight
 from hetpipe.schedule.rule import rule_of
 from hetpipe.schedule.turns import noam
 from hetpipe.schedule.weights import policy_of
+from hetpipe.words import words
 
 BEYOND = 1.25
 """The factor above the largest measured micro-batch up to which times are extrapolated."""
@@ -41,7 +48,12 @@ def replicated_plan(
     other sizes are interpolated. Raises `PlanError` if no numbers of rows lie within the measured
     sizes, a device cannot run the model, or cuts do not fit it.
     """
-    _check([devices] * (len(cuts) + 1), cuts, len(next(iter(tables.values())).layers))
+    table = next(iter(tables.values()))
+    layers = len(table.layers)
+    _check([devices] * (len(cuts) + 1), cuts, layers)
+    for device in devices:
+        if device in table.devices and (why := why_unable(table, device, 0, layers)) is not None:
+            raise PlanError(f"no data-parallel plan for {words(devices)}: {why}")
     tables = {size: table.beside(len(devices)) for size, table in tables.items()}
     most = mini_batch // max(len(devices), 1)  # a row for each device
     counts = [microbatches] if microbatches else [2**k for k in range(most.bit_length())]
@@ -53,7 +65,7 @@ def replicated_plan(
     ]
     if len(devices) < 2 or not plans:
         raise PlanError(
-            f"no data-parallel plan for {', '.join(devices) or 'no device'}: there must be two or "
+            f"no data-parallel plan for {words(devices) or 'no device'}: there must be two or "
             f"more, and their shares of a mini-batch of {mini_batch} lie between the measured "
             f"sizes {min(tables)} and {max(tables)}; profile others, or use a pipeline"
         )
@@ -73,7 +85,7 @@ def replicated_again(tables: Mapping[int, CostTable], plan: Plan) -> Plan:
     again = _with(tables, devices, plan.cuts, plan.mini_batch, plan.microbatches, rows)
     if again is None:
         raise PlanError(
-            f"shares of {', '.join(map(str, rows.values()))} rows lie beyond the measured sizes "
+            f"shares of {words(rows.values())} rows lie beyond the measured sizes "
             f"{min(tables)} to {max(tables)}: profile others"
         )
     return _finished(again, tables)

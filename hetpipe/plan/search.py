@@ -20,6 +20,7 @@ from hetpipe.plan.costs import Objective
 from hetpipe.plan.groups import best_partition
 from hetpipe.plan.partition import moves
 from hetpipe.plan.plan import Plan
+from hetpipe.plan.pricing import is_roomy
 from hetpipe.plan.proposal import Priced, Proposal, deep_in_flight, in_flight
 from hetpipe.schedule.rule import rule_of
 
@@ -27,6 +28,8 @@ KNOWN = ("1f1b", "gpipe")
 """Schedules among which a search chooses where the user names none."""
 FEW = 10
 """Up to this number of partitions all are tried."""
+SHALLOW = 8
+"""Up to this number of micro-batches in flight every lower number is tried, else halves."""
 PRICES, FRUGAL_PRICES = 120, 16
 """How many plans a search prices at most; and where each takes long."""
 LARGE = 2_000
@@ -67,22 +70,41 @@ def worth_trying(priced: Priced, groups: Groups) -> Sequence[int]:
 
 
 def fitting(priced: Priced, bare: Proposal) -> list[Proposal]:
-    """The proposal with its best cuts; with fewer micro-batches in flight if it lacks memory."""
+    """The proposal with its best cuts, for each number of micro-batches in flight worth a price.
+
+    Fewer in flight leave room for other cuts. They count only where memory may be short, and where
+    the schedule lets a planner choose.
+    """
+    alone = max(map(len, bare.groups)) == 1
+    found: dict[tuple[int, ...], Proposal] = {}
+    others: list[Proposal] = []
     while True:
-        cuts = best_cuts(priced, bare)
-        if cuts or max(bare.in_flight) == 1 or not rule_of(bare.schedule).any_depth:
-            return [replace(bare, cuts=each) for each in cuts]
-        most = max(bare.in_flight) // 2
-        bare = replace(bare, in_flight=tuple(min(depth, most) for depth in bare.in_flight))
+        for cuts in best_cuts(priced, bare):
+            if cuts not in found:
+                found[cuts] = replace(bare, cuts=cuts)
+            elif not alone:  # rows of unlike replicas, and so their bytes, are known by the price
+                others.append(replace(bare, cuts=cuts))
+        most = max(bare.in_flight)
+        if most == 1 or not rule_of(bare.schedule).any_depth or _is_roomy(priced, bare):
+            return [*found.values(), *others]
+        fewer = most - 1 if most <= SHALLOW else most // 2
+        bare = replace(bare, in_flight=tuple(min(depth, fewer) for depth in bare.in_flight))
+
+
+def _is_roomy(priced: Priced, bare: Proposal) -> bool:
+    """Whether memory decides nothing about the cuts of a proposal."""
+    costs, versions = priced.costs(bare), max(priced.versions(bare))
+    return is_roomy(costs, bare.devices, max(bare.in_flight), versions)
 
 
 def best_cuts(priced: Priced, bare: Proposal) -> list[tuple[int, ...]]:
-    """Cuts with which the slowest stage of a proposal is quickest; all cuts if they are few."""
+    """Cuts with which the slowest stage of a proposal is quickest; all that fit if they are few."""
     costs, stages = priced.costs(bare), len(bare.groups)
     if stages > costs.count:
         return []
     if math.comb(costs.count - 1, stages - 1) <= FEW:
-        return list(combinations(range(1, costs.count), stages - 1))
+        every = combinations(range(1, costs.count), stages - 1)
+        return [cuts for cuts in every if _fits(priced, replace(bare, cuts=cuts))]
     best = []
     versions = priced.versions(bare)
     for objective in OBJECTIVES[:1] if is_large(priced, bare.groups) else OBJECTIVES:
@@ -92,6 +114,21 @@ def best_cuts(priced: Priced, bare: Proposal) -> list[tuple[int, ...]]:
         if cuts is not None:
             best.append(cuts)
     return list(dict.fromkeys(best))
+
+
+def _fits(priced: Priced, proposal: Proposal) -> bool:
+    """Whether every stage can run, and has the memory; of replicas, with equal shares."""
+    if max(map(len, proposal.groups)) == 1:
+        return priced.why_not(proposal) is None
+    costs, versions = priced.costs(proposal), priced.versions(proposal)
+    ends = zip((0, *proposal.cuts), (*proposal.cuts, costs.count), strict=True)
+    for number, (group, (lo, hi)) in enumerate(zip(proposal.groups, ends, strict=True)):
+        share = 1 / len(group) if rule_of(proposal.schedule).flushes else 1.0
+        depth = proposal.in_flight[number]
+        need = costs.memory_nbytes(lo, hi, depth, versions[number], share)
+        if need > min(costs.table.devices[device].memory_nbytes for device in group):
+            return False
+    return True
 
 
 def improved(plan: Plan, priced: Priced) -> Plan:

@@ -18,12 +18,14 @@ def divided(samples: int, speeds: Sequence[float]) -> list[int]:
     if not 0 < sum(speeds) < inf:  # some of them cannot do it at all: who prices it will say so
         speeds = [1.0] * len(speeds)
     exact = [samples * speed / sum(speeds) for speed in speeds]
-    rows = [max(1, int(part)) if samples >= len(speeds) else int(part) for part in exact]
+    least = 1 if samples >= len(speeds) else 0
+    rows = [max(least, int(part)) for part in exact]
     order = sorted(range(len(rows)), key=lambda n: rows[n] - exact[n])
     for n in order[: max(0, samples - sum(rows))]:
         rows[n] += 1
     while sum(rows) > samples:
-        rows[max(range(len(rows)), key=lambda n: rows[n] - exact[n])] -= 1
+        several = [n for n in range(len(rows)) if rows[n] > least]
+        rows[max(several, key=lambda n: rows[n] - exact[n])] -= 1
     return rows
 
 

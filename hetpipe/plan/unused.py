@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hetpipe.plan.plan import Plan
+from hetpipe.words import words
 
 
 def with_notes(plans: Sequence[Plan], devices: Sequence[str]) -> Plan:
@@ -25,5 +26,5 @@ def _note(plans: Sequence[Plan], device: str) -> str:
         return f"{device} is left out: no plan with it is possible"
     return (
         f"{device} is left out: a step without it is predicted to take {1e3 * best.step_s:.2f} ms, "
-        f"with it {1e3 * rival.step_s:.2f} ms at best, on {', '.join(rival.all_devices)}"
+        f"with it {1e3 * rival.step_s:.2f} ms at best, on {words(rival.all_devices)}"
     )

@@ -40,7 +40,7 @@ class WhatIf:
 
     def factor(self, changed: Alternative) -> float | None:
         """The step after a change over the step before; below 1 is quicker."""
-        if changed.plan is None or self.now.plan is None:
+        if changed.plan is None or self.now.plan is None or not self.now.plan.step_s:
             return None
         return changed.plan.step_s / self.now.plan.step_s
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf, isinf
 from typing import Any
 
 from hetpipe.cluster.cluster import Cluster
@@ -52,7 +53,9 @@ class Comparison:
 
     def share(self, row: Row) -> float | None:
         """The predicted throughput of a row as a share of the sum of all devices'."""
-        return None if row.plan is None else row.plan.samples_per_s / self.sum_samples_per_s
+        if row.plan is None or isinf(self.sum_samples_per_s):
+            return None
+        return row.plan.samples_per_s / self.sum_samples_per_s if self.sum_samples_per_s else None
 
     def to_json(self) -> dict[str, Any]:
         """A dict that `json` can write."""
@@ -113,14 +116,17 @@ def by_hand(name: str, priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
 
 
 def together(tables: Mapping[int, CostTable], cluster: Cluster) -> float:
-    """Samples per second of all devices, each with the whole model at its best micro-batch."""
+    """Samples per second of all devices, each with the whole model at its best micro-batch.
+
+    Infinite where a device takes no time.
+    """
     total = 0.0
     for member in cluster.ids:
         steps_s = []
         for size, table in tables.items():
             span = member, 0, len(table.layers)
             steps_s.append((table.forward_s(*span) + table.backward_s(*span)) / size)
-        total += 1 / min(steps_s)
+        total += 1 / min(steps_s) if min(steps_s) else inf
     return total
 
 

@@ -75,7 +75,7 @@ def capacity(
     methods: Sequence[Method] = METHODS,
 ) -> Capacity:
     """The most repetitions of a block of layers (first, last) that fit, or without a block the most
-    samples of a micro-batch, on 1, 2, 4, ... devices of the cluster.
+    samples of a micro-batch, on 1, 2, 4, ... and all devices of the cluster.
 
     A stage on each device, with the best cuts for its memory. `microbatches` of a mini-batch are by
     default two for each stage. Raises `PlanError` for a block that the model has not.
@@ -87,7 +87,8 @@ def capacity(
             f"block {block[0]}..{block[1]}: the model has layers 0..{layers - 1}; give a first and "
             "a last of them"
         )
-    counts = tuple(2**k for k in range(len(cluster.ids).bit_length()) if 2**k <= len(cluster.ids))
+    whole = len(cluster.ids)
+    counts = tuple(sorted({*(2**k for k in range(whole.bit_length())), whole}))
 
     def largest(method: Method, count: int) -> int:
         stages = 1 if rule_of(method.schedule).replicates else count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, permutations
 
 from hetpipe.cluster.cluster import Cluster, Member
@@ -86,10 +87,44 @@ def all_proposals(
                 yield Proposal(cuts, groups, "1f1b", count, deep_in_flight(stages, count))
 
 
+def tight_case(seed: int) -> tuple[dict[int, CostTable], Cluster]:
+    """A case of two devices and few layers whose memory is short of what its quick plans need."""
+    draw = random.Random(f"tight {seed}")
+    tables, cluster = joint_case(seed)
+    cluster = Cluster(cluster.members[:2])
+    whole = tables[MINI_BATCH]
+    weights = sum(2 * layer.params_nbytes + layer.state_nbytes for layer in whole.layers)
+    saved = sum(layer.saved_nbytes for layer in whole.layers)
+    rooms = {id: int(draw.uniform(0.3, 0.8) * (weights + 2 * saved)) for id in cluster.ids}
+    shrunk = {}
+    for size, table in tables.items():
+        layers = tuple(
+            replace(layer, saved_nbytes=8 * layer.saved_nbytes) for layer in table.layers[:4]
+        )
+        devices = {
+            id: replace(table.devices[id], layers=table.devices[id].layers[:4], memory_nbytes=room)
+            for id, room in rooms.items()
+        }
+        shrunk[size] = replace(table, layers=layers, devices=devices)
+    return shrunk, cluster
+
+
+def all_depths(proposals: Iterator[Proposal]) -> Iterator[Proposal]:
+    """The proposals with every lower bound on their micro-batches in flight, and recompute."""
+    for proposal in proposals:
+        depths = proposal.in_flight
+        lower = max(depths) if proposal.schedule == "1f1b" else 1
+        for fewer in range(lower):
+            bounded = tuple(min(depth, max(depths) - fewer) for depth in depths)
+            for recompute in (False, True):
+                yield replace(proposal, in_flight=bounded, recompute=recompute)
+
+
 def best_step_s(tables: dict[int, CostTable], cluster: Cluster, options: PlannerOptions) -> float:
     """The quickest simulated step of all plans; infinite if none fits."""
     priced, best_s = Priced(tables, options), float("inf")
-    for proposal in all_proposals(tables, cluster, options):
+    proposals = all_proposals(tables, cluster, options)
+    for proposal in dict.fromkeys(all_depths(proposals) if options.recompute else proposals):
         try:
             best_s = min(best_s, priced.plan(proposal, "brute force").step_s)
         except HetpipeError:

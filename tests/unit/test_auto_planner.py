@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-from joint_cases import MINI_BATCH, best_step_s, joint_case
+from dataclasses import replace
 
+import pytest
+from joint_cases import MINI_BATCH, best_step_s, joint_case, tight_case
+from tables import MIB, make_table
+
+from hetpipe.cluster.cluster import Cluster, Member
 from hetpipe.errors import PlanError
 from hetpipe.plan.planners import plan
 from hetpipe.plan.proposal import PlannerOptions
@@ -30,6 +34,42 @@ def test_it_is_within_2_percent_of_the_best_of_all_plans(first):
         assert chosen.lower_bound_s <= best_s * (1 + 1e-9)
 
 
+def test_the_best_of_all_plans_where_memory_is_short():
+    """Every cut, depth, size of micro-batches and recompute, of which memory allows some."""
+    options, bound = PlannerOptions(MINI_BATCH, recompute=True), 0
+    for seed in range(10):
+        tables, cluster = tight_case(seed)
+        best_s = best_step_s(tables, cluster, options)
+        if best_s == float("inf"):
+            with pytest.raises(PlanError, match="bytes are lacking"):
+                plan(tables, cluster, options)
+            continue
+        chosen = plan(tables, cluster, options)
+        assert chosen.step_s == pytest.approx(best_s, rel=1e-9), seed
+        plenty = {
+            size: replace(
+                table,
+                devices={
+                    id: replace(cost, memory_nbytes=1 << 50) for id, cost in table.devices.items()
+                },
+            )
+            for size, table in tables.items()
+        }
+        bound += chosen.step_s > plan(plenty, cluster, options).step_s * (1 + 1e-9)
+    assert bound > 3, "memory should decide some of the plans"
+
+
+def test_a_depth_of_one_where_nothing_deeper_fits():
+    """Two layers on two devices: the only cut fits with one micro-batch in flight."""
+    tables = {
+        size: make_table({"a": 1.0, "b": 1.0}, 2, samples=size, memory=21 * MIB, saved=8 * MIB)
+        for size in (4, 8)
+    }
+    cluster = Cluster((Member("a", "made:up:0"), Member("b", "made:up:1")))
+    chosen = plan(tables, cluster, PlannerOptions(16, (4,), replicas=False))
+    assert (chosen.cuts, chosen.in_flight) == ((1,), (1, 1))
+
+
 def test_a_plan_without_replicas_where_they_are_not_allowed():
     tables, cluster = joint_case(3)
     chosen = plan(tables, cluster, PlannerOptions(MINI_BATCH, replicas=False))
@@ -46,20 +86,17 @@ def test_the_clusters_order_where_it_is_fixed():
 
 def test_recompute_where_nothing_else_fits():
     """Memory for the weights and the inputs of stages, not for all that forwards save."""
-    from tables import MIB, make_table
-
-    from hetpipe.cluster.cluster import Cluster, Member
-
     tables = {
-        size: make_table({"a": 1.0, "b": 1.0}, samples=size, memory=60 * MIB, saved=10 * MIB)
+        size: make_table({"a": 1.0, "b": 1.0}, samples=size, memory=70 * MIB, saved=10 * MIB)
         for size in (4, 8)
     }
     cluster = Cluster((Member("a", "made:up:0"), Member("b", "made:up:1")))
+    options = PlannerOptions(16, schedules=("gpipe",))  # all micro-batches in flight
     with pytest.raises(PlanError, match="bytes are lacking"):
-        plan(tables, cluster, PlannerOptions(16))
-    chosen = plan(tables, cluster, PlannerOptions(16, recompute=True))
+        plan(tables, cluster, options)
+    chosen = plan(tables, cluster, replace(options, recompute=True))
     assert chosen.recompute
-    assert all(stage.memory_nbytes <= 60 * MIB for stage in chosen.stages)
+    assert all(stage.memory_nbytes <= 70 * MIB for stage in chosen.stages)
     # a backward has its forward once more: 1 s + 2 s for each of 4 layers
     assert [stage.backward_s for stage in chosen.stages] == [
         pytest.approx(3 * stage.forward_s) for stage in chosen.stages
@@ -73,9 +110,34 @@ def test_an_unknown_planner():
 
 
 def test_a_member_without_costs():
-    from hetpipe.cluster.cluster import Cluster, Member
-
     tables, cluster = joint_case(0)
     more = Cluster((*cluster.members, Member("stranger", "made:up:9")))
     with pytest.raises(PlanError, match="no costs for stranger at micro-batches of 1"):
         plan(tables, more, OPTIONS)
+
+
+@pytest.mark.parametrize("planner", ["auto", "exact", "pipedream", "bapipe"])
+def test_a_stream_that_lacks_memory_is_told_the_bytes_and_a_cure(planner):
+    """Two versions of 8 MiB of weights, and 2 mini-batches of 16 samples in flight."""
+    tables = {
+        size: make_table({"a": 1.0, "b": 1.0}, samples=size, memory=180 * MIB, saved=10 * MIB)
+        for size in (8, 16)
+    }
+    cluster = Cluster((Member("a", "made:up:0"), Member("b", "made:up:1")))
+    options = PlannerOptions(16, (1,), schedules=("pipedream",), weights="stash", replicas=False)
+    if planner == "pipedream":
+        options = replace(options, replicas=True)
+    need = 4 * 4 * MIB + 4 * MIB + 2 * 4 * 40 * MIB + 2 * 4 * MIB
+    lacking = (
+        rf"stage 0 .* needs {need} bytes .* {need - 180 * MIB} bytes are lacking; it fits with"
+    )
+    with pytest.raises(PlanError, match=lacking):
+        plan(tables, cluster, options, planner)
+
+
+def test_a_stream_whose_mini_batch_cannot_be_whole_says_so():
+    tables = {4: make_table({"a": 1.0, "b": 1.0}, samples=4)}
+    cluster = Cluster((Member("a", "made:up:0"), Member("b", "made:up:1")))
+    options = PlannerOptions(16, schedules=("pipedream",))
+    with pytest.raises(PlanError, match=r"takes a mini-batch whole, .* allow 1, with costs for 16"):
+        plan(tables, cluster, options, "exact")

@@ -1,6 +1,7 @@
 """Clusters: which devices of a machine take part, and what a cluster file may say."""
 
 import os
+import warnings
 
 import pytest
 
@@ -435,6 +436,16 @@ def test_a_network_that_hardly_exists_is_warned_of(write, bandwidth):
         loaded = Cluster.load(path)
     assert loaded.network is not None
     assert loaded.network.bandwidth_Bps == parse_bandwidth(bandwidth)
+
+
+def test_a_bandwidth_in_bits_is_not_told_to_be_in_bits(write):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Cluster.load(write(DESCRIBED.replace("10 Gb/s", "400 Gb/s")))
+    for bandwidth in ("4000 Gb/s", "0.001 Gb/s"):
+        path = write(DESCRIBED.replace("10 Gb/s", bandwidth))
+        with pytest.warns(BandwidthWarning, match=r"servers have 8e\+06 to 2e\+12 b/s: check it$"):
+            Cluster.load(path)
 
 
 def test_a_file_may_name_many_devices_and_an_error_does_not_list_them(write):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,14 @@ class TestCapacity:
         layer_nbytes = 3 * 16 * MIB + 2 * 4 * MIB  # weights, gradients, momentum; 32 samples
         held = 16 * 1024 * MIB // (layer_nbytes * LAYERS)
         assert abs(counts[0] - held) <= 1
+
+    def test_all_devices_where_they_are_no_power_of_two(self, subject: Subject) -> None:
+        cluster = Cluster.published("bapipe-4-v100")
+        three = replace(cluster, members=cluster.members[:3])
+        answer = capacity(subject, three, 2, (0, LAYERS - 1), [Method("1f1b")])
+        assert answer.devices == (1, 2, 3)
+        (counts,) = answer.largest.values()
+        assert counts[2] > counts[1]
 
     def test_samples(self, subject: Subject) -> None:
         answer = capacity(subject, Cluster.published("bapipe-4-v100"), 8)

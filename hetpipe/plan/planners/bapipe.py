@@ -22,7 +22,7 @@ from hetpipe.cluster.cluster import Cluster
 from hetpipe.plan.costs import Array, StageCosts
 from hetpipe.plan.exact import bottleneck, exact, stage_times
 from hetpipe.plan.intra import with_splits
-from hetpipe.plan.partition import balanced
+from hetpipe.plan.partition import balanced, ideal_stage_s
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planners.choice import check_members, finished, quickest
 from hetpipe.plan.proposal import (
@@ -73,7 +73,7 @@ def partition(priced: Priced, bare: Proposal) -> tuple[int, ...] | None:
     devices = [group[0] for group in bare.groups]
     depths = in_flight(bare.schedule, len(devices), bare.microbatches)
     whole_s = [float(costs.compute_s(device, 0, costs.count)) for device in devices]
-    ideal_s = 1 / sum(1 / time_s for time_s in whole_s)
+    ideal_s = ideal_stage_s(whole_s)
     compute_s = [_computes(costs, device) for device in devices]
     cuts = _even(compute_s, whole_s)
     slowest_s = max(stage_times(compute_s, cuts))

@@ -11,10 +11,9 @@ from hetpipe.plan.bound import lower_bound_s
 from hetpipe.plan.cures import why_not
 from hetpipe.plan.interval import with_interval
 from hetpipe.plan.plan import Plan
+from hetpipe.plan.pricing import why_unrunnable
 from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, Tables
-
-MOST_LISTED = 8
-"""More devices than these are not listed in an error."""
+from hetpipe.words import words
 
 Proposals = Callable[[Priced, Cluster], Iterable[Proposal]]
 
@@ -40,9 +39,8 @@ def quickest(priced: Priced, proposed: Iterable[Proposal], cluster: Cluster, pla
     except PlanError as error:
         if proposed and "lacking" not in str(error):
             raise
-        members = ", ".join(cluster.ids[:MOST_LISTED])
         raise PlanError(
-            f"no plan of {planner} for {members}: {why_not(priced, cluster.ids)}"
+            f"no plan of {planner} for {words(cluster.ids)}: {why_not(priced, cluster.ids)}"
         ) from error
 
 
@@ -54,7 +52,7 @@ def finished(best: Plan, priced: Priced, cluster: Cluster) -> Plan:
 
 
 def check_members(costs: Tables, cluster: Cluster) -> None:
-    """Raises `PlanError` for a member without costs."""
+    """Raises `PlanError` for a member without costs, and for a layer that no member can run."""
     if not costs:
         raise PlanError("there are no costs to plan by; profile the model, or describe the devices")
     for size, table in costs.items():
@@ -63,3 +61,6 @@ def check_members(costs: Tables, cluster: Cluster) -> None:
                 raise PlanError(
                     f"no costs for {member} at micro-batches of {size}; profile it, or describe it"
                 )
+        why = why_unrunnable(table, cluster.ids)
+        if why is not None:
+            raise PlanError(f"no plan for {words(cluster.ids)}: {why}")

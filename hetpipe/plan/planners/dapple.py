@@ -21,6 +21,7 @@ from hetpipe.plan.planners.choice import chosen
 from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, Tables, grouped
 from hetpipe.plan.search import is_large, worth_trying
 from hetpipe.schedule.rule import rule_of
+from hetpipe.words import words
 
 FLUSHING = ("1f1b",)
 COUNTS = 3
@@ -39,6 +40,11 @@ def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
     options = priced.options
     if not options.replicas:
         raise PlanError("the planner dapple replicates stages: allow replicas, or take another")
+    if not any(rule_of(schedule).flushes for schedule in options.among(FLUSHING)):
+        raise PlanError(
+            f"the planner dapple is for schedules that flush, not for {words(options.schedules)}: "
+            "choose another schedule, or another planner"
+        )
     members = tuple(id for group in cluster.groups() for id in group)
     few = is_large(priced, grouped(members))
     counts = worth_trying(priced, grouped(members))
