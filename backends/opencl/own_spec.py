@@ -12,7 +12,7 @@ import torch
 from hetpipe.errors import BackendError
 from hetpipe.sdk.kernelspec import KernelSpec, read_spec
 from hetpipe.sdk.sizes import Size
-from hetpipe.words import short
+from hetpipe.words import short, words
 
 from .own import Call, OwnKernel, text_of
 from .runner import KERNEL
@@ -41,7 +41,7 @@ def kernel_of(path: Path) -> OwnKernel:
         global_size=partial(_sizes, spec, spec.global_size),
         local_size=partial(_sizes, spec, spec.local_size) if spec.local_size else None,
         applies=partial(_reason, spec),
-        options=spec.options,
+        options=spec.options_of(spec.cases[0]),
     )
 
 
@@ -56,6 +56,8 @@ def _check(spec: KernelSpec, path: Path) -> None:
         raise BackendError(f'{path} names no operator; write operator = "aten.relu.default"')
     if _overload(spec.operator) is None:
         raise BackendError(f"{path}: torch has no operator {short(spec.operator)}")
+    if spec.beside:
+        raise BackendError(f"{path}: it has beside, and a kernel for an operator is launched alone")
     for name, each in spec.argument.items():
         if each.local is not None:
             raise BackendError(
@@ -103,7 +105,7 @@ def _is_setting(argument: object) -> bool:
 def bound(spec: KernelSpec, call: Call) -> dict[str, int]:
     """The named sizes, by the shapes of a call. A tensor of the specification with one dimension
     has all elements. Raises `BackendError` where shapes or dtypes differ."""
-    sizes: dict[str, int] = {}
+    sizes = {name: values[0] for name, values in spec.define.items()}
     later: list[tuple[str, Size, int]] = []
     for name, each in spec.argument.items():
         if each.shape is None:
@@ -126,6 +128,10 @@ def bound(spec: KernelSpec, call: Call) -> dict[str, int]:
                 later.append((name, size, number))
             elif sizes.setdefault(size.name, number) != number:
                 raise BackendError(f"{size} is {sizes[size.name]}, and {number} in {name}")
+    for name in spec.fixed:
+        listed = dict.fromkeys(each[name] for each in spec.case if name in each)
+        if name in sizes and sizes[name] not in listed:
+            raise BackendError(f"{name} is {sizes[name]}; it is fixed, to {words(listed)}")
     for name, size, number in later:
         if size.value(sizes) != number:
             raise BackendError(f"{size} is {size.value(sizes)}, and {number} in {name}")

@@ -17,6 +17,7 @@ import numpy as np
 from hetpipe.errors import BackendError
 from hetpipe.sdk.kernels import (
     Array,
+    DeviceLacksError,
     Flaw,
     KernelCall,
     KernelFaultError,
@@ -27,6 +28,7 @@ from hetpipe.sdk.kernels import (
 
 from .codegen import Kernel
 from .driver import driver, quiet
+from .images import ImageRoom, is_image
 from .oclgrind_log import flaws_of
 from .shipped import shipped_kernels
 from .signature import Parameter, parameters
@@ -46,6 +48,14 @@ CTYPES = {
     "ulong": np.uint64, "float": np.float32, "double": np.float64,
 }  # fmt: skip
 ELEMENTS = {**{name: np.dtype(kind).name for name, kind in CTYPES.items()}, "half": "float16"}
+FEATURES: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = (
+    (re.compile(r"\bhalf\d*\b(?!\s*\*)"), ("cl_khr_fp16",)),  # pointers are for vload_half
+    (re.compile(r"\bdouble\d*\b"), ("cl_khr_fp64",)),
+    (re.compile(r"\b\w*sub_group\w*\b"), ("cl_khr_subgroups", "cl_intel_subgroups")),
+)
+"""Words of a source, and the extensions of which a device needs one for them."""
+CONDITION = re.compile(r"^\s*#\s*(?:if|ifdef|elif)\b.*?\b(cl_\w+)", re.M)
+PRAGMA = re.compile(r"^\s*#\s*pragma\s+OPENCL\s+EXTENSION\s+(\w+)\s*:\s*(?:enable|require)", re.M)
 
 
 class OpenCLRunner(KernelRunner):
@@ -122,42 +132,86 @@ class _Opened:
 
     def run(self, call: KernelCall) -> tuple[dict[str, Array], Sequence[Flaw]]:
         cl = driver()
-        kernel = self._kernel(call)
-        rooms = {
-            name: _Room(self, value, name in call.inputs)
-            for name, value in call.arguments.items()
-            if isinstance(value, np.ndarray)
-        }
+        launches = {call.function: (call.global_size, call.local_size), **call.beside}
+        kernels = {name: self._kernel(call, name) for name in launches}
+        declared = _declared(call, tuple(launches))
         try:
-            for at, parameter in enumerate(_declared(call)):
-                kernel.set_arg(at, _argument(call, parameter, rooms))
-            if 0 not in call.global_size:
-                cl.enqueue_nd_range_kernel(self._queue, kernel, call.global_size, call.local_size)
+            rooms = self._rooms(call, declared)
+            for name, kernel in kernels.items():
+                for at, parameter in enumerate(declared[name]):
+                    kernel.set_arg(at, _argument(call, parameter, rooms))
             self._queue.finish()
-            outputs = {name: room.array() for name, room in rooms.items() if name in call.outputs}
+            queues = [self._queue, *(cl.CommandQueue(self._context) for _ in call.beside)]
+            for queue, (name, (global_size, local_size)) in zip(
+                queues, launches.items(), strict=True
+            ):
+                if 0 not in global_size:
+                    cl.enqueue_nd_range_kernel(queue, kernels[name], global_size, local_size)
+                queue.flush()
+            for queue in queues:
+                queue.finish()
+            arrays = {name: room.array() for name, room in rooms.items()}
         except cl.Error as error:
             sizes = f"global size {call.global_size}, local size {call.local_size}"
             text = f"cannot be launched with {sizes}: {str(error).strip()}"
             raise KernelFaultError(Flaw("wrong arguments", call.function, text)) from error
         damage = [room.damage(name, call.function) for name, room in rooms.items()]
-        return outputs, [flaw for flaw in damage if flaw is not None]
+        return arrays, [flaw for flaw in damage if flaw is not None]
 
-    def _kernel(self, call: KernelCall) -> Any:
+    def _rooms(
+        self, call: KernelCall, declared: Mapping[str, Sequence[Parameter]]
+    ) -> dict[str, _Room | ImageRoom]:
+        """Memory for the arrays of a call: images where the source declares such parameters."""
+        images = {
+            parameter.name: parameter.ctype.split()[-1]
+            for parameters in declared.values()
+            for parameter in parameters
+            if is_image(parameter)
+        }
+        rooms: dict[str, _Room | ImageRoom] = {}
+        for name, value in call.arguments.items():
+            if isinstance(value, np.ndarray) and name in images:
+                place = (self._context, self._queue, self._id)
+                rooms[name] = ImageRoom(place, call.function, name, images[name], value)
+            elif isinstance(value, np.ndarray):
+                rooms[name] = _Room(self, value, name in call.inputs)
+        return rooms
+
+    def _kernel(self, call: KernelCall, function: str) -> Any:
         cl = driver()
         key = (call.source, call.options)
+        if lacking := self._lacking(call.source):
+            raise DeviceLacksError(lacking)
         try:
             with quiet():
                 if key not in self._programs:
                     options = [*call.options, *(["-cl-opt-disable"] if self._checks else [])]
                     program = cl.Program(self._context, call.source)
                     self._programs[key] = program.build(options=options)
-                return cl.Kernel(self._programs[key], call.function)
+                return cl.Kernel(self._programs[key], function)
         except cl.Error as error:
             log = str(error).strip()
             at = ERROR.search(log)
             text = f"{self._id} cannot build it: {log}"
             line = int(at[1] or at[2]) if at else None
             raise KernelFaultError(Flaw("does not build", call.function, text, line)) from error
+
+    def _lacking(self, source: str) -> str:
+        """The feature that a source needs and the device does not have, in words; empty if none.
+
+        Some compilers build such a source all the same, and compute nonsense. A source that asks
+        for an extension by `#if` or `#ifdef` can do without it.
+        """
+        extensions = self._context.devices[0].extensions.split()
+        text = _without_comments(source)
+        there = {*extensions, *CONDITION.findall(text)}
+        for words, names in FEATURES:
+            if (found := words.search(text)) and not there.intersection(names):
+                return f"the source uses {found[0]}, and the device has no {' nor '.join(names)}"
+        for name in PRAGMA.findall(text):
+            if name not in there:
+                return f"the source enables {name}, which the device does not have"
+        return ""
 
     def buffer(self, nbytes: int, content: Array, is_input: bool) -> tuple[Any, Any, int]:
         """(the whole buffer, the part for an array of `nbytes`, bytes of each guard).
@@ -214,14 +268,16 @@ class _Room:
         return None
 
 
-def _declared(call: KernelCall) -> Sequence[Parameter]:
-    """The parameters of the source. Raises `KernelFaultError` where the call has others."""
+def _declared(call: KernelCall, functions: Sequence[str]) -> dict[str, Sequence[Parameter]]:
+    """The parameters of the kernels. Raises `KernelFaultError` where the call has others."""
     try:
-        declared = parameters(Kernel(call.source, call.function, call.options))
+        declared: dict[str, Sequence[Parameter]] = {
+            name: parameters(Kernel(call.source, name, call.options)) for name in functions
+        }
     except BackendError as error:
         flaw = Flaw("wrong arguments", call.function, str(error))
         raise KernelFaultError(flaw) from error
-    names = [parameter.name for parameter in declared]
+    names = list(dict.fromkeys(each.name for some in declared.values() for each in some))
     if sorted(names) != sorted(call.arguments):
         text = (
             f"the source declares {', '.join(names)}; the specification has "
@@ -231,13 +287,17 @@ def _declared(call: KernelCall) -> Sequence[Parameter]:
     return declared
 
 
-def _argument(call: KernelCall, parameter: Parameter, rooms: Mapping[str, _Room]) -> Any:
+def _argument(
+    call: KernelCall, parameter: Parameter, rooms: Mapping[str, _Room | ImageRoom]
+) -> Any:
     """The value of a parameter. Raises `KernelFaultError` if it is of another type."""
     value = call.arguments[parameter.name]
     if isinstance(value, LocalMemory):
         if parameter.points:
             return driver().LocalMemory(max(value.nbytes, 1))
     elif isinstance(value, np.ndarray):
+        if is_image(parameter):
+            return rooms[parameter.name].part
         if parameter.points and ELEMENTS.get(parameter.ctype) == value.dtype.name.replace(
             "bool", "uint8"
         ):

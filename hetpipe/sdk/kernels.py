@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,11 @@ class KernelCall:
     outputs: tuple[str, ...]
     global_size: tuple[int, ...]
     local_size: tuple[int, ...] | None
+    beside: Mapping[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = field(
+        default_factory=dict
+    )
+    """Further kernels of the source that run at the same time, with global and local size; each
+    takes the arguments that its parameters name."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Flaw:
     """A fault of a kernel.
 
     `kind` is one of: does not build, wrong arguments, race, out of bounds, uninitialised read,
-    not written, not deterministic, wrong result, hangs, crashes.
+    not written, not deterministic, overwrites an input, wrong result, hangs, crashes.
     """
 
     kind: str
@@ -82,9 +87,10 @@ class KernelRunner(ABC):
 
     @abstractmethod
     def run(self, device_id: str, call: KernelCall) -> tuple[dict[str, Array], Sequence[Flaw]]:
-        """The outputs after one run, and the accesses beyond tensors that it saw.
+        """The tensors after one run, outputs at least, and the accesses beyond tensors that it saw.
 
-        Raises `KernelFaultError` where the kernel cannot be built or launched.
+        Raises `KernelFaultError` where the kernel cannot be built or launched, and
+        `DeviceLacksError` where that is because the device has no such feature.
         """
 
     @abstractmethod
@@ -128,3 +134,7 @@ class KernelFaultError(Exception):
     def __init__(self, flaw: Flaw) -> None:
         super().__init__(flaw.text)
         self.flaw = flaw
+
+
+class DeviceLacksError(Exception):
+    """A kernel uses a feature that the device does not have, such as half precision."""

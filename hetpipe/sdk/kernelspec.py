@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +15,7 @@ from hetpipe.records import Entries, Number, OneOf, Placed, Source, Whole, read_
 from hetpipe.sdk.info import DTYPE_NBYTES
 from hetpipe.sdk.sizes import Size
 from hetpipe.toml import Lines, parse_toml
-from hetpipe.words import words
+from hetpipe.words import word, words
 
 VALUES = ("normal", "uniform", "integers", "zeros", "ones", "arange")
 CLASSES = ("exact", "ulp", "sum")
@@ -20,6 +23,8 @@ _CURES = {
     "argument": "write each argument as a table: [argument.x]",
     "case": "write the sizes of each case as a table: [[case]]",
     "global_size": 'write global_size = ["n"]',
+    "define": "write the values of each macro as a list: [define] TILE = [8, 16]",
+    "beside": "write each further kernel as a table: [beside.producer]",
 }
 
 
@@ -31,6 +36,8 @@ class Argument:
     dtype: Annotated[str, OneOf(tuple(DTYPE_NBYTES))] = "float32"
     values: Annotated[str, OneOf(VALUES)] | None = None
     """Of an input. An output has none; a tensor with both is read and written."""
+    scale: Annotated[float, Number(1e-30, 1e30)] | None = None
+    """The factor of `normal` values in the run with other values; 1 keeps `ones` as well."""
     low: float = -1.0
     high: float = 1.0
     """Bounds of uniform numbers, and of integers, which are below `high`."""
@@ -54,6 +61,8 @@ class Argument:
             )
         if self.shape is None and (self.output or self.values is not None):
             raise BackendError("only a tensor has values or is an output; give it a shape")
+        if self.scale is not None and not self.is_input:
+            raise BackendError("scale is for the values of an input")
         if self.low > self.high:
             raise BackendError(f"low is {self.low:g}, above high, {self.high:g}")
 
@@ -77,6 +86,27 @@ class Tolerance:
 
 
 Sizes = dict[str, Annotated[int, Whole(0, 2**31 - 1)]]
+MOST_CASES = 10_000
+"""The most cases of a specification, each with each choice of the defined values."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A launch of another kernel of the same source, at the same time, in a queue of its own."""
+
+    global_size: Annotated[tuple[Size, ...], Entries(1, 3)]
+    local_size: tuple[Size, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises `BackendError` where the sizes have unlike dimensions."""
+        _same_dimensions(self.global_size, self.local_size)
+
+
+def _same_dimensions(global_size: Sequence[Size], local_size: Sequence[Size]) -> None:
+    if local_size and len(local_size) != len(global_size):
+        raise BackendError(
+            f"local_size has {len(local_size)} dimensions, global_size {len(global_size)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -102,6 +132,14 @@ class KernelSpec:
     source: str = ""
     """The file of the kernel, relative to this one; for a training."""
     time_limit_s: Annotated[float, Number(0.1, 3600.0)] = 20.0
+    fixed: tuple[str, ...] = ()
+    """Named sizes that have no other values than the cases list."""
+    define: dict[str, Annotated[tuple[Annotated[int, Whole(0, 2**31 - 1)], ...], Entries(1)]] = (
+        field(default_factory=dict)
+    )
+    """Macros with their values: every case is run with each choice of them."""
+    beside: dict[str, Annotated[Beside, Placed()]] = field(default_factory=dict)
+    """Further kernels by name, which run at the same time: the other end of a channel."""
 
     def __post_init__(self) -> None:
         """Raises `BackendError` where parts of it do not fit together."""
@@ -120,11 +158,32 @@ class KernelSpec:
                 )
         if self.expect and (missing := [name for name in outputs if name not in self.expect]):
             raise BackendError(f"expect lacks the output {words(missing)}")
-        if self.local_size and len(self.local_size) != len(self.global_size):
+        _same_dimensions(self.global_size, self.local_size)
+        named = {name for sizes in self.case for name in sizes}
+        if unknown := [name for name in self.fixed if name not in named]:
+            raise BackendError(f"fixed has {words(unknown)}, which no case has")
+        for name in self.define:
+            if not name.isidentifier() or name in named:
+                raise BackendError(
+                    f"define has {word(name)}, which is "
+                    f"{'a size of a case' if name in named else 'no name of a macro'}"
+                )
+        count = len(self.case) * math.prod(map(len, self.define.values()))
+        if count > MOST_CASES:
             raise BackendError(
-                f"local_size has {len(self.local_size)} dimensions, global_size "
-                f"{len(self.global_size)}"
+                f"the cases with all values of define are {count}, {MOST_CASES} at most"
             )
+
+    @cached_property
+    def cases(self) -> tuple[Mapping[str, int], ...]:
+        """The sizes of every case, with each choice of the defined values."""
+        choices = product(*self.define.values())
+        macros = [dict(zip(self.define, chosen, strict=True)) for chosen in choices]
+        return tuple({**sizes, **each} for each in macros for sizes in self.case)
+
+    def options_of(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
+        """The compiler's options, with the defined values of a case."""
+        return (*self.options, *(f"-D{name}={sizes[name]}" for name in self.define))
 
     @property
     def inputs(self) -> tuple[str, ...]:

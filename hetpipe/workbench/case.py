@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -13,47 +14,86 @@ import numpy as np
 from hetpipe.errors import BackendError
 from hetpipe.sdk.kernels import Array, KernelCall, LocalMemory
 from hetpipe.sdk.kernelspec import Argument, KernelSpec
+from hetpipe.sdk.sizes import Size
 from hetpipe.words import short
 
 MOST_ELEMENTS = 1 << 26
 """The largest tensor of a case."""
 POISONS = (0xFF, 0x3D)
-"""The bytes of outputs before a kernel writes them, run by run: floats that are NaN, or small."""
+"""The bytes of outputs before a kernel writes them: floats that are NaN, or small."""
+SCALES = {"float16": 4.0}
+"""The factors of normal values in the run with other values, by dtype; of all others `SCALE`."""
+SCALE = 100.0
 _ERF = np.frompyfunc(math.erf, 1, 1)
+
+
+class Run(IntEnum):
+    """The runs of a case. The first two have the same inputs, and unlike bytes in the outputs."""
+
+    LISTED = 0
+    AGAIN = 1
+    VALUES = 2
+    """With other values: another seed, and normal values that are multiplied by `scale`."""
+    SIZES = 3
+    """With other sizes: each one larger, but for `fixed` ones."""
+
+
+def sizes_of(spec: KernelSpec, number: int, run: int) -> dict[str, int]:
+    """The named sizes of a run of case `number`."""
+    sizes = dict(spec.cases[number])
+    if run == Run.SIZES:
+        kept = {*spec.fixed, *spec.define}
+        sizes = {name: size if name in kept else size + 1 for name, size in sizes.items()}
+    return sizes
 
 
 def call_of(
     spec: KernelSpec, number: int, path: Path, source: str, function: str, seed: int, run: int
 ) -> KernelCall:
-    """The launch of case `number`, the same for the same seed but for what outputs hold before
-    `run` 0 or 1. Raises `BackendError` for a size that it cannot have."""
-    sizes = spec.case[number]
-    generator = np.random.default_rng([seed, number])
+    """The launch of a run of case `number`, the same for the same seed.
+
+    Raises `BackendError` for a size that it cannot have.
+    """
+    sizes = sizes_of(spec, number, run)
+    given = [seed, number] if run in (Run.LISTED, Run.AGAIN) else [seed, number, run]
+    generator = np.random.default_rng(given)
     arguments: dict[str, Array | int | float | LocalMemory] = {}
     for name, each in spec.argument.items():
         try:
-            arguments[name] = _argument(each, sizes, generator, POISONS[run])
+            arguments[name] = _argument(each, sizes, generator, run)
         except BackendError as error:
             raise BackendError(f"case {number}, argument {name}: {error}") from error
     try:
-        global_size = tuple(size.value(sizes) for size in spec.global_size)
-        local_size = tuple(size.value(sizes) for size in spec.local_size)
+        global_size, local_size = _work_items(spec.global_size, spec.local_size, sizes)
+        beside = {
+            name: _work_items(other.global_size, other.local_size, sizes)
+            for name, other in spec.beside.items()
+        }
     except BackendError as error:
         raise BackendError(f"case {number}: {error}") from error
-    for whole, part in zip(global_size, local_size, strict=False):
-        if part == 0 or whole % part:
-            raise BackendError(
-                f"case {number}: the global size {whole} is no multiple of the local size {part}; "
-                f'write "round_up({whole}, {max(part, 1)})"'
-            )
     return KernelCall(
-        path, source, function, spec.options, arguments, spec.inputs, spec.outputs, global_size,
-        local_size or None,
+        path, source, function, spec.options_of(sizes), arguments, spec.inputs, spec.outputs,
+        global_size, local_size, beside,
     )  # fmt: skip
 
 
+def _work_items(
+    global_size: Sequence[Size], local_size: Sequence[Size], sizes: Mapping[str, int]
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """The global and the local size in numbers. Raises `BackendError` if they do not fit."""
+    items = tuple(size.value(sizes) for size in global_size)
+    group = tuple(size.value(sizes) for size in local_size)
+    for whole, part in zip(items, group, strict=False):
+        if part == 0 or whole % part:
+            raise BackendError(
+                f"the global size {whole} is no multiple of the local size {part}; "
+                f'write "round_up({whole}, {max(part, 1)})"'
+            )
+    return items, group or None
+
+
 def _argument(
-    spec: Argument, sizes: Mapping[str, int], generator: np.random.Generator, poison: int
+    spec: Argument, sizes: Mapping[str, int], generator: np.random.Generator, run: int
 ) -> Array | int | float | LocalMemory:
     if spec.value is not None:
         return spec.value.value(sizes)
@@ -67,15 +107,21 @@ def _argument(
     if math.prod(shape) > MOST_ELEMENTS:
         raise BackendError(f"it has {math.prod(shape)} elements, {MOST_ELEMENTS} at most")
     if spec.is_input:
-        return _values(spec, shape, generator)
-    filled = np.full(math.prod(shape) * itemsize, poison, np.uint8)
+        return _values(spec, shape, generator, run == Run.VALUES)
+    filled = np.full(math.prod(shape) * itemsize, POISONS[run % 2], np.uint8)
     return filled.view(np.bool_ if spec.dtype == "bool" else spec.dtype).reshape(shape)
 
 
-def _values(spec: Argument, shape: tuple[int, ...], generator: np.random.Generator) -> Array:
-    kind = spec.values or ("normal" if spec.dtype.startswith("float") else "integers")
+def _values(
+    spec: Argument, shape: tuple[int, ...], generator: np.random.Generator, other: bool
+) -> Array:
+    floating = spec.dtype.startswith("float")
+    kind = spec.values or ("normal" if floating else "integers")
+    scale = SCALES.get(spec.dtype, SCALE) if spec.scale is None else spec.scale
     if kind == "normal":
-        values: Array = generator.standard_normal(shape)
+        values: Array = generator.standard_normal(shape) * (scale if other else 1.0)
+    elif kind == "ones" and floating and other and not spec.output and scale != 1.0:
+        values = generator.uniform(0.5, 1.5, shape)
     elif kind == "uniform":
         values = generator.uniform(spec.low, spec.high, shape)
     elif kind == "integers":
@@ -88,13 +134,15 @@ def _values(spec: Argument, shape: tuple[int, ...], generator: np.random.Generat
     return np.ascontiguousarray(values.astype(spec.dtype))
 
 
-def expected(spec: KernelSpec, number: int, call: KernelCall, folder: Path) -> dict[str, Array]:
+def expected(
+    spec: KernelSpec, sizes: Mapping[str, int], call: KernelCall, folder: Path
+) -> dict[str, Array]:
     """The outputs in float64, from the inputs as float64 and the sizes, by name.
 
     `folder` is the specification's. Raises `BackendError` where an expression or the reference
     raises, or gives another shape.
     """
-    names: dict[str, Any] = dict(spec.case[number])
+    names: dict[str, Any] = dict(sizes)
     for name, value in call.arguments.items():
         if isinstance(value, np.ndarray):
             if spec.argument[name].is_input:
@@ -112,8 +160,8 @@ def expected(spec: KernelSpec, number: int, call: KernelCall, folder: Path) -> d
         shape, result = argument.shape, np.asarray(results[name])
         if result.shape != shape:
             raise BackendError(
-                f"case {number}: the reference of {name} has the shape {list(result.shape)}, the "
-                f"argument {list(shape)}"
+                f"the reference of {name} has the shape {list(result.shape)}, the argument "
+                f"{list(shape)}"
             )
         results[name] = result
     return results
@@ -121,12 +169,18 @@ def expected(spec: KernelSpec, number: int, call: KernelCall, folder: Path) -> d
 
 def _by_expression(spec: KernelSpec, names: Mapping[str, Any]) -> dict[str, Any]:
     functions = {name: each for name, each in vars(np).items() if not name.startswith("_")}
-    scope = {"np": np, "erf": lambda x: np.asarray(_ERF(x), np.float64), **functions, **names}
+    scope: dict[str, Any] = {
+        "np": np,
+        "erf": lambda x: np.asarray(_ERF(x), np.float64),
+        **functions,
+        **names,
+    }
     results = {}
     for name, text in spec.expect.items():
         try:
             with np.errstate(all="ignore"):
-                results[name] = eval(text, {"__builtins__": {}}, scope)
+                # The scope is global, for comprehensions; numpy itself needs the builtins.
+                results[name] = eval(text, scope)
         except Exception as error:
             raise BackendError(
                 f"expect.{name} = {short(text)} raises {type(error).__name__}: {error}"

@@ -2,14 +2,14 @@
 
     python -m hetpipe.workbench.child REFERENCE DEVICE SOURCE SPEC FUNCTION SEED CASE...
 
-writes a line of JSON for each case when it begins, and one with its results when it ends.
+writes a line of JSON when each run of a case begins, and one with the results of the case.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,19 @@ import numpy as np
 
 from hetpipe.errors import BackendError
 from hetpipe.records import read_text
-from hetpipe.sdk.kernels import Array, Flaw, KernelCall, KernelFaultError, KernelRunner
+from hetpipe.sdk.kernels import (
+    Array,
+    DeviceLacksError,
+    Flaw,
+    KernelCall,
+    KernelFaultError,
+    KernelRunner,
+)
 from hetpipe.sdk.kernelspec import KernelSpec, Tolerance, read_spec
 from hetpipe.sdk.references import load_reference
 from hetpipe.sdk.registry import get_backend
-from hetpipe.workbench.case import POISONS, call_of, expected
-from hetpipe.workbench.compare import difference
+from hetpipe.workbench.case import POISONS, Run, call_of, expected, sizes_of
+from hetpipe.workbench.compare import Difference, difference
 
 
 def main(argv: Sequence[str]) -> None:
@@ -34,15 +41,17 @@ def main(argv: Sequence[str]) -> None:
     runner = get_backend(device_id.partition(":")[0]).kernel_runner()
     assert runner is not None, "the parent has asked"
     source = read_text(path, BackendError)
+    bench = _Bench(runner, device_id, spec, Path(spec_path).parent)
     for number in map(int, numbers):
-        _say({"begins": number})
         try:
-            calls = [
-                call_of(spec, number, path, source, function, int(seed), run) for run in (0, 1)
-            ]
-            result = _case(runner, device_id, spec, number, calls, Path(spec_path).parent)
-        except KernelFaultError as error:
-            result = {"flaws": [asdict(error.flaw)], "ulp": {}}
+            result = bench.case(
+                number,
+                lambda run, number=number: call_of(  # type: ignore[misc]
+                    spec, number, path, source, function, int(seed), run
+                ),
+            )
+        except DeviceLacksError as error:
+            result = {"flaws": [], "ulp": {}, "skipped": str(error)}
         except BackendError as error:
             result = {"error": str(error)}
         _say({"case": number, **result})
@@ -52,25 +61,134 @@ def _say(data: dict[str, Any]) -> None:
     print(json.dumps(data), flush=True)
 
 
-def _case(
-    runner: KernelRunner, device_id: str, spec: KernelSpec, number: int,
-    calls: Sequence[KernelCall], folder: Path,
-) -> dict[str, Any]:  # fmt: skip
-    """The flaws of a case, and by output its largest error in units in the last place."""
-    first, flaws = runner.run(device_id, calls[0])
-    again = first if runner.checks(device_id) else runner.run(device_id, calls[1])[0]
-    flaws = [*flaws, *_unsteady(spec, calls[0], first, again)]
-    units = {}
-    references = expected(spec, number, calls[0], folder)
-    for name, actual in first.items():
-        tolerance = spec.tolerance.get(name, Tolerance())
-        terms = tolerance.terms.value(spec.case[number])
-        found = difference(actual, references[name], tolerance, terms)
-        units[name] = found.ulp
-        if found.wrong and not any(flaw.kind == "not written" for flaw in flaws):
-            line = runner.line_that_writes(calls[0].source, calls[0].function, name)
-            flaws.append(Flaw("wrong result", calls[0].function, f"{name}: {found.text}", line))
-    return {"flaws": [asdict(flaw) for flaw in flaws], "ulp": units}
+class _Bench:
+    """A device with a specification: runs a case several times, and judges each run."""
+
+    def __init__(
+        self, runner: KernelRunner, device_id: str, spec: KernelSpec, folder: Path
+    ) -> None:
+        self._runner, self._device_id = runner, device_id
+        self._spec, self._folder = spec, folder
+
+    def case(self, number: int, call_for: Callable[[Run], KernelCall]) -> dict[str, Any]:
+        """The flaws of a case, its largest errors by output, and notes.
+
+        The runs with other values and sizes follow only where the listed ones are right.
+        """
+        notes: list[str] = []
+        units, shares = dict[str, float](), dict[str, float]()
+        references: dict[str, list[Array]] = {name: [] for name in self._spec.outputs}
+        flaws: list[Flaw] = []
+        for run in (Run.LISTED, Run.VALUES, Run.SIZES):
+            sizes = sizes_of(self._spec, number, run)
+            if flaws or (run == Run.SIZES and sizes == self._spec.cases[number]):
+                break
+            _say({"begins": number})
+            try:
+                call = call_for(run)
+                right = expected(self._spec, sizes, call, self._folder)
+            except BackendError as error:
+                if run == Run.LISTED:
+                    raise BackendError(f"case {number}: {error}") from error
+                notes.append(f"{_words(run, sizes)} it is not tried: {error}")
+                continue
+            again = call_for(Run.AGAIN) if run == Run.LISTED else None
+            try:
+                found, differences = self._judged(call, right, sizes, again)
+            except KernelFaultError as error:
+                found, differences = [error.flaw], {}
+            flaws += [self._in_run(flaw, run, sizes) for flaw in found]
+            for name, each in differences.items():
+                units[name] = max(units.get(name, 0.0), each.ulp)
+                shares[name] = max(shares.get(name, 0.0), each.share)
+            for name in self._spec.outputs:
+                references[name].append(right[name])
+        notes += filter(None, (_constant(name, each) for name, each in references.items()))
+        return {
+            "flaws": [asdict(flaw) for flaw in flaws], "ulp": units, "share": shares,
+            "notes": notes,
+        }  # fmt: skip
+
+    def _judged(
+        self, call: KernelCall, right: Mapping[str, Array], sizes: Mapping[str, int],
+        again: KernelCall | None,
+    ) -> tuple[list[Flaw], dict[str, Difference]]:  # fmt: skip
+        """The flaws of a run, and the error of each output. `again` is the same with other bytes
+        in the outputs."""
+        spec = self._spec
+        after, seen = self._runner.run(self._device_id, call)
+        first = {name: after[name] for name in spec.outputs}
+        flaws = [*seen, *self._overwritten(call, after)]
+        if again is not None and not self._runner.checks(self._device_id):
+            flaws += _unsteady(spec, call, first, self._runner.run(self._device_id, again)[0])
+        differences = {}
+        for name, actual in first.items():
+            tolerance = spec.tolerance.get(name, Tolerance())
+            terms = tolerance.terms.value(sizes)
+            found = differences[name] = difference(actual, right[name], tolerance, terms)
+            if found.wrong and not any(flaw.kind == "not written" for flaw in flaws):
+                line = self._line(call, name)
+                flaws.append(Flaw("wrong result", call.function, f"{name}: {found.text}", line))
+        return flaws, differences
+
+    def _overwritten(self, call: KernelCall, after: Mapping[str, Array]) -> Iterator[Flaw]:
+        """Inputs, if they are no outputs, with other bits than before the run."""
+        for name in call.inputs:
+            if name in call.outputs or name not in after:
+                continue
+            before = call.arguments[name]
+            assert isinstance(before, np.ndarray), "an input is a tensor"
+            differs = _differing(before, after[name])
+            if differs.any():
+                at = tuple(int(i) for i in np.unravel_index(np.argmax(differs), before.shape))
+                text = (
+                    f"element {list(at)} of {name} was {before[at]:.8g} and is "
+                    f"{after[name][at]:.8g} after the run; {int(differs.sum())} of {before.size} "
+                    f"elements; if that is meant, write output = true in [argument.{name}]"
+                )
+                yield Flaw("overwrites an input", call.function, text, self._line(call, name))
+
+    def _line(self, call: KernelCall, name: str) -> int | None:
+        return self._runner.line_that_writes(call.source, call.function, name)
+
+    def _in_run(self, flaw: Flaw, run: Run, sizes: Mapping[str, int]) -> Flaw:
+        """The flaw, with the run in its text and the key that excludes such runs."""
+        if run == Run.LISTED:
+            return flaw
+        text = f"{_words(run, sizes)} {flaw.text}; {_CURES[run]}"
+        return Flaw(flaw.kind, flaw.kernel, text, flaw.line)
+
+
+_CURES = {
+    Run.VALUES: "if no such values come, write scale = 1 in the argument",
+    Run.SIZES: "if no such size comes, write its name into fixed",
+}
+
+
+def _words(run: Run, sizes: Mapping[str, int]) -> str:
+    if run == Run.VALUES:
+        return "with other values"
+    return "with " + ", ".join(f"{name} = {size}" for name, size in sizes.items())
+
+
+def _constant(name: str, references: Sequence[Array]) -> str | None:
+    """A warning if an output should be one number in every element of every run."""
+    values = np.concatenate([np.zeros(0), *(each.reshape(-1) for each in references)])
+    if values.size < 2 or (values != values[0]).any():
+        return None
+    return (
+        f"{name} should be {values[0]:.8g} in every element: a kernel that writes this number "
+        "passes; give its inputs other values"
+    )
+
+
+def _differing(one: Array, other: Array) -> Array:
+    """Elements whose bytes differ."""
+    if not one.size:
+        return np.zeros(one.shape, np.bool_)
+    halves = [np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in (one, other)]
+    differs = (halves[0] != halves[1]).reshape(one.size, -1).any(1)
+    return np.asarray(differs.reshape(one.shape))
 
 
 def _unsteady(

@@ -23,6 +23,8 @@ class Difference:
     """Elements beyond the tolerance."""
     text: str = ""
     """The first of them, with both numbers."""
+    share: float = 0.0
+    """The largest error as a share of the allowed one."""
 
 
 def difference(actual: Array, reference: Array, tolerance: Tolerance, terms: int) -> Difference:
@@ -32,7 +34,8 @@ def difference(actual: Array, reference: Array, tolerance: Tolerance, terms: int
     if actual.dtype.kind != "f":
         off = actual != reference.astype(actual.dtype)
         text = _first(actual, reference, off, "exact")
-        return Difference(math.inf if off.any() else 0.0, int(off.sum()), text)
+        worst = math.inf if off.any() else 0.0
+        return Difference(worst, int(off.sum()), text, worst)
     wide, right = actual.astype(np.float64), reference.astype(np.float64)
     with np.errstate(all="ignore"):
         rounded = right.astype(actual.dtype)
@@ -42,14 +45,17 @@ def difference(actual: Array, reference: Array, tolerance: Tolerance, terms: int
         error[same] = 0.0
         error[~np.isfinite(error)] = math.inf
         units = np.where(np.isfinite(unit) & (unit > 0), error / unit, np.where(error, math.inf, 0))
-        off = error > _limit(right, tolerance, terms, actual.dtype, unit)
+        kept = np.where(np.isfinite(rounded), right, np.nan)  # beyond the dtype's range is inf
+        limits = _limit(kept, tolerance, terms, actual.dtype, unit)
+        off = error > limits
+        shares = np.where(error == 0, 0.0, error / limits)
     allowed = "exact" if tolerance.error == "exact" else tolerance.error
     if allowed == "ulp":
         allowed = f"{tolerance.units:g} ulp"
     elif allowed == "sum":
-        limit = float(np.max(_limit(right, tolerance, terms, actual.dtype, unit)))
-        allowed = f"an error of {limit:.3g}"
-    return Difference(float(units.max()), int(off.sum()), _first(actual, reference, off, allowed))
+        allowed = f"an error of {float(np.max(limits)):.3g}"
+    text = _first(actual, reference, off, allowed)
+    return Difference(float(units.max()), int(off.sum()), text, float(shares.max()))
 
 
 def _limit(

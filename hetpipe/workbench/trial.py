@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from hetpipe.sdk.kernels import Flaw, KernelRunner
 from hetpipe.sdk.kernelspec import KernelSpec, read_spec
 from hetpipe.sdk.references import backend_reference
 from hetpipe.sdk.registry import backend_names, devices_of, get_backend
-from hetpipe.workbench.case import call_of
+from hetpipe.words import words
+from hetpipe.workbench.case import Run, call_of
 
 START_LIMIT_S = 60.0
 """The longest that a process may take until its first case begins."""
@@ -32,13 +33,19 @@ CHECKED_ITEMS = 4096
 
 @dataclass(frozen=True)
 class Outcome:
-    """One case on one device: its flaws, and the largest error of each output in ulp."""
+    """One case on one device: its flaws, and by output its largest error in ulp."""
 
     device_id: str
     case: int
     sizes: Mapping[str, int]
     flaws: tuple[Flaw, ...]
     ulp: Mapping[str, float]
+    share: Mapping[str, float] = field(default_factory=dict)
+    """The largest errors as shares of the allowed ones, by output."""
+    notes: tuple[str, ...] = ()
+    """Warnings: runs that could not be tried, and expectations that prove little."""
+    skipped: str = ""
+    """The reason why the device cannot run the kernel, if it lacks a feature."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +86,19 @@ def trial_of(source: Path, spec_path: Path, function: str = "", seed: int = 0) -
     runner = _runner_of(source)
     spec, names = read_spec(spec_path), runner.functions(read_text(source, BackendError))
     chosen = function or spec.function
-    if not chosen and len(names) == 1:
-        chosen = names[0]
+    alone = [name for name in names if name not in spec.beside]
+    if not chosen and len(alone) == 1:
+        chosen = alone[0]
     if chosen not in names:
         there = ", ".join(names) or "none"
         wanted = f"no kernel {chosen!r}" if chosen else f"{len(names)} kernels"
         raise BackendError(
             f"{source} has {wanted}; it has {there}; write function = NAME in {spec_path}"
+        )
+    if unknown := [name for name in spec.beside if name not in names or name == chosen]:
+        raise BackendError(
+            f"{spec_path}: beside has {words(unknown)}, which is no other kernel of {source}; it "
+            f"has {words(names)}"
         )
     return Trial(source, spec_path, spec, chosen, seed)
 
@@ -163,31 +176,42 @@ def outcomes(
 def _on_device(trial: Trial, device_id: str, cases: Sequence[int]) -> Iterator[Outcome]:
     runner = get_backend(device_id.partition(":")[0]).kernel_runner()
     assert runner is not None, "devices_for has asked"
-    numbers = list(cases) or list(range(len(trial.spec.case)))
-    if beyond := [number for number in numbers if number >= len(trial.spec.case)]:
-        raise BackendError(
-            f"no case {beyond[0]} in {trial.spec_path}; it has {len(trial.spec.case)}, from 0"
-        )
-    checks = runner.checks(device_id)
-    if checks and not cases:
-        numbers = _small(trial, numbers)
+    count = len(trial.spec.cases)
+    numbers = list(cases) or list(range(count))
+    if beyond := [number for number in numbers if not 0 <= number < count]:
+        raise BackendError(f"no case {beyond[0]} in {trial.spec_path}; it has {count}, from 0")
+    if not runner.checks(device_id):
+        yield from _run(trial, device_id, numbers, {})
+        return
+    for number in numbers if cases else _small(trial, numbers):
+        outcome = _checked(trial, runner, device_id, number)
+        yield outcome
+        if _ends_device(outcome):
+            return
+
+
+def _checked(trial: Trial, runner: KernelRunner, device_id: str, number: int) -> Outcome:
+    """A case in a checker's process of its own, so that all that the checker finds is the case's.
+
+    A checker also stops to report after some hundred findings.
+    """
     with tempfile.TemporaryDirectory(prefix="hetpipe-kernel-") as folder:
         log = Path(folder, "log")
-        environment = dict(runner.checker_environment(log)) if checks else {}
-        ended = list(_run(trial, device_id, numbers, environment))
+        (outcome,) = _run(trial, device_id, [number], runner.checker_environment(log))
         found = runner.flaws_of(log.read_text(errors="replace")) if log.exists() else ()
-    if found and ended:
-        first = ended[0]
-        flaws = (*found, *(flaw for flaw in first.flaws if flaw.kind not in ("wrong result",)))
-        ended[0] = Outcome(device_id, first.case, first.sizes, flaws, first.ulp)
-    yield from ended
+    return replace(outcome, flaws=(*found, *outcome.flaws))
+
+
+def _ends_device(outcome: Outcome) -> bool:
+    """Whether the other cases would take as long to say the same."""
+    return any(flaw.kind in ("hangs", "does not build") for flaw in outcome.flaws)
 
 
 def _small(trial: Trial, numbers: Sequence[int]) -> list[int]:
     """The cases that an interpreter ends soon; if there is none, the smallest."""
     items = {}
     for number in numbers:
-        sizes = trial.spec.case[number]
+        sizes = trial.spec.cases[number]
         items[number] = 1
         for size in trial.spec.global_size:
             items[number] *= size.value(sizes)
@@ -205,8 +229,8 @@ def _run(
         for outcome in _process(trial, device_id, left, environment):
             done += 1
             yield outcome
-            if any(flaw.kind in ("hangs", "does not build") for flaw in outcome.flaws):
-                return  # the other cases would take as long to say the same
+            if _ends_device(outcome):
+                return
         left = left[max(done, 1) :]
 
 
@@ -290,15 +314,18 @@ def _said(line: str) -> dict[str, Any]:
 def _outcome(trial: Trial, device_id: str, said: Mapping[str, Any]) -> Outcome:
     flaws = tuple(Flaw(**flaw) for flaw in said["flaws"])
     number = said["case"]
-    return Outcome(device_id, number, trial.spec.case[number], flaws, said["ulp"])
+    return Outcome(
+        device_id, number, trial.spec.cases[number], flaws, said["ulp"], said.get("share", {}),
+        tuple(said.get("notes", ())), said.get("skipped", ""),
+    )  # fmt: skip
 
 
 def _failed(trial: Trial, device_id: str, number: int, flaw: Flaw) -> Outcome:
-    return Outcome(device_id, number, trial.spec.case[number], (flaw,), {})
+    return Outcome(device_id, number, trial.spec.cases[number], (flaw,), {})
 
 
 def check_sizes(trial: Trial) -> None:
     """Raises `BackendError` for a case with sizes that a launch cannot have, before any runs."""
     source = read_text(trial.source, BackendError)
-    for number in range(len(trial.spec.case)):
-        call_of(trial.spec, number, trial.source, source, trial.function, trial.seed, 0)
+    for number in range(len(trial.spec.cases)):
+        call_of(trial.spec, number, trial.source, source, trial.function, trial.seed, Run.LISTED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -228,7 +229,7 @@ def test_a_reference_in_python(tmp_path: Path, tried: Callable[..., list[Outcome
 @needs_runtime
 def test_the_fixture_fails_with_the_line_and_the_command(tmp_path: Path) -> None:
     (tmp_path / "mine.cl").write_text(FAULTY)
-    (tmp_path / "mine.toml").write_text(SPEC)
+    (tmp_path / "mine.toml").write_text(SPEC.replace("= 4.0", "= 60.0"))
     (tmp_path / "test_mine.py").write_text(
         "def test_wrong(check_kernel):\n"
         f"    check_kernel('mine.cl', function='wrong', devices=['{RUNTIME}'])\n"
@@ -245,9 +246,199 @@ def test_the_fixture_fails_with_the_line_and_the_command(tmp_path: Path) -> None
     assert "hetpipe kernels test" in done.stdout
 
 
+def kernel(body: str, head: str = "") -> str:
+    """The source of a kernel f(x, y, n)."""
+    return f"""{head}
+__kernel void f(__global float *x, __global float *y, const int n)
+{{
+    const int i = get_global_id(0);
+    {body}
+}}
+"""
+
+
+def spec_for(expect: str, *changes: tuple[str, str]) -> str:
+    text = SPEC.replace('y = "x"', f"y = {expect!r}").replace("= 4.0", "= 20.0")
+    for change in changes:
+        assert change[0] in text
+        text = text.replace(*change, 1)
+    return text
+
+
+@needs_checker
+def test_each_finding_of_the_checker_belongs_to_its_case(tmp_path: Path) -> None:
+    (tmp_path / "f.cl").write_text(kernel("y[n > 50 ? i / 2 : i] = n > 50 ? x[i] : 3.0f * x[i];"))
+    spec = spec_for("x", ("n = 64", "n = 8\n[[case]]\nn = 64\n[[case]]\nn = 0"))
+    (tmp_path / "f.toml").write_text(spec.replace("time", 'fixed = ["n"]\ntime'))
+    trial = trial_of(tmp_path / "f.cl", tmp_path / "f.toml")
+    assert CHECKER is not None
+    results = list(outcomes(trial, [CHECKER]))
+    kinds = [{flaw.kind for flaw in each.flaws} for each in results]
+    assert kinds[0] == {"wrong result"}
+    assert {"race", "wrong result"} <= kinds[1]
+    assert kinds[2] == set()
+    words = trial.again(CHECKER, 1).split()
+    number, seed = (int(words[words.index(f"--{name}") + 1]) for name in ("case", "seed"))
+    (again,) = outcomes(replace(trial, seed=seed), [CHECKER], [number])
+    assert again.flaws == results[1].flaws
+
+
+CHEATS = {
+    "overwrites": (
+        "if (i < n) { y[i] = 2.0f * x[i]; x[i] = 0.0f; }", "2 * x", (),
+        "overwrites an input", "64 of 64 elements", ("output = true", "output = true"),
+    ),
+    "constant": (
+        "y[i] = 1.0f;", "x * x", (('shape = ["n"]', 'shape = ["n"]\nvalues = "ones"'),),
+        "wrong result", "with other values", ("values", "scale = 1\nvalues"),
+    ),
+    "listed shapes": (
+        "if (n == 64) y[i] = x[i]; else y[i] = 0.0f;", "x", (),
+        "wrong result", "with n = 65", ("time", 'fixed = ["n"]\ntime'),
+    ),
+    "overflow": (
+        "y[i] = log(1.0f + exp(x[i]));", "logaddexp(0, x)", (),
+        "wrong result", "it should be", ('shape = ["n"]', 'shape = ["n"]\nscale = 2.0'),
+    ),
+}  # fmt: skip
+
+
+@needs_runtime
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_kernel_that_is_right_for_the_listed_runs_alone(
+    tried: Callable[..., list[Outcome]], name: str
+) -> None:
+    body, expect, changes, kind, words, declared = CHEATS[name]
+    spec = spec_for(expect, *changes)
+    (result,) = tried(RUNTIME, kernel(body), spec)
+    assert [flaw.kind for flaw in result.flaws] == [kind]
+    assert words in result.flaws[0].text
+    if name != "overwrites":  # what the specification declares is no fault
+        (result,) = tried(RUNTIME, kernel(body), spec.replace(*declared, 1))
+        assert result.flaws == ()
+
+
+@needs_runtime
+def test_an_expectation_may_use_all_of_python_and_a_constant_one_is_warned_of(
+    tried: Callable[..., list[Outcome]],
+) -> None:
+    sums = spec_for("x.reshape(n, 1).sum(1) + array([0.0 * n for _ in x])")
+    (result,) = tried(RUNTIME, kernel("y[i] = x[i];"), sums)
+    assert (result.flaws, result.notes) == ((), ())
+    (result,) = tried(RUNTIME, kernel("y[i] = 3.0f;"), spec_for("3 + 0 * x"))
+    assert result.flaws == ()
+    assert "y should be 3 in every element" in result.notes[0]
+
+
+@needs_runtime
+def test_a_device_that_lacks_a_feature_is_skipped(
+    tried: Callable[..., list[Outcome]], tmp_path: Path
+) -> None:
+    lacking = [each for each in IDS if "pocl" in each or "oclgrind" in each]
+    half = kernel("half h = (half)x[i]; y[i] = h;", "#pragma OPENCL EXTENSION cl_khr_fp16 : enable")
+    for device_id in lacking:
+        (result,) = tried(device_id, half, spec_for("x"))
+        assert result.flaws == ()
+        assert "cl_khr_fp16" in result.skipped
+    arguments = [word for each in lacking for word in ("--device", each)]
+    done = CliRunner().invoke(app, ["kernels", "test", str(tmp_path / "mine.cl"), *arguments])
+    assert "has run on no device" in str(done.exception)
+    assert "skipped" in done.output
+    stored = kernel("y[i] = vload_half(0, (const __global half *)x) * 0.0f + x[i];")
+    (result,) = tried(lacking[0], stored, spec_for("x", ("time", 'fixed = ["n"]\ntime')))
+    assert not result.skipped  # every device reads halves from memory
+
+
+@needs_runtime
+def test_a_grid_of_defined_values(tried: Callable[..., list[Outcome]], tmp_path: Path) -> None:
+    spec = spec_for(
+        "x * TILE", ("n = 64", "n = 64\n[[case]]\nn = 5\n[define]\nTILE = [8, 16]"),
+        ('["n"]', '["round_up(n, TILE)"]'), ("time", 'operator = "aten.relu.default"\ntime'),
+        ('shape = ["n"]', 'shape = ["n"]\ninput = 0'), ("output", "result = 0\noutput"),
+    )  # fmt: skip
+    results = tried(RUNTIME, kernel("if (i < n) y[i] = x[i] * (TILE == 16 ? 2 : TILE);"), spec)
+    assert [dict(each.sizes) for each in results] == [
+        {"n": 64, "TILE": 8}, {"n": 5, "TILE": 8}, {"n": 64, "TILE": 16}, {"n": 5, "TILE": 16}
+    ]  # fmt: skip
+    assert [bool(each.flaws) for each in results] == [False, False, True, True]
+    from hetpipe.backends.opencl.own_spec import kernel_of
+
+    assert kernel_of(tmp_path / "mine.toml").options == ("-DTILE=8",)
+
+
+PAIR = """#pragma OPENCL EXTENSION cl_intel_channels : enable
+channel float link __attribute__((depth(4)));
+__kernel void feed(__global const float *x, const int n)
+{
+    for (int i = 0; i < n; i++) write_channel_intel(link, x[i]);
+}
+__kernel void drain(__global float *y, const int n)
+{
+    for (int i = 0; i < n; i++) y[i] = 2.0f * read_channel_intel(link);
+}
+"""
+
+
+@pytest.mark.parametrize("device_id", [each for each in IDS if "fpga" in each or each == RUNTIME])
+def test_kernels_joined_by_a_channel(tried: Callable[..., list[Outcome]], device_id: str) -> None:
+    spec = spec_for(
+        "2 * x", ("n = 64", "n = 64\n[beside.feed]\nglobal_size = [1]"), ('["n"]', "[1]")
+    )
+    (result,) = tried(device_id, PAIR, spec)
+    assert result.flaws == ()
+    assert ("cl_intel_channels" in result.skipped) == ("fpga" not in device_id)
+
+
+IMAGES = """__kernel void turn(read_only image2d_t x, write_only image2d_t y)
+{
+    const sampler_t nearest = CLK_NORMALIZED_COORDS_FALSE | CLK_ADDRESS_CLAMP | CLK_FILTER_NEAREST;
+    const int2 at = (int2)(get_global_id(0), get_global_id(1));
+    write_imagef(y, at, read_imagef(x, nearest, (int2)(at.y, at.x)));
+}
+"""
+IMAGES_SPEC = """global_size = ["w", "h"]
+[argument.x]
+shape = ["w", "h", 4]
+[argument.y]
+shape = ["h", "w", 4]
+output = true
+[expect]
+y = "x.transpose(1, 0, 2)"
+[[case]]
+w = 5
+h = 3
+"""
+
+
+@pytest.mark.parametrize("device_id", IDS)
+def test_images(tried: Callable[..., list[Outcome]], device_id: str) -> None:
+    (result,) = tried(device_id, IMAGES, IMAGES_SPEC)
+    assert result.flaws == ()
+    assert ("no images" in result.skipped) == ("fpga" in device_id)
+    if device_id == RUNTIME:
+        (result,) = tried(device_id, IMAGES, IMAGES_SPEC.replace(", 4]", ", 3]"))
+        assert "1, 2 or 4 channels" in result.flaws[0].text
+
+
+@needs_runtime
+def test_a_large_error_beside_a_pass_has_words(tmp_path: Path) -> None:
+    (tmp_path / "f.cl").write_text(kernel("y[i] = (x[i] + 1000.0f) - 1001.0f;"))
+    spec = spec_for("x - 1", ("[[case]]", "[tolerance.y]\nterms = 10000\n[[case]]"))
+    (tmp_path / "f.toml").write_text(spec)
+    assert RUNTIME is not None
+    done = CliRunner().invoke(app, ["kernels", "test", f"{tmp_path}/f.cl", "--device", RUNTIME])
+    assert done.exit_code == 0, done.output
+    assert "of its own last place, and within its error class" in " ".join(done.output.split())
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (("time", 'fixed = ["k"]\ntime'), "fixed has k, which no case has"),
+        (("[expect]", "[define]\nn = [1]\n[expect]"), "define has n, which is a size of a case"),
+        (("[expect]", "[define]\nT = []\n[expect]"), "define.T"),
+        (("output = true", "output = true\nscale = 2.0"), "scale is for the values of an input"),
+        (("[expect]", "[beside.none]\nglobal_size = [1]\n[expect]"), "beside has none, which is"),
         (("[argument.n]", "[argument.n]\nshape = [3]"), "2 of shape, value, number and local"),
         (('y = "x"', 'z = "x"'), "expect has z"),
         (("n = 64", "n = -1"), "case.0.n is -1"),
@@ -303,6 +494,9 @@ def test_error_classes() -> None:
     assert difference(near, right, ulp, 1).ulp == 1
     assert difference(near, right, Tolerance("exact"), 1).wrong == 1
     assert difference(near, right, Tolerance("sum"), 1).wrong == 0
+    assert 0 < difference(near, right, Tolerance("sum"), 1).share < 0.1
+    beyond = np.array([1e200, 1.0])  # a value beyond float32 does not widen the class
+    assert difference(np.array([np.inf, 1.1], np.float32), beyond, Tolerance("sum"), 1).wrong == 1
     for bad in (np.array([1, 2, -np.inf, np.nan]), np.array([1, 2, np.inf, 0.0])):
         for tolerance in (ulp, Tolerance("sum"), Tolerance("exact")):
             assert difference(bad.astype(np.float32), right, tolerance, 1).wrong == 1

@@ -22,20 +22,18 @@ SIZES = st.sampled_from(
     ["n", "m", 0, 1, 64, -3, "n * m", "round_up(n, 64)", "n // m", "9" * 50, "(" * 80, "n +", True]
 ) | st.text(max_size=12)
 SHAPES = st.lists(SIZES, max_size=3)
-ARGUMENTS = st.fixed_dictionaries(
-    {},
-    optional={
-        "shape": SHAPES,
-        "value": SIZES,
-        "number": st.floats() | st.integers(),
-        "local": SIZES,
-        "dtype": st.sampled_from(["float32", "int64", "bool", "float16", "float8"]),
-        "values": st.sampled_from(["normal", "integers", "arange", "zeros", "none"]),
-        "low": st.floats(-1e40, 1e40),
-        "high": st.floats(-1e40, 1e40),
-        "output": st.booleans(),
-    },
-)
+PLAIN: dict[str, st.SearchStrategy[object]] = {
+    "shape": SHAPES,
+    "value": SIZES,
+    "number": st.floats() | st.integers(),
+    "local": SIZES,
+    "dtype": st.sampled_from(["float32", "int64", "bool", "float16", "float8"]),
+    "values": st.sampled_from(["normal", "integers", "arange", "zeros", "none"]),
+    "low": st.floats(-1e40, 1e40),
+    "high": st.floats(-1e40, 1e40),
+    "output": st.booleans(),
+}
+ARGUMENTS = st.fixed_dictionaries({}, optional={**PLAIN, "scale": st.floats(-1.0, 1e40)})
 SPECS = st.fixed_dictionaries(
     {
         "global_size": st.lists(SIZES, max_size=4),
@@ -45,14 +43,26 @@ SPECS = st.fixed_dictionaries(
             st.dictionaries(st.sampled_from("nm"), st.integers(-2, 2**33) | st.just(8)), max_size=2
         ),
     },
-    optional={"local_size": SHAPES, "time_limit_s": st.floats(), "reference": st.text(max_size=9)},
+    optional={
+        "local_size": SHAPES,
+        "time_limit_s": st.floats(),
+        "reference": st.text(max_size=9),
+        "fixed": st.lists(st.sampled_from(["n", "m", "k"]), max_size=2),
+        "define": st.dictionaries(
+            st.sampled_from(["TILE", "n", "1 2"]), st.lists(st.integers(-1, 9), max_size=3)
+        ),
+        "beside": st.dictionaries(
+            st.sampled_from("fg"), st.fixed_dictionaries({"global_size": SHAPES}), max_size=1
+        ),
+    },
 )
 RIGHT = st.fixed_dictionaries(
     {
         "global_size": st.just(["n"]),
         "argument": st.fixed_dictionaries(
             {"y": st.fixed_dictionaries({"shape": SHAPES.map(lambda s: [*s, "n"][:3]),
-                                         "output": st.just(True)}), "x": ARGUMENTS}
+                                         "output": st.just(True)}),
+             "x": st.fixed_dictionaries({}, optional=PLAIN)}
         ),
         "expect": st.just({"y": "1.0"}),
         "case": st.just([{"n": 8, "m": 3}]),

@@ -63,11 +63,16 @@ def command(
             results.append(outcome)
             _show_flaws(output, trial, outcome, shown)
     _summary(output, trial, results)
+    _show_notes(output, results)
     output.finish({"kernel": trial.function, "outcomes": [_plain(each, trial) for each in results]})
     at_fault = list(dict.fromkeys(flaw.kind for each in results for flaw in each.flaws))
     if at_fault:
         raise HetpipeError(
             f"kernel {trial.function} of {source} is at fault: {', '.join(at_fault)}"
+        )
+    if all(each.skipped for each in results):
+        raise HetpipeError(
+            f"kernel {trial.function} of {source} has run on no device; the reasons are above"
         )
     return None
 
@@ -104,14 +109,45 @@ def _show_flaws(
 def _summary(output: Output, trial: Trial, results: list[Outcome]) -> None:
     from hetpipe.report.tables import make_table
 
-    columns = ("device", "cases", "at fault", "largest error, ulp")
+    columns = (
+        "device", "cases", "at fault", "skipped", "largest error, ulp", "of the allowed error"
+    )  # fmt: skip
     table = make_table(f"Kernel {trial.function}", columns, columns[1:])
     for device_id in dict.fromkeys(each.device_id for each in results):
         mine = [each for each in results if each.device_id == device_id]
         faults = sum(bool(each.flaws) for each in mine)
-        worst = max((ulp for each in mine for ulp in each.ulp.values()), default=float("nan"))
-        table.add_row(device_id, str(len(mine)), str(faults), f"{worst:.3g}")
+        skipped = sum(bool(each.skipped) for each in mine)
+        ulp = max((ulp for each in mine for ulp in each.ulp.values()), default=None)
+        share = max((share for each in mine for share in each.share.values()), default=None)
+        table.add_row(
+            device_id, str(len(mine)), str(faults), str(skipped),
+            "" if ulp is None else f"{ulp:.3g}", "" if share is None else f"{share:.2g}",
+        )  # fmt: skip
     output.console.print(table)
+
+
+MANY_ULP = 1000.0
+"""An error that needs words beside a case that passes."""
+
+
+def _show_notes(output: Output, results: list[Outcome]) -> None:
+    """Print why devices were skipped, warnings, and what a large error in ulp means; each once."""
+    lines: dict[str, None] = {}
+    for each in results:
+        if each.skipped:
+            lines[f"skipped  {each.device_id}: {each.skipped}"] = None
+        for note in each.notes:
+            lines[f"warning  case {each.case}: {note}"] = None
+    for line in lines:
+        output.text(line)
+    passed = [each for each in results if not each.flaws]
+    large = [(ulp, name) for each in passed for name, ulp in each.ulp.items() if ulp >= MANY_ULP]
+    if large:
+        ulp, name = max(large)
+        output.text(
+            f"an element of {name} near 0 is off by {ulp:.3g} of its own last place, and within "
+            "its error class, which measures by the largest element"
+        )
 
 
 def _plain(outcome: Outcome, trial: Trial) -> dict[str, Any]:
@@ -120,6 +156,9 @@ def _plain(outcome: Outcome, trial: Trial) -> dict[str, Any]:
         "case": outcome.case,
         "sizes": dict(outcome.sizes),
         "ulp": dict(outcome.ulp),
+        "share": dict(outcome.share),
+        "notes": list(outcome.notes),
+        "skipped": outcome.skipped,
         "flaws": [asdict(flaw) for flaw in outcome.flaws],
         "again": trial.again(outcome.device_id, outcome.case),
     }
