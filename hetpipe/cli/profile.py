@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from hetpipe.cli.options import (
     BackendsOption,
     ClusterOption,
@@ -16,6 +20,9 @@ from hetpipe.cli.options import (
 from hetpipe.cli.output import Output
 from hetpipe.cli.progress import progress_bar
 
+MOST_MICROBATCHES = 64
+"""The largest number of micro-batches whose stored costs are measured again."""
+
 
 def command(
     model: ModelArgument,
@@ -25,6 +32,12 @@ def command(
     emulate_speed: SpeedOption = None,
     microbatches: MicrobatchesOption = 8,
     mini_batch: MiniBatchOption = None,
+    again: Annotated[
+        bool,
+        typer.Option(
+            "--again", help="Measure stored costs again, for all numbers of micro-batches."
+        ),
+    ] = False,
     json: JsonOption = None,
 ) -> None:
     """Measure every layer of a model on every device of the cluster, and every link."""
@@ -35,7 +48,7 @@ def command(
     members = make_cluster(cluster, devices, backends, emulate_speed)
     from hetpipe.capture import Captured
     from hetpipe.crew.crew import Crew
-    from hetpipe.profile.measure import profile
+    from hetpipe.profile.measure import profile, stored_costs
     from hetpipe.report import cost_table, link_table
 
     workload = load_workload(model)
@@ -45,7 +58,13 @@ def command(
     with progress_bar() as progress, Crew.start(members) as crew:
         progress("capturing", 0, 1)
         captured = Captured(workload.model, workload.loss_fn, example)
-        costs = profile(captured, crew, optimizer_of(workload), [samples], progress)[samples]
+        optimizer = optimizer_of(workload)
+        sizes = {samples}
+        if again:
+            others = {-(-rows // count) for count in range(1, min(rows, MOST_MICROBATCHES) + 1)}
+            sizes |= stored_costs(captured, crew, optimizer, sorted(others)).keys()
+        ordered = sorted(sizes, reverse=True)
+        costs = profile(captured, crew, optimizer, ordered, progress, again=again)[samples]
     output.console.print(cost_table(costs))
     output.console.print(link_table(costs))
     output.finish(costs.to_json())

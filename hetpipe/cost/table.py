@@ -171,6 +171,9 @@ class CostTable:
     links: dict[tuple[str, str], LinkCost] = field(default_factory=dict)
     step_overhead_s: float = 0.0  # the controller hands out the batch and gathers losses
     tied: tuple[TiedBytes, ...] = ()
+    contention: float = 0.0
+    """The share of the cores that other work took while these costs were measured, if it was so
+    large that the costs are unreliable."""
 
     def forward_s(self, device: str, lo: int, hi: int) -> float:
         """Seconds of the forward of layers lo..hi (hi excluded); the fixed overhead counts once."""
@@ -220,6 +223,8 @@ class CostTable:
     def to_json(self) -> dict[str, Any]:
         """A dict that `json` can write: infinite numbers become None, links a list."""
         data = asdict(self) | {"version": VERSION}
+        if not self.contention:
+            del data["contention"]
         data["links"] = [
             {"source": source, "target": target, **asdict(link)}
             for (source, target), link in self.links.items()
@@ -245,6 +250,7 @@ class CostTable:
              for e in table.links},
             table.step_overhead_s,
             table.tied,
+            table.contention,
         )  # fmt: skip
 
 
@@ -271,11 +277,18 @@ class _Table:
     links: tuple[_Link, ...]
     step_overhead_s: Seconds
     tied: tuple[TiedBytes, ...]
+    contention: Annotated[float, Number(most=1.0)]
 
 
 def _upgraded(data: Any) -> Any:
-    """A table of an earlier version as one of this version; anything else as it is."""
-    if not isinstance(data, Mapping) or data.get("version") not in EARLIER:
+    """A table of an earlier version as one of this version; anything else as it is.
+
+    A table without a mark of contention is one without contention.
+    """
+    if not isinstance(data, Mapping):
+        return data
+    data = {"contention": 0.0, **data}
+    if data.get("version") not in EARLIER:
         return data
     new: dict[str, Any] = {"version": VERSION}
     if isinstance(links := data.get("links"), (list, tuple)):

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, quantiles
 
 from hetpipe.cost.table import CostTable, DeviceCost
 from hetpipe.plan.plan import Plan, StagePlan
@@ -53,6 +53,24 @@ class Learning:
             new = {device: typical(each) for device, each in able.items()}
             self._learned = {**self._factors, **new}
         return self._learned
+
+    def present(self, devices: Collection[str]) -> CostTable | None:
+        """Return the costs multiplied by the factors of the present plan's last passes.
+
+        Each device's spread includes the spread of its passes, and the mark of contention is gone:
+        these times are present ones. None where a device has too few passes.
+        """
+        ratios = ratios_of(self.recent, self._plan, self._table)
+        if any(len(ratios.get(device, ())) < LEAST for device in devices):
+            return None
+        table = scaled(self._table, self.factors)
+        costs = {
+            id: replace(cost, spread=math.hypot(cost.spread, spread_of(ratios[id])))
+            if id in ratios
+            else cost
+            for id, cost in table.devices.items()
+        }
+        return replace(table, devices=costs, contention=0.0)
 
     @property
     def step_s(self) -> float | None:
@@ -128,6 +146,12 @@ def typical(values: Sequence[float]) -> float:
     ordered = sorted(values)
     aside = len(ordered) // 4
     return fmean(ordered[aside : len(ordered) - aside])
+
+
+def spread_of(values: Sequence[float]) -> float:
+    """Return half of the distance between the quartiles, relative to the median."""
+    low, middle, high = quantiles(values, n=4, method="inclusive")
+    return (high - low) / (2 * middle)
 
 
 def scaled(

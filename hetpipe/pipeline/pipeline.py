@@ -296,14 +296,15 @@ class Pipeline(Lifetime, Measurements):
         return self._rebalancer.predicted
 
     def corrected(self) -> Correction:
-        """The plan's predicted step, corrected for the drift of its devices since their profile.
+        """Return the plan's predicted step, corrected for what its devices do now.
 
-        Raises `HetpipeError` if there are no costs. Flushes, and probes the devices for some
-        hundredths of a second.
+        The last passes say by how much, once there are enough of them; before that the devices are
+        probed, for some hundredths of a second. Flushes. Raises `HetpipeError` without costs.
         """
         with self._guard("corrected"):
             self._delivery.settle()
-            return corrected_now(self._crew, self.plan, self._rebalancer.planned_by)
+            by_passes = self._rebalancer.corrected()
+            return by_passes or corrected_now(self._crew, self.plan, self._rebalancer.planned_by)
 
     def _time_of_boards(self, plan: Plan, costs: CostTable | None) -> BoardTime | None:
         cluster = self._crew.cluster

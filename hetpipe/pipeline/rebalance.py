@@ -17,6 +17,7 @@ from hetpipe.pipeline.learning import WINDOW, Learning
 from hetpipe.plan.costs import StageCosts
 from hetpipe.plan.planner import FREE_ORDER_DEVICES, make_plan, predict
 from hetpipe.plan.pricing import Partition, Question, price, problem
+from hetpipe.profile.drift import Correction, corrected_by
 from hetpipe.schedule.rule import rule_of
 
 if TYPE_CHECKING:
@@ -109,6 +110,15 @@ class Rebalancer:
             return self._planned_by
         emulated = [member.id for member in self._crew.cluster.members if member.speed != 1.0]
         return self._learning.table(emulated)
+
+    def corrected(self) -> Correction | None:
+        """Return the plan's prediction, corrected by its last passes; None before enough of them,
+        and for replicas, whose passes are not told apart."""
+        plan = self._training.plan
+        if self._learning is None or max(plan.replicas) > 1:
+            return None
+        present = self._learning.present(plan.all_devices)
+        return None if present is None else corrected_by(plan, self._learning.factors, present)
 
     @property
     def predicted(self) -> Timeline:

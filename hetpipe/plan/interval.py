@@ -2,14 +2,17 @@
 
 A spread is half of the distance between the quartiles, relative to the median. Of a stage it is
 
-    sqrt(D^2 + sum_l (t_l max(0, s_l^2 - D^2)^(1/2))^2 / (sum_l t_l)^2 + M^2)
+    sqrt(D^2 + sum_l (t_l max(0, s_l^2 - D^2)^(1/2))^2 / (sum_l t_l)^2 + M^2 + C^2)
 
 with D the spread of the device (of the whole network's time on it, and of the probes by which its
-costs were corrected), t_l and s_l time and spread of its layers, and M that of the simulator. D is
-common to all layers of a device and does not average out; what a layer's spread has beyond it does.
-Stages with replicas have the largest spread of their devices. Other work on a machine disturbs all
-its devices at once. So the ends of the interval are simulations with all passes slower, and all
-quicker, by their own spread times `WIDTH`.
+costs were corrected), t_l and s_l time and spread of its layers, M the spread of the simulator, and
+C the spread by contention. D is common to all layers of a device and does not average out; what a
+layer's spread has beyond it does. Stages with replicas have the largest spread of their devices.
+Other work on a machine disturbs all its devices at once. So the ends of the interval are
+simulations with all passes slower, and all quicker, by their own spread times `WIDTH`.
+
+Where other work took the share c of the cores while costs were measured, it may end, or grow as
+much again: C alone moves each end by the factor 1 / (1 - c).
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from hetpipe.plan.pricing import predicted_step_s
 from hetpipe.plan.times import stage_times
 
 WIDTH = 1.2816 / 0.6745  # of a normal distribution: 80 % of it, over the distance to a quartile
+MOST_CONTENTION = 0.9
+"""A larger share of the cores counts as this one."""
 SIMULATOR = 0.02  # spread of measured steps around simulated ones, where costs are exact
 
 
@@ -70,4 +75,10 @@ def _spread(table: CostTable, device: str, lo: int, hi: int) -> float:
     own = [math.sqrt(max(0.0, layer.spread**2 - cost.spread**2)) for layer in layers]
     varying_s = math.hypot(*(t * s for t, s in zip(times_s, own, strict=True)))
     share = varying_s / sum(times_s) if varying_s else 0.0
-    return math.hypot(cost.spread, share, SIMULATOR)
+    return math.hypot(cost.spread, share, SIMULATOR, contention_spread(table.contention))
+
+
+def contention_spread(share: float) -> float:
+    """The relative spread of passes beside other work that takes this share of the cores."""
+    share = min(share, MOST_CONTENTION)
+    return share / (1 - share) / WIDTH

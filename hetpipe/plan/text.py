@@ -21,7 +21,8 @@ def format_plan(plan: Plan) -> str:
         )
     lines.append(
         f"{plan.schedule}, {plan.microbatches} micro-batches of a mini-batch of {plan.mini_batch}: "
-        f"{step}, fill limit {100 * plan.fill_limit:.0f} %, {plan.label} costs, {plan.origin} plan"
+        f"{step}, fill limit {100 * plan.fill_limit:.0f} %, "
+        f"{f'{plan.label} costs' if plan.is_priced else 'no costs'}, {plan.origin} plan"
     )
     return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
 

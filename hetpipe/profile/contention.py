@@ -1,7 +1,7 @@
 """Contention: the share of the cores that other processes took during a profile.
 
 Costs that are measured beside other work are too high, by a factor that differs between devices.
-
+They are kept with that share as their mark.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STAT = Path("/proc/stat")
 
 
 class ContentionWarning(UserWarning):
-    """Costs were measured beside other work, and are not kept for later runs."""
+    """Costs were measured beside other work, so predictions by them are unreliable."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,11 @@ def foreign_share(before: Sequence[Usage], after: Sequence[Usage]) -> float:
             elapsed_s[end.host, core] = end.at_s - start.at_s
     whole_s = sum(elapsed_s.values())
     return max(0.0, sum(busy_s.values()) - sum(own_s.values())) / whole_s if whole_s > 0 else 0.0
+
+
+def mark(share: float) -> float:
+    """Return the share of other work as costs keep it: 0 where it leaves costs as they are."""
+    return min(share, 1.0) if share > LIMIT else 0.0
 
 
 def _busy_s() -> dict[int, float]:

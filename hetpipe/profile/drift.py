@@ -30,6 +30,8 @@ class Correction:
     corrected_s: float
     interval_s: tuple[float, float] | None  # of the corrected one
     drifts: dict[str, float]  # by member; those without a probe are left out
+    by_passes: bool = False
+    """Whether the drifts come from the training's last passes, not from probes."""
 
     def scaled(self, factor: float) -> Correction:
         """The same prediction, with its interval, multiplied. The raw one stays."""
@@ -48,7 +50,8 @@ class Correction:
             else " ({:.1f} .. {:.1f})".format(*(1e3 * end_s for end_s in self.interval_s))
         )
         return (
-            f"predicted {1e3 * self.raw_s:.1f} ms, corrected for drift "
+            f"predicted {1e3 * self.raw_s:.1f} ms, corrected "
+            f"{'by its last passes' if self.by_passes else 'for drift'} "
             f"{1e3 * self.corrected_s:.1f} ms{span}; {factors}"
         )
 
@@ -62,6 +65,7 @@ def mean_correction(corrections: Sequence[Correction]) -> Correction:
         fmean(one.corrected_s for one in corrections),
         (fmean(lo for lo, _ in intervals), fmean(hi for _, hi in intervals)) if intervals else None,
         {id: fmean(one.drifts[id] for one in corrections) for id in first.drifts},
+        all(one.by_passes for one in corrections),
     )
 
 
@@ -111,6 +115,18 @@ def corrected(plan: Plan, table: CostTable, now: Mapping[str, Probe]) -> Correct
 def corrected_now(crew: Crew, plan: Plan, table: CostTable) -> Correction:
     """The prediction for a plan made by `table`, corrected by probes that are taken now."""
     return corrected(plan, table, probe_again(crew, table, plan.all_devices))
+
+
+def corrected_by(plan: Plan, factors: Mapping[str, float], present: CostTable) -> Correction:
+    """Return the prediction for a plan, corrected by passes.
+
+    `factors` are measured over predicted seconds of passes by device, and `present` the costs
+    multiplied by them.
+    """
+    used = {id: factors[id] for id in plan.all_devices}
+    slower = replace(plan, stages=tuple(_slower(stage, used) for stage in plan.stages))
+    step_s = predicted_step_s(slower, present)
+    return Correction(plan.step_s, step_s, interval_s(slower, present), used, by_passes=True)
 
 
 def _slower(stage: StagePlan, factors: Mapping[str, float]) -> StagePlan:

@@ -48,13 +48,15 @@ def profile(
     progress: Progress | None = None,
     report: Callable[[Effort], None] | None = None,
     half_s: float = HALF_S,
+    again: bool = False,
 ) -> dict[int, CostTable]:
     """A table per micro-batch size in `samples`, from the cache on disk where nothing has changed.
 
     All devices are measured at the same time, as they will run (`hetpipe.profile.rounds`). Times of
     a member with an emulated speed, or of an emulator, are labelled emulated. Costs that were
-    measured while other work took part of the cores are used, with a `ContentionWarning`, and not
-    stored. Stored costs are corrected for a drift of the devices since they were measured.
+    measured while other work took part of the cores are marked. They serve now and later, with a
+    `ContentionWarning`, until `again` asks to measure what is stored once more. Stored costs are
+    corrected for a drift of the devices since they were measured.
     `report` is told what a measurement took; it is not called if nothing is measured. Each of two
     halves of a measurement takes `half_s` seconds or more. Raises `CostError` for a device whose
     times cannot be believed, `ClusterError` for boards: their costs are modelled.
@@ -66,7 +68,10 @@ def profile(
         )
     say = progress or (lambda text, done, total: None)
     entries = _entries(captured, crew, optimizer, samples)
-    tables = _stored(entries)
+    tables = {} if again else _stored(entries)
+    for share in {table.contention for table in tables.values() if table.contention}:
+        marked = [size for size, table in tables.items() if table.contention == share]
+        _warn_of_contention(share, marked)
     missing = [size for size in samples if size not in tables]
     tables = _as_now(tables, crew)
     if missing:
@@ -95,10 +100,11 @@ def profile(
                 links=links,
                 step_overhead_s=step_overhead_s,
                 tied=tied_bytes(any_backend, size),
+                contention=contention.mark(rounds.foreign),
             )
-            if rounds.foreign <= contention.LIMIT:
-                cache.store(entries[size], tables[size].to_json())
-        _warn_of_contention(rounds.foreign, missing)
+            cache.store(entries[size], tables[size].to_json())
+        if rounds.foreign > contention.LIMIT:
+            _warn_of_contention(rounds.foreign, missing)
     say("profiled", len(samples), len(samples))
     return {size: tables[size] for size in samples}
 
@@ -172,15 +178,14 @@ def cost_parts(captured: Captured, crew: Crew, optimizer: Optimizer) -> dict[str
 
 
 def _warn_of_contention(foreign: float, sizes: Sequence[int]) -> None:
-    """Warns if other work had a large share of the cores while these sizes were profiled."""
-    if foreign > contention.LIMIT:
-        text = (
-            f"other work took {foreign:.0%} of the cores (at most {contention.LIMIT:.0%} leaves "
-            f"costs as they are) while micro-batches of {_listed(sizes)} were profiled: these "
-            "costs are too high, and are not kept for later runs; profile again when the machine "
-            "is quiet"
-        )
-        warnings.warn(text, contention.ContentionWarning, stacklevel=3)
+    """Warn that other work had a large share of the cores while these sizes were profiled."""
+    text = (
+        f"other work took {foreign:.0%} of the cores (at most {contention.LIMIT:.0%} leaves costs "
+        f"as they are) while micro-batches of {_listed(sizes)} were profiled: predictions by these "
+        "costs are unreliable here; measure again when the machine is quiet, with `hetpipe profile "
+        "MODEL --again`"
+    )
+    warnings.warn(text, contention.ContentionWarning, stacklevel=3)
 
 
 def _links(tables: Mapping[int, CostTable], crew: Crew) -> tuple[Links, float]:

@@ -39,15 +39,17 @@ def test_a_prediction_is_corrected_between_steps(
             model, F.cross_entropy, example, cluster=CLUSTER, crew=crew, optimizer=optimizer,
             captured=captured, plan=plan, costs=table,
         )  # fmt: skip
-        list(pipe.run([example] * 3))
+        assert not pipe.corrected().by_passes  # there are none yet
+        list(pipe.run([example] * 6))  # a stream ends some of them later
         before = pipe.state_dict()
         correction = pipe.corrected()
         after = pipe.state_dict()
         assert all(torch.equal(before[name], after[name]) for name in before)
         assert sorted(correction.drifts) == ["a", "b"]
+        assert correction.by_passes
         assert correction.raw_s == pipe.plan.step_s
         assert correction.interval_s is not None
         low_s, high_s = correction.interval_s
         assert 0 < low_s < correction.corrected_s < high_s
         list(pipe.run([example] * 3))
-        assert pipe.steps == 6
+        assert pipe.steps == 9

@@ -17,6 +17,7 @@ from hetpipe.pipeline.learning import WINDOW, Learning, ratios_of, scaled, typic
 from hetpipe.pipeline.rebalance import Rebalancer
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planner import make_plan, predict
+from hetpipe.profile.drift import corrected_by
 from hetpipe.schedule.action import Op
 from hetpipe.simulate.timeline import Timeline
 
@@ -61,6 +62,32 @@ def test_a_device_that_takes_twice_its_time_is_seen(schedule: str) -> None:
     ratios = ratios_of([measured(plan, costs, {"a": 2.0, "b": 0.7})], plan, costs)
     assert ratios["a"] == pytest.approx([2.0], rel=0.02)
     assert ratios["b"] == pytest.approx([0.7], rel=0.02)
+
+
+def test_a_prediction_is_corrected_by_the_last_passes() -> None:
+    """Devices that other work slows take what their passes take, and vary as these do."""
+    costs = table()
+    plan = plan_of(costs)
+    learning = Learning(replace(costs, contention=0.6), plan)
+    widths = []
+    for noise in (0.0, 0.3):
+        learning.planned(plan)
+        assert learning.present(plan.all_devices) is None
+        for part in (-1, 0, 1):
+            factors = {"a": 3.0 * (1 + noise * part), "b": 1.5}
+            learning.saw(measured(plan, costs, factors))
+        present = learning.present(plan.all_devices)
+        assert present is not None
+        found = corrected_by(plan, learning.factors, present)
+        typical_s = measured(plan, costs, {"a": 3.0, "b": 1.5}).step_s
+        assert found.raw_s == plan.step_s
+        assert found.corrected_s == pytest.approx(typical_s, rel=0.03)
+        assert found.drifts == pytest.approx({"a": 3.0, "b": 1.5}, rel=0.03)
+        assert "corrected by its last passes" in str(found)
+        widths.append(found.interval_s)
+    assert widths[0] is None  # these costs and passes know no spread
+    assert widths[1] is not None
+    assert widths[1][1] / typical_s > 1.15
 
 
 @pytest.mark.parametrize("op", [Op.FORWARD, Op.BACKWARD, Op.UPDATE])
