@@ -171,9 +171,7 @@ class CostTable:
     links: dict[tuple[str, str], LinkCost] = field(default_factory=dict)
     step_overhead_s: float = 0.0  # the controller hands out the batch and gathers losses
     tied: tuple[TiedBytes, ...] = ()
-    contention: float = 0.0
-    """The share of the cores that other work took while these costs were measured, if it was so
-    large that the costs are unreliable."""
+    contention: float = 0.0  # share of the cores that other work took, if costs are unreliable
 
     def forward_s(self, device: str, lo: int, hi: int) -> float:
         """Seconds of the forward of layers lo..hi (hi excluded); the fixed overhead counts once."""
@@ -281,10 +279,7 @@ class _Table:
 
 
 def _upgraded(data: Any) -> Any:
-    """A table of an earlier version as one of this version; anything else as it is.
-
-    A table without a mark of contention is one without contention.
-    """
+    """A table of an earlier version, or without its mark, as one of this; other data as it is."""
     if not isinstance(data, Mapping):
         return data
     data = {"contention": 0.0, **data}

@@ -11,6 +11,7 @@ from statistics import fmean, quantiles
 
 from hetpipe.cost.table import CostTable, DeviceCost
 from hetpipe.plan.plan import Plan, StagePlan
+from hetpipe.profile.drift import Correction, corrected_by
 from hetpipe.schedule.action import Op
 from hetpipe.simulate.timeline import Timeline
 
@@ -54,14 +55,17 @@ class Learning:
             self._learned = {**self._factors, **new}
         return self._learned
 
-    def present(self, devices: Collection[str]) -> CostTable | None:
-        """Return the costs multiplied by the factors of the present plan's last passes.
+    def corrected(self) -> Correction | None:
+        """Return the plan's prediction, corrected by its last passes.
 
         Each device's spread includes the spread of its passes, and the mark of contention is gone:
-        these times are present ones. None where a device has too few passes.
+        these times are present ones. None before a device has enough passes, and for replicas,
+        whose passes are not told apart.
         """
-        ratios = ratios_of(self.recent, self._plan, self._table)
-        if any(len(ratios.get(device, ())) < LEAST for device in devices):
+        plan = self._plan
+        ratios = ratios_of(self.recent, plan, self._table)
+        too_few = any(len(ratios.get(device, ())) < LEAST for device in plan.all_devices)
+        if too_few or max(plan.replicas) > 1:
             return None
         table = scaled(self._table, self.factors)
         costs = {
@@ -70,7 +74,8 @@ class Learning:
             else cost
             for id, cost in table.devices.items()
         }
-        return replace(table, devices=costs, contention=0.0)
+        present = replace(table, devices=costs, contention=0.0)
+        return corrected_by(plan, self.factors, present)
 
     @property
     def step_s(self) -> float | None:

@@ -17,7 +17,6 @@ from hetpipe.pipeline.learning import WINDOW, Learning
 from hetpipe.plan.costs import StageCosts
 from hetpipe.plan.planner import FREE_ORDER_DEVICES, make_plan, predict
 from hetpipe.plan.pricing import Partition, Question, price, problem
-from hetpipe.profile.drift import Correction, corrected_by
 from hetpipe.schedule.rule import rule_of
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from hetpipe.pipeline.options import PlanOptions
     from hetpipe.pipeline.training import Training
     from hetpipe.plan.plan import Plan
+    from hetpipe.profile.drift import Correction
     from hetpipe.simulate.timeline import Timeline
 
 HORIZON = 1000
@@ -112,13 +112,8 @@ class Rebalancer:
         return self._learning.table(emulated)
 
     def corrected(self) -> Correction | None:
-        """Return the plan's prediction, corrected by its last passes; None before enough of them,
-        and for replicas, whose passes are not told apart."""
-        plan = self._training.plan
-        if self._learning is None or max(plan.replicas) > 1:
-            return None
-        present = self._learning.present(plan.all_devices)
-        return None if present is None else corrected_by(plan, self._learning.factors, present)
+        """Return the plan's prediction, corrected by its last passes; see `Learning`."""
+        return None if self._learning is None else self._learning.corrected()
 
     @property
     def predicted(self) -> Timeline:

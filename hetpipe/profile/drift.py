@@ -118,15 +118,14 @@ def corrected_now(crew: Crew, plan: Plan, table: CostTable) -> Correction:
 
 
 def corrected_by(plan: Plan, factors: Mapping[str, float], present: CostTable) -> Correction:
-    """Return the prediction for a plan, corrected by passes.
+    """Return the prediction for a plan without replicas, corrected by passes.
 
     `factors` are measured over predicted seconds of passes by device, and `present` the costs
     multiplied by them.
     """
     used = {id: factors[id] for id in plan.all_devices}
-    slower = replace(plan, stages=tuple(_slower(stage, used) for stage in plan.stages))
-    step_s = predicted_step_s(slower, present)
-    return Correction(plan.step_s, step_s, interval_s(slower, present), used, by_passes=True)
+    step_s = predicted_step_s(plan, present)
+    return Correction(plan.step_s, step_s, interval_s(plan, present), used, by_passes=True)
 
 
 def _slower(stage: StagePlan, factors: Mapping[str, float]) -> StagePlan:

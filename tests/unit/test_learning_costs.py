@@ -17,7 +17,6 @@ from hetpipe.pipeline.learning import WINDOW, Learning, ratios_of, scaled, typic
 from hetpipe.pipeline.rebalance import Rebalancer
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.planner import make_plan, predict
-from hetpipe.profile.drift import corrected_by
 from hetpipe.schedule.action import Op
 from hetpipe.simulate.timeline import Timeline
 
@@ -72,13 +71,12 @@ def test_a_prediction_is_corrected_by_the_last_passes() -> None:
     widths = []
     for noise in (0.0, 0.3):
         learning.planned(plan)
-        assert learning.present(plan.all_devices) is None
+        assert learning.corrected() is None
         for part in (-1, 0, 1):
             factors = {"a": 3.0 * (1 + noise * part), "b": 1.5}
             learning.saw(measured(plan, costs, factors))
-        present = learning.present(plan.all_devices)
-        assert present is not None
-        found = corrected_by(plan, learning.factors, present)
+        found = learning.corrected()
+        assert found is not None
         typical_s = measured(plan, costs, {"a": 3.0, "b": 1.5}).step_s
         assert found.raw_s == plan.step_s
         assert found.corrected_s == pytest.approx(typical_s, rel=0.03)
