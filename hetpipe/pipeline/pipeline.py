@@ -303,7 +303,8 @@ class Pipeline(Lifetime, Measurements):
         """
         with self._guard("corrected"):
             self._delivery.settle()
-            by_passes = self._rebalancer.corrected()
+            learning = self._rebalancer.learning
+            by_passes = None if learning is None else learning.corrected()
             return by_passes or corrected_now(self._crew, self.plan, self._rebalancer.planned_by)
 
     def _time_of_boards(self, plan: Plan, costs: CostTable | None) -> BoardTime | None:

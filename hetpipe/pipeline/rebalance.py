@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from hetpipe.pipeline.options import PlanOptions
     from hetpipe.pipeline.training import Training
     from hetpipe.plan.plan import Plan
-    from hetpipe.profile.drift import Correction
     from hetpipe.simulate.timeline import Timeline
 
 HORIZON = 1000
@@ -89,7 +88,7 @@ class Rebalancer:
         self._training, self._crew = training, crew
         self._planned_by = costs
         known = None if crew.cluster.described else costs  # nothing measured is a board's time
-        self._learning = None if known is None else Learning(known, training.plan)
+        self.learning = None if known is None else Learning(known, training.plan)
         self._fixed = fixed
         if not fixed and max(training.plan.replicas) > 1:
             self._fixed = "layers on several replicas do not move: choose a schedule, as '1f1b'"
@@ -106,14 +105,10 @@ class Rebalancer:
     @property
     def costs(self) -> CostTable | None:
         """The costs as they are learned so far; those of the plan where nothing is learned."""
-        if self._learning is None:
+        if self.learning is None:
             return self._planned_by
         emulated = [member.id for member in self._crew.cluster.members if member.speed != 1.0]
-        return self._learning.table(emulated)
-
-    def corrected(self) -> Correction | None:
-        """Return the plan's prediction, corrected by its last passes; see `Learning`."""
-        return None if self._learning is None else self._learning.corrected()
+        return self.learning.table(emulated)
 
     @property
     def predicted(self) -> Timeline:
@@ -175,14 +170,14 @@ class Rebalancer:
             self._hysteresis.judged(kept=False)
 
     def _move(self, proposal: Proposal, why: str) -> None:
-        assert self._learning is not None
-        training, before_s, table = self._training, self._learning.step_s, self.costs
+        assert self.learning is not None
+        training, before_s, table = self._training, self.learning.step_s, self.costs
         text = _moves(training.plan, proposal.best)
         training.move(proposal.best)
-        self._learning.planned(proposal.best)
+        self.learning.planned(proposal.best)
         self._ran[_partition(proposal.best)] = None
         self._planned_by = table
-        self._considered = self._learning.factors
+        self._considered = self.learning.factors
         self._seen, self._next = 0, None
         if before_s is not None:
             self._awaited = training.steps, before_s, proposal.promised
@@ -193,9 +188,9 @@ class Rebalancer:
 
     def _saw(self, result: StepResult, samples: int) -> None:
         """A mini-batch was trained."""
-        if self._learning is None or samples != self._training.plan.mini_batch:
+        if self.learning is None or samples != self._training.plan.mini_batch:
             return
-        self._learning.saw(result.timeline)
+        self.learning.saw(result.timeline)
         self._seen += 1
         if self._seen < WINDOW:
             return
@@ -207,10 +202,10 @@ class Rebalancer:
 
     def _has_changed(self) -> bool:
         """Whether plans are to be compared: speeds have changed much, or it is time again."""
-        assert self._learning is not None
+        assert self.learning is not None
         changes = [
             factor / self._considered.get(device, 1.0)
-            for device, factor in self._learning.factors.items()
+            for device, factor in self.learning.factors.items()
         ]
         if not changes:
             return False
@@ -218,7 +213,7 @@ class Rebalancer:
 
     def _consider(self) -> None:
         """Compare plans at the end of a window."""
-        assert self._learning is not None
+        assert self.learning is not None
         begin_s = time.monotonic()
         try:
             proposal = self._propose()
@@ -228,14 +223,14 @@ class Rebalancer:
         end_s = time.monotonic()
         self._may_plan_s = end_s + (end_s - begin_s) / PLANNING_SHARE
         if not promises:
-            self._considered = self._learning.factors
+            self._considered = self.learning.factors
         self._next = proposal if self._hysteresis.follows(promises) else None
 
     def _judge(self, step: int, before_s: float, promised: float) -> None:
         """Say what the last move gave."""
-        assert self._learning is not None
+        assert self.learning is not None
         self._awaited = None
-        now_s = self._learning.step_s
+        now_s = self.learning.step_s
         gave = 0.0 if now_s is None else 1 - now_s / before_s
         self._hysteresis.judged(kept=gave > promised / 2)
         log.info(
@@ -270,7 +265,7 @@ class Rebalancer:
 
     def _speeds(self) -> str:
         """The learned factors, in words."""
-        factors = {} if self._learning is None else self._learning.factors
+        factors = {} if self.learning is None else self.learning.factors
         each = [f"{device} takes {factor:.2f}" for device, factor in factors.items()]
         if not each:
             return "no mini-batch was measured yet"
