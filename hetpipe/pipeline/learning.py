@@ -8,12 +8,16 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean, quantiles
+from typing import TYPE_CHECKING
 
 from hetpipe.cost.table import CostTable, DeviceCost
 from hetpipe.plan.plan import Plan, StagePlan
-from hetpipe.profile.drift import Correction, corrected_by
+from hetpipe.profile.drift import Correction, corrected_by, corrected_now
 from hetpipe.schedule.action import Op
 from hetpipe.simulate.timeline import Timeline
+
+if TYPE_CHECKING:
+    from hetpipe.crew.crew import Crew
 
 WINDOW = 8
 """The number of mini-batches from which costs are learned."""
@@ -91,6 +95,14 @@ class Learning:
     def table(self, emulated: Collection[str] = ()) -> CostTable:
         """The costs as they are learned; times of `emulated` devices are labelled so."""
         return scaled(self._table, self.factors, emulated)
+
+
+def correction_of(
+    learning: Learning | None, crew: Crew, plan: Plan, planned_by: CostTable
+) -> Correction:
+    """Return a plan's corrected prediction: by its last passes, or by probes before these."""
+    by_passes = None if learning is None else learning.corrected()
+    return by_passes or corrected_now(crew, plan, planned_by)
 
 
 def ratios_of(

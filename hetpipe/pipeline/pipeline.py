@@ -32,6 +32,7 @@ from hetpipe.pipeline.fit import (
 from hetpipe.pipeline.gradients import gradients_of
 from hetpipe.pipeline.guard import Guard
 from hetpipe.pipeline.launch_check import refuse_ranks
+from hetpipe.pipeline.learning import correction_of
 from hetpipe.pipeline.lifetime import Lifetime
 from hetpipe.pipeline.measurements import Measurements
 from hetpipe.pipeline.options import PassOptions, PlanOptions, records_of
@@ -42,7 +43,7 @@ from hetpipe.pipeline.stages import Subject
 from hetpipe.pipeline.training import Result, Training, as_tensors
 from hetpipe.pipeline.untrained import ModelState
 from hetpipe.profile import warm
-from hetpipe.profile.drift import Correction, corrected_now
+from hetpipe.profile.drift import Correction
 
 if TYPE_CHECKING:
     import torch
@@ -298,14 +299,13 @@ class Pipeline(Lifetime, Measurements):
     def corrected(self) -> Correction:
         """Return the plan's predicted step, corrected for what its devices do now.
 
-        The last passes say by how much, once there are enough of them; before that the devices are
-        probed, for some hundredths of a second. Flushes. Raises `HetpipeError` without costs.
+        The last passes tell it; before there are enough, probes of some hundredths of a second do.
+        Flushes. Raises `HetpipeError` without costs.
         """
         with self._guard("corrected"):
             self._delivery.settle()
-            learning = self._rebalancer.learning
-            by_passes = None if learning is None else learning.corrected()
-            return by_passes or corrected_now(self._crew, self.plan, self._rebalancer.planned_by)
+            moves = self._rebalancer
+            return correction_of(moves.learning, self._crew, self.plan, moves.planned_by)
 
     def _time_of_boards(self, plan: Plan, costs: CostTable | None) -> BoardTime | None:
         cluster = self._crew.cluster
