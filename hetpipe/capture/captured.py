@@ -32,7 +32,9 @@ from hetpipe.capture.program import StageGraphs
 from hetpipe.capture.recompute import check_modes
 from hetpipe.capture.sources import UnknownCodeError
 from hetpipe.capture.stages import EXTRAS, Extra, trace_stages
+from hetpipe.capture.tensors import NamedTensors, copied_loss, roots
 from hetpipe.capture.traces import Traces
+from hetpipe.capture.watch import Watch
 from hetpipe.errors import CaptureError
 from hetpipe.optim.rule import Optimizer
 
@@ -40,13 +42,14 @@ _T = TypeVar("_T")
 
 
 class Captured:
-    """A model as graphs. The model itself is neither changed nor run.
+    """A model and its loss as graphs. The model itself is neither changed nor run.
 
     Each module trains in the mode, train or eval, that it is in now; a later change of mode does
     not count. Warns with `EvalModeWarning` if the whole model is in eval mode.
 
-    `parameters` and `buffers` are copies made at capture, by the model's names. A tied tensor is
-    there once; `aliases` maps its other names to that name. `name` is the name of the model's
+    `parameters` and `buffers` are copies made at capture, by the model's names; the names of a
+    loss's tensors begin with `loss.`. A tied tensor is there once; `aliases` maps its other names
+    to that name. `name` is the name of the model's
     class. `has_count` says that loss_fn returns (sum, count).
     The model is exported for `samples` samples first, by default those of the example, and for
     other numbers when they are asked for.
@@ -56,7 +59,7 @@ class Captured:
     of its output channels. `parts` translates names and values of the parameters that it splits.
     Operators `starting`, by name, begin a layer of their own.
     Raises `PlanError` for a layer that cannot be split so, and otherwise `CaptureError`, which
-    names the line or module, and the cure.
+    names the line or module, and the cure. `watch` tells later changes of the model.
     """
 
     def __init__(
@@ -71,9 +74,8 @@ class Captured:
         starting: Collection[str] = (),
     ) -> None:
         self.name = type(model).__name__
-        self._model = _on_cpu(model)
-        self._loss_fn = loss_fn
-        self._modes = Modes.of(self._model, loss_fn)
+        self._model, self._loss_fn = _on_cpu(model, loss_fn)
+        self._modes = Modes.of(self._model, self._loss_fn)
         self._modes.warn()
         self.precision = precision
         self.sync_batch_norm = sync_batch_norm
@@ -83,15 +85,16 @@ class Captured:
         self._flats: dict[tuple[int, bool], Flat] = {}
         self._layers: dict[int, LayerGraph] = {}
         self.traces = Traces()
-        self.aliases = _aliases(self._model)
-        parameters = dict(self._model.named_parameters())
+        self._tensors = NamedTensors(self._model, self._loss_fn)
+        self.aliases = self._tensors.aliases
+        parameters = self._tensors.parameters
         self.parameters = {name: _array(name, p) for name, p in parameters.items()}
         self.trainable = frozenset(name for name, p in parameters.items() if p.requires_grad)
         layers = (sorted(self.split.items()), sorted(self._starting))
         options = (precision, sync_batch_norm, *layers)
         self._outputs: dict[bool, Outputs] = {}  # of the model, in training and in eval mode
         self._identity = Identity(
-            self._model, loss_fn, self._example, self._modes, options, self._saw
+            self._model, self._loss_fn, self._example, self._modes, options, self._saw
         )
         first = samples or self._example.samples
         key = self._identity.key("facts", [first], True)
@@ -100,9 +103,10 @@ class Captured:
         self.parts = Parts(self._facts.rows)
         self.buffers = {
             name: _array(name, buffer)
-            for name, buffer in self._model.named_buffers()
+            for name, buffer in self._tensors.buffers.items()
             if name in self._facts.buffers
         }
+        self.watch = Watch(model, loss_fn, self._identity.changed)
         self.updated_buffers = self._facts.updated_buffers
         self.has_count = self._facts.has_count
         self.fingerprint = self._facts.fingerprint
@@ -223,15 +227,20 @@ class Captured:
         Without `training` it is the loss in eval mode. See `hetpipe.capture.meanloss`.
         """
         key = self._identity.key(
-            "loss", [self._facts.samples], training, samples, self._example.labels_digest
-        )
+            "loss", [self._facts.samples], training, samples, self._example.labels_digest,
+            self._tensors.loss_digest(),
+        )  # fmt: skip
 
         def compare() -> str:
             if training not in self._outputs:  # the code has no signature, and was not exported
                 self._flat(self._facts.samples, training)
             with self._modes.restored(evaluation=not training):
                 check = LossCheck(
-                    self._model, self._loss_fn, self._example, self._facts.indices, samples
+                    self._model,
+                    copied_loss(self._loss_fn),
+                    self._example,
+                    self._facts.indices,
+                    samples,
                 )
                 return check.fault(self._outputs.get(training))
 
@@ -260,11 +269,15 @@ class Captured:
                     self._model, self._loss_fn, self._example, samples, self.precision,
                     self.sync_batch_norm, partial(self._saw, samples, training),
                 )  # fmt: skip
+            self._identity.check_computing(samples, training)
             trainable = self.trainable if training else None
             flat = flatten(program, self._example.names, self.aliases, trainable, samples)
             flat.precision = self.precision
             facts = getattr(self, "_facts", None)  # None while they are made, from the first flat
-            label(flat, self._model, (facts or flat).updated_buffers, self._starting)
+            label(
+                flat, self._model, self._tensors.parameters, (facts or flat).updated_buffers,
+                self._starting,
+            )  # fmt: skip
             split_layers(flat, self.split, set(self.aliases.values()))
             if facts is not None:
                 _check_layers(flat, facts, "training" if training else "eval mode")
@@ -300,22 +313,16 @@ def capture(model: nn.Module, loss_fn: Callable[..., Any], example: tuple[Any, A
     return Captured(model, loss_fn, example)
 
 
-def _on_cpu(model: nn.Module) -> nn.Module:
-    tensors = [*model.parameters(), *model.buffers()]
+def _on_cpu(model: nn.Module, loss_fn: Callable[..., Any]) -> tuple[nn.Module, Callable[..., Any]]:
+    """The model and the loss, or copies on the CPU; tensors that both share stay shared."""
+    modules = [module for _, module in roots(model, loss_fn)]
+    tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
     if all(tensor.device.type == "cpu" for tensor in tensors):
-        return model
+        return model, loss_fn
     if any(tensor.device.type == "meta" for tensor in tensors):
         raise CaptureError("the model is on the meta device; give its parameters values first")
-    return copy.deepcopy(model).cpu()
-
-
-def _aliases(model: nn.Module) -> dict[str, str]:
-    canonical = {id(p): name for name, p in [*model.named_parameters(), *model.named_buffers()]}
-    every = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    return {name: canonical[id(p)] for name, p in every if canonical[id(p)] != name}
+    copies = [module.cpu() for module in copy.deepcopy(modules)]
+    return copies[0], copies[1] if len(copies) > 1 else loss_fn
 
 
 def _array(name: str, tensor: torch.Tensor) -> Array:

@@ -41,6 +41,10 @@ class _WithLoss(nn.Module):
         self._seen = seen
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with _kept_buffers(self):
+            return self._losses(leaves)
+
+    def _losses(self, leaves: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         x, y = self._example.rebuild(list(leaves))
         out = run_model(self.model, x)
         self._seen(out)
@@ -48,6 +52,35 @@ class _WithLoss(nn.Module):
         if isinstance(result, tuple) and len(result) == 2:
             return _scalar(result[0], "the loss's sum"), _scalar(result[1], "the loss's count")
         return (_scalar(result, "the loss"),)
+
+
+@contextmanager
+def _kept_buffers(run: nn.Module) -> Iterator[None]:
+    """Afterwards a buffer to which a new tensor was assigned is the old tensor with new values.
+
+    Export records a buffer that changes in place; it would lose an assignment.
+    """
+    present = [
+        (name, module, key, buffer)
+        for name, module in run.named_modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    yield
+    for name, module, key, buffer in present:
+        value = module._buffers.get(key)
+        if value is buffer:
+            continue
+        if value is None or value.shape != buffer.shape or value.dtype != buffer.dtype:
+            got = "None" if value is None else f"{value.dtype}{list(value.shape)}"
+            raise CaptureError(
+                f"forward assigns {got} to the buffer {key} of {name.partition('.')[2] or 'it'} "
+                f"({type(module).__name__}), which is {buffer.dtype}{list(buffer.shape)}; keep its "
+                "shape and dtype"
+            )
+        with torch.no_grad():
+            buffer.copy_(value)
+        module._buffers[key] = buffer
 
 
 def _ignore(_: Any) -> None:
@@ -102,7 +135,7 @@ def export(
     use the statistics of all replicas' rows. `seen` is called with the model's output.
     The result is functional. Raises `CaptureError` that names the user's line.
     """
-    check_modules(model)
+    check_modules(model, loss_fn)
     try:
         with (
             warnings.catch_warnings(),

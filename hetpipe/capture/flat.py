@@ -17,6 +17,7 @@ from hetpipe.capture.program import BUFFER, CONSTANT, COUNT, INPUT, LOSS, PARAM,
 from hetpipe.capture.random import make_explicit
 from hetpipe.capture.refuse import where
 from hetpipe.capture.slots import Key, constant_name, drop_dead, placeholders, results
+from hetpipe.capture.tensors import exported_name
 from hetpipe.errors import CaptureError
 from hetpipe.sdk.replicas import drop_sums
 
@@ -73,6 +74,7 @@ def flatten(
     if rng is not None:
         flat.inputs[rng] = (RNG, "rng")
     drop_sums(graph, kept=_of_samples(flat))
+    _skip_copies(flat)
     drop_dead(graph)
     _check_nodes(graph)
     flat.outputs = [
@@ -88,6 +90,25 @@ def flatten(
             "and no_grad in the model"
         )
     return flat
+
+
+def _skip_copies(flat: Flat) -> None:
+    """Let a buffer that gets a copy of a value have the value itself, in the layer that makes it.
+
+    The copy stands where the forward ends if the code assigns a new tensor to the buffer.
+    """
+    returned = list(results(flat.graph))
+    for index, ((role, _), node) in enumerate(flat.outputs):
+        source: Any = node.args[0] if node.target is aten.expand.default else None
+        if role == BUFFER and source is not None and _alike(node, source):
+            returned[index] = source
+    flat.graph.output_node().args = (tuple(returned),)
+
+
+def _alike(a: fx.Node, b: fx.Node) -> bool:
+    """Whether both have the same shape and dtype."""
+    one, other = a.meta["val"], b.meta["val"]
+    return bool(one.shape == other.shape and one.dtype == other.dtype)
 
 
 def _check_nodes(graph: fx.Graph) -> None:
@@ -114,12 +135,6 @@ def _is_static(value: Any) -> bool:
     return not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-def _model_name(target: str, aliases: dict[str, str]) -> str | None:
-    """The canonical name of a tensor of the model; None for a tensor of the loss."""
-    prefix, _, name = target.partition(".")
-    return aliases.get(name, name) if prefix == "model" else None
-
-
 def _name_inputs(
     flat: Flat, program: ExportedProgram, leaves: tuple[str, ...], aliases: dict[str, str]
 ) -> None:
@@ -127,14 +142,15 @@ def _name_inputs(
     remaining, first = iter(leaves), dict[Key, fx.Node]()
     for spec in program.graph_signature.input_specs:
         node, target = by_name[spec.arg.name], spec.target or ""
-        name = _model_name(target, aliases)
+        name = exported_name(target)
+        name = aliases.get(name, name)
         if spec.kind is InputKind.USER_INPUT:
             key = (INPUT, next(remaining))
-        elif spec.kind is InputKind.PARAMETER and name is not None:
+        elif spec.kind is InputKind.PARAMETER:
             key = (PARAM, name)
-        elif spec.kind is InputKind.BUFFER and name is not None:
+        elif spec.kind is InputKind.BUFFER:
             key = (BUFFER, name)
-        else:  # lifted constants, and tensors of the loss
+        else:  # lifted constants
             stored = program.constants if target in program.constants else program.state_dict
             value = stored[target].detach().cpu()
             key = (CONSTANT, constant_name(target, value))
@@ -154,10 +170,8 @@ def _name_outputs(flat: Flat, program: ExportedProgram, aliases: dict[str, str])
             role = next(user)
             flat.outputs.append(((role, role), node))
         elif spec.kind is OutputKind.BUFFER_MUTATION:
-            name = _model_name(spec.target or "", aliases)
-            if name is None:
-                raise CaptureError(f"the loss changes its buffer {spec.target}; that is not kept")
-            flat.outputs.append(((BUFFER, name), node))
+            name = exported_name(spec.target or "")
+            flat.outputs.append(((BUFFER, aliases.get(name, name)), node))
         else:
             raise CaptureError(
                 f"the model changes {spec.target or 'a result'} in place "

@@ -12,7 +12,8 @@ from hetpipe.capture.example import Example
 from hetpipe.capture.export import layer_by_layer, with_loss
 from hetpipe.capture.kept import key_of
 from hetpipe.capture.modes import Modes
-from hetpipe.capture.signature import sign
+from hetpipe.capture.repeated import check_repeatable, generators_of, restored_generators
+from hetpipe.capture.signature import Rehearsal
 from hetpipe.capture.sources import UnknownCodeError, digest_of, identity, library_digest
 
 if TYPE_CHECKING:
@@ -41,6 +42,10 @@ class Identity:
         """`seen` is called with a size, the mode and the model's output at that size."""
         self._seen = seen
         self._model, self._loss_fn, self._example, self._modes = model, loss_fn, example, modes
+        self.changed: frozenset[tuple[str, str]] | None = None
+        """The attributes that calls change without an effect on later calls: (module, name); None
+        if no call was rehearsed."""
+        self._checked: set[bool] = set()
         self._signatures: dict[tuple[int, bool], str | None] = {}
         self._sources = digest_of(model, loss_fn)
         self._parts = (
@@ -51,24 +56,53 @@ class Identity:
         )  # fmt: skip
 
     def key(self, kind: str, samples: Sequence[int], training: bool, *more: object) -> str | None:
-        """The key of content that depends on micro-batches of these sizes, and on `more`."""
-        if self._sources is None:
-            return None
+        """The key of content that depends on micro-batches of these sizes, and on `more`.
+
+        Raises `CaptureError` for a model whose next call would do something else.
+        """
         signatures = [self._signature(size, training) for size in samples]
-        if None in signatures:
+        if self._sources is None or None in signatures:
             return None
         return key_of(kind, list(samples), training, signatures, self._parts, *more)
 
+    def check_computing(self, samples: int, training: bool) -> None:
+        """Check by computing what a rehearsal without values could not.
+
+        Raises `CaptureError` for a model whose next call would do something else.
+        """
+        if training not in self._checked:
+            rehearsal = self._rehearsal(samples, training, computes=True)
+            if rehearsal is not None:
+                self._check(rehearsal, training)
+
     def _signature(self, samples: int, training: bool) -> str | None:
         if (samples, training) not in self._signatures:
-            with self._modes.restored(evaluation=not training), layer_by_layer():
-                run = with_loss(
-                    self._model, self._loss_fn, self._example,
-                    lambda out: self._seen(samples, training, out),  # no copy of it is made
-                )  # fmt: skip
-                signature = sign(run, self._example.tensors(samples))
+            rehearsal = self._rehearsal(samples, training)
+            signature = None if rehearsal is None else rehearsal.calls[0].signature
             self._signatures[samples, training] = signature
+            if rehearsal is not None and training not in self._checked:
+                self._check(rehearsal, training)
         return self._signatures[samples, training]
+
+    def _rehearsal(self, samples: int, training: bool, computes: bool = False) -> Rehearsal | None:
+        """The rehearsal after its first call; None where there can be none."""
+        with self._modes.restored(evaluation=not training), layer_by_layer():
+            run = with_loss(
+                self._model, self._loss_fn, self._example,
+                lambda out: self._seen(samples, training, out),  # no copy of it is made
+            )  # fmt: skip
+            try:
+                rehearsal = Rehearsal(run, self._example.tensors(samples), computes)
+                with restored_generators(generators_of(rehearsal.run)):
+                    rehearsal.call()
+            except Exception:  # the export will say what is wrong, if anything is
+                return None
+        return rehearsal
+
+    def _check(self, rehearsal: Rehearsal, training: bool) -> None:
+        with layer_by_layer():
+            self.changed = (self.changed or frozenset()) | check_repeatable(rehearsal)
+        self._checked.add(training)
 
 
 def tables_identity(tables: Sequence[Decompositions]) -> object:

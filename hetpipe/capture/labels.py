@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
+import torch
 from torch import fx, nn
 
 from hetpipe.capture.flat import PARAMETRIZATIONS, Flat, is_getitem, owner
@@ -18,10 +19,13 @@ from hetpipe.sdk.parts import reachable
 def label(
     flat: Flat,
     model: nn.Module,
+    parameters: Mapping[str, torch.Tensor],
     updated_buffers: frozenset[str],
     starting: Collection[str] = (),
 ) -> None:
     """Fill `flat.layer` and `flat.layer_names`; training changes the `updated_buffers`.
+
+    `parameters` has those of model and loss by name. The loss joins the last layer.
 
     A layer starts at a module that owns a parameter of two or more dimensions: if the module is a
     leaf at its first node, else at the first node that reads such a parameter. So does one at every
@@ -29,7 +33,6 @@ def label(
     """
     modules = dict(model.named_modules())
     matrices = {name: _matrices(module) for name, module in modules.items()}
-    by_name = dict(model.named_parameters())
     starts: list[str] = []
     current, index = "", -1
     for node in _calls(flat):
@@ -41,7 +44,7 @@ def label(
             starts.append(path)
             index = len(starts) - 1
         elif call != current and matrices.get(path):
-            read = {id(by_name[name]) for name in _parameters(flat, [node])}
+            read = {id(parameters[name]) for name in _parameters(flat, [node])}
             leaf = path and _is_leaf(modules[path])  # the loss's nodes have path ""
             if leaf or read & matrices[path]:
                 starts.append(path)

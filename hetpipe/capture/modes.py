@@ -56,6 +56,7 @@ class Modes:
         try:
             _set(self.training)
             if evaluation:
+                _set((module, False) for module, _ in self.training)
                 self.model.eval()
             yield
         finally:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from hetpipe.capture.tensors import roots
 from hetpipe.errors import CaptureError
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -24,10 +27,15 @@ _RUNS = {"run_model": "the model", "run_loss": "loss_fn"}
 """Functions of `hetpipe.capture.export` that run the user's code."""
 
 
-def check_modules(model: nn.Module) -> None:
+def check_modules(model: nn.Module, loss_fn: Callable[..., Any]) -> None:
     """Raise `CaptureError` for modules that, in their modes, export would change."""
-    for name, module in model.named_modules():
-        where = f"{name or 'the model'} ({type(module).__name__})"
+    for prefix, root in roots(model, loss_fn):
+        _check_modules(root, prefix, "the loss" if prefix else "the model")
+
+
+def _check_modules(root: nn.Module, prefix: str, called: str) -> None:
+    for name, module in root.named_modules():
+        where = f"{prefix + name if name else called} ({type(module).__name__})"
         if (
             isinstance(module, _BatchNorm)
             and module.momentum is None
@@ -47,11 +55,11 @@ def check_modules(model: nn.Module) -> None:
             raise CaptureError(f"{where} has sparse=True; sparse gradients are lost, use False")
         if module._backward_hooks or module._backward_pre_hooks:
             raise CaptureError(f"{where} has a backward hook, which would be lost; remove it")
-    for name, parameter in model.named_parameters():
+    for name, parameter in root.named_parameters():
         hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
         if parameter._backward_hooks or hooks:
             raise CaptureError(
-                f"parameter {name} has a gradient hook, which would be lost; remove it"
+                f"parameter {prefix}{name} has a gradient hook, which would be lost; remove it"
             )
 
 
@@ -135,14 +143,22 @@ def _raised_by(error: BaseException) -> str | None:
 def where(node: fx.Node) -> str:
     """ " at file:line" of the user's call that a node comes from, if torch recorded it."""
     frames = re.findall(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or "")
-    users = [f" at {name}:{line}" for name, line in frames if _is_users(name)]
+    users = [f" at {name}:{line}" for name, line in frames if is_users(name)]
     return users[-1] if users else ""
+
+
+def user_line() -> str:
+    """Return " at file:line" of the innermost frame of the user's code that runs now."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f" at {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
 
 
 def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
     """The deepest frame outside torch and hetpipe, in the error or its causes."""
     for link in _chain(error):
-        frames = [f for f in traceback.extract_tb(link.__traceback__) if _is_users(f.filename)]
+        frames = [f for f in traceback.extract_tb(link.__traceback__) if is_users(f.filename)]
         if frames:
             return frames[-1]
     return None
@@ -158,7 +174,7 @@ def _chain(error: BaseException) -> list[BaseException]:
     return chain
 
 
-def _is_users(filename: str) -> bool:
+def is_users(filename: str) -> bool:
     if filename.startswith((_TORCH, _HERE, "<")):
         return False
     return "site-packages" in filename or not filename.startswith(_STDLIB)

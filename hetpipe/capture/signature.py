@@ -13,19 +13,20 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from types import CellType, FunctionType
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-import torch._compile
-import torch._decomp.decompositions
-import torch._refs.nn.functional
 from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_map
+
+from hetpipe.capture.refuse import user_line
+from hetpipe.capture.tensors import tensor_bytes
+from hetpipe.capture.uncompiled import without_compiler
 
 _PLAIN = (
     int, float, complex, bool, str, bytes, type(None), type(...), slice, torch.dtype, torch.device,
@@ -33,31 +34,63 @@ _PLAIN = (
 )  # fmt: skip
 
 
-COMPILER_SKIPS = "__dynamo_disable"
-"""The attribute of a function that has its form for the compiler, see `torch/_compile.py`."""
+_CHANCE = frozenset(
+    ("rand", "randn", "rand_like", "randn_like", "randint", "randperm", "normal", "bernoulli")
+)
 
 
 class UnsignedError(Exception):
     """The code did something that a signature cannot describe."""
 
 
-def sign(run: nn.Module, leaves: list[torch.Tensor]) -> str | None:
-    """The signature of `run(*leaves)`; None if the code needs the values of tensors, or other
-    arguments than tensors and plain values. Neither modules nor leaves are changed."""
-    try:
-        run = _copied(run)
-    except Exception:  # an attribute that cannot be copied, such as a lock
-        return None
-    names: dict[str, torch.Tensor] = {**dict(run.named_parameters()), **dict(run.named_buffers())}
-    recorder = _Recorder()
-    metas = {name: recorder.named(name, value) for name, value in names.items()}
-    inputs = [recorder.named(f"leaf {i}", leaf) for i, leaf in enumerate(leaves)]
-    try:
-        with _without_compiler(), _announcing(run, recorder), torch.device("meta"), recorder:
-            torch.func.functional_call(run, metas, tuple(inputs))
-    except Exception:  # the export will say what is wrong, if anything is
-        return None
-    return recorder.digest.hexdigest()
+class Rehearsal:
+    """Calls of a copy of `run` with the same leaves, one after another.
+
+    What a call leaves in attributes and lists, the next one finds there. Tensors are on the meta
+    device; with `computes` the calls compute with copies of all tensors.
+    """
+
+    def __init__(self, run: nn.Module, leaves: list[torch.Tensor], computes: bool = False) -> None:
+        """Raises what copying the module raises."""
+        self.run = copy.deepcopy(run) if computes else _copied(run)
+        self._computes = computes
+        named = {**dict(self.run.named_parameters()), **dict(self.run.named_buffers())}
+        self._named = {name: self._prepared(value) for name, value in named.items()}
+        self._leaves = [self._prepared(leaf) for leaf in leaves]
+        self._own = {id(value) for value in (*named.values(), *leaves)}
+        self.calls: list[Call] = []
+        self.attributes = attributes_of(self.run)
+        """The attributes before the first call."""
+
+    def _prepared(self, tensor: torch.Tensor) -> torch.Tensor:
+        value = tensor.detach()
+        value = value.clone() if self._computes else value.to("meta")
+        return value.requires_grad_(tensor.requires_grad)
+
+    def call(self, locates: bool = False) -> Call:
+        """Call the module once more. With `locates` the events have lines of the user's code.
+
+        Raises what the code raises, and `UnsignedError`.
+        """
+        call = Call(self.calls, self._own, self._computes, locates)
+        for name, value in self._named.items():
+            call.add_named(name, value)
+        for index, leaf in enumerate(self._leaves):
+            call.add_named(f"leaf {index}", leaf)
+        device = nullcontext() if self._computes else torch.device("meta")
+        chance = _same_chance() if self._computes else nullcontext()
+        with chance, without_compiler(), _announcing(self.run, call), device, call:
+            torch.func.functional_call(self.run, self._named, tuple(self._leaves))
+        self.calls.append(call)
+        return call
+
+
+@contextmanager
+def _same_chance() -> Iterator[None]:
+    """Inside, torch draws the same numbers each time; afterwards it goes on as without."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
 
 
 def _copied(run: nn.Module) -> nn.Module:
@@ -71,23 +104,106 @@ def _copied(run: nn.Module) -> nn.Module:
     return copy.deepcopy(run, {id(tensor): tensor for tensor in tensors})
 
 
-class _Recorder(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.digest = hashlib.sha256()
-        self._numbers: dict[int, int] = {}
-        self._kept: list[torch.Tensor] = []  # so that no other tensor gets the id of one
+_DEPTH = 3
+"""Of the containers in an attribute."""
 
-    def named(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """The parameter, buffer or leaf on the meta device."""
-        meta = value.detach().to("meta").requires_grad_(value.requires_grad)
-        self.note(("named", name, type(value).__name__), self._described(meta))
-        self._number(meta)
-        return meta
+
+def attributes_of(run: nn.Module) -> dict[tuple[str, ...], Any]:
+    """The attributes of all modules, and the items of their lists and dicts, by place."""
+    found: dict[tuple[str, ...], Any] = {}
+    for name, module in run.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute not in _MODULE_TABLES:
+                _add(found, (name, attribute), value)
+    return found
+
+
+_MODULE_TABLES = frozenset(vars(nn.Module())) - {"training"}
+
+
+def _add(found: dict[tuple[str, ...], Any], key: tuple[str, ...], value: Any) -> None:
+    found[key] = value
+    if len(key) > _DEPTH:
+        return
+    if isinstance(value, Mapping):
+        for name, item in list(value.items()):
+            _add(found, (*key, repr(name)), item)
+    elif isinstance(value, (list, tuple)) and len(value) < 100:
+        for index, item in enumerate(value):
+            _add(found, (*key, str(index)), item)
+
+
+class CarriedTensor(NamedTuple):
+    """A tensor that an earlier call made."""
+
+    tensor: torch.Tensor
+    is_live: bool
+    event: int  # the number of the first event that uses it
+
+
+class Call(TorchFunctionMode):
+    """One call of a module as a list of events: each call of a function of torch is one.
+
+    A tensor is *live* if it was computed from parameters, buffers, leaves or chance.
+    """
+
+    def __init__(
+        self, earlier: Sequence[Call], own: set[int], computes: bool, locates: bool
+    ) -> None:
+        super().__init__()
+        self.events: list[str] = []
+        self.live_events: list[str] = []
+        """The events that touch a live tensor; they say nothing of the identity of others."""
+        self.lines: list[str] = []
+        """" at file:line" of every event, if asked for."""
+        self.carried: dict[int, CarriedTensor] = {}
+        """The tensors of earlier calls that this call uses, by id."""
+        self.outside: torch.Tensor | None = None
+        """The first tensor that requires a gradient and is neither a parameter nor computed."""
+        self.outside_line = ""
+        self.changed: list[torch.Tensor] = []
+        """The constants that the call changed in place."""
+        self.changed_lines: list[str] = []
+        self._earlier = {i: i in call._live for call in earlier for i in call._made}
+        self._made: set[int] = set()  # the ids of results
+        self._own, self._computes, self._locates = own, computes, locates
+        self._numbers: dict[int, tuple[bool, int]] = {}
+        self._counts = {True: 0, False: 0}
+        self._live: set[int] = set()
+        self._kept: list[torch.Tensor] = []  # so that no other tensor gets the id of one
+        self._words: list[object] = []
+        self._live_words: list[object] = []
+        self._is_live = False
+
+    @property
+    def signature(self) -> str:
+        """A hash of all events."""
+        return hashlib.sha256("\n".join(self.events).encode()).hexdigest()
+
+    def add_named(self, name: str, value: torch.Tensor) -> None:
+        """Begin with a parameter, buffer or leaf."""
+        self._live.add(id(value))
+        self._earlier.pop(id(value), None)
+        self.note("named", name, type(value).__name__, self._described(value), self._number(value))
+        self._end()
 
     def note(self, *words: object) -> None:
-        """Add words to the signature."""
-        self.digest.update(repr(words).encode())
+        """Add words to the present event."""
+        self._words += words
+        self._live_words += words
+
+    def add_event(self, *words: object) -> None:
+        """An event without tensors."""
+        self.note(*words)
+        self._end()
+
+    def _end(self) -> None:
+        self.events.append(repr(self._words))
+        if self._is_live:
+            self.live_events.append(repr(self._live_words))
+        if self._locates:
+            self.lines.append(user_line())
+        self._words, self._live_words, self._is_live = [], [], False
 
     def __torch_function__(
         self,
@@ -96,25 +212,56 @@ class _Recorder(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        arguments = tree_map(self._on_meta, (list(args), dict(kwargs or {})))
-        state = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
-        self.note(resolve_name(func) or _name_of(func), *state)
+        name = resolve_name(func) or _name_of(func)
+        if args and _is_in_place(name):
+            self._note_change(args[0])
+        self.note(name, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))
+        learns = torch.is_grad_enabled() and not name.endswith((".detach", ".__get__"))
+        arguments = tree_map(partial(self._argument, learns), (list(args), dict(kwargs or {})))
         self._describe(arguments)
+        self._is_live |= name.rpartition(".")[2] in _CHANCE
+        is_live = self._is_live
         result = func(*arguments[0], **arguments[1])
+        tree_map(partial(self._add_result, is_live), result)
         self._describe(result)
+        self._end()
         return result
 
-    def _on_meta(self, value: Any) -> Any:
-        """A constant's values count; the call goes on with a tensor without values."""
-        if not isinstance(value, torch.Tensor) or value.device.type == "meta":
+    def _note_change(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor) and id(value) not in self._numbers:
+            self.changed.append(value)
+            self.changed_lines.append(user_line() if self._locates else "")
+
+    def _add_result(self, is_live: bool, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self._numbers and id(value) not in self._earlier:
+                self._made.add(id(value))
+            if is_live:
+                self._live.add(id(value))
+        return value
+
+    def _argument(self, learns: bool, value: Any) -> Any:
+        """A constant's values count; on the meta device the call goes on with a tensor without."""
+        if not isinstance(value, torch.Tensor) or id(value) in self._numbers:
             return value
-        if id(value) not in self._numbers:
-            self.note("constant", value.detach().cpu().contiguous().view(-1).tolist())
+        if value.device.type == "meta" or id(value) in self._earlier:
+            return value
+        if value.requires_grad and learns and self.outside is None and id(value) not in self._own:
+            self.outside, self.outside_line = value, user_line() if self._locates else ""
+        if value.grad_fn is None:
+            data = hashlib.sha256(tensor_bytes(value)).hexdigest()
+            self._words.append(("constant", data))
+        if self._computes:
+            return value
         return value.detach().to("meta").requires_grad_(value.requires_grad)
 
     def _describe(self, value: Any) -> None:
         if isinstance(value, torch.Tensor):
-            self.note(self._number(value), self._described(value))
+            described = self._described(value)
+            is_live, number = self._number(value)
+            self._words += [number, is_live, described]
+            self._live_words += [number if is_live else "constant", described]
+            self._is_live |= is_live
         elif isinstance(value, Mapping):
             self.note("mapping", len(value))
             for key, item in value.items():
@@ -126,6 +273,11 @@ class _Recorder(TorchFunctionMode):
                 self._describe(item)
         elif isinstance(value, _PLAIN):
             self.note(value)
+        elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            data = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
+            self.note("array", value.shape, str(value.dtype), data)
+        elif isinstance(value, np.generic):
+            self.note(repr(value))
         elif isinstance(value, type) or callable(value):
             self.note(_name_of(value))
         else:
@@ -135,11 +287,28 @@ class _Recorder(TorchFunctionMode):
         layout = (tuple(tensor.shape), tensor.stride()) if tensor.layout == torch.strided else ()
         return (*layout, str(tensor.dtype), str(tensor.layout), tensor.requires_grad)
 
-    def _number(self, tensor: torch.Tensor) -> int:
-        if id(tensor) not in self._numbers:
-            self._numbers[id(tensor)] = len(self._kept)
+    def _number(self, tensor: torch.Tensor) -> tuple[bool, int]:
+        """Whether the tensor is live, and its number among these or the others."""
+        key = id(tensor)
+        if key not in self._numbers:
+            if key in self._earlier:
+                is_live = self._earlier[key]
+                self.carried[key] = CarriedTensor(tensor, is_live, len(self.events))
+                if is_live:
+                    self._live.add(key)
+            is_live = key in self._live
+            self._numbers[key] = is_live, self._counts[is_live]
+            self._counts[is_live] += 1
             self._kept.append(tensor)
-        return self._numbers[id(tensor)]
+        return self._numbers[key]
+
+
+def _is_in_place(name: str) -> bool:
+    """Whether a function of this name changes the values of its first argument."""
+    last = name.rpartition(".")[2]
+    operator = last.startswith("__i") and last not in ("__index__", "__int__", "__invert__")
+    named = last.endswith("_") and not last.endswith("__") and last != "requires_grad_"
+    return named or operator or last == "__setitem__"
 
 
 def _name_of(value: Any) -> str:
@@ -150,15 +319,15 @@ def _name_of(value: Any) -> str:
 
 
 @contextmanager
-def _announcing(run: nn.Module, recorder: _Recorder) -> Iterator[None]:
+def _announcing(run: nn.Module, call: Call) -> Iterator[None]:
     """Inside, every call of a module of `run` is noted, with its name and its end."""
     names = {module: name for name, module in run.named_modules()}
 
     def before(module: nn.Module, _: Any) -> None:
-        recorder.note("enter", names.get(module), type(module).__qualname__, module.training)
+        call.add_event("enter", names.get(module), type(module).__qualname__, module.training)
 
     def after(module: nn.Module, _args: Any, _result: Any) -> None:
-        recorder.note("leave", names.get(module))
+        call.add_event("leave", names.get(module))
 
     register = torch.nn.modules.module
     handles = [
@@ -170,47 +339,3 @@ def _announcing(run: nn.Module, recorder: _Recorder) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def _without_compiler() -> Iterator[None]:
-    """Inside, torch's shape functions in Python do not import its compiler, which takes a second.
-
-    They do so, when they are first called, only to be left alone by the compiler.
-    """
-    marked = [] if "torch._dynamo" in sys.modules else list(_hidden_from_compiler())
-    for function in marked:
-        setattr(function, COMPILER_SKIPS, function)
-    try:
-        yield
-    finally:
-        for function in marked:
-            delattr(function, COMPILER_SKIPS)
-
-
-def _hidden_from_compiler() -> Iterator[FunctionType]:
-    """The functions among torch's shape functions that `torch._compile._disable_dynamo` has wrapped
-    and that do not have their form for the compiler yet."""
-    modules = (torch._refs, torch._refs.nn.functional, torch._decomp.decompositions)
-    stack = [value for module in modules for value in vars(module).values()]
-    seen: set[int] = set()
-    while stack:
-        function = stack.pop()
-        if not isinstance(function, FunctionType) or id(function) in seen:
-            continue
-        seen.add(id(function))
-        inside = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-        stack += inside
-        if function.__code__.co_filename == torch._compile.__file__:
-            yield from (f for f in inside if _is_new(f))
-
-
-def _is_filled(cell: CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
-
-
-def _is_new(function: object) -> TypeGuard[FunctionType]:
-    return isinstance(function, FunctionType) and not hasattr(function, COMPILER_SKIPS)

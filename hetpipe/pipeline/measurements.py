@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from hetpipe.crew.crew import Crew
     from hetpipe.pipeline.boardtime import BoardTime
     from hetpipe.pipeline.training import Ran, Training
+    from hetpipe.plan.plan import Plan
     from hetpipe.simulate.timeline import Timeline
 
 
@@ -20,6 +21,11 @@ class Measurements:
     _crew: Crew
     _board_time: BoardTime | None
     """Of a plan with boards."""
+
+    @property
+    def plan(self) -> Plan:
+        """The present plan."""
+        return self._training.plan
 
     @property
     def steps(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from hetpipe.pipeline.fit import (
 )
 from hetpipe.pipeline.gradients import gradients_of
 from hetpipe.pipeline.guard import Guard
+from hetpipe.pipeline.kept_model import check_model
 from hetpipe.pipeline.launch_check import refuse_ranks
 from hetpipe.pipeline.learning import correction_of
 from hetpipe.pipeline.lifetime import Lifetime
@@ -41,7 +43,7 @@ from hetpipe.pipeline.rebalance import HORIZON, Rebalanced, Rebalancer, fixed_by
 from hetpipe.pipeline.resume import progress_of, write
 from hetpipe.pipeline.stages import Subject
 from hetpipe.pipeline.training import Result, Training, as_tensors
-from hetpipe.pipeline.untrained import ModelState
+from hetpipe.pipeline.untrained import states_of
 from hetpipe.profile import warm
 from hetpipe.profile.drift import Correction
 
@@ -54,7 +56,6 @@ if TYPE_CHECKING:
     from hetpipe.diagnosis.record import Diagnosis
     from hetpipe.optim.rule import Optimizer
     from hetpipe.pipeline.options import Options
-    from hetpipe.plan.plan import Plan
     from hetpipe.profile.measure import Progress
     from hetpipe.profile.rounds import Effort
     from hetpipe.simulate.timeline import Timeline
@@ -66,7 +67,8 @@ class Pipeline(Lifetime, Measurements):
     """A model in training on a cluster; use it as a context manager, on one thread at a time.
 
     `example` is one mini-batch `(x, y)`: tensors, tuples or dicts of them, batch first. `loss_fn`
-    takes the model's output and `y` and returns a mean over samples, or `(sum, count)`.
+    takes the model's output and `y` and returns a mean over samples, or `(sum, count)`. If it is a
+    module with parameters, they are trained as the model's are, on the last stage.
 
     `options` all have a default (`hetpipe.pipeline.options` has each in a line):
     - of the plan: `plan`, or in parts `cuts`, `replicas`, `microbatches`, `schedule`, `weights`;
@@ -130,7 +132,7 @@ class Pipeline(Lifetime, Measurements):
                 model, loss_fn, example, passes.dtypes, passes.sync_batch_norm,
                 samples=-(-mini_batch // microbatches_of(planned)), split=planned.channels,
             )  # fmt: skip
-            self._state = ModelState(model.state_dict(), self._captured)
+            self._state, self._loss_state = states_of(model, loss_fn, self._captured)
             planned = _check_captured(self._captured, planned, passes)
             self._captured.leaves(*example)
             check_cuts(planned.cuts or (), self._captured.layer_names)
@@ -150,11 +152,12 @@ class Pipeline(Lifetime, Measurements):
             check_fit(plan, infos, optimizer, updates, self._captured.sync_batch_norm, boards)
             check_boards(plan, cluster, infos)
             subject = Subject(self._captured, self._crew, plan, optimizer, passes, updates)
-            self._board_time = self._time_of_boards(plan, costs)
+            self._board_time = _time_of_boards(subject, costs)
             self._training = Training(subject, mini_batch, resume, progress)
             self._rebalancer = Rebalancer(
                 self._training, self._crew, costs, fixed, planned.rebalance is not None
             )
+            self._guard.checks.append(partial(check_model, self._captured.watch))
             self._delivery = Delivery(self._training, self._guard, self._rebalancer)
         except BaseException:
             self.close()
@@ -231,6 +234,15 @@ class Pipeline(Lifetime, Measurements):
             self._delivery.settle()
             return self._state.now(self._training)
 
+    def loss_state_dict(self) -> dict[str, torch.Tensor]:
+        """The loss's parameters and buffers under their original names; none for a function.
+
+        In checkpoints, gradients and `decay_exclude` their names begin with `loss.`.
+        """
+        with self._guard("loss_state_dict"):
+            self._delivery.settle()
+            return self._loss_state.now(self._training)
+
     def save(self, directory: str | Path, *, force: bool = False) -> None:
         """Write a checkpoint, in place of the one in that folder; flushes first.
 
@@ -277,11 +289,6 @@ class Pipeline(Lifetime, Measurements):
         return pipe
 
     @property
-    def plan(self) -> Plan:
-        """The present plan."""
-        return self._training.plan
-
-    @property
     def costs(self) -> CostTable | None:
         """Those of the profile, scaled by what the last mini-batches took; None without one."""
         return self._rebalancer.costs
@@ -307,11 +314,12 @@ class Pipeline(Lifetime, Measurements):
             moves = self._rebalancer
             return correction_of(moves.learning, self._crew, self.plan, moves.planned_by)
 
-    def _time_of_boards(self, plan: Plan, costs: CostTable | None) -> BoardTime | None:
-        cluster = self._crew.cluster
-        if costs is None or not boards_of(plan, cluster):
-            return None
-        return BoardTime(self._captured, cluster, self._optimizer, plan, costs)
+
+def _time_of_boards(subject: Subject, costs: CostTable | None) -> BoardTime | None:
+    cluster = subject.crew.cluster
+    if costs is None or not boards_of(subject.plan, cluster):
+        return None
+    return BoardTime(subject.captured, cluster, subject.optimizer, subject.plan, costs)
 
 
 def _check_captured(captured: Captured, planned: PlanOptions, passes: PassOptions) -> PlanOptions:

@@ -305,13 +305,16 @@ class Training:
 
 
 def state_dict(
-    training: Training, captured: Captured, names: Iterable[str]
+    training: Training, captured: Captured, names: Iterable[str], prefix: str = ""
 ) -> dict[str, torch.Tensor]:
-    """The parameters and buffers of these names in the model, at rest."""
+    """The parameters and buffers of these names in the model, at rest.
+
+    With `prefix` they are of the loss: captured names have it and the results do not.
+    """
     values = {**captured.parameters, **captured.buffers}
     values.update(training.read(PARAM))
     values.update(training.read(BUFFER))
-    own = {name: captured.aliases.get(name, name) for name in names}
+    own = {name: captured.aliases.get(prefix + name, prefix + name) for name in names}
     return as_tensors({name: values[of] for name, of in own.items() if of in values})
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from hetpipe.capture.tensors import LOSS_PREFIX
 from hetpipe.pipeline.training import state_dict
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from hetpipe.capture.captured import Captured
     from hetpipe.pipeline.training import Training
 
@@ -25,17 +28,22 @@ class ModelState:
     """A model's `state_dict`: `state` with what was trained in it.
 
     It keeps copies of the other entries: buffers that nobody reads, and modules' extra state.
+    Captured names begin with `prefix`.
     """
 
-    def __init__(self, state: Mapping[str, Any], captured: Captured) -> None:
-        self._captured = captured
+    def __init__(self, state: Mapping[str, Any], captured: Captured, prefix: str) -> None:
+        self._captured, self._prefix = captured, prefix
         self._names = list(state)
         trained = {*captured.parameters, *captured.buffers, *captured.aliases}
-        self._others = {name: copy.deepcopy(state[name]) for name in state if name not in trained}
+        self._others = {
+            name: copy.deepcopy(state[name]) for name in state if prefix + name not in trained
+        }
 
     def now(self, training: Training) -> dict[str, Any]:
         """Return the entries of a training at rest, in the model's order."""
-        state = self._others | state_dict(training, self._captured, self._names)
+        trained = state_dict(training, self._captured, self._names, self._prefix)
+        self._captured.watch.add_returned(trained, self._prefix)
+        state = self._others | trained
         return {name: state[name] for name in self._names}
 
     def warn_of_extra(self) -> None:
@@ -48,3 +56,11 @@ class ModelState:
                 ExtraStateWarning,
                 stacklevel=4,
             )
+
+
+def states_of(
+    model: nn.Module, loss_fn: Callable[..., Any], captured: Captured
+) -> tuple[ModelState, ModelState]:
+    """Return the states of the model and of the loss; a loss that is a function has none."""
+    of_loss: Mapping[str, Any] = getattr(loss_fn, "state_dict", dict)()
+    return ModelState(model.state_dict(), captured, ""), ModelState(of_loss, captured, LOSS_PREFIX)

@@ -97,7 +97,7 @@ def test_sparse_embedding_function() -> None:
     def look_up(x: torch.Tensor) -> torch.Tensor:
         return F.embedding((x[:, 0] > 0).long(), table, sparse=True)
 
-    table = nn.Parameter(torch.randn(2, 4))
+    table = torch.randn(2, 4)
     with pytest.raises(CaptureError, match=rf"sparse=True.*{HERE}.*sparse=False"):
         Captured(Model(look_up), F.cross_entropy, _batch())
 

@@ -1,0 +1,263 @@
+"""Refuses code whose next call would do something else than the call that capture records.
+
+State in attributes and lists, counters and chance of Python's are fixed by an export. So a copy of
+the model is called twice: both calls must ask torch for the same. A value that the first call
+stores for later, such as a mask, is no state if it depends on constants alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from hetpipe.capture.refuse import is_users
+from hetpipe.capture.signature import Call, Rehearsal, attributes_of
+from hetpipe.errors import CaptureError
+
+_BUFFER = (
+    "capture would fix its present value. Register it as a buffer (register_buffer) and let "
+    "forward change that, or pass it in with the batch"
+)
+_FAR = 1_000_003
+"""Added to a counter, to see whether anything depends on it."""
+
+
+def check_repeatable(rehearsal: Rehearsal) -> frozenset[tuple[str, str]]:
+    """Raise `CaptureError` unless later calls of the module do what its first call did.
+
+    The first call has been made. Returns the attributes that calls change all the same, as
+    (module, attribute).
+    """
+    try:
+        return _check(rehearsal)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            "the model could be called once but not again, with the same batch: "
+            f"{type(error).__name__}: {error}; forward must leave the model as it was"
+        ) from error
+
+
+def _check(rehearsal: Rehearsal) -> frozenset[tuple[str, str]]:
+    first = rehearsal.calls[0]
+    if first.outside is not None:
+        raise _outside(rehearsal)
+    if first.changed:
+        _check_changed(rehearsal)
+    generators = generators_of(rehearsal.run)
+    with restored_generators(generators):
+        states, before = _states(generators), attributes_of(rehearsal.run)
+        second = rehearsal.call()
+        if _states(generators) != states:
+            raise _chance(rehearsal, generators)
+        after = attributes_of(rehearsal.run)
+        changed = {key for key, value in after.items() if before.get(key) is not value}
+        if not _agree(first, second, rehearsal):
+            raise _state(rehearsal, second)
+        counters = [
+            key for key in changed if _is_number(after[key]) and _is_number(before.get(key))
+        ]
+        if counters:
+            _check_counters(rehearsal, counters)
+        begin = rehearsal.attributes
+        changed |= {key for key, value in after.items() if begin.get(key) is not value}
+        return frozenset((key[0], key[1]) for key in changed)
+
+
+def _check_changed(rehearsal: Rehearsal) -> None:
+    """Raise `CaptureError` for an attribute that is no buffer and is changed in place."""
+    names = {id(value): key for key, value in attributes_of(rehearsal.run).items()}
+    call = rehearsal.call(locates=True)
+    for tensor, line in zip(call.changed, call.changed_lines, strict=True):
+        if id(tensor) in names:
+            raise CaptureError(
+                f"the attribute {_called(rehearsal.run, names[id(tensor)])} is changed in place"
+                f"{line}; {_BUFFER}"
+            )
+
+
+def _agree(first: Call, second: Call, rehearsal: Rehearsal) -> bool:
+    """Whether the calls differ only by values that were stored for good in the first."""
+    if any(carried.is_live for carried in second.carried.values()):
+        return False
+    if first.events == second.events and not second.carried:
+        return True
+    if first.live_events != second.live_events:
+        return False
+    third = rehearsal.call()
+    return third.events == second.events and third.carried.keys() == second.carried.keys()
+
+
+def _check_counters(rehearsal: Rehearsal, counters: list[tuple[str, ...]]) -> None:
+    """Raise `CaptureError` for a counter on whose value the calls depend."""
+    last = rehearsal.calls[-1]
+    for key in counters:
+        owner, name = dict(rehearsal.run.named_modules())[key[0]], key[1]
+        if len(key) > 2:
+            continue  # inside a container
+        value = getattr(owner, name)
+        setattr(owner, name, value + _FAR)
+        try:
+            found = rehearsal.call()
+            depends = found.events != last.events
+        except Exception:
+            depends = True
+        setattr(owner, name, value)
+        if depends:
+            raise CaptureError(
+                f"forward depends on the attribute {_called(rehearsal.run, key)}, which every call "
+                f"changes; {_BUFFER}"
+            )
+
+
+def _outside(rehearsal: Rehearsal) -> CaptureError:
+    call = rehearsal.call(locates=True)
+    tensor = call.outside
+    shape = None if tensor is None else tuple(tensor.shape)
+    names = [key for key, value in attributes_of(rehearsal.run).items() if value is tensor]
+    called = f" {_called(rehearsal.run, names[0])}" if names else ""
+    return CaptureError(
+        f"a tensor{called} of shape {shape} requires a gradient{call.outside_line} and is a "
+        "parameter of neither the model nor loss_fn, so it would not be trained: give the model or "
+        "a loss_fn that is an nn.Module it as an nn.Parameter, or read it under torch.no_grad() "
+        "or by detach()"
+    )
+
+
+def _chance(rehearsal: Rehearsal, generators: Mapping[str, Any]) -> CaptureError:
+    states = _states(generators)
+    with _watching_draws() as lines:
+        rehearsal.call()
+    now = _states(generators)
+    name = next((n for n in generators if now[n] != states[n]), next(iter(generators)))
+    line = lines[0] if lines else ""
+    return CaptureError(
+        f"forward draws numbers from {name}{line}: capture would fix this one draw for all "
+        "mini-batches; use torch.rand, torch.bernoulli or dropout, or pass the numbers in with the "
+        "batch"
+    )
+
+
+def _state(rehearsal: Rehearsal, second: Call) -> CaptureError:
+    """The refusal of calls that differ: by another call with lines, the attribute or the line."""
+    before = attributes_of(rehearsal.run)
+    call = rehearsal.call(locates=True)
+    after = attributes_of(rehearsal.run)
+    names = {id(value): key for key, value in before.items()}
+    for carried in call.carried.values():
+        if carried.is_live or id(carried.tensor) in names:
+            key = names.get(id(carried.tensor))
+            called = "a tensor" if key is None else f"the attribute {_called(rehearsal.run, key)}"
+            return CaptureError(
+                f"forward reads {called}{call.lines[carried.event]}, which an earlier call set; "
+                f"{_BUFFER}"
+            )
+    pairs = enumerate(itertools.zip_longest(second.events, call.events))
+    index = next((i for i, (a, b) in pairs if a != b), 0)
+    line = call.lines[min(index, len(call.lines) - 1)]
+    changed = [key for key, value in after.items() if before.get(key) is not value]
+    state = ", ".join(_called(rehearsal.run, key) for key in changed[:3])
+    why = f"; calls change {state}" if state else ""
+    return CaptureError(f"two calls of the model with the same batch differ{line}{why}: {_BUFFER}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _called(run: nn.Module, key: tuple[str, ...]) -> str:
+    """`layer.h (of Layer)`, or `h[0]`, in the words of the user."""
+    module = dict(run.named_modules())[key[0]]
+    root, _, path = key[0].partition(".")
+    path = path if root == "model" else key[0]
+    name = ".".join(filter(None, (path, key[1]))) + "".join(f"[{item}]" for item in key[2:])
+    return f"{name} ({type(module).__name__})"
+
+
+def generators_of(run: nn.Module) -> dict[str, Any]:
+    """The generators of random numbers that the code may use, by name: Python's, numpy's, and those
+    in attributes and in the globals of the modules' files."""
+    found: dict[str, Any] = {"random": random._inst, "numpy.random": np.random.mtrand._rand}
+    files: set[str] = set()
+    for name, module in run.named_modules():
+        files.add(type(module).__module__)
+        for attribute, value in vars(module).items():
+            if isinstance(value, _GENERATORS):
+                found[f"{name.partition('.')[2]}.{attribute}".lstrip(".")] = value
+            elif callable(value):
+                files.add(getattr(value, "__module__", None) or "torch.")
+    for file in files:
+        if file.startswith("torch."):
+            continue
+        for name, value in list(vars(sys.modules.get(file, random)).items()):
+            if isinstance(value, _GENERATORS) and value is not found["random"]:
+                found[name] = value
+    return found
+
+
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+
+
+def _states(generators: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _state_of(generator) for name, generator in generators.items()}
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return repr(generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState):
+        return repr([np.asarray(part).tobytes() for part in generator.get_state(legacy=True)])
+    return None if isinstance(generator, random.SystemRandom) else generator.getstate()
+
+
+@contextmanager
+def restored_generators(generators: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, draws change the generators; afterwards they have their present states."""
+    undo: list[Callable[[], None]] = []
+    for generator in generators.values():
+        if isinstance(generator, np.random.Generator):
+            bits = generator.bit_generator
+            undo.append(partial(setattr, bits, "state", bits.state))
+        elif isinstance(generator, np.random.RandomState):
+            undo.append(partial(generator.set_state, generator.get_state()))
+        elif not isinstance(generator, random.SystemRandom):
+            undo.append(partial(generator.setstate, generator.getstate()))
+    try:
+        yield
+    finally:
+        for restore in undo:
+            restore()
+
+
+@contextmanager
+def _watching_draws() -> Iterator[list[str]]:
+    """Inside, the list gets " at file:line" of every call of a generator's method."""
+    lines: list[str] = []
+
+    def watch(frame: FrameType, event: str, argument: Any) -> None:
+        draws = event == "c_call" and isinstance(getattr(argument, "__self__", None), _GENERATORS)
+        inside = event == "call" and frame.f_code.co_filename == random.__file__
+        if not (draws or inside):
+            return
+        caller: FrameType | None = frame
+        while caller is not None and not is_users(caller.f_code.co_filename):
+            caller = caller.f_back
+        if caller is not None:
+            lines.append(f" at {caller.f_code.co_filename}:{caller.f_lineno}")
+
+    previous = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        yield lines
+    finally:
+        sys.setprofile(previous)

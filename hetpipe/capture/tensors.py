@@ -1,0 +1,87 @@
+"""Names of the tensors of a model and of its loss.
+
+The model's tensors keep their own names. A tensor of a loss that is a module has the prefix
+`loss.`, so a parameter `centers` of the loss is `loss.centers` in checkpoints and optimizers.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetpipe.errors import CaptureError
+
+LOSS_PREFIX = "loss."
+
+
+class NamedTensors:
+    """The parameters and buffers of a model and its loss, by name.
+
+    A tensor with several names is there once, under the first; `aliases` maps its other names to
+    that name. A tensor that model and loss share has the model's name.
+    Raises `CaptureError` if a tensor of the loss would get the name of a tensor of the model.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any]) -> None:
+        names: dict[int, str] = {}
+        self.parameters: dict[str, torch.Tensor] = {}
+        self.buffers: dict[str, torch.Tensor] = {}
+        self.aliases: dict[str, str] = {}
+        model_names: set[str] = set()
+        for prefix, module in roots(model, loss_fn):
+            for tensors, found in (
+                (self.parameters, module.named_parameters(remove_duplicate=False)),
+                (self.buffers, module.named_buffers(remove_duplicate=False)),
+            ):
+                for own_name, tensor in found:
+                    name = prefix + own_name
+                    if prefix and name in model_names:
+                        raise CaptureError(
+                            f"the loss's tensor {own_name} would be called {name} in checkpoints, "
+                            "but the model has a tensor of that name; rename one of them"
+                        )
+                    first = names.setdefault(id(tensor), name)
+                    if first == name:
+                        tensors[name] = tensor
+                    else:
+                        self.aliases[name] = first
+            model_names = {*self.parameters, *self.buffers, *self.aliases}
+
+    def loss_digest(self) -> str:
+        """A hash of the values of the loss's tensors."""
+        digest = hashlib.sha256()
+        for name, tensor in {**self.parameters, **self.buffers}.items():
+            if name.startswith(LOSS_PREFIX):
+                digest.update(name.encode() + tensor_bytes(tensor))
+        return digest.hexdigest()
+
+
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
+    """The values of a strided tensor of any dtype, row by row."""
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def copied_loss(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss with copies of its buffers, which a call may change, if it is a module."""
+    if not isinstance(loss_fn, nn.Module):
+        return loss_fn
+    return copy.deepcopy(loss_fn, {id(p): p for p in loss_fn.parameters()})
+
+
+def roots(model: nn.Module, loss_fn: Callable[..., Any]) -> Iterator[tuple[str, nn.Module]]:
+    """The model, and the loss if it is a module, each with the prefix of its tensors' names."""
+    yield "", model
+    if isinstance(loss_fn, nn.Module):
+        yield LOSS_PREFIX, loss_fn
+
+
+def exported_name(target: str) -> str:
+    """The name of a tensor that the exported graph calls `model.NAME` or `loss_fn.NAME`."""
+    root, _, name = target.partition(".")
+    return name if root == "model" else LOSS_PREFIX + name

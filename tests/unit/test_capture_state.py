@@ -1,0 +1,239 @@
+"""State and chance in the forward, which an export would fix: refused by name, or kept right."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from capture_harness import Stages
+from torch import nn
+
+from hetpipe.capture import Captured
+from hetpipe.errors import CaptureError
+
+HERE = r"test_capture_state\.py:\d+"
+NUMBERS = np.random.default_rng(0)
+COUNT = itertools.count(1)
+OUTSIDE = nn.Parameter(torch.ones(4))
+STORED: dict[str, Any] = {}
+
+
+class Model(nn.Module):
+    """A linear layer around a method of the model."""
+
+    def __init__(self, function: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.register_buffer("mean", torch.zeros(4))
+        self.function = function
+        self.h = torch.zeros(4)
+        self.items: list[Any] = [torch.zeros(4)]
+        self.state = {"step": 0}
+        self.calls, self.far, self.mask, self.chance = 0, 1.0, None, random.Random(0)
+        self.weight = torch.ones(4, requires_grad=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.function(self, self.first(x)))
+
+
+def attribute(model: Any, h: torch.Tensor) -> torch.Tensor:
+    model.h = 0.5 * model.h + h.detach().mean(0)
+    return h - model.h
+
+
+def item(model: Any, h: torch.Tensor) -> torch.Tensor:
+    model.items[0] = 0.5 * model.items[0] + h.detach().mean(0)
+    return h - model.items[0]
+
+
+def in_place(model: Any, h: torch.Tensor) -> torch.Tensor:
+    model.h.add_(1)
+    return h - model.h
+
+
+def constant(model: Any, h: torch.Tensor) -> torch.Tensor:
+    model.h = model.h + 1  # depends on nothing, and is another tensor each time
+    return h - model.h
+
+
+def counter(model: Any, h: torch.Tensor) -> torch.Tensor:
+    model.calls += 1
+    return h * min(1.0, model.calls / 4)
+
+
+def late_counter(model: Any, h: torch.Tensor) -> torch.Tensor:
+    model.calls += 1
+    return h * 2 if model.calls > 1000 else h
+
+
+def counter_in_a_dict(model: Any, h: torch.Tensor) -> torch.Tensor:
+    model.state["step"] += 1
+    return h * model.state["step"]
+
+
+def first_batch(model: Any, h: torch.Tensor) -> torch.Tensor:
+    if model.mask is None:
+        model.mask = h.detach().mean(0)
+    return h - model.mask
+
+
+def global_counter(model: Any, h: torch.Tensor) -> torch.Tensor:
+    return h * next(COUNT)
+
+
+def global_tensor(model: Any, h: torch.Tensor) -> torch.Tensor:
+    last, STORED["h"] = STORED.get("h", h), h.detach()
+    return h - last.mean(0)
+
+
+def python_chance(model: Any, h: torch.Tensor) -> torch.Tensor:
+    return h * 0 if random.random() < 1e-9 else h
+
+
+def numpy_chance(model: Any, h: torch.Tensor) -> torch.Tensor:
+    return h * torch.tensor((np.random.rand(4) < 1e-9) * 2.0, dtype=h.dtype)
+
+
+def numpy_tensor(model: Any, h: torch.Tensor) -> torch.Tensor:
+    return h * torch.from_numpy(NUMBERS.random(4, dtype=np.float32))
+
+
+def own_chance(model: Any, h: torch.Tensor) -> torch.Tensor:
+    return h * 2 if model.chance.random() < 1e-9 else h
+
+
+def clock(model: Any, h: torch.Tensor) -> torch.Tensor:
+    return h * time.perf_counter()
+
+
+def computed_on_values(model: Any, h: torch.Tensor) -> torch.Tensor:
+    model.calls += int(torch.tensor(1))  # needs values, so it cannot be rehearsed without
+    return h * model.calls
+
+
+def outside(model: Any, h: torch.Tensor) -> torch.Tensor:
+    return h * OUTSIDE
+
+
+def unregistered(model: Any, h: torch.Tensor) -> torch.Tensor:
+    return h * model.weight
+
+
+def _batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(4, 3), torch.randint(0, 2, (4,))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (attribute, rf"reads the attribute h \(Model\) at .*{HERE}.*register_buffer"),
+        (item, rf"reads the attribute items\[0\] \(Model\) at .*{HERE}"),
+        (in_place, rf"attribute h \(Model\) is changed in place at .*{HERE}.*register_buffer"),
+        (constant, rf"reads the attribute h \(Model\) at .*{HERE}"),
+        (counter, rf"differ at .*{HERE}; calls change calls \(Model\)"),
+        (late_counter, r"depends on the attribute calls \(Model\), which every call changes"),
+        (counter_in_a_dict, rf"differ at .*{HERE}; calls change state\['step'\] \(Model\)"),
+        (first_batch, rf"reads the attribute mask \(Model\) at .*{HERE}"),
+        (global_counter, rf"differ at .*{HERE}"),
+        (global_tensor, rf"reads a tensor at .*{HERE}, which an earlier call set"),
+        (python_chance, rf"draws numbers from random at .*{HERE}.*torch.rand"),
+        (numpy_chance, r"draws numbers from numpy.random"),
+        (numpy_tensor, r"draws numbers from NUMBERS"),
+        (own_chance, rf"draws numbers from chance at .*{HERE}"),
+        (clock, rf"differ at .*{HERE}"),
+        (computed_on_values, rf"differ at .*{HERE}; calls change calls"),
+        (outside, rf"a tensor of shape \(4,\) requires a gradient at .*{HERE}.*nn.Parameter"),
+        (unregistered, r"a tensor weight \(Model\) of shape \(4,\) requires a gradient"),
+    ],
+)
+def test_state_is_refused(
+    function: Callable[[Any, torch.Tensor], torch.Tensor], message: str
+) -> None:
+    """On the first start, and on one for which an earlier capture may be kept."""
+    states = random.getstate(), np.random.get_state()[1].tolist(), NUMBERS.bit_generator.state
+    for _ in range(2):
+        STORED.clear()
+        with pytest.raises(CaptureError, match=message):
+            Captured(Model(function), F.cross_entropy, _batch())
+    assert states[0] == random.getstate()
+    assert states[1] == np.random.get_state()[1].tolist()
+    assert states[2] == NUMBERS.bit_generator.state
+
+
+def kept_mask(model: Any, h: torch.Tensor) -> torch.Tensor:
+    if model.mask is None:
+        model.mask = torch.arange(4.0) / torch.arange(4.0).sum()
+    return h * model.mask
+
+
+def kept_result(model: Any, h: torch.Tensor) -> torch.Tensor:
+    model.h = torch.tanh(h)  # for somebody who looks at it
+    model.calls += 1  # and so is this
+    return model.h
+
+
+def own_parameter(model: Any, h: torch.Tensor) -> torch.Tensor:
+    return h + 0.1 * OUTSIDE.detach() * model.items[0]
+
+
+def frozen(model: Any, h: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        shift = OUTSIDE * 2
+    return h + shift
+
+
+def reassigned(model: Any, h: torch.Tensor) -> torch.Tensor:
+    model.mean = 0.5 * model.mean + h.detach().mean(0)
+    return h - model.mean
+
+
+@pytest.mark.parametrize("function", [kept_mask, kept_result, own_parameter, frozen, reassigned])
+def test_what_is_no_state_trains_as_in_torch(
+    function: Callable[[Any, torch.Tensor], torch.Tensor],
+) -> None:
+    torch.manual_seed(0)
+    model, (x, y) = Model(function), _batch()
+    eager = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = Captured(model, F.cross_entropy, (x, y))
+    stages = Stages(found, found.stage_graphs([1], [{}, {}], [4], None))
+    for step in range(3):
+        eager.zero_grad()
+        loss = F.cross_entropy(eager(x), y)
+        loss.backward()
+        (gradients,) = [{**a, **b} for a, b in [stages.step((x, y), [4], [1.0], step)]]
+        assert stages.loss == pytest.approx(loss.item(), rel=1e-6)
+        for name, parameter in eager.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad)
+    if function is reassigned:
+        torch.testing.assert_close(stages.buffers["mean"], eager.mean)
+
+
+def test_a_loss_that_reads_a_parameter_of_the_model() -> None:
+    model = Model(kept_mask)
+    found = Captured(
+        model,
+        lambda out, y: F.cross_entropy(out, y) + model.first.weight.square().sum(),
+        _batch(),
+    )
+    assert "first.weight" in found.parameters
+
+
+def test_a_parameter_in_the_closure_of_a_loss_is_refused() -> None:
+    centers = nn.Embedding(2, 2)
+    with pytest.raises(CaptureError, match=rf"requires a gradient at .*{HERE}.*nn.Module"):
+        Captured(
+            Model(kept_mask),
+            lambda out, y: F.cross_entropy(out, y) + (out - centers(y)).square().mean(),
+            _batch(),
+        )
