@@ -207,11 +207,12 @@ def _backward_times(
     for node in workload.nodes:
         if not node.isBackwardNode and node.colorClass is not None:
             classes.setdefault(node.colorClass, {})[owners[node.id]] = None
-    groups = [(owner,) for owner in owners.values()]  # of layers that a node's time goes to
+    # Layers that share the time of a node: each forward's layer, then each class of backwards.
+    groups: list[tuple[int, ...]] = [(owner,) for owner in owners.values()]
     group_of = {id: number for number, id in enumerate(owners)}
     backward = {n.id: n for n in workload.nodes if n.isBackwardNode}
     whole = {color: len(groups) + number for number, color in enumerate(classes)}
-    groups += map(tuple, classes.values())
+    groups += [tuple(members) for members in classes.values()]
     group_of |= {
         id: whole[node.colorClass] for id, node in backward.items() if node.colorClass in whole
     }
