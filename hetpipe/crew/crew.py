@@ -19,7 +19,7 @@ from hetpipe.crew.moving import coming, stage_moves
 from hetpipe.crew.placement import Placement
 from hetpipe.crew.request import Apply, Part, Request, StepRequest, StepResult
 from hetpipe.crew.workers import Workers
-from hetpipe.errors import HetpipeError
+from hetpipe.errors import HetpipeError, UnsupportedOperatorError
 from hetpipe.schedule.closing import closing
 from hetpipe.schedule.lanes import worker_rows
 from hetpipe.wire import messages as say
@@ -72,7 +72,8 @@ class Crew(Workers):
         a micro-batch by their `shares` (default equal); `sizes` are the samples of whole
         micro-batches. A schedule's rows are the members in the order of their first stage; the
         replicas of a stage share a row, unless they take turns. Replaces all stages loaded before.
-        Raises `HetpipeError` if stages, members and values do not fit together.
+        Raises `HetpipeError`, and nothing changes, if stages, members and values do not fit
+        together, or a device lacks an operator.
         """
         assembly, placement = _assembled(stages, members, values, shares, sizes)
         loads = {
@@ -118,11 +119,12 @@ class Crew(Workers):
         keep: say.Keep,
         state_init: Callable[..., Array],
     ) -> None:
-        """Load these replicas' stages; all others stay as they are."""
-        for member in placement.row_of:
-            self._worker(member)
-        self._assembly, self._placement = None, placement
-        self.load_count += 1
+        """Load these replicas' stages; all others stay as they are.
+
+        Raises `UnsupportedOperatorError`, before anything changes, for a stage that its device
+        cannot run.
+        """
+        workers = [self._worker(member) for member in placement.row_of]
         with self._guarded():
             streaming = {member for member, info in self.infos.items() if streams(info)}
             plugged = assembly.plug(self.cluster, placement.members, self._index, streaming)
@@ -133,7 +135,19 @@ class Crew(Workers):
                 with fds:
                     message = say.Load(own, keep, state_init, ends, assembly.shares, stay)
                     self._fleet.send(self._index[member], message, fds.numbers)
-            self._control.gather(self._workers)
+            answers = dict(zip(placement.row_of, self._control.gather(workers), strict=True))
+            refused = [(member, *each) for member, own in answers.items() for each in own.items()]
+            if not refused:
+                self._assembly, self._placement = None, placement
+                self.load_count += 1
+            for worker in workers:
+                self._fleet.send(worker, say.Begin(not refused))
+            self._control.gather(workers)
+        for member, stage, reason in refused:
+            raise UnsupportedOperatorError(
+                f"stage {stage} on {member}: {reason}; give that layer to another device (cuts), "
+                "or leave this device out"
+            )
         self._assembly, self._patience = assembly, Patience()
         self._scripts.clear()
         self._posted.clear()

@@ -261,10 +261,15 @@ class Training:
         if sizes <= ready:
             return
         self.flush()
-        ready |= sizes
         roles = (*ROLES, *self._accumulating())
         values = Checkpoint({}, {role: self.read(role) for role in roles})
-        self.stages.load(values, self.updates, self.steps)
+        more = sizes - ready
+        ready |= more
+        try:
+            self.stages.load(values, self.updates, self.steps)
+        except HetpipeError:
+            ready -= more
+            raise
 
     def move(self, plan: Plan) -> None:
         """Go on under a plan with other cuts or members, at rest; nothing may be accumulated.

@@ -108,7 +108,10 @@ class StageLoad:
 
 @dataclass(frozen=True)
 class Load:
-    """Load these stages, in place of all others but those that stay as they are."""
+    """Prepare to load these stages, in place of all others but those that stay as they are.
+
+    The reply says what the device cannot run; nothing changes before `Begin`.
+    """
 
     stages: tuple[StageLoad, ...]
     keep: Keep
@@ -116,6 +119,13 @@ class Load:
     edges: tuple[EdgeEnd, ...]
     shares: Shares
     stay: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Load the stages of the last `Load`; or forget them, if a worker cannot run its own."""
+
+    loads: bool
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ def compile_ahead(device: Device, stages: Sequence[StageGraphs]) -> None:
     """Let the device begin with what it supports; whoever loads the rest refuses it."""
     graphs = []
     for stage in stages:
-        for program in _programs(stage):
+        for program in programs_of(stage):
             if has_sums(program):  # its parts depend on the replicas
                 continue
             graph = of_one_replica(program.graph)
@@ -27,7 +27,8 @@ def compile_ahead(device: Device, stages: Sequence[StageGraphs]) -> None:
     device.compile_ahead(graphs)
 
 
-def _programs(stage: StageGraphs) -> list[Program]:
+def programs_of(stage: StageGraphs) -> list[Program]:
+    """Return all programs of a stage."""
     passes = [program for own in stage.passes.values() for program in own.programs]
     extras = (stage.update, stage.predict, stage.norm)
     return [*passes, *(p for p in extras if p is not None), *stage.evaluation.values()]

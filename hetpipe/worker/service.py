@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,6 +22,7 @@ from hetpipe.wire.messages import (
     SCRIPTS,
     Apply,
     Array,
+    Begin,
     Call,
     Failure,
     Load,
@@ -41,6 +43,7 @@ from hetpipe.worker.emulation import Emulation
 from hetpipe.worker.exchange import Exchange
 from hetpipe.worker.lanes import HandOver
 from hetpipe.worker.minibatches import MiniBatches
+from hetpipe.worker.refusals import refused_by
 from hetpipe.worker.runner import Runner
 from hetpipe.worker.script import Script
 from hetpipe.worker.stage import Stage
@@ -63,6 +66,7 @@ class Service:
         self._emulation = Emulation(order.member.speed)
         self._inbox: SimpleQueue[tuple[Any, Sequence[int]]] = SimpleQueue()
         self._task = "start"
+        self._asked: Any = None  # the latest `Load` and its descriptors, until it begins
         self._stages: dict[int, Stage] = {}
         self._replicas: dict[int, int] = {}  # by stage
         self._exchange: Exchange | None = None
@@ -146,7 +150,18 @@ class Service:
             transport.join(order.rank, order.world, meeting.address, order.start_timeout_s)
         return self._device
 
-    def _load(self, message: Load, fds: Sequence[int]) -> None:
+    def _load(self, message: Load, fds: Sequence[int]) -> dict[int, str]:
+        """Return the reasons why the device cannot run a stage, by the number of the stage."""
+        self._asked = message, fds
+        refused = refused_by(self._device, [load.graphs for load in message.stages])
+        return {message.stages[n].graphs.stage: reason for n, reason in refused.items()}
+
+    def _begin(self, command: Begin, _: Sequence[int]) -> None:
+        (message, fds), self._asked = self._asked, None
+        if not command.loads:
+            for fd in fds:
+                os.close(fd)
+            return
         self._close_edges()
         self._runner = None
         self._scripts.clear()
@@ -256,6 +271,7 @@ class Service:
 
 _COMMANDS: dict[type, Callable[[Service, Any, Sequence[int]], Any]] = {
     Load: Service._load,
+    Begin: Service._begin,
     Step: Service._step,
     Call: Service._call,
     Read: Service._read,
