@@ -41,7 +41,7 @@ def cache_folder(kind: str, variable: str = "") -> Path:
     a `CacheWarning`. Raises `HetpipeError` if there is no such folder either.
     """
     named = os.environ.get(variable)
-    base = Path(os.path.abspath(os.path.expanduser(named))) if named else user_cache_path("hetpipe")
+    base = Path(os.path.abspath(os.path.expanduser(named))) if named else _users_folder()
     problem = _problem_of_cache(base, kind, tighten_base=not named)
     if not problem:
         return base / kind
@@ -53,6 +53,13 @@ def cache_folder(kind: str, variable: str = "") -> Path:
         )
     warn_once(base, problem, folder.parent, variable or "XDG_CACHE_HOME")
     return folder
+
+
+def _users_folder() -> Path:
+    try:
+        return user_cache_path("hetpipe")
+    except RuntimeError:  # there is no home folder; older versions return the same
+        return Path("~/.cache/hetpipe")
 
 
 def optional_folder(kind: str, variable: str = "") -> Path | None:
@@ -72,7 +79,7 @@ def _problem_of_cache(base: Path, kind: str, tighten_base: bool) -> str:
     folder = base / kind
     if folder in _usable:
         return ""
-    if not folder.is_absolute():  # "~/.cache/hetpipe", word for word
+    if not folder.is_absolute():
         return "this user has neither a home folder nor an entry in the system's list of users"
     ours = [path for path in (*folder.parents, folder) if path.is_relative_to(base)]
     try:

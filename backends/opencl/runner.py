@@ -298,9 +298,8 @@ def _argument(
     elif isinstance(value, np.ndarray):
         if is_image(parameter):
             return rooms[parameter.name].part
-        if parameter.points and ELEMENTS.get(parameter.ctype) == value.dtype.name.replace(
-            "bool", "uint8"
-        ):
+        element = ELEMENTS.get(parameter.element_of(value.size))
+        if parameter.points and element == value.dtype.name.replace("bool", "uint8"):
             return rooms[parameter.name].part
     elif not parameter.points and parameter.ctype in CTYPES:
         kind: Any = CTYPES[parameter.ctype]

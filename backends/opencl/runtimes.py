@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from hetpipe.caches import cache_folder, problem_of, warn_once
+from hetpipe.errors import HetpipeError
 from hetpipe.sdk.backend import Finding
 
 SYSTEM_VENDORS = Path("/etc/OpenCL/vendors")
@@ -55,8 +56,12 @@ def prepare() -> RuntimeReport:
     """Make runtimes visible, once per process; later calls cost nothing."""
     lib = Path(sys.prefix) / "lib"
     libraries = [lib / name for name in INTEL if (lib / name).exists()]
-    findings = [*_preload(lib, libraries), *_register(libraries), *_target_arch(libraries)]
-    findings += [*_private_cache(), *_no_launcher_cache()]
+    findings = [*_preload(lib, libraries), *_target_arch(libraries)]
+    try:
+        findings += [*_register(libraries), *_private_cache()]
+    except (HetpipeError, OSError) as error:
+        findings.append(("broken", f"OpenCL has no folder for its files: {error}", ""))
+    findings += _no_launcher_cache()
     if not libraries and sys.platform == "linux" and platform.machine() == "x86_64":
         findings.append(("missing", " and ".join(INTEL.values()), EMULATORS))
     return RuntimeReport(tuple(findings))

@@ -6,6 +6,7 @@ a kernel is built.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ Argument = Value | int | float
 QUALIFIERS = re.compile(
     r"\b(__global|global|__local|local|__constant|constant|const|restrict|volatile)\b"
 )
+VECTOR = re.compile(r"([a-z]+)(2|4|8|16)")
+"""A vector whose elements lie one after another in memory; one of three has a gap."""
 DEFINE = re.compile(r"#define (\w+)(?:\(([^)]*)\))?[ \t]*(.*)")
 
 
@@ -40,10 +43,16 @@ class Parameter:
     def __str__(self) -> str:
         return f"{self.ctype} {'*' if self.points else ''}{self.name}"
 
+    def element_of(self, count: int) -> str:
+        """The type of an element, where `count` elements are read as whole vectors of it."""
+        found = VECTOR.fullmatch(self.ctype)
+        return found[1] if found and count % int(found[2]) == 0 else self.ctype
+
     def takes(self, argument: Argument) -> bool:
-        """Whether an argument is of this type."""
+        """Whether an argument is of this type. A tensor of whole vectors may be read as these."""
         if isinstance(argument, Value):
-            return self.points and pointed(argument.dtype) == self.ctype
+            count = math.prod(argument.shape)
+            return self.points and pointed(argument.dtype) == self.element_of(count)
         number = "float" if isinstance(argument, float) else "int"
         return not self.points and self.ctype == number
 

@@ -153,6 +153,36 @@ def test_a_right_kernel_passes_everywhere(
     assert all(0 <= each.ulp["y"] <= 2 for each in results)
 
 
+VECTORS = """\
+kernel void twice(global const float4 *x, global float4 *y) {
+    y[get_global_id(0)] = 2.0f * x[get_global_id(0)];
+}
+"""
+VECTORS_SPEC = """\
+global_size = ["n // 4"]
+fixed = ["n"]
+[argument.x]
+shape = ["n"]
+[argument.y]
+shape = ["n"]
+output = true
+[expect]
+y = "2.0 * x"
+[[case]]
+n = SIZE
+"""
+
+
+def test_parameters_may_be_vectors(tried: Callable[..., list[Outcome]]) -> None:
+    """Of tensors of whole vectors; the expected values are those of the elements."""
+    results = tried(IDS[0], VECTORS, VECTORS_SPEC.replace("SIZE", "64"))
+    assert results
+    assert all(each.flaws == () and each.ulp["y"] == 0 for each in results)
+    wrong = tried(IDS[0], VECTORS, VECTORS_SPEC.replace("SIZE", "66"))[0]
+    assert "wrong arguments" in [flaw.kind for flaw in wrong.flaws]
+    assert "the source declares float4 *x" in wrong.flaws[0].text
+
+
 @needs_checker
 @pytest.mark.parametrize(
     ("function", "kind", "line"),

@@ -33,6 +33,20 @@ A, OUT = Value(1, (4,), "float32"), Value(2, (4,), "float32")
 ARGUMENTS: dict[str, Any] = {"a": A, "a_row": 3, "out": OUT, "scale": 0.5}
 
 
+def test_a_tensor_of_whole_vectors_may_be_declared_as_such() -> None:
+    source = "__kernel void k(__global const float4 *a, __global uchar16 *b) { b[0] = (uchar16)1; }"
+    for count, fits in ((8, True), (4, True), (6, False)):
+        given = {"a": Value(1, (count,), "float32"), "b": Value(2, (2, 16), "uint8")}
+        if fits:
+            assert bind(Kernel(source, "k"), given) == tuple(given.values())
+        else:
+            with pytest.raises(BackendError, match=r"declares float4 \*a, the launch gives a tens"):
+                bind(Kernel(source, "k"), given)
+    gap = Kernel(source.replace("float4", "float3"), "k")
+    with pytest.raises(BackendError, match=r"float3 \*a"):
+        bind(gap, {"a": Value(1, (6,), "float32"), "b": Value(2, (16,), "uint8")})
+
+
 def test_arguments_come_in_the_order_of_the_declaration() -> None:
     mixed = dict(reversed(ARGUMENTS.items()))
     assert bind(Kernel(SOURCE, "k"), mixed) == (A, 3, OUT, 0.5)

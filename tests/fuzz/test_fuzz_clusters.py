@@ -88,6 +88,22 @@ def test_damaged(tmp_path: Path) -> None:
     check_both_ends(outcomes(files, lambda content: attempt(tmp_path / "c.toml", content)))
 
 
+def test_many_servers(tmp_path: Path) -> None:
+    """Counts that are each within their bounds, and together perhaps not."""
+    counts = st.lists(st.sampled_from([1, 7, 1000, 100_000, 100_001]), min_size=1, max_size=60)
+    starts = st.sampled_from(["", "\ufeff"])
+
+    def text(start: str, counts: list[int]) -> bytes:
+        servers = (
+            f'[[server]]\nname = "s{n}"\ncount = {count}\n' for n, count in enumerate(counts)
+        )
+        board = '[[device]]\nboard = "v100-pcie-16"\nserver = "s0"\n'
+        return "".join([start, *servers, board]).encode()
+
+    files = st.builds(text, starts, counts)
+    check_both_ends(outcomes(files, lambda content: attempt(tmp_path / "c.toml", content)))
+
+
 def test_invented(tmp_path: Path) -> None:
     tables = values(file._Tables, TEXTS)
     whole = values(file._Tables, SOUND, strict=True).map(fitted)

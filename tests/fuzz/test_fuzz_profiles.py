@@ -125,15 +125,19 @@ def test_damaged_graphs(tmp_path: Path) -> None:
 
 NUMBERS = st.sampled_from(
     ["1", "0", "0.5", "1e3", "1e18", "1e19", "0e999999999", "0e-999999999", "1e-999999999", "-0",
-     "-1", "nan", "snan", "inf", "[1; 2]", "[;]", "[]", "1_0", "٣", "9" * 5000, "1e-400", ""]
+     "7,17", "-1", "nan", "snan", "inf", "[1; 2]", "[;]", "[]", "1_0", "٣", "9" * 5000, "1e-400",
+     ""]
 )  # fmt: skip
 PLAIN = st.sampled_from(["1", "0", "2.5", "4e3"])
 
 
-def line(number: int, name: str, description: str, costs: list[str]) -> str:
+STAGES = st.sampled_from(["", "", " -- stage_id=0", " -- stage_id=12", " -- stage_id=-1", " -- x"])
+
+
+def line(number: int, name: str, description: str, costs: list[str], stage: str) -> str:
     keys = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
     text = ", ".join(f"{key}={cost}" for key, cost in zip(keys, costs, strict=False))
-    return f"{name or f'node{number}'} -- {description} -- {text}"
+    return f"{name or f'node{number}'} -- {description} -- {text}{stage}"
 
 
 def test_invented_graphs(tmp_path: Path) -> None:
@@ -141,7 +145,8 @@ def test_invented_graphs(tmp_path: Path) -> None:
     costs = st.lists(st.sampled_from(["1", "0", "4e3"]), min_size=4, max_size=4) | st.lists(
         PLAIN | NUMBERS, min_size=3, max_size=5
     )
-    nodes = st.lists(st.tuples(names, st.sampled_from(["Linear", "Input", ""]), costs), max_size=4)
+    descriptions = st.sampled_from(["Linear", "Input", ""])
+    nodes = st.lists(st.tuples(names, descriptions, costs, STAGES), max_size=4)
     ends = st.sampled_from(["node0", "node1", "node2", "node9", "a b", ""])
     edges = st.lists(st.tuples(ends, ends).map(" -- ".join), max_size=4)
     texts = st.builds(
@@ -151,5 +156,6 @@ def test_invented_graphs(tmp_path: Path) -> None:
         nodes,
         edges,
     )
-    files = texts.map(str.encode)
+    starts = st.sampled_from([b"", b"", b"\xef\xbb\xbf", b"\xff\xfe"])
+    files = st.builds(bytes.__add__, starts, texts.map(str.encode))
     check_both_ends(outcomes(files, lambda content: attempt_graph(tmp_path / "g.txt", content)))

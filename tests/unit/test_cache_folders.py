@@ -15,6 +15,7 @@ import pytest
 
 from hetpipe import caches
 from hetpipe.caches import CacheWarning, cache_folder
+from hetpipe.entries import Entries
 from hetpipe.errors import HetpipeError
 from hetpipe.profile import cache
 
@@ -101,6 +102,39 @@ def test_no_place_at_all_is_an_error(private: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(0))
     with pytest.raises(HetpipeError, match=r"neither .*file/cache .* nor .* set TMPDIR"):
         cache.folder()
+
+
+def test_without_any_place_nothing_is_kept_and_all_goes_on(
+    private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HETPIPE_CACHE", str(below_a_file(private)))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(0))
+    entries = Entries("kind", "bin", most=9, variable="HETPIPE_CACHE")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cache.store("k", {"seconds": 0.25})
+        entries.store("k", b"content")
+        assert cache.load("k") is None
+        assert entries.load("k") is None
+    (warned,) = caught
+    assert warned.category is CacheWarning
+    assert str(warned.message).endswith("nothing is kept, and each start computes it again")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the list of users is that of POSIX")
+def test_a_user_without_a_home(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written into a folder `~` below the current one."""
+
+    def unknown(user: int) -> None:
+        raise KeyError(user)
+
+    for name in ("HOME", "XDG_CACHE_HOME", "HETPIPE_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    monkeypatch.chdir(private)
+    with pytest.warns(CacheWarning, match=r"\(this user has neither a home folder nor an entry"):
+        assert cache_folder("costs", "HETPIPE_CACHE") == caches.temporary() / "costs"
+    assert [path.name for path in private.iterdir()] == [caches.temporary().name]
 
 
 def test_a_good_folder_is_silent(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
