@@ -9,8 +9,10 @@ import pytest
 import torch
 from hetpipe.backends.opencl import OpenCLBackend
 from test_own_kernels import apart, pocl, result  # noqa: F401 - a fixture
+from typer.testing import CliRunner
 
 import hetpipe as hp
+from hetpipe.cli.app import app
 from hetpipe.cluster import Cluster
 from hetpipe.errors import BackendError
 from hetpipe.sdk import registry
@@ -104,6 +106,13 @@ def test_by_a_cluster_file_it_trains_in_workers(spec: Path) -> None:
     ) as pipe:  # fmt: skip
         assert pipe.evaluate(x, y) == pytest.approx(loss_fn(model(True)(x), y).item(), rel=1e-5)
         assert pipe.evaluate(x, y) != pytest.approx(loss_fn(model(False)(x), y).item(), rel=1e-2)
+        (note,) = [note for note in pipe.plan.notes if "your kernel" in note]
+        assert note.startswith(
+            "your kernel doubled runs aten.relu.default of 0 on opencl:pocl:0, "
+        )
+        assert f"note: {note}" in str(pipe.plan)
+    listed = CliRunner().invoke(app, ["devices", "--cluster", str(path), "--backends", "opencl"])
+    assert "backend opencl runs your kernel doubled for aten.relu.default" in listed.output
     (info,) = [each for each in registry.devices_of("opencl") if each.id == "opencl:pocl:0"]
     assert "kernels doubled" in info.driver
     plain = Cluster.local(devices=["opencl:pocl:0", "pytorch:cpu:0"])  # the options end with it
@@ -112,6 +121,7 @@ def test_by_a_cluster_file_it_trains_in_workers(spec: Path) -> None:
         cuts=[1], microbatches=2,
     ) as pipe:  # fmt: skip
         assert pipe.evaluate(x, y) == pytest.approx(loss_fn(model(False)(x), y).item(), rel=1e-5)
+        assert not any("your kernel" in note for note in pipe.plan.notes)
     assert all("kernels" not in each.driver for each in registry.devices_of("opencl"))
 
 
