@@ -8,8 +8,8 @@ from enum import Enum
 API_VERSION = 2
 """The version of the contract; `Backend.api_version` says which one a backend was written for.
 
-Every change of the contract gets a new version. Version 2 added `Backend.user_kernels` and
-`Capabilities.flushes_denormals`.
+Every change of the contract gets a new version. Version 2 added `Backend.user_kernels`,
+`Capabilities.flushes_denormals` and `Capabilities.untried`.
 """
 OLDEST_API_VERSION = 1
 """The oldest version whose backends run: all that was added since has a default."""

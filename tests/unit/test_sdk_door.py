@@ -28,7 +28,7 @@ from hetpipe.sdk.graph import require_support
 from hetpipe.sdk.validation import check_ran, check_uploaded
 from hetpipe.worker.blame import run_error
 
-CONTRACTS = {2: "69e53137670c8658"}
+CONTRACTS = {2: "4fa8c55358a42b06"}
 """Fingerprints of the contract, by version."""
 
 
