@@ -107,9 +107,7 @@ def test_by_a_cluster_file_it_trains_in_workers(spec: Path) -> None:
         assert pipe.evaluate(x, y) == pytest.approx(loss_fn(model(True)(x), y).item(), rel=1e-5)
         assert pipe.evaluate(x, y) != pytest.approx(loss_fn(model(False)(x), y).item(), rel=1e-2)
         (note,) = [note for note in pipe.plan.notes if "your kernel" in note]
-        assert note.startswith(
-            "your kernel doubled runs aten.relu.default of 0 on opencl:pocl:0, "
-        )
+        assert note.startswith("your kernel doubled runs aten.relu.default of 0 on opencl:pocl:0, ")
         assert f"note: {note}" in str(pipe.plan)
     listed = CliRunner().invoke(app, ["devices", "--cluster", str(path), "--backends", "opencl"])
     assert "backend opencl runs your kernel doubled for aten.relu.default" in listed.output
