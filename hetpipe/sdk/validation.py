@@ -84,9 +84,9 @@ def check_ran(device: Device, ran: Any, results: int) -> Ran:
         raise _answered(device, "run", outputs, "a list of Buffer as outputs")
     if len(outputs) != results:
         raise _answered(device, "run", f"{len(outputs)} outputs", f"{results}: one for each result")
-    for number, output in enumerate(outputs):
-        if not isinstance(output, Buffer):
-            raise _answered(device, "run", f"{short(output)} as output {number}", "a Buffer")
+    if not all(issubclass(kind, Buffer) for kind in set(map(type, outputs))):
+        number, output = next((n, o) for n, o in enumerate(outputs) if not isinstance(o, Buffer))
+        raise _answered(device, "run", f"{short(output)} as output {number}", "a Buffer")
     if not isinstance(event, Event):
         raise _answered(device, "run", f"{short(event)} as its event", "an Event")
     return outputs, event, chunks or ()
