@@ -21,6 +21,7 @@ from hetpipe.sdk.graph import operator_name
 from hetpipe.sdk.indices import index_bounds
 from hetpipe.sdk.inputs import form_of
 
+from .layout import needs_row_major
 from .memory import sink_shape_only, write_in_place
 from .recurrent import by_library
 from .simplify import simplify
@@ -127,8 +128,9 @@ def _call(node: fx.Node, scope: dict[str, Any], device: torch.device) -> str:
         assert callable(target)
         name = f"backend_{target.__name__}"
         scope[name] = target
-    parts = [_text(arg, scope) for arg in node.args]
-    parts += [f"{key}={_text(value, scope)}" for key, value in kwargs.items()]
+    dense = needs_row_major(node)
+    parts = [_text(arg, scope, dense) for arg in node.args]
+    parts += [f"{key}={_text(value, scope, dense)}" for key, value in kwargs.items()]
     return f"{name}({', '.join(parts)})"
 
 
@@ -151,11 +153,12 @@ def _callable(target: OpOverload) -> Callable[..., Any]:
     return function
 
 
-def _text(value: Any, scope: dict[str, Any]) -> str:
+def _text(value: Any, scope: dict[str, Any], dense: bool = False) -> str:
+    """Return an argument as code; `dense` makes tensors row-major, as inputs are already."""
     if isinstance(value, fx.Node):
-        return value.name
+        return f"{value.name}.contiguous()" if dense and value.op != "placeholder" else value.name
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_text(item, scope) for item in value)}]"
+        return f"[{', '.join(_text(item, scope, dense) for item in value)}]"
     if isinstance(value, (torch.dtype, torch.device)):
         name = "".join(c if c.isalnum() else "_" for c in str(value))
         scope[name] = value
