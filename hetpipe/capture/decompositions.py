@@ -146,7 +146,9 @@ def attention(
 ) -> torch.Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`, by its documented definition.
 
-    It is one operator of ours, unless there is a mask or dropout.
+    It is one operator of ours, unless there is a mask or dropout. A row without any key gives
+    zeros, as torch does, and gets no gradient: its mask is lifted, so that its softmax is finite,
+    and its result is dropped.
     """
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if enable_gqa:
@@ -159,15 +161,21 @@ def attention(
     scores = (query * factor) @ key.transpose(-2, -1)
     if is_causal:
         size = (query.shape[-2], key.shape[-2])
-        attn_mask = torch.ones(size, dtype=torch.bool, device=query.device).tril()
+        read = torch.ones(size, dtype=torch.bool, device=query.device).tril()
+        scores = scores.masked_fill(read.logical_not(), -math.inf)
+    without_key: torch.Tensor | None = None
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(attn_mask.logical_not(), float("-inf"))
+        hidden = attn_mask.logical_not()
+        without_key = hidden.all(-1, keepdim=True)
+        scores = scores.masked_fill(hidden & without_key.logical_not(), -math.inf)
     elif attn_mask is not None:
-        scores = scores + attn_mask
+        without_key = (attn_mask == -math.inf).all(-1, keepdim=True)
+        scores = scores + attn_mask.masked_fill(without_key, 0.0)
     weights = scores.softmax(-1)
     if dropout_p > 0:
         weights = torch.native_dropout(weights, dropout_p, True)[0]
-    return weights @ value
+    out = weights @ value
+    return out if without_key is None else out.masked_fill(without_key, 0.0)
 
 
 def lstm(
