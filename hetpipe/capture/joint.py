@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from hetpipe.capture.gathered import multiply_tables
@@ -38,6 +39,7 @@ class Joint:
 
 def trace_joint(piece: Piece, crossing: frozenset[str], decompositions: Decompositions) -> Joint:
     """Trace a piece on row-major inputs; `crossing` names the CUT outputs with a tangent."""
+    decompositions = {aten.view.default: _view, **decompositions}
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         nodes = placeholders(piece.module.graph)
@@ -58,6 +60,24 @@ def trace_joint(piece: Piece, crossing: frozenset[str], decompositions: Decompos
         if any(_is_mutable(node) for node in module.graph.nodes):
             module = _functional(module, [*primals, *tangents], decompositions, mode)
     return _joint(piece, module, step, tangent_of, decompositions)
+
+
+def _view(x: torch.Tensor, size: Sequence[int]) -> Any:
+    """`aten.view` for strides that torch's own operator would not have given.
+
+    A decomposition may return another layout than its operator. The copy is dropped afterwards.
+    """
+    if x.is_contiguous():
+        return NotImplemented
+    with _disable_current_modes():
+        likeness = torch.empty_strided(x.shape, x.stride(), device="meta")
+        try:
+            likeness.view(size)
+        except RuntimeError:
+            pass
+        else:
+            return NotImplemented
+    return x.clone(memory_format=torch.contiguous_format).view(size)
 
 
 def _empty(node: fx.Node) -> torch.Tensor:
