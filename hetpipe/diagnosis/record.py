@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Verdict = Literal[
-    "healthy", "operator", "combination", "program", "unsteady", "failed", "between", "numbers"
-]
+    "healthy", "operator", "combination", "program", "unsteady", "failed", "between", "numbers",
+    "capture",
+]  # fmt: skip
 
 _MEANING: Mapping[str, str] = {
     "operator": "computes this operator wrong, for the same inputs that torch had",
@@ -64,8 +65,9 @@ class Diagnosis:
 
     `verdict` is `healthy`; `operator`, `combination` or `program`, for a device that is wrong by
     its own; `unsteady`, for one whose results change; `failed`, for one that raises; `between`, if
-    all programs are right and the pipeline's own pass is not; or `numbers`, if a value is not
-    finite in torch as well. `runs` counts the runs of programs that were compared, `notes` has what
+    all programs are right and the pipeline's own pass is not; `capture`, if the programs that all
+    stages run right are not the module itself; or `numbers`, if a value is not finite in torch as
+    well. `runs` counts the runs of programs that were compared, `notes` has what
     was left out.
     """
 
@@ -79,7 +81,7 @@ class Diagnosis:
     @property
     def blames_device(self) -> bool:
         """Whether a device, and not the numbers, is at fault."""
-        return self.verdict not in ("healthy", "numbers")
+        return self.verdict not in ("healthy", "numbers", "capture")
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; numbers that are not finite are None."""
@@ -99,6 +101,14 @@ class Diagnosis:
                 f"every stage agrees with torch, {compared}, and the pipeline's own pass does not: "
                 f"{self.detail}. Memory that is used again too early, an event that happens before "
                 "the end of its work, or a transfer may be the cause"
+            ]
+        if self.verdict == "capture":
+            place = "" if self.culprit is None else f"; not finite first at {self.culprit.place}"
+            return [
+                f"the captured program differs from the module itself in eager torch: {self.detail}"
+                f"{place}",
+                f"every stage runs that program as torch does, {compared}: this is no fault of a "
+                "device. Report it, or look for state that the module keeps between calls",
             ]
         culprit = self.culprit
         assert culprit is not None

@@ -11,6 +11,7 @@ import torch
 
 from hetpipe.capture.program import BUFFER, PARAM, STATE
 from hetpipe.diagnosis.diagnose import diagnose
+from hetpipe.diagnosis.module import ModuleComparison
 from hetpipe.diagnosis.record import Diagnosis
 from hetpipe.diagnosis.rehearsal import Rehearsal, Start
 from hetpipe.pipeline.gradients import gradients_of
@@ -25,23 +26,30 @@ def diagnose_training(training: Training, x: Any, y: Any) -> Diagnosis:
     """Run a mini-batch's programs on every device, then the pipeline's own pass, at rest.
 
     The first replicas of all stages go through the mini-batch, then the second ones, and so on;
-    each does all rows of every micro-batch. Raises what `diagnose` raises.
+    each does all rows of every micro-batch. The first ones' loss and gradients are compared with
+    the module itself, run by eager torch. Raises what `diagnose` raises.
     """
     training.stages.check_own()
     request = training.request(x, y)
     subject, stages = training.subject, training.stages
     crew = subject.crew
     values = {role: crew.read(role) for role in (PARAM, BUFFER, STATE)}
-    runs = 0
-    for graphs, members in stages.columns():
+    runs, notes = 0, tuple[str, ...]()
+    for column, (graphs, members) in enumerate(stages.columns()):
         start = Start(graphs, members, values, training.updates, request)
         diagnosis, rehearsal = diagnose(crew, start)
         runs += diagnosis.runs
         diagnosis = replace(diagnosis, runs=runs)
+        if column == 0 and diagnosis.verdict in ("healthy", "numbers"):
+            module = ModuleComparison(subject.captured, rehearsal, subject.captured.leaves(x, y))
+            if module.detail:
+                return replace(diagnosis, verdict="capture", detail=module.detail)
+            notes = module.notes
+        diagnosis = replace(diagnosis, notes=notes)
         if diagnosis.verdict != "healthy":
             return diagnosis
     if max(training.plan.replicas) > 1 or training.accumulated:
-        return replace(diagnosis, notes=("the pipeline's own pass",))
+        return replace(diagnosis, notes=(*notes, "the pipeline's own pass"))
     recent = list(training.recent)
     loss, grads = gradients_of(training, x, y, summed=True)
     training.recent.clear()

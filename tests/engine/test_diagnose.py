@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from wrong_backends import WrongBackend
 
 import hetpipe as hp
+from hetpipe.capture import captured, decompositions, export
 from hetpipe.capture.precision import Precision
 from hetpipe.cli.app import app
 from hetpipe.errors import NotFiniteError
@@ -151,7 +152,7 @@ def test_numbers_are_to_blame(crews: Crews, schedule: str) -> None:
         with pytest.raises(NotFiniteError):
             list(pipe.run([(X, Y)] * 4))
         found = pipe.diagnose(X, Y)
-    assert found.verdict == "numbers"
+    assert found.verdict == "numbers", str(found)
     assert not found.blames_device
     assert found.culprit is not None
     assert found.culprit.layer.startswith("layers.")
@@ -307,3 +308,72 @@ def test_wrong_gradients_are_not_equal_to_torch(tmp_path: Path) -> None:
     assert written["max_loss_rel_diff"] < 1e-6
     assert written["gradient"]["error"] > 0.4
     assert written["diagnosis"]["verdict"] == "operator"
+
+
+class Attention(nn.Module):
+    """Attention of two heads over five positions, between two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.attend = nn.Linear(4, 24), Attend()
+        self.last = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.attend(self.first(x.view(len(x), 5, 4))).mean(1))
+
+
+class Attend(nn.Module):
+    """Masked so that the first position sees nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = x.view(len(x), 5, 6, 4).transpose(1, 2).split(2, 1)
+        seen = torch.ones(5, 5, dtype=torch.bool).tril(-1)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        return y.transpose(1, 2).flatten(2) + x[..., :8]
+
+
+def _without_empty_rows(query: Any, key: Any, value: Any, attn_mask: Any, **_: Any) -> Any:
+    """Attention as it must not be: not a number in a row without any key."""
+    scores = (query @ key.transpose(-2, -1) / 2).masked_fill(~attn_mask, float("-inf"))
+    return scores.softmax(-1) @ value
+
+
+def _with_another_gradient(query: Any, key: Any, value: Any, attn_mask: Any, **_: Any) -> Any:
+    """The right values, and no gradient of the keys."""
+    return decompositions.attention(query, key.detach(), value, attn_mask)
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        (_without_empty_rows, "the output of layer attend is the first that differs"),
+        (_with_another_gradient, "its gradient of first.weight is off by"),
+    ],
+)
+def test_a_fault_of_the_capture_is_named(
+    crews: Crews, fault: Any, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All stages share it, so their programs agree with torch."""
+    table = decompositions.before_cut()
+    table[torch.ops.aten.scaled_dot_product_attention.default] = fault
+    monkeypatch.setattr(export, "before_cut", lambda _: table)
+    monkeypatch.setattr(captured, "_kept", lambda _, make: make())
+    torch.manual_seed(0)
+
+    class Local(Attention):  # a capture of its own, not a shared one
+        pass
+
+    found = diagnosed(crews, Local(), X)
+    assert found.verdict == "capture", str(found)
+    assert text in found.detail
+    assert not found.blames_device
+    assert "learning rate" not in str(found)
+    assert "the captured program differs from the module itself in eager torch" in str(found)
+
+
+def test_a_module_with_dropout_is_not_compared(crews: Crews) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 8), nn.Dropout(0.5), nn.Linear(8, 5))
+    found = diagnosed(crews, model, X)
+    assert found.verdict == "healthy"
+    assert "not compared: the module itself by eager torch, since dropout draws" in str(found)

@@ -1,0 +1,167 @@
+"""Compares a rehearsal with the user's module itself, run by eager torch.
+
+All stages share a fault of the capture, so no comparison of their own programs can show it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+
+from hetpipe.capture.captured import Captured
+from hetpipe.capture.eager import EagerRun
+from hetpipe.capture.program import BUFFER, LOSS, PARAM, RNG
+from hetpipe.diagnosis.judge import judged, tensors_of
+from hetpipe.diagnosis.rehearsal import Array, Rehearsal, Start
+from hetpipe.sdk.graph import graph_outputs, of_one_replica
+
+ROUNDING = 8.0
+"""Allowed error, in units of the difference between eager torch in the model's dtype and wider."""
+LARGE = 0.375
+"""Products of values beyond this power of a dtype's largest number, or their sums, may overflow."""
+FLOOR = 1e-3
+"""The smallest gradient that is compared by its own size, as a share of the largest one."""
+
+
+class ModuleComparison:
+    """The captured programs of a rehearsal beside the module itself.
+
+    `detail` says how they differ; it is empty where they agree. `notes` says what stands in the way
+    of a comparison.
+    """
+
+    def __init__(
+        self, captured: Captured, rehearsal: Rehearsal, leaves: Mapping[str, Array]
+    ) -> None:
+        self.detail, self.notes = "", tuple[str, ...]()
+        self._captured, self._rehearsal, self._leaves = captured, rehearsal, leaves
+        dtypes = [captured.precision.compute, captured.precision.cut, "float32"]
+        about = [torch.finfo(getattr(torch, dtype)) for dtype in dtypes if dtype is not None]
+        self._digits = math.sqrt(max(each.eps for each in about))
+        smallest_max = min(each.max for each in about)
+        if _draws_numbers(rehearsal.start):
+            self.notes = (
+                "the module itself by eager torch, since dropout draws other masks there",
+            )
+            return
+        try:
+            self._near = self._run(wide=False)
+        except Exception as error:  # the module's own
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.notes = (f"the module itself by eager torch, which raises {reason}",)
+            return
+        try:
+            self._exact = self._run(wide=True)
+        except Exception:  # a module that is written for its dtype
+            self._exact = self._near
+            self.notes = ("the module itself in float64, in which it does not run",)
+        values = [*rehearsal.start.values[PARAM].values(), *self._leaves.values()]
+        tensors = [*map(torch.tensor, values), *(output for _, output in self._exact.outputs)]
+        self._may_overflow = max(map(_largest, tensors)) > smallest_max**LARGE
+        self.detail = self._losses() or self._gradients()
+
+    def _run(self, wide: bool) -> EagerRun:
+        request, start = self._rehearsal.start.request, self._rehearsal.start
+        joined = self._captured.parts.join
+        values = {**joined(start.values[PARAM]), **start.values[BUFFER]}
+        ends = list(accumulate(request.samples, initial=0))
+        feeds = [
+            {name: array[low:high] for name, array in self._leaves.items()}
+            for low, high in pairwise(ends)
+        ]
+        return self._captured.run_eagerly(values, feeds, request.loss_tangents, wide)
+
+    def _losses(self) -> str:
+        """Return the first micro-batch whose loss differs, with the first layer that does."""
+        for number, frame in enumerate(self._rehearsal.frames):
+            actual = next(float(value) for (role, _), value in frame.items() if role == LOSS)
+            near, exact = self._near.losses[number], self._exact.losses[number]
+            if self._differs(torch.tensor(actual), torch.tensor(near), torch.tensor(exact)):
+                layer = self._first_layer() if number == 0 else ""
+                return (
+                    f"its loss of micro-batch {number} is {actual:.6g}, the module's {exact:.6g}"
+                    f"{layer}"
+                )
+        return ""
+
+    def _gradients(self) -> str:
+        """Return the parameter nearest to the loss whose gradient differs."""
+        if not math.isfinite(self._rehearsal.loss):
+            return ""
+        found: dict[str, torch.Tensor] = {}
+        for stage, named in zip(self._rehearsal.start.stages, self._rehearsal.grads, strict=True):
+            arrays = {name: gradient.numpy() for name, gradient in named.items()}
+            others = {name for name, owner, _ in stage.tied if owner != stage.stage}
+            joined = self._captured.parts.join(arrays)
+            found.update({n: torch.from_numpy(a) for n, a in joined.items() if n not in others})
+        exact, near = self._exact.gradients, self._near.gradients
+        largest = max((_largest(gradient) for gradient in exact.values()), default=0.0)
+        for name in reversed(exact):
+            actual = found.get(name, torch.zeros_like(exact[name]))
+            if self._differs(actual, near[name], exact[name], FLOOR * largest):
+                error = float((actual.double() - exact[name].double()).abs().max())
+                return (
+                    f"its gradient of {name} is off by {error:.3g}, where the module's largest is "
+                    f"{_largest(exact[name]):.3g}"
+                )
+        return ""
+
+    def _differs(
+        self, actual: torch.Tensor, near: torch.Tensor, exact: torch.Tensor, floor: float = 0.0
+    ) -> bool:
+        """Return whether a value is further from the exact one than rounding explains."""
+        if self._may_overflow and not bool(actual.isfinite().all()):
+            return False  # the order of a sum decides
+        error = (actual.double() - exact.double()).abs().nan_to_num(nan=math.inf)
+        spread = (near.double() - exact.double()).abs().nan_to_num(nan=math.inf)
+        largest = max(_largest(exact), floor)
+        allowed = self._digits * largest + ROUNDING * float(spread.max())
+        return not (bool(torch.equal(actual, near)) or float(error.max()) <= allowed)
+
+    def _first_layer(self) -> str:
+        """Return the first module after the last one whose output the programs compute, too."""
+        values = _forward_values(self._rehearsal.start)
+        first = ""
+        for name, output in self._exact.outputs:
+            right = output.reshape(-1).double()
+            allowed = self._digits * max(_largest(right), 1e-30)
+            if any(
+                float((value - right).abs().nan_to_num(nan=math.inf).max()) <= allowed
+                for value in values.get(right.numel(), ())
+            ):
+                first = ""
+            else:
+                first = first or name
+        return f"; the output of layer {first} is the first that differs" if first else ""
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """Return the largest magnitude; infinite for what is no number."""
+    if not tensor.numel():
+        return 0.0
+    return float(tensor.double().abs().nan_to_num(nan=math.inf).max())
+
+
+def _draws_numbers(start: Start) -> bool:
+    passes = [program for stage in start.stages for program in stage.passes.values()]
+    return any(slot.role == RNG for each in passes for slot in each.forward.inputs)
+
+
+def _forward_values(start: Start) -> dict[int, list[torch.Tensor]]:
+    """The values of all nodes in the forward of the first micro-batch, flat, by their size."""
+    rehearsal, values = Rehearsal(start), dict[int, list[Any]]()
+    for run in rehearsal.runs():
+        if run.name != "forward":
+            break
+        graph = of_one_replica(run.program.graph)
+        by_node = judged(graph, run.inputs)
+        rehearsal.done(run, [by_node[node] for node in graph_outputs(graph)])
+        for value in by_node.values() if run.microbatch == 0 else ():
+            for tensor in tensors_of(value):
+                if tensor.is_floating_point():
+                    values.setdefault(tensor.numel(), []).append(tensor.reshape(-1).double())
+    return values
