@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -15,10 +14,10 @@ from torch import nn
 
 from hetpipe.capture import kept
 from hetpipe.capture.channels import split_layers, splittable
-from hetpipe.capture.eager import EagerRun, run_eagerly
+from hetpipe.capture.eager import EagerModule
 from hetpipe.capture.elementwise import check_elementwise
 from hetpipe.capture.example import Array, Example
-from hetpipe.capture.export import export, with_loss
+from hetpipe.capture.export import export
 from hetpipe.capture.facts import Facts, facts_of
 from hetpipe.capture.flat import Flat, flatten
 from hetpipe.capture.identity import Identity, optimizer_identity, tables_identity
@@ -257,23 +256,11 @@ class Captured:
         if not self.has_count:
             check_means(self._facts.indices, leaves, sizes)
 
-    def run_eagerly(
-        self,
-        values: Mapping[str, Array],
-        feeds: Sequence[Mapping[str, Array]],
-        tangents: Sequence[float],
-        wide: bool,
-    ) -> EagerRun:
-        """Run the module and its loss by eager torch, micro-batch by micro-batch, at `values`.
-
-        `feeds` has the leaves of each micro-batch. `wide` computes in float64, and otherwise the
-        precision of the passes counts. Raises what the module raises.
-        """
-        batches = [[torch.tensor(feed[name]) for name in self._example.names] for feed in feeds]
-        module = with_loss(self._model, self._loss_fn, self._example)
-        autocast = nullcontext() if wide else self.precision.autocast()
-        with self._modes.restored(), autocast:
-            return run_eagerly(module, values, self.trainable, batches, tangents, wide)
+    @property
+    def itself(self) -> EagerModule:
+        """The module and its loss, to be run by eager torch."""
+        names = self._example, self._modes, self.precision, self.trainable
+        return EagerModule(self._model, self._loss_fn, *names)
 
     @cached_property
     def channels(self) -> dict[str, int]:

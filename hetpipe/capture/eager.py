@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,10 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from hetpipe.capture.example import Array
+from hetpipe.capture.example import Array, Example
+from hetpipe.capture.export import with_loss
+from hetpipe.capture.modes import Modes
+from hetpipe.capture.precision import Precision
 
 PREFIX = "model."
 """Stands before the model's names in the module that has its loss, too."""
@@ -29,50 +32,64 @@ class EagerRun:
     outputs: list[tuple[str, torch.Tensor]]
 
 
-def run_eagerly(
-    with_loss: nn.Module,
-    values: Mapping[str, Array],
-    trainable: Collection[str],
-    batches: Sequence[Sequence[torch.Tensor]],
-    tangents: Sequence[float],
-    wide: bool,
-) -> EagerRun:
-    """Run micro-batches of leaves by autograd, each loss times its tangent; `wide` in float64.
+@dataclass(frozen=True)
+class EagerModule:
+    """A model with its loss, as its user wrote both, in the modes of the capture."""
 
-    `values` replace parameters and buffers of the same name. The module's own tensors stay as
-    they are. Raises what the module raises.
-    """
-    tensors, parameters = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-    for full, own in [*with_loss.named_parameters(), *with_loss.named_buffers()]:
-        name = full.removeprefix(PREFIX)
-        given = torch.tensor(values[name]) if name in values else own.detach().clone()
-        tensors[full] = _widened(given) if wide else given
-        if name in trainable:
-            parameters[name] = tensors[full].requires_grad_()
-    losses, outputs = [], list[tuple[str, torch.Tensor]]()
-    for number, (leaves, tangent) in enumerate(zip(batches, tangents, strict=True)):
-        given_leaves = tuple(map(_widened, leaves)) if wide else tuple(leaves)
-        with torch.enable_grad(), _default_dtype(wide), _watched(with_loss, outputs, number == 0):
-            loss = functional_call(with_loss, tensors, given_leaves)[0]
-            if loss.requires_grad:
-                (loss * tangent).backward()
-        losses.append(float(loss.detach()))
-    gradients = {n: p.grad.detach() for n, p in parameters.items() if p.grad is not None}
-    return EagerRun(losses, gradients, outputs)
+    model: nn.Module
+    loss_fn: Callable[..., Any]
+    example: Example
+    modes: Modes
+    precision: Precision
+    trainable: Collection[str]
+
+    def run(
+        self,
+        values: Mapping[str, Array],
+        feeds: Sequence[Mapping[str, Array]],
+        tangents: Sequence[float],
+        wide: bool,
+    ) -> EagerRun:
+        """Run micro-batches of leaves by autograd, each loss times its tangent.
+
+        `values` replace parameters and buffers of the same name; the model's own tensors stay as
+        they are. It computes in float64 if `wide`, and else in the precision of the passes.
+        Raises what the model raises.
+        """
+        module = with_loss(self.model, self.loss_fn, self.example)
+        tensors, parameters = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        for full, own in [*module.named_parameters(), *module.named_buffers()]:
+            name = full.removeprefix(PREFIX)
+            given = torch.tensor(values[name]) if name in values else own.detach().clone()
+            tensors[full] = _widened(given) if wide else given
+            if name in self.trainable:
+                parameters[name] = tensors[full].requires_grad_()
+        losses, outputs = [], list[tuple[str, torch.Tensor]]()
+        with self.modes.restored(), self._dtypes(wide), torch.enable_grad():
+            for number, (feed, tangent) in enumerate(zip(feeds, tangents, strict=True)):
+                leaves = [torch.tensor(feed[name]) for name in self.example.names]
+                given_leaves = tuple(map(_widened, leaves)) if wide else tuple(leaves)
+                with _watched(module, outputs, number == 0):
+                    loss = functional_call(module, tensors, given_leaves)[0]
+                if loss.requires_grad:
+                    (loss * tangent).backward()
+                losses.append(float(loss.detach()))
+        gradients = {n: p.grad.detach() for n, p in parameters.items() if p.grad is not None}
+        return EagerRun(losses, gradients, outputs)
+
+    @contextmanager
+    def _dtypes(self, wide: bool) -> Iterator[None]:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64 if wide else before)
+        try:
+            with nullcontext() if wide else self.precision.autocast():
+                yield
+        finally:
+            torch.set_default_dtype(before)
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
-
-
-@contextmanager
-def _default_dtype(wide: bool) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64 if wide else before)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @contextmanager

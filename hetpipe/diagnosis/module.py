@@ -73,7 +73,7 @@ class ModuleComparison:
             {name: array[low:high] for name, array in self._leaves.items()}
             for low, high in pairwise(ends)
         ]
-        return self._captured.run_eagerly(values, feeds, request.loss_tangents, wide)
+        return self._captured.itself.run(values, feeds, request.loss_tangents, wide)
 
     def _losses(self) -> str:
         """Return the first micro-batch whose loss differs, with the first layer that does."""
