@@ -50,7 +50,8 @@ class _WithLoss(nn.Module):
         self._seen(out)
         result = run_loss(self.loss_fn, out, y)
         if isinstance(result, tuple) and len(result) == 2:
-            return _scalar(result[0], "the loss's sum"), _scalar(result[1], "the loss's count")
+            total = _scalar(result[0], "the loss's sum")
+            return total, _scalar(result[1], "the loss's count", total.dtype)
         return (_scalar(result, "the loss"),)
 
 
@@ -105,9 +106,10 @@ def run_loss(loss_fn: Callable[..., Any], out: Any, y: Any) -> Any:
     return loss_fn(out, y)
 
 
-def _scalar(value: Any, what: str) -> torch.Tensor:
+def _scalar(value: Any, what: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A 0-d tensor of a dtype, by default of the value's own if it is float64, or float32."""
     if isinstance(value, (int, float)) and what == "the loss's count":
-        return torch.full((), float(value))
+        return torch.full((), float(value), dtype=dtype)
     if not isinstance(value, torch.Tensor) or value.ndim != 0:
         got = (
             f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(type(value))
@@ -116,7 +118,8 @@ def _scalar(value: Any, what: str) -> torch.Tensor:
             f"{what} must be a 0-d tensor, but loss_fn returned {got}; return a mean over samples, "
             "or (sum, count)"
         )
-    return value.to(torch.float32)
+    wide = value.dtype is torch.float64
+    return value.to(dtype or (torch.float64 if wide else torch.float32))
 
 
 def export(

@@ -28,8 +28,9 @@ SAVED = "saved"  # kept by the forward for this micro-batch's backward
 TANGENT = "tangent"  # gradient of the CUT tensor (or "loss") of that name
 GRAD = "grad"  # gradient accumulator of the parameter of that name
 STATE = "state"  # optimizer state, "slot/parameter"
-SCALAR = "scalar"  # 0-d float32 from the controller: "lr", "step", "grad_scale", "ahead"
-NORM = "norm"  # "square", 0-d float32: the sum of squares of the stage's own scaled gradients
+SCALAR = "scalar"  # 0-d from the controller: "lr", "step", "grad_scale", "ahead"; float32, or
+# float64 where a parameter of the stage is
+NORM = "norm"  # "square", 0-d, as wide: the sum of squares of the stage's own scaled gradients
 RNG = "rng"  # int64 (3,): seed, step, index in the mini-batch of the micro-batch's first sample
 
 

@@ -126,6 +126,8 @@ def _updated(
     return replace(
         stage,
         update=trace_update(optimizer, updated, zeroed, formulas),
-        predict=trace_predict(optimizer, updated, formulas) if "predict" in extras else None,
-        norm=trace_norm(updated, formulas) if "norm" in extras else None,
+        predict=(
+            trace_predict(optimizer, updated, formulas, zeroed) if "predict" in extras else None
+        ),
+        norm=trace_norm(updated, formulas, zeroed) if "norm" in extras else None,
     )

@@ -44,11 +44,18 @@ class Formulas:
         return self._graphs[key]
 
 
+def scalar_dtype(parameters: Mapping[str, torch.Tensor]) -> torch.dtype:
+    """The dtype of the scalars that work on these parameters: float64 if one of them is so wide."""
+    wide = any(parameter.dtype is torch.float64 for parameter in parameters.values())
+    return torch.float64 if wide else torch.float32
+
+
 class _Assembled:
     """A program under construction, from copies of the graphs of formulas."""
 
     def __init__(self, formulas: Formulas, parameters: Mapping[str, torch.Tensor]) -> None:
         self._formulas, self._parameters = formulas, parameters
+        self._scalars = scalar_dtype(parameters)
         self._graph = fx.Graph()
         self._inputs: dict[Key, fx.Node] = {}
 
@@ -57,7 +64,7 @@ class _Assembled:
         for key in keys:
             if key not in self._inputs:
                 node = self._graph.placeholder("_".join(key))
-                node.meta["val"] = _example(key, self._parameters)
+                node.meta["val"] = _example(key, self._parameters, self._scalars)
                 self._inputs[key] = node
         return [self._inputs[key] for key in keys]
 
@@ -121,15 +128,19 @@ def trace_update(
 
 
 def trace_predict(
-    optimizer: Optimizer, updated: Mapping[str, torch.Tensor], formulas: Formulas
+    optimizer: Optimizer,
+    updated: Mapping[str, torch.Tensor],
+    formulas: Formulas,
+    others: Mapping[str, torch.Tensor] | None = None,
 ) -> Program | None:
     """PARAM, STATE, SCALAR -> PARAM, as expected after `ahead` more updates than `step`.
 
-    None if the optimizer predicts nothing, or there is no parameter.
+    None if the optimizer predicts nothing, or there is no parameter. `others` are parameters of
+    the stage that it does not update, and share the scalars.
     """
     if not updated or optimizer.predict is None:
         return None
-    program = _Assembled(formulas, updated)
+    program = _Assembled(formulas, {**updated, **(others or {})})
     scalars = _scalars("lr", "step", "ahead")
     program.inputs([*((PARAM, n) for n in updated), *_states(optimizer, updated), *scalars])
     predicted: dict[Key, fx.Node] = {}
@@ -141,14 +152,19 @@ def trace_predict(
     return program.program(predicted)
 
 
-def trace_norm(gradients: Mapping[str, torch.Tensor], formulas: Formulas) -> Program | None:
+def trace_norm(
+    gradients: Mapping[str, torch.Tensor],
+    formulas: Formulas,
+    others: Mapping[str, torch.Tensor] | None = None,
+) -> Program | None:
     """GRAD, SCALAR -> NORM: the sum of squares of all gradients times `grad_scale`.
 
     The root of the sum over stages is the norm for clipping by global norm. None without gradients.
+    `others` are gradients of the stage that do not count, and share the scalars.
     """
     if not gradients:
         return None
-    program = _Assembled(formulas, gradients)
+    program = _Assembled(formulas, {**gradients, **(others or {})})
     keys: list[Key] = [(GRAD, name) for name in gradients]
     *grads, scale = program.inputs([*keys, *_scalars("grad_scale")])
     squares = [program.apply("square", _square, [gradient, scale])[0] for gradient in grads]
@@ -166,7 +182,7 @@ def _one(
     rule: Optimizer, parameter: torch.Tensor, gradient: torch.Tensor, *others: torch.Tensor
 ) -> list[torch.Tensor]:
     """Parameter, gradient, state, step, lr, grad_scale -> parameter, state, a zero gradient."""
-    *state, step, lr, grad_scale = others
+    *state, step, lr, grad_scale = _narrowed(others, parameter)
     new, new_state = rule.update(parameter, gradient * grad_scale, tuple(state), step, lr)
     return [new, *new_state, torch.zeros_like(gradient)]
 
@@ -175,9 +191,17 @@ def _predicted(
     rule: Optimizer, parameter: torch.Tensor, *others: torch.Tensor
 ) -> list[torch.Tensor]:
     """Parameter, state, lr, step, ahead -> parameter."""
-    *state, lr, step, ahead = others
+    *state, lr, step, ahead = _narrowed(others, parameter)
     assert rule.predict is not None, "an undecayed rule predicts where the decayed one does"
     return [rule.predict(parameter, tuple(state), step, lr, ahead)]
+
+
+def _narrowed(values: Sequence[torch.Tensor], parameter: torch.Tensor) -> list[torch.Tensor]:
+    """Values of float64, scalars of a model that has such parameters as well, in float32 for a
+    parameter that is narrower."""
+    if parameter.dtype is torch.float64:
+        return list(values)
+    return [v.to(torch.float32) if v.dtype is torch.float64 else v for v in values]
 
 
 def _zeros(gradient: torch.Tensor) -> list[torch.Tensor]:
@@ -185,8 +209,9 @@ def _zeros(gradient: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _square(gradient: torch.Tensor, grad_scale: torch.Tensor) -> list[torch.Tensor]:
-    scaled = gradient * grad_scale
-    return [(scaled * scaled).sum().to(torch.float32)]
+    (scale,) = _narrowed([grad_scale], gradient)
+    scaled = gradient * scale
+    return [(scaled * scaled).sum().to(grad_scale.dtype)]
 
 
 def _sum(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
@@ -201,10 +226,12 @@ def _states(optimizer: Optimizer, names: Iterable[str]) -> list[Key]:
     return [(STATE, f"{slot}/{name}") for slot in optimizer.state for name in names]
 
 
-def _example(key: Key, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _example(
+    key: Key, parameters: Mapping[str, torch.Tensor], scalars: torch.dtype
+) -> torch.Tensor:
     role, name = key
     if role == SCALAR:
-        return torch.empty((), dtype=torch.float32)
+        return torch.empty((), dtype=scalars)
     parameter = parameters[name.partition("/")[2] if role == STATE else name]
     return torch.empty(parameter.shape, dtype=parameter.dtype)
 

@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 class Optimizer:
     """An optimizer. `update` works on one parameter; `state` names its state tensors.
 
-    Every state tensor has its parameter's shape and dtype and starts at zero. `step` (0-d float32)
-    counts updates from 1; `lr` is 0-d float32. As a field, `lr` may be a function of that count.
+    Every state tensor has its parameter's shape and dtype and starts at zero. `step` (0-d)
+    counts updates from 1; `lr` is 0-d, and both are float64 for such a parameter, else float32. As
+    a field, `lr` may be a function of that count.
 
-    `predict(param, state, step, lr, ahead)` is the weights expected after `ahead` (0-d float32)
+    `predict(param, state, step, lr, ahead)` is the weights expected after `ahead` (0-d)
     more updates, from the state after `step` updates; param itself if `step` or `ahead` is 0. It is
     None if the state holds no direction to predict from. `predict_steps` predicts every single
     update: see `multi_step`.

@@ -218,12 +218,12 @@ def test_norm(table: str, dtype: torch.dtype) -> None:
     program = trace_norm(gradients, Formulas(TABLES[table]))
     assert program is not None
     env: Env = {(GRAD, n): v for n, v in gradients.items()}
-    env[SCALAR, "grad_scale"] = torch.tensor(0.25)
+    env[SCALAR, "grad_scale"] = torch.tensor(0.25, dtype=dtype)
     found = run(program, env)
     assert list(found) == [(NORM, "square")]
     square = found[NORM, "square"]
     expected = sum(float((g.double() / 4).square().sum()) for g in gradients.values())
-    assert (square.dtype, square.shape) == (torch.float32, ())
+    assert (square.dtype, square.shape) == (dtype, ())
     assert abs(float(square) - expected) < 1e-6 * expected
     assert trace_norm({}, Formulas(TABLES[table])) is None
 
