@@ -49,6 +49,7 @@ class Options(TypedDict, total=False):
     clip_each: bool
     accumulate: int
     loss_scale: float | LossScale | None
+    changed: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -197,8 +198,12 @@ class UpdateOptions:
     accumulate: int = 1
     """Mini-batches whose mean gradient makes one update."""
     loss_scale: float | LossScale | None = None
+    changed: Sequence[str] = ()
+    """Names of settings that may differ from the checkpoint from which the training goes on."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.changed, str):
+            raise HetpipeError(f"changed={self.changed!r}: give a list, as [{self.changed!r}]")
         _check_count("accumulate", self.accumulate)
         if self.clip_norm is not None and not _is_positive(self.clip_norm):
             raise HetpipeError(f"clip_norm={self.clip_norm!r}: give a finite number above 0")

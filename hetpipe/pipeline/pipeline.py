@@ -41,6 +41,7 @@ from hetpipe.pipeline.options import PassOptions, PlanOptions, records_of
 from hetpipe.pipeline.planning import microbatches_of, planning_for
 from hetpipe.pipeline.rebalance import HORIZON, Rebalanced, Rebalancer, fixed_by
 from hetpipe.pipeline.resume import progress_of, write
+from hetpipe.pipeline.settings import check_settings, settings_of
 from hetpipe.pipeline.stages import Subject
 from hetpipe.pipeline.training import Result, Training, as_tensors
 from hetpipe.pipeline.untrained import states_of
@@ -152,6 +153,7 @@ class Pipeline(Lifetime, Measurements):
             check_fit(plan, infos, optimizer, updates, self._captured.sync_batch_norm, boards)
             check_boards(plan, cluster, infos)
             subject = Subject(self._captured, self._crew, plan, optimizer, passes, updates)
+            check_settings(resume, subject)
             self._board_time = _time_of_boards(subject, costs)
             self._training = Training(subject, mini_batch, resume, progress)
             self._rebalancer = Rebalancer(
@@ -253,13 +255,11 @@ class Pipeline(Lifetime, Measurements):
         with self._guard("save"):
             self.flush()
             self._state.warn_of_extra()
-            write(
+            path, settings = (
                 user_path(directory, CheckpointError),
-                self._training,
-                self.plan,
-                self._optimizer,
-                force,
+                settings_of(self._training.subject),
             )
+            write(path, self._training, self.plan, self._optimizer, settings, force)
             self._saved(directory)
 
     @classmethod
@@ -276,15 +276,11 @@ class Pipeline(Lifetime, Measurements):
         Without `plan` and all its parts (`cuts`, `schedule`, `split` and so on) it has the
         checkpoint's plan. Training then gives the same weights as in a pipeline that was flushed
         and never saved, bit for bit on one machine. Raises `CheckpointError` for files that are
-        damaged or of another model or optimizer.
+        damaged or of another model or optimizer, and for another `seed`, `clip_norm`, `precision`
+        and so on, unless `changed` has its name.
         """
-        pipe = cls(
-            model,
-            loss_fn,
-            example,
-            resume=load_checkpoint(user_path(directory, CheckpointError)),
-            **options,
-        )
+        saved = load_checkpoint(user_path(directory, CheckpointError))
+        pipe = cls(model, loss_fn, example, resume=saved, **options)
         pipe._saved(directory)
         return pipe
 

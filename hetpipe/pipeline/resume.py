@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
@@ -37,7 +37,12 @@ class Saved(Protocol):
 
 
 def write(
-    directory: Path, training: Saved, plan: Plan, optimizer: Optimizer, force: bool = False
+    directory: Path,
+    training: Saved,
+    plan: Plan,
+    optimizer: Optimizer,
+    settings: Mapping[str, Any],
+    force: bool = False,
 ) -> None:
     """Save a training. Raises `CheckpointError`, unless `force` for weights that are not finite or
     were trained with a loss that was not."""
@@ -55,6 +60,7 @@ def write(
         "plan": json.loads(json.dumps(plan.to_json())),  # lists for tuples
         "optimizer": _described(optimizer),
         "loss_scale": asdict(training.scaling.state()),
+        "settings": dict(settings),
     }
     save(directory, values, manifest)
 
@@ -77,13 +83,14 @@ class _OptimizerRecord:
 
 @dataclass(frozen=True)
 class _Record:
-    """The manifest's values. An early checkpoint lacks the loss scale."""
+    """The manifest's values. An early checkpoint lacks the loss scale, or the settings."""
 
     step: Count
     updates: Annotated[tuple[Count, ...], Entries(1)]
     plan: dict[str, Any]
     optimizer: _OptimizerRecord
     loss_scale: ScaleState | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,8 @@ class Progress:
     """By stage."""
     plan: Plan
     loss_scale: ScaleState | None
+    settings: Mapping[str, Any]
+    """See `hetpipe.pipeline.settings`."""
 
     def updates_under(self, plan: Plan) -> list[int]:
         """By stage. Under another schedule or other replicas all stages get the highest number."""
@@ -111,7 +120,7 @@ def progress_of(checkpoint: Checkpoint) -> Progress:
         plan = Plan.from_json(record.plan)
     except PlanError as error:
         raise CheckpointError(f"the checkpoint: {error}") from error
-    return Progress(record.step, record.updates, plan, record.loss_scale)
+    return Progress(record.step, record.updates, plan, record.loss_scale, record.settings)
 
 
 Kept = Mapping[str, Mapping[str, Any]]

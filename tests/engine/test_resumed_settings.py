@@ -1,0 +1,108 @@
+"""A training goes on with the settings of its checkpoint, unless the user says what has changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hetpipe as hp
+from hetpipe.checkpoint import Checkpoint
+from hetpipe.checkpoint import load as load_checkpoint
+from hetpipe.crew.crew import Crew
+from hetpipe.errors import CheckpointError, HetpipeError
+from hetpipe.pipeline.resume import progress_of
+
+X = torch.randn(8, 6, generator=torch.Generator().manual_seed(7))
+Y = torch.tensor([0, 1, 0, 1, 2, 1, 2, 2])
+BEFORE: dict[str, Any] = {"optimizer": hp.optim.adamw(lr=0.1), "clip_norm": 0.5}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+def options(crew: Crew, **more: Any) -> dict[str, Any]:
+    given = {"cuts": [1], "microbatches": 2, "schedule": "1f1b", **BEFORE, **more}
+    return {"cluster": crew.cluster, "crew": crew, **given}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a checkpoint; the first test writes it."""
+    return tmp_path_factory.mktemp("checkpoint")
+
+
+@pytest.fixture
+def saved(crew: Crew, folder: Path) -> Path:
+    if not any(folder.iterdir()):
+        with hp.Pipeline(model(), F.cross_entropy, (X, Y), **options(crew)) as pipe:
+            pipe.step(X, Y)
+            pipe.save(folder)
+    return folder
+
+
+def load(crew: Crew, saved: Path, **more: Any) -> hp.Pipeline:
+    return hp.Pipeline.load(saved, model(), F.cross_entropy, (X, Y), **options(crew, **more))
+
+
+@pytest.mark.parametrize(
+    ("changes", "before", "now"),
+    [
+        ({"seed": 1}, "seed=0", "seed=1"),
+        ({"clip_norm": None}, "clip_norm=0.5", "clip_norm=None"),
+        ({"clip_each": True}, "clip_each=False", "clip_each=True"),
+        ({"accumulate": 2}, "accumulate=1", "accumulate=2"),
+        ({"cut_dtype": "float16"}, "cut_dtype=None", "cut_dtype='float16'"),
+        ({"loss_scale": 8.0}, "loss_scale=None", "loss_scale=8.0"),
+        ({"microbatches": 4}, "microbatches=2", "microbatches=4"),  # there is a batch norm
+        (
+            {"optimizer": hp.optim.adamw(lr=0.1, weight_decay=0.1)},
+            "optimizer.weight_decay=0.01",
+            "optimizer.weight_decay=0.1",
+        ),
+        (
+            {"optimizer": hp.optim.adamw(lr=0.1, decay_exclude=lambda name: name == "3.bias")},
+            "undecayed=[]",
+            "undecayed=['3.bias']",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_another_setting_is_refused_by_name(
+    crew: Crew, saved: Path, changes: dict[str, Any], before: str, now: str
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        load(crew, saved, **changes)
+    assert f"trained with {before}, and would go on with {now}" in str(caught.value)
+
+
+def test_a_setting_may_change_where_the_user_says_so(crew: Crew, saved: Path) -> None:
+    other = hp.optim.adamw(lr=0.5)  # its learning rate may always
+    with load(crew, saved, seed=1, changed=["seed"], optimizer=other) as pipe:
+        assert pipe.steps == 1
+        pipe.step(X, Y)
+    with pytest.raises(CheckpointError, match=r"with clip_norm=0\.5, and"):
+        load(crew, saved, seed=1, clip_norm=1.0, changed=["seed"])
+    with pytest.raises(CheckpointError, match="there is no setting 'sead' that"):
+        load(crew, saved, changed=["sead"])
+    with pytest.raises(HetpipeError, match=r"give a list, as \['seed'\]"):
+        load(crew, saved, changed="seed")
+
+
+def test_an_early_checkpoint_has_no_settings(crew: Crew, saved: Path) -> None:
+    checkpoint = load_checkpoint(saved)
+    manifest = json.loads(json.dumps(checkpoint.manifest))
+    assert manifest.pop("settings")["seed"] == 0
+    early = Checkpoint(manifest, checkpoint.tensors)
+    assert progress_of(early).settings == {}
+    with hp.Pipeline(
+        model(), F.cross_entropy, (X, Y), resume=early, **options(crew, seed=3)
+    ) as pipe:  # fmt: skip
+        assert pipe.steps == 1
