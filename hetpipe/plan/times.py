@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from itertools import pairwise, permutations
+from itertools import accumulate, pairwise, permutations
 
 from hetpipe.cost.table import CostTable, LinkCost
 from hetpipe.plan.costs import passes_s
@@ -13,6 +13,9 @@ from hetpipe.schedule.generators import generate
 from hetpipe.sdk.info import HOST_MEMORY
 from hetpipe.simulate.simulator import simulate
 from hetpipe.simulate.times import FREE, StageTimes, Transfer
+
+ROUNDING = 1e-12
+"""A smaller share of a cut is a rounding."""
 
 Tied = tuple[tuple[int, tuple[int, ...]], ...]
 """Stages that share parameters: (owner, other stages)."""
@@ -94,10 +97,30 @@ def _cut_links(plan: Plan, table: CostTable) -> tuple[tuple[Transfer, ...], tupl
 
 
 def _cut_shares(plan: Plan) -> list[float]:
-    """By cut, the share of its bytes that one device moves if replicas divide them (DAPPLE)."""
+    """By cut, the share of its bytes that one device moves if replicas divide them (DAPPLE).
+
+    The device with the most rows on either side takes longest.
+    """
     if not plan.rule.flushes:
         return [1.0] * len(plan.cuts)
-    return [max(1 / m, 1 / n) for m, n in pairwise(plan.replicas)]
+    largest = [max(stage.shares) / sum(stage.shares) for stage in plan.stages]
+    return [max(pair) for pair in pairwise(largest)]
+
+
+def crossing(plan: Plan, cut: int) -> dict[tuple[str, str], float]:
+    """The share of a cut's bytes that each pair of devices moves, where replicas divide rows.
+
+    Rows are in the order of the replicas on both sides.
+    """
+    sides = [list(accumulate(stage.shares, initial=0.0)) for stage in plan.stages[cut : cut + 2]]
+    before, after = ([end / ends[-1] for end in ends] for ends in sides)
+    shares = {}
+    for here, (lo, hi) in zip(plan.stages[cut].devices, pairwise(before), strict=True):
+        for there, (first, last) in zip(plan.stages[cut + 1].devices, pairwise(after), strict=True):
+            share = min(hi, last) - max(lo, first)
+            if share > ROUNDING:
+                shares[here, there] = share
+    return shares
 
 
 def _tied_transfers(plan: Plan, table: CostTable) -> dict[tuple[int, int], Transfer]:

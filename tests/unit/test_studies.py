@@ -8,19 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import make_table
 from typer.testing import CliRunner
 
 from hetpipe.cli.app import app
-from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.cluster.topology import Server, Topology
 from hetpipe.cost.published import ProfileGraph, ProfileNode, write_profile
 from hetpipe.errors import ClusterError, CostError, HetpipeError, PlanError
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.proposal import PlannerOptions
+from hetpipe.plan.replicated import Passes, staged_plan
+from hetpipe.plan.times import crossing, stage_times
 from hetpipe.study.changes import changed, whatif
 from hetpipe.study.comparison import compare
 from hetpipe.study.largest import METHODS, Method, capacity
 from hetpipe.study.planning import plan as planned
-from hetpipe.study.simulation import simulate
+from hetpipe.study.simulation import sharing, simulate
 from hetpipe.study.subject import Subject, of_profile
 
 LAYERS, SAMPLES, MINI_BATCH = 12, 16, 64
@@ -126,6 +130,46 @@ def test_messages_share_the_links_of_a_cluster(subject: Subject, tmp_path: Path)
         steps_s[shape] = simulate(plan, costs, cluster).outcome.step_s / alone_s
     assert steps_s["point-to-point"] == pytest.approx(1.0)
     assert steps_s["bus"] > 1.001
+
+
+@pytest.mark.parametrize(
+    ("replicas", "shape", "seconds"),
+    [
+        ((2, 2), "bus", (8.0, 8.0)),  # both halves of 8 MiB on one bus, each way
+        ((2, 2), "point-to-point", (4.0, 4.0)),
+        ((3, 1), "bus", (8.0, 8.0)),
+        ((3, 1), "point-to-point", (8.0, 8.0)),  # into one device
+    ],
+)
+def test_the_shares_of_all_replicas_are_on_a_shared_link(
+    replicas: tuple[int, int], shape: Any, seconds: tuple[float, float]
+) -> None:
+    names = "abcd"
+    table = make_table(dict.fromkeys(names, 1.0), 2, bandwidth=MIB)
+    layers = tuple(replace(layer, cut_nbytes=8 * MIB) for layer in table.layers)
+    table = replace(table, layers=layers)
+    members = tuple(Member(name, "", board="t4", server="s") for name in names)
+    server = Server("s", Topology(0.0, float(MIB), shape=shape))
+    cluster = Cluster(members, servers=(server,))
+    first = replicas[0]
+    passes = Passes("1f1b", 1)
+    plan = staged_plan(
+        {4: table, 1: make_table(dict.fromkeys(names, 1.0), 2, samples=1)},
+        [tuple(names[:first]), tuple(names[first:])], [1], passes, mini_batch=4,
+    )  # fmt: skip
+    shared = sharing(stage_times(plan, table), plan, table, cluster)
+    found = shared.forward_links[0].occupancy_s, shared.backward_links[0].occupancy_s
+    assert found == pytest.approx(seconds)
+
+
+def test_the_replica_with_the_most_rows_moves_longest() -> None:
+    table = make_table({"a": 3.0, "b": 1.0, "c": 4.0}, 2, bandwidth=MIB)
+    tables = {4: table, 1: make_table({"a": 3.0, "b": 1.0, "c": 4.0}, 2, samples=1)}
+    plan = staged_plan(tables, [("a", "b"), ("c",)], [1], Passes("1f1b", 1), mini_batch=4)
+    assert plan.stages[0].shares == (3.0, 1.0)
+    assert crossing(plan, 0) == {("a", "c"): 0.75, ("b", "c"): 0.25}
+    plan = staged_plan(tables, [("a", "b"), ("c", "b")], [1], Passes("1f1b", 1), mini_batch=4)
+    assert stage_times(plan, table).forward_links[0].occupancy_s == pytest.approx(0.75)
 
 
 class TestChanges:
