@@ -132,7 +132,7 @@ class Search:
         rows, columns = np.nonzero(hopeful)
         before, firsts, lasts, group = behind[:, rows], firsts[columns], lasts[rows], group[rows]
         forward, backward, params, saved = self.sums[:, lasts] - self.sums[:, firsts]
-        count = counts[group]
+        count, part = counts[group], np.array([self.machines.part(int(n)) for n in counts])[group]
         depth = np.minimum(before[self.DEPTH] + 1, self.microbatches)
         fits = ADAM * params + depth * saved / count <= self.capacity_nbytes
         waits, whole = (
@@ -140,7 +140,7 @@ class Search:
             for nbytes in (0.0, 1.0)
         )
         all_reduce = waits[group] + (whole - waits)[group] * params
-        added = self._added(before, forward / count, backward / count, all_reduce)
+        added = self._added(before, part * forward, part * backward, all_reduce)
         added[self.FIRST], added[self.DEPTH] = firsts, before[self.DEPTH] + 1
         added[self.NUMBER] = np.arange(len(rows))
         best = self._best(added[:, fits & (added[self.TOTAL] <= self.bound_s)])

@@ -35,13 +35,15 @@ class Wire:
 class Machines:
     """Servers of equal devices: `counts` of each, links `inside` and `between` the servers.
 
-    `between` is what one server sends or receives, with all its devices together.
-    Raises `PlanError` without a device.
+    `between` is what one server sends or receives, with all its devices together. With the
+    `samples` of a micro-batch, costs are those of prices: replicas have whole samples, and each
+    pair of devices has a link of its own. Raises `PlanError` without a device.
     """
 
     counts: Counts
     inside: Wire
     between: Wire
+    samples: int | None = None
 
     def __post_init__(self) -> None:
         if not self.counts or min(self.counts) < 1:
@@ -50,6 +52,12 @@ class Machines:
     @property
     def devices(self) -> int:
         return sum(self.counts)
+
+    def part(self, replicas: int) -> float:
+        """The share of a micro-batch that the fullest of some replicas has."""
+        if self.samples is None:
+            return 1 / replicas
+        return -(-self.samples // replicas) / self.samples
 
     def transfer_s(self, nbytes: float, source: Counts, target: Counts) -> float:
         """Seconds that the samples of a cut take from one group to the other, one way.
@@ -64,6 +72,11 @@ class Machines:
     def transfer_lines(self, source: Counts, target: Counts) -> tuple[tuple[float, float], ...]:
         """Latency and seconds per byte, between the servers and inside; 0 where nothing goes."""
         senders, receivers = sum(source), sum(target)
+        if self.samples is not None:
+            together = [max(pair) > 0 for pair in zip(source, target, strict=True)]
+            wire = self.inside if sum(together) == 1 else self.between
+            share = max(self.part(senders), self.part(receivers))
+            return ((wire.latency_s, share / wire.p2p_Bps),) * 2
         across = within = 0.0
         for mine, others in zip(source, target, strict=True):
             sent, received = mine / senders, others / receivers

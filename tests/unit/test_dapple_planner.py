@@ -2,14 +2,17 @@
 
 import os
 import random
+from itertools import islice
 from pathlib import Path
 
 import pytest
+from joint_cases import joint_case
 
 from hetpipe.cost.published import ChainCosts
 from hetpipe.errors import PlanError
 from hetpipe.papers.reproduced.dapple import PROFILES, configs, profile_of, split_at
 from hetpipe.papers.reproduced.table import expected
+from hetpipe.plan.chain import chain_of
 from hetpipe.plan.dapple import candidates, overlapped_data_parallel_s, plan_dapple
 from hetpipe.plan.latency import (
     ADAM,
@@ -24,6 +27,9 @@ from hetpipe.plan.latency import (
     stage_memory_nbytes,
 )
 from hetpipe.plan.placement import Machines, Wire, append_first, numbers, places
+from hetpipe.plan.planners import plan
+from hetpipe.plan.planners.dapple import machines_of
+from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, deep_in_flight
 from hetpipe.schedule.generators import generate
 from hetpipe.simulate.simulator import simulate
 from hetpipe.simulate.times import StageTimes, Transfer
@@ -184,6 +190,44 @@ def test_transfers_and_sums_between_groups():
     assert two.all_reduce_s(80, (2, 2)) == pytest.approx(6 * (0.2 + 80 / 4 / 5))
 
 
+def test_costs_as_prices_have_them():
+    """Of 8 samples the fullest of 3 replicas has 3, and each pair of devices its own link."""
+    wires = Wire(100.0, 50.0, 0.1), Wire(10.0, 5.0, 0.2)
+    priced = Machines((4, 4), *wires, samples=8)
+    assert [priced.part(replicas) for replicas in (1, 3, 8, 16)] == [1, 3 / 8, 1 / 8, 1 / 8]
+    assert priced.transfer_s(80, (4, 0), (0, 4)) == pytest.approx(0.2 + 80 / 4 / 10)
+    assert priced.transfer_s(80, (1, 0), (3, 0)) == pytest.approx(0.1 + 80 * 1 / 100)
+    assert priced.all_reduce_s(80, (2, 2)) == Machines((4, 4), *wires).all_reduce_s(80, (2, 2))
+    chain = ChainCosts(("a",), (8.0,), (16.0,), (0,), (0,), (0,))
+    (cost,) = stage_costs(chain, Machines((3,), *wires, samples=8), [DappleStage(0, 0, (0, 1, 2))])
+    assert (cost.forward_s, cost.backward_s) == (3.0, 6.0)
+
+
+def test_the_planner_is_no_slower_than_the_published_program(monkeypatch):
+    """Its plans, at each of 7 numbers of micro-batches and depth, by the same price."""
+    monkeypatch.setattr("joint_cases.SIZES", (1, 2, 4, 8, 16, 32, 64))
+    for seed in (0, 1, 18, 21, 23, 45, 49, 51):
+        tables, cluster = joint_case(seed)
+        options = PlannerOptions(64)
+        priced, steps_s = Priced(tables, options), []
+        for count in options.counts(tables):
+            table = priced.table(options.size(count)).beside(len(cluster.ids))
+            chain, machines = chain_of(table, cluster.ids), machines_of(table, cluster)
+            best = published_plans(chain, machines, samples=table.samples, global_batch=64)[0]
+            names = iter(cluster.ids)
+            groups = tuple(tuple(islice(names, replicas)) for replicas in best.replicas)
+            schedule = "data-parallel" if len(groups) == 1 else "1f1b"
+            for depths in ((), deep_in_flight(len(groups), count)):
+                proposal = Proposal(best.cuts, groups, schedule, count, depths)
+                try:
+                    steps_s.append(priced.plan(proposal, "published").step_s)
+                except PlanError:
+                    continue
+        if steps_s:
+            chosen = plan(tables, cluster, options, "dapple")
+            assert chosen.step_s <= min(steps_s) * (1 + 1e-9), seed
+
+
 def test_overlap_hides_all_but_the_last_sum():
     assert overlapped_s([1, 1], [4, 4], [1, 2], 1) == 11
     assert overlapped_s([1, 1], [4, 4], [9, 9], 2) == 2 + 4 + 2 + 18
@@ -294,11 +338,11 @@ def test_the_search_is_no_worse_than_table_4(data, config, model):
     asked = {"samples": samples, "global_batch": batch}
     planned = plan_dapple(chain, on, **asked, capacity_nbytes=16e9)
     assert max(stage_memory_nbytes(chain, planned)) <= 16e9
-    for plan in published_plans(chain, on, **asked)[:50]:
-        ends = [0, *plan.cuts, len(chain.names)]
-        firsts = [sum(plan.replicas[:n]) for n in range(len(plan.replicas))]
+    for best in published_plans(chain, on, **asked)[:50]:
+        ends = [0, *best.cuts, len(chain.names)]
+        firsts = [sum(best.replicas[:n]) for n in range(len(best.replicas))]
         stages = [
             DappleStage(lo, hi - 1, tuple(range(first, first + replicas)))
-            for lo, hi, first, replicas in zip(ends, ends[1:], firsts, plan.replicas, strict=False)
+            for lo, hi, first, replicas in zip(ends, ends[1:], firsts, best.replicas, strict=False)
         ]
         assert planned.latency_s <= latency_s(stage_costs(chain, on, stages), batch // samples)

@@ -1,13 +1,15 @@
 """DAPPLE: a pivot stage, three placement policies, replicas that divide micro-batches (section 4).
 
-The paper's devices are equal, so unlike ones count by their mean times. Its formula picks a few
-plans for each size of micro-batch; the prediction chooses among these and their depths, P_A and
-P_B.
+The paper's devices are equal, so unlike ones count by their mean times. Its formula and the
+published program of its authors pick some partitions for some numbers of micro-batches. The
+prediction chooses among these and two depths, P_A and P_B; then the number of micro-batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
 from math import inf
 
 from hetpipe.cluster.cluster import Cluster
@@ -15,24 +17,45 @@ from hetpipe.cost.table import CostTable
 from hetpipe.errors import PlanError
 from hetpipe.plan.chain import chain_of
 from hetpipe.plan.dapple import candidates
+from hetpipe.plan.latency import published_plans
 from hetpipe.plan.placement import Machines, Wire
 from hetpipe.plan.plan import Plan
-from hetpipe.plan.planners.choice import chosen
-from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, Tables, grouped
+from hetpipe.plan.planners.choice import check_members, finished, quickest
+from hetpipe.plan.proposal import (
+    PlannerOptions,
+    Priced,
+    Proposal,
+    Tables,
+    deep_in_flight,
+    grouped,
+    in_flight,
+)
 from hetpipe.plan.search import is_large, worth_trying
 from hetpipe.schedule.rule import rule_of
 from hetpipe.words import words
 
 FLUSHING = ("1f1b",)
-COUNTS = 3
-"""Sizes of micro-batches for which the formula is solved; the paper has one, its profile's."""
+SEARCHED = 4
+"""Up to this many numbers of micro-batches are planned for; the best plan is priced with all."""
 CANDIDATES, FEW_CANDIDATES = 8, 2
-"""Plans of the formula that are simulated, by size of micro-batch; and where each takes long."""
+"""Plans of the formula that are priced, by number of micro-batches; and where each takes long."""
+PUBLISHED = 2
+"""Plans of the published program that are priced, by number of micro-batches."""
+
+Shape = tuple[tuple[int, ...], tuple[tuple[str, ...], ...]]
+"""Cuts, and the devices of each stage."""
 
 
 def plan(costs: Tables, cluster: Cluster, options: PlannerOptions) -> Plan:
     """The quickest of DAPPLE's plans. Raises `PlanError`."""
-    return chosen("dapple", proposals, costs, cluster, options)
+    check_members(costs, cluster)
+    priced = Priced(costs, options)
+    best = quickest(priced, proposals(priced, cluster), cluster, "dapple")
+    shape = best.cuts, tuple(stage.devices for stage in best.stages)
+    if best.schedule == "data-parallel":
+        shape = (), shape[1][:1]
+    others = _with_counts(options, shape, options.counts(priced.tables))
+    return finished(quickest(priced, others, cluster, "dapple"), priced, cluster)
 
 
 def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
@@ -46,30 +69,53 @@ def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
             "choose another schedule, or another planner"
         )
     members = tuple(id for group in cluster.groups() for id in group)
-    few = is_large(priced, grouped(members))
     counts = worth_trying(priced, grouped(members))
-    for count in counts[:: max(1, len(counts) // COUNTS)]:
-        size = options.size(count)
-        table = priced.table(size).beside(len(members))
-        plans = candidates(
-            chain_of(table, members), machines_of(table, cluster), samples=size,
-            global_batch=size * count, count=FEW_CANDIDATES if few else CANDIDATES,
-            capacity_nbytes=min(table.devices[member].memory_nbytes for member in members),
-        )  # fmt: skip
-        for each in plans:
-            groups = tuple(tuple(members[n] for n in stage.devices) for stage in each.stages)
-            cuts = tuple(stage.first_layer for stage in each.stages[1:])
-            if len(groups) == 1 and len(groups[0]) > 1:
-                yield Proposal(cuts, groups, "data-parallel", count)
+    for count in counts[:: -(-len(counts) // SEARCHED)]:
+        for shape in dict.fromkeys(_shapes(priced, cluster, members, count)):
+            yield from _with_counts(options, shape, [count])
+
+
+def _with_counts(
+    options: PlannerOptions, shape: Shape, counts: Sequence[int]
+) -> Iterator[Proposal]:
+    """The proposals of a shape with these numbers of micro-batches, and P_A or P_B in flight."""
+    cuts, groups = shape
+    for count in counts:
+        if len(groups) == 1 and len(groups[0]) > 1:
+            yield Proposal(cuts, groups, "data-parallel", count)
+            continue
+        for schedule in options.among(FLUSHING):
+            rule = rule_of(schedule)
+            if not rule.flushes or rule.several_stages:
                 continue
-            for schedule in options.among(FLUSHING):
-                rule = rule_of(schedule)
-                if not rule.flushes or rule.several_stages:
-                    continue
-                for depth in ("P_A", "P_B") if rule.any_depth else ():
-                    yield Proposal(cuts, groups, schedule, count, each.in_flight(depth))
-                if not rule.any_depth:
-                    yield Proposal(cuts, groups, schedule, count)
+            depths = [in_flight(schedule, len(groups), count)]
+            if rule.any_depth:
+                depths.append(deep_in_flight(len(groups), count))
+            for depth in dict.fromkeys(depths):
+                yield Proposal(cuts, groups, schedule, count, depth)
+
+
+def _shapes(
+    priced: Priced, cluster: Cluster, members: Sequence[str], count: int
+) -> Iterator[Shape]:
+    """Cuts and groups of the published program and of the search, for a number of micro-batches."""
+    few = FEW_CANDIDATES if is_large(priced, grouped(members)) else CANDIDATES
+    size = priced.options.size(count)
+    table = priced.table(size).beside(len(members))
+    chain, machines = chain_of(table, members), machines_of(table, cluster)
+    batch = {"samples": size, "global_batch": size * count}
+    for plan in published_plans(chain, machines, **batch)[:PUBLISHED]:
+        names = iter(members)
+        yield plan.cuts, tuple(tuple(islice(names, replicas)) for replicas in plan.replicas)
+    least = min(table.devices[member].memory_nbytes for member in members)
+    priced_so = replace(machines, samples=size)
+    try:
+        plans = candidates(chain, priced_so, **batch, count=few, capacity_nbytes=least)
+    except PlanError:  # the formula counts Adam's state, and the price what there is
+        return
+    for plan in plans:
+        groups = tuple(tuple(members[n] for n in stage.devices) for stage in plan.stages)
+        yield tuple(stage.first_layer for stage in plan.stages[1:]), groups
 
 
 def machines_of(table: CostTable, cluster: Cluster) -> Machines:
