@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -60,6 +59,22 @@ MANY_ELEMENTS = ((1 << 16) + 1, (1 << 20) + 3)
 """Beyond the counts at which kernels take another way: 16-bit indices, limits of a launch."""
 
 
+Question = tuple[Callable[..., Any], list[torch.Tensor], int]
+"""A function, its inputs, and the terms of its longest sum."""
+
+
+def _judge_all(rig: Rig, questions: Sequence[Question]) -> None:
+    """Judge all functions that the device accepts. Raises `NotAsked` if it refuses all."""
+    refused: list[NotAsked] = []
+    for fn, inputs, terms in questions:
+        try:
+            judge(rig, fn, inputs, terms)
+        except NotAsked as reason:
+            refused.append(reason)
+    if len(refused) == len(questions):
+        raise refused[0]
+
+
 def _not_interpreted(rig: Rig) -> None:
     if rig.is_interpreter:
         raise NotAsked("a large case, and the device interprets kernels")
@@ -71,9 +86,11 @@ def _not_interpreted(rig: Rig) -> None:
     "the last part of K is dropped where K has several blocks",
 )
 def _(rig: Rig) -> None:
-    for m, k, n in LONG_SUMS:
-        judge(rig, torch.mm, [normal(m, k), normal(k, n, seed=1)], k)
-    judge(rig, torch.bmm, [normal(2, 3, 2051), normal(2, 2051, 4, seed=1)], 2051)
+    products: list[Question] = [
+        (torch.mm, [normal(m, k), normal(k, n, seed=1)], k) for m, k, n in LONG_SUMS
+    ]
+    batches = [normal(2, 3, 2051), normal(2, 2051, 4, seed=1)]
+    _judge_all(rig, [*products, (torch.bmm, batches, 2051)])
 
 
 @check(
@@ -94,15 +111,21 @@ def _(rig: Rig) -> None:
 )
 def _(rig: Rig) -> None:
     _not_interpreted(rig)
+    questions: list[Question] = []
     for size in MANY_ELEMENTS:
-        x = normal(size, seed=2)
-        judge(rig, lambda x: (x * 2.0 + 1.0, x.flip(0), x.sum(), x.amax()), [x], size)
-        long, wide = normal(size // 16 + 1, 17), normal(3, size // 3)
+        x, long, wide = normal(size, seed=2), normal(size // 16 + 1, 17), normal(3, size // 3)
+        questions += [
+            (lambda x: x * 2.0 + 1.0, [x], 1),
+            (lambda x: (x.sum(), x.amax()), [x], size),
+            (lambda x: x.flip(0), [x], 1),
+        ]
         for fn in (lambda x: x.t() + 0.0, lambda x: x.sum(0), lambda x: x.sum(1)):
-            judge(rig, fn, [long], size)
-            judge(rig, fn, [wide], size)
+            questions += [(fn, [long], size), (fn, [wide], size)]
     rows = (1 << 16) + 9
-    judge(rig, lambda x: (x + 1.0, x.sum(-1)), [normal(rows, 2)], 2)
     index = torch.tensor([0, rows - 1, 1 << 16, (1 << 16) - 1])
-    with contextlib.suppress(NotAsked):  # refused indices are reported by other checks
-        judge(rig, lambda x, i: aten.index_select(x, 0, i), [normal(rows, 2), index])
+    table = normal(rows, 2)
+    questions += [
+        (lambda x: (x + 1.0, x.sum(-1)), [table], 2),
+        (lambda x, i: aten.index_select(x, 0, i), [table, index], 1),
+    ]
+    _judge_all(rig, questions)

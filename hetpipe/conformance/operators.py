@@ -225,7 +225,10 @@ def _(rig: Rig) -> None:
         "-x": lambda x: -x,
     }
     for name, fn in functions.items():
-        (actual,) = rig.results(rig.compile(fn, x), x)
+        try:
+            (actual,) = rig.results(rig.compile(fn, x), x)
+        except NotAsked:
+            continue
         right = fn(x).numpy()
         off = actual != right
         flushed = off & (actual == 0) & (np.abs(right) < SMALLEST)
