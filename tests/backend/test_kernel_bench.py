@@ -211,7 +211,8 @@ def test_the_checker_names_kind_and_line(
 def test_a_runtime_shows_what_it_can(
     tried: Callable[..., list[Outcome]], function: str, kinds: list[str], line: int | None
 ) -> None:
-    (result,) = tried(RUNTIME, FAULTY, SPEC, function)
+    spec = SPEC if function == "endless" else SPEC.replace("= 4.0", "= 60.0")
+    (result,) = tried(RUNTIME, FAULTY, spec, function)
     assert [flaw.kind for flaw in result.flaws] == kinds
     assert {flaw.kernel for flaw in result.flaws} == {function}
     if line is not None:
@@ -246,7 +247,7 @@ def test_a_launch_that_cannot_be_is_a_flaw(
 @needs_runtime
 def test_a_reference_in_python(tmp_path: Path, tried: Callable[..., list[Outcome]]) -> None:
     (tmp_path / "reference.py").write_text("def same(x, n):\n    return x[:n] * 1.0\n")
-    spec = SPEC.replace('[expect]\ny = "x"\n', "")
+    spec = SPEC.replace('[expect]\ny = "x"\n', "").replace("= 4.0", "= 60.0")
     spec = 'reference = "reference.py:same"\n' + spec
     right = FAULTY.replace("y[i / 2] = x[i]", "y[i] = x[i]")
     (result,) = tried(RUNTIME, right, spec, "race")
