@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
-import numpy as np
-import torch
 from torch import nn
 
 from hetpipe.capture import kept
@@ -33,7 +30,7 @@ from hetpipe.capture.program import StageGraphs
 from hetpipe.capture.recompute import check_modes
 from hetpipe.capture.sources import UnknownCodeError
 from hetpipe.capture.stages import EXTRAS, Extra, trace_stages
-from hetpipe.capture.tensors import NamedTensors, copied_loss, roots
+from hetpipe.capture.tensors import NamedTensors, array_of, check_model, copied_loss, on_cpu
 from hetpipe.capture.traces import Traces
 from hetpipe.capture.watch import Watch
 from hetpipe.errors import CaptureError
@@ -74,8 +71,9 @@ class Captured:
         split: Mapping[str, int] | None = None,
         starting: Collection[str] = (),
     ) -> None:
+        check_model(model)
         self.name = type(model).__name__
-        self._model, self._loss_fn = _on_cpu(model, loss_fn)
+        self._model, self._loss_fn = on_cpu(model, loss_fn)
         self._modes = Modes.of(self._model, self._loss_fn)
         self._modes.warn()
         self.precision = precision
@@ -89,7 +87,7 @@ class Captured:
         self._tensors = NamedTensors(self._model, self._loss_fn)
         self.aliases = self._tensors.aliases
         parameters = self._tensors.parameters
-        self.parameters = {name: _array(name, p) for name, p in parameters.items()}
+        self.parameters = {name: array_of(name, p) for name, p in parameters.items()}
         self.trainable = frozenset(name for name, p in parameters.items() if p.requires_grad)
         layers = (sorted(self.split.items()), sorted(self._starting))
         options = (precision, sync_batch_norm, *layers)
@@ -100,12 +98,12 @@ class Captured:
         first = samples or self._example.samples
         key = self._identity.key("facts", [first], True)
         self._facts: Facts = _kept(key, lambda: facts_of(self._flat(first)))
-        self.layer_names = self._facts.layer_names
+        self.layer_names, self.samples = self._facts.layer_names, self._facts.samples
         self.parts = Parts(self._facts.rows)
         self.buffers = {
-            name: _array(name, buffer)
+            name: array_of(name, buffer)
             for name, buffer in self._tensors.buffers.items()
-            if name in self._facts.buffers
+            if name in self._facts.buffers and not buffer.is_complex()
         }
         self.watch = Watch(model, loss_fn, self._identity.changed)
         self.updated_buffers = self._facts.updated_buffers
@@ -318,24 +316,3 @@ def _kept(key: str | None, make: Callable[[], _T]) -> _T:
 def capture(model: nn.Module, loss_fn: Callable[..., Any], example: tuple[Any, Any]) -> Captured:
     """Capture `loss_fn(model(x), y)` from an example batch (x, y); see `Captured`."""
     return Captured(model, loss_fn, example)
-
-
-def _on_cpu(model: nn.Module, loss_fn: Callable[..., Any]) -> tuple[nn.Module, Callable[..., Any]]:
-    """The model and the loss, or copies on the CPU; tensors that both share stay shared."""
-    modules = [module for _, module in roots(model, loss_fn)]
-    tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
-    if all(tensor.device.type == "cpu" for tensor in tensors):
-        return model, loss_fn
-    if any(tensor.device.type == "meta" for tensor in tensors):
-        raise CaptureError("the model is on the meta device; give its parameters values first")
-    copies = [module.cpu() for module in copy.deepcopy(modules)]
-    return copies[0], copies[1] if len(copies) > 1 else loss_fn
-
-
-def _array(name: str, tensor: torch.Tensor) -> Array:
-    if tensor.dtype in (torch.bfloat16,) or tensor.is_complex() or tensor.layout != torch.strided:
-        raise CaptureError(
-            f"{name} is a {tensor.layout} tensor of {tensor.dtype}; convert it, for instance with "
-            "model.float()"
-        )
-    return np.array(tensor.detach().numpy(), order="C", copy=True)

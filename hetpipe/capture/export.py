@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import operator
+import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, redirect_stderr
+from typing import Any, TextIO
 
 import torch
 from torch import fx, nn
@@ -166,19 +168,44 @@ def export(
         raise explain(error) from error
 
 
+_LOGS = (
+    "torch._subclasses.fake_tensor",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.export._trace",
+)
+
+
 @contextmanager
 def _without_torch_log() -> Iterator[None]:
-    """Inside, torch logs no traceback of a wrong shape: the raised error names the user's line."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
+    """Inside, torch writes neither its own traceback nor a graph of what it could not export: the
+    raised error names the user's line."""
 
     def drop(record: logging.LogRecord) -> bool:
         return False
 
-    log.addFilter(drop)
+    for name in _LOGS:
+        logging.getLogger(name).addFilter(drop)
     try:
-        yield
+        with redirect_stderr(_WithoutGraphs(sys.stderr)):
+            yield
     finally:
-        log.removeFilter(drop)
+        for name in _LOGS:
+            logging.getLogger(name).removeFilter(drop)
+
+
+class _WithoutGraphs(io.TextIOBase):
+    """A stream that drops the text which torch.export prints, and passes on all else."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        if sys._getframe(1).f_globals.get("__name__") == "torch.export._trace":
+            return len(text)
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from hetpipe.capture.random import make_explicit
 from hetpipe.capture.refuse import where
 from hetpipe.capture.slots import Key, constant_name, drop_dead, placeholders, results
 from hetpipe.capture.tensors import exported_name
+from hetpipe.capture.written import write_by_where
 from hetpipe.errors import CaptureError
 from hetpipe.sdk.replicas import drop_sums
 
@@ -68,6 +69,7 @@ def flatten(
     """
     graph = program.graph_module.graph
     flat = Flat(samples, graph, {}, [], {})
+    write_by_where(graph)
     _name_inputs(flat, program, leaves, aliases)
     _name_outputs(flat, program, aliases)
     rng = make_explicit(graph, samples)
@@ -148,9 +150,9 @@ def _name_inputs(
             key = (INPUT, next(remaining))
         elif spec.kind is InputKind.PARAMETER:
             key = (PARAM, name)
-        elif spec.kind is InputKind.BUFFER:
+        elif spec.kind is InputKind.BUFFER and not node.meta["val"].is_complex():
             key = (BUFFER, name)
-        else:  # lifted constants
+        else:  # lifted constants, and complex buffers
             stored = program.constants if target in program.constants else program.state_dict
             value = stored[target].detach().cpu()
             key = (CONSTANT, constant_name(target, value))
@@ -171,6 +173,11 @@ def _name_outputs(flat: Flat, program: ExportedProgram, aliases: dict[str, str])
             flat.outputs.append(((role, role), node))
         elif spec.kind is OutputKind.BUFFER_MUTATION:
             name = exported_name(spec.target or "")
+            if node.meta["val"].is_complex():
+                raise CaptureError(
+                    f"forward changes the complex buffer {name}; keep its real and imaginary part "
+                    "in two buffers"
+                )
             flat.outputs.append(((BUFFER, aliases.get(name, name)), node))
         else:
             raise CaptureError(

@@ -187,6 +187,11 @@ def _advice(error: Exception) -> str:
             "; control flow may not depend on a tensor's values: use torch.where, or decide "
             "outside of the model"
         )
+    if "DataDependentOutput" in text or "DynamicOutputShape" in text:
+        return (
+            "; this operator needs the values of tensors before it runs, which a graph does not "
+            "have: use another operator, or define one of your own with torch.library.custom_op"
+        )
     if "more than 1 value per channel" in text:
         return (
             "; a micro-batch, and each replica's rows of it, need 2 samples or more: use fewer "

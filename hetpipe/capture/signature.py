@@ -56,6 +56,11 @@ class Rehearsal:
         self._computes = computes
         named = {**dict(self.run.named_parameters()), **dict(self.run.named_buffers())}
         self._named = {name: self._prepared(value) for name, value in named.items()}
+        self._digests = {  # of the tensors that become constants
+            name: hashlib.sha256(tensor_bytes(value)).hexdigest()
+            for name, value in named.items()
+            if value.is_complex()
+        }
         self._leaves = [self._prepared(leaf) for leaf in leaves]
         self._own = {id(value) for value in (*named.values(), *leaves)}
         self.calls: list[Call] = []
@@ -74,7 +79,7 @@ class Rehearsal:
         """
         call = Call(self.calls, self._own, self._computes, locates)
         for name, value in self._named.items():
-            call.add_named(name, value)
+            call.add_named(name, value, self._digests.get(name, ""))
         for index, leaf in enumerate(self._leaves):
             call.add_named(f"leaf {index}", leaf)
         device = nullcontext() if self._computes else torch.device("meta")
@@ -180,11 +185,13 @@ class Call(TorchFunctionMode):
         """A hash of all events."""
         return hashlib.sha256("\n".join(self.events).encode()).hexdigest()
 
-    def add_named(self, name: str, value: torch.Tensor) -> None:
+    def add_named(self, name: str, value: torch.Tensor, digest: str = "") -> None:
         """Begin with a parameter, buffer or leaf."""
         self._live.add(id(value))
         self._earlier.pop(id(value), None)
-        self.note("named", name, type(value).__name__, self._described(value), self._number(value))
+        self.note(
+            "named", name, digest, type(value).__name__, self._described(value), self._number(value)
+        )
         self._end()
 
     def note(self, *words: object) -> None:

@@ -11,8 +11,10 @@ import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from hetpipe.errors import CaptureError
 
@@ -74,6 +76,21 @@ def copied_loss(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     return copy.deepcopy(loss_fn, {id(p): p for p in loss_fn.parameters()})
 
 
+def check_model(model: Any) -> None:
+    """Raise `CaptureError` for a model that is no module, or whose parameters have no values."""
+    if not isinstance(model, nn.Module):
+        raise CaptureError(
+            f"the model is {type(model).__name__} {getattr(model, '__name__', '')!r}, not an "
+            "nn.Module: write a module whose forward calls it, so that its parameters have names"
+        )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise CaptureError(
+                f"{name} has no shape yet, as in nn.LazyLinear: call the model once with a batch "
+                "before it is captured"
+            )
+
+
 def roots(model: nn.Module, loss_fn: Callable[..., Any]) -> Iterator[tuple[str, nn.Module]]:
     """The model, and the loss if it is a module, each with the prefix of its tensors' names."""
     yield "", model
@@ -85,3 +102,32 @@ def exported_name(target: str) -> str:
     """The name of a tensor that the exported graph calls `model.NAME` or `loss_fn.NAME`."""
     root, _, name = target.partition(".")
     return name if root == "model" else LOSS_PREFIX + name
+
+
+def on_cpu(model: nn.Module, loss_fn: Callable[..., Any]) -> tuple[nn.Module, Callable[..., Any]]:
+    """The model and the loss, or copies on the CPU; tensors that both share stay shared."""
+    modules = [module for _, module in roots(model, loss_fn)]
+    tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return model, loss_fn
+    if any(tensor.device.type == "meta" for tensor in tensors):
+        raise CaptureError("the model is on the meta device; give its parameters values first")
+    copies = [module.cpu() for module in copy.deepcopy(modules)]
+    return copies[0], copies[1] if len(copies) > 1 else loss_fn
+
+
+def array_of(name: str, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A copy of a parameter or buffer. Raises `CaptureError` for one that no array can hold."""
+    if tensor.layout != torch.strided:
+        raise CaptureError(f"{name} is a {tensor.layout} tensor: convert it with to_dense()")
+    if tensor.is_complex():
+        raise CaptureError(
+            f"the parameter {name} is {tensor.dtype}: train its real and imaginary part, and make "
+            "the complex number of them with torch.view_as_complex"
+        )
+    if tensor.dtype == torch.bfloat16:
+        raise CaptureError(
+            f"{name} is a {tensor.dtype} tensor: convert the model with model.float(), and let "
+            "passes compute in bfloat16 with precision='bfloat16'"
+        )
+    return np.array(tensor.detach().numpy(), order="C", copy=True)

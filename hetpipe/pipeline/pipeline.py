@@ -18,6 +18,7 @@ from hetpipe.errors import CheckpointError, HetpipeError
 from hetpipe.files import user_path
 from hetpipe.optim import check_optimizer
 from hetpipe.pipeline.boardtime import BoardTime
+from hetpipe.pipeline.custom_operators import share_operators
 from hetpipe.pipeline.delivery import Delivery
 from hetpipe.pipeline.effort import effort_of
 from hetpipe.pipeline.fit import (
@@ -136,6 +137,7 @@ class Pipeline(Lifetime, Measurements):
             self._state, self._loss_state = states_of(model, loss_fn, self._captured)
             planned = _check_captured(self._captured, planned, passes)
             self._captured.leaves(*example)
+            share_operators(self._captured, self._crew)
             check_cuts(planned.cuts or (), self._captured.layer_names)
             if microbatches_of(planned) > 1:
                 check_loss(self._captured, -(-mini_batch // microbatches_of(planned)))

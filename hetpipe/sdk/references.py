@@ -5,13 +5,19 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+import torch._library.simple_registry
+from torch._library.custom_ops import OPDEFS
+
 from hetpipe.errors import BackendError
 from hetpipe.sdk.backend import Backend
+from hetpipe.sdk.graph import resolve_operator
 from hetpipe.sdk.registry import get_backend, register_backend
 
 _executing: list[Path] = []  # the script that this process loads at the moment
@@ -21,9 +27,14 @@ def backend_reference(name: str) -> str | None:
     """`module:class`, or `FILE.py:class` for a class of the script that is run; None for a class
     inside a function, or typed at a prompt."""
     cls = type(get_backend(name))
-    module = cls.__module__
     if "<locals>" in cls.__qualname__:
         return None
+    place = _place(cls.__module__)
+    return None if place is None else f"{place}:{cls.__qualname__}"
+
+
+def _place(module: str) -> str | None:
+    """The module by which another process imports this one; a file for the script that is run."""
     if module == "__main__":
         main = sys.modules["__main__"]
         spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
@@ -33,7 +44,7 @@ def backend_reference(name: str) -> str | None:
             module = str(Path(file).resolve())
         else:
             return None
-    return f"{module}:{cls.__qualname__}"
+    return module
 
 
 def load_reference(reference: str) -> type[Backend]:
@@ -49,6 +60,70 @@ def load_reference(reference: str) -> type[Backend]:
     except AttributeError as error:
         raise BackendError(f"{place} has no class {name}") from error
     return register_backend(loaded)
+
+
+def operator_origins(operators: Iterable[str]) -> list[str]:
+    """The modules, scripts and libraries in which these operators (`mine.square.default`) are
+    defined; none for operators of torch and hetpipe.
+
+    Raises `BackendError` for an operator whose origin is unknown.
+    """
+    origins: dict[str, None] = {}
+    for operator in operators:
+        space, _, rest = operator.partition(".")
+        if not rest or space in _KNOWN_SPACES:
+            continue
+        name = f"{space}::{rest.partition('.')[0]}"
+        place = _origin(name)
+        if place is not None:
+            origins[place] = None
+        elif torch.ops.loaded_libraries:
+            origins |= dict.fromkeys(sorted(torch.ops.loaded_libraries))
+        else:
+            raise BackendError(
+                f"the operator {name} is not known to worker processes, and the file that defines "
+                "it was not found: define it with torch.library.custom_op at the top level of a "
+                "module or of the script"
+            )
+    return list(origins)
+
+
+_KNOWN_SPACES = ("aten", "prims", "hetpipe", "getitem")
+
+
+def _origin(name: str) -> str | None:
+    """The module or script that defines an operator in Python."""
+    definition = OPDEFS.get(name)
+    if definition is not None:
+        return _place(definition._init_fn.__module__)
+    entry = torch._library.simple_registry.singleton.find(name)
+    kernel = entry.fake_impl.kernel
+    file = "" if kernel is None else kernel.source.rpartition(":")[0]
+    modules = [key for key, m in list(sys.modules.items()) if getattr(m, "__file__", None) == file]
+    return _place(modules[0]) if file and modules else None
+
+
+def import_operators(_device: object, operators: Sequence[str], origins: Sequence[str]) -> None:
+    """Import the origins of operators in a worker that lacks one of them."""
+    if all(_is_there(operator) for operator in operators):
+        return
+    for origin in origins:
+        path = Path(origin)
+        if path.suffix == ".py":
+            _script(path)
+        elif path.is_absolute():
+            load_library: Any = torch.ops.load_library
+            load_library(origin)
+        else:
+            importlib.import_module(origin)
+
+
+def _is_there(operator: str) -> bool:
+    try:
+        resolve_operator(operator)
+    except BackendError:
+        return False
+    return True
 
 
 def check_not_loading() -> None:

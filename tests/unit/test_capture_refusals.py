@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from capture_harness import check
+from capture_harness import Stages, check
 from capture_models import captured
 from torch import nn
 
@@ -170,7 +171,7 @@ def test_an_example_without_batch_dimension() -> None:
 
 def test_half_precision_parameters() -> None:
     model = Model(torch.relu).to(torch.bfloat16)
-    with pytest.raises(CaptureError, match=r"first.weight is .*bfloat16.*model.float\(\)"):
+    with pytest.raises(CaptureError, match=r"first.weight is .*bfloat16.*precision='bfloat16'"):
         Captured(model, F.cross_entropy, (torch.randn(4, 3).bfloat16(), _batch()[1]))
 
 
@@ -257,3 +258,101 @@ def test_awkward_operators_are_exact(function: Callable[[torch.Tensor], torch.Te
     for cuts in ([], [1]):
         graphs = got.stage_graphs(cuts, [{}] * (len(cuts) + 1), [4], None)
         check((model, F.cross_entropy, batch), got, graphs, [4])
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (torch.tanh, "not an nn.Module: write a module whose forward calls it"),
+        (nn.LazyLinear(2), "weight has no shape yet.*call the model once"),
+        (nn.Linear(3, 2, device="meta"), "meta device; give its parameters values"),
+        (nn.Linear(3, 2, dtype=torch.complex64), "parameter weight is torch.complex64"),
+    ],
+)
+def test_models_without_usable_parameters(model: Any, message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        Captured(model, F.cross_entropy, _batch())
+
+
+def test_a_refusal_prints_no_graph(capfd: pytest.CaptureFixture[str]) -> None:
+    def branch(x: torch.Tensor) -> torch.Tensor:
+        print("the user's own words", file=sys.stderr)
+        return _branch(x)
+
+    with pytest.raises(CaptureError, match=r"torch\.where"):
+        Captured(Model(branch), F.cross_entropy, _batch())
+    printed = capfd.readouterr().err
+    assert "the user's own words" in printed
+    assert "torch.ops" not in printed
+
+
+class Masked(nn.Module):
+    """It writes at the places of a mask, in one of several ways."""
+
+    def __init__(self, write: Callable[[Any, torch.Tensor, torch.Tensor], None]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.vector, self.write = nn.Parameter(torch.randn(4)), write
+        self.row = nn.Parameter(torch.randn(1, 4))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.first(x)).clone()
+        self.write(self, h, mask)
+        return self.last(torch.tanh(h)).mean(1)
+
+
+def _vector(model: Any, h: torch.Tensor, mask: torch.Tensor) -> None:
+    h[mask] = model.vector
+
+
+def _row(model: Any, h: torch.Tensor, mask: torch.Tensor) -> None:
+    h[mask] = model.row
+
+
+def _each(model: Any, h: torch.Tensor, mask: torch.Tensor) -> None:
+    h[h > 0] = model.vector[0]
+
+
+@pytest.mark.parametrize("write", [_vector, _row, _each])
+def test_one_value_at_masked_places(write: Callable[..., None]) -> None:
+    torch.manual_seed(0)
+    model = Masked(write)
+    x, y = (torch.randn(4, 5, 3), torch.rand(4, 5) < 0.4), torch.randint(0, 2, (4,))
+    loss = F.cross_entropy(model(*x), y)
+    loss.backward()
+    found = Captured(model, F.cross_entropy, (x, y))
+    stages = Stages(found, found.stage_graphs([1], [{}, {}], [4], None))
+    gradients = {k: v for stage in stages.step((x, y), [4], [1.0]) for k, v in stage.items()}
+    assert stages.loss == pytest.approx(loss.item(), rel=1e-6)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradients[name], parameter.grad)
+
+
+def test_another_value_at_each_masked_place_is_refused() -> None:
+    def write(model: Any, h: torch.Tensor, mask: torch.Tensor) -> None:
+        h[mask] = torch.ones(4, 4).cumsum(0)
+
+    x, y = (torch.randn(4, 1, 3), torch.ones(4, 1).bool()), torch.randint(0, 2, (4,))
+    with pytest.raises(CaptureError, match=rf"another value at each place.*torch.where|{HERE}"):
+        Captured(Masked(write), F.cross_entropy, (x, y))
+
+
+def test_a_complex_buffer_is_a_constant() -> None:
+    class Rotated(nn.Module):
+        def __init__(self, angle: float) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+            self.register_buffer("turn", torch.polar(torch.ones(2), angle * torch.arange(2.0)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            pairs = torch.view_as_complex(self.first(x).reshape(-1, 2, 2))
+            return self.last(torch.view_as_real(pairs * self.turn).flatten(1))
+
+    x, y = _batch()
+    for angle in (1.0, 2.0):  # a second start has the present values
+        model = Rotated(angle)
+        found = Captured(model, F.cross_entropy, (x, y))
+        stages = Stages(found, found.stage_graphs([1], [{}, {}], [4], None))
+        stages.step((x, y), [4], [1.0])
+        assert stages.loss == pytest.approx(F.cross_entropy(model(x), y).item(), rel=1e-6)

@@ -1,0 +1,74 @@
+"""Operators that the user defines: worker processes import the script or module that has them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hetpipe.errors import BackendError
+from hetpipe.sdk.references import operator_origins
+
+SCRIPT = """
+import json, torch
+from torch import nn
+import hetpipe as hp
+
+@torch.library.custom_op("ours::square", mutates_args=())
+def square(x: torch.Tensor) -> torch.Tensor:
+    return x * x
+
+@square.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+square.register_autograd(
+    lambda ctx, g: 2 * g * ctx.saved_tensors[0],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.b(torch.ops.ours.square(self.a(x)))
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    model, loss_fn = Model(), nn.functional.cross_entropy
+    x, y = torch.randn(4, 6), torch.randint(0, 3, (4,))
+    cluster = hp.Cluster.local(devices=["pytorch:cpu:0"] * 2)
+    plan = dict(cuts=[1], microbatches=1, schedule="1f1b", optimizer=hp.optim.sgd(lr=0.1))
+    with hp.Pipeline(model, loss_fn, (x, y), cluster=cluster, **plan) as pipe:
+        found = [pipe.step(x, y) for _ in range(2)]
+    optimizer, wanted = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = loss_fn(model(x), y)
+        loss.backward()
+        optimizer.step()
+        wanted.append(loss.item())
+    print(json.dumps([found, wanted]))
+"""
+
+
+def test_a_script_trains_with_its_own_operator(tmp_path: Path) -> None:
+    script = tmp_path / "trains.py"
+    script.write_text(SCRIPT)
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    found, wanted = json.loads(ran.stdout.splitlines()[-1])
+    assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def test_an_operator_without_an_origin_is_refused_by_name() -> None:
+    library = torch.library.Library("nobodys", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    with pytest.raises(BackendError, match=r"nobodys::twice is not known to worker.*custom_op"):
+        operator_origins(["aten.mm.default", "nobodys.twice.default"])
