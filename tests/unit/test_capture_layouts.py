@@ -186,3 +186,31 @@ def test_a_layer_between_transposes(name: str) -> None:
         for key, value in expected.items():
             error = float((found[key].double() - value).abs().max())
             assert error <= 1e-5 * largest, (device_id, key, error, largest)
+
+
+class Flattened(nn.Module):
+    """Results of operators whose decompositions return another layout, viewed flat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(150, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        results = [h.topk(6, -1)[0], h.sort(-1)[0], h.cumsum(1), h.cumprod(1), h.cummax(1)[0]]
+        flat = [result.view(-1) for result in results]
+        return self.last(torch.cat([y.view(len(x), -1) for y in flat], 1))
+
+
+def test_a_view_behind_a_decomposition() -> None:
+    torch.manual_seed(0)
+    model, x = Flattened(), torch.randn(sum(SIZES), 5, 4)
+    batch = x, torch.rand(len(x))
+    captured = Captured(model, loss_fn, batch)
+    table = get_backend("opencl").decompositions()
+    state = Stages(captured, captured.stage_graphs([], [table], SIZES, None))
+    found = total(state.step(batch, SIZES, SHARES))
+    loss, _, expected = eager(model, loss_fn, batch, SIZES, SHARES)
+    assert state.loss == pytest.approx(loss, rel=1e-5)
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5)
