@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from hetpipe.capture.refuse import user_line
 from hetpipe.capture.tensors import tensor_bytes
@@ -158,7 +158,8 @@ class Call(TorchFunctionMode):
         super().__init__()
         self.events: list[str] = []
         self.live_events: list[str] = []
-        """The events that touch a live tensor; they say nothing of the identity of others."""
+        """The events that compute with a live tensor; they say nothing of the identity of others. A
+        question, such as that for a dtype, computes nothing."""
         self.lines: list[str] = []
         """" at file:line" of every event, if asked for."""
         self.carried: dict[int, CarriedTensor] = {}
@@ -231,6 +232,7 @@ class Call(TorchFunctionMode):
         result = func(*arguments[0], **arguments[1])
         tree_map(partial(self._add_result, is_live), result)
         self._describe(result)
+        self._is_live &= _is_in_place(name) or any(map(torch.is_tensor, tree_leaves(result)))
         self._end()
         return result
 

@@ -147,7 +147,9 @@ class Stages:
                 parts = passes.halves
             index = stage.stage
             env = {**self._given(stage, forward=False), **rows, **kept[index], **tangents}
-            env[TANGENT, LOSS] = torch.tensor(tangent, dtype=torch.float32)
+            dtypes = {slot.key: slot.dtype for slot in program.inputs}
+            dtype = getattr(torch, dtypes.get((TANGENT, LOSS), "float32"))
+            env[TANGENT, LOSS] = torch.tensor(tangent, dtype=dtype)
             assert {s.key for s in program.inputs} >= set(tangents), "a tangent goes unread"
             for slot in program.inputs:
                 if slot.role == GRAD:
