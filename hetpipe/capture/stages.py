@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -10,15 +10,16 @@ import torch
 
 from hetpipe.capture.flat import Flat
 from hetpipe.capture.joint import Decompositions
-from hetpipe.capture.program import CONSTANT, GRAD, PassPrograms, StageGraphs
+from hetpipe.capture.program import CONSTANT, GRAD, PassPrograms, Program, StageGraphs
 from hetpipe.capture.split import split
 from hetpipe.capture.traces import Traced, Traces
 from hetpipe.capture.update import Formulas, trace_norm, trace_predict, trace_update
 from hetpipe.optim.rule import Optimizer
 
-Extra = Literal["predict", "norm"]
+Extra = Literal["predict", "norm", "finite"]
 EXTRAS: tuple[Extra, ...] = ("predict", "norm")
-"""Programs that only some trainings need: with predicted weights, with a clip by norm."""
+"""Programs that only some trainings need: with predicted weights, with a clip by norm. `finite` is
+a cheaper norm, for a training without a clip."""
 
 
 def trace_stages(
@@ -112,6 +113,17 @@ def _tied(trained: _Trained) -> tuple[tuple[str, int, tuple[int, ...]], ...]:
     )
 
 
+def _norm(
+    updated: Mapping[str, torch.Tensor],
+    zeroed: Mapping[str, torch.Tensor],
+    formulas: Formulas,
+    extras: Collection[Extra],
+) -> Program | None:
+    if "norm" in extras:
+        return trace_norm(updated, formulas, zeroed)
+    return trace_norm(updated, formulas, zeroed, squares=False) if "finite" in extras else None
+
+
 def _updated(
     optimizer: Optimizer,
     stage: StageGraphs,
@@ -129,5 +141,5 @@ def _updated(
         predict=(
             trace_predict(optimizer, updated, formulas, zeroed) if "predict" in extras else None
         ),
-        norm=trace_norm(updated, formulas, zeroed) if "norm" in extras else None,
+        norm=_norm(updated, zeroed, formulas, extras),
     )

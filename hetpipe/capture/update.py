@@ -55,7 +55,7 @@ class _Assembled:
 
     def __init__(self, formulas: Formulas, parameters: Mapping[str, torch.Tensor]) -> None:
         self._formulas, self._parameters = formulas, parameters
-        self._scalars = scalar_dtype(parameters)
+        self.scalars = scalar_dtype(parameters)
         self._graph = fx.Graph()
         self._inputs: dict[Key, fx.Node] = {}
 
@@ -64,7 +64,7 @@ class _Assembled:
         for key in keys:
             if key not in self._inputs:
                 node = self._graph.placeholder("_".join(key))
-                node.meta["val"] = _example(key, self._parameters, self._scalars)
+                node.meta["val"] = _example(key, self._parameters, self.scalars)
                 self._inputs[key] = node
         return [self._inputs[key] for key in keys]
 
@@ -156,21 +156,29 @@ def trace_norm(
     gradients: Mapping[str, torch.Tensor],
     formulas: Formulas,
     others: Mapping[str, torch.Tensor] | None = None,
+    squares: bool = True,
 ) -> Program | None:
     """GRAD, SCALAR -> NORM: the sum of squares of all gradients times `grad_scale`.
 
     The root of the sum over stages is the norm for clipping by global norm. None without gradients.
-    `others` are gradients of the stage that do not count, and share the scalars.
+    `others` are gradients of the stage that do not count, and share the scalars. Without
+    `squares` it is the sum of the gradients themselves, which costs less, and is not finite where
+    one of them is not.
     """
     if not gradients:
         return None
     program = _Assembled(formulas, {**gradients, **(others or {})})
     keys: list[Key] = [(GRAD, name) for name in gradients]
-    *grads, scale = program.inputs([*keys, *_scalars("grad_scale")])
-    squares = [program.apply("square", _square, [gradient, scale])[0] for gradient in grads]
-    total = squares[0]
-    for square in squares[1:]:
-        (total,) = program.apply("sum", _sum, [total, square])
+    if squares:
+        *grads, scale = program.inputs([*keys, *_scalars("grad_scale")])
+        terms = [program.apply("square", _square, [gradient, scale])[0] for gradient in grads]
+    else:
+        dtype = program.scalars
+        key, formula = ("total", dtype), partial(_total, dtype)
+        terms = [program.apply(key, formula, [grad])[0] for grad in program.inputs(keys)]
+    total = terms[0]
+    for term in terms[1:]:
+        (total,) = program.apply("sum", _sum, [total, term])
     return program.program({(NORM, "square"): total})
 
 
@@ -212,6 +220,10 @@ def _square(gradient: torch.Tensor, grad_scale: torch.Tensor) -> list[torch.Tens
     (scale,) = _narrowed([grad_scale], gradient)
     scaled = gradient * scale
     return [(scaled * scaled).sum().to(grad_scale.dtype)]
+
+
+def _total(dtype: torch.dtype, gradient: torch.Tensor) -> list[torch.Tensor]:
+    return [gradient.sum().to(dtype)]
 
 
 def _sum(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:

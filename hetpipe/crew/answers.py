@@ -29,6 +29,8 @@ class Answers:
         self._reporters, self._workers = reporters, workers
         self._losses: list[Losses] = []
         self._squares: list[float] = []
+        self.culprit = ""
+        """A gradient that is not finite, for which the update is left out."""
         self.skipped = False
         """Whether the update is left out."""
 
@@ -42,10 +44,13 @@ class Answers:
             self._losses.clear()
         else:
             self._squares.append(news.square)
+            clip = self._request.clip
+            assert clip is not None
+            if clip.undoes:  # else such an update is left out, and the loss scale adapts
+                self.culprit = self.culprit or news.culprit
             if len(self._squares) < self._workers:
                 return None
-            assert self._request.clip is not None
-            value = self._request.clip.factor(sum(self._squares))
+            value = clip.factor(sum(self._squares))
             self._squares.clear()
         self.skipped = math.isnan(value)
         return Scale(news.serial, not isinstance(news, Losses), value)
@@ -83,9 +88,10 @@ class Posted:
 
 
 def result_of(
-    reports: Sequence[StepReport], posted: Posted, origin_s: float, skipped: bool
+    reports: Sequence[StepReport], posted: Posted, origin_s: float, answers: Answers
 ) -> StepResult:
     """The result of all workers' reports; times count from `origin_s`."""
+    culprits = [answers.culprit, *(report.culprit for report in reports)]
     firsts = accumulate(posted.lanes.values(), initial=0)
     spans = [
         Span(first + lane, Action(stage, Op(op), number), start_s - origin_s, end_s - origin_s)
@@ -110,12 +116,13 @@ def result_of(
         tuple(live[n] for n in sorted(live)),
         tuple(max(in_flight for in_flight, _ in replicas) for replicas in held.values()),
         tuple(max(nbytes for _, nbytes in replicas) for replicas in held.values()),
-        skipped,
+        answers.skipped,
         {
             member: report.device_nbytes
             for member, report in zip(posted.lanes, reports, strict=True)
             if report.device_nbytes is not None
         },
+        next(filter(None, culprits), ""),
     )
 
 

@@ -207,7 +207,7 @@ class Crew(Workers):
             posted = self._posted.popleft()
             reports = self._control.gather(self._workers, patience_s, self._answer, pass_limit_s)
             self._patience.saw(time.monotonic() - posted.begin_s)
-        return result_of(reports, posted, self._origin_s, self._answers.skipped)
+        return result_of(reports, posted, self._origin_s, self._answers)
 
     @property
     def under_way(self) -> int:

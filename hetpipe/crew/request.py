@@ -85,3 +85,5 @@ class StepResult:
     """Whether the update was left out."""
     device_nbytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes in use at the end, by member, where its device counts them: programs' own too."""
+    culprit: str = ""
+    """A gradient that is not finite; empty if there is none."""

@@ -50,6 +50,18 @@ def slices(leaves: Mapping[str, Any], samples: Sequence[int]) -> Iterator[dict[s
         lo += size
 
 
+def check_gradients(result: StepResult, index: int, advice: str = "") -> None:
+    """Raises `NotFiniteError` if the gradients of mini-batch `index`, or of one shortly before it
+    in a stream, are not all finite."""
+    if result.culprit:
+        raise NotFiniteError(
+            f"{result.culprit} is not finite in mini-batch {index}, although its loss is",
+            index,
+            ": pipe.diagnose(x, y) with that mini-batch names the operator where it begins; values "
+            f"of the batch that are far too large are one cause.{advice}",
+        )
+
+
 def mean_loss(result: StepResult, samples: Sequence[int], index: int) -> float:
     """The mean loss of mini-batch `index`. Raises `NotFiniteError` if it is not finite, and
     `NoMeanError` if it is a sum over nothing."""

@@ -62,8 +62,8 @@ class Exportable:
         scaling = choose_scaling(
             self.updates.loss_scale, captured.precision.compute, not plan.rule.flushes
         )
-        norms = watching(self.updates.clip, scaling) is not None
-        loading = loading_of(captured, plan, self.optimizer, workers, self.passes.recompute, norms)
+        clip = watching(self.updates.clip, scaling, not plan.rule.flushes)
+        loading = loading_of(captured, plan, self.optimizer, workers, self.passes.recompute, clip)
         sizes = set(sizes_of(plan.mini_batch, plan.microbatches))
         return replace(loading, plan=self.placed, ahead=False).graphs(
             sizes, sizes if self.evaluates else ()

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hetpipe.crew.workers import Workers
     from hetpipe.optim.rule import Optimizer
     from hetpipe.plan.plan import Plan
+    from hetpipe.wire.messages import Clip
 
 
 def loading_of(
@@ -25,12 +26,13 @@ def loading_of(
     optimizer: Optimizer,
     crew: Workers,
     recompute: str | Sequence[str],
-    norms: bool,
+    clip: Clip,
 ) -> Loading:
-    """The loading of a plan as it trains. `norms`: the training takes the norms of gradients."""
+    """The loading of a plan as it trains, with such a `clip` of its gradients."""
     if plan.recompute and recompute == "none":
         recompute = "inputs"  # the plan counts on it
-    needed: dict[Extra, bool] = {"predict": plan.policy.predicts, "norm": norms}
+    needed: dict[Extra, bool] = {"predict": plan.policy.predicts, "norm": clip.takes_norms}
+    needed["finite"] = not clip.takes_norms
     extras = tuple(extra for extra, is_needed in needed.items() if is_needed)
     return Loading(captured, plan, optimizer, crew, recompute, Schedules(plan).halved, extras)
 

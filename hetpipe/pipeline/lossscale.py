@@ -107,13 +107,19 @@ def choose_scaling(
     return Scaling(rule, rule.start)
 
 
-def watching(clip: Clip | None, scaling: Scaling) -> Clip | None:
-    """`clip`, which also leaves out updates if the scale adapts. Raises `HetpipeError`."""
+def watching(clip: Clip | None, scaling: Scaling, asynchronous: bool) -> Clip:
+    """`clip`, which also looks at gradients that are not finite. Raises `HetpipeError`.
+
+    An update with such gradients is left out; an asynchronous schedule reports it.
+    """
+    norm = math.inf if clip is None else clip.norm
+    if asynchronous:
+        return Clip(norm, each=True)
     if scaling.rule is None:
-        return clip
+        return Clip(norm, clip is not None and clip.each, skips=True, undoes=True)
     if clip is not None and clip.each:
         raise HetpipeError(
             "clip_each=True looks at each stage's gradients alone, a loss scale that adapts at all "
             "of them: clip by the norm over all stages, or give a fixed loss_scale"
         )
-    return Clip(math.inf if clip is None else clip.norm, skips=True)
+    return Clip(norm, skips=True)

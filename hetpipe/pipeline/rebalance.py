@@ -147,7 +147,7 @@ class Rebalancer:
         try:
             proposal = self._propose()
         except PlanError as error:
-            step_s, took_s = self._training.plan.step_s, self._training.loading_s
+            step_s, took_s = self._training.plan.step_s, self._training.stages.took_s
             return Rebalanced(False, f"no plan fits: {error}", step_s, step_s, took_s)
         times_s = proposal.present.step_s, proposal.best.step_s
         if not proposal.pays(steps):
@@ -155,7 +155,7 @@ class Rebalancer:
             return Rebalanced(False, f"{why} ({self._speeds()})", *times_s, proposal.move_s)
         why = self._speeds()
         self._move(proposal, why)
-        return Rebalanced(True, why, *times_s, self._training.loading_s)
+        return Rebalanced(True, why, *times_s, self._training.stages.took_s)
 
     def follow(self) -> None:
         """Move layers, at rest, because it is `due`."""
@@ -183,7 +183,7 @@ class Rebalancer:
             self._awaited = training.steps, before_s, proposal.promised
         log.info(
             "step %d: %s, since %s; %s; the move took %.2f s",
-            training.steps, text, why, _saving(proposal), training.loading_s,
+            training.steps, text, why, _saving(proposal), training.stages.took_s,
         )  # fmt: skip
 
     def _saw(self, result: StepResult, samples: int) -> None:
@@ -261,7 +261,7 @@ class Rebalancer:
         tried = min(ran, key=lambda plan: plan.step_s, default=best)
         if best.step_s > (1 - GAIN) * tried.step_s:
             best = tried
-        return Proposal(present, best, self._training.loading_s)
+        return Proposal(present, best, self._training.stages.took_s)
 
     def _speeds(self) -> str:
         """The learned factors, in words."""

@@ -14,7 +14,7 @@ from hetpipe.pipeline.loading import Loading, loading_of
 from hetpipe.pipeline.resume import check
 from hetpipe.pipeline.schedules import Schedules
 from hetpipe.pipeline.streaming import Streaming
-from hetpipe.wire.messages import Keep
+from hetpipe.wire.messages import Clip, Keep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -53,9 +53,9 @@ class _Traced:
 class Stages:
     """The stages of a plan at work, with programs for these sizes of micro-batches."""
 
-    def __init__(self, subject: Subject, progress: Progress, norms: bool) -> None:
-        """Nothing is loaded yet. `norms`: the training takes the norms of gradients."""
-        self._norms = norms
+    def __init__(self, subject: Subject, progress: Progress, clip: Clip) -> None:
+        """Nothing is loaded yet. `clip` is that of the training's gradients."""
+        self._clip = clip
         self._subject, self._crew = subject, subject.crew
         self._crew.pass_limit_s = subject.passes.pass_limit_s
         self._progress = progress
@@ -144,7 +144,7 @@ class Stages:
         subject = self._subject
         return loading_of(
             subject.captured, plan, subject.optimizer, self._crew, subject.passes.recompute,
-            self._norms,
+            self._clip,
         )  # fmt: skip
 
     def _keep(self, updates: Sequence[int], step: int) -> Keep:

@@ -10,6 +10,7 @@ from hetpipe.crew.request import Apply, Part, StepRequest, StepResult
 from hetpipe.schedule.closing import closing
 from hetpipe.schedule.stream import Stream
 from hetpipe.schedule.weights import WeightPolicy
+from hetpipe.simulate.timeline import Timeline
 
 
 class Streaming:
@@ -45,20 +46,20 @@ class Streaming:
         """The result of the oldest mini-batch that is under way."""
         return self._crew.collect()
 
-    def flush(self) -> list[int]:
+    def flush(self) -> tuple[list[int], StepResult]:
         """Apply all mini-batches that were handed out; all results must have been collected.
 
-        Returns the updates of each stage since the last flush.
+        Returns the updates of each stage since the last flush, and the result of the last ones.
         """
         updates = [-(-self.admitted // count) for count in self._stream.per_update]
         if self.admitted == 0:
-            return updates
+            return updates, StepResult((), None, Timeline((), (), "measured"))
         segment = self._stream.flush(self.admitted)
         rest = Apply(segment.schedule, lr=0.0, number=0)
         self._crew.post(rest, self._part(segment.first, self.admitted))
-        self._crew.collect()
+        result = self._crew.collect()
         self.admitted = 0
-        return updates
+        return updates, result
 
     def _part(self, first: int, begins: int) -> Part:
         return Part(first, begins, self._stream.microbatches, self._closing)

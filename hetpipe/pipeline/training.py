@@ -15,7 +15,15 @@ from hetpipe.capture.program import BUFFER, GRAD, PARAM
 from hetpipe.checkpoint import Checkpoint
 from hetpipe.crew.request import Apply, StepRequest, StepResult
 from hetpipe.errors import HetpipeError, NoMeanError, NotFiniteError
-from hetpipe.pipeline.batches import check_whole, mean_loss, parts_of, rows_of, sizes_of, slices
+from hetpipe.pipeline.batches import (
+    check_gradients,
+    check_whole,
+    mean_loss,
+    parts_of,
+    rows_of,
+    sizes_of,
+    slices,
+)
 from hetpipe.pipeline.fit import check_loss
 from hetpipe.pipeline.lossscale import Scaling, choose_scaling, watching
 from hetpipe.pipeline.resume import ROLES, progress_of
@@ -79,8 +87,8 @@ class Training:
         )
         if before is not None and before.loss_scale is not None:
             self.scaling.restore(before.loss_scale)
-        self._clip = watching(updates.clip, self.scaling)
-        self.stages = Stages(subject, progress, norms=self._clip is not None)
+        self._clip = watching(updates.clip, self.scaling, not plan.rule.flushes)
+        self.stages = Stages(subject, progress, self._clip)
         self.recent: deque[StepResult] = deque(maxlen=RECENT)
         self.ran: Ran | None = None
         """The schedule of the latest of these results; None before the first."""
@@ -97,11 +105,6 @@ class Training:
     def plan(self) -> Plan:
         """The present plan."""
         return self.stages.plan
-
-    @property
-    def loading_s(self) -> float:
-        """Seconds of the last load or move of stages."""
-        return self.stages.took_s
 
     @property
     def streams(self) -> bool:
@@ -144,6 +147,7 @@ class Training:
         result = self.run(replace(request, guards=not accumulates), ops)
         try:
             loss = mean_loss(result, request.samples, self.steps)
+            check_gradients(result, self.steps)
         except NotFiniteError as error:
             if accumulates:
                 self._update(float("nan"))
@@ -184,6 +188,7 @@ class Training:
         self.watch(result, sum(samples))
         try:
             loss = mean_loss(result, samples, index)
+            check_gradients(result, index)
         except NoMeanError:
             raise  # it was applied with gradients of zero
         except NotFiniteError as error:
@@ -195,8 +200,11 @@ class Training:
         """Apply all mini-batches that were handed in. All results must have been collected."""
         self.stages.check_own()
         if (streaming := self.stages.streaming) is not None:
-            applied = streaming.flush()
+            applied, rest = streaming.flush()
             self.updates = [sum(pair) for pair in zip(self.updates, applied, strict=True)]
+            if rest.culprit and self.not_finite is None:  # else the user knows
+                self.not_finite = f"{rest.culprit} was not finite"
+                check_gradients(rest, self.steps - 1)
 
     def apply(self) -> None:
         """Update with the gradients that are accumulated, if there are any."""
@@ -301,6 +309,7 @@ class Training:
         self._accumulated.clear()
         result = self._crew.step(Apply(schedule, lr, self.steps, grad_scale, self._clip))
         if not math.isnan(grad_scale):
+            check_gradients(result, self.steps, NOT_APPLIED)
             self._record(result)
 
     def _record(self, result: StepResult) -> None:

@@ -132,17 +132,27 @@ class Begin:
 class Clip:
     """Gradients are scaled so that their norm is at most `norm`: of all stages, or of each.
 
-    `skips`: an update whose gradients are not all finite is left out.
+    `skips`: an update whose gradients are not all finite is left out. `undoes`: then the buffers
+    are those of before, too. If neither, such gradients are applied and reported. With an infinite
+    `norm` stages sum their gradients instead of the squares: that sum is not finite either.
     """
 
     norm: float
     each: bool = False
     skips: bool = False
+    undoes: bool = False
+
+    @property
+    def takes_norms(self) -> bool:
+        """Whether gradients are clipped, and not only looked at."""
+        return self.norm < math.inf
 
     def factor(self, square: float) -> float:
         """The factor for gradients whose squares sum to `square`; NaN to leave the update out."""
         if self.skips and not math.isfinite(square):
             return math.nan
+        if not self.takes_norms:
+            return 1.0
         return min(1.0, self.norm / (math.sqrt(square) + 1e-6))
 
 
@@ -268,10 +278,14 @@ class Losses:
 
 @dataclass(frozen=True)
 class Norm:
-    """The sum of squares of a worker's gradients of a mini-batch."""
+    """The sum of squares of a worker's gradients of a mini-batch, or their sum, see `Clip`.
+
+    `culprit` names a gradient that is not finite.
+    """
 
     serial: int
     square: float
+    culprit: str = ""
 
 
 News = Losses | Norm
@@ -309,3 +323,4 @@ class StepReport:
     live_versions: Mapping[int, int]  # most at once
     memory: Mapping[int, tuple[int, int]]  # most micro-batches in flight, most bytes
     device_nbytes: int | None  # in use now, by the device's own count
+    culprit: str = ""  # a gradient that was applied and is not finite

@@ -230,6 +230,7 @@ class Runner:
             {n: stage.weights.take_most_live() for n, stage in self._stages.items()},
             {n: stage.memory.take() for n, stage in self._stages.items()},
             next(stage.device.memory_used_nbytes() for stage in self._stages.values()),
+            self._updates.take_culprit(),
         )
 
     def _losses(self, n: int) -> tuple[float, ...] | None:

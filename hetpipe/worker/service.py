@@ -236,8 +236,8 @@ class Service:
             return batch.grad_scale
         return self._scale(batch.serial, clips=False)
 
-    def _clip_factor(self, batch: Apply, square: float) -> float:
-        self._answer(Norm(batch.serial, square))
+    def _clip_factor(self, batch: Apply, square: float, culprit: str) -> float:
+        self._answer(Norm(batch.serial, square, culprit))
         return self._scale(batch.serial, clips=True)
 
     def _scale(self, serial: int, clips: bool) -> float:

@@ -184,7 +184,7 @@ class Stage:
         self.drop_gradients()
 
     def square(self, grad_scale: float) -> float:
-        """The sum of squares of the scaled gradients that this stage applies."""
+        """The sum of squares of the scaled gradients that this stage applies, or their sum."""
         binding = self._binding.norm
         if binding is None:
             return 0.0

@@ -99,6 +99,11 @@ class Store:
             if slot.role == GRAD:
                 self.put(key, _zeros(slot))
 
+    def bad_gradient(self) -> str:
+        """The name of a gradient that is not finite; "" if there is none."""
+        gradients = (key for key, slot in self._slots.items() if slot.role == GRAD)
+        return next((key[1] for key in gradients if not np.isfinite(self.get(key)).all()), "")
+
     def begins_gradients(self) -> bool:
         """Whether a backward makes the late gradients; if not, all are there, and it adds."""
         if self._late and all(self.entries[index] is None for index in self._late):

@@ -4,7 +4,7 @@ docs/life-of-a-micro-batch.md)."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hetpipe.schedule.action import Action
@@ -22,7 +22,8 @@ class Updates:
     """The updates of a worker's stages; `replicas[n]` is its replica of stage n.
 
     `scale` of a mini-batch's gradients (NaN where a loss is not finite), and `clip`, the factor
-    that clips them for the sum of their squares here, may have to be waited for.
+    that clips them for the sum of their squares here and the name of one that is not finite, may
+    have to be waited for. `culprit` is a gradient that was applied although it is not finite.
     """
 
     stages: Mapping[int, Stage]
@@ -31,7 +32,8 @@ class Updates:
     exchange: Exchange
     mini_batches: MiniBatches
     scale: Callable[[Apply], float]
-    clip: Callable[[Apply, float], float]
+    clip: Callable[[Apply, float, str], float]
+    culprit: str = ""
     _clipped: dict[int, float] = field(default_factory=dict)  # of the mini-batch at hand
 
     def apply(self, action: Action) -> Moment:
@@ -44,8 +46,10 @@ class Updates:
         begin = Moment.now()
         if math.isnan(scale):
             stage.undo()
-        elif math.isnan(factor):
+        elif math.isnan(factor) and update.clip is not None and not update.clip.undoes:
             stage.drop_gradients()
+        elif math.isnan(factor):
+            stage.undo()
         else:
             stage.update(update.lr, scale * factor)
         return begin
@@ -70,12 +74,36 @@ class Updates:
 
     def _clip_factor(self, stage: Stage, update: Apply, scale: float) -> float:
         """The factor that clips the scaled gradients; NaN to drop them."""
-        if update.clip is None:
+        clip = update.clip
+        if clip is None:
             return 1.0
-        if update.clip.each:
-            return update.clip.factor(stage.square(scale))
+        if clip.each and not clip.skips:
+            square, culprit = _square_of([stage], scale)
+            self.culprit = self.culprit or culprit
+            return clip.factor(square)
         if update.serial not in self._clipped:  # the first update: no gradient changes any more
-            first = (self.stages[n] for n, replica in self.replicas.items() if replica == 0)
-            square = sum(own.square(scale) for own in first)  # others have the same
-            self._clipped = {update.serial: self.clip(update, square)}
-        return self._clipped[update.serial]
+            first = [self.stages[n] for n, replica in self.replicas.items() if replica == 0]
+            square, culprit = _square_of(first, scale)  # other replicas have the same
+            self._clipped = {update.serial: self.clip(update, square, culprit)}
+        factor = self._clipped[update.serial]
+        if clip.each and clip.takes_norms and not math.isnan(factor):
+            return clip.factor(stage.square(scale))
+        return factor
+
+    def take_culprit(self) -> str:
+        """`culprit`, since the last call."""
+        culprit, self.culprit = self.culprit, ""
+        return culprit
+
+
+def _square_of(stages: Sequence[Stage], scale: float) -> tuple[float, str]:
+    """The sum over the stages' scaled gradients, and the name of one that is not finite."""
+    squares = [stage.square(scale) for stage in stages]
+    bad = [stage for stage, own in zip(stages, squares, strict=True) if not math.isfinite(own)]
+    return sum(squares), _bad_gradient(bad[0]) if bad else ""
+
+
+def _bad_gradient(stage: Stage) -> str:
+    name = stage.store.bad_gradient()
+    # Gradients may be finite one by one, and their sum too large.
+    return f"{f'the gradient of {name}' if name else 'a sum of gradients'} in stage {stage.number}"

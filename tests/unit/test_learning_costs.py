@@ -158,7 +158,7 @@ class FakeTraining:
 
     def __init__(self, costs: CostTable, plan: Plan) -> None:
         self.costs, self.plan = costs, plan
-        self.loading_s = 0.01
+        self.stages = SimpleNamespace(took_s=0.01)
         self.accumulated = self.steps = 0
         self.moves: list[int] = []
         self.watch: Any = None
@@ -239,7 +239,7 @@ def test_an_asynchronous_plan_never_parts_what_is_tied() -> None:
 
 def test_a_plan_is_followed_only_if_that_pays() -> None:
     training, rebalancer = rebalanced(table(), auto=False)
-    training.loading_s = 5.0
+    training.stages.took_s = 5.0
     training.train(rebalancer, iter([{"a": 2.0}] * WINDOW))
     few, many = rebalancer.rebalance(100), rebalancer.rebalance(10_000)
     assert (few.moved, few.move_s, many.moved) == (False, 5.0, True)

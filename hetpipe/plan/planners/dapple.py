@@ -103,14 +103,17 @@ def _shapes(
     size = priced.options.size(count)
     table = priced.table(size).beside(len(members))
     chain, machines = chain_of(table, members), machines_of(table, cluster)
-    batch = {"samples": size, "global_batch": size * count}
-    for plan in published_plans(chain, machines, **batch)[:PUBLISHED]:
+    whole = size * count
+    published = published_plans(chain, machines, samples=size, global_batch=whole)
+    for known in published[:PUBLISHED]:
         names = iter(members)
-        yield plan.cuts, tuple(tuple(islice(names, replicas)) for replicas in plan.replicas)
+        yield known.cuts, tuple(tuple(islice(names, replicas)) for replicas in known.replicas)
     least = min(table.devices[member].memory_nbytes for member in members)
     priced_so = replace(machines, samples=size)
     try:
-        plans = candidates(chain, priced_so, **batch, count=few, capacity_nbytes=least)
+        plans = candidates(
+            chain, priced_so, samples=size, global_batch=whole, count=few, capacity_nbytes=least
+        )
     except PlanError:  # the formula counts Adam's state, and the price what there is
         return
     for plan in plans:
