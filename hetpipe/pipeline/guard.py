@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _signal  # `signal` wraps these functions in slow look-ups of enumerations
 import os
 import signal
 import sys
@@ -98,10 +97,10 @@ class _HeldSignals:
             return
         try:
             for number in HELD:
-                handler = _signal.getsignal(number)
+                handler = signal.getsignal(number)
                 if callable(handler) and not _is_held(handler):
                     self._handlers[number] = handler
-                    _signal.signal(number, self._arrived)
+                    signal.signal(number, self._arrived)
         except BaseException:
             self.release()
             raise
@@ -110,7 +109,7 @@ class _HeldSignals:
         """Restore the handlers, and run the handler of the signal that waits."""
         self._ends = True
         for number, handler in reversed(self._handlers.items()):
-            _signal.signal(number, handler)
+            signal.signal(number, handler)
         if self._waiting is not None and not self.broken:
             self._handlers[self._waiting](self._waiting, sys._getframe())
 
