@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import inf, isinf
 
 import numpy as np
 
@@ -138,6 +139,8 @@ def staged_plan(
     policy = policy_of(passes.weights)
     stages = []
     for number, (group, lo, hi) in enumerate(zip(groups, (0, *cuts), (*cuts, layers), strict=True)):
+        if unable := next(filter(None, (why_unable(table, d, lo, hi) for d in group)), None):
+            raise PlanError(f"stage {number}: {unable}")
         times = _times_of(tables, group, lo, hi, passes.recompute)
         rows = dict.fromkeys(group, samples) if asynchronous else _rows(times, samples)
         versions = policy.versions(depths, number, microbatches)
@@ -156,7 +159,6 @@ def staged_plan(
         weights=passes.weights,
         recompute=passes.recompute,
     )
-    check_able(plan, table)
     priced_s = predicted_step_s(plan, table, stage_times(plan, table, as_planned=True))
     return with_interval(replace(plan, step_s=priced_s), table)
 
@@ -281,6 +283,8 @@ class _Times:
         return self._line(rows, self._forward_s), self._line(rows, self._backward_s)
 
     def _line(self, rows: int, times_s: Sequence[float]) -> float:
+        if isinf(times_s[-1]):  # a device that cannot run a layer can do so at no size
+            return inf
         if rows > self.sizes[-1] and len(self.sizes) > 1:
             slope = (times_s[-1] - times_s[-2]) / (self.sizes[-1] - self.sizes[-2])
             return times_s[-1] + slope * (rows - self.sizes[-1])
