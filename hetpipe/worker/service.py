@@ -103,7 +103,8 @@ class Service:
             self._task = "idle"
             while not isinstance((item := self._inbox.get())[0], Stop):
                 message, fds = item
-                self._task = type(message).__name__.lower()
+                loads = isinstance(message, (Load, Begin))
+                self._task = "load" if loads else type(message).__name__.lower()
                 value = _COMMANDS[type(message)](self, message, fds)
                 self._task = "idle"
                 self._answer(Reply(value))
