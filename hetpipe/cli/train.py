@@ -110,7 +110,6 @@ def command(
     members = make_cluster(cluster, devices, backends, emulate_speed)
     check_devices(asked, len(members.members))
 
-    from hetpipe.bench.gradients import compare_gradients
     from hetpipe.bench.open import open_pipeline
     from hetpipe.bench.training import compare
     from hetpipe.zoo import load_workload
@@ -136,6 +135,8 @@ def command(
         gradient: GradientError | None = None
         try:
             if compares:
+                from hetpipe.bench.gradients import compare_gradients
+
                 progress("gradients of unpartitioned torch", 0, 1)
                 gradient = compare_gradients(workload, pipe, seed)
                 progress("gradients of unpartitioned torch", 1, 1)

@@ -209,11 +209,12 @@ class Rehearsal:
             self._grad_scale = 1.0 / (self._count * request.loss_scale)
         elif request.grad_scale is not None:
             self._grad_scale = request.grad_scale
-        with_norm = [stage for stage in self.start.stages if stage.norm is not None]
-        for stage in with_norm:
-            assert stage.norm is not None
-            yield self._run(stage, "norm", stage.norm, None)
-        if (clip := request.clip) is not None:
+        clip = request.clip
+        if clip is not None and clip.takes_norms:  # a mere sum of gradients has too few true digits
+            with_norm = [stage for stage in self.start.stages if stage.norm is not None]
+            for stage in with_norm:
+                assert stage.norm is not None
+                yield self._run(stage, "norm", stage.norm, None)
             total = sum(self._squares)
             for stage, square in zip(with_norm, self._squares, strict=True):
                 factor = clip.factor(square if clip.each else total)

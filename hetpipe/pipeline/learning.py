@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from hetpipe.cost.table import CostTable, DeviceCost
 from hetpipe.plan.plan import Plan, StagePlan
-from hetpipe.profile.drift import Correction, corrected_by, corrected_now
 from hetpipe.schedule.action import Op
 from hetpipe.simulate.timeline import Timeline
 
 if TYPE_CHECKING:
     from hetpipe.crew.crew import Crew
+    from hetpipe.profile.drift import Correction
 
 WINDOW = 8
 """The number of mini-batches from which costs are learned."""
@@ -79,6 +79,8 @@ class Learning:
             for id, cost in table.devices.items()
         }
         present = replace(table, devices=costs, contention=0.0)
+        from hetpipe.profile.drift import corrected_by  # it loads torch
+
         return corrected_by(plan, self.factors, present)
 
     @property
@@ -102,6 +104,8 @@ def correction_of(
 ) -> Correction:
     """Return a plan's corrected prediction: by its last passes, or by probes before these."""
     by_passes = None if learning is None else learning.corrected()
+    from hetpipe.profile.drift import corrected_now  # it loads torch
+
     return by_passes or corrected_now(crew, plan, planned_by)
 
 

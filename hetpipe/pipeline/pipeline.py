@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetpipe.capture.captured import Captured
 from hetpipe.capture.example import Example
+from hetpipe.capture.tensors import check_module
 from hetpipe.checkpoint import Checkpoint
 from hetpipe.checkpoint import load as load_checkpoint
 from hetpipe.crew.crew import Crew
@@ -110,8 +111,9 @@ class Pipeline(Lifetime, Measurements):
         **options: Unpack[Options],
     ) -> None:
         refuse_ranks()
-        optimizer = check_optimizer(optimizer, [p for p in model.parameters() if p.requires_grad])
         planned, passes, updates = records_of(options)
+        check_module(model)
+        optimizer = check_optimizer(optimizer, [p for p in model.parameters() if p.requires_grad])
         cluster = cluster if crew is None else crew.cluster
         fixed = fixed_by(planned, cluster.described)
         progress = progress or (lambda text, done, total: None)

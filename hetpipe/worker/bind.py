@@ -158,12 +158,12 @@ class StageBinding:
         )
 
     def used(self, *, predicts: bool) -> list[Binding]:
-        """The bindings of any training: without the norm, and sums of late gradients."""
+        """The bindings of any training: without sums of late gradients."""
         passes = [
             bound for p in self.passes.values() for bound in (p.forward, *(p.firsts or p.backwards))
         ]
         predict = self.predict if predicts else None
-        more = (self.update, predict, *self.evaluation.values())
+        more = (self.update, predict, self.norm, *self.evaluation.values())
         return [bound for bound in (*passes, *more) if bound is not None]
 
     def _passes(self, passes: PassPrograms) -> PassBindings:

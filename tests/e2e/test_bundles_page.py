@@ -65,7 +65,7 @@ def test_the_commands_write_a_bundle_and_train_from_it(lab: Path) -> None:
     assert "equal to unpartitioned torch" in printed(lab, 3)
     manifest = read_manifest(lab / "bundles" / "stage-1")
     assert [program.name for program in manifest.programs] == [
-        "forward of 32 samples", "backward of 32 samples", "update", "product of the probe",
+        "forward of 32 samples", "backward of 32 samples", "update", "norm", "product of the probe",
         "elementwise pass of the probe",
     ]  # fmt: skip
     assert not (lab / "bundles" / "stage-0").exists()

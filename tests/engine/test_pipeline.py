@@ -17,7 +17,7 @@ from torch import nn
 import hetpipe as hp
 from hetpipe.cluster import Cluster, Member
 from hetpipe.crew.crew import Crew
-from hetpipe.errors import CaptureError, HetpipeError, PlanError, WorkerError
+from hetpipe.errors import CaptureError, HetpipeError, PlanError, UnsupportedOperatorError
 
 DEVICES = ("pytorch:cpu:0", "numpy:cpu:0")
 
@@ -146,7 +146,7 @@ def test_a_lacking_operator_of_a_plan_that_is_not_priced_is_named_when_it_is_loa
     members = tuple(Member(f"m{n}", device) for n, device in enumerate(DEVICES[::-1]))
     cluster = Cluster(members, transport="local")
     message = "numpy:cpu:0 cannot run aten.erfinv.default of layer first: the reference has no"
-    with Crew.start(cluster) as crew, pytest.raises(WorkerError, match=message):
+    with Crew.start(cluster) as crew, pytest.raises(UnsupportedOperatorError, match=message):
         planned(crew, WithErfinv(), cuts=[1], schedule="1f1b")
 
 
