@@ -30,7 +30,7 @@ from hetpipe.capture.program import StageGraphs
 from hetpipe.capture.recompute import check_modes
 from hetpipe.capture.sources import UnknownCodeError
 from hetpipe.capture.stages import EXTRAS, Extra, trace_stages
-from hetpipe.capture.tensors import NamedTensors, array_of, check_module, copied_loss, on_cpu
+from hetpipe.capture.tensors import NamedTensors, array_of, check_capturable, copied_loss, on_cpu
 from hetpipe.capture.traces import Traces
 from hetpipe.capture.watch import Watch
 from hetpipe.errors import CaptureError
@@ -71,7 +71,7 @@ class Captured:
         split: Mapping[str, int] | None = None,
         starting: Collection[str] = (),
     ) -> None:
-        check_module(model)
+        check_capturable(model)
         self.name = type(model).__name__
         self._model, self._loss_fn = on_cpu(model, loss_fn)
         self._modes = Modes.of(self._model, self._loss_fn)

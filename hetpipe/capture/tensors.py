@@ -76,7 +76,7 @@ def copied_loss(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     return copy.deepcopy(loss_fn, {id(p): p for p in loss_fn.parameters()})
 
 
-def check_module(model: Any) -> None:
+def check_capturable(model: Any) -> None:
     """Raise `CaptureError` for a model that is no module, or whose parameters have no values."""
     if not isinstance(model, nn.Module):
         raise CaptureError(

@@ -14,7 +14,7 @@ CALLS = ("step", "run", "evaluate", "gradients")
 """The calls that compute with the model."""
 
 
-def check_model(watch: Watch, call: str) -> None:
+def check_unchanged(watch: Watch, call: str) -> None:
     """Raise `HetpipeError` if layers, parameters or attributes of the model have changed.
 
     Other values in its parameters are a warning: training has copies of its own.

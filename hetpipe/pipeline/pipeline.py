@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetpipe.capture.captured import Captured
 from hetpipe.capture.example import Example
-from hetpipe.capture.tensors import check_module
+from hetpipe.capture.tensors import check_capturable
 from hetpipe.checkpoint import Checkpoint
 from hetpipe.checkpoint import load as load_checkpoint
 from hetpipe.crew.crew import Crew
@@ -34,7 +34,7 @@ from hetpipe.pipeline.fit import (
 )
 from hetpipe.pipeline.gradients import gradients_of
 from hetpipe.pipeline.guard import Guard
-from hetpipe.pipeline.kept_model import check_model
+from hetpipe.pipeline.kept_model import check_unchanged
 from hetpipe.pipeline.launch_check import refuse_ranks
 from hetpipe.pipeline.learning import correction_of
 from hetpipe.pipeline.lifetime import Lifetime
@@ -112,7 +112,7 @@ class Pipeline(Lifetime, Measurements):
     ) -> None:
         refuse_ranks()
         planned, passes, updates = records_of(options)
-        check_module(model)
+        check_capturable(model)
         optimizer = check_optimizer(optimizer, [p for p in model.parameters() if p.requires_grad])
         cluster = cluster if crew is None else crew.cluster
         fixed = fixed_by(planned, cluster.described)
@@ -163,7 +163,7 @@ class Pipeline(Lifetime, Measurements):
             self._rebalancer = Rebalancer(
                 self._training, self._crew, costs, fixed, planned.rebalance is not None
             )
-            self._guard.checks.append(partial(check_model, self._captured.watch))
+            self._guard.checks.append(partial(check_unchanged, self._captured.watch))
             self._delivery = Delivery(self._training, self._guard, self._rebalancer)
         except BaseException:
             self.close()
