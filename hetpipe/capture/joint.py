@@ -25,6 +25,13 @@ from hetpipe.errors import CaptureError
 Decompositions = Mapping[Any, Callable[..., Any]]
 aten = torch.ops.aten
 
+_GRADIENT_BY_LAYOUT = frozenset({
+    aten._linalg_det.default, aten._linalg_slogdet.default, aten.det.default,
+    aten.linalg_det.default, aten.linalg_slogdet.default, aten.logdet.default,
+    aten.slogdet.default,
+})  # fmt: skip
+"""Operators whose gradient's formula depends on the operand's layout: row-major on devices."""
+
 
 @dataclass
 class Joint:
@@ -155,6 +162,11 @@ class _Labelled(fx.Interpreter):
         if n.op == "call_function":
             self._watch(result, layer)
         return result
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in _GRADIENT_BY_LAYOUT:
+            args = (args[0].contiguous(), *args[1:])  # the copy is dropped afterwards
+        return super().call_function(target, args, kwargs)
 
     def close(self) -> None:
         """Remove the hooks: the garbage collector cannot see cycles through autograd's nodes."""

@@ -36,6 +36,17 @@ class First(nn.Module):
         return result[0] if isinstance(result, tuple) else result
 
 
+class OfSquares(nn.Module):
+    """A function of square matrices that are far from singular, and not symmetric."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(0.1 * x + torch.eye(x.shape[-1], dtype=x.dtype))
+
+
 class Between(nn.Module):
     """A layer whose input and output are transposed views of what lies around it."""
 
@@ -147,6 +158,23 @@ LAYERS: dict[str, tuple[Make, tuple[int, ...]]] = {
     "cosine similarity": (lambda: First(nn.CosineSimilarity(1), 2), ROW),
     "pairwise distance": (lambda: First(nn.PairwiseDistance(), 2), ROW),
     "prelu": (lambda: nn.PReLU(6), ROW),
+    **{
+        name: (functools.partial(OfSquares, function), (4, 4))
+        for name, function in {
+            "determinant": torch.linalg.det,
+            "sign and logarithm of the determinant": lambda x: torch.stack(torch.slogdet(x), -1),
+            "logarithm of the determinant": lambda x: torch.logdet((x @ x.tril()).mT),
+            "inverse": torch.linalg.inv,
+            "solve": lambda x: torch.linalg.solve(x, x.tril()),
+            "solve from the right": lambda x: torch.linalg.solve(x, x.tril(), left=False),
+            "lu": lambda x: torch.cat(torch.linalg.lu(x)[1:], -1),
+            "lu factor": lambda x: torch.linalg.lu_factor(x)[0],
+            "lu solve": lambda x: torch.linalg.lu_solve(*torch.linalg.lu_factor(x), x.tril()),
+            "cholesky": lambda x: torch.linalg.cholesky((x @ x.mT).mT),
+            "cholesky solve": lambda x: torch.cholesky_solve(x, x.tril().mT, upper=True),
+            "qr": lambda x: torch.cat(torch.linalg.qr(x), -1),
+        }.items()
+    },
     **{
         kind.__name__.lower(): (kind, ROW)
         for kind in (
