@@ -173,8 +173,10 @@ def _summed(times: StageTimes) -> StageTimes:
 
     A worker of one stage, which shares no parameter, does nothing between the two.
     """
-    both_s = zip(times.update_s, times.all_reduce_s, strict=True)
-    return replace(times, update_s=tuple(map(sum, both_s)), all_reduce_s=())
+    sums = map(times.sum_of, range(len(times.update_s)))
+    both_s = zip(times.update_s, sums, strict=True)
+    update_s = tuple(s + (each.latency_s + each.occupancy_s) for s, each in both_s)
+    return replace(times, update_s=update_s, all_reduce_s=(), sums=())
 
 
 def predict(

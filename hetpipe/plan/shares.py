@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, permutations
 from math import inf
 
 from hetpipe.cost.table import CostTable
@@ -30,15 +30,15 @@ def divided(samples: int, speeds: Sequence[float]) -> list[int]:
 
 
 def all_reduce_s(table: CostTable, devices: Sequence[str], lo: int, hi: int) -> float:
-    """Seconds in which replicas sum their gradients.
+    """Seconds in which replicas sum their gradients, each pair of them on a link of its own.
 
     On links of this machine they send each other all of them, and upload the sums. On links that
     are only described they sum in a ring, as vendors' libraries do: over its slowest link go
     2 (r - 1) / r of the bytes.
     """
     nbytes = sum(layer.params_nbytes for layer in table.layers[lo:hi])
-    ring = [table.link(here, there) for here, there in pairwise((*devices, devices[0]))]
-    if all(link.label == "modelled" for link in ring):
+    if _is_ring(table, devices):
+        ring = [table.link(*way) for way in _hops(devices)]
         latency_s = max(link.latency_s for link in ring)
         bandwidth_Bps = min(link.sum_Bps for link in ring)
         return ring_s(len(devices), nbytes, latency_s, bandwidth_Bps)
@@ -47,3 +47,21 @@ def all_reduce_s(table: CostTable, devices: Sequence[str], lo: int, hi: int) -> 
         links = [table.link(here, there) for there in devices if there != here]
         seconds.append(2 * sum(link.latency_s + nbytes / link.sum_Bps for link in links))
     return max(seconds)
+
+
+def all_reduce_nbytes(
+    table: CostTable, devices: Sequence[str], lo: int, hi: int
+) -> dict[tuple[str, str], float]:
+    """The bytes that one replica sends to another in a sum of `all_reduce_s`, by pair."""
+    nbytes = sum(layer.params_nbytes for layer in table.layers[lo:hi])
+    if _is_ring(table, devices):
+        return dict.fromkeys(_hops(devices), 2 * (len(devices) - 1) / len(devices) * nbytes)
+    return dict.fromkeys(permutations(devices, 2), float(nbytes))
+
+
+def _is_ring(table: CostTable, devices: Sequence[str]) -> bool:
+    return all(table.link(*way).label == "modelled" for way in _hops(devices))
+
+
+def _hops(devices: Sequence[str]) -> list[tuple[str, str]]:
+    return list(pairwise((*devices, devices[0])))

@@ -25,30 +25,6 @@ class Transfer(NamedTuple):
 FREE = Transfer()
 
 
-@dataclass(frozen=True)
-class Ring:
-    """A sum over replicas: 2 (r - 1) rounds, in each of which 1 / r of the bytes go on.
-
-    `bandwidth_Bps` is that of the slowest link, `media` is as in `Transfer`. Raises `ScheduleError`
-    for numbers that no ring can have.
-    """
-
-    replicas: int
-    nbytes: int
-    latency_s: float
-    bandwidth_Bps: float
-    media: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        ring_s(self.replicas, self.nbytes, self.latency_s, self.bandwidth_Bps)
-
-    @property
-    def transfer(self) -> Transfer:
-        """All rounds as one message: its bytes, and then the rounds' latencies."""
-        bytes_s = ring_s(self.replicas, self.nbytes, 0.0, self.bandwidth_Bps)
-        return Transfer(2 * (self.replicas - 1) * self.latency_s, bytes_s, self.media)
-
-
 def ring_s(replicas: int, nbytes: int, latency_s: float, bandwidth_Bps: float) -> float:
     """Seconds of a ring's sum: 2 (r - 1) (latency + nbytes / (r bandwidth)).
 
@@ -85,7 +61,7 @@ class StageTimes:
     chunks: tuple[float, ...] = ()  # empty: 1
     all_reduce_s: tuple[float, ...] = ()  # empty: free
     gradient_links: tuple[Transfer, ...] = ()  # from replica to replica of a stage; empty: free
-    rings: tuple[Ring, ...] = ()  # the sums over replicas, in place of `all_reduce_s`
+    sums: tuple[Transfer, ...] = ()  # over replicas, in place of `all_reduce_s`
 
     def __post_init__(self) -> None:
         stages = len(self.forward_s)
@@ -97,7 +73,7 @@ class StageTimes:
             "chunks": (len(self.chunks) or stages, stages),
             "all_reduce_s": (len(self.all_reduce_s) or stages, stages),
             "gradient_links": (len(self.gradient_links) or stages, stages),
-            "rings": (len(self.rings) or stages, stages),
+            "sums": (len(self.sums) or stages, stages),
             "forward_links": (len(self.forward_links) or stages - 1, stages - 1),
             "backward_links": (len(self.backward_links) or stages - 1, stages - 1),
         }
@@ -106,15 +82,14 @@ class StageTimes:
                 raise ScheduleError(f"{name} has {count} entries, {stages} stages need {needed}")
         if min(self.chunks, default=1) < 1:
             raise ScheduleError(f"chunks {list(self.chunks)}: each must be 1 or more")
-        if self.rings and self.all_reduce_s:
-            raise ScheduleError("there are rings and all_reduce_s for the same sums: give one")
+        if self.sums and self.all_reduce_s:
+            raise ScheduleError("sums and all_reduce_s price the same sums: give one of them")
 
     @property
     def shares_media(self) -> bool:
         """Whether any message or sum has a medium that others may be on."""
         links = *self.forward_links, *self.backward_links, *self.gradient_links
-        rings = (ring.transfer for ring in self.rings)
-        return any(each.media for each in (*links, *self.tied.values(), *rings))
+        return any(each.media for each in (*links, *self.tied.values(), *self.sums))
 
     def compute_s(self, action: Action) -> float:
         """Seconds that a pass, sum or update takes on a whole device."""
@@ -134,8 +109,8 @@ class StageTimes:
 
     def sum_of(self, stage: int) -> Transfer:
         """The cost of a sum over the stage's replicas."""
-        if self.rings:
-            return self.rings[stage].transfer
+        if self.sums:
+            return self.sums[stage]
         return Transfer(0.0, self.all_reduce_s[stage]) if self.all_reduce_s else FREE
 
     def transfer(self, message: Message) -> Transfer:

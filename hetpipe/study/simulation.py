@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,11 +10,11 @@ from hetpipe.cost.table import CostTable
 from hetpipe.plan.costs import StageCosts
 from hetpipe.plan.plan import Plan
 from hetpipe.plan.pricing import predict, predicted_step_s
-from hetpipe.plan.times import crossing, stage_times
+from hetpipe.plan.sharing import sharing
+from hetpipe.plan.times import stage_times
 from hetpipe.schedule.action import Op
 from hetpipe.simulate.outcome import Memory, Outcome, outcome
 from hetpipe.simulate.timeline import Timeline
-from hetpipe.simulate.times import StageTimes, Transfer
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,8 @@ class Simulation:
 def simulate(plan: Plan, costs: CostTable, cluster: Cluster | None = None) -> Simulation:
     """Simulate a plan by the costs at its micro-batches; devices need not be there.
 
-    With a `cluster` messages share what its links share: buses, half-duplex links, uplinks of
-    switches; the shares of all replicas are on them. Raises `CostError` or `PlanError` where the
+    With a `cluster` messages and sums over replicas share what its links share: buses, half-duplex
+    links, uplinks of switches (`hetpipe.plan.sharing`). Raises `CostError` or `PlanError` where the
     costs lack a device or link of the plan, `ClusterError` where the cluster does.
     """
     times = stage_times(plan, costs)
@@ -86,33 +85,6 @@ def _of_one(whole: Outcome, timeline: Timeline, step_s: float) -> Outcome:
         step_s=step_s,
         bubble=tuple(1 - each_s / step_s if step_s else 0.0 for each_s in busy_s),
         link_nbytes={link: nbytes // count for link, nbytes in whole.link_nbytes.items()},
-    )
-
-
-def sharing(times: StageTimes, plan: Plan, costs: CostTable, cluster: Cluster) -> StageTimes:
-    """The times with the media that each transfer between stages occupies on its way."""
-
-    def shared(link: Transfer, cut: int, is_back: bool) -> Transfer:
-        if not plan.rule.flushes:  # replicas take turns: a message is one pair's
-            pairs = {(plan.devices[cut], plan.devices[cut + 1]): 1.0}
-        else:
-            pairs = crossing(plan, cut)
-        busy_s: dict[str, float] = defaultdict(float)  # by medium, the shares of all replicas
-        for (here, there), share in pairs.items():
-            way = (there, here) if is_back else (here, there)
-            nbytes = share * plan.cut_nbytes[cut]
-            for medium in cluster.way(*way):
-                busy_s[medium] += nbytes / costs.link(*way).bandwidth_Bps
-        occupancy_s = max([link.occupancy_s, *busy_s.values()])
-        return link._replace(media=tuple(busy_s), occupancy_s=occupancy_s)
-
-    cuts = range(len(plan.cuts))
-    ahead = zip(times.forward_links, cuts, strict=True)
-    back = zip(times.backward_links, cuts, strict=True)
-    return replace(
-        times,
-        forward_links=tuple(shared(link, cut, False) for link, cut in ahead),
-        backward_links=tuple(shared(link, cut, True) for link, cut in back),
     )
 
 

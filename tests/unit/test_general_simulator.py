@@ -15,7 +15,7 @@ from hetpipe.schedule.generators import generate
 from hetpipe.schedule.lanes import row_workers
 from hetpipe.schedule.text import parse_schedule
 from hetpipe.simulate.simulator import simulate
-from hetpipe.simulate.times import FREE, Ring, StageTimes, Transfer, ring_s
+from hetpipe.simulate.times import FREE, StageTimes, Transfer, ring_s
 
 BUS = ("bus",)
 PAIRS = "0F0 0SF0\n1RF0 1F0\n2F0 2SF0\n3RF0 3F0\n4F0 4SF0\n5RF0 5F0\n6F0 6SF0\n7RF0 7F0"
@@ -109,29 +109,27 @@ def test_a_ring_by_hand() -> None:
     assert ring_s(4, 8, 0.5, 2.0) == 6 * (0.5 + 1.0)
     assert ring_s(2, 100, 0.0, 50.0) == 2.0
     assert ring_s(1, 100, 0.5, 50.0) == 0.0
-    assert Ring(4, 8, 0.5, 2.0, BUS).transfer == Transfer(3.0, 6.0, BUS)
     schedule = generate("1f1b", 1, 1, replicas=(4,))
-    alone = StageTimes((1.0,), (2.0,), rings=(Ring(4, 8, 0.5, 2.0),))
-    shared = replace(alone, rings=(Ring(4, 8, 0.5, 2.0, BUS),))
+    alone = StageTimes((1.0,), (2.0,), sums=(Transfer(3.0, 6.0),))
+    shared = replace(alone, sums=(Transfer(3.0, 6.0, BUS),))
     assert simulate(schedule, alone).step_s == simulate(schedule, shared).step_s == 3 + 9
 
 
-def test_a_ring_shares_its_media_with_messages() -> None:
-    """The message takes 4 s in place of 2; 4 s of the ring are left then, and its latency."""
+def test_a_sum_shares_its_media_with_messages() -> None:
+    """The message takes 4 s in place of 2; 4 s of the sum are left then, and its latency."""
     text = "0B0 0A 0U\n1B0\n2F0 2SF0\n3RF0 3F0"
     times = StageTimes(
         (1.0,) * 4, (1.0,) * 4, (0.5,) * 4, (FREE, FREE, Transfer(0.0, 2.0, BUS)),
-        rings=(Ring(4, 8, 0.5, 2.0, BUS), *[Ring(1, 0, 0.0, 1.0)] * 3),
+        sums=(Transfer(3.0, 6.0, BUS), FREE, FREE, FREE),
     )  # fmt: skip
     assert under_way(text, times) == {"2SF0": (1, 5), "0A": (1, 12)}
     assert simulate(parse_schedule(text), times).step_s == 12.5
 
 
 def test_sums_of_one_worker_follow_each_other_latency_included() -> None:
-    """Two stages of a worker that has its rings on a bus; each update waits for both sums."""
-    times = StageTimes(
-        (1.0,) * 2, (1.0,) * 2, rings=(Ring(2, 4, 1.5, 2.0, BUS), Ring(2, 4, 0.5, 2.0, BUS))
-    )
+    """Two stages of a worker that has its sums on a bus; each update waits for both sums."""
+    sums = Transfer(3.0, 2.0, BUS), Transfer(1.0, 2.0, BUS)
+    times = StageTimes((1.0,) * 2, (1.0,) * 2, sums=sums)
     assert under_way("0F0 1F0 1B0 1A 0B0 0A 0U 1U", times) == {"1A": (3, 6), "0A": (6, 11)}
 
 
@@ -144,17 +142,14 @@ def test_sums_of_one_worker_follow_each_other_latency_included() -> None:
 )
 def test_rings_that_cannot_be(ring: tuple[int, int, float, float], message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
-        Ring(*ring)
-    with pytest.raises(ScheduleError, match=message):
         ring_s(*ring)
 
 
-def test_rings_are_checked_with_their_stages() -> None:
-    ring = Ring(2, 8, 0.0, 1.0)
-    with pytest.raises(ScheduleError, match="rings has 1 entries, 2 stages need 2"):
-        StageTimes((1.0, 1.0), (1.0, 1.0), rings=(ring,))
-    with pytest.raises(ScheduleError, match="rings and all_reduce_s for the same sums"):
-        StageTimes((1.0,), (1.0,), all_reduce_s=(1.0,), rings=(ring,))
+def test_sums_are_checked_with_their_stages() -> None:
+    with pytest.raises(ScheduleError, match="sums has 1 entries, 2 stages need 2"):
+        StageTimes((1.0, 1.0), (1.0, 1.0), sums=(FREE,))
+    with pytest.raises(ScheduleError, match="sums and all_reduce_s price the same sums"):
+        StageTimes((1.0,), (1.0,), all_reduce_s=(1.0,), sums=(FREE,))
 
 
 def seconds(rng: random.Random, count: int) -> tuple[float, ...]:

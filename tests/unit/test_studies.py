@@ -14,17 +14,20 @@ from typer.testing import CliRunner
 from hetpipe.cli.app import app
 from hetpipe.cluster.cluster import Cluster, Member
 from hetpipe.cluster.topology import Server, Topology
+from hetpipe.cost import CostTable
 from hetpipe.cost.published import ProfileGraph, ProfileNode, write_profile
 from hetpipe.errors import ClusterError, CostError, HetpipeError, PlanError
 from hetpipe.plan.plan import Plan
+from hetpipe.plan.planners import plan as choose
 from hetpipe.plan.proposal import PlannerOptions
 from hetpipe.plan.replicated import Passes, staged_plan
+from hetpipe.plan.sharing import sharing
 from hetpipe.plan.times import crossing, stage_times
 from hetpipe.study.changes import changed, whatif
 from hetpipe.study.comparison import compare
 from hetpipe.study.largest import METHODS, Method, capacity
 from hetpipe.study.planning import plan as planned
-from hetpipe.study.simulation import sharing, simulate
+from hetpipe.study.simulation import simulate
 from hetpipe.study.subject import Subject, of_profile
 
 LAYERS, SAMPLES, MINI_BATCH = 12, 16, 64
@@ -160,6 +163,80 @@ def test_the_shares_of_all_replicas_are_on_a_shared_link(
     shared = sharing(stage_times(plan, table), plan, table, cluster)
     found = shared.forward_links[0].occupancy_s, shared.backward_links[0].occupancy_s
     assert found == pytest.approx(seconds)
+
+
+def shared_case(
+    replicas: tuple[int, int], shape: Any, cut_mib: int = 8
+) -> tuple[Plan, dict[int, CostTable], Cluster]:
+    """Two equal layers on two stages, whose replicas sum by rings, and links of 1 MiB/s.
+
+    A layer takes 1 s forward and 2 s backward on one device, and has 2 MiB of parameters.
+    """
+    names = "abcd"[: sum(replicas)]
+    tables = {}
+    for samples in (1, 4):
+        table = make_table(dict.fromkeys(names, 1.0), 2, samples=samples, bandwidth=MIB)
+        layers = tuple(
+            replace(each, params_nbytes=2 * MIB, cut_nbytes=cut_mib * MIB) for each in table.layers
+        )
+        links = {way: replace(link, label="modelled") for way, link in table.links.items()}
+        tables[samples] = replace(table, layers=layers, links=links)
+    members = tuple(Member(name, "", board="t4", server="s") for name in names)
+    cluster = Cluster(members, servers=(Server("s", Topology(0.0, float(MIB), shape=shape)),))
+    groups = [tuple(names[: replicas[0]]), tuple(names[replicas[0] :])]
+    plan = staged_plan(tables, groups, [1], Passes("1f1b", 1), mini_batch=4)
+    return plan, tables, cluster
+
+
+@pytest.mark.parametrize(
+    ("shape", "sums_s", "step_s"),
+    [
+        # Each replica moves 2 x 1/2 of 2 MiB. Stage 1 sums from 2 s on, stage 0 from 3 s.
+        ("point-to-point", (2.0, 2.0), 3.0 + 2.0 + 0.1),
+        # Both replicas are on the bus: 4 s. From 2 to 3 s stage 1 sums alone, then both share it:
+        # it needs 3 s more, which take 6; stage 0 has 1 s of its 4 left then.
+        ("bus", (4.0, 4.0), 3.0 + 6.0 + 1.0 + 0.1),
+    ],
+)
+def test_sums_over_replicas_share_a_bus(
+    shape: Any, sums_s: tuple[float, float], step_s: float
+) -> None:
+    plan, tables, cluster = shared_case((2, 2), shape, cut_mib=0)
+    shared = sharing(stage_times(plan, tables[4]), plan, tables[4], cluster)
+    assert tuple(each.occupancy_s for each in shared.sums) == pytest.approx(sums_s)
+    assert simulate(plan, tables[4], cluster).step_s == pytest.approx(step_s)
+
+
+@pytest.mark.parametrize(
+    ("shape", "step_s"),
+    [
+        # The gradients of the cut arrive at 4.5 s, and the backward of stage 0 takes 2 s more.
+        ("point-to-point", 4.5 + 2.0 + 0.1),
+        # The 1 s of the gradients takes 2 beside the sum, which has 3 of its 4 s left then.
+        ("bus", 5.5 + 3.0 + 0.1),
+    ],
+)
+def test_a_sum_and_the_gradients_of_a_cut_share_a_bus(shape: Any, step_s: float) -> None:
+    """The backward of stage 1, on two devices, ends at 1 + 1 + 0.5 + 1 = 3.5 s."""
+    plan, tables, cluster = shared_case((1, 2), shape, cut_mib=1)
+    assert simulate(plan, tables[4], cluster).step_s == pytest.approx(step_s)
+
+
+@pytest.mark.parametrize("shape", ["point-to-point", "bus"])
+def test_a_plan_says_what_shared_links_cost(shape: Any) -> None:
+    """Planners price each pair of devices alone; a note has the step of the simulation."""
+    _, tables, cluster = shared_case((2, 2), shape, cut_mib=0)
+    best = choose(tables, cluster, PlannerOptions(4, (1,)), "auto")
+    assert max(best.replicas) > 1
+    step_s = simulate(best, tables[4], cluster).step_s
+    notes = [note for note in best.notes if "share" in note]
+    if shape == "bus":
+        assert step_s > best.step_s * 1.01
+        assert [note.startswith(f"the step is {1e3 * step_s:.2f} ms where") for note in notes] == [
+            True
+        ]
+    else:
+        assert (step_s, notes) == (pytest.approx(best.step_s), [])
 
 
 def test_the_replica_with_the_most_rows_moves_longest() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from hetpipe.cluster.cluster import Cluster
@@ -11,9 +11,14 @@ from hetpipe.plan.bound import lower_bound_s
 from hetpipe.plan.cures import why_not
 from hetpipe.plan.interval import with_interval
 from hetpipe.plan.plan import Plan
-from hetpipe.plan.pricing import why_unrunnable
+from hetpipe.plan.pricing import predicted_step_s, why_unrunnable
 from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, Tables
+from hetpipe.plan.sharing import sharing
+from hetpipe.plan.times import stage_times
 from hetpipe.words import words
+
+WORTH_A_NOTE = 0.01
+"""Relative; shared links that cost less are not mentioned."""
 
 Proposals = Callable[[Priced, Cluster], Iterable[Proposal]]
 
@@ -45,10 +50,28 @@ def quickest(priced: Priced, proposed: Iterable[Proposal], cluster: Cluster, pla
 
 
 def finished(best: Plan, priced: Priced, cluster: Cluster) -> Plan:
-    """The plan with its interval, and the lower bound of all plans on the cluster."""
+    """The plan with its interval, the lower bound of all plans on the cluster, and a note where
+    links that its messages and sums share make it slower."""
     nearest = min(priced.tables, key=lambda size: abs(size - best.share_samples))
     bound_s = lower_bound_s(priced.tables, cluster.ids, priced.options)
-    return with_interval(replace(best, lower_bound_s=bound_s), priced.tables[nearest])
+    notes = *best.notes, *_on_shared_links(best, priced, cluster)
+    return with_interval(replace(best, lower_bound_s=bound_s, notes=notes), priced.tables[nearest])
+
+
+def _on_shared_links(best: Plan, priced: Priced, cluster: Cluster) -> Iterator[str]:
+    """A note on the step where messages and sums share what the cluster's links share."""
+    sizes = priced.tables
+    table = sizes[min(sizes, key=lambda size: abs(size - priced.options.size(best.microbatches)))]
+    shared = sharing(stage_times(best, table, as_planned=True), best, table, cluster)
+    if not shared.shares_media:
+        return
+    step_s = predicted_step_s(best, table, shared)
+    if step_s > (1 + WORTH_A_NOTE) * best.step_s:
+        yield (
+            f"the step is {1e3 * step_s:.2f} ms where messages and sums over replicas share the "
+            "cluster's buses, half-duplex links and uplinks; plans are compared as if each pair of "
+            "devices had its own link"
+        )
 
 
 def check_members(costs: Tables, cluster: Cluster) -> None:

@@ -1,0 +1,100 @@
+"""Sharing: the media of a cluster that the messages and sums of a plan occupy on their way.
+
+The parts of one message that several pairs of replicas move, and those of one sum, are on the media
+at the same time. So a message or sum takes as long as the medium needs on which most of it goes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cost.table import CostTable, LinkCost
+from hetpipe.plan.plan import Plan, StagePlan
+from hetpipe.plan.shares import all_reduce_nbytes
+from hetpipe.plan.times import crossing
+from hetpipe.simulate.times import FREE, StageTimes, Transfer
+
+Way = tuple[str, str]
+"""From a device to another."""
+
+
+def sharing(times: StageTimes, plan: Plan, costs: CostTable, cluster: Cluster) -> StageTimes:
+    """The times with the media that messages between stages, and sums over replicas, occupy.
+
+    Messages between two replicas of one stage (`asp`) occupy what all its pairs have in common.
+    Raises `ClusterError` for devices that the cluster lacks.
+    """
+    shared = _Shared(plan, costs, cluster)
+    stages = range(len(plan.stages))
+    sums = tuple(shared.sum_of(plan.stages[n], times.sum_of(n)) for n in stages)
+    ahead, back, gradients = times.forward_links, times.backward_links, times.gradient_links
+    return replace(
+        times,
+        forward_links=tuple(shared.message(link, cut, False) for cut, link in enumerate(ahead)),
+        backward_links=tuple(shared.message(link, cut, True) for cut, link in enumerate(back)),
+        tied={ends: shared.tied(link, *ends) for ends, link in times.tied.items()},
+        gradient_links=tuple(shared.gradients(link, n) for n, link in enumerate(gradients)),
+        all_reduce_s=(),
+        sums=sums,
+    )
+
+
+class _Shared:
+    def __init__(self, plan: Plan, costs: CostTable, cluster: Cluster) -> None:
+        self.plan, self.costs, self.cluster = plan, costs, cluster
+
+    def message(self, link: Transfer, cut: int, is_back: bool) -> Transfer:
+        """A message at a cut, the parts of all replicas together."""
+        plan = self.plan
+        if not plan.rule.flushes:  # replicas take turns: a message is one pair's
+            parts = {(plan.devices[cut], plan.devices[cut + 1]): 1.0}
+        else:
+            parts = crossing(plan, cut)
+        nbytes = {
+            (there, here) if is_back else (here, there): part * plan.cut_nbytes[cut]
+            for (here, there), part in parts.items()
+        }
+        busy_s = self._busy_s({way: n / self._link(way).bandwidth_Bps for way, n in nbytes.items()})
+        occupancy_s = max([link.occupancy_s, *busy_s.values()])
+        return link._replace(media=tuple(busy_s), occupancy_s=occupancy_s)
+
+    def sum_of(self, stage: StagePlan, alone: Transfer) -> Transfer:
+        """A sum over replicas, all its parts together."""
+        if len(stage.devices) == 1:
+            return alone
+        nbytes = all_reduce_nbytes(self.costs, stage.devices, stage.lo, stage.hi)
+        seconds = {way: n / self._link(way).sum_Bps for way, n in nbytes.items()}
+        busy_s, slowest_s = self._busy_s(seconds), max(seconds.values())
+        if not busy_s:
+            return alone
+        whole_s = alone.latency_s + alone.occupancy_s
+        occupancy_s = max([slowest_s, *busy_s.values()])
+        return Transfer(max(whole_s - slowest_s, 0.0), occupancy_s, tuple(busy_s))
+
+    def gradients(self, link: Transfer, number: int) -> Transfer:
+        """A message from one replica of a stage to another."""
+        devices = self.plan.stages[number].devices
+        if len(devices) == 1:
+            return FREE
+        ways = [self.cluster.way(a, b) for a in devices for b in devices if a != b]
+        media = [medium for medium in ways[0] if all(medium in way for way in ways)]
+        return link._replace(media=tuple(media))
+
+    def tied(self, link: Transfer, source: int, target: int) -> Transfer:
+        """A message between stages that share parameters."""
+        devices = self.plan.devices
+        return link._replace(media=self.cluster.way(devices[source], devices[target]))
+
+    def _link(self, way: Way) -> LinkCost:
+        return self.costs.link(*way)
+
+    def _busy_s(self, seconds: Mapping[Way, float]) -> dict[str, float]:
+        """By medium, the seconds of all these parts together."""
+        busy_s: dict[str, float] = defaultdict(float)
+        for way, part_s in seconds.items():
+            for medium in self.cluster.way(*way):
+                busy_s[medium] += part_s
+        return busy_s
