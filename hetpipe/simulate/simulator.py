@@ -11,7 +11,7 @@ The rules are the engine's:
 - The lanes of a worker run at once. While several compute, each has an even share of its speed.
 - A worker does one sum over replicas at a time, beside the passes that follow. An update waits for
   the sums. Where replicas have a row each, a sum begins when all of them have come to it.
-  A ring is on its media as one more message.
+  A sum is on its media as one more message.
 - A replica that sends a gradient to all the others uses an edge of its own to each of them.
 
 Two messages of 2 s each that meet on a bus, on edges of their own; a column is half a second:

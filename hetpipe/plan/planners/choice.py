@@ -60,8 +60,8 @@ def finished(best: Plan, priced: Priced, cluster: Cluster) -> Plan:
 
 def _on_shared_links(best: Plan, priced: Priced, cluster: Cluster) -> Iterator[str]:
     """A note on the step where messages and sums share what the cluster's links share."""
-    sizes = priced.tables
-    table = sizes[min(sizes, key=lambda size: abs(size - priced.options.size(best.microbatches)))]
+    size = priced.options.size(best.microbatches)
+    table = priced.table(min(max(size, min(priced.tables)), max(priced.tables)))
     shared = sharing(stage_times(best, table, as_planned=True), best, table, cluster)
     if not shared.shares_media:
         return
