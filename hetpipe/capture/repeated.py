@@ -136,11 +136,11 @@ def _outside(rehearsal: Rehearsal) -> CaptureError:
 
 def _chance(rehearsal: Rehearsal, generators: Mapping[str, Any]) -> CaptureError:
     states = _states(generators)
-    with _watching_draws() as lines:
+    with _watching(lambda: _states(generators)) as changes:
         rehearsal.call()
     now = _states(generators)
     name = next((n for n in generators if now[n] != states[n]), next(iter(generators)))
-    line = lines[0] if lines else ""
+    line = changes[0] if changes else ""
     return CaptureError(
         f"forward draws numbers from {name}{line}: capture would fix this one draw for all "
         "mini-batches; use torch.rand, torch.bernoulli or dropout, or pass the numbers in with the "
@@ -240,24 +240,27 @@ def restored_generators(generators: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _watching_draws() -> Iterator[list[str]]:
-    """Inside, the list gets " at file:line" of every call of a generator's method."""
+def _watching(value: Callable[[], object]) -> Iterator[list[str]]:
+    """Inside, the list gets " at file:line" of every line of the user's code that changes `value`.
+
+    Compiled code, such as numpy's, is seen as well: the value is compared after each line.
+    """
     lines: list[str] = []
+    last, line = value(), ""
 
-    def watch(frame: FrameType, event: str, argument: Any) -> None:
-        draws = event == "c_call" and isinstance(getattr(argument, "__self__", None), _GENERATORS)
-        inside = event == "call" and frame.f_code.co_filename == random.__file__
-        if not (draws or inside):
-            return
-        caller: FrameType | None = frame
-        while caller is not None and not is_users(caller.f_code.co_filename):
-            caller = caller.f_back
-        if caller is not None:
-            lines.append(f" at {caller.f_code.co_filename}:{caller.f_lineno}")
+    def watch(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal last, line
+        if not is_users(frame.f_code.co_filename):
+            return None
+        if (now := value()) != last:
+            last = now
+            lines.append(line)
+        line = f" at {frame.f_code.co_filename}:{frame.f_lineno}"
+        return watch
 
-    previous = sys.getprofile()
-    sys.setprofile(watch)
+    previous = sys.gettrace()
+    sys.settrace(watch)
     try:
         yield lines
     finally:
-        sys.setprofile(previous)
+        sys.settrace(previous)
