@@ -15,6 +15,7 @@ from hetpipe.capture.captured import Captured
 from hetpipe.capture.program import PARAM, StageGraphs
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, TiedBytes
 from hetpipe.crew.crew import Crew
+from hetpipe.crew.custom_operators import share_operators
 from hetpipe.errors import ClusterError, CostError
 from hetpipe.profile import cache, contention, warm
 from hetpipe.profile.clock import Samples
@@ -77,6 +78,7 @@ def profile(
     if missing:
         say(f"compiling for micro-batches of {_listed(missing)}", 0, 2)
         warm.begin(crew)
+        share_operators(captured, crew)
         stages: dict[str, list[StageGraphs]] = {}
         networks = _networks(captured, crew, optimizer, missing, stages)
         rounds = Rounds(crew, networks, missing, half_s)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from hetpipe.errors import BackendError
+import hetpipe as hp
+from hetpipe.cli.app import app
+from hetpipe.crew.crew import Crew
+from hetpipe.errors import BackendError, UnsupportedOperatorError
 from hetpipe.sdk.references import operator_origins
 
 SCRIPT = """
@@ -65,6 +72,53 @@ def test_a_script_trains_with_its_own_operator(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     found, wanted = json.loads(ran.stdout.splitlines()[-1])
     assert found == pytest.approx(wanted, rel=1e-5)
+
+
+FACTORY = """
+from hetpipe.zoo.workload import Workload
+
+def batches(rows, seed):
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield torch.randn(rows, 6, generator=generator), torch.zeros(rows, dtype=torch.long)
+
+def workload():
+    return Workload(Model(), nn.functional.cross_entropy, batches, mini_batch=4)
+"""
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A module with a model whose first layer calls an operator of its own."""
+    folder = tmp_path_factory.mktemp("module")
+    text = SCRIPT.partition("if __name__")[0].replace("ours", "theirs") + FACTORY
+    (folder / "theirs_of_a_user.py").write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield "theirs_of_a_user"
+
+
+def test_a_profile_has_the_times_of_an_own_operator(module: str) -> None:
+    command = ["profile", f"{module}:workload", "--microbatches", "1", "--json", "-"]
+    done = CliRunner().invoke(app, [*command, "--devices", "pytorch:cpu:0"])
+    assert done.exit_code == 0, done.output
+    first, second = json.loads(done.stdout)["devices"]["pytorch:cpu:0"]["layers"]
+    assert first["forward_s"] > 0
+    assert second["forward_s"] > 0
+
+
+def test_a_device_without_the_operator_is_refused_by_name(module: str, crew: Crew) -> None:
+    """Given cuts say that its layer is on numpy."""
+    workload = importlib.import_module(module).workload()
+    task = workload.model, workload.loss_fn, next(workload.batches(4, 0))
+    options: dict[str, Any] = {"cuts": [1], "microbatches": 1, "schedule": "1f1b"}
+    lacks = (
+        r"m0: .*cannot run theirs\.square\.default of layer a.*give that layer to another device"
+    )
+    with pytest.raises(UnsupportedOperatorError, match=lacks):
+        hp.Pipeline(
+            *task, cluster=crew.cluster, crew=crew, optimizer=hp.optim.sgd(lr=0.1), **options
+        )
 
 
 def test_an_operator_without_an_origin_is_refused_by_name() -> None:
