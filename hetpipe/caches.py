@@ -17,6 +17,7 @@ from pathlib import Path
 
 from platformdirs import user_cache_path
 
+from hetpipe import environment
 from hetpipe.errors import HetpipeError
 
 LEAST_NBYTES = 16 << 20
@@ -40,9 +41,9 @@ def cache_folder(kind: str, variable: str = "") -> Path:
     Where nothing can be written, or others can write, the folder is a private temporary one, with
     a `CacheWarning`. Raises `HetpipeError` if there is no such folder either.
     """
-    named = os.environ.get(variable)
-    base = Path(os.path.abspath(os.path.expanduser(named))) if named else _users_folder()
-    problem = _problem_of_cache(base, kind, tighten_base=not named)
+    named = environment.path(variable)
+    base = _users_folder() if named is None else Path(os.path.abspath(named))
+    problem = _problem_of_cache(base, kind, tighten_base=named is None)
     if not problem:
         return base / kind
     folder = temporary() / kind

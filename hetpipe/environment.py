@@ -1,11 +1,15 @@
-"""Numbers in environment variables."""
+"""Numbers, paths and words in environment variables."""
 
 from __future__ import annotations
 
 import math
 import os
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 from hetpipe.errors import HetpipeError
+from hetpipe.files import user_path
 from hetpipe.words import short
 
 
@@ -27,3 +31,37 @@ def seconds(name: str, usual_s: float, error: type[HetpipeError] = HetpipeError)
             f"0, such as {name}={usual_s:g}, or unset it"
         )
     return value_s
+
+
+def paths(name: str, error: type[HetpipeError] = HetpipeError) -> list[Path]:
+    """Return the paths in an environment variable, with the system's separator between them.
+
+    Raises `error` for a path that no file can have, such as `~nobody/x`.
+    """
+    texts = [text for text in os.environ.get(name, "").split(os.pathsep) if text]
+    return [_path(name, text, error) for text in texts]
+
+
+def path(name: str, error: type[HetpipeError] = HetpipeError) -> Path | None:
+    """Return the path in an environment variable; None if it is unset or empty. Raises `error`."""
+    text = os.environ.get(name, "")
+    return _path(name, text, error) if text else None
+
+
+def _path(name: str, text: str, error: type[HetpipeError]) -> Path:
+    try:
+        return user_path(text, error)
+    except error as fault:
+        raise error(f"the environment variable {name}: {fault}") from None
+
+
+def clock() -> Callable[[], float]:
+    """Return the clock of benchmarks: the wall's, or this process's computing time where
+    HETPIPE_CLOCK is `process`. Raises `HetpipeError` for another word in it."""
+    word = os.environ.get("HETPIPE_CLOCK", "").strip()
+    if word not in ("", "process"):
+        raise HetpipeError(
+            f"the environment variable HETPIPE_CLOCK is {short(word)}; write "
+            "HETPIPE_CLOCK=process, or unset it"
+        )
+    return time.process_time if word else time.perf_counter

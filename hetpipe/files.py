@@ -42,6 +42,14 @@ def user_path(
     return Path(expanded)
 
 
+def path_in(folder: Path, text: str, kind_of_error: type[HetpipeError] = HetpipeError) -> Path:
+    """Return the path that a file in `folder` names: from there, unless it is absolute or `~`.
+
+    Raises `kind_of_error` like `user_path`.
+    """
+    return folder / user_path(text, kind_of_error)
+
+
 def open_regular(path: Path, most_nbytes: int | None = MOST_NBYTES) -> BinaryIO:
     """Open a regular file of at most `most_nbytes` to read it.
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetpipe import environment
 from hetpipe.errors import BackendError
+from hetpipe.files import path_in
 from hetpipe.records import Name, Source
 from hetpipe.sdk.backend import Backend, Device, Finding
 from hetpipe.sdk.info import DTYPE_NBYTES, Capabilities, DeviceInfo
@@ -65,7 +67,7 @@ class NativeBackend(Backend):
     def configure(self, options: Mapping[str, Any], folder: Path) -> None:
         source = Source("the options of backend native", BackendError)
         named = source.record(_Options, dict(options)).libraries
-        self._configured = [_resolved(Path(folder, text)) for text in named]
+        self._configured = [_resolved(path_in(folder, text, BackendError)) for text in named]
 
     def discover(self) -> list[DeviceInfo]:
         infos, errors = self._devices()
@@ -121,12 +123,11 @@ class NativeBackend(Backend):
 
 
 def _from_environment() -> Iterable[Path]:
-    named = os.environ.get(LIBRARIES, "").split(os.pathsep)
-    return [_resolved(Path(text)) for text in named if text]
+    return map(_resolved, environment.paths(LIBRARIES, BackendError))
 
 
 def _resolved(path: Path) -> Path:
-    return Path(os.path.abspath(path.expanduser()))
+    return Path(os.path.abspath(path))
 
 
 def _infos(path: Path, answer: Answer) -> list[DeviceInfo]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -10,7 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from hetpipe import environment
 from hetpipe.errors import BackendError
+from hetpipe.files import path_in, user_path
 from hetpipe.records import Source
 from hetpipe.sdk.backend import Backend, Device, Finding, UserKernel
 from hetpipe.sdk.info import HOST_MEMORY, Capabilities, DeviceInfo, Execution
@@ -48,9 +49,11 @@ class OpenCLBackend(Backend):
 
         source = Source(f"the options of backend {self.name}", BackendError)
         self._options = source.record(Options, dict(options))
-        self._configured = tuple(kernel_of(Path(folder, text)) for text in self._options.kernels)
+        self._configured = tuple(
+            kernel_of(path_in(folder, text, BackendError)) for text in self._options.kernels
+        )
         named = self._options.bundles
-        self._bundles = None if named is None else Path(folder, named)
+        self._bundles = None if named is None else path_in(folder, named, BackendError)
 
     def discover(self) -> list[DeviceInfo]:
         infos: list[DeviceInfo] = []
@@ -81,8 +84,7 @@ class OpenCLBackend(Backend):
         from .device import OpenCLDevice
 
         device, entry = self.place(info.id)
-        named = os.environ.get(BUNDLES)
-        bundles = self._bundles or (Path(named) if named else None)
+        bundles = self._bundles or environment.path(BUNDLES, BackendError)
         family = choice(self._options.families).of(info.id) or default_family(info)
         opened: OpenCLDevice = OpenCLDevice(
             info, device, entry, self.lowerings(), bundles, family, self._channels(device)
@@ -170,7 +172,7 @@ class OpenCLBackend(Backend):
         """
         from .own_spec import kernel_of
 
-        own = kernel_of(Path(path))
+        own = kernel_of(user_path(path, BackendError))
         settings = {each.name: getattr(own, each.name) for each in fields(own)}
         given = [settings.pop(name) for name in ("operator", "source", "function")]
         cls.register_kernel(*given, **settings)

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
-import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +19,7 @@ import numpy as np
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from hetpipe.environment import clock
 from hetpipe.errors import BackendError
 from hetpipe.sdk.graph import canonical
 from hetpipe.sdk.registry import open_device
@@ -30,7 +29,7 @@ from .driver import driver
 LIBRARY = "clblast"
 ROW_MAJOR, NOT_TRANSPOSED = 101, 111
 SIZES = (256, 512, 1024, 2048)
-CLOCK = time.process_time if os.environ.get("HETPIPE_CLOCK") == "process" else time.perf_counter
+CLOCK = clock()
 LARGEST_ERROR = 1e-4
 
 

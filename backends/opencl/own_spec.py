@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from hetpipe.errors import BackendError
+from hetpipe.files import path_in
 from hetpipe.sdk.kernelspec import KernelSpec, read_spec
 from hetpipe.sdk.sizes import Size
 from hetpipe.words import short, words
@@ -26,7 +27,9 @@ def kernel_of(path: Path) -> OwnKernel:
     which argument is which input or result of the operator.
     """
     spec = read_spec(path)
-    source = text_of(path.parent / spec.source if spec.source else path.with_suffix(".cl"))
+    source = text_of(
+        path_in(path.parent, spec.source, BackendError) if spec.source else path.with_suffix(".cl")
+    )
     names = KERNEL.findall(source)
     function = spec.function or (names[0] if len(names) == 1 else "")
     if function not in names:

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hetpipe.bench.kernelcases import SETS, Case
 from hetpipe.bench.machine import keep_memory
+from hetpipe.environment import clock
 from hetpipe.sdk.backend import Buffer, Device
 from hetpipe.sdk.graph import canonical
 from hetpipe.sdk.registry import decompositions_of, open_device
@@ -58,7 +57,7 @@ class KernelRate:
     copy_gbytes_per_s: float
 
 
-CLOCK = time.process_time if os.environ.get("HETPIPE_CLOCK") == "process" else time.perf_counter
+CLOCK = clock()
 
 
 def measure(device_id: str, cases: Sequence[Case], round_s: float, rounds: int) -> list[KernelRate]:

@@ -15,6 +15,8 @@ import sys
 import time
 from typing import Any
 
+from hetpipe import environment
+
 BEGIN = "HETPIPE_BEGIN_S"  # variable with the time at which the process was started
 LOADED = "programs and weights"
 """The last phase before the first pass."""
@@ -37,9 +39,9 @@ class Clock:
 
 
 def _since_begin_s() -> float:
-    if os.environ.get("HETPIPE_CLOCK") == "process":
+    if environment.clock() is time.process_time:
         return time.process_time()
-    return time.time() - float(os.environ[BEGIN])
+    return time.time() - environment.seconds(BEGIN, time.time())
 
 
 def load(device_id: str, model: str) -> dict[str, Any]:

@@ -7,11 +7,9 @@ PipeDream's planner, which takes all devices for equal; and the sum of all devic
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from rich.console import Console
 
+from hetpipe import environment
 from hetpipe.cluster.cluster import Cluster, Member
 from hetpipe.cluster.topology import Topology
 from hetpipe.errors import HetpipeError
@@ -39,14 +37,14 @@ PLANNERS = ("auto", "pipedream", "even", "speed-sorted")
 
 def main() -> None:
     """Print a table for all clusters and models. Raises `HetpipeError` without the profiles."""
-    folder = os.environ.get("HETPIPE_DATA")
-    if not folder:
+    folder = environment.path("HETPIPE_DATA")
+    if folder is None:
         raise HetpipeError("HETPIPE_DATA is unset: it names the folder of the published profiles")
     columns = ["cluster", "model", *(f"{name}, samples/s" for name in PLANNERS), "auto of the sum"]
     table = make_table("Simulated throughput, modelled costs, 25 Gb/s", columns, columns[2:])
     for name, boards in CLUSTERS.items():
         for model, (profile, samples, mini_batch) in PROFILES.items():
-            path = Path(folder) / "profiles" / f"{profile}.txt"
+            path = folder / "profiles" / f"{profile}.txt"
             comparison = compare(
                 of_profile(path, samples, mini_batch), cluster_of(boards), planners=PLANNERS
             )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from hetpipe import environment
 from hetpipe.errors import HetpipeError
 from hetpipe.records import read_text
 from hetpipe.toml import parse_toml
@@ -80,10 +80,10 @@ def expected(data: Path, paper: str) -> dict[str, Any]:
 
 
 def _data() -> Path:
-    folder = os.environ.get(DATA)
-    if not folder:
+    folder = environment.path(DATA)
+    if folder is None:
         raise HetpipeError(
             f"{DATA} is unset: set it to the folder of the published profiles and figures, which "
             "has profiles/ and expected/"
         )
-    return Path(folder)
+    return folder
