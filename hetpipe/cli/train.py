@@ -93,6 +93,15 @@ def command(
         Path | None,
         typer.Option("--resume", metavar="DIR", help="Go on from a checkpoint."),
     ] = None,
+    changed: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--changed",
+            metavar="NAME",
+            help="With --resume: a setting that may differ from the checkpoint's, as seed. "
+            "Repeatable.",
+        ),
+    ] = None,
     seed: SeedOption = 0,
     json: JsonOption = None,
 ) -> None:
@@ -107,6 +116,11 @@ def command(
         check_plan_alone(plan, stored, asked)
     check_name(model)
     check_picture(picture)
+    if changed and resume is None:
+        raise HetpipeError(
+            f"--changed {changed[0]} says what differs from a checkpoint, and there is none: give "
+            "--resume DIR as well"
+        )
     members = make_cluster(cluster, devices, backends, emulate_speed)
     check_devices(asked, len(members.members))
 
@@ -117,7 +131,7 @@ def command(
     workload = load_workload(model)
     options = {
         **asked.keywords, "rebalance": rebalance, "sync_batch_norm": sync_batch_norm,
-        "plan": stored, "costs": costs,
+        "plan": stored, "costs": costs, "changed": changed or (),
     }  # fmt: skip
     with (
         logged(output),

@@ -63,5 +63,6 @@ def check_settings(resume: Checkpoint | None, subject: Subject) -> None:
         now = ", ".join(f"{name}={present[name]!r}" for name in names)
         raise CheckpointError(
             f"the checkpoint was trained with {before}, and would go on with {now}: give the "
-            f"checkpoint's, or say that it has changed, by changed={names}"
+            f"checkpoint's, or say that it has changed, by changed={names} (of `hetpipe train`: "
+            f"{' '.join(f'--changed {name}' for name in names)})"
         )

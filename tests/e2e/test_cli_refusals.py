@@ -35,6 +35,7 @@ REFUSED = [
     (("plan", "mlp", "--costs", "x", "--backends", "numpy"), "leave out --backends"),
     (("train", "mlp", "--picture", "step.gif"), "a picture is one of .png"),
     (("train", "nope"), "no model 'nope'"),
+    (("train", "mlp", "--changed", "seed"), "--changed seed says what differs from a checkpoint"),
     (("bench", "--schedule", "pipedream"), "schedule pipedream is asynchronous"),
     (("bench", "--workload", "mlp", "--workload", "nope"), "no model 'nope'"),
     (("bench", "--link", "1 ms"), "write bandwidth and latency"),

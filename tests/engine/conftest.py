@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from crews import ALIKE, Crews
+from priced import PROBE, Speeds, table_of
 
 from hetpipe.crew.crew import Crew
 
@@ -23,3 +25,32 @@ def crew(request: pytest.FixtureRequest, crews: Crews) -> Crew:
     """A shared crew of threads, on the `DEVICES` of the test's file; m0 to m3 on numpy if it names
     none."""
     return crews(getattr(request.module, "DEVICES", ALIKE))
+
+
+@pytest.fixture
+def priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made-up costs in place of a profile."""
+
+    def profile(captured: Any, crew: Any, optimizer: Any, samples: Any, **how: Any) -> Any:
+        layers = [layer.name for layer in captured.layer_graph(12).layers]
+        near = (0, 1) if "near.bias" in captured.parameters else ()
+        short = {} if "first.bias" in captured.parameters else {"layer_s": 1e-3}
+        members = list(crew.infos)
+        return {
+            size: table_of(layers, members, size, tied=near, probe=PROBE, **short)
+            for size in samples
+        }
+
+    monkeypatch.setattr("hetpipe.pipeline.planning.profile", profile)
+
+
+@pytest.fixture
+def speeds(priced: None, monkeypatch: pytest.MonkeyPatch) -> Speeds:
+    """By member, how many times its cost every pass seems to take from now on; 1 if absent."""
+    told: Speeds = {}
+
+    def ratios_of(timelines: Any, plan: Any, table: Any) -> dict[str, list[float]]:
+        return {device: [told.get(device, 1.0) for _ in timelines] for device in plan.devices}
+
+    monkeypatch.setattr("hetpipe.pipeline.learning.ratios_of", ratios_of)
+    return told

@@ -11,8 +11,13 @@ from models import Transposed
 from torch import nn
 
 import hetpipe as hp
+from hetpipe.cost.probe import Probe
 from hetpipe.cost.table import CostTable, DeviceCost, LayerBytes, LayerCost, LinkCost, TiedBytes
 from hetpipe.crew.crew import Crew
+
+PROBE = Probe(1e-3, 1e-3, 0.1, 64, 1 << 16)
+Speeds = dict[str, float]
+"""By member, how many times its cost every pass seems to take."""
 
 
 class Mixed(nn.Module):
@@ -50,11 +55,12 @@ def table_of(
     *,
     layer_s: float = 0.5,
     tied: tuple[int, ...] = (),
+    probe: Probe | None = None,
 ) -> CostTable:
     """All layers take as long on all members, for so long that every move pays."""
     cost = (LayerCost(layer_s, layer_s, layer_s / 50),) * len(layers)
     links = {(a, b): LinkCost(0.0, 1e12) for a in members for b in members if a != b}
-    devices = {member: DeviceCost(cost, 0.0, 2**40, member) for member in members}
+    devices = {member: DeviceCost(cost, 0.0, 2**40, member, probe=probe) for member in members}
     nbytes = tuple(LayerBytes(name, 100, 0, 0, 8) for name in layers)
     shared_bytes = (TiedBytes("tied", 100, tied),) if tied else ()
     return CostTable("case", samples, nbytes, devices, links, 0.0, shared_bytes)

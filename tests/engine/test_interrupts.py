@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from priced import Speeds
 from torch import nn
 
 import hetpipe as hp
+from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
+from hetpipe.pipeline.learning import WINDOW
 
 DEVICES = ("numpy:cpu:0",) * 2
 X, Y = torch.linspace(-1, 1, 24).reshape(6, 4), torch.zeros(6)
@@ -29,13 +32,17 @@ def shift() -> nn.Linear:
     return layer
 
 
+def shifts(layers: int) -> nn.Module:
+    return nn.Sequential(*(shift() for _ in range(layers)))
+
+
 def sum_of_row(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return out.sum(1).mean() - y.mean()
 
 
-def opened(crew: Crew, **options: Any) -> hp.Pipeline:
+def opened(crew: Crew, model: nn.Module | None = None, **options: Any) -> hp.Pipeline:
     return hp.Pipeline(
-        nn.Sequential(shift(), shift()), sum_of_row, (X, Y), cluster=crew.cluster, crew=crew,
+        model or shifts(2), sum_of_row, (X, Y), cluster=crew.cluster, crew=crew,
         optimizer=hp.optim.sgd(lr=LR), **{"cuts": [1], "microbatches": 2, **options},
     )  # fmt: skip
 
@@ -44,6 +51,11 @@ def updates(pipe: hp.Pipeline) -> list[float]:
     """The number of mini-batches in each parameter's value."""
     biases = [value for name, value in pipe.state_dict().items() if name.endswith("bias")]
     return (-torch.cat(biases) / LR).tolist()
+
+
+def train(pipe: hp.Pipeline, count: int) -> None:
+    for _ in pipe.run([(X, Y)] * count):
+        pass
 
 
 @pytest.fixture(autouse=True)
@@ -122,6 +134,52 @@ def test_an_interrupt_anywhere(
                 break
             interrupts, at = 0, at + 1 + at // 3
         assert at or call == "flush"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+@pytest.mark.parametrize("call", ["rebalance", "auto", "corrected"])
+def test_an_interrupt_while_layers_move_or_costs_are_probed(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch, speeds: Speeds, schedule: str, call: str
+) -> None:
+    """A move is made completely, and training goes on where the layers are."""
+    interruption, at, came = Interruption(crew, monkeypatch), 0, True
+    model = shifts(4)
+    captured = Captured(model, sum_of_row, (X, Y), samples=3)
+    options: dict[str, Any] = {"schedule": schedule, "cuts": None, "captured": captured}
+    if call == "auto":
+        options["rebalance"] = "auto"
+    while came:
+        speeds.clear()
+        with opened(crew, model, **options) as pipe:
+            before = pipe.plan
+            if call != "corrected":  # that asks probes as long as there are no passes
+                train(pipe, WINDOW)
+            speeds["m0"] = 3.0
+            if call == "auto":
+                train(pipe, 2 * WINDOW)
+            assert pipe.plan == before
+            steps = pipe.steps
+            interruption.arm(at)
+            try:
+                if call == "auto":
+                    train(pipe, 1)
+                else:
+                    getattr(pipe, call)()
+            except KeyboardInterrupt:
+                assert interruption.came
+            else:
+                came = interruption.came
+                assert not came
+            interruption.arm(-1)
+            pipe.flush()
+            assert (pipe.plan != before) == (call != "corrected")
+            assert steps <= pipe.steps <= steps + (call == "auto")
+            steps = pipe.steps
+            train(pipe, 2)
+            assert pipe.steps == steps + 2
+            assert updates(pipe) == [steps + 2] * 16
+        at += 1 + at
+    assert at > 3
 
 
 @pytest.mark.parametrize("saved", [False, True])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from crews import Crews
 from pipelines import pipeline
-from priced import batch, losses, mixed, planned, table_of
+from priced import Speeds, batch, losses, mixed, planned
 
 import hetpipe as hp
 from hetpipe.capture.program import PARAM, STATE
@@ -25,35 +25,6 @@ from hetpipe.wire.messages import Load
 
 PAIR = ("numpy:cpu:0",) * 2
 TRIO = ("numpy:cpu:0",) * 3
-
-
-Speeds = dict[str, float]
-
-
-@pytest.fixture
-def priced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Made-up costs in place of a profile."""
-
-    def profile(captured: Any, crew: Any, optimizer: Any, samples: Any, **how: Any) -> Any:
-        layers = [layer.name for layer in captured.layer_graph(12).layers]
-        near = (0, 1) if "near.bias" in captured.parameters else ()
-        short = {} if "first.bias" in captured.parameters else {"layer_s": 1e-3}
-        members = list(crew.infos)
-        return {size: table_of(layers, members, size, tied=near, **short) for size in samples}
-
-    monkeypatch.setattr("hetpipe.pipeline.planning.profile", profile)
-
-
-@pytest.fixture
-def speeds(priced: None, monkeypatch: pytest.MonkeyPatch) -> Speeds:
-    """By member, how many times its cost every pass seems to take from now on; 1 if absent."""
-    told: Speeds = {}
-
-    def ratios_of(timelines: Any, plan: Any, table: Any) -> dict[str, list[float]]:
-        return {device: [told.get(device, 1.0) for _ in timelines] for device in plan.devices}
-
-    monkeypatch.setattr("hetpipe.pipeline.learning.ratios_of", ratios_of)
-    return told
 
 
 @pytest.fixture

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from crews import Crews
 from torch import nn
+from typer.testing import CliRunner
 
 import hetpipe as hp
 from hetpipe.checkpoint import Checkpoint
 from hetpipe.checkpoint import load as load_checkpoint
+from hetpipe.cli.app import app
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import CheckpointError, HetpipeError
 from hetpipe.pipeline.resume import progress_of
@@ -81,6 +84,32 @@ def test_another_setting_is_refused_by_name(
     with pytest.raises(CheckpointError) as caught:
         load(crew, saved, **changes)
     assert f"trained with {before}, and would go on with {now}" in str(caught.value)
+
+
+def test_another_precision_is_refused_by_name(crews: Crews, saved: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        load(crews(("pytorch:cpu:0",) * 4), saved, precision="bfloat16")
+    said = str(caught.value)
+    assert "trained with precision=None, and would go on with precision='bfloat16'" in said
+    assert said.endswith("by changed=['precision'] (of `hetpipe train`: --changed precision)")
+
+
+def test_a_command_may_change_a_setting(tmp_path: Path) -> None:
+    cluster, saved = tmp_path / "two.toml", str(tmp_path / "saved")
+    device = '[[device]]\nid = "{}"\ndevice = "numpy:cpu:0"\n'
+    cluster.write_text('transport = "local"\n' + device.format("a") + device.format("b"))
+    command = ["train", "mlp", "--steps", "1", "--no-check", "--mini-batch", "8", "--cuts", "2"]
+    command += ["--microbatches", "1", "--schedule", "1f1b", "--cluster", str(cluster)]
+
+    def run(*more: str) -> Any:
+        return CliRunner().invoke(app, [*command, *more])
+
+    assert run("--save", saved).exit_code == 0
+    refused = run("--resume", saved, "--seed", "1")
+    assert "with seed=0, and would go on with seed=1" in str(refused.exception)
+    done = run("--resume", saved, "--seed", "1", "--changed", "seed", "--save", saved)
+    assert done.exit_code == 0, done.output
+    assert progress_of(load_checkpoint(Path(saved))).steps == 2
 
 
 def test_a_setting_may_change_where_the_user_says_so(crew: Crew, saved: Path) -> None:
