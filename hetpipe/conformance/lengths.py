@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from hetpipe.conformance.cases.case import grads
 from hetpipe.conformance.check import CHECKS, Check, Level, NotAsked, check
 from hetpipe.conformance.operators import aten, judge, normal
 from hetpipe.conformance.rig import Rig
@@ -55,6 +57,13 @@ LONG_SUMS = ((3, 1101, 5), (5, 1537, 7), (2, 4099, 3), (17, 9001, 2), (1, 70_001
 """Products (m, k, n) whose sums go beyond the blocks of K that kernels usually have."""
 WIDE = ((256, 256, 256), (257, 300, 272), (130, 1024, 64))
 """Products large enough for the fast units of a device, which may round operands."""
+WIDE_CONVOLUTIONS = (
+    ((2, 256, 12, 12), (256, 256, 1, 1), 0),
+    ((2, 64, 12, 12), (256, 64, 3, 3), 1),
+    ((2, 256, 144), (256, 256, 1), 0),
+)
+"""Shapes of input and weight, and the padding. As products they are as large as `WIDE`; their sums
+are short, so that rounded operands show."""
 MANY_ELEMENTS = ((1 << 16) + 1, (1 << 20) + 3)
 """Beyond the counts at which kernels take another way: 16-bit indices, limits of a launch."""
 
@@ -100,8 +109,29 @@ def _(rig: Rig) -> None:
 )
 def _(rig: Rig) -> None:
     _not_interpreted(rig)
-    for m, k, n in WIDE:
-        judge(rig, torch.mm, [normal(m, k), normal(k, n, seed=1)], k)
+    products: list[Question] = [
+        (torch.mm, [normal(m, k), normal(k, n, seed=1)], k) for m, k, n in WIDE
+    ]
+    batches = [normal(2, 256, 256), normal(2, 256, 264, seed=1)]
+    _judge_all(rig, [*products, (torch.bmm, batches, 256)])
+
+
+@check(
+    "lengths/wide convolution",
+    "a convolution of float32 and its gradients are computed in float32, whatever their size",
+    "TF32 or half precision inside a convolution: units of a matrix core round the operands",
+)
+def _(rig: Rig) -> None:
+    _not_interpreted(rig)
+    questions: list[Question] = []
+    for x, weight, padding in WIDE_CONVOLUTIONS:
+        convolve = torch.conv1d if len(x) == 3 else torch.conv2d
+        fn = partial(convolve, padding=padding)
+        inputs = [normal(*x), normal(*weight, seed=1), normal(weight[0], seed=2)]
+        tangent = normal(*fn(*inputs).shape, seed=3)
+        terms = max(weight[1] * math.prod(weight[2:]), tangent.numel() // weight[0])
+        questions += [(fn, inputs, terms), (grads(fn, 3), [*inputs, tangent], terms)]
+    _judge_all(rig, questions)
 
 
 @check(

@@ -375,20 +375,52 @@ class TailDropped(SoundDevice):
         return super().kernel(node, args, kwargs)
 
 
+def _rounded(array: Any) -> Any:
+    """An array with mantissas of ten bits, as TF32 has them; other things as they are."""
+    if not isinstance(array, np.ndarray) or array.dtype != np.float32:
+        return array
+    bits = np.ascontiguousarray(array).view(np.int32)
+    return ((bits + (1 << 12)) & ~np.int32((1 << 13) - 1)).view(np.float32)
+
+
 class RoundedOperands(SoundDevice):
-    """Products from 256 terms on round their operands to ten bits, as TF32 does."""
+    """Products from 256 rows, columns and terms on round their operands, as TF32 does."""
+
+    operator = "aten.mm.default"
 
     def kernel(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        if (
-            operator_name(node) == "aten.mm.default"
-            and min(*args[0].shape, args[1].shape[1]) >= 256
-        ):
-            a, b = (
-                ((each.view(np.int32) + (1 << 12)) & ~np.int32((1 << 13) - 1)).view(np.float32)
-                for each in map(np.ascontiguousarray, args)
-            )
-            return a @ b
+        if operator_name(node) == self.operator and self.is_wide(args):
+            args = tuple(map(_rounded, args))
         return super().kernel(node, args, kwargs)
+
+    def is_wide(self, args: Any) -> bool:
+        return min(*args[0].shape[-2:], args[1].shape[-1]) >= 256
+
+
+class RoundedBatches(RoundedOperands):
+    """Batches of products from 256 on round their operands, as TF32 does."""
+
+    operator = "aten.bmm.default"
+
+
+class RoundedConvolutions(RoundedOperands):
+    """Convolutions that are products from 256 on round their operands, as TF32 does."""
+
+    operator = "aten.convolution.default"
+
+    def is_wide(self, args: Any) -> bool:
+        x, weight = args[:2]
+        pixels = x.shape[0] * np.prod(x.shape[2:])
+        return bool(min(pixels, weight.shape[0], weight[0].size) >= 256)
+
+
+class RoundedGradients(RoundedConvolutions):
+    """The same, for the gradients alone."""
+
+    operator = "aten.convolution_backward.default"
+
+    def is_wide(self, args: Any) -> bool:
+        return super().is_wide(args[1:])
 
 
 class ShortIndices(SoundDevice):
@@ -637,6 +669,9 @@ FAULTS = {
         Fault(NoCallsNoEvent, "events/no operators", "work which was never begun"),
         Fault(TailDropped, "lengths/long product", "the last part of K is dropped"),
         Fault(RoundedOperands, "lengths/wide product", "TF32"),
+        Fault(RoundedBatches, "lengths/wide product", "TF32"),
+        Fault(RoundedConvolutions, "lengths/wide convolution", "TF32"),
+        Fault(RoundedGradients, "lengths/wide convolution", "TF32"),
         Fault(ShortIndices, "lengths/many elements", "beyond 65,535"),
         Fault(LaunchLimit, "lengths/many elements", "2^20 elements"),
         Fault(SourceKept, "buffers/large copies", "reads its source after its event"),
