@@ -6,8 +6,7 @@ reader makes nothing else of an entry, whoever has written it.
 
 from __future__ import annotations
 
-import pickle
-from functools import cache
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -18,11 +17,17 @@ from hetpipe.capture.indices import IndexBound
 from hetpipe.capture.layers import Layer, LayerGraph
 from hetpipe.capture.program import PassPrograms, Program, Slot, StageGraphs
 from hetpipe.entries import Entries, key_of
+from hetpipe.sdk.graph import graph_of_rows, graph_rows
 
 __all__ = ["key_of", "load", "store"]
 
 ENTRIES = Entries("captures", "pickle", most=200, variable="HETPIPE_CACHE")
-RECORDS = (Facts, IndexBound, Layer, LayerGraph, PassPrograms, Program, Slot, StageGraphs)
+RECORDS = {
+    each.__name__: each
+    for each in (Facts, IndexBound, Layer, LayerGraph, PassPrograms, Slot, StageGraphs)
+}
+NUMBERS = "biufc"
+"""Kinds of numpy's dtypes whose elements are plain bytes."""
 
 
 def load(key: str) -> Any:
@@ -32,7 +37,7 @@ def load(key: str) -> Any:
     if data is None:
         return None
     try:
-        return data_pickle.loads(data, (*RECORDS, *_of_arrays()))
+        return data_pickle.loads(data, _made)
     except Exception as error:  # whatever a pickle of another time raises
         ENTRIES.refuse(key, error)
         return None
@@ -40,11 +45,33 @@ def load(key: str) -> Any:
 
 def store(key: str, content: Any) -> None:
     """Store an entry. Warns with `CacheWarning` if that fails, as on a full disk, and goes on."""
-    ENTRIES.store(key, pickle.dumps(content, protocol=5))
+    ENTRIES.store(key, data_pickle.dumps(content, _parts))
 
 
-@cache
-def _of_arrays() -> tuple[Any, ...]:
-    """The functions and classes of numpy that make an array of numbers."""
-    arrays = (np.zeros(2), np.zeros((2, 2))[:, 0], np.float32(0))  # each is pickled in its own way
-    return (np.ndarray, np.dtype, *(array.__reduce_ex__(5)[0] for array in arrays))
+def _parts(value: Any) -> data_pickle.Parts | None:
+    """The plain data that stand for a record, a program or an array."""
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in NUMBERS:
+        scalar = isinstance(value, np.generic)
+        return "array", (value.dtype.str, value.shape, value.tobytes(), scalar)
+    if isinstance(value, Program):
+        return "Program", (graph_rows(value.graph), value.inputs, value.outputs)
+    name = type(value).__name__
+    if RECORDS.get(name) is not type(value):
+        return None
+    return name, tuple(getattr(value, field.name) for field in fields(value))
+
+
+def _made(parts: data_pickle.Parts) -> Any:
+    """The inverse of `_parts`. Raises whatever wrong parts lead to."""
+    kind, value = parts
+    if kind == "array":
+        text, shape, data, scalar = value
+        dtype = np.dtype(text)
+        if dtype.kind not in NUMBERS:
+            raise ValueError(f"it has an array of {dtype}, which are no numbers")
+        array = np.frombuffer(bytearray(data), dtype).reshape(shape)
+        return array[()] if scalar else array
+    if kind == "Program":
+        rows, inputs, outputs = value
+        return Program(graph_of_rows(rows), inputs, outputs)
+    return RECORDS[kind](*value)

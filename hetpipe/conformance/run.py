@@ -4,7 +4,7 @@
         |                                                                         that runs them
         `--where it has died, or is silent for too long: a new one, from the next check on
 
-`python -m hetpipe.conformance.run FD REFERENCE DEVICE LEVEL GROUPS FIRST` is that process.
+`python -m hetpipe.conformance.run FD LIMIT REFERENCE DEVICE LEVEL GROUPS FIRST` is that process.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from hetpipe import process
 from hetpipe.conformance.check import BrokenRule, Check, Level, NotAsked
 from hetpipe.errors import BackendError
+from hetpipe.sdk import hangs
 from hetpipe.sdk.references import backend_reference, load_reference
 from hetpipe.sdk.registry import open_bare
 
@@ -38,6 +40,12 @@ GROUPS = (
 """The order of checks: a fault in an earlier group is likely to show in the later ones too."""
 LIMIT_S = 300.0
 """The longest that one check may take."""
+GRACE_S = 60.0
+"""Seconds for a process to start, and for a late one to say where it hangs."""
+HANG_S = 60.0
+"""A check that fails after such a time has most likely waited for the device in vain."""
+MOST_HANGS = 5
+"""After so many of these checks the others are not run: they might take hours to say the same."""
 
 
 @dataclass(frozen=True)
@@ -123,48 +131,57 @@ def run_suite(
             "process can load it; put its class at the top of a file"
         )
     checks = checks_of(level, groups)
-    first, names = 0, ",".join(groups)
-    while first < len(checks):
+    first, hanging, names = 0, 0, ",".join(groups)
+    while first < len(checks) and hanging < MOST_HANGS:
         arguments = (reference, info.id, int(level), names)
         for result in _results(arguments, first, checks, limit_s):
             first += 1
+            hanging += result.failed and result.seconds >= min(HANG_S, limit_s)
             yield result
+            if hanging == MOST_HANGS:
+                break
+    for each in checks[first:]:
+        reason = f"not run: {hanging} checks have waited in vain for the device"
+        yield Result(each.name, "skipped", reason, family=each.family)
 
 
 def _results(
     arguments: tuple[object, ...], first: int, checks: list[Check], limit_s: float
 ) -> Iterator[Result]:
     """The results of one process, which ends with the last check or with one that it dies of."""
-    reading, writing = os.pipe()
-    child = subprocess.Popen(
-        process.command("hetpipe.conformance.run", writing, *arguments, first),
-        env=process.environment(),
-        pass_fds=(writing,),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    os.close(writing)
-    try:
-        with os.fdopen(reading, "rb", buffering=0) as lines:
-            for each in checks[first:]:
-                text, late = _line(lines, limit_s)
-                if text:
-                    yield Result(**json.loads(text))
-                    continue
-                how = f"has not ended after {limit_s:g} s" if late else _end_of(child)
-                yield Result(
-                    each.name, "crashed", how, limit_s if late else 0.0,
-                    each.rule, each.suspect, each.family,
-                )  # fmt: skip
-                return
-    finally:
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-        if child.stderr is not None:
-            child.stderr.close()
+    with tempfile.TemporaryFile() as log:
+        reading, writing = os.pipe()
+        child = subprocess.Popen(
+            process.command("hetpipe.conformance.run", writing, limit_s, *arguments, first),
+            env=process.environment(),
+            pass_fds=(writing,),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            start_new_session=True,
+        )
+        os.close(writing)
+        try:
+            with os.fdopen(reading, "rb", buffering=0) as lines:
+                for each in checks[first:]:
+                    text, late = _line(lines, limit_s + GRACE_S)
+                    if text:
+                        yield Result(**json.loads(text))
+                        continue
+                    how = f"has not ended after {limit_s:g} s"
+                    if not late:
+                        said, place = _end_of(child, log)
+                        late = place is not None
+                        how = f"{how}: it hangs {place}" if late else said
+                    yield Result(
+                        each.name, "crashed", how, limit_s if late else 0.0,
+                        each.rule, each.suspect, each.family,
+                    )  # fmt: skip
+                    return
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
 
 
 def _line(lines: Any, limit_s: float) -> tuple[bytes, bool]:
@@ -181,28 +198,38 @@ def _line(lines: Any, limit_s: float) -> tuple[bytes, bool]:
     return text, False
 
 
-def _end_of(child: subprocess.Popen[bytes]) -> str:
+def _end_of(child: subprocess.Popen[bytes], log: BinaryIO) -> tuple[str, str | None]:
+    """How a process ended, in words; and where it hung, if that has ended it."""
     code = child.wait()
-    assert child.stderr is not None
-    last = (child.stderr.read().decode(errors="replace").strip().splitlines() or ["no output"])[-1]
+    log.seek(0)
+    text = log.read().decode(errors="replace")
+    last = (text.strip().splitlines() or ["no output"])[-1]
     how = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit status {code}"
-    return f"the process ended in the middle of it, with {how}: {last}"
+    return f"the process ended in the middle of it, with {how}: {last}", hangs.place(text)
 
 
 def main(
-    writing: int, reference: str, device_id: str, level: int, groups: Collection[str], first: int
+    writing: int,
+    limit_s: float,
+    reference: str,
+    device_id: str,
+    level: int,
+    groups: Collection[str],
+    first: int,
 ) -> None:
-    """Run the checks from number `first` on, and write a line of JSON for each."""
+    """Run the checks from number `first` on, and write a line of JSON for each. Ends in the middle
+    of a check that takes longer than `limit_s`."""
     load_reference(reference)
     rig = rig_of(device_id)
     with os.fdopen(writing, "w") as lines:
         for each in checks_of(Level(level), groups)[first:]:
+            hangs.watch(limit_s, sys.stderr)
             lines.write(json.dumps(asdict(run_check(each, rig))) + "\n")
             lines.flush()
     os._exit(0)  # nothing of a driver's end can fail any more
 
 
 if __name__ == "__main__":
-    _writing, _reference, _device, _level, _groups, _first = sys.argv[1:]
+    _writing, _limit_s, _reference, _device, _level, _groups, _first = sys.argv[1:]
     _named = [group for group in _groups.split(",") if group]
-    main(int(_writing), _reference, _device, int(_level), _named, int(_first))
+    main(int(_writing), float(_limit_s), _reference, _device, int(_level), _named, int(_first))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import threading
@@ -14,12 +15,22 @@ from typing import Any
 from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.wire.messages import Beat, Failure, Losses, News, Norm, Reply
 
+logger = logging.getLogger("hetpipe")
+
 TICK_S = 1.0
 PAUSE_TICKS = 3
 """A loop that should tick, and has not for so many ticks, was stopped, and all workers with it."""
 
 
-_PASS = re.compile(r"\d+[FBIWU]\d*")  # an action that computes
+NOTICE_S = 60.0
+"""Seconds without any movement until a notice says who is where; the next one takes ten times as
+long."""
+
+_PASS = re.compile(r"(\d+)([FBIWU])\d*")  # an action that computes
+_PASSES = {
+    "F": "the forward", "B": "the backward", "I": "the input half of the backward",
+    "W": "the weight half of the backward", "U": "the update",
+}  # fmt: skip
 
 
 class Patience:
@@ -67,6 +78,7 @@ class Control:
         self._changed = threading.Condition()
         self._error: tuple[str, str] | None = None
         self._owner = os.getpid()
+        self._notice_s = NOTICE_S
         self.doing: list[Callable[[], str]] = [
             partial(self._beats.__getitem__, i) for i in range(len(self.labels))
         ]
@@ -154,10 +166,18 @@ class Control:
                 moved_s = now_s
             in_pass = any(_in_pass(doing) for doing, _ in positions)
             limit_s = pass_limit_s if in_pass else patience_s
-            if limit_s is not None and now_s - moved_s > limit_s:
+            silent_s = now_s - moved_s
+            if limit_s is not None and silent_s > limit_s:
                 self.fail(
                     f"nothing has moved for {limit_s:.0f} s, so all workers are ended: "
                     f"{self.describe(workers)}"
+                )
+            elif silent_s > self._notice_s:
+                self._notice_s = 10 * silent_s
+                ends = "; a pass may take any time, unless pass_limit_s limits it"
+                logger.warning(
+                    f"nothing has moved for {silent_s:.0f} s: {self.describe(workers)}"
+                    f"{ends if in_pass and limit_s is None else ''}"
                 )
 
     def describe(self, workers: Sequence[int]) -> str:
@@ -176,7 +196,11 @@ class Control:
 
 def _in_pass(doing: str) -> bool:
     """Whether a device computes in one of the lanes."""
-    return any(_PASS.fullmatch(lane) for lane in doing.split(" and "))
+    return bool(_passes(doing))
+
+
+def _passes(doing: str) -> list[re.Match[str]]:
+    return [match for lane in doing.split(" and ") if (match := _PASS.fullmatch(lane))]
 
 
 def _words(doing: str) -> str:
@@ -184,4 +208,7 @@ def _words(doing: str) -> str:
         return "is idle"
     receives = ("RF", "RB", "RG", "RP", "RK", "RV")
     waits = all(any(op in lane for op in receives) for lane in doing.split(" and "))
-    return f"waits in {doing}" if waits else f"is at {doing}"
+    if waits:
+        return f"waits in {doing}"
+    passes = [f"{_PASSES[match[2]]} of stage {match[1]}" for match in _passes(doing)]
+    return f"is at {doing}" + (f" ({', '.join(passes)})" if passes else "")

@@ -22,6 +22,7 @@ from hetpipe import __version__, process
 from hetpipe.entries import Entries, key_of
 from hetpipe.environment import seconds
 from hetpipe.errors import BackendError, HetpipeError
+from hetpipe.sdk import hangs
 from hetpipe.sdk.references import backend_reference, load_reference
 from hetpipe.sdk.registry import provider_of
 
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 LIMIT = "HETPIPE_SELFTEST_LIMIT_S"
 """Variable with the longest that the test of a device may take; 60 s, and most take two."""
+
+GRACE_S = 5.0
+"""Seconds for a late test to say where it hangs, before it is killed."""
 
 _PASSED = Entries("selftests", "json", 200)
 
@@ -122,18 +126,19 @@ def _in_child(reference: str, device_id: str, limit_s: float) -> dict[str, Any]:
     child = os.fork()
     if child == 0:
         os.close(reading)
-        try:
-            load_reference(reference)
-            result = _test(device_id)
-        except BaseException as error:
-            result = _failed(f"{type(error).__name__}: {error}")
         with open(writing, "w") as out:
+            hangs.watch(limit_s, out)
+            try:
+                load_reference(reference)
+                result = _test(device_id)
+            except BaseException as error:
+                result = _failed(f"{type(error).__name__}: {error}")
             json.dump(result, out)
         os._exit(0)
     os.close(writing)
     text, late = b"", False
     while True:
-        if not select.select([reading], [], [], limit_s)[0]:
+        if not select.select([reading], [], [], limit_s + GRACE_S)[0]:
             late = True
             os.kill(child, signal.SIGKILL)
             break
@@ -143,8 +148,10 @@ def _in_child(reference: str, device_id: str, limit_s: float) -> dict[str, Any]:
         text += part
     os.close(reading)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if late:
-        return _failed(f"did not end within {limit_s:g} s")
+    place = hangs.place(text.decode(errors="replace"))
+    if late or place:
+        where = f": it hangs {place}" if place else ""
+        return _failed(f"did not end within {limit_s:g} s{where}")
     try:
         result = json.loads(text)
     except ValueError:

@@ -203,6 +203,36 @@ def test_control_waits_for_a_pass(
     end.join()
 
 
+def test_a_long_pass_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The notice names the devices, the stage and the option; a second one comes much later."""
+    monkeypatch.setattr(control_module, "TICK_S", 0.05)
+    monkeypatch.setattr(control_module, "NOTICE_S", 0.2)
+    control = Control(["worker 'a' (npu:0)", "worker 'b' (npu:1)"])
+    for worker, text in enumerate(("0RB1", "1F0")):
+        control.arrived(worker, Beat(text))
+
+    def end() -> None:
+        begin_s = time.monotonic()
+        while not caplog.records and time.monotonic() - begin_s < 30.0:
+            time.sleep(0.02)
+        time.sleep(0.5)
+        for worker in (0, 1):
+            control.arrived(worker, Reply(worker))
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    assert control.gather([0, 1]) == [0, 1]
+    thread.join()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.message.partition(" s: ")[2] == (
+        "worker 'a' (npu:0) waits in 0RB1, worker 'b' (npu:1) is at 1F0 (the forward of stage 1); "
+        "a pass may take any time, unless pass_limit_s limits it"
+    )
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_messages_out_of_order_and_far_ahead(crews: Crews, transport: str) -> None:
     """The receiver asks first for the message that was sent last, behind all it may keep."""

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import hetpipe as hp
-import hetpipe.sdk.graph
 from hetpipe.caches import CacheWarning
 from hetpipe.capture import Captured, kept
 from hetpipe.capture.example import Example
 from hetpipe.capture.export import with_loss
 from hetpipe.capture.precision import Precision
-from hetpipe.capture.program import Program
+from hetpipe.capture.program import Slot
 from hetpipe.capture.signature import Rehearsal
 from hetpipe.sdk.graph import dump_graph
 
@@ -198,24 +200,117 @@ def test_an_entry_of_another_user_is_not_read(
 
 
 class Attack:
+    """Pickles as a call."""
+
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.call = function, args
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(Path(os.environ["HETPIPE_CACHE"]) / "attacked"),)
+        return self.call
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["whole", "in a graph"])
-def test_an_entry_runs_no_code(
-    module: Callable[..., ModuleType], cache: Path, inside: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Even one with the right name, owner and checksum."""
+class Outside:
+    """Pickles as a reference that the reader resolves."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+
+class _Planter(pickle.Pickler):
+    def persistent_id(self, value: Any) -> Any:
+        return value.parts if isinstance(value, Outside) else None
+
+
+def pointer(array: Any) -> Any:
+    """An array of objects whose bytes are no objects: who reads or drops it reads at 0x41414141."""
+    dtype = Attack(np.dtype, "V8", False, True)
+    state = (3, "|", None, ("a",), {"a": (np.dtype("O"), 0)}, 8, 1, 5)
+    dtype.call = (*dtype.call, state)  # type: ignore[assignment]
+    planted = Attack(array.__reduce_ex__(2)[0], np.ndarray, (0,), b"b")
+    planted.call = (*planted.call, (1, (1,), dtype, False, b"A" * 8))  # type: ignore[assignment]
+    return planted
+
+
+NAMES = r"it names .*, which is no plain data"
+ROWS: list[Any] = []
+ROWS.append(("list", ROWS))
+ATTACKS: dict[str, tuple[Any, str]] = {
+    "a call": (Attack(os.mkdir, "attacked"), r"it names \w+\.mkdir, which is no plain data"),
+    "a call in a graph": (
+        Outside("Program", ([Attack(os.mkdir, "attacked")], (), ())), r"it names \w+\.mkdir"
+    ),
+    "a class of ours": (Attack(Slot, "input", "x", (), "float32"), NAMES),
+    "a large array": (Attack(np.ndarray, (1 << 40,), "f8"), NAMES),
+    "an array of pointers": (Attack(np.ndarray, (1,), "O", b"A" * 8), NAMES),
+    "a dtype that lies": (pointer(np.zeros(2)), NAMES),
+    "objects as an array": (Outside("array", ("O", (1,), b"A" * 8, False)), "are no numbers"),
+    "fields as an array": (Outside("array", ("i4,O", (1,), b"A" * 16, False)), "no numbers"),
+    "more elements than bytes": (
+        Outside("array", ("f4", (1 << 40,), b"A" * 8, False)), "cannot reshape"
+    ),
+    "an unknown record": (Outside("Captured", ()), "Captured"),
+    "an unknown operator": (
+        Outside("Program", ([("call_function", "x", "os.system", ("list", []), {}, None, None,
+                              False, None)], (), ())),
+        "torch has no operator of that name",
+    ),
+    "an attribute of torch": (
+        Outside("Program", ([("placeholder", "x", "x", ("list", []), {}, ((1,), "load"), None,
+                              False, None)], (), ())),
+        "dtype",
+    ),
+    "an argument within itself": (
+        Outside("Program", ([("call_function", "x", "aten.relu.default", ("list", ROWS), {}, None,
+                              None, False, None)], (), ())),
+        "recursion",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_entry_is_data_alone(name: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has written it: with the right name, owner and checksum."""
+    monkeypatch.chdir(cache.parent.parent)
+    content, reason = ATTACKS[name]
+    file = io.BytesIO()
+    _Planter(file, protocol=5).dump(content)
+    kept.ENTRIES.store("0" * 64, file.getvalue())
+    with pytest.warns(CacheWarning, match=reason):
+        assert kept.load("0" * 64) is None
+    assert not Path("attacked").exists()
+
+
+RAW = {
+    "nothing": b"",
+    "a long text that is not there": b"\x80\x05\x8d" + (1 << 40).to_bytes(8, "little") + b"a.",
+    "a place of the memory that is not there": b"\x80\x05N" + b"r" + b"\xff" * 4 + b".",
+    "another's extension": b"\x80\x05\x82\x01.",
+    "a buffer outside": b"\x80\x05\x97.",
+    "a state of a text": b"\x80\x05\x8c\x01a}\x8c\x01b\x8c\x01csb.",
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_damaged_opcodes_are_refused(name: str) -> None:
+    kept.ENTRIES.store("0" * 64, RAW[name])
+    with pytest.warns(CacheWarning, match="will be made again"):
+        assert kept.load("0" * 64) is None
+
+
+def test_deep_data_is_data() -> None:
+    kept.ENTRIES.store("0" * 64, b"\x80\x05" + b"]" * 200_000 + b"a" * 199_999 + b".")
+    assert kept.load("0" * 64) is not None
+
+
+def test_a_refused_entry_is_made_again(module: Callable[..., ModuleType], cache: Path) -> None:
     exports(module().Model())
-    with monkeypatch.context() as patch:
-        patch.setattr(hetpipe.sdk.graph, "graph_rows", lambda graph: Attack())
-        content = Program(torch.fx.symbolic_trace(nn.ReLU()), (), ()) if inside else Attack()
-        for path in cache.iterdir():
-            kept.store(path.stem, content)
-    with pytest.warns(CacheWarning, match=r"it names \w+\.mkdir, which is no plain data"):
+    file = io.BytesIO()
+    _Planter(file, protocol=5).dump(Attack(os.mkdir, str(cache / "attacked")))
+    for path in cache.iterdir():
+        kept.ENTRIES.store(path.stem, file.getvalue())
+    with pytest.warns(CacheWarning, match=r"it names \w+\.mkdir"):
         assert exports(module().Model()) > 0
-    assert not (cache.parent / "attacked").exists()
+    assert not (cache / "attacked").exists()
 
 
 def test_code_without_a_file_is_captured_anew() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import warnings
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hetpipe.backends.numpy import NumpyBackend
+from hetpipe.backends.numpy import NumpyBackend, NumpyDevice
 
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cluster.local import DeviceWarning
+from hetpipe.conformance import run
+from hetpipe.conformance.check import Level
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk import registry, tested
 from hetpipe.sdk.info import Capabilities, DeviceInfo
@@ -47,6 +50,20 @@ class Hanging(Theirs):
 
     def open(self, info: DeviceInfo) -> Any:
         signal.pause() if sys.platform != "win32" else None
+
+
+class _EndlessDevice(NumpyDevice):
+    def _run(self, *args: Any) -> Any:
+        signal.pause()
+
+
+class Endless(Theirs):
+    """A device whose `run` never returns."""
+
+    name = "endless"
+
+    def open(self, info: DeviceInfo) -> Any:
+        return _EndlessDevice(info)
 
 
 @pytest.fixture(autouse=True)
@@ -96,16 +113,36 @@ def test_a_wrong_time_limit_is_no_fault_of_a_device(
 
 
 def test_a_crash_and_a_hang_are_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    for backend in (Crashing, Hanging, Theirs):
+    for backend in (Crashing, Endless, Hanging, Theirs):
         registry.register_backend(backend)
-    monkeypatch.setenv("HETPIPE_SELFTEST_LIMIT_S", "3")
+    monkeypatch.setenv("HETPIPE_SELFTEST_LIMIT_S", "5")
     infos, failures = registry.discover_devices()
     assert not failures
     results = dict(tested.run_selftests(infos))
-    assert list(results) == ["crashing:unit:0", "hanging:unit:0", "theirs:unit:0"]
+    assert list(results) == [
+        f"{name}:unit:0" for name in ("crashing", "endless", "hanging", "theirs")
+    ]
     assert "in the middle of the test, with signal 11" in results["crashing:unit:0"]["message"]
-    assert results["hanging:unit:0"] == {"ok": False, "message": "did not end within 3 s"}
+    here = f"\\({__file__}:[0-9]+\\)"
+    for name, function in {"endless": "_run", "hanging": "open"}.items():
+        message = results[f"{name}:unit:0"]["message"]
+        assert re.fullmatch(f"did not end within 5 s: it hangs in {function} {here}", message)
     assert results["theirs:unit:0"]["ok"]
+
+
+def test_conformance_names_a_hang_and_does_not_wait_for_each_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    registry.register_backend(Endless)
+    monkeypatch.setattr(run, "MOST_HANGS", 1)
+    (info,) = registry.devices_of("endless")
+    first, *others = run.run_suite(info, Level.CORE, 5.0, groups=("strides",))
+    assert first.outcome == "crashed"
+    here = f"\\({__file__}:[0-9]+\\)"
+    assert re.fullmatch(f"has not ended after 5 s: it hangs in _run {here}", first.message)
+    assert len(others) == len(run.checks_of(Level.CORE, ("strides",))) - 1
+    assert {each.outcome for each in others} == {"skipped"}
+    assert "1 checks have waited in vain" in others[0].message
 
 
 def test_it_joins_once_it_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,37 @@
+"""Ends a process whose device hangs, and names the function in which it hangs."""
+
+from __future__ import annotations
+
+import faulthandler
+import re
+from pathlib import Path
+from typing import TextIO
+
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (\S+)')
+_WAITS = ("threading.py", "queue.py")
+_OURS = (Path(__file__).parent, Path(__file__).parents[1] / "conformance")
+
+
+def watch(limit_s: float, log: TextIO) -> None:
+    """End this process after `limit_s`, with its threads' stacks in `log`; a second call starts
+    the time again."""
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=log)
+
+
+def place(log: str) -> str | None:
+    """Return the function of a backend that hung, in words; None if `watch` has not ended the
+    process.
+
+    It is the function that hetpipe called, in the main thread or in another one that it waits for.
+    """
+    if "Timeout (" not in log:
+        return None
+    threads = [_FRAME.findall(stack) for stack in log.split("Thread 0x")[1:]]
+    for frames in reversed(threads):  # the main thread comes last, and its latest call first
+        called = 0
+        while called < len(frames) and Path(frames[called][0]).parent not in _OURS:
+            called += 1
+        if 0 < called < len(frames) and Path(frames[called - 1][0]).name not in _WAITS:
+            file, line, function = frames[called - 1]
+            return f"in {function} ({file}:{line})"
+    return "in a place that is unknown"
