@@ -283,7 +283,6 @@ def test_an_entry_is_data_alone(name: str, cache: Path, monkeypatch: pytest.Monk
 RAW = {
     "nothing": b"",
     "a long text that is not there": b"\x80\x05\x8d" + (1 << 40).to_bytes(8, "little") + b"a.",
-    "a place of the memory that is not there": b"\x80\x05N" + b"r" + b"\xff" * 4 + b".",
     "another's extension": b"\x80\x05\x82\x01.",
     "a buffer outside": b"\x80\x05\x97.",
     "a state of a text": b"\x80\x05\x8c\x01a}\x8c\x01b\x8c\x01csb.",
