@@ -35,12 +35,17 @@ def loads(data: bytes, make: Callable[[Parts], Any] | None = None) -> Any:
     return _Reader(data, make).load()
 
 
+_PLAIN = frozenset({str, int, float, bool, tuple, list, dict, type(None), bytes})
+
+
 class _Writer(pickle.Pickler):
     def __init__(self, file: io.BytesIO, parts: Callable[[Any], Parts | None]) -> None:
         super().__init__(file, protocol=5)
         self._parts = parts
 
     def persistent_id(self, value: Any) -> Any:
+        if type(value) in _PLAIN:  # nearly all of them
+            return None
         if isinstance(value, complex):
             return "complex", (value.real, value.imag)
         return self._parts(value)

@@ -23,9 +23,10 @@ __all__ = ["key_of", "load", "store"]
 
 ENTRIES = Entries("captures", "pickle", most=200, variable="HETPIPE_CACHE")
 RECORDS = {
-    each.__name__: each
+    each.__name__: (each, tuple(field.name for field in fields(each)))
     for each in (Facts, IndexBound, Layer, LayerGraph, PassPrograms, Slot, StageGraphs)
 }
+"""Classes by name, with the names of their fields."""
 NUMBERS = "biufc"
 """Kinds of numpy's dtypes whose elements are plain bytes."""
 
@@ -55,10 +56,10 @@ def _parts(value: Any) -> data_pickle.Parts | None:
         return "array", (value.dtype.str, value.shape, value.tobytes(), scalar)
     if isinstance(value, Program):
         return "Program", (graph_rows(value.graph), value.inputs, value.outputs)
-    name = type(value).__name__
-    if RECORDS.get(name) is not type(value):
+    record, names = RECORDS.get(type(value).__name__, (None, ()))
+    if record is not type(value):
         return None
-    return name, tuple(getattr(value, field.name) for field in fields(value))
+    return record.__name__, tuple(getattr(value, name) for name in names)
 
 
 def _made(parts: data_pickle.Parts) -> Any:
@@ -74,4 +75,7 @@ def _made(parts: data_pickle.Parts) -> Any:
     if kind == "Program":
         rows, inputs, outputs = value
         return Program(graph_of_rows(rows), inputs, outputs)
-    return RECORDS[kind](*value)
+    record, names = RECORDS[kind]
+    made = object.__new__(record)
+    vars(made).update(zip(names, value, strict=True))  # faster than the call, and there are many
+    return made
