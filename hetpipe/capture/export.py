@@ -13,8 +13,10 @@ from typing import Any, TextIO
 
 import torch
 from torch import fx, nn
+from torch.distributions import Distribution
 from torch.export import ExportedProgram
 
+from hetpipe.capture.attributes import kept_attributes
 from hetpipe.capture.decompositions import before_cut
 from hetpipe.capture.example import Example, call
 from hetpipe.capture.precision import Precision
@@ -147,12 +149,13 @@ def export(
             _without_torch_log(),
             torch.enable_grad(),
             refusing_lost_gradients(),
-            layer_by_layer(),
+            recordable(),
         ):
             warnings.simplefilter("ignore")  # torch's own deprecations; nothing here is the user's
             wrapped = with_loss(model, loss_fn, example, seen)
             leaves = tuple(example.tensors(samples))
-            program = torch.export.export(wrapped, leaves, strict=False)
+            with kept_attributes(wrapped):
+                program = torch.export.export(wrapped, leaves, strict=False)
             _inline_regions(program.graph_module)
             if precision.compute is not None:
                 _drop_assertions(program.graph_module)
@@ -209,14 +212,21 @@ class _WithoutGraphs(io.TextIOBase):
 
 
 @contextmanager
-def layer_by_layer() -> Iterator[None]:
-    """Inside, an encoder layer in eval mode is not torch's single operator for it."""
+def recordable() -> Iterator[None]:
+    """Inside, torch's modules do what export can record.
+
+    An encoder layer in eval mode is not torch's single operator for it, and distributions do not
+    look at the values of their arguments.
+    """
     enabled = torch.backends.mha.get_fastpath_enabled()
+    validates = Distribution._validate_args
     torch.backends.mha.set_fastpath_enabled(False)
+    Distribution.set_default_validate_args(False)
     try:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
+        Distribution.set_default_validate_args(validates)
 
 
 def _inline_regions(module: fx.GraphModule) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hetpipe.capture.example import Example
-from hetpipe.capture.export import layer_by_layer, with_loss
+from hetpipe.capture.export import recordable, with_loss
 from hetpipe.capture.kept import key_of
 from hetpipe.capture.modes import Modes
 from hetpipe.capture.repeated import check_repeatable, generators_of, restored_generators
@@ -86,7 +86,7 @@ class Identity:
 
     def _rehearsal(self, samples: int, training: bool, computes: bool = False) -> Rehearsal | None:
         """The rehearsal after its first call; None where there can be none."""
-        with self._modes.restored(evaluation=not training), layer_by_layer():
+        with self._modes.restored(evaluation=not training), recordable():
             run = with_loss(
                 self._model, self._loss_fn, self._example,
                 lambda out: self._seen(samples, training, out),  # no copy of it is made
@@ -100,7 +100,7 @@ class Identity:
         return rehearsal
 
     def _check(self, rehearsal: Rehearsal, training: bool) -> None:
-        with layer_by_layer():
+        with recordable():
             self.changed = (self.changed or frozenset()) | check_repeatable(rehearsal)
         self._checked.add(training)
 

@@ -8,7 +8,6 @@ refusal.
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from hetpipe.capture.example import Example
 from hetpipe.capture.export import run_loss, run_model
 from hetpipe.capture.indices import IndexBound
+from hetpipe.capture.tensors import deep_copy
 
 LIMIT = 1e-3
 """The largest relative difference of a loss or its gradients between a whole and its parts."""
@@ -318,7 +318,7 @@ def _relabelled(leaf: Tensor, bound: IndexBound) -> Tensor:
 
 def _copied(model: nn.Module) -> nn.Module:
     """The model with the same parameters: whatever else a run changes is the copy's."""
-    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    return deep_copy(model, model.parameters())
 
 
 @contextmanager

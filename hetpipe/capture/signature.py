@@ -11,7 +11,6 @@ has the same calls to record.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -24,8 +23,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves, tree_map
 
+from hetpipe.capture.attributes import DEPTH, MODULE_TABLES
 from hetpipe.capture.refuse import user_line
-from hetpipe.capture.tensors import tensor_bytes
+from hetpipe.capture.tensors import deep_copy, tensor_bytes
 from hetpipe.capture.uncompiled import without_compiler
 
 _PLAIN = (
@@ -52,7 +52,7 @@ class Rehearsal:
 
     def __init__(self, run: nn.Module, leaves: list[torch.Tensor], computes: bool = False) -> None:
         """Raises what copying the module raises."""
-        self.run = copy.deepcopy(run) if computes else _copied(run)
+        self.run = deep_copy(run) if computes else _copied(run)
         self._computes = computes
         named = {**dict(self.run.named_parameters()), **dict(self.run.named_buffers())}
         self._named = {name: self._prepared(value) for name, value in named.items()}
@@ -106,11 +106,7 @@ def _copied(run: nn.Module) -> nn.Module:
         *run.buffers(),
         *(value for value in values if isinstance(value, torch.Tensor)),
     ]
-    return copy.deepcopy(run, {id(tensor): tensor for tensor in tensors})
-
-
-_DEPTH = 3
-"""Of the containers in an attribute."""
+    return deep_copy(run, tensors)
 
 
 def attributes_of(run: nn.Module) -> dict[tuple[str, ...], Any]:
@@ -118,17 +114,14 @@ def attributes_of(run: nn.Module) -> dict[tuple[str, ...], Any]:
     found: dict[tuple[str, ...], Any] = {}
     for name, module in run.named_modules():
         for attribute, value in vars(module).items():
-            if attribute not in _MODULE_TABLES:
+            if attribute not in MODULE_TABLES:
                 _add(found, (name, attribute), value)
     return found
 
 
-_MODULE_TABLES = frozenset(vars(nn.Module())) - {"training"}
-
-
 def _add(found: dict[tuple[str, ...], Any], key: tuple[str, ...], value: Any) -> None:
     found[key] = value
-    if len(key) > _DEPTH:
+    if len(key) > DEPTH:
         return
     if isinstance(value, Mapping):
         for name, item in list(value.items()):

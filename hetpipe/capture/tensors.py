@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from hetpipe.errors import CaptureError
 
 LOSS_PREFIX = "loss."
+Copied = TypeVar("Copied")
 
 
 class NamedTensors:
@@ -73,7 +75,32 @@ def copied_loss(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     """The loss with copies of its buffers, which a call may change, if it is a module."""
     if not isinstance(loss_fn, nn.Module):
         return loss_fn
-    return copy.deepcopy(loss_fn, {id(p): p for p in loss_fn.parameters()})
+    return deep_copy(loss_fn, loss_fn.parameters())
+
+
+def deep_copy(value: Copied, shared: Iterable[torch.Tensor] = ()) -> Copied:
+    """Return a deep copy of modules that has the `shared` tensors themselves.
+
+    Code may keep tensors that it has computed in attributes, for inspection. torch copies none of
+    them; their copies here are constants of the same values.
+    """
+    with _CopyComputed():
+        return copy.deepcopy(value, {id(tensor): tensor for tensor in shared})
+
+
+class _CopyComputed(TorchFunctionMode):
+    """Inside, a deep copy of a computed tensor is a constant of the same values."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
+            return args[0].detach().clone()
+        return func(*args, **(kwargs or {}))
 
 
 def check_capturable(model: Any) -> None:
@@ -112,7 +139,7 @@ def on_cpu(model: nn.Module, loss_fn: Callable[..., Any]) -> tuple[nn.Module, Ca
         return model, loss_fn
     if any(tensor.device.type == "meta" for tensor in tensors):
         raise CaptureError("the model is on the meta device; give its parameters values first")
-    copies = [module.cpu() for module in copy.deepcopy(modules)]
+    copies = [module.cpu() for module in deep_copy(modules)]
     return copies[0], copies[1] if len(copies) > 1 else loss_fn
 
 

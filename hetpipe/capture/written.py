@@ -37,10 +37,10 @@ def write_by_where(graph: fx.Graph) -> None:
 
 
 def _is_one(source: fx.Node, mask: fx.Node, value: fx.Node) -> bool:
-    """Whether every chosen place gets the same value."""
+    """Whether every chosen place gets the same value. An extent that depends on values is none."""
     inner = source.meta["val"].ndim - mask.meta["val"].ndim
-    shape = value.meta["val"].shape
-    return len(shape) <= inner or all(extent == 1 for extent in shape[: len(shape) - inner])
+    outer = value.meta["val"].shape[: max(0, value.meta["val"].ndim - inner)]
+    return all(isinstance(extent, int) and extent == 1 for extent in outer)
 
 
 def _replace(graph: fx.Graph, node: fx.Node, source: Any, mask: Any, value: Any) -> None:

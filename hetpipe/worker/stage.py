@@ -291,7 +291,7 @@ class Stage:
     def _feed(self, frame: Entries, feeds: Sequence[tuple[str, int]], which: Pass) -> list[Event]:
         """Begin to upload a pass's leaves of the batch."""
         values = [(index, which.feed[name]) for name, index in feeds]
-        if self._rng is not None and not which.evaluates:
+        if self._rng is not None:  # a model may draw in evaluation, too
             values.append((self._rng, np.asarray(which.rng, np.int64)))
         events = []
         for index, value in values:

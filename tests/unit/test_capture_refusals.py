@@ -329,10 +329,16 @@ def test_one_value_at_masked_places(write: Callable[..., None]) -> None:
             torch.testing.assert_close(gradients[name], parameter.grad)
 
 
-def test_another_value_at_each_masked_place_is_refused() -> None:
-    def write(model: Any, h: torch.Tensor, mask: torch.Tensor) -> None:
-        h[mask] = torch.ones(4, 4).cumsum(0)
+def _rising(model: Any, h: torch.Tensor, mask: torch.Tensor) -> None:
+    h[mask] = torch.ones(4, 4).cumsum(0)
 
+
+def _routed(model: Any, h: torch.Tensor, mask: torch.Tensor) -> None:
+    h[mask] = torch.tanh(h[mask])  # how many rows there are depends on values
+
+
+@pytest.mark.parametrize("write", [_rising, _routed])
+def test_another_value_at_each_masked_place_is_refused(write: Callable[..., None]) -> None:
     x, y = (torch.randn(4, 1, 3), torch.ones(4, 1).bool()), torch.randint(0, 2, (4,))
     with pytest.raises(CaptureError, match=rf"another value at each place.*torch.where|{HERE}"):
         Captured(Masked(write), F.cross_entropy, (x, y))

@@ -37,7 +37,8 @@ class Model(nn.Module):
         self.function = function
         self.h = torch.zeros(4)
         self.items: list[Any] = [torch.zeros(4)]
-        self.state = {"step": 0}
+        self.state: dict[str, Any] = {"step": 0}
+        self.seen: set[int] = set()
         self.calls, self.far, self.mask, self.chance = 0, 1.0, None, random.Random(0)
         self.weight = torch.ones(4, requires_grad=True)
 
@@ -181,6 +182,20 @@ def kept_result(model: Any, h: torch.Tensor) -> torch.Tensor:
     return model.h
 
 
+def kept_in_containers(model: Any, h: torch.Tensor) -> torch.Tensor:
+    model.items.append(torch.tanh(h))
+    model.state["features"] = {"h": [model.items[-1], h.detach()]}
+    model.state["step"] += 1
+    model.seen.add(h.shape[0])
+    model.last_features = h * 2  # an attribute that is new
+    return model.items[-1]
+
+
+def checked_distribution(model: Any, h: torch.Tensor) -> torch.Tensor:
+    normal = torch.distributions.Normal(h, F.softplus(h) + 0.1)  # looks at its arguments' values
+    return h - 0.1 * normal.log_prob(torch.ones(4))
+
+
 def own_parameter(model: Any, h: torch.Tensor) -> torch.Tensor:
     return h + 0.1 * OUTSIDE.detach() * model.items[0]
 
@@ -196,7 +211,13 @@ def reassigned(model: Any, h: torch.Tensor) -> torch.Tensor:
     return h - model.mean
 
 
-@pytest.mark.parametrize("function", [kept_mask, kept_result, own_parameter, frozen, reassigned])
+@pytest.mark.parametrize(
+    "function",
+    [
+        kept_mask, kept_result, kept_in_containers, checked_distribution, own_parameter, frozen,
+        reassigned,
+    ],
+)  # fmt: skip
 def test_what_is_no_state_trains_as_in_torch(
     function: Callable[[Any, torch.Tensor], torch.Tensor],
 ) -> None:
@@ -217,6 +238,32 @@ def test_what_is_no_state_trains_as_in_torch(
             torch.testing.assert_close(gradients[name], parameter.grad)
     if function is reassigned:
         torch.testing.assert_close(stages.buffers["mean"], eager.mean)
+
+
+@pytest.mark.parametrize("is_called", [False, True], ids=["new", "called"])
+def test_what_code_keeps_for_inspection_stays_the_users(is_called: bool) -> None:
+    """Capture leaves attributes as they were, and can copy what an earlier call kept in them."""
+
+    class Loss(nn.Module):
+        def forward(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss = F.cross_entropy(out, y, reduction="none")
+            self.last, self.detached = loss, loss.detach()
+            return loss.sum()
+
+    torch.manual_seed(0)
+    model, loss_fn, (x, y) = Model(kept_in_containers), Loss(), _batch()
+    if is_called:
+        loss_fn(model(x), y)
+    before = [*vars(model).items(), *vars(loss_fn).items()]
+    items, state = list(model.items), dict(model.state)
+    found = Captured(model, loss_fn, (x, y))
+    found.stage_graphs([1], [{}, {}], [2, 4], None)
+    assert "no mean over samples" in found.loss_fault(2)
+    after = [*vars(model).items(), *vars(loss_fn).items()]
+    assert [name for name, _ in after] == [name for name, _ in before]
+    assert all(a is b for (_, a), (_, b) in zip(after, before, strict=True))
+    assert [id(item) for item in model.items] == [id(item) for item in items]
+    assert model.state == state
 
 
 def test_a_loss_that_reads_a_parameter_of_the_model() -> None:
