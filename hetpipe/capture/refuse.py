@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -68,7 +69,9 @@ def refusing_lost_gradients() -> Iterator[None]:
     """Inside, code whose gradient export would drop raises `CaptureError` when it runs."""
     function: Any = torch.autograd.Function
     tensor: Any = torch.Tensor
+    autograd: Any = torch.autograd
     apply, register_hook = function.__dict__["apply"], tensor.register_hook
+    run_backward = autograd._engine_run_backward  # by it `grad` and `backward` run, imported or not
     # A model may hold the bound method from before: `double = Double.apply`. It calls `forward`.
     functions = [cls for cls in _subclasses(function) if "forward" in cls.__dict__]
     forwards = [(cls, cls.__dict__["forward"]) for cls in functions if not _is_plumbing(cls)]
@@ -90,7 +93,18 @@ def refusing_lost_gradients() -> Iterator[None]:
     def refuse_hook(self: torch.Tensor, hook: Any) -> Any:
         raise CaptureError("Tensor.register_hook is lost by export; remove the hook")
 
+    capturing = threading.get_ident()
+
+    def refuse_backward(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != capturing:  # another thread trains something else
+            return run_backward(*args, **kwargs)
+        raise CaptureError(
+            "a gradient is computed inside the model or the loss (torch.autograd.grad, backward), "
+            "and export loses how it depends on parameters; write its formula in the forward"
+        )
+
     function.apply = classmethod(refuse_apply)
+    autograd._engine_run_backward = refuse_backward
     tensor.register_hook = refuse_hook
     for cls, _ in forwards:
         cls.forward = staticmethod(refusing(cls))
@@ -98,6 +112,7 @@ def refusing_lost_gradients() -> Iterator[None]:
         yield
     finally:
         function.apply = apply
+        autograd._engine_run_backward = run_backward
         tensor.register_hook = register_hook
         for cls, forward in forwards:
             cls.forward = forward
@@ -126,9 +141,11 @@ def explain(error: Exception) -> CaptureError:
     if whose and not type(error).__module__.startswith("torch."):
         said = f": {text}" if text else ""
         return CaptureError(
-            f"{whose} raised {kind} while it was captured{where}{said}{_advice(error)}"
+            f"{whose} raised {kind} while it was captured{where}{said}{_advice(error, where)}"
         )
-    return CaptureError(f"the model cannot be exported{where}: {text or kind}{_advice(error)}")
+    return CaptureError(
+        f"the model cannot be exported{where}: {text or kind}{_advice(error, where)}"
+    )
 
 
 def _raised_by(error: BaseException) -> str | None:
@@ -180,8 +197,17 @@ def is_users(filename: str) -> bool:
     return "site-packages" in filename or not filename.startswith(_STDLIB)
 
 
-def _advice(error: Exception) -> str:
+def _advice(error: Exception, where: str) -> str:
+    """Return the cure of a failed export, from its text and the user's line; "" if unknown."""
     text = f"{type(error).__name__} {error}"
+    if "ctc_loss" in text:
+        return (
+            "; the CTC loss reads the lengths of inputs and targets as numbers, which a graph does "
+            "not have: call torch.ops.aten._ctc_loss and _ctc_loss_backward in two operators of "
+            "your own (torch.library.custom_op), which torch devices run"
+        )
+    if "nested" in f"{text} {where}":
+        return "; a graph has no nested tensors: pad rows to one length, and give a mask in x"
     if "GuardOnDataDependent" in text or "data-dependent" in text:
         return (
             "; control flow may not depend on a tensor's values: use torch.where, or decide "

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from capture_harness import Stages, check
 from capture_models import captured
-from torch import nn
+from torch import func, nn
+from torch.autograd import grad
 
 from hetpipe.capture import Captured
 from hetpipe.errors import CaptureError, HetpipeError
@@ -52,6 +53,33 @@ def _hook(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def _ctc(x: torch.Tensor) -> torch.Tensor:
+    targets, lengths = torch.ones(1, 2).long(), (torch.tensor([4]), torch.tensor([2]))
+    return x + F.ctc_loss(x[:, None].log_softmax(2), targets, *lengths)
+
+
+def _nested(x: torch.Tensor) -> torch.Tensor:
+    return torch.nested.as_nested_tensor([x[:2], x[2:]]).to_padded_tensor(0.0)[0]
+
+
+def _jagged(x: torch.Tensor) -> torch.Tensor:
+    rows = torch.nested.as_nested_tensor([x[:1], x[1:]], layout=torch.jagged)
+    return rows.to_padded_tensor(0.0)[0]
+
+
+def _gradient(x: torch.Tensor) -> torch.Tensor:
+    """The values are right whatever export makes of it, since a constant depends on nothing."""
+    (found,) = grad((x**2).sum(), x)
+    return found
+
+
+def _backward(x: torch.Tensor) -> torch.Tensor:
+    z = x.detach().requires_grad_()
+    (3 * z).sum().backward()
+    assert z.grad is not None
+    return x + z.grad
+
+
 def _batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(4, 3), torch.randint(0, 2, (4,))
 
@@ -65,6 +93,13 @@ def _batch() -> tuple[torch.Tensor, torch.Tensor]:
         (lambda x: x @ torch.ones(3, 3), rf"model raised RuntimeError .* at .*{HERE}"),
         (lambda x: torch.tensor(x.tolist()), rf"{HERE}.*becomes a Python number"),
         (lambda x: x[x > 0].sum() + x, rf"{HERE} depends on values in its shape"),
+        (_ctc, rf"{HERE}.*the CTC loss reads the lengths .*custom_op"),
+        (_nested, rf"{HERE}.*no nested tensors: pad"),
+        (_jagged, rf"{HERE}.*no nested tensors: pad"),
+        (_gradient, rf"gradient is computed inside the model.*formula.*{HERE}"),
+        (_backward, rf"gradient is computed inside the model.*formula.*{HERE}"),
+        (lambda x: func.grad(lambda z: (z**2).sum())(x), rf"gradient is computed.*{HERE}"),
+        (lambda x: func.vmap(lambda z: z.sum())(x)[:, None] + x, None),
         (lambda x: x.detach(), None),
     ],
 )
@@ -222,6 +257,45 @@ def test_a_custom_operator_keeps_its_own_derivative() -> None:
     got = Captured(model, F.cross_entropy, batch)
     graphs = got.stage_graphs([1], [{}, {}], [4], None)
     check((model, F.cross_entropy, batch), got, graphs, [4])
+
+
+def test_a_ctc_loss_in_operators_of_ones_own() -> None:
+    """The cure that the refusal of the CTC loss recommends is exact."""
+
+    def lengths(rows: torch.Tensor) -> tuple[list[int], list[int]]:
+        return [rows.shape[1]] * len(rows), [2] * len(rows)
+
+    @torch.library.custom_op("hetpipe_tests::ctc", mutates_args=())
+    def ctc(rows: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ops.aten._ctc_loss(rows.transpose(0, 1), targets, *lengths(rows))
+
+    @torch.library.custom_op("hetpipe_tests::ctc_backward", mutates_args=())
+    def gradient(
+        scale: torch.Tensor,
+        rows: torch.Tensor,
+        targets: torch.Tensor,
+        losses: torch.Tensor,
+        alphas: torch.Tensor,
+    ) -> torch.Tensor:
+        own = rows.transpose(0, 1), targets, *lengths(rows)
+        result = torch.ops.aten._ctc_loss_backward(scale, *own, losses, alphas, 0)
+        return result.transpose(0, 1).contiguous()
+
+    ctc.register_fake(lambda x, y: (x.new_empty(len(x)), x.new_empty(len(x), x.shape[1], 5)))
+    gradient.register_fake(lambda scale, x, *rest: torch.empty_like(x))
+    ctc.register_autograd(
+        lambda ctx, scale, _: (gradient(scale, *ctx.saved_tensors), None),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output),
+    )
+
+    def plain(rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        whole = (torch.full((len(rows),), length) for length in (rows.shape[1], 2))
+        return F.ctc_loss(rows.transpose(0, 1), targets, *whole)
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5), nn.LogSoftmax(2))
+    batch = torch.randn(4, 6, 3), torch.tensor([[1, 2], [3, 1], [2, 4], [4, 4]])
+    got = Captured(model, lambda rows, targets: (ctc(rows, targets)[0] / 2).mean(), batch)
+    check((model, plain, batch), got, got.stage_graphs([1], [{}, {}], [4], None), [4])
 
 
 def test_modes_are_restored() -> None:
