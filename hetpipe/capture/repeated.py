@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from hetpipe.capture.refuse import is_users
@@ -50,8 +51,8 @@ def check_repeatable(rehearsal: Rehearsal) -> frozenset[tuple[str, str]]:
 
 def _check(rehearsal: Rehearsal) -> frozenset[tuple[str, str]]:
     first = rehearsal.calls[0]
-    if first.outside is not None:
-        raise _outside(rehearsal)
+    if _outside(rehearsal, first):
+        raise _untrained(rehearsal)
     if first.changed:
         _check_changed(rehearsal)
     generators = generators_of(rehearsal.run)
@@ -120,14 +121,24 @@ def _check_counters(rehearsal: Rehearsal, counters: list[tuple[str, ...]]) -> No
             )
 
 
-def _outside(rehearsal: Rehearsal) -> CaptureError:
-    call = rehearsal.call(locates=True)
-    tensor = call.outside
-    shape = None if tensor is None else tuple(tensor.shape)
+def _outside(rehearsal: Rehearsal, call: Call) -> list[tuple[torch.Tensor, str]]:
+    """The tensors outside that would not be trained.
+
+    A loss may read an attribute that `forward` sets: `model.auxiliary`. It reads that of the user's
+    model, not of the copy. If the copy's is set by every call, export will find a computed one.
+    """
+    begin, after = rehearsal.attributes, attributes_of(rehearsal.run)
+    original = rehearsal.original
+    renewed = {id(original[key]) for key in original if after.get(key) is not begin.get(key)}
+    return [(tensor, line) for tensor, line in call.outside if id(tensor) not in renewed]
+
+
+def _untrained(rehearsal: Rehearsal) -> CaptureError:
+    tensor, line = _outside(rehearsal, rehearsal.call(locates=True))[0]
     names = [key for key, value in attributes_of(rehearsal.run).items() if value is tensor]
     called = f" {_called(rehearsal.run, names[0])}" if names else ""
     return CaptureError(
-        f"a tensor{called} of shape {shape} requires a gradient{call.outside_line} and is a "
+        f"a tensor{called} of shape {tuple(tensor.shape)} requires a gradient{line} and is a "
         "parameter of neither the model nor loss_fn, so it would not be trained: give the model or "
         "a loss_fn that is an nn.Module it as an nn.Parameter, or read it under torch.no_grad() "
         "or by detach()"

@@ -66,6 +66,8 @@ class Rehearsal:
         self.calls: list[Call] = []
         self.attributes = attributes_of(self.run)
         """The attributes before the first call."""
+        self.original = attributes_of(run)
+        """Those of the modules that were copied."""
 
     def _prepared(self, tensor: torch.Tensor) -> torch.Tensor:
         value = tensor.detach()
@@ -157,9 +159,9 @@ class Call(TorchFunctionMode):
         """" at file:line" of every event, if asked for."""
         self.carried: dict[int, CarriedTensor] = {}
         """The tensors of earlier calls that this call uses, by id."""
-        self.outside: torch.Tensor | None = None
-        """The first tensor that requires a gradient and is neither a parameter nor computed."""
-        self.outside_line = ""
+        self.outside: list[tuple[torch.Tensor, str]] = []
+        """The tensors that require a gradient and are neither parameters nor computed, each with
+        " at file:line" of its first use if asked for."""
         self.changed: list[torch.Tensor] = []
         """The constants that the call changed in place."""
         self.changed_lines: list[str] = []
@@ -248,8 +250,8 @@ class Call(TorchFunctionMode):
             return value
         if value.device.type == "meta" or id(value) in self._earlier:
             return value
-        if value.requires_grad and learns and self.outside is None and id(value) not in self._own:
-            self.outside, self.outside_line = value, user_line() if self._locates else ""
+        if value.requires_grad and learns and id(value) not in self._own:
+            self.outside.append((value, user_line() if self._locates else ""))
         if value.grad_fn is None:
             data = hashlib.sha256(tensor_bytes(value)).hexdigest()
             self._words.append(("constant", data))

@@ -276,6 +276,30 @@ def test_a_loss_that_reads_a_parameter_of_the_model() -> None:
     assert "first.weight" in found.parameters
 
 
+@pytest.mark.parametrize("is_called", [False, True], ids=["new", "called"])
+def test_a_loss_reads_an_attribute_that_forward_sets(is_called: bool) -> None:
+    def auxiliary(model: Any, h: torch.Tensor) -> torch.Tensor:
+        model.auxiliary = torch.tanh(h).square().mean()
+        return h
+
+    torch.manual_seed(0)
+    model, (x, y) = Model(auxiliary), _batch()
+    if is_called:
+        model(x)
+
+    def loss_fn(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(out, y) + model.auxiliary
+
+    found = Captured(model, loss_fn, (x, y))
+    stages = Stages(found, found.stage_graphs([1], [{}, {}], [4], None))
+    gradients = {k: v for stage in stages.step((x, y), [4], [1.0]) for k, v in stage.items()}
+    out = model(x)
+    loss_fn(out, y).backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradients[name], parameter.grad)
+
+
 def test_a_parameter_in_the_closure_of_a_loss_is_refused() -> None:
     centers = nn.Embedding(2, 2)
     with pytest.raises(CaptureError, match=rf"requires a gradient at .*{HERE}.*nn.Module"):
