@@ -22,6 +22,12 @@ FREE = LinkCost(0.0, float("inf"))
 
 def why_not(priced: Priced, members: Sequence[str]) -> str:
     """The stage of the best partition that lacks memory, how many bytes, and a cure."""
+    asked = priced.options.schedules
+    if asked and all(rule_of(name).several_stages for name in asked):
+        return (
+            f"it gives a device one stage, and {words(asked)} more than one: name another "
+            "schedule, or take another planner"
+        )
     schedule = _schedule(priced.options)
     counts = priced.options.counts(priced.tables)
     if not rule_of(schedule).flushes and 1 not in counts:

@@ -84,6 +84,11 @@ class PlannerOptions:
         """The schedules to choose from, for a planner that knows `own`."""
         return self.schedules or tuple(own)
 
+    @property
+    def data_parallel(self) -> bool:
+        """Whether a plan may have the whole model on several devices, under `data-parallel`."""
+        return self.replicas and "data-parallel" in (self.schedules or ("data-parallel",))
+
     def size(self, microbatches: int) -> int:
         """The samples of the largest of so many micro-batches."""
         return -(-self.mini_batch // microbatches)

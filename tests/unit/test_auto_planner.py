@@ -11,9 +11,13 @@ from tables import MIB, make_table
 from hetpipe.cluster.cluster import Cluster, Member
 from hetpipe.errors import PlanError
 from hetpipe.plan.planners import plan
+from hetpipe.plan.planners.registry import PLANNERS
 from hetpipe.plan.proposal import PlannerOptions
+from hetpipe.words import words
 
 OPTIONS = PlannerOptions(MINI_BATCH)
+UNKNOWN = ("exact", "data-parallel"), ("pipedream", "data-parallel"), ("dapple", "pipedream")
+"""Planners, and schedules for which they plan nothing."""
 
 
 @pytest.mark.wide
@@ -141,3 +145,23 @@ def test_a_stream_whose_mini_batch_cannot_be_whole_says_so():
     options = PlannerOptions(16, schedules=("pipedream",))
     with pytest.raises(PlanError, match=r"takes a mini-batch whole, .* allow 1, with costs for 16"):
         plan(tables, cluster, options, "exact")
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize(
+    "schedules", [("pipedream",), ("gpipe",), ("1f1b", "pipedream"), ("data-parallel",)]
+)
+def test_a_plan_has_a_schedule_that_the_options_name(planner, schedules):
+    """Four layers on three devices, and links that cost nothing: replicas are quickest."""
+    names = "abc"
+    tables = {size: make_table(dict.fromkeys(names, 1.0), 4, samples=size) for size in (1, 4, 12)}
+    cluster = Cluster(tuple(Member(name, "made:up:0") for name in names))
+    asked = PlannerOptions(12, (1,))
+    if planner != "exact":
+        assert plan(tables, cluster, asked, planner).schedule == "data-parallel"
+    named = replace(asked, schedules=schedules)
+    if (planner, *schedules) in UNKNOWN:
+        with pytest.raises(PlanError, match=words(schedules)):
+            plan(tables, cluster, named, planner)
+    else:
+        assert plan(tables, cluster, named, planner).schedule in schedules

@@ -73,6 +73,8 @@ def _whole_s(priced: Priced, members: Sequence[str]) -> dict[str, float]:
 
 def _replicated(priced: Priced, members: Sequence[str]) -> Iterator[Proposal]:
     """Data parallelism on all devices, and on all but the slowest."""
+    if not priced.options.data_parallel:
+        return
     by_speed = sorted(members, key=_whole_s(priced, members).__getitem__)
     counts = {len(members) >> shift for shift in range(len(members).bit_length())}
     for count in sorted(counts - {0, 1}, reverse=True):

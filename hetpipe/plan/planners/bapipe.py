@@ -34,6 +34,7 @@ from hetpipe.plan.proposal import (
     in_flight,
 )
 from hetpipe.plan.search import worth_trying
+from hetpipe.schedule.rule import rule_of
 
 SYNCHRONOUS = ("1f1b-sno", "1f1b-so")
 """Schedules for devices that send a result when it is complete (table 1)."""
@@ -56,9 +57,11 @@ def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
     streaming = all(table.devices[member].execution == "async" for member in members)
     own = STREAMING if streaming else SYNCHRONOUS
     for count in worth_trying(priced, grouped(members)):
-        if options.replicas and len(members) > 1:
+        if options.data_parallel and len(members) > 1:
             yield Proposal((), (members,), "data-parallel", count)
         for schedule in options.among(own):
+            if rule_of(schedule).replicates:
+                continue
             for stages in range(min(len(members), len(table.layers)), 0, -1):
                 bare = Proposal((), grouped(members[:stages]), schedule, count)
                 cuts = partition(priced, bare)

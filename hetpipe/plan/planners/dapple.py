@@ -81,7 +81,7 @@ def _with_counts(
     """The proposals of a shape with these numbers of micro-batches, and P_A or P_B in flight."""
     cuts, groups = shape
     for count in counts:
-        if len(groups) == 1 and len(groups[0]) > 1:
+        if len(groups) == 1 and len(groups[0]) > 1 and options.data_parallel:
             yield Proposal(cuts, groups, "data-parallel", count)
             continue
         for schedule in options.among(FLUSHING):

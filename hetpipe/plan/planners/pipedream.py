@@ -50,8 +50,9 @@ def proposals(priced: Priced, cluster: Cluster) -> Iterator[Proposal]:
                 except PlanError:
                     continue
                 cuts, groups = placed(stages, cluster.ids)
+                alike = options.data_parallel and len(groups) == 1 and len(groups[0]) > 1
                 for schedule in schedules:
-                    if len(groups) == 1 and rule_of(schedule).flushes and len(groups[0]) > 1:
+                    if alike and rule_of(schedule).flushes:
                         schedule = "data-parallel"
                     yield Proposal(cuts, groups, schedule, count)
 
