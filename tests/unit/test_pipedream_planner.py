@@ -57,6 +57,41 @@ def test_golden_plans(data):
             assert parallel_s == pytest.approx(entry["data_parallel_ms"] / 1e3, rel=0.005)
 
 
+QUICK_INSIDE, TWO_SERVERS, PAIRS = (
+    ((4, 12.5e9), (4, 3.125e9)),
+    ((8, 25e9), (2, 3.125e9)),
+    ((2, 6e9), (8, 1.25e9)),
+)
+"""Components and bandwidth of two levels, the inner one first: 16 workers each."""
+
+
+@pytest.mark.parametrize(
+    ("model", "levels", "time_ms"),
+    [
+        ("alexnet", QUICK_INSIDE, 7.2591),
+        ("alexnet", TWO_SERVERS, 9.7090),
+        ("alexnet", PAIRS, 15.0995),
+        ("vgg16", QUICK_INSIDE, 54.6260),
+        ("vgg16", TWO_SERVERS, 65.7667),
+        ("vgg16", PAIRS, 60.2461),
+        ("gnmt", QUICK_INSIDE, 9.9255),
+        ("gnmt", TWO_SERVERS, 8.1259),
+        ("gnmt", PAIRS, 19.2850),
+    ],
+)
+def test_two_levels_as_the_published_program_has_them(data, model, levels, time_ms):
+    """The times that the recurrence of the published program gives for these profiles.
+
+    It was written down anew from the program: a triple loop that also counts, of a stage on an
+    inner level, the transfer to the next one.
+    """
+    chain = published(data, model).without_inputs().chain()
+    planned = plan_pipedream(chain, [Level(*level) for level in levels], "published-code")
+    print(f"{model} on {levels}: {1e5 * planned.bottleneck_s / time_ms - 100:+.3f} %")
+    assert planned.bottleneck_s == pytest.approx(time_ms / 1e3, rel=1e-4)
+    assert sum(stage.replicas for stage in planned.stages) == 16
+
+
 def test_resnet50_is_data_parallel_by_the_papers_text_alone(data):
     """As the paper's table 1 says, with and without Input nodes."""
     profile, levels = published(data, "resnet50"), [Level(16, 3.125e9)]
