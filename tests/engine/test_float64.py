@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import hetpipe as hp
 from hetpipe.crew.crew import Crew
+from hetpipe.errors import HetpipeError
 
 DEVICES = ("numpy:cpu:0", "pytorch:cpu:0")
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
@@ -31,6 +32,24 @@ RULES: dict[str, tuple[hp.optim.Optimizer, Callable[[Any], torch.optim.Optimizer
 
 def counted(o: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return F.cross_entropy(o, y, reduction="sum"), (y != -100).sum()
+
+
+def opencl_ids() -> list[str]:
+    """OpenCL devices on processors; others are interpreters."""
+    infos = hp.discover_devices(["opencl"])[0]
+    return [info.id for info in infos if info.kind == "cpu" and not info.capabilities.emulated]
+
+
+@pytest.mark.parametrize("device_id", opencl_ids())
+def test_opencl_refuses_products_in_float64(crews: Any, device_id: str) -> None:
+    """Its kernels for them are float32: it computes nothing less exactly than asked."""
+    crew: Crew = crews((device_id, "pytorch:cpu:0"))
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    with pytest.raises(HetpipeError, match=f"stage 0 .*{device_id} cannot run .*float64"):
+        hp.Pipeline(
+            model, F.cross_entropy, (X, Y), cluster=crew.cluster, crew=crew, cuts=[1],
+            microbatches=3, schedule="1f1b", optimizer=hp.optim.sgd(LR),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RULES)
