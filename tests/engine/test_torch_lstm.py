@@ -28,10 +28,27 @@ class Recurrent(nn.Module):
         return self.last(self.lstm(x)[0][:, -1])
 
 
-@pytest.mark.parametrize("members", ["0", "01"])
-def test_it_trains_as_torch_does(crew: Crew, members: str) -> None:
+class Turned(nn.Module):
+    """An LSTM whose inputs, results and incoming gradients are transposed views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 12))
+        self.lstm = nn.LSTM(12, 16, bidirectional=True)
+        self.last, self.ends = nn.Linear(6, 5), nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, states = self.lstm((x * self.scale).transpose(0, 1))
+        ends = self.ends(torch.cat(states).permute(1, 2, 0)).tanh().sum(1)
+        return self.last(y.permute(1, 2, 0)).tanh().sum(1) + ends
+
+
+@pytest.mark.parametrize(
+    ("make", "members"), [(Recurrent, "0"), (Recurrent, "01"), (Turned, "0")]
+)  # fmt: skip
+def test_it_trains_as_torch_does(crew: Crew, make: type[nn.Module], members: str) -> None:
     torch.manual_seed(0)
-    model = Recurrent()
+    model = make()
     data = [(torch.randn(8, 6, 12), torch.randint(0, 5, (8,))) for _ in range(3)]
     eager = copy.deepcopy(model)
     optimizer = torch.optim.SGD(eager.parameters(), lr=0.1)
