@@ -2,12 +2,14 @@
 
 import os
 import random
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
 import pytest
 from joint_cases import joint_case
 
+from hetpipe.cluster.cluster import Cluster
 from hetpipe.cost.published import ChainCosts
 from hetpipe.errors import PlanError
 from hetpipe.papers.reproduced.dapple import PROFILES, configs, profile_of, split_at
@@ -33,6 +35,7 @@ from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, deep_in_flig
 from hetpipe.schedule.generators import generate
 from hetpipe.simulate.simulator import simulate
 from hetpipe.simulate.times import StageTimes, Transfer
+from hetpipe.study.subject import of_profile, sizes_of
 
 EVEN_WIRE = Wire(10.0, 10.0)
 
@@ -346,3 +349,45 @@ def test_the_search_is_no_worse_than_table_4(data, config, model):
             for lo, hi, first, replicas in zip(ends, ends[1:], firsts, best.replicas, strict=False)
         ]
         assert planned.latency_s <= latency_s(stage_costs(chain, on, stages), batch // samples)
+
+
+RELEASED = {
+    ("vgg-19-pbs-32", "dapple-a"): ((15, 1), (18,)),
+    ("vgg-19-pbs-32", "dapple-b"): ((14, 2), (16,)),
+    ("vgg-19-pbs-32", "dapple-c"): ((14, 2), (16,)),
+    ("bert-48-pbs-2", "dapple-a"): ((8, 8), (30,)),
+    ("bert-48-pbs-2", "dapple-b"): ((1,) * 16, tuple(range(9, 52, 3))),
+    ("bert-48-pbs-2", "dapple-c"): ((1,) * 16, tuple(range(9, 52, 3))),
+}
+"""Replicas and first states of later stages, as version 0.9.2 of the authors' planner has them."""
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("profile", "cluster"), RELEASED)
+def test_no_slower_than_the_plans_of_the_released_planner(data, profile, cluster):
+    """By the prices of all plans, at every number of micro-batches and both depths.
+
+    That planner counts Input nodes, so its cuts are tried one and two layers earlier too.
+    """
+    samples, mini_batch = {"vgg": (32, 2048), "ber": (2, 64)}[profile[:3]]
+    on = Cluster.published(cluster)
+    subject = of_profile(data / "profiles" / "dapple" / f"{profile}.txt", samples, mini_batch)
+    tables, options = subject.costs(on, sizes_of(mini_batch)), subject.options()
+    priced, (replicas, cuts) = Priced(tables, options), RELEASED[profile, cluster]
+    groups, steps_s = grouped_by(on.ids, replicas), []
+    for earlier in range(3):
+        moved = tuple(cut - earlier for cut in cuts)
+        for count in options.counts(tables):
+            for depth in ((), deep_in_flight(len(groups), count)):
+                proposal = Proposal(moved, groups, "1f1b", count, depth)
+                with suppress(PlanError):
+                    steps_s.append(priced.plan(proposal, "released").step_s)
+    chosen = plan(tables, on, options, "dapple")
+    print(f"{profile} on {cluster}: {100 * (chosen.step_s / min(steps_s) - 1):+.1f} %")
+    assert chosen.step_s <= min(steps_s)
+
+
+def grouped_by(members, replicas):
+    """The members in order, so many for each stage."""
+    names = iter(members)
+    return tuple(tuple(islice(names, count)) for count in replicas)

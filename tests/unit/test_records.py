@@ -179,6 +179,8 @@ def test_a_plan_without_prices_has_no_end_of_samples():
     plan = Plan.from_json(json.loads(PLAN.read_text()) | {"step_s": 0.0})
     assert plan.samples_per_s == float("inf")
     assert "step unknown" in str(plan)
+    assert "no costs" in str(plan)
+    assert "measured costs" not in str(plan)
 
 
 def test_the_validation_library_waits_for_the_first_file():
