@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
+import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,11 +38,43 @@ def kept_attributes(run: nn.Module) -> Iterator[None]:
         yield
     finally:
         for table, before in present:
-            if table.keys() != before.keys() or any(table[n] is not before[n] for n in before):
-                table.clear()
-                table.update(before)
+            restore_table(table, before)
         for container, before in items:
             _restore(container, before)
+
+
+def restore_table(table: dict[str, Any], before: Mapping[str, Any]) -> None:
+    """Give a table of a module its former entries, in their order, if it has others."""
+    if table.keys() != before.keys() or any(table[name] is not before[name] for name in before):
+        table.clear()
+        table.update(before)
+
+
+@contextmanager
+def kept_caches(run: nn.Module) -> Iterator[None]:
+    """Afterwards no `functools.lru_cache` has tensors without values.
+
+    Caches that the code inside has filled are cleared: those of the modules' classes and files.
+    """
+    caches = {cache: cache.cache_info().misses for cache in set(_caches(run))}
+    try:
+        yield
+    finally:
+        for cache, misses in caches.items():
+            if cache.cache_info().misses != misses:
+                cache.cache_clear()
+
+
+def _caches(run: nn.Module) -> Iterator[functools._lru_cache_wrapper[Any]]:
+    classes = {cls for module in run.modules() for cls in type(module).__mro__}
+    files = {cls.__module__ for cls in classes}
+    files |= {getattr(value, "__module__", None) or "torch." for value in vars(run).values()}
+    own = [cls for cls in classes if not cls.__module__.startswith("torch.")]
+    for owner in (*own, *(sys.modules.get(name) for name in files)):
+        if owner is not None and not owner.__name__.startswith(("torch.", "builtins")):
+            for value in list(vars(owner).values()):
+                if isinstance(value, functools._lru_cache_wrapper):
+                    yield value
 
 
 def _containers(value: Any, depth: int) -> Iterator[Any]:

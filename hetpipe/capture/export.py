@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch.distributions import Distribution
 from torch.export import ExportedProgram
 
-from hetpipe.capture.attributes import kept_attributes
+from hetpipe.capture.attributes import kept_attributes, kept_caches, restore_table
 from hetpipe.capture.decompositions import before_cut
 from hetpipe.capture.example import Example, call
 from hetpipe.capture.precision import Precision
@@ -63,8 +63,10 @@ class _WithLoss(nn.Module):
 def _kept_buffers(run: nn.Module) -> Iterator[None]:
     """Afterwards a buffer to which a new tensor was assigned is the old tensor with new values.
 
-    Export records a buffer that changes in place; it would lose an assignment.
+    Export records a buffer that changes in place; it would lose an assignment. A buffer that code
+    makes, a table that is computed when it is first used, is gone again, as it was before.
     """
+    tables = [(module._buffers, dict(module._buffers)) for module in run.modules()]
     present = [
         (name, module, key, buffer)
         for name, module in run.named_modules()
@@ -86,6 +88,8 @@ def _kept_buffers(run: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             buffer.copy_(value)
         module._buffers[key] = buffer
+    for table, before in tables:
+        restore_table(table, before)
 
 
 def _ignore(_: Any) -> None:
@@ -154,7 +158,7 @@ def export(
             warnings.simplefilter("ignore")  # torch's own deprecations; nothing here is the user's
             wrapped = with_loss(model, loss_fn, example, seen)
             leaves = tuple(example.tensors(samples))
-            with kept_attributes(wrapped):
+            with kept_attributes(wrapped), kept_caches(wrapped):
                 program = torch.export.export(wrapped, leaves, strict=False)
             _inline_regions(program.graph_module)
             if precision.compute is not None:

@@ -154,6 +154,11 @@ def _name_inputs(
             key = (BUFFER, name)
         else:  # lifted constants, and complex buffers
             stored = program.constants if target in program.constants else program.state_dict
+            if not isinstance(stored[target], torch.Tensor):
+                raise CaptureError(
+                    f"forward uses a {type(stored[target]).__name__}, which a graph cannot hold: "
+                    "draw from torch's default generator, without generator="
+                )
             value = stored[target].detach().cpu()
             key = (CONSTANT, constant_name(target, value))
             flat.constants[key[1]] = value

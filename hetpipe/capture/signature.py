@@ -23,7 +23,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hetpipe.capture.attributes import DEPTH, MODULE_TABLES
+from hetpipe.capture.attributes import DEPTH, MODULE_TABLES, kept_caches
 from hetpipe.capture.refuse import user_line
 from hetpipe.capture.tensors import deep_copy, tensor_bytes
 from hetpipe.capture.uncompiled import without_compiler
@@ -86,8 +86,9 @@ class Rehearsal:
             call.add_named(f"leaf {index}", leaf)
         device = nullcontext() if self._computes else torch.device("meta")
         chance = _same_chance() if self._computes else nullcontext()
-        with chance, without_compiler(), _announcing(self.run, call), device, call:
-            torch.func.functional_call(self.run, self._named, tuple(self._leaves))
+        run = self.run
+        with chance, without_compiler(), kept_caches(run), _announcing(run, call), device, call:
+            torch.func.functional_call(run, self._named, tuple(self._leaves))
         self.calls.append(call)
         return call
 

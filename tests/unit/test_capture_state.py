@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import random
 import time
@@ -23,6 +24,7 @@ from hetpipe.errors import CaptureError
 HERE = r"test_capture_state\.py:\d+"
 NUMBERS = np.random.default_rng(0)
 COUNT = itertools.count(1)
+GENERATOR = torch.Generator()
 OUTSIDE = nn.Parameter(torch.ones(4))
 STORED: dict[str, Any] = {}
 
@@ -34,6 +36,7 @@ class Model(nn.Module):
         super().__init__()
         self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
         self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("empty", None, persistent=False)
         self.function = function
         self.h = torch.zeros(4)
         self.items: list[Any] = [torch.zeros(4)]
@@ -121,6 +124,10 @@ def computed_on_values(model: Any, h: torch.Tensor) -> torch.Tensor:
     return h * model.calls
 
 
+def own_generator(model: Any, h: torch.Tensor) -> torch.Tensor:
+    return h * torch.rand(h.shape, generator=GENERATOR)
+
+
 def outside(model: Any, h: torch.Tensor) -> torch.Tensor:
     return h * OUTSIDE
 
@@ -196,6 +203,27 @@ def checked_distribution(model: Any, h: torch.Tensor) -> torch.Tensor:
     return h - 0.1 * normal.log_prob(torch.ones(4))
 
 
+@functools.lru_cache
+def table(size: int) -> torch.Tensor:
+    return torch.linspace(0, 1, size)
+
+
+def kept_by_lru_cache(model: Any, h: torch.Tensor) -> torch.Tensor:
+    return h * table(4)
+
+
+def kept_in_a_new_buffer(model: Any, h: torch.Tensor) -> torch.Tensor:
+    if not hasattr(model, "grid"):
+        model.register_buffer("grid", torch.linspace(0, 1, 4), persistent=False)
+    return h * model.grid
+
+
+def kept_in_an_empty_buffer(model: Any, h: torch.Tensor) -> torch.Tensor:
+    if model.empty is None:
+        model.empty = torch.linspace(0, 1, 4)
+    return h * model.empty
+
+
 def own_parameter(model: Any, h: torch.Tensor) -> torch.Tensor:
     return h + 0.1 * OUTSIDE.detach() * model.items[0]
 
@@ -214,8 +242,8 @@ def reassigned(model: Any, h: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     "function",
     [
-        kept_mask, kept_result, kept_in_containers, checked_distribution, own_parameter, frozen,
-        reassigned,
+        kept_mask, kept_result, kept_in_containers, kept_by_lru_cache, kept_in_a_new_buffer,
+        kept_in_an_empty_buffer, checked_distribution, own_parameter, frozen, reassigned,
     ],
 )  # fmt: skip
 def test_what_is_no_state_trains_as_in_torch(
@@ -298,6 +326,11 @@ def test_a_loss_reads_an_attribute_that_forward_sets(is_called: bool) -> None:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(gradients[name], parameter.grad)
+
+
+def test_a_generator_of_torch_is_refused() -> None:
+    with pytest.raises(CaptureError, match="forward uses a Generator"):
+        Captured(Model(own_generator), F.cross_entropy, _batch())
 
 
 def test_a_parameter_in_the_closure_of_a_loss_is_refused() -> None:
