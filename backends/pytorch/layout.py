@@ -25,10 +25,16 @@ Pointwise operators, reductions and views read them, too: torch tags them.
 """
 
 
+DENSE_VIEWS = frozenset((torch.ops.aten.view_as_complex.default, torch.ops.aten.view.dtype))
+"""Views that torch makes only of tensors whose last dimension has no gaps."""
+
+
 def needs_row_major(node: fx.Node) -> bool:
     """Return whether a call must be given row-major operands; a function of our own is."""
     target = node.target
     if not isinstance(target, OpOverload):
+        return True
+    if target in DENSE_VIEWS:
         return True
     return not (target._schema.is_mutable or returns_view(node) or reads_strides(target))
 

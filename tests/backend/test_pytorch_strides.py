@@ -13,6 +13,7 @@ from zlib import crc32
 
 import pytest
 import torch
+from found_devices import opened, run, trace
 from hetpipe.backends.pytorch.layout import reads_strides
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -135,3 +136,21 @@ def test_kernels_that_ignore_strides_are_not_among_them() -> None:
     assert not reads_strides(aten.native_group_norm_backward.default)
     assert not reads_strides(aten._weight_norm_interface_backward.default)
     assert reads_strides(aten.mm.default)
+
+
+def test_a_view_as_complex_of_a_transposed_tensor() -> None:
+    """torch makes one only of a tensor whose last dimension has no gaps."""
+    device = opened("pytorch:cpu:0")
+    x = torch.randn(2, 3, 5)
+    graph = trace(
+        lambda x: torch.view_as_real(torch.view_as_complex(x.transpose(0, 2).contiguous()) ** 2),
+        [x],
+        {},
+    )
+    for node in graph.graph.nodes:
+        if node.target is torch.ops.aten.clone.default:  # as a capture drops it
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+    (found,) = run(device, graph, [x.numpy()])
+    a, b = x.transpose(0, 2).unbind(-1)
+    torch.testing.assert_close(torch.from_numpy(found), torch.stack([a * a - b * b, 2 * a * b], -1))
