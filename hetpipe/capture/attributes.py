@@ -8,6 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -75,6 +76,19 @@ def _caches(run: nn.Module) -> Iterator[functools._lru_cache_wrapper[Any]]:
             for value in list(vars(owner).values()):
                 if isinstance(value, functools._lru_cache_wrapper):
                     yield value
+
+
+def names_module(function: Any, model: nn.Module) -> bool:
+    """Whether a function has a module of the model in its closure or among its globals."""
+    if not isinstance(function, FunctionType):
+        return False
+    try:
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    except ValueError:  # one is empty
+        cells = []
+    named = [function.__globals__.get(name) for name in function.__code__.co_names]
+    modules = set(model.modules())
+    return any(isinstance(each, nn.Module) and each in modules for each in (*cells, *named))
 
 
 def _containers(value: Any, depth: int) -> Iterator[Any]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from hetpipe.capture.attributes import kept_attributes, names_module
 from hetpipe.capture.example import Example
 from hetpipe.capture.export import run_loss, run_model
 from hetpipe.capture.indices import IndexBound
@@ -114,7 +115,22 @@ class LossCheck:
                     continue
                 if fault := self._of_true_outputs(leaves, modules):
                     return fault
-        return ""
+            return self._of_attributes() if names_module(self._loss_fn, self._model) else ""
+
+    def _of_attributes(self) -> str:
+        """Compare runs of the model itself: the loss may read what `forward` keeps in it."""
+        model, leaves = self._model, self._drawn_rows()
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        try:
+            with kept_attributes(model), _quiet([*model.modules()], (nn.Module,)):
+                first, again = (self._compare_runs(model, leaves, seed=seed) for seed in (0, 1))
+        except Exception:  # it is kept in training alone
+            return ""
+        finally:
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        is_fault = first.whole == again.whole and not first.agrees  # else it is random
+        return first.sentence(self._samples) if is_fault else ""
 
     def _rows(self) -> list[Tensor]:
         return self._example.tensors(2 * self._samples)
@@ -141,7 +157,7 @@ class LossCheck:
 
     def _of_true_outputs(self, leaves: list[Tensor], modules: list[nn.Module]) -> str:
         """Compare for the outputs of the model itself, which does not draw random numbers."""
-        model = _copied(self._model)
+        model = deep_copy(self._model, self._model.parameters())
         try:
             with _quiet([*model.modules()], _RANDOM):
                 fault = self._run(model, leaves)
@@ -314,11 +330,6 @@ def _relabelled(leaf: Tensor, bound: IndexBound) -> Tensor:
     drawn[:, columns] = classes[torch.randint(len(classes), drawn[:, columns].shape)].to(leaf.dtype)
     ignored = rows.eq(bound.ignored)
     return torch.where(ignored, rows, drawn).reshape(leaf.shape)
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    """The model with the same parameters: whatever else a run changes is the copy's."""
-    return deep_copy(model, model.parameters())
 
 
 @contextmanager

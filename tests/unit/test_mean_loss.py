@@ -99,6 +99,21 @@ def test_class_weights_are_found_where_all_labels_are_of_one_class() -> None:
     assert "their gradients differ" in fault(weighted, y=torch.ones_like(LABELS))
 
 
+@pytest.mark.parametrize("mixes", [False, True])
+def test_a_loss_that_reads_what_forward_keeps_is_compared_with_it(mixes: bool) -> None:
+    class Balanced(nn.Linear):
+        auxiliary: Tensor | float = 0.0
+
+        def forward(self, input: Tensor) -> Tensor:
+            shares = (9 * super().forward(input)).softmax(1)
+            self.auxiliary = (shares.mean(0) if mixes else shares).square().mean()
+            return shares
+
+    model = Balanced(6, 3)
+    text = fault(lambda o, y: F.cross_entropy(o, y) + 9 * model.auxiliary, model)
+    assert ("no mean over samples" in text) == mixes
+
+
 def test_a_gradient_that_mixes_samples_is_found_where_no_value_does() -> None:
     def straight_through(o: Tensor, y: Tensor) -> Tensor:
         mixed = (o * o.detach().mean(0)).sum()
