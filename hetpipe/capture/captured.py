@@ -22,8 +22,9 @@ from hetpipe.capture.indices import check_indices, check_means, mark_checked
 from hetpipe.capture.joint import Decompositions
 from hetpipe.capture.labels import label, layer_graph
 from hetpipe.capture.layers import LayerGraph
-from hetpipe.capture.meanloss import LossCheck, Outputs
+from hetpipe.capture.meanloss import LossCheck
 from hetpipe.capture.modes import Modes
+from hetpipe.capture.outputs import Outputs
 from hetpipe.capture.parts import Parts
 from hetpipe.capture.precision import Precision
 from hetpipe.capture.program import StageGraphs

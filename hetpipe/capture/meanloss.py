@@ -24,6 +24,7 @@ from hetpipe.capture.attributes import kept_attributes, names_module
 from hetpipe.capture.example import Example
 from hetpipe.capture.export import run_loss, run_model
 from hetpipe.capture.indices import IndexBound
+from hetpipe.capture.outputs import Outputs
 from hetpipe.capture.tensors import deep_copy
 
 LIMIT = 1e-3
@@ -31,6 +32,7 @@ LIMIT = 1e-3
 _RANDOM = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd, nn.MultiheadAttention,
            nn.RNNBase)  # fmt: skip
 """Modules that draw random numbers in training, or mix samples."""
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _CURE = (
     "a micro-batch would weigh its samples wrong: return (sum, count) instead, as in (F.cross_"
     "entropy(out, y, reduction='sum'), (y != -100).sum()), or give microbatches=1"
@@ -39,49 +41,6 @@ _CURE = (
 
 class LossWarning(UserWarning):
     """The loss could not be compared between a mini-batch and its micro-batches."""
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """The structure of a model's output for `samples` samples: shapes and dtypes of its tensors."""
-
-    samples: int
-    leaves: tuple[Any, ...]
-    spec: TreeSpec
-
-    @classmethod
-    def of(cls, output: Any, samples: int) -> Outputs:
-        """The structure of an output, whose tensors may lack values."""
-        leaves, spec = tree_flatten(output)
-        return cls(samples, tuple(map(_described, leaves)), spec)
-
-    def drawn(self, samples: int) -> list[Any] | None:
-        """Random leaves for so many samples; None if some leaf is not batch-first and floating.
-
-        Numbers between 0 and 1 are valid as logits, as probabilities and as quantities.
-        """
-        leaves: list[Any] = []
-        for leaf in self.leaves:
-            if isinstance(leaf, _Shape):
-                if leaf.shape[:1] != (self.samples,) or not leaf.dtype.is_floating_point:
-                    return None
-                values = torch.rand(samples, *leaf.shape[1:]) * 0.9 + 0.05
-                leaves.append(values.to(leaf.dtype))
-            elif leaf is None or isinstance(leaf, (bool, str, float)):
-                leaves.append(leaf)
-            else:
-                return None
-        return leaves
-
-
-@dataclass(frozen=True)
-class _Shape:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _described(leaf: Any) -> Any:
-    return _Shape(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
 class LossCheck:
@@ -142,18 +101,34 @@ class LossCheck:
         leaves = {name: leaf[order].clone() for name, leaf in leaves.items()}
         for bound in self._labels:
             leaves[bound.leaf] = _relabelled(leaves[bound.leaf], bound)
+        for name, leaf in leaves.items():
+            if name[0] == "y" and leaf.dtype not in _INTEGERS and bool((leaf == 1).all()):
+                leaves[name] = torch.randint(2, leaf.shape).to(leaf.dtype)  # a mask, maybe
         return list(leaves.values())
 
     def _agrees(self, outputs: Outputs | None, leaves: list[Tensor]) -> bool:
         """Whether the loss of random outputs is known to be the mean of its parts."""
-        drawn = None if outputs is None else outputs.drawn(2 * self._samples)
-        if drawn is None or outputs is None:
+        if outputs is None:
             return False
+        compared = self._compare_drawn(outputs, leaves)
+        return bool(compared) and all(each.agrees for each in compared)
+
+    def _compare_drawn(
+        self, outputs: Outputs, leaves: list[Tensor], *, seed: int = 0
+    ) -> list[_Compared]:
+        """Compare for random outputs, several ones where that is cheap: a loss that compares
+        samples may agree by luck. Empty if the loss asks more of its outputs than these meet."""
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(0)
+            drawn = [outputs.drawn(2 * self._samples) for _ in range(outputs.draws)]
         try:
-            compared = self._compare(drawn, outputs.spec, leaves)
-        except Exception:  # the loss asks more of its outputs than random ones meet
-            return False
-        return compared.agrees
+            return [
+                self._compare(each, outputs.spec, leaves, seed=seed)
+                for each in drawn
+                if each is not None
+            ]
+        except Exception:
+            return []
 
     def _of_true_outputs(self, leaves: list[Tensor], modules: list[nn.Module]) -> str:
         """Compare for the outputs of the model itself, which does not draw random numbers."""
@@ -190,11 +165,25 @@ class LossCheck:
             ]
             compare = partial(self._compare, joined, spec, leaves)
         else:
+            joined = []
             compare = partial(self._compare_runs, model, leaves)
         compared = compare(seed=0)
-        if compared.agrees:
-            return ""
-        return None if compare(seed=1).whole != compared.whole else compared.sentence(self._samples)
+        if not compared.agrees:
+            is_random = compare(seed=1).whole != compared.whole
+            return None if is_random else compared.sentence(self._samples)
+        return (
+            ""
+            if not joined
+            else self._of_drawn(Outputs.of(tree_unflatten(joined, spec), 2 * self._samples), leaves)
+        )
+
+    def _of_drawn(self, outputs: Outputs, leaves: list[Tensor]) -> str | None:
+        """As `_run`, for random outputs: those of an untrained model are nearly all the same."""
+        first, again = (self._compare_drawn(outputs, leaves, seed=seed) for seed in (0, 1))
+        for one, two in zip(first, again, strict=False):
+            if not one.agrees:
+                return None if one.whole != two.whole else one.sentence(self._samples)
+        return ""
 
     def _is_joinable(self, whole: Any, first: Any, second: Any) -> bool:
         if isinstance(whole, Tensor):

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from hetpipe.capture import Captured
 from hetpipe.capture.example import Example
 from hetpipe.capture.indices import IndexBound
-from hetpipe.capture.meanloss import LossCheck, LossWarning, Outputs
+from hetpipe.capture.meanloss import LossCheck, LossWarning
+from hetpipe.capture.outputs import Outputs
 from hetpipe.errors import HetpipeError
 
 WEIGHT = torch.tensor([0.1, 1.0, 5.0])
@@ -97,6 +98,28 @@ def test_class_weights_are_found_where_all_labels_are_of_one_class() -> None:
         return F.cross_entropy(o, y, WEIGHT)
 
     assert "their gradients differ" in fault(weighted, y=torch.ones_like(LABELS))
+
+
+def test_samples_chosen_by_a_comparison_are_found_where_few_outputs_agree() -> None:
+    def hard_ones(o: Tensor, y: Tensor) -> Tensor:
+        losses = F.cross_entropy(o, y, reduction="none")
+        return (losses * (losses > losses.mean())).mean()
+
+    assert "no mean over samples" in fault(hard_ones, nn.Linear(6, 3))
+    assert "no mean over samples" in fault(hard_ones, nn.Linear(6, 3), y=LABELS.flip(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_a_mask_of_ones_stands_for_other_masks(dtype: torch.dtype) -> None:
+    def masked(o: Tensor, y: dict[str, Tensor]) -> Tensor:
+        return ((o - y["target"]).square() * y["mask"]).sum() / y["mask"].sum()
+
+    def counted(o: Tensor, y: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return ((o - y["target"]).square() * y["mask"]).sum(), y["mask"].sum()
+
+    y = {"target": torch.zeros(8, 3), "mask": torch.ones(8, 3, dtype=dtype)}
+    assert "no mean over samples" in fault(masked, y=y)
+    assert fault(counted, y=y) == ""
 
 
 @pytest.mark.parametrize("mixes", [False, True])
