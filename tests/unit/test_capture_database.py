@@ -1,0 +1,192 @@
+"""torch's operator database between transposes, from the capture to torch's kernels.
+
+Inputs and results are transposed views, and so are the incoming gradients; the gradient of a
+result with fewer than two dimensions is an expanded view. Everything is compared with autograd in
+float64.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import pytest
+import torch
+from test_capture_devices import _on, opened
+from torch import nn
+from torch.export.graph_signature import InputKind, OutputKind
+
+from hetpipe.capture.decompositions import before_cut
+from hetpipe.capture.joint import trace_joint
+from hetpipe.capture.partition import partition
+from hetpipe.capture.program import CUT, INPUT, TANGENT, PassPrograms
+from hetpipe.capture.slots import Key, drop_dead, placeholders, results
+from hetpipe.capture.split import Piece
+from hetpipe.capture.written import write_by_where
+from hetpipe.conformance.check import BrokenRule
+from hetpipe.conformance.rig import compare, tensors_of, tolerance
+from hetpipe.conformance.samples import Question, Unasked, entries, questions
+
+DEVICE = "pytorch:cpu:0"
+PARTS = 64
+"""The database is divided into so many cases, since its import takes seconds."""
+LOOKED_AT = 4
+"""The samples of an entry that are looked at, until one can be asked."""
+ILL_CONDITIONED = 8
+"""The allowed error in units of torch's own in float32."""
+LIBRARY_SIZES = {"nn_functional_embedding_bag"}
+"""Entries with results whose sizes are the library's own: no host can read them."""
+pytestmark = pytest.mark.filterwarnings("ignore")  # of samples that are odd on purpose
+
+Values = dict[Key, torch.Tensor]
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """All dimensions in reverse."""
+    return x.permute(*reversed(range(x.ndim)))
+
+
+class Between(nn.Module):
+    """A function of tensors between transposes."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = tensors_of(self.fn(*[turned(x) for x in tensors]))
+        return tuple(turned(y) if y.ndim > 1 or not y.requires_grad else y.sum() for y in found)
+
+
+Results = tuple[list[torch.Tensor], list[torch.Tensor | None]]
+
+
+class Case:
+    """A sample of an entry: its tensors as a stage gets them, and its gradients' tangents."""
+
+    def __init__(self, question: Question) -> None:
+        self.module = Between(question.fn)
+        # One tensor twice would be one input.
+        self.leaves = [turned(tensor).contiguous().clone() for tensor in question.tensors]
+        self.tangents: dict[int, torch.Tensor] = {}
+        outputs, _ = self.autograd()
+        generator = torch.Generator().manual_seed(1)
+        self.tangents = {
+            index: torch.randn(y.shape, generator=generator).to(y.dtype)
+            for index, y in enumerate(outputs)
+            if y.requires_grad
+        }
+
+    def autograd(self, wide: bool = False) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Results, and gradients of the inputs by the tangents; in float64 if `wide`."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64 if wide else before)
+        try:
+            leaves = [leaf.detach().clone() for leaf in self.leaves]
+            leaves = [x.double() if wide and x.is_floating_point() else x for x in leaves]
+            inputs = [leaf.requires_grad_() for leaf in leaves if leaf.is_floating_point()]
+            outputs = list(self.module(*leaves))
+            if not self.tangents or not inputs:
+                return outputs, []
+            sources = [outputs[index] for index in self.tangents]
+            tangents = [self.tangents[index].to(outputs[index].dtype) for index in self.tangents]
+            gradients = torch.autograd.grad(sources, inputs, tangents, allow_unused=True)
+            return outputs, list(gradients)
+        finally:
+            torch.set_default_dtype(before)
+
+    def piece(self) -> Piece:
+        """The module as the piece of a stage whose floating inputs come from the stage before."""
+        leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in self.leaves]
+        program = torch.export.export(self.module, tuple(leaves), strict=False)
+        program = program.run_decompositions(before_cut())
+        signature = program.graph_signature
+        if any(spec.kind is not InputKind.USER_INPUT for spec in signature.input_specs):
+            raise Unasked("it makes tensors while it is exported")
+        if any(spec.kind is not OutputKind.USER_OUTPUT for spec in signature.output_specs):
+            raise Unasked("it changes its inputs")
+        graph = program.graph_module.graph
+        write_by_where(graph)
+        drop_dead(graph)
+        keys: list[Key] = [
+            (CUT if leaf.requires_grad else INPUT, f"x{index}") for index, leaf in enumerate(leaves)
+        ]
+        assert len(placeholders(graph)) == len(keys)
+        outputs: list[Key] = [(CUT, f"y{index}") for index in range(len(results(graph)))]
+        differentiable = frozenset(key for key in keys if key[0] == CUT)
+        return Piece(0, program.graph_module, tuple(keys), tuple(outputs), differentiable)
+
+    def programs(self, piece: Piece, table: Any) -> PassPrograms:
+        """Forward and backward for a backend's decompositions."""
+        crossing = frozenset(f"y{index}" for index in self.tangents)
+        return partition(trace_joint(piece, crossing, table), 1)
+
+    def check(self, programs: PassPrograms, piece: Piece, execute: Callable[..., Values]) -> None:
+        """Run both programs, and compare with autograd."""
+        given = dict(zip(piece.inputs, self.leaves, strict=True))
+        found = execute(programs.forward, given)
+        wide, gradients_wide = self.exact
+        near, gradients_near = self.single
+        for index, (exact, single) in enumerate(zip(wide, near, strict=True)):
+            self._compare(found[CUT, f"y{index}"], exact, single, f"result {index}")
+        if programs.backward is None:
+            return
+        tangents = {(TANGENT, f"y{index}"): value for index, value in self.tangents.items()}
+        found = execute(programs.backward, {**given, **found, **tangents})
+        names = [name for role, name in piece.inputs if role == CUT]
+        for name, exact, single in zip(names, gradients_wide, gradients_near, strict=True):
+            assert ((TANGENT, name) in found) >= (exact is not None), f"no gradient of {name}"
+            if exact is not None and single is not None:
+                self._compare(found[TANGENT, name], exact, single, f"gradient of {name}")
+
+    def _compare(
+        self, found: torch.Tensor, exact: torch.Tensor, single: torch.Tensor, what: str
+    ) -> None:
+        wide, near = exact.numpy(force=True), single.numpy(force=True)
+        terms = max([leaf.numel() for leaf in self.leaves], default=1) or 1
+        limit = tolerance(wide, near.dtype.name, terms)
+        error = abs(near.astype("float64") - wide) if near.dtype.kind == "f" else np.zeros(1)
+        error = error[np.isfinite(error)]
+        limit = max(limit, ILL_CONDITIONED * float(error.max(initial=0.0)))
+        forms = ", ".join(str(list(leaf.shape)) for leaf in self.leaves)
+        compare(found.numpy(), wide, limit, f"{what} of transposed inputs {forms}")
+
+
+def case_of(name: str) -> tuple[Case, Piece, PassPrograms] | None:
+    """The first sample of an entry that torch can export, and its programs in torch's operators."""
+    for question, _ in zip(questions(name), range(LOOKED_AT), strict=False):
+        if isinstance(question, Unasked):
+            continue
+        try:
+            case = Case(question.forward or question)
+            case.exact, case.single = case.autograd(wide=True), case.autograd()
+            piece = case.piece()
+            programs = case.programs(piece, {})
+        except Exception:  # torch cannot export it, or has no derivative
+            continue
+        if name not in LIBRARY_SIZES and not any(
+            torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+            for node in piece.module.graph.nodes
+        ):
+            return case, piece, programs
+    return None
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_part_of_the_database_between_transposes(part: int) -> None:
+    asked, wrong = 0, []
+    for name in entries():
+        if crc32(name.encode()) % PARTS != part or (found := case_of(name)) is None:
+            continue
+        case, piece, programs = found
+        try:
+            case.check(programs, piece, functools.partial(_on, opened(DEVICE)))
+        except BrokenRule as broken:
+            wrong.append(f"{name}: {broken}")
+        asked += 1
+    assert wrong == []
+    assert asked > 0
