@@ -57,6 +57,8 @@ class SoundDevice(Device):
         if operator_name(node) not in OPERATORS:
             return "no kernel"
         values = [each.meta["val"] for each in (node, *node.all_input_nodes)]
+        if "convolution" in operator_name(node) and values[1].ndim != 4:
+            return "no kernel but for two dimensions"
         dtypes = {dtype_name(value.dtype) for value in values if hasattr(value, "dtype")}
         return None if dtypes <= set(DTYPES) else f"no kernel for {dtypes}"
 
