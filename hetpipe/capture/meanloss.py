@@ -182,7 +182,9 @@ class LossCheck:
         first, again = (self._compare_drawn(outputs, leaves, seed=seed) for seed in (0, 1))
         for one, two in zip(first, again, strict=False):
             if not one.agrees:
-                return None if one.whole != two.whole else one.sentence(self._samples)
+                if one.whole != two.whole:
+                    return None
+                return f"{one.sentence(self._samples)} (losses of random outputs)"
         return ""
 
     def _is_joinable(self, whole: Any, first: Any, second: Any) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 FEW_ELEMENTS = 50_000
-"""Outputs below this size take less than a millisecond of a loss."""
+"""Below this number of elements several random outputs are drawn, since their losses are cheap."""
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class Rehearsal:
         self.attributes = attributes_of(self.run)
         """The attributes before the first call."""
         self.original = attributes_of(run)
-        """Those of the modules that were copied."""
+        """The modules that were copied."""
 
     def _prepared(self, tensor: torch.Tensor) -> torch.Tensor:
         value = tensor.detach()

@@ -43,7 +43,6 @@ for module in COMMANDS:
     app.command(name=module.__name__.rpartition(".")[2].replace("_", "-"))(module.command)
 app.add_typer(kernels.app, name="kernels")
 app.add_typer(papers.app, name="papers")
-app.add_typer(kernels.app, name="kernels")
 
 
 def _print_version(asked: bool) -> None:
