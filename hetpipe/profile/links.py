@@ -6,11 +6,10 @@ import statistics
 import time
 from functools import cache
 from itertools import permutations
-from typing import Any
 
 import numpy as np
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch import fx
 
 from hetpipe.capture.program import CUT, INPUT, LOSS, PassPrograms, Program, Slot, StageGraphs
 from hetpipe.cost.table import LinkCost
@@ -108,15 +107,22 @@ def small_stages() -> list[StageGraphs]:
 
 
 def probe_stage(index: int, stages: int, count: int) -> StageGraphs:
-    """A stage that passes a tensor of `count` floats on, or ends with its sum."""
+    """A stage that passes a tensor of `count` floats on, or ends with its sum.
+
+    Its graph is written here: to trace it, torch would import its compiler, which takes a second.
+    """
     last = index == stages - 1
     role, name = (INPUT, "x") if index == 0 else (CUT, "t")
     entering = Slot(role, name, (1, count), "float32")
-
-    def body(x: torch.Tensor) -> tuple[Any, ...]:
-        return (torch.sum(x, (0, 1)),) if last else (-x,)
-
-    graph = canonical(make_fx(body)(torch.zeros(1, count)))
     leaving = Slot(LOSS, "loss", (), "float32") if last else Slot(CUT, "t", (1, count), "float32")
-    forward = Program(graph, (entering,), (leaving,))
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    aten = torch.ops.aten
+    y = graph.call_function(
+        *((aten.sum.dim_IntList, (x, [0, 1])) if last else (aten.neg.default, (x,)))
+    )
+    for node, slot in ((x, entering), (y, leaving)):
+        node.meta["val"] = torch.empty(slot.shape, device="meta")
+    graph.output((y,))
+    forward = Program(canonical(graph), (entering,), (leaving,))
     return StageGraphs(stage=index, passes={1: PassPrograms(1, forward, None)})

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 import hetpipe.sdk.attention
 import hetpipe.sdk.corrected
@@ -279,7 +280,7 @@ def graph_of_rows(rows: Iterable[tuple[Any, ...]]) -> fx.GraphModule:
         if checked is not None:
             node.meta["checked"] = checked
         nodes.append(node)
-    return fx.GraphModule(torch.nn.Module(), graph)
+    return _LazyGraphModule(torch.nn.Module(), graph)  # makes its Python code in the first call
 
 
 def of_one_replica(graph: fx.GraphModule) -> fx.GraphModule:

@@ -8,7 +8,8 @@ from hetpipe.capture.division import has_sums
 from hetpipe.capture.program import Program, StageGraphs
 from hetpipe.errors import UnsupportedOperatorError
 from hetpipe.sdk.backend import Device
-from hetpipe.sdk.graph import of_one_replica, require_support
+from hetpipe.sdk.graph import require_support
+from hetpipe.worker.divided import marked_graph
 
 
 def compile_ahead(device: Device, stages: Sequence[StageGraphs]) -> None:
@@ -18,7 +19,7 @@ def compile_ahead(device: Device, stages: Sequence[StageGraphs]) -> None:
         for program in programs_of(stage):
             if has_sums(program):  # its parts depend on the replicas
                 continue
-            graph = of_one_replica(program.graph)
+            graph = marked_graph(program)
             try:
                 require_support(device, graph)
             except UnsupportedOperatorError:

@@ -59,15 +59,15 @@ def compile_programs(
     """Each program as one executable. Without `meet` the only replica has all rows."""
     divided = [meet is not None and has_sums(program) for program in programs]
     whole = [p for p, parts in zip(programs, divided, strict=True) if not parts]
-    executables = iter(compile_graphs(device, list(map(_marked, whole))))
+    executables = iter(compile_graphs(device, list(map(marked_graph, whole))))
     return [
         _Divided(device, divide(program), meet) if parts and meet else next(executables)
         for program, parts in zip(programs, divided, strict=True)
     ]
 
 
-def _marked(program: Program) -> fx.GraphModule:
-    """The graph, which says what the backward or the update takes back together."""
+def marked_graph(program: Program) -> fx.GraphModule:
+    """Return the graph for one replica, which says what backward or update takes back together."""
     graph = of_one_replica(program.graph)
     together = {index for index, slot in enumerate(program.outputs) if slot.role in (SAVED, GRAD)}
     graph.graph.output_node().meta["together"] = frozenset(together)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -179,6 +180,19 @@ def test_a_server_that_was_killed_is_replaced() -> None:
             crew.call(["m0"], "engine_backends:nap", 60.0)
     with Crew.start(_pair("numpy:cpu:0")) as crew:
         assert _server_of(_pids(crew)[0]) != server
+
+
+def test_the_stages_of_a_measurement_are_made_without_the_compilers_of_torch() -> None:
+    """A start whose costs are known would import them for these alone."""
+    code = """
+import sys
+from hetpipe.profile.links import small_stages
+
+small_stages()
+sys.exit(", ".join({"sympy", "torch._dynamo", "torch._inductor"} & set(sys.modules)) or 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_workers_do_without_the_compilers_of_torch() -> None:
