@@ -13,6 +13,11 @@ import torch
 from hetpipe.errors import CaptureError, HetpipeError
 
 Array = np.ndarray[Any, Any]
+_DTYPES = {
+    "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16",
+    "float32", "float64", "complex64", "complex128",
+}  # fmt: skip
+"""The dtypes that both numpy and torch have."""
 
 
 class Example:
@@ -25,7 +30,7 @@ class Example:
     def __init__(self, x: Any, y: Any) -> None:
         self._x, self._y = x, y
         self._leaves = {
-            name: torch.as_tensor(_dense(name, value)).detach().cpu()
+            name: torch.as_tensor(_array_of(name, value))
             for name, value in _named(x, y).items()
             if _is_tensor(value)
         }
@@ -103,8 +108,7 @@ class Example:
             raise HetpipeError(
                 f"{name} is a {type(value).__name__}; it was a tensor in the example batch"
             )
-        value = _dense(name, value)
-        array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
+        array = _array_of(name, value)
         example = self._leaves[name]
         dtype = str(example.dtype).removeprefix("torch.")
         if array.shape[1:] != tuple(example.shape[1:]) or array.ndim == 0:
@@ -132,23 +136,41 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, np.ndarray))
 
 
-def _dense(name: str, value: Any) -> Any:
-    """The value, a tensor. Raises `CaptureError` for one whose elements are not in memory."""
-    cure = ""
-    if isinstance(value, np.ndarray):
-        if value.dtype.kind not in "biufc":
-            cure = f"an array of {value.dtype}; convert it to numbers"
-    elif value.is_nested:
-        cure = "a nested tensor; pad its rows to one length with .to_padded_tensor(0.0)"
-    elif value.layout != torch.strided:
-        cure = f"a tensor in the layout {value.layout}; make it dense with .to_dense()"
-    elif value.is_quantized:
-        cure = f"a quantized tensor of {value.dtype}; give its numbers with .dequantize()"
-    elif value.device.type == "meta":
-        cure = "a tensor on the meta device, which has no elements; make it on the CPU"
-    if cure:
+def _array_of(name: str, value: torch.Tensor | Array) -> Array:
+    """A tensor or array as an array of native numbers; it may share the memory.
+
+    Raises `CaptureError` if its elements are not in memory, or if numpy or torch lacks its dtype.
+    """
+    if cure := _cure(value):
         raise CaptureError(f"{name} of the batch is {cure}")
-    return value
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().resolve_conj().resolve_neg().numpy()
+    array = np.asarray(value, dtype=value.dtype.newbyteorder("="), order="C")
+    return array if array.flags.writeable else array.copy()
+
+
+def _cure(value: torch.Tensor | Array) -> str:
+    """A tensor or array that no batch can have, and what to do with it; "" for any other."""
+    dtype = str(value.dtype).removeprefix("torch.")
+    if isinstance(value, np.ma.MaskedArray):
+        return "a masked array; give its numbers with .filled(0), and the mask beside them"
+    if isinstance(value, np.ndarray):
+        if value.dtype.newbyteorder("=").name not in _DTYPES:
+            return f"an array of {dtype}; convert it to numbers that torch has"
+    elif value.is_nested:
+        return "a nested tensor; pad its rows to one length with .to_padded_tensor(0.0)"
+    elif value.layout != torch.strided:
+        return f"a tensor in the layout {value.layout}; make it dense with .to_dense()"
+    elif value.is_quantized:
+        return f"a quantized tensor of {value.dtype}; give its numbers with .dequantize()"
+    elif value.device.type == "meta":
+        return "a tensor on the meta device, which has no elements; make it on the CPU"
+    elif dtype not in _DTYPES:
+        return (
+            f"a tensor of {dtype}, which numpy lacks; convert it with .float(), and let passes "
+            "compute in halves with precision='bfloat16'"
+        )
+    return ""
 
 
 def _named(x: Any, y: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tensors whose elements are not in memory, in an example batch and in a later one."""
+"""Odd tensors and arrays, in an example batch and in a later one."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ ODD = {
     "meta": (lambda: torch.ones(3, 3, device="meta"), "on the meta device, .* make it on the CPU"),
     "nested": (nested, "a nested tensor; pad"),
     "objects": (lambda: np.array([[None] * 3] * 3), "an array of object; convert"),
+    "long": (lambda: np.ones((3, 3), np.longdouble), "an array of float128; convert"),
+    "masked": (lambda: np.ma.masked_array(np.ones((3, 3))), r"a masked array; .*\.filled\(0\)"),
+    "bfloat16": (lambda: torch.ones(3, 3).bfloat16(), r"of bfloat16, .* with \.float\(\)"),
+    "float8": (lambda: torch.ones(3, 3).to(torch.float8_e5m2), "of float8_e5m2, which numpy lacks"),
 }
 
 
@@ -36,3 +40,37 @@ def test_a_batch_of_such_tensors_is_refused(odd: str) -> None:
         example.leaves(make(), {"a": torch.zeros(3)})
     with pytest.raises(CaptureError, match=r"^y\.a of the batch is"):
         example.leaves(torch.zeros(3, 3), {"a": make()})
+
+
+TURNED = np.arange(9, dtype="float32").reshape(3, 3)[::-1]
+COMPLEX = torch.arange(9.0).reshape(3, 3).to(torch.complex64)
+
+
+def read_only() -> np.ndarray:
+    array = TURNED.copy()
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize(
+    ("odd", "plain"),
+    [
+        (TURNED, TURNED.copy()),
+        (TURNED.astype(">f4"), TURNED.copy()),
+        (read_only(), TURNED.copy()),
+        (np.matrix(TURNED), TURNED.copy()),
+        ((1j * COMPLEX).conj(), (-1j * COMPLEX).numpy()),
+        ((1j * COMPLEX).conj().imag, -np.arange(9, dtype="float32").reshape(3, 3)),
+    ],
+    ids=["negative strides", "big-endian", "read-only", "matrix", "conjugate", "negative"],
+)
+def test_a_batch_in_an_odd_form_has_the_same_numbers(
+    odd: torch.Tensor | np.ndarray, plain: np.ndarray
+) -> None:
+    """torch itself makes no tensor, or no array, of most of these."""
+    label = np.zeros(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        example = Example(odd, label)
+    assert np.array_equal(example.tensors(3)[0].numpy(), plain)
+    assert np.array_equal(example.leaves(odd, label)["x"], plain)
