@@ -1,22 +1,28 @@
-"""Keeps the attributes of modules as they were while their code runs."""
+"""Keeps the attributes of modules, and the names of their classes and files, while code runs."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import operator
 import sys
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
+import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 MODULE_TABLES = frozenset(vars(nn.Module())) - {"training"}
 """The attributes in which torch keeps layers, parameters, buffers and hooks."""
 DEPTH = 3
 """The depth to which containers in an attribute are followed."""
+MOST_ITEMS = 10_000
+"""The largest container that is followed: larger ones are data."""
 
 
 @contextmanager
@@ -28,20 +34,40 @@ def kept_attributes(run: nn.Module) -> Iterator[None]:
     """
     tables = [vars(module) for module in run.modules()]
     present = [(table, dict(table)) for table in tables]
-    items = [
-        (container, copy.copy(container))
-        for table in tables
-        for name, value in table.items()
-        if name not in MODULE_TABLES
-        for container in _containers(value, DEPTH)
-    ]
+    values = (
+        value for table in tables for name, value in table.items() if name not in MODULE_TABLES
+    )
+    copies = _copies(values, DEPTH)
     try:
         yield
     finally:
         for table, before in present:
             restore_table(table, before)
-        for container, before in items:
+        for container, before in copies:
             _restore(container, before)
+
+
+@contextmanager
+def kept_names(*runs: object) -> Iterator[None]:
+    """Afterwards the classes and files of modules and functions hold no tensor without values.
+
+    Code that is exported may compute a table once, for a global dictionary. All else that it stores
+    there stays, such as an import.
+    """
+    owners = {owner for run in runs for owner in _owners(run)}
+    present = [(owner, dict(vars(owner))) for owner in owners]
+    copies = _copies((value for _, names in present for value in names.values()), 2)
+    try:
+        yield
+    finally:
+        for container, before in copies:
+            values = container.values() if isinstance(container, dict) else container
+            if any(map(_lacks_values, values)):
+                _restore(container, before)
+        for owner, names in present:
+            for name, value in list(vars(owner).items()):
+                if _lacks_values(value) and value is not names.get(name):
+                    setattr(owner, name, names[name]) if name in names else delattr(owner, name)
 
 
 def restore_table(table: dict[str, Any], before: Mapping[str, Any]) -> None:
@@ -67,15 +93,26 @@ def kept_caches(run: nn.Module) -> Iterator[None]:
 
 
 def _caches(run: nn.Module) -> Iterator[functools._lru_cache_wrapper[Any]]:
-    classes = {cls for module in run.modules() for cls in type(module).__mro__}
+    for owner in _owners(run):
+        for value in list(vars(owner).values()):
+            if isinstance(value, functools._lru_cache_wrapper):
+                yield value
+
+
+def _owners(run: object) -> Iterator[type | ModuleType]:
+    """The classes of a module's modules, their files or that of a function, and their classes."""
+    modules = list(run.modules()) if isinstance(run, nn.Module) else []
+    classes = {cls for module in modules for cls in type(module).__mro__}
+    classes -= set(nn.Module.__mro__)
     files = {cls.__module__ for cls in classes}
-    files |= {getattr(value, "__module__", None) or "torch." for value in vars(run).values()}
-    own = [cls for cls in classes if not cls.__module__.startswith("torch.")]
-    for owner in (*own, *(sys.modules.get(name) for name in files)):
-        if owner is not None and not owner.__name__.startswith(("torch.", "builtins")):
-            for value in list(vars(owner).values()):
-                if isinstance(value, functools._lru_cache_wrapper):
-                    yield value
+    given = [run, *vars(run).values()] if modules else [run]
+    files |= {getattr(value, "__module__", None) or "torch" for value in given}
+    files = {name for name in files if name.partition(".")[0] not in ("torch", "builtins")}
+    for name in files & sys.modules.keys():
+        yield (file := sys.modules[name])
+        values = list(vars(file).values())
+        classes |= {each for each in values if isinstance(each, type) and each.__module__ == name}
+    yield from (cls for cls in classes if not cls.__module__.startswith(("torch.", "builtins")))
 
 
 def names_module(function: Any, model: nn.Module) -> bool:
@@ -91,18 +128,46 @@ def names_module(function: Any, model: nn.Module) -> bool:
     return any(isinstance(each, nn.Module) and each in modules for each in (*cells, *named))
 
 
+def _copies(values: Iterable[Any], depth: int) -> list[tuple[Any, Any]]:
+    """The containers among values, to a depth, each with a copy."""
+    found = {id(each): each for value in values for each in _containers(value, depth)}
+    return [(each, copy.copy(each)) for each in found.values()]
+
+
 def _containers(value: Any, depth: int) -> Iterator[Any]:
-    """The container and the containers in it."""
-    if depth == 0 or not isinstance(value, (list, deque, dict, set)):
+    """The container and the containers in it; an object's are its attributes."""
+    if depth == 0:
         return
+    if _is_plain_object(value):
+        value = vars(value)
+    if not isinstance(value, (list, deque, dict, set)) or len(value) > MOST_ITEMS:
+        return
+    if isinstance(value, dict) and type(value).items not in (dict.items, OrderedDict.items):
+        return  # its items are computed when they are asked for
     yield value
-    for item in value.values() if isinstance(value, dict) else value:
+    for item in list(value.values()) if isinstance(value, dict) else list(value):
         yield from _containers(item, depth - 1)
 
 
+def _is_plain_object(value: Any) -> bool:
+    """Whether a value is an object of a class that is not torch's, with attributes."""
+    kinds = (type, ModuleType, FunctionType, nn.Module, torch.Tensor)
+    if isinstance(value, kinds) or not hasattr(value, "__dict__"):
+        return False
+    return type(value).__module__.partition(".")[0] not in ("torch", "builtins", "functools")
+
+
+def _lacks_values(value: Any) -> bool:
+    """Whether a value is a tensor of an export, or on the meta device."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    return isinstance(value, (FakeTensor, FunctionalTensor)) or value.device.type == "meta"
+
+
 def _restore(container: Any, before: Any) -> None:
-    container.clear()
-    if isinstance(container, (dict, set)):
-        container.update(before)
-    else:
-        container.extend(before)
+    """Give a container its former items, in their order, if it has others."""
+    if isinstance(container, dict):
+        restore_table(container, before)
+    elif len(container) != len(before) or any(map(operator.is_not, container, before)):
+        container.clear()
+        getattr(container, "update" if isinstance(container, set) else "extend")(before)

@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch.distributions import Distribution
 from torch.export import ExportedProgram
 
-from hetpipe.capture.attributes import kept_attributes, kept_caches, restore_table
+from hetpipe.capture.attributes import kept_attributes, kept_caches, kept_names, restore_table
 from hetpipe.capture.decompositions import before_cut
 from hetpipe.capture.example import Example, call
 from hetpipe.capture.precision import Precision
@@ -158,7 +158,7 @@ def export(
             warnings.simplefilter("ignore")  # torch's own deprecations; nothing here is the user's
             wrapped = with_loss(model, loss_fn, example, seen)
             leaves = tuple(example.tensors(samples))
-            with kept_attributes(wrapped), kept_caches(wrapped):
+            with kept_attributes(wrapped), kept_caches(wrapped), kept_names(wrapped, loss_fn):
                 program = torch.export.export(wrapped, leaves, strict=False)
             _inline_regions(program.graph_module)
             if precision.compute is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from hetpipe.capture.attributes import kept_names
 from hetpipe.capture.example import Example
 from hetpipe.capture.export import recordable, with_loss
 from hetpipe.capture.kept import key_of
@@ -71,17 +72,19 @@ class Identity:
         Raises `CaptureError` for a model whose next call would do something else.
         """
         if training not in self._checked:
-            rehearsal = self._rehearsal(samples, training, computes=True)
-            if rehearsal is not None:
-                self._check(rehearsal, training)
+            with kept_names(self._model, self._loss_fn):
+                rehearsal = self._rehearsal(samples, training, computes=True)
+                if rehearsal is not None:
+                    self._check(rehearsal, training)
 
     def _signature(self, samples: int, training: bool) -> str | None:
         if (samples, training) not in self._signatures:
-            rehearsal = self._rehearsal(samples, training)
-            signature = None if rehearsal is None else rehearsal.calls[0].signature
-            self._signatures[samples, training] = signature
-            if rehearsal is not None and training not in self._checked:
-                self._check(rehearsal, training)
+            with kept_names(self._model, self._loss_fn):
+                rehearsal = self._rehearsal(samples, training)
+                signature = None if rehearsal is None else rehearsal.calls[0].signature
+                self._signatures[samples, training] = signature
+                if rehearsal is not None and training not in self._checked:
+                    self._check(rehearsal, training)
         return self._signatures[samples, training]
 
     def _rehearsal(self, samples: int, training: bool, computes: bool = False) -> Rehearsal | None:

@@ -9,7 +9,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -27,6 +27,19 @@ COUNT = itertools.count(1)
 GENERATOR = torch.Generator()
 OUTSIDE = nn.Parameter(torch.ones(4))
 STORED: dict[str, Any] = {}
+GRID: torch.Tensor | None = None
+
+
+class Tables:
+    """Where code may keep what it has computed."""
+
+    known: ClassVar[dict[int, torch.Tensor]] = {}
+
+    def __init__(self) -> None:
+        self.grid: torch.Tensor | None = None
+
+
+OBJECT = Tables()
 
 
 class Model(nn.Module):
@@ -44,6 +57,7 @@ class Model(nn.Module):
         self.seen: set[int] = set()
         self.calls, self.far, self.mask, self.chance = 0, 1.0, None, random.Random(0)
         self.weight = torch.ones(4, requires_grad=True)
+        self.tables = Tables()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.function(self, self.first(x)))
@@ -169,12 +183,12 @@ def test_state_is_refused(
     """On the first start, and on one for which an earlier capture may be kept."""
     states = random.getstate(), np.random.get_state()[1].tolist(), NUMBERS.bit_generator.state
     for _ in range(2):
-        STORED.clear()
         with pytest.raises(CaptureError, match=message):
             Captured(Model(function), F.cross_entropy, _batch())
     assert states[0] == random.getstate()
     assert states[1] == np.random.get_state()[1].tolist()
     assert states[2] == NUMBERS.bit_generator.state
+    assert STORED == {}
 
 
 def kept_mask(model: Any, h: torch.Tensor) -> torch.Tensor:
@@ -212,6 +226,35 @@ def kept_by_lru_cache(model: Any, h: torch.Tensor) -> torch.Tensor:
     return h * table(4)
 
 
+def kept_in_a_global(model: Any, h: torch.Tensor) -> torch.Tensor:
+    global GRID
+    if GRID is None:
+        GRID = torch.linspace(0, 1, 4)
+    return h * GRID
+
+
+def kept_in_a_dictionary(model: Any, h: torch.Tensor) -> torch.Tensor:
+    if "grid" not in STORED:
+        STORED["grid"] = torch.linspace(0, 1, 4)
+    return h * STORED["grid"]
+
+
+def kept_in_a_class(model: Any, h: torch.Tensor) -> torch.Tensor:
+    return h * Tables.known.setdefault(4, torch.linspace(0, 1, 4))
+
+
+def kept_in_an_object(model: Any, h: torch.Tensor) -> torch.Tensor:
+    if OBJECT.grid is None:
+        OBJECT.grid = torch.linspace(0, 1, 4)
+    return h * OBJECT.grid
+
+
+def kept_in_an_own_object(model: Any, h: torch.Tensor) -> torch.Tensor:
+    if model.tables.grid is None:
+        model.tables.grid = torch.linspace(0, 1, 4)
+    return h * model.tables.grid
+
+
 def kept_in_a_new_buffer(model: Any, h: torch.Tensor) -> torch.Tensor:
     if not hasattr(model, "grid"):
         model.register_buffer("grid", torch.linspace(0, 1, 4), persistent=False)
@@ -243,18 +286,26 @@ def reassigned(model: Any, h: torch.Tensor) -> torch.Tensor:
     "function",
     [
         kept_mask, kept_result, kept_in_containers, kept_by_lru_cache, kept_in_a_new_buffer,
-        kept_in_an_empty_buffer, checked_distribution, own_parameter, frozen, reassigned,
+        kept_in_an_empty_buffer, kept_in_a_global, kept_in_a_dictionary, kept_in_a_class,
+        kept_in_an_object, kept_in_an_own_object, checked_distribution, own_parameter, frozen,
+        reassigned,
     ],
 )  # fmt: skip
 def test_what_is_no_state_trains_as_in_torch(
     function: Callable[[Any, torch.Tensor], torch.Tensor],
 ) -> None:
+    global GRID
+    GRID, OBJECT.grid = None, None
+    STORED.clear()
+    Tables.known.clear()
     torch.manual_seed(0)
     model, (x, y) = Model(function), _batch()
     eager = copy.deepcopy(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = Captured(model, F.cross_entropy, (x, y))
+    assert STORED == Tables.known == {}, "capture stores nothing"
+    assert GRID is OBJECT.grid is model.tables.grid is None
     stages = Stages(found, found.stage_graphs([1], [{}, {}], [4], None))
     for step in range(3):
         eager.zero_grad()
