@@ -67,29 +67,50 @@ class LossCheck:
         modules = [*self._model.modules()]
         if isinstance(self._loss_fn, nn.Module):
             modules += self._loss_fn.modules()
+        failure: Exception | None = None
         with torch.random.fork_rng(devices=()), _quiet(modules, _RANDOM):
             torch.manual_seed(0)
             for leaves in (self._rows(), self._drawn_rows()):
                 if self._agrees(outputs, leaves):
                     continue
-                if fault := self._of_true_outputs(leaves, modules):
-                    return fault
-            return self._of_attributes() if names_module(self._loss_fn, self._model) else ""
+                try:
+                    if fault := self._of_true_outputs(leaves, modules):
+                        return fault
+                except Exception as error:
+                    failure = error
+            if names_module(self._loss_fn, self._model):
+                try:
+                    return self._of_attributes()
+                except Exception as error:
+                    failure = failure or error
+        if failure is not None:
+            self._warn(failure)
+        return ""
+
+    def _warn(self, failure: Exception) -> None:
+        text = str(failure).splitlines()[0] if str(failure) else ""
+        warnings.warn(
+            f"loss_fn(model(x), y) fails for {2 * self._samples} samples at once "
+            f"({type(failure).__name__}: {text}), so it is not known whether the loss is a mean "
+            "over samples, as micro-batches need it",
+            LossWarning,
+            stacklevel=2,
+        )
 
     def _of_attributes(self) -> str:
         """Compare runs of the model itself: the loss may read what `forward` keeps in it."""
         model, leaves = self._model, self._drawn_rows()
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         try:
-            with kept_attributes(model), _quiet([*model.modules()], (nn.Module,)):
-                first, again = (self._compare_runs(model, leaves, seed=seed) for seed in (0, 1))
-        except Exception:  # it is kept in training alone
+            for kinds in (_RANDOM, (nn.Module,)):
+                with kept_attributes(model), _quiet([*model.modules()], kinds):
+                    first, again = (self._compare_runs(model, leaves, seed=seed) for seed in (0, 1))
+                if first.whole == again.whole:  # else it is random
+                    return "" if first.agrees else first.sentence(self._samples)
             return ""
         finally:
             for buffer, value in buffers:
                 buffer.copy_(value)
-        is_fault = first.whole == again.whole and not first.agrees  # else it is random
-        return first.sentence(self._samples) if is_fault else ""
 
     def _rows(self) -> list[Tensor]:
         return self._example.tensors(2 * self._samples)
@@ -133,21 +154,11 @@ class LossCheck:
     def _of_true_outputs(self, leaves: list[Tensor], modules: list[nn.Module]) -> str:
         """Compare for the outputs of the model itself, which does not draw random numbers."""
         model = deep_copy(self._model, self._model.parameters())
-        try:
-            with _quiet([*model.modules()], _RANDOM):
+        with _quiet([*model.modules()], _RANDOM):
+            fault = self._run(model, leaves)
+        if fault is None:  # random numbers elsewhere in the model
+            with _quiet([*model.modules(), *modules], (nn.Module,)):
                 fault = self._run(model, leaves)
-            if fault is None:  # random numbers elsewhere in the model
-                with _quiet([*model.modules(), *modules], (nn.Module,)):
-                    fault = self._run(model, leaves)
-        except Exception as error:
-            warnings.warn(
-                f"loss_fn(model(x), y) fails for {2 * self._samples} samples at once "
-                f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}), so "
-                "it is not known whether the loss is a mean over samples, as micro-batches need it",
-                LossWarning,
-                stacklevel=2,
-            )
-            return ""
         return fault or ""
 
     def _run(self, model: nn.Module, leaves: list[Tensor]) -> str | None:

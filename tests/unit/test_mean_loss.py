@@ -122,17 +122,26 @@ def test_a_mask_of_ones_stands_for_other_masks(dtype: torch.dtype) -> None:
     assert fault(counted, y=y) == ""
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("mixes", [False, True])
-def test_a_loss_that_reads_what_forward_keeps_is_compared_with_it(mixes: bool) -> None:
+@pytest.mark.parametrize("is_called", [False, True], ids=["new", "called"])
+def test_a_loss_that_reads_what_forward_keeps_is_compared_with_it(
+    mixes: bool, is_called: bool
+) -> None:
+    """It may mix samples in training alone, as routers of experts do."""
+
     class Balanced(nn.Linear):
-        auxiliary: Tensor | float = 0.0
+        auxiliary: Tensor
 
         def forward(self, input: Tensor) -> Tensor:
             shares = (9 * super().forward(input)).softmax(1)
-            self.auxiliary = (shares.mean(0) if mixes else shares).square().mean()
+            mean = shares.mean(0) if mixes and self.training else shares
+            self.auxiliary = mean.square().mean()
             return shares
 
     model = Balanced(6, 3)
+    if is_called:
+        model(FEATURES)
     text = fault(lambda o, y: F.cross_entropy(o, y) + 9 * model.auxiliary, model)
     assert ("no mean over samples" in text) == mixes
 
