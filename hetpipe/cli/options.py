@@ -92,6 +92,18 @@ RebalanceOption = Annotated[
         help="auto: layers move between steps when the devices' speeds have changed.",
     ),
 ]
+ChangedOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--changed",
+        metavar="NAME",
+        help="With --resume: a setting that may differ from the checkpoint's, as seed. Repeatable.",
+    ),
+]
+PassLimitOption = Annotated[
+    float | None,
+    typer.Option("--pass-limit", metavar="SECONDS", help="End a training whose pass takes longer."),
+]
 SeedOption = Annotated[int, typer.Option("--seed", help="Seed of batches and dropout.")]
 JsonOption = Annotated[
     str | None,

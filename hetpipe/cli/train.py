@@ -14,6 +14,7 @@ import typer
 from hetpipe.cli.check import check_devices, check_picture, check_plan_alone, read_options
 from hetpipe.cli.options import (
     BackendsOption,
+    ChangedOption,
     ClusterOption,
     CutsOption,
     DevicesOption,
@@ -21,6 +22,7 @@ from hetpipe.cli.options import (
     MicrobatchesOption,
     MiniBatchOption,
     ModelArgument,
+    PassLimitOption,
     RebalanceOption,
     ReplicasOption,
     ScheduleOption,
@@ -85,6 +87,7 @@ def command(
         bool,
         typer.Option("--sync-batch-norm", help="Replicas share their batch norms' statistics."),
     ] = False,
+    pass_limit: PassLimitOption = None,
     save: Annotated[
         Path | None,
         typer.Option("--save", metavar="DIR", help="Write a checkpoint there at the end."),
@@ -93,15 +96,7 @@ def command(
         Path | None,
         typer.Option("--resume", metavar="DIR", help="Go on from a checkpoint."),
     ] = None,
-    changed: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--changed",
-            metavar="NAME",
-            help="With --resume: a setting that may differ from the checkpoint's, as seed. "
-            "Repeatable.",
-        ),
-    ] = None,
+    changed: ChangedOption = None,
     seed: SeedOption = 0,
     json: JsonOption = None,
 ) -> None:
@@ -131,7 +126,7 @@ def command(
     workload = load_workload(model)
     options = {
         **asked.keywords, "rebalance": rebalance, "sync_batch_norm": sync_batch_norm,
-        "plan": stored, "costs": costs, "changed": changed or (),
+        "plan": stored, "costs": costs, "changed": changed or (), "pass_limit_s": pass_limit,
     }  # fmt: skip
     with (
         logged(output),
