@@ -51,7 +51,7 @@ def is_near(actual: torch.Tensor, expected: torch.Tensor, scale: float) -> bool:
         return torch.equal(actual, expected)
     finite = expected.isfinite()
     error = (actual[finite] - expected[finite]).abs().nan_to_num(nan=torch.inf)
-    limit = 1e-5 * max(scale, largest_of([expected]))
+    limit = 100 * torch.finfo(expected.dtype).eps * max(scale, largest_of([expected]))
     return actual.shape == expected.shape and bool((error <= limit).all())
 
 
@@ -107,14 +107,15 @@ class Again(TorchDispatchMode):
 
 
 @pytest.mark.wide
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("part", range(PARTS))
-def test_operators_that_read_strides_do(part: int) -> None:
+def test_operators_that_read_strides_do(part: int, dtype: torch.dtype) -> None:
     again = Again()
     for name, entry in entries().items():
         if crc32(name.encode()) % PARTS != part:
             continue
         torch.manual_seed(0)
-        samples = entry.sample_inputs("cpu", torch.float32, requires_grad=entry.supports_autograd)
+        samples = entry.sample_inputs("cpu", dtype, requires_grad=entry.supports_autograd)
         for sample in islice(samples, SAMPLES):
             try:
                 with again:
