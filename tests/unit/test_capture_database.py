@@ -1,4 +1,4 @@
-"""torch's operator database between transposes, from the capture to torch's kernels.
+"""torch's operator database between transposes, from the capture to the kernels of each backend.
 
 Inputs and results are transposed views, and so are the incoming gradients; the gradient of a
 result with fewer than two dimensions is an expanded view. Everything is compared with autograd in
@@ -8,6 +8,7 @@ float64.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from zlib import crc32
@@ -15,7 +16,7 @@ from zlib import crc32
 import numpy as np
 import pytest
 import torch
-from test_capture_devices import _on, opened
+from test_capture_devices import DEVICES, _on, opened
 from torch import nn
 from torch.export.graph_signature import InputKind, OutputKind
 
@@ -29,8 +30,10 @@ from hetpipe.capture.written import write_by_where
 from hetpipe.conformance.check import BrokenRule
 from hetpipe.conformance.rig import compare, tensors_of, tolerance
 from hetpipe.conformance.samples import Question, Unasked, entries, questions
+from hetpipe.errors import UnsupportedOperatorError
+from hetpipe.sdk.graph import require_support
+from hetpipe.sdk.registry import get_backend
 
-DEVICE = "pytorch:cpu:0"
 PARTS = 64
 """The database is divided into so many cases, since its import takes seconds."""
 LOOKED_AT = 4
@@ -155,8 +158,8 @@ class Case:
         compare(found.numpy(), wide, limit, f"{what} of transposed inputs {forms}")
 
 
-def case_of(name: str) -> tuple[Case, Piece, PassPrograms] | None:
-    """The first sample of an entry that torch can export, and its programs in torch's operators."""
+def case_of(name: str) -> tuple[Case, Piece] | None:
+    """The first sample of an entry that torch can export and differentiate."""
     for question, _ in zip(questions(name), range(LOOKED_AT), strict=False):
         if isinstance(question, Unasked):
             continue
@@ -164,29 +167,42 @@ def case_of(name: str) -> tuple[Case, Piece, PassPrograms] | None:
             case = Case(question.forward or question)
             case.exact, case.single = case.autograd(wide=True), case.autograd()
             piece = case.piece()
-            programs = case.programs(piece, {})
+            case.programs(piece, {})
         except Exception:  # torch cannot export it, or has no derivative
             continue
         if name not in LIBRARY_SIZES and not any(
             torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
             for node in piece.module.graph.nodes
         ):
-            return case, piece, programs
+            return case, piece
     return None
+
+
+def ask(case: Case, piece: Piece, device_id: str) -> bool:
+    """Check the sample on a device, and return whether the device has its operators."""
+    device = opened(device_id)
+    programs = case.programs(piece, get_backend(device.info.backend).decompositions())
+    try:
+        for program in filter(None, (programs.forward, programs.backward)):
+            require_support(device, program.graph)
+    except UnsupportedOperatorError:
+        return False
+    case.check(programs, piece, functools.partial(_on, device))
+    return True
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_part_of_the_database_between_transposes(part: int) -> None:
-    asked, wrong = 0, []
+    asked: Counter[str] = Counter()
+    wrong = []
     for name in entries():
         if crc32(name.encode()) % PARTS != part or (found := case_of(name)) is None:
             continue
-        case, piece, programs = found
-        try:
-            case.check(programs, piece, functools.partial(_on, opened(DEVICE)))
-        except BrokenRule as broken:
-            wrong.append(f"{name}: {broken}")
-        asked += 1
+        for device_id in DEVICES:
+            try:
+                asked[device_id] += ask(*found, device_id)
+            except BrokenRule as broken:
+                wrong.append(f"{name} on {device_id}: {broken}")
     assert wrong == []
-    assert asked > 0
+    assert all(asked[device_id] > 0 for device_id in DEVICES), asked
