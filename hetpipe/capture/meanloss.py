@@ -1,9 +1,9 @@
 """Checks that a loss is a mean over samples, or a sum with a count, as micro-batches presume.
 
-The loss of some rows is compared with the losses of their two halves, by value and by gradient. A
-loss depends on the model's output alone, so random outputs of the right shapes serve as well as
-true ones, and the model need not run. It runs where it returns the loss itself, and before a
-refusal.
+The loss of some micro-batches together is compared with the losses of each, by value and by
+gradient. A loss depends on the model's output alone, so random outputs of the right shapes serve as
+well as true ones, and the model need not run. It runs where it returns the loss itself, and before
+a refusal.
 """
 
 from __future__ import annotations
@@ -25,14 +25,19 @@ from hetpipe.capture.example import Example
 from hetpipe.capture.export import run_loss, run_model
 from hetpipe.capture.indices import IndexBound
 from hetpipe.capture.outputs import Outputs
+from hetpipe.capture.rows import Rows
 from hetpipe.capture.tensors import deep_copy
 
 LIMIT = 1e-3
 """The largest relative difference of a loss or its gradients between a whole and its parts."""
+FEW_ELEMENTS, MANY_ELEMENTS = 50_000, 1_000_000
+"""Random outputs with fewer elements are drawn several times, those with more for two micro-batches
+alone: their losses take long."""
+PARTS = 8
+"""The most micro-batches that have drawn labels, or for which the model itself runs."""
 _RANDOM = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd, nn.MultiheadAttention,
            nn.RNNBase)  # fmt: skip
 """Modules that draw random numbers in training, or mix samples."""
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _CURE = (
     "a micro-batch would weigh its samples wrong: return (sum, count) instead, as in (F.cross_"
     "entropy(out, y, reduction='sum'), (y != -100).sum()), or give microbatches=1"
@@ -44,7 +49,7 @@ class LossWarning(UserWarning):
 
 
 class LossCheck:
-    """Compares the loss of `2 * samples` rows of the example with those of both halves."""
+    """Compares the loss of some micro-batches of `samples` together with the losses of each."""
 
     def __init__(
         self,
@@ -55,8 +60,7 @@ class LossCheck:
         samples: int,
     ) -> None:
         self._model, self._loss_fn, self._example = model, loss_fn, example
-        self._labels = [bound for bound in bounds if bound.ignored is not None]
-        self._samples = samples
+        self._rows, self._samples = Rows(example, bounds, samples), samples
 
     def fault(self, outputs: Outputs | None) -> str:
         """A sentence with the loss of the whole and the mean of its parts, if they differ; else "".
@@ -70,17 +74,20 @@ class LossCheck:
         failure: Exception | None = None
         with torch.random.fork_rng(devices=()), _quiet(modules, _RANDOM):
             torch.manual_seed(0)
-            for leaves in (self._rows(), self._drawn_rows()):
-                if self._agrees(outputs, leaves):
-                    continue
+            rows, few = self._rows, PARTS if self._rows.has_few_labels else 2
+            for draw, most in ((rows.given, rows.count), (rows.drawn, few)):
+                leaves = draw(2 if self._is_long(outputs, most) else most)
+                agrees = self._agrees(outputs, leaves)
+                if agrees is None:
+                    leaves = draw(min(most, few))
                 try:
-                    if fault := self._of_true_outputs(leaves, modules):
+                    if not agrees and (fault := self._of_true_outputs(leaves, modules)):
                         return fault
                 except Exception as error:
                     failure = error
             if names_module(self._loss_fn, self._model):
                 try:
-                    return self._of_attributes()
+                    return self._of_attributes(rows.drawn(2))
                 except Exception as error:
                     failure = failure or error
         if failure is not None:
@@ -90,16 +97,16 @@ class LossCheck:
     def _warn(self, failure: Exception) -> None:
         text = str(failure).splitlines()[0] if str(failure) else ""
         warnings.warn(
-            f"loss_fn(model(x), y) fails for {2 * self._samples} samples at once "
+            f"loss_fn(model(x), y) fails for several micro-batches of {self._samples} at once "
             f"({type(failure).__name__}: {text}), so it is not known whether the loss is a mean "
             "over samples, as micro-batches need it",
             LossWarning,
             stacklevel=2,
         )
 
-    def _of_attributes(self) -> str:
+    def _of_attributes(self, leaves: list[Tensor]) -> str:
         """Compare runs of the model itself: the loss may read what `forward` keeps in it."""
-        model, leaves = self._model, self._drawn_rows()
+        model = self._model
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         try:
             for kinds in (_RANDOM, (nn.Module,)):
@@ -112,27 +119,14 @@ class LossCheck:
             for buffer, value in buffers:
                 buffer.copy_(value)
 
-    def _rows(self) -> list[Tensor]:
-        return self._example.tensors(2 * self._samples)
+    def _is_long(self, outputs: Outputs | None, count: int) -> bool:
+        """Whether losses of random outputs of `count` micro-batches take long."""
+        return outputs is None or outputs.elements(count * self._samples) >= MANY_ELEMENTS
 
-    def _drawn_rows(self) -> list[Tensor]:
-        """Rows in another order, and with other labels: in the example all may be of one class."""
-        order = torch.randperm(2 * self._samples)
-        leaves = dict(zip(self._example.names, self._rows(), strict=True))
-        leaves = {name: leaf[order].clone() for name, leaf in leaves.items()}
-        for bound in self._labels:
-            leaves[bound.leaf] = _relabelled(leaves[bound.leaf], bound)
-        for name, leaf in leaves.items():
-            if name[0] == "y" and leaf.dtype not in _INTEGERS and bool((leaf == 1).all()):
-                leaves[name] = torch.randint(2, leaf.shape).to(leaf.dtype)  # a mask, maybe
-        return list(leaves.values())
-
-    def _agrees(self, outputs: Outputs | None, leaves: list[Tensor]) -> bool:
-        """Whether the loss of random outputs is known to be the mean of its parts."""
-        if outputs is None:
-            return False
-        compared = self._compare_drawn(outputs, leaves)
-        return bool(compared) and all(each.agrees for each in compared)
+    def _agrees(self, outputs: Outputs | None, leaves: list[Tensor]) -> bool | None:
+        """Whether the loss of random outputs is the mean of its parts; None if it has none."""
+        compared = [] if outputs is None else self._compare_drawn(outputs, leaves)
+        return all(each.agrees for each in compared) if compared else None
 
     def _compare_drawn(
         self, outputs: Outputs, leaves: list[Tensor], *, seed: int = 0
@@ -141,7 +135,10 @@ class LossCheck:
         samples may agree by luck. Empty if the loss asks more of its outputs than these meet."""
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(0)
-            drawn = [outputs.drawn(2 * self._samples) for _ in range(outputs.draws)]
+            rows = len(leaves[0])
+            is_cheap = rows <= PARTS * self._samples and outputs.elements(rows) < FEW_ELEMENTS
+            draws = 4 if is_cheap else 1
+            drawn = [outputs.drawn(rows) for _ in range(draws)]
         try:
             return [
                 self._compare(each, outputs.spec, leaves, seed=seed)
@@ -166,13 +163,14 @@ class LossCheck:
         with torch.no_grad():
             runs = [
                 tree_flatten(run_model(model, self._example.rebuild(part)[0]))
-                for part in (leaves, *self._halves(leaves))
+                for part in (leaves, *self._parts(leaves))
             ]
-        (whole, spec), (first, _), (second, _) = runs
-        if all(map(self._is_joinable, whole, first, second)):
+        (whole, spec), *rest = runs
+        parts = [part for part, _ in rest]
+        if all(map(self._is_joinable, whole, *parts)):
             joined = [
-                torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0]
-                for parts in zip(first, second, strict=True)
+                torch.cat(leaf) if isinstance(leaf[0], Tensor) else leaf[0]
+                for leaf in zip(*parts, strict=True)
             ]
             compare = partial(self._compare, joined, spec, leaves)
         else:
@@ -185,7 +183,7 @@ class LossCheck:
         return (
             ""
             if not joined
-            else self._of_drawn(Outputs.of(tree_unflatten(joined, spec), 2 * self._samples), leaves)
+            else self._of_drawn(Outputs.of(tree_unflatten(joined, spec), len(leaves[0])), leaves)
         )
 
     def _of_drawn(self, outputs: Outputs, leaves: list[Tensor]) -> str | None:
@@ -198,19 +196,20 @@ class LossCheck:
                 return f"{one.sentence(self._samples)} (losses of random outputs)"
         return ""
 
-    def _is_joinable(self, whole: Any, first: Any, second: Any) -> bool:
+    def _is_joinable(self, whole: Any, *parts: Any) -> bool:
         if isinstance(whole, Tensor):
-            sizes = [tuple(leaf.shape[:1]) for leaf in (whole, first, second)]
-            return sizes == [(2 * self._samples,), (self._samples,), (self._samples,)]
-        return whole is None or (isinstance(whole, (bool, str, float)) and whole == first)
+            sizes = {tuple(part.shape[:1]) for part in parts}
+            return sizes == {(self._samples,)} and len(whole) == len(parts) * self._samples
+        return whole is None or (isinstance(whole, (bool, str, float)) and whole == parts[0])
 
-    def _halves(self, leaves: Sequence[Any]) -> list[list[Any]]:
-        count = self._samples
+    def _parts(self, leaves: Sequence[Any]) -> list[list[Any]]:
+        """The leaves of each micro-batch."""
+        rows = next(len(leaf) for leaf in leaves if isinstance(leaf, Tensor))
 
-        def half(leaf: Any, lo: int) -> Any:
-            return leaf[lo : lo + count] if isinstance(leaf, Tensor) else leaf
+        def part(leaf: Any, lo: int) -> Any:
+            return leaf[lo : lo + self._samples] if isinstance(leaf, Tensor) else leaf
 
-        return [[half(leaf, lo) for leaf in leaves] for lo in (0, count)]
+        return [[part(leaf, lo) for leaf in leaves] for lo in range(0, rows, self._samples)]
 
     def _compare(
         self, output: list[Any], spec: TreeSpec, leaves: list[Tensor], *, seed: int = 0
@@ -235,14 +234,14 @@ class LossCheck:
 
         with torch.enable_grad():
             whole = total(output, leaves)
-            halves = zip(self._halves(output), self._halves(leaves), strict=True)
-            parts = [total(own, part) for own, part in halves]
+            pairs = zip(self._parts(output), self._parts(leaves), strict=True)
+            parts = [total(own, part) for own, part in pairs]
             joined = _joined(parts)
             gradients = [_gradient(value[0], sources) for value in (whole, joined)]
         norm = float(gradients[0].norm())
         difference = float((gradients[0] - gradients[1]).norm()) / max(norm, 1e-30)
         known = math.isfinite(norm)  # else training itself will say that it is not
-        return _Compared(_floats(whole), _floats(joined), difference if known else 0.0)
+        return _Compared(_floats(whole), _floats(joined), difference if known else 0.0, len(parts))
 
     def _compare_runs(self, model: nn.Module, leaves: list[Tensor], *, seed: int) -> _Compared:
         """Compare where the model returns the loss, or outputs that cannot be divided."""
@@ -253,18 +252,19 @@ class LossCheck:
             return _totals(run_loss(self._loss_fn, run_model(model, x), y))
 
         with torch.no_grad():
-            joined = _joined([total(part) for part in self._halves(leaves)])
-            return _Compared(_floats(total(leaves)), _floats(joined), 0.0)
+            parts = [total(part) for part in self._parts(leaves)]
+            return _Compared(_floats(total(leaves)), _floats(_joined(parts)), 0.0, len(parts))
 
 
 @dataclass(frozen=True)
 class _Compared:
-    """The loss, or sum and count, of a whole and of its parts; the relative difference of their
-    gradients."""
+    """The loss, or sum and count, of a whole and of its `count` parts; the relative difference of
+    their gradients."""
 
     whole: tuple[float, ...]
     parts: tuple[float, ...]
     gradient: float
+    count: int
 
     @property
     def agrees(self) -> bool:
@@ -277,19 +277,20 @@ class _Compared:
 
     def sentence(self, samples: int) -> str:
         """The fault with both numbers, and the cure."""
+        whole = f"for {self.count * samples} samples it is"
+        parts = f"their {self.count} micro-batches of {samples}"
         if len(self.whole) == 2:
             (a, count), (b, counts) = self.whole, self.parts
             return (
-                f"loss_fn returns (sum, count), but for {2 * samples} samples it is ({a:.6g}, "
-                f"{count:.6g}) and for their 2 micro-batches of {samples} together ({b:.6g}, "
-                f"{counts:.6g}): sums and counts of parts must add up to those of the whole; "
-                "return the sum over samples, or tokens, and their number, or give microbatches=1"
+                f"loss_fn returns (sum, count), but {whole} ({a:.6g}, {count:.6g}) and for {parts} "
+                f"together ({b:.6g}, {counts:.6g}): sums and counts of parts must add up to those "
+                "of the whole; return the sum over samples, or tokens, and their number, or give "
+                "microbatches=1"
             )
         apart = f" (their gradients differ by {self.gradient:.0%})" if self.gradient > LIMIT else ""
         return (
-            f"the loss is no mean over samples: for {2 * samples} samples it is "
-            f"{self.whole[0]:.6g}, and the mean over their 2 micro-batches of {samples} is "
-            f"{self.parts[0]:.6g}{apart}; {_CURE}"
+            f"the loss is no mean over samples: {whole} {self.whole[0]:.6g}, and the mean over "
+            f"{parts} is {self.parts[0]:.6g}{apart}; {_CURE}"
         )
 
 
@@ -301,8 +302,8 @@ def _totals(loss: Any) -> tuple[Tensor, ...]:
 
 def _joined(parts: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """The mean of the parts' losses, or their sums and counts added up."""
-    sums = tuple(first + second for first, second in zip(*parts, strict=True))
-    return sums if len(sums) == 2 else (sums[0] / 2,)
+    sums = tuple(torch.stack(values).sum(0) for values in zip(*parts, strict=True))
+    return sums if len(sums) == 2 else (sums[0] / len(parts),)
 
 
 def _floats(values: tuple[Tensor, ...]) -> tuple[float, ...]:
@@ -317,21 +318,6 @@ def _gradient(loss: Tensor, sources: list[Tensor]) -> Tensor:
     pairs = zip(grads, sources, strict=True)
     rows = [torch.zeros_like(own) if grad is None else grad for grad, own in pairs]
     return torch.cat([row.reshape(-1).to(torch.float64) for row in rows])
-
-
-def _relabelled(leaf: Tensor, bound: IndexBound) -> Tensor:
-    """The leaf with random class numbers in place of its own; ignored labels stay."""
-    assert bound.ignored is not None
-    classes = torch.arange(bound.low, bound.high)
-    classes = classes[classes != bound.ignored]
-    if len(classes) < 2:
-        return leaf
-    rows = leaf.reshape(leaf.shape[0], -1)
-    columns = slice(None) if bound.columns is None else list(bound.columns)
-    drawn = rows.clone()
-    drawn[:, columns] = classes[torch.randint(len(classes), drawn[:, columns].shape)].to(leaf.dtype)
-    ignored = rows.eq(bound.ignored)
-    return torch.where(ignored, rows, drawn).reshape(leaf.shape)
 
 
 @contextmanager

@@ -10,9 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-FEW_ELEMENTS = 50_000
-"""Below this number of elements several random outputs are drawn, since their losses are cheap."""
-
 
 @dataclass(frozen=True)
 class Outputs:
@@ -28,11 +25,10 @@ class Outputs:
         leaves, spec = tree_flatten(output)
         return cls(samples, tuple(map(_described, leaves)), spec)
 
-    @property
-    def draws(self) -> int:
-        """The number of random outputs that are worth their time."""
+    def elements(self, samples: int) -> int:
+        """The number of elements for so many samples."""
         sizes = [math.prod(leaf.shape) for leaf in self.leaves if isinstance(leaf, _Shape)]
-        return 4 if sum(sizes) < FEW_ELEMENTS else 1
+        return sum(sizes) * samples // self.samples
 
     def drawn(self, samples: int) -> list[Any] | None:
         """Random leaves for so many samples; None if some leaf is not batch-first and floating.

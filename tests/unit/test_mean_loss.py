@@ -4,6 +4,7 @@ train it wrong; no other loss is."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,12 +31,20 @@ def linear() -> nn.Module:
     return nn.Linear(6, 3)
 
 
-def fault(loss_fn: Loss, model: nn.Module | None = None, x: Any = FEATURES, y: Any = LABELS) -> str:
+def fault(
+    loss_fn: Loss,
+    model: nn.Module | None = None,
+    x: Any = FEATURES,
+    y: Any = LABELS,
+    samples: int = 4,
+    classes: int = 3,
+) -> str:
     model = model or linear()
     model_input = x if isinstance(x, dict) else {"input": x}
-    outputs = Outputs.of(model(**model_input), 8)
+    outputs = Outputs.of(model(**model_input), Example(x, y).samples)
     labels = isinstance(y, Tensor) and y.dtype is torch.int64
-    check = LossCheck(model, loss_fn, Example(x, y), [CLASSES] if labels else [], 4)
+    bounds = [replace(CLASSES, high=classes)] if labels else []
+    check = LossCheck(model, loss_fn, Example(x, y), bounds, samples)
     state = torch.get_rng_state()
     text = check.fault(outputs)
     assert torch.equal(torch.get_rng_state(), state)
@@ -91,6 +100,36 @@ def test_others_are_refused_with_both_numbers(loss_fn: Loss, why: str) -> None:
     assert "microbatches=1" in text
     with pytest.raises(AssertionError, match=why):
         raise AssertionError(text)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 4])
+@pytest.mark.parametrize("labels", [[0, 1, 0, 1, 2, 1, 2, 2], [1] * 8, [2, 1, 2, 1, 2, 1, 0, 0]])
+def test_few_labels_agree_by_no_luck(samples: int, labels: list[int]) -> None:
+    """Both halves of the first pair may have the same labels, and of a drawn pair as well."""
+    for loss_fn in (
+        lambda o, y: F.cross_entropy(o, y, WEIGHT),
+        lambda o, y: F.cross_entropy(o, y, ignore_index=0),
+        lambda o, y: (F.cross_entropy(o, y, reduction="none") * y).sum() / (y.sum() + 1e-9),
+    ):
+        assert "no mean over samples" in fault(loss_fn, y=torch.tensor(labels), samples=samples)
+        x, y = FEATURES[: 2 * samples], torch.tensor(labels[: 2 * samples])
+        assert "no mean over samples" in fault(loss_fn, x=x, y=y, samples=samples)
+
+
+@pytest.mark.parametrize("rare", [0, 99, 57])
+def test_the_weight_of_a_rare_class_is_found(rare: int) -> None:
+    """An outermost class is drawn at once; another one is found where a sample has it."""
+    weight = torch.ones(100)
+    weight[rare] = 0.1
+    labels = torch.arange(10, 50).repeat(2)[: 16 * 4]
+    if rare == 57:
+        labels[37] = rare
+    torch.manual_seed(0)
+    text = fault(
+        lambda o, y: F.cross_entropy(o, y, weight), nn.Linear(6, 100), torch.randn(64, 6), labels,
+        samples=2, classes=100,
+    )  # fmt: skip
+    assert "no mean over samples" in text
 
 
 def test_class_weights_are_found_where_all_labels_are_of_one_class() -> None:
@@ -231,7 +270,7 @@ def test_a_loss_that_cannot_be_computed_for_the_whole_warns() -> None:
     def of_four(o: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(o.reshape(4, 3), y)
 
-    with pytest.warns(LossWarning, match="fails for 8 samples at once"):
+    with pytest.warns(LossWarning, match="fails for several micro-batches of 4 at once"):
         assert fault(of_four) == ""
 
 

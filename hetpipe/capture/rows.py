@@ -1,0 +1,76 @@
+"""Rows by which a loss is compared: those of the example batch, and rows with other labels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hetpipe.capture.example import Example
+from hetpipe.capture.indices import IndexBound
+
+MANY_LABELS = 64
+"""Two micro-batches with so many labels do not agree by luck."""
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+class Rows:
+    """Whole micro-batches of `samples` rows, as leaves of the example batch."""
+
+    def __init__(self, example: Example, bounds: Sequence[IndexBound], samples: int) -> None:
+        self._example, self._samples = example, samples
+        self._leaves = example.tensors(example.samples)
+        self._bounds = [bound for bound in bounds if bound.ignored is not None]
+
+    @property
+    def count(self) -> int:
+        """The number of micro-batches in the example, or 2 if it has fewer."""
+        return max(self._example.samples // self._samples, 2)
+
+    @property
+    def has_few_labels(self) -> bool:
+        """Whether the labels of two micro-batches are so few that they may agree by luck."""
+        first = dict(zip(self._example.names, self.given(2), strict=True))
+        return 0 < sum(first[bound.leaf].numel() for bound in self._bounds) < MANY_LABELS
+
+    def given(self, count: int) -> list[Tensor]:
+        """The first `count` micro-batches of the example, which is repeated if it has fewer."""
+        rows = count * self._samples
+        if rows > self._example.samples:
+            return self._example.tensors(rows)
+        return [leaf[:rows] for leaf in self._leaves]
+
+    def drawn(self, count: int) -> list[Tensor]:
+        """The rows of `count` micro-batches in a random order, and with other labels: in the
+        example all may be of one class."""
+        order = torch.randperm(count * self._samples)
+        leaves = dict(zip(self._example.names, self.given(count), strict=True))
+        leaves = {name: leaf[order] for name, leaf in leaves.items()}
+        for bound in self._bounds:
+            leaves[bound.leaf] = _relabelled(leaves[bound.leaf], bound)
+        for name, leaf in leaves.items():
+            if name[0] == "y" and leaf.dtype not in _INTEGERS and bool((leaf == 1).all()):
+                leaves[name] = torch.randint(2, leaf.shape).to(leaf.dtype)  # a mask, maybe
+        return list(leaves.values())
+
+
+def _relabelled(leaf: Tensor, bound: IndexBound) -> Tensor:
+    """The leaf with classes in turn in place of its own, in a random order; ignored labels stay.
+
+    The first class and the last are among them: a weight is often that of the background.
+    """
+    assert bound.ignored is not None
+    classes = torch.arange(bound.low, bound.high)
+    classes = classes[classes != bound.ignored]
+    if len(classes) < 2:
+        return leaf
+    inner = classes[1:-1]
+    classes = torch.cat([classes[:1], classes[-1:], inner[torch.randperm(len(inner))]])
+    rows = leaf.reshape(leaf.shape[0], -1)
+    columns = slice(None) if bound.columns is None else list(bound.columns)
+    drawn = rows.clone()
+    count = drawn[:, columns].numel()
+    labels = classes[torch.arange(count) % len(classes)][torch.randperm(count)]
+    drawn[:, columns] = labels.reshape(drawn[:, columns].shape).to(leaf.dtype)
+    return torch.where(rows.eq(bound.ignored), rows, drawn).reshape(leaf.shape)
