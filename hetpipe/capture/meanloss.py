@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -132,21 +132,19 @@ class LossCheck:
         self, outputs: Outputs, leaves: list[Tensor], *, seed: int = 0
     ) -> list[_Compared]:
         """Compare for random outputs, several ones where that is cheap: a loss that compares
-        samples may agree by luck. Empty if the loss asks more of its outputs than these meet."""
+        samples may agree by luck. Without those for which the loss fails, as it asks more."""
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(0)
             rows = len(leaves[0])
             is_cheap = rows <= PARTS * self._samples and outputs.elements(rows) < FEW_ELEMENTS
             draws = 4 if is_cheap else 1
-            drawn = [outputs.drawn(rows) for _ in range(draws)]
-        try:
-            return [
-                self._compare(each, outputs.spec, leaves, seed=seed)
-                for each in drawn
-                if each is not None
-            ]
-        except Exception:
-            return []
+            drawn = [outputs.drawn(rows, is_wide=index == 3) for index in range(draws)]
+        compared = []
+        for each in drawn:
+            if each is not None:
+                with suppress(Exception):
+                    compared.append(self._compare(each, outputs.spec, leaves, seed=seed))
+        return compared
 
     def _of_true_outputs(self, leaves: list[Tensor], modules: list[nn.Module]) -> str:
         """Compare for the outputs of the model itself, which does not draw random numbers."""

@@ -30,17 +30,19 @@ class Outputs:
         sizes = [math.prod(leaf.shape) for leaf in self.leaves if isinstance(leaf, _Shape)]
         return sum(sizes) * samples // self.samples
 
-    def drawn(self, samples: int) -> list[Any] | None:
+    def drawn(self, samples: int, is_wide: bool = False) -> list[Any] | None:
         """Random leaves for so many samples; None if some leaf is not batch-first and floating.
 
-        Numbers between 0 and 1 are valid as logits, as probabilities and as quantities.
+        Numbers between 0 and 1 are valid as logits, as probabilities and as quantities; wide ones,
+        of both signs, are like the logits of a trained model.
         """
         leaves: list[Any] = []
         for leaf in self.leaves:
             if isinstance(leaf, _Shape):
                 if leaf.shape[:1] != (self.samples,) or not leaf.dtype.is_floating_point:
                     return None
-                values = torch.rand(samples, *leaf.shape[1:]) * 0.9 + 0.05
+                shape = (samples, *leaf.shape[1:])
+                values = 3 * torch.randn(shape) if is_wide else torch.rand(shape) * 0.9 + 0.05
                 leaves.append(values.to(leaf.dtype))
             elif leaf is None or isinstance(leaf, (bool, str, float)):
                 leaves.append(leaf)

@@ -132,6 +132,15 @@ def test_the_weight_of_a_rare_class_is_found(rare: int) -> None:
     assert "no mean over samples" in text
 
 
+def test_a_root_that_small_outputs_hardly_show_is_found() -> None:
+    def root(o: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(o.softmax(1), F.one_hot(y, 100).float()).sqrt()
+
+    torch.manual_seed(0)
+    x, y = torch.randn(32, 6), torch.randint(100, (32,))
+    assert "no mean over samples" in fault(root, nn.Linear(6, 100), x, y, samples=8, classes=100)
+
+
 def test_class_weights_are_found_where_all_labels_are_of_one_class() -> None:
     def weighted(o: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(o, y, WEIGHT)
