@@ -167,8 +167,8 @@ def _cure(value: torch.Tensor | Array) -> str:
         return "a tensor on the meta device, which has no elements; make it on the CPU"
     elif dtype not in _DTYPES:
         return (
-            f"a tensor of {dtype}, which numpy lacks; convert it with .float(), and let passes "
-            "compute in halves with precision='bfloat16'"
+            f"a tensor of {dtype}, which numpy lacks; convert batch and model with .float(), and "
+            "let passes compute in halves with precision='bfloat16'"
         )
     return ""
 

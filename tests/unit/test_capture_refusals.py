@@ -205,9 +205,11 @@ def test_an_example_without_batch_dimension() -> None:
 
 
 def test_half_precision_parameters() -> None:
-    model = Model(torch.relu).to(torch.bfloat16)
+    model, (x, y) = Model(torch.relu).to(torch.bfloat16), _batch()
     with pytest.raises(CaptureError, match=r"first.weight is .*bfloat16.*precision='bfloat16'"):
-        Captured(model, F.cross_entropy, (torch.randn(4, 3).bfloat16(), _batch()[1]))
+        Captured(model, F.cross_entropy, (x, y))
+    with pytest.raises(CaptureError, match=r"x of the batch is .*bfloat16.*batch and model with"):
+        Captured(model, F.cross_entropy, (x.bfloat16(), y))
 
 
 @pytest.mark.parametrize("cuts", [[0], [3], [2, 1], [1, 1], [-1]])
