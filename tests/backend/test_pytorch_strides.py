@@ -51,7 +51,7 @@ def is_near(actual: torch.Tensor, expected: torch.Tensor, scale: float) -> bool:
         return torch.equal(actual, expected)
     finite = expected.isfinite()
     error = (actual[finite] - expected[finite]).abs().nan_to_num(nan=torch.inf)
-    limit = 100 * torch.finfo(expected.dtype).eps * max(scale, largest_of([expected]))
+    limit = 80 * torch.finfo(expected.dtype).eps * max(scale, largest_of([expected]))
     return actual.shape == expected.shape and bool((error <= limit).all())
 
 
