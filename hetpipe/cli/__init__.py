@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import warnings
+from contextlib import suppress
 from itertools import count
 from types import FrameType
 
@@ -52,6 +53,15 @@ def end_on_interrupt() -> None:
             os.write(2, b"\x1b[?25h\n")  # the cursor, which a progress bar hides
         os._exit(INTERRUPTED)
 
+    def leave() -> None:
+        # The interpreter ends with the default handler, which kills.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if next(presses) > 1:
+            # An interrupt that passed through `exec` of a text would end Python by a signal.
+            with suppress(OSError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(INTERRUPTED)
+
     signal.signal(signal.SIGINT, pressed)
-    # Registered first, called last: the interpreter ends with the default handler, which kills.
-    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    atexit.register(leave)  # registered first, called last

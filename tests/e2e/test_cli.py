@@ -354,7 +354,25 @@ def test_a_second_interrupt_says_that_it_closes_and_a_third_leaves(presses: int)
             assert process.stderr.readline() == "closing; Ctrl-C once more leaves at once\n"
         if presses > 2:
             process.send_signal(signal.SIGINT)
-        assert process.wait(30) == (130 if presses == 3 else 0)
+        assert process.wait(30) == 130
+
+
+def test_an_interrupt_within_a_text_that_is_executed_ends_with_the_status(tmp_path: Path) -> None:
+    """Python ends a module by the signal when an interrupt has passed through `exec` of a text."""
+    (tmp_path / "interrupted.py").write_text("""
+import sys
+from hetpipe.cli import end_on_interrupt
+end_on_interrupt()
+try:
+    exec("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+except KeyboardInterrupt:
+    print("closed")
+    sys.exit(130)
+""")
+    ended = subprocess.run(
+        [sys.executable, "-m", "interrupted"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "closed\n", "")
 
 
 def test_an_interrupt_while_the_interpreter_ends_does_not_kill_it() -> None:
