@@ -1,5 +1,5 @@
 # make bench: measure this machine.   make test: the project's checks.
-#   SHARE=all           make test runs every case of its wide tables, not the share of this commit
+#   SHARE=all           make test runs every case of its wide tables, not a share of them
 #   PYTHON=python3.12   the interpreter that makes the virtual environment (3.10 or newer)
 #   TORCH_INDEX=URL     another package index for torch alone, for instance one with CPU-only builds
 #   ARGS='...'          more options for the benchmark, see `hetpipe bench --help`
@@ -8,7 +8,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 ARGS ?=
-SHARE ?= commit
+SHARE ?= tree
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed

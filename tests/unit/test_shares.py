@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from shares import SHARES, share_of_commit
+from shares import SHARES, share_of_tree
 
 TABLE = """
 import pytest
@@ -64,10 +64,30 @@ def test_every_case_is_in_one_share_and_narrow_ones_in_all(project: Path) -> Non
     assert all(len(share) - len(own) == 2 for share, own in zip(shares, wide, strict=True))
 
 
-def test_a_commit_has_one_share() -> None:
-    assert [share_of_commit(f"{n:040x}") for n in range(6)] == [1, 2, 3, 4, 5, 1]
+def test_a_tree_has_one_share() -> None:
+    assert [share_of_tree(f"{n:040x}") for n in range(6)] == [1, 2, 3, 4, 5, 1]
 
 
-def test_without_a_commit_the_day_has_one(project: Path) -> None:
+def test_an_amended_message_changes_no_share_and_a_changed_file_may(project: Path) -> None:
+    def git(*arguments: str) -> None:
+        who = ["-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", *who, *arguments], cwd=project, check=True, capture_output=True)
+
+    git("init")
+    git("add", ".")
+    messages, files = set(), set()
+    for number in range(4):
+        git("commit", *(["--amend"] if number else []), "-m", f"message {number}")
+        messages.add(tuple(collected(project, "--share", "tree")))
+    for number in range(4):
+        (project / "text").write_text(f"{number}")
+        git("add", ".")
+        git("commit", "-m", "the same")
+        files.add(tuple(collected(project, "--share", "tree")))
+    assert len(messages) == 1
+    assert len(files | messages) > 1
+
+
+def test_without_a_tree_the_day_chooses(project: Path) -> None:
     shares = [collected(project, "--share", str(n)) for n in range(1, SHARES + 1)]
-    assert collected(project, "--share", "commit") in shares
+    assert collected(project, "--share", "tree") in shares
