@@ -23,7 +23,7 @@ from rich.console import Console
 
 from hetpipe.bench.paced import PacedOpenCL, PacedTorch
 from hetpipe.bench.training import fresh_costs, one_thread, train
-from hetpipe.capture import Captured
+from hetpipe.capture.captured import Captured
 from hetpipe.cluster.cluster import Cluster, Link
 from hetpipe.cost.table import CostTable
 from hetpipe.crew.crew import Crew
@@ -31,7 +31,7 @@ from hetpipe.errors import HetpipeError
 from hetpipe.files import write_json
 from hetpipe.pipeline.pipeline import Pipeline
 from hetpipe.plan.plan import Plan
-from hetpipe.plan.planners import plan as planned
+from hetpipe.plan.planners.registry import plan as planned
 from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, grouped
 from hetpipe.profile.clock import half_width_s
 from hetpipe.profile.drift import mean_correction

@@ -17,8 +17,8 @@ from hetpipe.bench.outcome import Linked, Outcome, Setting
 from hetpipe.bench.peer import refusal
 from hetpipe.bench.rows import AtOnceRow, Pace, PeerRow, PipelineRow, PlainRow, Row, Task
 from hetpipe.bench.training import fresh_costs
-from hetpipe.capture import Captured
-from hetpipe.cluster import Cluster, Link, available_cores
+from hetpipe.capture.captured import Captured
+from hetpipe.cluster.cluster import Cluster, Link, available_cores
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import PlanError
 from hetpipe.pipeline.options import PlanOptions

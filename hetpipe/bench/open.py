@@ -12,7 +12,7 @@ from hetpipe.zoo.load import optimizer_of
 from hetpipe.zoo.workload import Workload
 
 if TYPE_CHECKING:
-    from hetpipe.cluster import Cluster
+    from hetpipe.cluster.cluster import Cluster
     from hetpipe.plan.plan import Plan
 
 SEED = 0

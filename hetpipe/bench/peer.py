@@ -25,7 +25,7 @@ from hetpipe.bench.child import Child, answer, ask, pin, requests
 if TYPE_CHECKING:
     import torch
 
-    from hetpipe.cluster import Cluster
+    from hetpipe.cluster.cluster import Cluster
     from hetpipe.zoo.workload import Workload
 
 START_LIMIT_S = 120.0  # for all processes to meet

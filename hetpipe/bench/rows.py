@@ -24,8 +24,8 @@ from hetpipe.zoo.load import optimizer_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hetpipe.capture import Captured
-    from hetpipe.cluster import Cluster
+    from hetpipe.capture.captured import Captured
+    from hetpipe.cluster.cluster import Cluster
     from hetpipe.cost.table import CostTable
     from hetpipe.plan.plan import Plan
     from hetpipe.profile.drift import Correction

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hetpipe.bench.eager import Eager, micro_sizes
-from hetpipe.capture import Captured
+from hetpipe.capture.captured import Captured
 from hetpipe.cost.table import CostTable
 from hetpipe.pipeline.pipeline import Pipeline
 from hetpipe.plan.plan import Plan, StagePlan

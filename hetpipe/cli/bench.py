@@ -27,7 +27,7 @@ from hetpipe.errors import ClusterError
 
 if TYPE_CHECKING:
     from hetpipe.bench.outcome import Outcome, Setting
-    from hetpipe.cluster import Cluster, Link
+    from hetpipe.cluster.cluster import Cluster, Link
 
 SHORT = ("digits", "gpt")
 FULL = ("digits", "gpt", "lstm")
@@ -190,7 +190,7 @@ def _settings(
 def _check_models(models: Sequence[str], count: int | None, mini_batch: int | None) -> None:
     """Load all workloads first: measuring one takes minutes, and a later name may be wrong."""
     from hetpipe.pipeline.fit import check_count
-    from hetpipe.zoo import load_workload
+    from hetpipe.zoo.load import load_workload
 
     for model in models:
         workload = load_workload(model)
@@ -228,7 +228,7 @@ def _sum_up(output: Output, outcomes: list[Outcome]) -> None:
 
 def _draw(output: Output, path: Path, outcomes: list[Outcome]) -> None:
     """The balanced pipelines' last steps, measured above predicted."""
-    from hetpipe.report import draw_workloads
+    from hetpipe.report.picture import draw_workloads
 
     draw_workloads(path, [outcome.timelines for outcome in outcomes], "One mini-batch")
     output.text(f"timelines drawn in {path}")

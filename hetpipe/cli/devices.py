@@ -15,12 +15,11 @@ def command(
 
     With a cluster file its members are the devices that join, and its options of backends count.
     """
-    from hetpipe.cluster import Cluster
+    from hetpipe.cluster.cluster import Cluster
     from hetpipe.crew.launcher import configure_backends
     from hetpipe.errors import ClusterError
-    from hetpipe.report import device_table
-    from hetpipe.sdk import backend_names, discover_devices
-    from hetpipe.sdk.registry import get_backend, provider_of
+    from hetpipe.report.tables import device_table
+    from hetpipe.sdk.registry import backend_names, discover_devices, get_backend, provider_of
 
     output = Output(json)
     described = None if cluster is None else Cluster.load(cluster)

@@ -26,7 +26,7 @@ def command(
     """Examine every backend and device. Exit 1 if a backend that is named, or a device that joins
     unasked, does not work."""
     from hetpipe.errors import HetpipeError
-    from hetpipe.sdk import backend_names, discover_devices
+    from hetpipe.sdk.registry import backend_names, discover_devices
     from hetpipe.sdk.tested import run_selftests
 
     output = Output(json)

@@ -11,7 +11,7 @@ import typer
 from hetpipe.errors import ClusterError, PlanError
 
 if TYPE_CHECKING:
-    from hetpipe.cluster import Cluster
+    from hetpipe.cluster.cluster import Cluster
 
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="A zoo name, or package.module:factory.")
@@ -146,7 +146,7 @@ def make_cluster(
     file: Path | None, devices: str | None, backends: str | None, speeds: list[str] | None
 ) -> Cluster:
     """The cluster that the options describe, else the local one. Raises `ClusterError`."""
-    from hetpipe.cluster import Cluster
+    from hetpipe.cluster.cluster import Cluster
     from hetpipe.cluster.published import file_or_published
 
     emulated = parse_speeds(speeds)

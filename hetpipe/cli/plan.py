@@ -46,7 +46,7 @@ from hetpipe.cli.study import (
 from hetpipe.errors import PlanError
 
 if TYPE_CHECKING:
-    from hetpipe.cluster import Cluster
+    from hetpipe.cluster.cluster import Cluster
     from hetpipe.cost.table import CostTable
     from hetpipe.pipeline.options import PlanOptions
     from hetpipe.plan.plan import Plan
@@ -172,7 +172,7 @@ def _measured(
     members = make_cluster(*where)
     check_devices(asked, len(members.members))
     from hetpipe.bench.open import open_pipeline
-    from hetpipe.zoo import load_workload
+    from hetpipe.zoo.load import load_workload
 
     options = asked.keywords | {"priced": True}
     with (
@@ -190,7 +190,7 @@ def _priced(
 ) -> tuple[Plan, CostTable]:
     """The plan from a table of costs alone."""
     from hetpipe.cli.priced import check_layers, plan_by
-    from hetpipe.cost import read_costs
+    from hetpipe.cost.file import read_costs
 
     table = read_costs(path)
     from hetpipe.pipeline.fit import check_policy

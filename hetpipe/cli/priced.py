@@ -53,7 +53,7 @@ def microbatches_of(costs: CostTable, mini_batch: int, asked: int | None) -> int
 
 def check_layers(costs: CostTable, workload: Workload, mini_batch: int) -> None:
     """Raises `PlanError` if the table is of another model."""
-    from hetpipe.capture import Captured
+    from hetpipe.capture.captured import Captured
 
     example = next(workload.batches(mini_batch, 0))
     captured = Captured(workload.model, workload.loss_fn, example, samples=costs.samples)

@@ -46,10 +46,10 @@ def command(
     output = Output(json)
     check_name(model)
     members = make_cluster(cluster, devices, backends, emulate_speed)
-    from hetpipe.capture import Captured
+    from hetpipe.capture.captured import Captured
     from hetpipe.crew.crew import Crew
     from hetpipe.profile.measure import profile, stored_costs
-    from hetpipe.report import cost_table, link_table
+    from hetpipe.report.tables import cost_table, link_table
 
     workload = load_workload(model)
     rows = mini_batch or workload.mini_batch

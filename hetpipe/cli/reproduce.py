@@ -24,7 +24,7 @@ def command(
 
     HETPIPE_DATA names the folder of the published profiles and figures.
     """
-    from hetpipe.papers.reproduced import reproduce
+    from hetpipe.papers.reproduced.table import reproduce
     from hetpipe.report.tables import make_table
 
     output = Output(json)

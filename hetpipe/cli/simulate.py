@@ -38,7 +38,7 @@ def command(
     json: JsonOption = None,
 ) -> None:
     """Simulate a plan: its step, the bubble and peak memory of each worker, bytes of each link."""
-    from hetpipe.cost import read_costs
+    from hetpipe.cost.file import read_costs
     from hetpipe.plan.file import read_plan
     from hetpipe.study.simulation import simulate
 

@@ -11,7 +11,7 @@ import typer
 from hetpipe.errors import ClusterError, HetpipeError
 
 if TYPE_CHECKING:
-    from hetpipe.cluster import Cluster
+    from hetpipe.cluster.cluster import Cluster
     from hetpipe.plan.proposal import PlannerOptions
     from hetpipe.simulate.timeline import Timeline
     from hetpipe.study.subject import Subject
@@ -105,7 +105,7 @@ def subject_from(
 
 def cluster_from(name: str | None) -> Cluster:
     """The cluster of a file or of a published name. Raises `ClusterError`."""
-    from hetpipe.cluster import Cluster
+    from hetpipe.cluster.cluster import Cluster
 
     if name is None:
         raise ClusterError("no cluster: give --cluster a file, or the name of a published cluster")

@@ -121,7 +121,7 @@ def command(
 
     from hetpipe.bench.open import open_pipeline
     from hetpipe.bench.training import compare
-    from hetpipe.zoo import load_workload
+    from hetpipe.zoo.load import load_workload
 
     workload = load_workload(model)
     options = {
@@ -204,7 +204,7 @@ def _keep(
         draw_workloads(picture, _panels(pipe), title)
         output.text(f"timelines of a step drawn in {picture}")
     if trace is not None:
-        from hetpipe.report import write_trace
+        from hetpipe.report.trace import write_trace
 
         write_trace(trace, [timeline for panel in _panels(pipe) for timeline in panel])
         output.text(f"timelines of a step in {trace}, for ui.perfetto.dev or chrome://tracing")
@@ -237,7 +237,7 @@ def _checked(
 ) -> tuple[int, bool]:
     """Return how many losses are compared with torch's, and whether gradients are."""
     from hetpipe.bench.eager import random_layers
-    from hetpipe.schedule import is_asynchronous
+    from hetpipe.schedule.rule import is_asynchronous
 
     if not check_steps:
         return 0, False

@@ -115,7 +115,7 @@ class _Results:
 
 
 def _opened(device: str | None) -> Device:
-    from hetpipe.cluster import Cluster
+    from hetpipe.cluster.cluster import Cluster
     from hetpipe.sdk.registry import open_device
 
     return open_device(device or Cluster.local().members[0].device)

@@ -106,7 +106,7 @@ MODELS = (
 
 def _programs(rig: Rig, model: Model, cuts: Sequence[int] = ()) -> list[tuple[str, Any]]:
     """The programs of a model as the device gets them, by name; of one stage or of several."""
-    from hetpipe.capture import capture
+    from hetpipe.capture.captured import capture
 
     torch.manual_seed(0)
     captured = capture(model.model(), nn.functional.cross_entropy, model.batch(0))

@@ -23,8 +23,8 @@ from hetpipe.cost.published import ProfileNode, read_profile
 from hetpipe.papers.reproduced.table import Row, expected
 from hetpipe.plan.shares import divided
 from hetpipe.schedule.generators import generate
-from hetpipe.simulate import StageTimes, Transfer, simulate
-from hetpipe.simulate.times import ring_s
+from hetpipe.simulate.simulator import simulate
+from hetpipe.simulate.times import StageTimes, Transfer, ring_s
 
 CLUSTERS = {
     "4 vcu118": "bapipe-4-vcu118",

@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 from hetpipe.bench.training import train
-from hetpipe.capture import Captured
+from hetpipe.capture.captured import Captured
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.crew.crew import Crew
 from hetpipe.pipeline.pipeline import Pipeline

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from hetpipe.capture.captured import Captured
 from hetpipe.capture.example import Example
 from hetpipe.capture.tensors import check_capturable
-from hetpipe.checkpoint import Checkpoint
-from hetpipe.checkpoint import load as load_checkpoint
+from hetpipe.checkpoint.checkpoint import Checkpoint
+from hetpipe.checkpoint.checkpoint import load as load_checkpoint
 from hetpipe.crew.crew import Crew
 from hetpipe.crew.custom_operators import share_operators
 from hetpipe.errors import CheckpointError, HetpipeError
 from hetpipe.files import user_path
-from hetpipe.optim import check_optimizer
+from hetpipe.optim.check import check_optimizer
 from hetpipe.pipeline.boardtime import BoardTime
 from hetpipe.pipeline.delivery import Delivery
 from hetpipe.pipeline.effort import effort_of

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import numpy as np
 
 from hetpipe.capture.program import BUFFER, PARAM, STATE, Program, StageGraphs
-from hetpipe.checkpoint import Checkpoint, save
+from hetpipe.checkpoint.checkpoint import Checkpoint, save
 from hetpipe.errors import CheckpointError, PlanError
 from hetpipe.pipeline.lossscale import ScaleState, Scaling
 from hetpipe.plan.plan import Plan

@@ -12,7 +12,7 @@ from hetpipe.pipeline.lossscale import LossScale
 from hetpipe.pipeline.resume import progress_of
 
 if TYPE_CHECKING:
-    from hetpipe.checkpoint import Checkpoint
+    from hetpipe.checkpoint.checkpoint import Checkpoint
     from hetpipe.pipeline.stages import Subject
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hetpipe.capture.program import BUFFER, GRAD, PARAM, STATE, StageGraphs
-from hetpipe.checkpoint import Checkpoint
+from hetpipe.checkpoint.checkpoint import Checkpoint
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
 from hetpipe.pipeline.loading import Loading, loading_of

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hetpipe.capture.program import BUFFER, GRAD, PARAM
-from hetpipe.checkpoint import Checkpoint
+from hetpipe.checkpoint.checkpoint import Checkpoint
 from hetpipe.crew.request import Apply, StepRequest, StepResult
 from hetpipe.errors import HetpipeError, NoMeanError, NotFiniteError
 from hetpipe.pipeline.batches import (

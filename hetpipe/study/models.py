@@ -98,7 +98,7 @@ class Model:
         return statistics.median(steps_s[WARM_STEPS:])
 
     def _captured(self) -> Captured:
-        from hetpipe.capture import Captured
+        from hetpipe.capture.captured import Captured
 
         example = next(self.workload.batches(self.mini_batch, 0))
         return Captured(self.workload.model, self.workload.loss_fn, example, samples=self.samples)

@@ -23,7 +23,7 @@ from hetpipe.errors import ClusterError, HetpipeError
 from hetpipe.words import words
 
 if TYPE_CHECKING:
-    from hetpipe.cluster import Cluster
+    from hetpipe.cluster.cluster import Cluster
     from hetpipe.cost.board import Board
     from hetpipe.pipeline.exporting import Written
     from hetpipe.plan.plan import Plan
@@ -74,7 +74,7 @@ def command(
     members = _members(stored, cluster, devices, backends, device)
     boards = _boards(stored, cluster, board)
 
-    from hetpipe.capture import Captured
+    from hetpipe.capture.captured import Captured
     from hetpipe.crew.workers import Workers
     from hetpipe.pipeline.exporting import Exportable, check_layers, export
     from hetpipe.pipeline.options import PlanOptions
