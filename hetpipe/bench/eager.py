@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hetpipe.capture.example import call
+from hetpipe.capture.export.example import call
 from hetpipe.errors import HetpipeError
 from hetpipe.optim.rule import Optimizer
 

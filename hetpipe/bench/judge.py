@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from hetpipe.bench.eager import torch_optimizer
 from hetpipe.bench.filed import Filed, activations_filed
 from hetpipe.bench.shared import with_same_parameters
-from hetpipe.capture.example import call
+from hetpipe.capture.export.example import call
 from hetpipe.optim.rule import Optimizer
 from hetpipe.zoo.workload import Workload
 

@@ -23,7 +23,7 @@ __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
         "Captured": "captured",
-        "EvalModeWarning": "modes",
+        "EvalModeWarning": "export.training_modes",
         "Layer": "layers",
         "LayerGraph": "layers",
         "PassPrograms": "program",

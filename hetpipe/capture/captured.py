@@ -9,31 +9,37 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from hetpipe.capture import kept
-from hetpipe.capture.channels import split_layers, splittable
-from hetpipe.capture.eager import EagerModule
-from hetpipe.capture.elementwise import check_elementwise
-from hetpipe.capture.example import Array, Example
-from hetpipe.capture.export import export
-from hetpipe.capture.facts import Facts, facts_of
-from hetpipe.capture.flat import Flat, flatten
-from hetpipe.capture.identity import Identity, optimizer_identity, tables_identity
-from hetpipe.capture.indices import check_indices, check_means, mark_checked
-from hetpipe.capture.joint import Decompositions
-from hetpipe.capture.labels import label, layer_graph
+from hetpipe.capture import disk_cache
+from hetpipe.capture.export.eager import EagerModule
+from hetpipe.capture.export.example import Array, Example
+from hetpipe.capture.export.flatten import flatten
+from hetpipe.capture.export.identity import Identity, optimizer_identity, tables_identity
+from hetpipe.capture.export.index_bounds import check_indices, check_means, mark_checked
+from hetpipe.capture.export.layer_labels import label, layer_graph
+from hetpipe.capture.export.mean_loss import LossCheck
+from hetpipe.capture.export.model_changes import Watch
+from hetpipe.capture.export.named_tensors import (
+    NamedTensors,
+    array_of,
+    check_capturable,
+    copied_loss,
+    on_cpu,
+)
+from hetpipe.capture.export.outputs import Outputs
+from hetpipe.capture.export.source_files import UnknownCodeError
+from hetpipe.capture.export.summary import Facts, facts_of
+from hetpipe.capture.export.torch_export import export
+from hetpipe.capture.export.training_modes import Modes
+from hetpipe.capture.flat_graph import Flat
 from hetpipe.capture.layers import LayerGraph
-from hetpipe.capture.meanloss import LossCheck
-from hetpipe.capture.modes import Modes
-from hetpipe.capture.outputs import Outputs
-from hetpipe.capture.parts import Parts
+from hetpipe.capture.passes.elementwise import check_elementwise
+from hetpipe.capture.passes.recompute import check_modes
+from hetpipe.capture.passes.split_layers import split_layers, splittable
+from hetpipe.capture.passes.split_parameters import Parts
+from hetpipe.capture.passes.stage_graphs import EXTRAS, Extra, trace_stages
+from hetpipe.capture.passes.trace_cache import Traces
 from hetpipe.capture.precision import Precision
-from hetpipe.capture.program import StageGraphs
-from hetpipe.capture.recompute import check_modes
-from hetpipe.capture.sources import UnknownCodeError
-from hetpipe.capture.stages import EXTRAS, Extra, trace_stages
-from hetpipe.capture.tensors import NamedTensors, array_of, check_capturable, copied_loss, on_cpu
-from hetpipe.capture.traces import Traces
-from hetpipe.capture.watch import Watch
+from hetpipe.capture.program import Decompositions, StageGraphs
 from hetpipe.errors import CaptureError
 from hetpipe.optim.rule import Optimizer
 
@@ -137,9 +143,9 @@ class Captured:
 
         `decompositions` has one table per stage, from its backend. `samples` lists the sizes of
         micro-batches; each gets its own passes. Without an optimizer the stages have no update.
-        `recompute` has one mode per stage, see `hetpipe.capture.recompute`. With `halves` every
-        backward also comes in two halves. They have the programs `predict` and
-        `norm` only if these are among `extras`.
+        `recompute` has one mode per stage, see `hetpipe.capture.passes.recompute`. With `halves`
+        every backward also comes in two halves. The stages have the programs `predict` and `norm`
+        only if these are among `extras`.
         """
         self._check(cuts, decompositions)
         if optimizer is not None:
@@ -224,7 +230,7 @@ class Captured:
         """Why micro-batches of `samples` would not give the loss of their mini-batch, with both
         numbers and the cure; "" if they do.
 
-        Without `training` it is the loss in eval mode. See `hetpipe.capture.meanloss`.
+        Without `training` it is the loss in eval mode. See `hetpipe.capture.export.mean_loss`.
         """
         key = self._identity.key(
             "loss", [self._facts.samples], training, samples, self._example.labels_digest,
@@ -306,11 +312,11 @@ def _check_layers(flat: Flat, facts: Facts, mode: str) -> None:
 
 def _kept(key: str | None, make: Callable[[], _T]) -> _T:
     """The content that is kept on disk under a key, or else is made, and kept."""
-    content: _T | None = None if key is None else kept.load(key)
+    content: _T | None = None if key is None else disk_cache.load(key)
     if content is None:
         content = make()
         if key is not None:
-            kept.store(key, content)
+            disk_cache.store(key, content)
     return content
 
 

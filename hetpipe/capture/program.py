@@ -8,6 +8,7 @@ like all others.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,9 @@ from hetpipe.sdk.info import DTYPE_NBYTES
 
 if TYPE_CHECKING:
     from torch import fx
+
+Decompositions = Mapping[Any, Callable[..., Any]]
+"""The operators that a backend wants decomposed, each with the function that replaces it."""
 
 # The roles of a slot.
 PARAM = "param"  # a parameter, by the model's name; an update's output is its next version

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hetpipe.capture.captured import Captured
-from hetpipe.capture.eager import EagerRun
+from hetpipe.capture.export.eager import EagerRun
 from hetpipe.capture.program import BUFFER, LOSS, PARAM, RNG
 from hetpipe.diagnosis.judge import judged, tensors_of
 from hetpipe.diagnosis.rehearsal import Array, Rehearsal, Start

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hetpipe.errors import HetpipeError
 
 if TYPE_CHECKING:
-    from hetpipe.capture.watch import Watch
+    from hetpipe.capture.export.model_changes import Watch
 
 CALLS = ("step", "run", "evaluate", "gradients")
 """The calls that compute with the model."""
@@ -28,7 +28,7 @@ def check_unchanged(watch: Watch, call: str) -> None:
             "state_dict() and make another pipeline"
         )
     if (name := watch.changed_values()) is not None:
-        from hetpipe.capture.watch import ModelChangedWarning
+        from hetpipe.capture.export.model_changes import ModelChangedWarning
 
         warnings.warn(
             f"the model's parameter {name} has new values, neither the captured ones nor those of "

@@ -13,7 +13,7 @@ from hetpipe.wire.shares import Replica, Shares
 
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
-    from hetpipe.capture.stages import Extra
+    from hetpipe.capture.passes.stage_graphs import Extra
     from hetpipe.crew.workers import Workers
     from hetpipe.optim.rule import Optimizer
     from hetpipe.plan.plan import Plan

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetpipe.capture.captured import Captured
-from hetpipe.capture.example import Example
-from hetpipe.capture.tensors import check_capturable
+from hetpipe.capture.export.example import Example
+from hetpipe.capture.export.named_tensors import check_capturable
 from hetpipe.checkpoint.checkpoint import Checkpoint
 from hetpipe.checkpoint.checkpoint import load as load_checkpoint
 from hetpipe.crew.crew import Crew

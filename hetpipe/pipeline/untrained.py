@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from hetpipe.capture.tensors import LOSS_PREFIX
+from hetpipe.capture.export.named_tensors import LOSS_PREFIX
 from hetpipe.pipeline.training import state_dict
 
 if TYPE_CHECKING:

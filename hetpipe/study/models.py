@@ -68,7 +68,7 @@ class Model:
 
     def channels(self) -> dict[str, int]:
         """Output channels of the layers that can be split; none if the optimizer forbids it."""
-        from hetpipe.capture.elementwise import check_elementwise
+        from hetpipe.capture.passes.elementwise import check_elementwise
         from hetpipe.zoo.load import optimizer_of
 
         captured = self.captured()

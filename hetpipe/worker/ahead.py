@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hetpipe.capture.division import has_sums
+from hetpipe.capture.passes.division import has_sums
 from hetpipe.capture.program import Program, StageGraphs
 from hetpipe.errors import UnsupportedOperatorError
 from hetpipe.sdk.backend import Device

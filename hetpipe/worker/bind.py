@@ -15,7 +15,7 @@ from enum import IntEnum
 from itertools import chain
 from typing import NamedTuple
 
-from hetpipe.capture.late import first_gradients, late_names, without_zeros
+from hetpipe.capture.passes.late_gradients import first_gradients, late_names, without_zeros
 from hetpipe.capture.program import (
     BUFFER,
     CONSTANT,

@@ -1,6 +1,6 @@
 """Passes in which the replicas of a stage meet: an executable per part, exchanges between them.
 
-`hetpipe.capture.division` says where a program is divided.
+`hetpipe.capture.passes.division` says where a program is divided.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from hetpipe.capture.division import Division, Exchange, Part, divide, has_sums, layouts
+from hetpipe.capture.passes.division import Division, Exchange, Part, divide, has_sums, layouts
 from hetpipe.capture.program import GRAD, SAVED, Program, StageGraphs
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Action

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hetpipe.capture.division import has_sums
+from hetpipe.capture.passes.division import has_sums
 from hetpipe.capture.program import COUNT, CUT, GRAD, LOSS, PARAM, RNG, TANGENT, Slot, StageGraphs
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Op

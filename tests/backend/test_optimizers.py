@@ -10,8 +10,8 @@ import torch
 from found_devices import infos, opened, run
 
 from hetpipe import optim
+from hetpipe.capture.passes.update_programs import Formulas, trace_norm, trace_predict, trace_update
 from hetpipe.capture.program import GRAD, NORM, PARAM, SCALAR, STATE, Program
-from hetpipe.capture.update import Formulas, trace_norm, trace_predict, trace_update
 from hetpipe.optim import Optimizer
 from hetpipe.sdk.registry import get_backend
 

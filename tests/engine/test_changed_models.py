@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hetpipe as hp
-from hetpipe.capture.watch import ModelChangedWarning
+from hetpipe.capture.export.model_changes import ModelChangedWarning
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
 

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from wrong_backends import WrongBackend
 
 import hetpipe as hp
-from hetpipe.capture import captured, decompositions, export
+from hetpipe.capture import captured
+from hetpipe.capture.export import decompositions, torch_export
 from hetpipe.capture.precision import Precision
 from hetpipe.cli.app import app
 from hetpipe.errors import NotFiniteError
@@ -356,7 +357,7 @@ def test_a_fault_of_the_capture_is_named(
     """All stages share it, so their programs agree with torch."""
     table = decompositions.before_cut()
     table[torch.ops.aten.scaled_dot_product_attention.default] = fault
-    monkeypatch.setattr(export, "before_cut", lambda _: table)
+    monkeypatch.setattr(torch_export, "before_cut", lambda _: table)
     monkeypatch.setattr(captured, "_kept", lambda _, make: make())
     torch.manual_seed(0)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from hetpipe import optim
 from hetpipe.capture import Captured
-from hetpipe.capture.late import first_gradients, late_names, without_zeros
+from hetpipe.capture.passes.late_gradients import first_gradients, late_names, without_zeros
 from hetpipe.capture.program import GRAD, PARAM, SAVED, StageGraphs
 from hetpipe.schedule.action import Op
 from hetpipe.sdk.registry import decompositions_of, discover_devices, open_device

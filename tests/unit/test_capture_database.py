@@ -20,13 +20,13 @@ from test_capture_devices import DEVICES, _on, opened
 from torch import nn
 from torch.export.graph_signature import InputKind, OutputKind
 
-from hetpipe.capture.decompositions import before_cut
-from hetpipe.capture.joint import trace_joint
-from hetpipe.capture.partition import partition
+from hetpipe.capture.export.decompositions import before_cut
+from hetpipe.capture.export.masked_writes import write_by_where
+from hetpipe.capture.passes.cut import Piece
+from hetpipe.capture.passes.joint_graph import trace_joint
+from hetpipe.capture.passes.partition import partition
 from hetpipe.capture.program import CUT, INPUT, TANGENT, PassPrograms
 from hetpipe.capture.slots import Key, drop_dead, placeholders, results
-from hetpipe.capture.split import Piece
-from hetpipe.capture.written import write_by_where
 from hetpipe.conformance.check import BrokenRule
 from hetpipe.conformance.rig import compare, tensors_of, tolerance
 from hetpipe.conformance.samples import Question, Unasked, entries, questions

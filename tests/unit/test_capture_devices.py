@@ -13,7 +13,7 @@ from capture_models import CASES
 from torch import nn
 
 from hetpipe.capture import Captured, Program
-from hetpipe.capture.recompute import INPUTS, MIN_CUT
+from hetpipe.capture.passes.recompute import INPUTS, MIN_CUT
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.graph import require_support
 from hetpipe.sdk.registry import discover_devices, get_backend, open_device

@@ -13,9 +13,9 @@ from capture_models import CASES, Dropout, captured, make
 from torch import fx, nn
 
 from hetpipe.capture import Captured, PassPrograms
-from hetpipe.capture.mincut import COSTLY, minimum_cut
+from hetpipe.capture.passes.mincut import COSTLY, minimum_cut
+from hetpipe.capture.passes.recompute import INPUTS, MIN_CUT, MODES, NONE
 from hetpipe.capture.program import BUFFER, CUT, INPUT, SAVED
-from hetpipe.capture.recompute import INPUTS, MIN_CUT, MODES, NONE
 from hetpipe.errors import CaptureError
 
 SIZES = [8, 4]

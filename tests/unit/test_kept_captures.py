@@ -20,12 +20,12 @@ from torch import nn
 
 import hetpipe as hp
 from hetpipe.caches import CacheWarning
-from hetpipe.capture import Captured, kept
-from hetpipe.capture.example import Example
-from hetpipe.capture.export import with_loss
+from hetpipe.capture import Captured, disk_cache
+from hetpipe.capture.export.example import Example
+from hetpipe.capture.export.signature import Rehearsal
+from hetpipe.capture.export.torch_export import with_loss
 from hetpipe.capture.precision import Precision
 from hetpipe.capture.program import Slot
-from hetpipe.capture.signature import Rehearsal
 from hetpipe.sdk.graph import dump_graph
 
 MODEL = """
@@ -274,9 +274,9 @@ def test_an_entry_is_data_alone(name: str, cache: Path, monkeypatch: pytest.Monk
     content, reason = ATTACKS[name]
     file = io.BytesIO()
     _Planter(file, protocol=5).dump(content)
-    kept.ENTRIES.store("0" * 64, file.getvalue())
+    disk_cache.ENTRIES.store("0" * 64, file.getvalue())
     with pytest.warns(CacheWarning, match=reason):
-        assert kept.load("0" * 64) is None
+        assert disk_cache.load("0" * 64) is None
     assert not Path("attacked").exists()
 
 
@@ -291,14 +291,14 @@ RAW = {
 
 @pytest.mark.parametrize("name", RAW)
 def test_damaged_opcodes_are_refused(name: str) -> None:
-    kept.ENTRIES.store("0" * 64, RAW[name])
+    disk_cache.ENTRIES.store("0" * 64, RAW[name])
     with pytest.warns(CacheWarning, match="will be made again"):
-        assert kept.load("0" * 64) is None
+        assert disk_cache.load("0" * 64) is None
 
 
 def test_deep_data_is_data() -> None:
-    kept.ENTRIES.store("0" * 64, b"\x80\x05" + b"]" * 200_000 + b"a" * 199_999 + b".")
-    assert kept.load("0" * 64) is not None
+    disk_cache.ENTRIES.store("0" * 64, b"\x80\x05" + b"]" * 200_000 + b"a" * 199_999 + b".")
+    assert disk_cache.load("0" * 64) is not None
 
 
 def test_a_refused_entry_is_made_again(module: Callable[..., ModuleType], cache: Path) -> None:
@@ -306,7 +306,7 @@ def test_a_refused_entry_is_made_again(module: Callable[..., ModuleType], cache:
     file = io.BytesIO()
     _Planter(file, protocol=5).dump(Attack(os.mkdir, str(cache / "attacked")))
     for path in cache.iterdir():
-        kept.ENTRIES.store(path.stem, file.getvalue())
+        disk_cache.ENTRIES.store(path.stem, file.getvalue())
     with pytest.warns(CacheWarning, match=r"it names \w+\.mkdir"):
         assert exports(module().Model()) > 0
     assert not (cache / "attacked").exists()

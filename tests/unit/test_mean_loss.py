@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetpipe.capture import Captured
-from hetpipe.capture.example import Example
-from hetpipe.capture.indices import IndexBound
-from hetpipe.capture.meanloss import LossCheck, LossWarning
-from hetpipe.capture.outputs import Outputs
+from hetpipe.capture.export.example import Example
+from hetpipe.capture.export.index_bounds import IndexBound
+from hetpipe.capture.export.mean_loss import LossCheck, LossWarning
+from hetpipe.capture.export.outputs import Outputs
 from hetpipe.errors import HetpipeError
 
 WEIGHT = torch.tensor([0.1, 1.0, 5.0])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetpipe.capture.example import Example
+from hetpipe.capture.export.example import Example
 from hetpipe.errors import CaptureError
 
 

@@ -11,8 +11,8 @@ from capture_harness import TABLES, run
 from published_optimizers import Lamb, Lion
 
 from hetpipe import optim
+from hetpipe.capture.passes.update_programs import Formulas, trace_update
 from hetpipe.capture.program import GRAD, PARAM, SCALAR, STATE
-from hetpipe.capture.update import Formulas, trace_update
 from hetpipe.errors import HetpipeError
 from hetpipe.optim import Optimizer
 

@@ -12,8 +12,8 @@ from capture_harness import TABLES, Env, run
 from capture_models import captured
 
 from hetpipe import optim
+from hetpipe.capture.passes.update_programs import Formulas, trace_norm, trace_predict
 from hetpipe.capture.program import GRAD, NORM, PARAM, SCALAR, STATE
-from hetpipe.capture.update import Formulas, trace_norm, trace_predict
 from hetpipe.errors import HetpipeError
 from hetpipe.optim import Optimizer
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hetpipe.capture import Captured
-from hetpipe.capture.decompositions import batch_norm, batch_norm_without_memory
+from hetpipe.capture.export.decompositions import batch_norm, batch_norm_without_memory
 from hetpipe.capture.program import CUT, GRAD, PARAM, Program, Slot
 from hetpipe.sdk.graph import canonical, core_decompositions, operator_name
 from hetpipe.sdk.registry import get_backend, open_device

@@ -17,8 +17,8 @@ from torch import nn
 
 import hetpipe as hp
 from hetpipe.capture import Captured
-from hetpipe.capture.elementwise import check_elementwise
-from hetpipe.capture.parts import Parts
+from hetpipe.capture.passes.elementwise import check_elementwise
+from hetpipe.capture.passes.split_parameters import Parts
 from hetpipe.capture.precision import Precision
 from hetpipe.errors import HetpipeError, PlanError
 from hetpipe.plan.plan import Plan, StagePlan

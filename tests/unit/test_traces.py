@@ -12,8 +12,8 @@ from torch import nn
 
 import hetpipe as hp
 from hetpipe.capture import Captured
+from hetpipe.capture.passes.trace_cache import Traces
 from hetpipe.capture.program import PassPrograms, Program
-from hetpipe.capture.traces import Traces
 from hetpipe.sdk.graph import dump_graph
 
 

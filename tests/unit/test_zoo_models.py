@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hetpipe.capture.example import call
+from hetpipe.capture.export.example import call
 from hetpipe.zoo.inception import GoogLeNet, InceptionV3
 from hetpipe.zoo.load import FAMILIES, SMALL, ZOO, load_workload, zoo_names
 from hetpipe.zoo.resnet import ResNet

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +15,13 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-from hetpipe.capture.gathered import multiply_tables
-from hetpipe.capture.masks import mask_pooled
-from hetpipe.capture.program import CONSTANT, CUT, LOSS, TANGENT
+from hetpipe.capture.passes.cut import Piece
+from hetpipe.capture.passes.embedding_products import multiply_tables
+from hetpipe.capture.passes.relu_masks import mask_pooled
+from hetpipe.capture.program import CONSTANT, CUT, LOSS, TANGENT, Decompositions
 from hetpipe.capture.slots import Key, constant_name, placeholders, results, simplify
-from hetpipe.capture.split import Piece
 from hetpipe.errors import CaptureError
 
-Decompositions = Mapping[Any, Callable[..., Any]]
 aten = torch.ops.aten
 
 _GRADIENT_BY_LAYOUT = frozenset({

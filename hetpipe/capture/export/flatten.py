@@ -1,9 +1,7 @@
-"""The whole model and its loss as one functional graph whose inputs have roles."""
+"""Flattens an exported program: inputs and outputs get roles, and random draws a counter."""
 
 from __future__ import annotations
 
-import operator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,46 +10,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from hetpipe.capture.precision import Precision
+from hetpipe.capture.export.masked_writes import write_by_where
+from hetpipe.capture.export.named_tensors import exported_name
+from hetpipe.capture.export.random_operators import make_explicit
+from hetpipe.capture.export.unsupported import where
+from hetpipe.capture.flat_graph import Flat
 from hetpipe.capture.program import BUFFER, CONSTANT, COUNT, INPUT, LOSS, PARAM, RNG
-from hetpipe.capture.random import make_explicit
-from hetpipe.capture.refuse import where
 from hetpipe.capture.slots import Key, constant_name, drop_dead, placeholders, results
-from hetpipe.capture.tensors import exported_name
-from hetpipe.capture.written import write_by_where
 from hetpipe.errors import CaptureError
 from hetpipe.sdk.replicas import drop_sums
 
 aten = torch.ops.aten
-PARAMETRIZATIONS = "parametrizations"
-"""The child of a module in which torch keeps the parametrizations of its tensors."""
-
-
-@dataclass
-class Flat:
-    """A functional graph of `samples` samples.
-
-    `free` nodes depend on no sample, parameter, or buffer that changes: each stage that uses one
-    computes it itself. `layer` numbers every other call. `rows` has the rows of the first part
-    of every parameter that is split in two.
-    """
-
-    samples: int
-    graph: fx.Graph
-    inputs: dict[fx.Node, Key]
-    outputs: list[tuple[Key, fx.Node]]
-    constants: dict[str, torch.Tensor]
-    free: set[fx.Node] = field(default_factory=set)
-    differentiable: set[fx.Node] = field(default_factory=set)
-    layer: dict[fx.Node, int] = field(default_factory=dict)
-    layer_names: tuple[str, ...] = ()
-    precision: Precision = Precision()  # noqa: RUF009 - frozen
-    rows: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def updated_buffers(self) -> frozenset[str]:
-        """Names of the buffers that the forward changes."""
-        return frozenset(name for (role, name), _ in self.outputs if role == BUFFER)
 
 
 def flatten(
@@ -232,23 +201,3 @@ def _differentiable(flat: Flat, trainable: frozenset[str]) -> set[fx.Node]:
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 differentiable.add(node)
     return differentiable
-
-
-def owner(node: fx.Node) -> tuple[str, str]:
-    """The innermost module of a node: (a key per call of it, its path in the model).
-
-    A parametrization (`weight_norm` at `a.parametrizations.weight.0`) belongs to its module, `a`.
-    """
-    stack = node.meta.get("nn_module_stack") or {}
-    entries = [(key, path) for key, (path, _) in stack.items() if path.split(".")[0] == "model"]
-    if not entries:
-        return "", ""
-    key, path = entries[-1]
-    path = path.partition(f".{PARAMETRIZATIONS}.")[0]
-    key = next((k for k, p in reversed(entries) if p == path), key)
-    return key, path.removeprefix("model").removeprefix(".")
-
-
-def is_getitem(node: fx.Node) -> bool:
-    """Whether the node picks one result of an operator with several."""
-    return node.target is operator.getitem

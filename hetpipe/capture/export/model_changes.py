@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hetpipe.capture.tensors import LOSS_PREFIX, roots, tensor_bytes
+from hetpipe.capture.export.named_tensors import LOSS_PREFIX, roots, tensor_bytes
 
 _PLAIN = (int, float, bool, str, type(None), torch.Tensor)
 _SAMPLE = 1024

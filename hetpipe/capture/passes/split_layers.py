@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from hetpipe.capture.flat import Flat
-from hetpipe.capture.parts import part_names
+from hetpipe.capture.flat_graph import Flat
+from hetpipe.capture.passes.split_parameters import part_names
 from hetpipe.capture.program import PARAM
 from hetpipe.errors import PlanError
 from hetpipe.sdk.graph import operator_name

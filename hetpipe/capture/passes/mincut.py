@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from hetpipe.capture.passes.running_statistics import sources
+from hetpipe.capture.passes.views import base_of, in_graph_order, saves_nothing
 from hetpipe.capture.slots import is_tensor, node_nbytes
-from hetpipe.capture.statistics import sources
-from hetpipe.capture.views import base_of, in_graph_order, saves_nothing
 
 aten, own = torch.ops.aten, torch.ops.hetpipe
 COSTLY = frozenset(

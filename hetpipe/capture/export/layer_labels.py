@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import fx, nn
 
-from hetpipe.capture.flat import PARAMETRIZATIONS, Flat, is_getitem, owner
+from hetpipe.capture.flat_graph import PARAMETRIZATIONS, Flat, is_getitem, owner
 from hetpipe.capture.layers import Layer, LayerGraph
 from hetpipe.capture.program import BUFFER, PARAM
 from hetpipe.capture.slots import is_tensor, node_nbytes

@@ -18,14 +18,14 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from hetpipe.capture.tensors import roots
+from hetpipe.capture.export.named_tensors import roots
 from hetpipe.errors import CaptureError
 
 _TORCH = str(Path(torch.__file__).parent)
-_HERE = str(Path(__file__).parent)
+_CAPTURE = str(Path(__file__).parents[1])
 _STDLIB = sysconfig.get_path("stdlib")
 _RUNS = {"run_model": "the model", "run_loss": "loss_fn"}
-"""Functions of `hetpipe.capture.export` that run the user's code."""
+"""Functions of `hetpipe.capture.export.torch_export` that run the user's code."""
 
 
 def check_modules(model: nn.Module, loss_fn: Callable[..., Any]) -> None:
@@ -152,7 +152,7 @@ def _raised_by(error: BaseException) -> str | None:
     """Whether the error passed through the user's model or loss; None if it is export's own."""
     for link in _chain(error):
         for frame in reversed(traceback.extract_tb(link.__traceback__)):
-            if frame.filename.startswith(_HERE) and frame.name in _RUNS:
+            if frame.filename.startswith(_CAPTURE) and frame.name in _RUNS:
                 return _RUNS[frame.name]
     return None
 
@@ -192,7 +192,7 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def is_users(filename: str) -> bool:
-    if filename.startswith((_TORCH, _HERE, "<")):
+    if filename.startswith((_TORCH, _CAPTURE, "<")):
         return False
     return "site-packages" in filename or not filename.startswith(_STDLIB)
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from hetpipe.capture.example import Array, Example
-from hetpipe.capture.export import with_loss
-from hetpipe.capture.modes import Modes
+from hetpipe.capture.export.example import Array, Example
+from hetpipe.capture.export.torch_export import with_loss
+from hetpipe.capture.export.training_modes import Modes
 from hetpipe.capture.precision import Precision
 
 PREFIX = "model."

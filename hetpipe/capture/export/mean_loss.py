@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from hetpipe.capture.attributes import kept_attributes, names_module
-from hetpipe.capture.example import Example
-from hetpipe.capture.export import run_loss, run_model
-from hetpipe.capture.indices import IndexBound
-from hetpipe.capture.outputs import Outputs
-from hetpipe.capture.rows import Rows
-from hetpipe.capture.tensors import deep_copy
+from hetpipe.capture.export.attributes import kept_attributes, names_module
+from hetpipe.capture.export.example import Example
+from hetpipe.capture.export.index_bounds import IndexBound
+from hetpipe.capture.export.loss_batches import Rows
+from hetpipe.capture.export.named_tensors import deep_copy
+from hetpipe.capture.export.outputs import Outputs
+from hetpipe.capture.export.torch_export import run_loss, run_model
 
 LIMIT = 1e-3
 """The largest relative difference of a loss or its gradients between a whole and its parts."""

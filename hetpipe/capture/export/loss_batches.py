@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hetpipe.capture.example import Example
-from hetpipe.capture.indices import IndexBound
+from hetpipe.capture.export.example import Example
+from hetpipe.capture.export.index_bounds import IndexBound
 
 MANY_LABELS = 64
 """Two micro-batches with so many labels do not agree by luck."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import fx
 
-from hetpipe.capture.views import in_graph_order
+from hetpipe.capture.passes.views import in_graph_order
 
 aten = torch.ops.aten
 _COMPARISONS = frozenset(

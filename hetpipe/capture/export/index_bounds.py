@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import fx
 
-from hetpipe.capture.example import Array
-from hetpipe.capture.flat import Flat, is_getitem, owner
+from hetpipe.capture.export.example import Array
+from hetpipe.capture.flat_graph import Flat, is_getitem, owner
 from hetpipe.capture.program import INPUT, StageGraphs
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk.graph import graph_inputs

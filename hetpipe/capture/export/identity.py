@@ -8,17 +8,26 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hetpipe.capture.attributes import kept_names
-from hetpipe.capture.example import Example
-from hetpipe.capture.export import recordable, with_loss
-from hetpipe.capture.kept import key_of
-from hetpipe.capture.modes import Modes
-from hetpipe.capture.repeated import check_repeatable, generators_of, restored_generators
-from hetpipe.capture.signature import Rehearsal
-from hetpipe.capture.sources import UnknownCodeError, digest_of, identity, library_digest
+from hetpipe.capture.export.attributes import kept_names
+from hetpipe.capture.export.example import Example
+from hetpipe.capture.export.repeatability import (
+    check_repeatable,
+    generators_of,
+    restored_generators,
+)
+from hetpipe.capture.export.signature import Rehearsal
+from hetpipe.capture.export.source_files import (
+    UnknownCodeError,
+    digest_of,
+    identity,
+    library_digest,
+)
+from hetpipe.capture.export.torch_export import recordable, with_loss
+from hetpipe.capture.export.training_modes import Modes
+from hetpipe.entries import key_of
 
 if TYPE_CHECKING:
-    from hetpipe.capture.joint import Decompositions
+    from hetpipe.capture.program import Decompositions
     from hetpipe.optim.rule import Optimizer
 
 

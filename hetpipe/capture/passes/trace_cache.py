@@ -13,12 +13,22 @@ from typing import Any
 import torch
 from torch import fx
 
-from hetpipe.capture.joint import Decompositions, trace_joint
-from hetpipe.capture.partition import partition
-from hetpipe.capture.program import CUT, GRAD, PARAM, SAVED, TANGENT, PassPrograms, Program, Slot
+from hetpipe.capture.passes.cut import Piece
+from hetpipe.capture.passes.joint_graph import trace_joint
+from hetpipe.capture.passes.partition import partition
+from hetpipe.capture.passes.update_programs import Formulas
+from hetpipe.capture.program import (
+    CUT,
+    GRAD,
+    PARAM,
+    SAVED,
+    TANGENT,
+    Decompositions,
+    PassPrograms,
+    Program,
+    Slot,
+)
 from hetpipe.capture.slots import Key
-from hetpipe.capture.split import Piece
-from hetpipe.capture.update import Formulas
 from hetpipe.sdk.graph import canonical
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from hetpipe.capture.halves import halve
-from hetpipe.capture.joint import Joint
-from hetpipe.capture.masks import without_rebuilt
-from hetpipe.capture.mincut import minimum_cut
+from hetpipe.capture.passes.backward_halves import halve
+from hetpipe.capture.passes.joint_graph import Joint
+from hetpipe.capture.passes.mincut import minimum_cut
+from hetpipe.capture.passes.recompute import INPUTS, MIN_CUT, NONE
+from hetpipe.capture.passes.relu_masks import without_rebuilt
+from hetpipe.capture.passes.running_statistics import drop_unread, drop_updates, sources
+from hetpipe.capture.passes.views import in_graph_order, keep_bases
 from hetpipe.capture.program import BUFFER, CUT, GRAD, INPUT, SAVED, TANGENT, PassPrograms
-from hetpipe.capture.recompute import INPUTS, MIN_CUT, NONE
-from hetpipe.capture.shapes import forget_shapes
 from hetpipe.capture.slots import (
     BACKWARD_ORDER,
     FORWARD_ORDER,
@@ -25,11 +26,11 @@ from hetpipe.capture.slots import (
     ordered,
     placeholders,
 )
-from hetpipe.capture.statistics import drop_unread, drop_updates, sources
-from hetpipe.capture.views import in_graph_order, keep_bases
 from hetpipe.sdk.replicas import is_sum
 
 aten = torch.ops.aten
+_SHAPE_ONLY = {aten.max_pool2d_with_indices_backward.default: 1}
+"""For these operators, the index of an argument that is read for its shape alone."""
 
 
 def partition(
@@ -37,11 +38,11 @@ def partition(
 ) -> PassPrograms:
     """The forward and backward of a joint graph for micro-batches of `samples`.
 
-    `recompute` is one of `hetpipe.capture.recompute.MODES`; `halves`: with the backward's halves.
-    The joint graph is used up.
+    `recompute` is one of `recompute.MODES`. With `halves` the backward also comes in two halves.
+    The joint graph is changed and cannot be used again.
     """
     drop_unread(joint.graph)
-    forget_shapes(joint.graph)
+    _forget_shapes(joint.graph)
     saved = _saved(joint, recompute) if joint.gradients else []
     own = {node: key for node, key in joint.inputs.items() if key[0] in (INPUT, CUT)}
     kept = [((SAVED, node.name), node) for node in saved if node not in own]
@@ -149,3 +150,20 @@ def _accumulate(
         accumulators.append(((GRAD, name), accumulator))
         sums.append(((GRAD, name), total))
     return accumulators, [*tangents, *sums]
+
+
+def _forget_shapes(graph: fx.Graph) -> None:
+    """Replace operands that are read for their shape alone by a number in that shape.
+
+    A backward then needs no saved tensor for them.
+    """
+    for node in list(graph.nodes):
+        if (index := _SHAPE_ONLY.get(node.target)) is None:
+            continue
+        value = node.args[index].meta["val"]
+        with graph.inserting_before(node):
+            zero = graph.call_function(aten.full.default, ((), 0.0), {"dtype": value.dtype})
+            wide = graph.call_function(aten.expand.default, (zero, list(value.shape)))
+        zero.meta.update(node.meta, val=value.new_empty(()))
+        wide.meta.update(node.meta, val=value.new_empty(()).expand(value.shape))
+        node.update_arg(index, wide)

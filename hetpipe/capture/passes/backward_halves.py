@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from hetpipe.capture.passes.views import in_graph_order, keep_bases
 from hetpipe.capture.program import CUT, GRAD, INPUT, SAVED, TANGENT, Program
 from hetpipe.capture.slots import BACKWARD_ORDER, Key, is_tensor, make_program, ordered
-from hetpipe.capture.views import in_graph_order, keep_bases
 from hetpipe.sdk.parts import reachable
 
 aten = torch.ops.aten

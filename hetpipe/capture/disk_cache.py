@@ -12,14 +12,12 @@ from typing import Any
 import numpy as np
 
 from hetpipe import data_pickle
-from hetpipe.capture.facts import Facts
-from hetpipe.capture.indices import IndexBound
+from hetpipe.capture.export.index_bounds import IndexBound
+from hetpipe.capture.export.summary import Facts
 from hetpipe.capture.layers import Layer, LayerGraph
 from hetpipe.capture.program import PassPrograms, Program, Slot, StageGraphs
-from hetpipe.entries import Entries, key_of
+from hetpipe.entries import Entries
 from hetpipe.sdk.graph import graph_of_rows, graph_rows
-
-__all__ = ["key_of", "load", "store"]
 
 ENTRIES = Entries("captures", "pickle", most=200, variable="HETPIPE_CACHE")
 RECORDS = {

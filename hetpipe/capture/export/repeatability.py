@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from hetpipe.capture.refuse import is_users
-from hetpipe.capture.signature import Call, Rehearsal, attributes_of
+from hetpipe.capture.export.signature import Call, Rehearsal, attributes_of
+from hetpipe.capture.export.unsupported import is_users
 from hetpipe.errors import CaptureError
 
 _BUFFER = (

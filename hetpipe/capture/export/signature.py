@@ -23,10 +23,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hetpipe.capture.attributes import DEPTH, MODULE_TABLES, kept_caches
-from hetpipe.capture.refuse import user_line
-from hetpipe.capture.tensors import deep_copy, tensor_bytes
-from hetpipe.capture.uncompiled import without_compiler
+from hetpipe.capture.export.attributes import DEPTH, MODULE_TABLES, kept_caches
+from hetpipe.capture.export.named_tensors import deep_copy, tensor_bytes
+from hetpipe.capture.export.unsupported import user_line
+from hetpipe.capture.export.without_compiler import without_compiler
 
 _PLAIN = (
     int, float, complex, bool, str, bytes, type(None), type(...), slice, torch.dtype, torch.device,

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hetpipe.capture.refuse import where
+from hetpipe.capture.export.unsupported import where
 from hetpipe.errors import CaptureError
 
 aten = torch.ops.aten

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from hetpipe.capture.passes.views import base_of, in_graph_order
 from hetpipe.capture.program import CUT, GRAD, INPUT, SAVED, TANGENT, Program, Slot
-from hetpipe.capture.views import base_of, in_graph_order
 from hetpipe.sdk.graph import canonical, dtype_name, graph_inputs, graph_outputs
 from hetpipe.sdk.parts import extract
 from hetpipe.sdk.replicas import is_sum

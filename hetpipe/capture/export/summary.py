@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hetpipe.capture.flat import Flat
-from hetpipe.capture.indices import IndexBound, index_bounds
+from hetpipe.capture.export.index_bounds import IndexBound, index_bounds
+from hetpipe.capture.flat_graph import Flat
 from hetpipe.capture.program import BUFFER, COUNT
 
 

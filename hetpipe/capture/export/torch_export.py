@@ -16,11 +16,16 @@ from torch import fx, nn
 from torch.distributions import Distribution
 from torch.export import ExportedProgram
 
-from hetpipe.capture.attributes import kept_attributes, kept_caches, kept_names, restore_table
-from hetpipe.capture.decompositions import before_cut
-from hetpipe.capture.example import Example, call
+from hetpipe.capture.export.attributes import (
+    kept_attributes,
+    kept_caches,
+    kept_names,
+    restore_table,
+)
+from hetpipe.capture.export.decompositions import before_cut
+from hetpipe.capture.export.example import Example, call
+from hetpipe.capture.export.unsupported import check_modules, explain, refusing_lost_gradients
 from hetpipe.capture.precision import Precision
-from hetpipe.capture.refuse import check_modules, explain, refusing_lost_gradients
 from hetpipe.capture.slots import drop_assertions, placeholders, results
 from hetpipe.errors import CaptureError
 

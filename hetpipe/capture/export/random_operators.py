@@ -11,7 +11,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import hetpipe.sdk.operators  # noqa: F401 - registers the operators
-from hetpipe.capture.refuse import where
+from hetpipe.capture.export.unsupported import where
 from hetpipe.capture.slots import placeholders
 from hetpipe.errors import CaptureError
 

@@ -14,8 +14,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hetpipe.capture.joint import Decompositions
-from hetpipe.capture.program import GRAD, NORM, PARAM, SCALAR, STATE, Program
+from hetpipe.capture.program import GRAD, NORM, PARAM, SCALAR, STATE, Decompositions, Program
 from hetpipe.capture.slots import Key, make_program, placeholders, results, simplify
 from hetpipe.optim.rule import Optimizer
 

@@ -8,12 +8,18 @@ from typing import Any, Literal
 
 import torch
 
-from hetpipe.capture.flat import Flat
-from hetpipe.capture.joint import Decompositions
-from hetpipe.capture.program import CONSTANT, GRAD, PassPrograms, Program, StageGraphs
-from hetpipe.capture.split import split
-from hetpipe.capture.traces import Traced, Traces
-from hetpipe.capture.update import Formulas, trace_norm, trace_predict, trace_update
+from hetpipe.capture.flat_graph import Flat
+from hetpipe.capture.passes.cut import split
+from hetpipe.capture.passes.trace_cache import Traced, Traces
+from hetpipe.capture.passes.update_programs import Formulas, trace_norm, trace_predict, trace_update
+from hetpipe.capture.program import (
+    CONSTANT,
+    GRAD,
+    Decompositions,
+    PassPrograms,
+    Program,
+    StageGraphs,
+)
 from hetpipe.optim.rule import Optimizer
 
 Extra = Literal["predict", "norm", "finite"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from hetpipe.capture.flat import Flat
+from hetpipe.capture.flat_graph import Flat
 from hetpipe.capture.precision import cast_at_cuts
 from hetpipe.capture.program import BUFFER, COUNT, CUT, LOSS
 from hetpipe.capture.slots import Key, is_tensor

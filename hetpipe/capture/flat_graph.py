@@ -1,0 +1,63 @@
+"""The flat graph: a whole model and its loss as one functional graph whose inputs have roles."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from hetpipe.capture.precision import Precision
+from hetpipe.capture.program import BUFFER
+from hetpipe.capture.slots import Key
+
+PARAMETRIZATIONS = "parametrizations"
+"""The child of a module in which torch keeps the parametrizations of its tensors."""
+
+
+@dataclass
+class Flat:
+    """A functional graph of `samples` samples.
+
+    `free` nodes depend on no sample, parameter, or buffer that changes: each stage that uses one
+    computes it itself. `layer` numbers every other call. `rows` has the rows of the first part
+    of every parameter that is split in two.
+    """
+
+    samples: int
+    graph: fx.Graph
+    inputs: dict[fx.Node, Key]
+    outputs: list[tuple[Key, fx.Node]]
+    constants: dict[str, torch.Tensor]
+    free: set[fx.Node] = field(default_factory=set)
+    differentiable: set[fx.Node] = field(default_factory=set)
+    layer: dict[fx.Node, int] = field(default_factory=dict)
+    layer_names: tuple[str, ...] = ()
+    precision: Precision = Precision()  # noqa: RUF009 - frozen
+    rows: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def updated_buffers(self) -> frozenset[str]:
+        """Names of the buffers that the forward changes."""
+        return frozenset(name for (role, name), _ in self.outputs if role == BUFFER)
+
+
+def owner(node: fx.Node) -> tuple[str, str]:
+    """The innermost module of a node: (a key per call of it, its path in the model).
+
+    A parametrization (`weight_norm` at `a.parametrizations.weight.0`) belongs to its module, `a`.
+    """
+    stack = node.meta.get("nn_module_stack") or {}
+    entries = [(key, path) for key, (path, _) in stack.items() if path.split(".")[0] == "model"]
+    if not entries:
+        return "", ""
+    key, path = entries[-1]
+    path = path.partition(f".{PARAMETRIZATIONS}.")[0]
+    key = next((k for k, p in reversed(entries) if p == path), key)
+    return key, path.removeprefix("model").removeprefix(".")
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """Whether the node picks one result of an operator with several."""
+    return node.target is operator.getitem
