@@ -1,25 +1,24 @@
 """hetpipe: train one PyTorch model across every accelerator in the room, whoever made it."""
 
+from typing import TYPE_CHECKING
+
 from hetpipe._lazy import lazy
 
 __version__ = "0.1.0"
 
-__getattr__, __dir__, __all__ = lazy(
-    __name__,
-    {
-        "Backend": "sdk.backend",
-        "Cluster": "cluster.cluster",
-        "DeviceInfo": "sdk.info",
-        "Diagnosis": "diagnosis.record",
-        "HetpipeError": "errors",
-        "LayerGraph": "capture.layers",
-        "LossScale": "pipeline.lossscale",
-        "Pipeline": "pipeline.pipeline",
-        "Plan": "plan.plan",
-        "Workload": "zoo.workload",
-        "capture": "capture",
-        "discover_devices": "sdk.registry",
-        "optim": "optim",
-        "register_backend": "sdk.registry",
-    },
-)
+if TYPE_CHECKING:
+    from hetpipe import optim as optim
+    from hetpipe.capture.captured import capture as capture
+    from hetpipe.cluster.cluster import Cluster as Cluster
+    from hetpipe.diagnosis.record import Diagnosis as Diagnosis
+    from hetpipe.errors import HetpipeError as HetpipeError
+    from hetpipe.pipeline.lossscale import LossScale as LossScale
+    from hetpipe.pipeline.pipeline import Pipeline as Pipeline
+    from hetpipe.plan.plan import Plan as Plan
+    from hetpipe.sdk.backend import Backend as Backend
+    from hetpipe.sdk.info import DeviceInfo as DeviceInfo
+    from hetpipe.sdk.registry import discover_devices as discover_devices
+    from hetpipe.sdk.registry import register_backend as register_backend
+    from hetpipe.zoo.workload import Workload as Workload
+else:
+    __getattr__, __dir__ = lazy(__name__)

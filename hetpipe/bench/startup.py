@@ -134,7 +134,7 @@ def _case(model: str, first: str, second: str, cuts: str) -> dict[str, Any]:
     import torch  # noqa: F401
 
     import hetpipe as hp
-    from hetpipe.zoo.load import load_workload
+    from hetpipe.zoo.load import load_workload, optimizer_of
 
     clock("model")
     workload = load_workload(model)
@@ -146,7 +146,7 @@ def _case(model: str, first: str, second: str, cuts: str) -> dict[str, Any]:
     cluster = hp.Cluster.local(devices=[first, second])
     with hp.Pipeline(
         workload.model, workload.loss_fn, example, cluster=cluster,
-        optimizer=workload.optimizer, progress=clock, **options,
+        optimizer=optimizer_of(workload), progress=clock, **options,
     ) as pipe:  # fmt: skip
         clock("first step")
         pipe.step(*example)
@@ -159,13 +159,14 @@ def _torch(model: str) -> dict[str, Any]:
     import torch
 
     from hetpipe.bench.eager import Eager
-    from hetpipe.zoo.load import load_workload
+    from hetpipe.zoo.load import load_workload, optimizer_of
 
     torch.set_num_threads(1)
     workload = load_workload(model)
     x, y = next(workload.batches(workload.mini_batch, 0))
     clock("first step")
-    Eager(workload.model, workload.loss_fn, workload.optimizer).step(x, y, [workload.mini_batch])
+    eager = Eager(workload.model, workload.loss_fn, optimizer_of(workload))
+    eager.step(x, y, [workload.mini_batch])
     clock("end")
     return {"phases": clock.phases, "counts": {}}
 

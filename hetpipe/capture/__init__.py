@@ -1,7 +1,8 @@
 """Capture: a model and an example batch become layers, and layers become stage graphs.
 
-The package can be called, `hp.capture(model, loss_fn, (x, y))`: `import hetpipe.capture` anywhere
-binds that very name to the package, so a function of the name would come and go with imports.
+The package can be called: `hp.capture(model, loss_fn, (x, y))`. `import hetpipe.capture` anywhere
+binds that name to the package, so a function of the name would come and go with imports. Type
+checkers see the function.
 """
 
 from __future__ import annotations
@@ -17,22 +18,14 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from hetpipe.capture.captured import Captured as Captured  # exported lazily below
-
-__getattr__, __dir__, __all__ = lazy(
-    __name__,
-    {
-        "Captured": "captured",
-        "EvalModeWarning": "export.training_modes",
-        "Layer": "layers",
-        "LayerGraph": "layers",
-        "PassPrograms": "program",
-        "Program": "program",
-        "Slot": "program",
-        "StageGraphs": "program",
-        "capture": "captured",
-    },
-)
+    from hetpipe.capture.captured import Captured as Captured
+    from hetpipe.capture.captured import capture as capture
+    from hetpipe.capture.export.training_modes import EvalModeWarning as EvalModeWarning
+    from hetpipe.capture.layers import LayerGraph as LayerGraph
+    from hetpipe.capture.program import Program as Program
+    from hetpipe.capture.program import StageGraphs as StageGraphs
+else:
+    __getattr__, __dir__ = lazy(__name__)
 
 
 class _Callable(ModuleType):

@@ -1,17 +1,14 @@
 """Clusters: the participating devices, their cores, speeds and links; found here or described."""
 
+from typing import TYPE_CHECKING
+
 from hetpipe._lazy import lazy
 
-__getattr__, __dir__, __all__ = lazy(
-    __name__,
-    {
-        "Cluster": "cluster",
-        "Link": "cluster",
-        "Member": "cluster",
-        "Server": "topology",
-        "Topology": "topology",
-        "available_cores": "cluster",
-        "parse_bandwidth": "file",
-        "parse_time": "file",
-    },
-)
+if TYPE_CHECKING:
+    from hetpipe.cluster.cluster import Cluster as Cluster
+    from hetpipe.cluster.cluster import Link as Link
+    from hetpipe.cluster.cluster import Member as Member
+    from hetpipe.cluster.topology import Server as Server
+    from hetpipe.cluster.topology import Topology as Topology
+else:
+    __getattr__, __dir__ = lazy(__name__)

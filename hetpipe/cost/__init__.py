@@ -1,18 +1,14 @@
 """Costs: the table of layers, devices and links, and its file."""
 
+from typing import TYPE_CHECKING
+
 from hetpipe._lazy import lazy
 
-__getattr__, __dir__, __all__ = lazy(
-    __name__,
-    {
-        "CostTable": "table",
-        "DeviceCost": "table",
-        "Drift": "probe",
-        "LayerBytes": "table",
-        "LayerCost": "table",
-        "LinkCost": "table",
-        "Probe": "probe",
-        "TiedBytes": "table",
-        "read_costs": "file",
-    },
-)
+if TYPE_CHECKING:
+    from hetpipe.cost.file import read_costs as read_costs
+    from hetpipe.cost.table import CostTable as CostTable
+    from hetpipe.cost.table import DeviceCost as DeviceCost
+    from hetpipe.cost.table import LayerCost as LayerCost
+    from hetpipe.cost.table import LinkCost as LinkCost
+else:
+    __getattr__, __dir__ = lazy(__name__)

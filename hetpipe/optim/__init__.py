@@ -1,19 +1,18 @@
 """Optimizers: pure update rules that every backend runs."""
 
+from typing import TYPE_CHECKING
+
 from hetpipe._lazy import lazy
 
-__getattr__, __dir__, __all__ = lazy(
-    __name__,
-    {
-        "Optimizer": "rule",
-        "adagrad": "squares",
-        "adam": "rules",
-        "adamw": "rules",
-        "check_optimizer": "check",
-        "lamb": "published",
-        "lion": "published",
-        "multi_step": "rule",
-        "rmsprop": "squares",
-        "sgd": "rules",
-    },
-)
+if TYPE_CHECKING:
+    from hetpipe.optim.published import lamb as lamb
+    from hetpipe.optim.published import lion as lion
+    from hetpipe.optim.rule import Optimizer as Optimizer
+    from hetpipe.optim.rule import multi_step as multi_step
+    from hetpipe.optim.rules import adam as adam
+    from hetpipe.optim.rules import adamw as adamw
+    from hetpipe.optim.rules import sgd as sgd
+    from hetpipe.optim.squares import adagrad as adagrad
+    from hetpipe.optim.squares import rmsprop as rmsprop
+else:
+    __getattr__, __dir__ = lazy(__name__)

@@ -4,20 +4,14 @@ Planning needs neither torch nor the devices of the cluster.
 
 """
 
+from typing import TYPE_CHECKING
+
 from hetpipe._lazy import lazy
 
-__getattr__, __dir__, __all__ = lazy(
-    __name__,
-    {
-        "Plan": "plan",
-        "Split": "split",
-        "StagePlan": "plan",
-        "even_plan": "baselines",
-        "explore": "planner",
-        "make_plan": "planner",
-        "predict": "pricing",
-        "read_plan": "file",
-        "speed_blind_plan": "baselines",
-        "write_plan": "file",
-    },
-)
+if TYPE_CHECKING:
+    from hetpipe.plan.file import read_plan as read_plan
+    from hetpipe.plan.file import write_plan as write_plan
+    from hetpipe.plan.plan import Plan as Plan
+    from hetpipe.plan.plan import StagePlan as StagePlan
+else:
+    __getattr__, __dir__ = lazy(__name__)

@@ -1,15 +1,11 @@
 """Output for people and programs: tables, pictures of timelines, JSON."""
 
+from typing import TYPE_CHECKING
+
 from hetpipe._lazy import lazy
 
-__getattr__, __dir__, __all__ = lazy(
-    __name__,
-    {
-        "cost_table": "tables",
-        "device_table": "tables",
-        "draw_timelines": "picture",
-        "draw_workloads": "picture",
-        "link_table": "tables",
-        "write_trace": "trace",
-    },
-)
+if TYPE_CHECKING:
+    from hetpipe.report.picture import draw_timelines as draw_timelines
+    from hetpipe.report.trace import write_trace as write_trace
+else:
+    __getattr__, __dir__ = lazy(__name__)

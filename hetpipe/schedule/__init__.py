@@ -4,29 +4,20 @@ The engine runs, and the simulator prices, exactly what `generate` returns. The 
 `hetpipe.schedule.validate.validate`.
 """
 
+from typing import TYPE_CHECKING
+
 from hetpipe._lazy import lazy
 
-__getattr__, __dir__, __all__ = lazy(
-    __name__,
-    {
-        "Action": "action",
-        "Message": "action",
-        "Op": "action",
-        "Rule": "rule",
-        "Schedule": "action",
-        "format_grid": "grid",
-        "generate": "generators",
-        "gpipe": "straight",
-        "is_asynchronous": "rule",
-        "is_chunked": "rule",
-        "max_in_flight": "generators",
-        "one_f_one_b": "straight",
-        "parse_schedule": "text",
-        "print_schedule": "text",
-        "register_file": "fixed",
-        "register_schedule": "rule",
-        "register_text": "fixed",
-        "rule_of": "rule",
-        "schedule_names": "rule",
-    },
-)
+if TYPE_CHECKING:
+    from hetpipe.schedule.action import Action as Action
+    from hetpipe.schedule.action import Schedule as Schedule
+    from hetpipe.schedule.fixed import register_file as register_file
+    from hetpipe.schedule.fixed import register_text as register_text
+    from hetpipe.schedule.generators import generate as generate
+    from hetpipe.schedule.rule import Rule as Rule
+    from hetpipe.schedule.rule import register_schedule as register_schedule
+    from hetpipe.schedule.rule import schedule_names as schedule_names
+    from hetpipe.schedule.text import parse_schedule as parse_schedule
+    from hetpipe.schedule.text import print_schedule as print_schedule
+else:
+    __getattr__, __dir__ = lazy(__name__)

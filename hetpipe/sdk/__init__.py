@@ -1,63 +1,55 @@
-"""The interface for authors of backends: all that one needs stands here."""
+"""The interface for authors of backends."""
+
+from typing import TYPE_CHECKING
 
 from hetpipe._lazy import lazy
-from hetpipe.errors import (
-    BackendError,
-    BundleError,
-    HetpipeError,
-    UnsupportedOperatorError,
-)
 
-__getattr__, __dir__, _names = lazy(
-    __name__,
-    {
-        "API_VERSION": "info",
-        "Argument": "bundle",
-        "Backend": "backend",
-        "BlockingDevice": "backend",
-        "Buffer": "backend",
-        "Capabilities": "info",
-        "Chunk": "backend",
-        "DONE": "backend",
-        "DTYPE_NBYTES": "info",
-        "Device": "backend",
-        "DeviceInfo": "info",
-        "DoneEvent": "backend",
-        "Event": "backend",
-        "Exported": "bundle",
-        "ExportedSource": "bundle",
-        "Executable": "backend",
-        "Execution": "info",
-        "FdEvent": "events",
-        "KINDS": "info",
-        "KernelEntry": "bundle",
-        "LaunchEntry": "bundle",
-        "Manifest": "bundle",
-        "Parameter": "bundle",
-        "PolledEvent": "events",
-        "ProgramEntry": "bundle",
-        "Signal": "events",
-        "SourceEntry": "bundle",
-        "UserKernel": "backend",
-        "WorkQueue": "events",
-        "backend_names": "registry",
-        "check_inputs": "inputs",
-        "core_decompositions": "graph",
-        "discover_devices": "registry",
-        "dtype_name": "graph",
-        "get_backend": "registry",
-        "graph_calls": "graph",
-        "graph_inputs": "graph",
-        "graph_outputs": "graph",
-        "index_bounds": "indices",
-        "input_forms": "inputs",
-        "open_device": "registry",
-        "operator_name": "graph",
-        "primitive_decompositions": "graph",
-        "read_binary": "bundle",
-        "read_bundles": "bundle",
-        "register_backend": "registry",
-        "require_support": "graph",
-    },
-)
-__all__ = [*_names, "BackendError", "BundleError", "HetpipeError", "UnsupportedOperatorError"]
+if TYPE_CHECKING:
+    from hetpipe.errors import BackendError as BackendError
+    from hetpipe.errors import BundleError as BundleError
+    from hetpipe.errors import HetpipeError as HetpipeError
+    from hetpipe.errors import UnsupportedOperatorError as UnsupportedOperatorError
+    from hetpipe.sdk.backend import DONE as DONE
+    from hetpipe.sdk.backend import Backend as Backend
+    from hetpipe.sdk.backend import BlockingDevice as BlockingDevice
+    from hetpipe.sdk.backend import Buffer as Buffer
+    from hetpipe.sdk.backend import Chunk as Chunk
+    from hetpipe.sdk.backend import Device as Device
+    from hetpipe.sdk.backend import Event as Event
+    from hetpipe.sdk.backend import Executable as Executable
+    from hetpipe.sdk.backend import UserKernel as UserKernel
+    from hetpipe.sdk.bundle import Argument as Argument
+    from hetpipe.sdk.bundle import Exported as Exported
+    from hetpipe.sdk.bundle import ExportedSource as ExportedSource
+    from hetpipe.sdk.bundle import KernelEntry as KernelEntry
+    from hetpipe.sdk.bundle import LaunchEntry as LaunchEntry
+    from hetpipe.sdk.bundle import Manifest as Manifest
+    from hetpipe.sdk.bundle import Parameter as Parameter
+    from hetpipe.sdk.bundle import ProgramEntry as ProgramEntry
+    from hetpipe.sdk.bundle import SourceEntry as SourceEntry
+    from hetpipe.sdk.bundle import read_binary as read_binary
+    from hetpipe.sdk.bundle import read_bundles as read_bundles
+    from hetpipe.sdk.events import FdEvent as FdEvent
+    from hetpipe.sdk.events import PolledEvent as PolledEvent
+    from hetpipe.sdk.events import Signal as Signal
+    from hetpipe.sdk.events import WorkQueue as WorkQueue
+    from hetpipe.sdk.graph import core_decompositions as core_decompositions
+    from hetpipe.sdk.graph import dtype_name as dtype_name
+    from hetpipe.sdk.graph import graph_calls as graph_calls
+    from hetpipe.sdk.graph import graph_inputs as graph_inputs
+    from hetpipe.sdk.graph import graph_outputs as graph_outputs
+    from hetpipe.sdk.graph import operator_name as operator_name
+    from hetpipe.sdk.graph import primitive_decompositions as primitive_decompositions
+    from hetpipe.sdk.graph import require_support as require_support
+    from hetpipe.sdk.indices import index_bounds as index_bounds
+    from hetpipe.sdk.info import API_VERSION as API_VERSION
+    from hetpipe.sdk.info import DTYPE_NBYTES as DTYPE_NBYTES
+    from hetpipe.sdk.info import KINDS as KINDS
+    from hetpipe.sdk.info import Capabilities as Capabilities
+    from hetpipe.sdk.info import DeviceInfo as DeviceInfo
+    from hetpipe.sdk.info import Execution as Execution
+    from hetpipe.sdk.inputs import check_inputs as check_inputs
+    from hetpipe.sdk.inputs import input_forms as input_forms
+    from hetpipe.sdk.registry import register_backend as register_backend
+else:
+    __getattr__, __dir__ = lazy(__name__)

@@ -1,14 +1,14 @@
 """Simulation: a schedule on a virtual clock gives a timeline."""
 
+from typing import TYPE_CHECKING
+
 from hetpipe._lazy import lazy
 
-__getattr__, __dir__, __all__ = lazy(
-    __name__,
-    {
-        "Span": "timeline",
-        "StageTimes": "times",
-        "Timeline": "timeline",
-        "Transfer": "times",
-        "simulate": "simulator",
-    },
-)
+if TYPE_CHECKING:
+    from hetpipe.simulate.simulator import simulate as simulate
+    from hetpipe.simulate.timeline import Span as Span
+    from hetpipe.simulate.timeline import Timeline as Timeline
+    from hetpipe.simulate.times import StageTimes as StageTimes
+    from hetpipe.simulate.times import Transfer as Transfer
+else:
+    __getattr__, __dir__ = lazy(__name__)

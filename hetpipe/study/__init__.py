@@ -4,20 +4,20 @@ The functions have the names of the commands: `plan`, `simulate`, `compare`, `wh
 `coverage`. None of them needs the devices, unless it is asked to measure.
 """
 
+from typing import TYPE_CHECKING
+
 from hetpipe._lazy import lazy
 
-__getattr__, __dir__, __all__ = lazy(
-    __name__,
-    {
-        "Comparison": "comparison",
-        "Subject": "subject",
-        "capacity": "largest",
-        "compare": "comparison",
-        "coverage": "lacking",
-        "of_file": "models",
-        "of_model": "models",
-        "plan": "planning",
-        "simulate": "simulation",
-        "whatif": "changes",
-    },
-)
+if TYPE_CHECKING:
+    from hetpipe.study.changes import whatif as whatif
+    from hetpipe.study.comparison import Comparison as Comparison
+    from hetpipe.study.comparison import compare as compare
+    from hetpipe.study.lacking import coverage as coverage
+    from hetpipe.study.largest import capacity as capacity
+    from hetpipe.study.models import of_file as of_file
+    from hetpipe.study.models import of_model as of_model
+    from hetpipe.study.planning import plan as plan
+    from hetpipe.study.simulation import simulate as simulate
+    from hetpipe.study.subject import Subject as Subject
+else:
+    __getattr__, __dir__ = lazy(__name__)

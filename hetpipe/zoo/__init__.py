@@ -1,7 +1,11 @@
 """Workloads by name: models, their losses and their data."""
 
+from typing import TYPE_CHECKING
+
 from hetpipe._lazy import lazy
 
-__getattr__, __dir__, __all__ = lazy(
-    __name__, {"Workload": "workload", "ZOO": "load", "load_workload": "load"}
-)
+if TYPE_CHECKING:
+    from hetpipe.zoo.load import load_workload as load_workload
+    from hetpipe.zoo.workload import Workload as Workload
+else:
+    __getattr__, __dir__ = lazy(__name__)

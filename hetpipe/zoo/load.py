@@ -114,5 +114,4 @@ def optimizer_of(workload: Workload) -> Optimizer:
     """The workload's own optimizer, or SGD with momentum."""
     from hetpipe import optim
 
-    chosen: Optimizer = workload.optimizer or optim.sgd(lr=0.05, momentum=0.9)
-    return chosen
+    return workload.optimizer or optim.sgd(lr=0.05, momentum=0.9)

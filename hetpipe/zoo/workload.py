@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from hetpipe.optim.rule import Optimizer
+
     Batch = tuple[Any, Any]
 
 
@@ -26,7 +28,7 @@ class Workload:
     batches: Callable[[int, int], Iterator[Batch]]
     name: str = "workload"
     mini_batch: int = 128
-    optimizer: Any = None  # hp.optim.*; default chosen by the command
+    optimizer: Optimizer | None = None  # None: the command chooses one
     validate: Callable[[torch.nn.Module], dict[str, float]] | None = None
     train_samples: int | None = None  # in an epoch, if there is such a thing
     blocks: tuple[str, ...] = ()

@@ -17,7 +17,8 @@ import typer
 from hetpipe.cli.app import app
 from hetpipe.pipeline.options import Options
 from hetpipe.pipeline.pipeline import Pipeline
-from hetpipe.schedule import rule_of, schedule_names, weights
+from hetpipe.schedule import schedule_names, weights
+from hetpipe.schedule.rule import rule_of
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ import hetpipe as hp
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Member
 from hetpipe.crew.crew import Crew
-from hetpipe.plan import make_plan
+from hetpipe.plan.planner import make_plan
 from hetpipe.profile.measure import profile
 
 CLUSTER = Cluster((Member("a", "numpy:cpu:0"), Member("b", "numpy:cpu:0")), transport="local")

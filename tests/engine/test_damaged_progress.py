@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hetpipe.checkpoint import Checkpoint
+from hetpipe.checkpoint.checkpoint import Checkpoint
 from hetpipe.errors import CheckpointError
 from hetpipe.pipeline.resume import progress_of
 

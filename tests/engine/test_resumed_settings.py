@@ -14,8 +14,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 import hetpipe as hp
-from hetpipe.checkpoint import Checkpoint
-from hetpipe.checkpoint import load as load_checkpoint
+from hetpipe.checkpoint.checkpoint import Checkpoint
+from hetpipe.checkpoint.checkpoint import load as load_checkpoint
 from hetpipe.cli.app import app
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import CheckpointError, HetpipeError

@@ -18,7 +18,7 @@ from hetpipe.cli.app import app
 from hetpipe.cluster.file import BandwidthWarning
 from hetpipe.cost import CostTable
 from hetpipe.errors import HetpipeError
-from hetpipe.plan import make_plan
+from hetpipe.plan.planner import make_plan
 
 KINDS = tuple(HetpipeError.__subclasses__())
 CASES = 40  # a command takes a hundred times as long as a reader

@@ -18,7 +18,7 @@ from hetpipe.cost.exporter import graph_of
 from hetpipe.cost.published import read_profile, write_profile
 from hetpipe.cost.table import VERSION, _Table
 from hetpipe.errors import CostError, PlanError
-from hetpipe.plan import make_plan
+from hetpipe.plan.planner import make_plan
 from hetpipe.study.simulation import simulate
 
 USE = (PlanError, CostError)

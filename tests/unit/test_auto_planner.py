@@ -10,8 +10,7 @@ from tables import MIB, make_table
 
 from hetpipe.cluster.cluster import Cluster, Member
 from hetpipe.errors import PlanError
-from hetpipe.plan.planners import plan
-from hetpipe.plan.planners.registry import PLANNERS
+from hetpipe.plan.planners.registry import PLANNERS, plan
 from hetpipe.plan.proposal import PlannerOptions
 from hetpipe.words import words
 

@@ -12,10 +12,10 @@ from capture_harness import TABLES, Stages, check, compare, eager, even_cuts, to
 from capture_models import CASES, Dropout, captured, make
 from torch import fx, nn
 
-from hetpipe.capture import Captured, PassPrograms
+from hetpipe.capture import Captured
 from hetpipe.capture.passes.mincut import COSTLY, minimum_cut
 from hetpipe.capture.passes.recompute import INPUTS, MIN_CUT, MODES, NONE
-from hetpipe.capture.program import BUFFER, CUT, INPUT, SAVED
+from hetpipe.capture.program import BUFFER, CUT, INPUT, SAVED, PassPrograms
 from hetpipe.errors import CaptureError
 
 SIZES = [8, 4]

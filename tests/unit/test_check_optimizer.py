@@ -9,7 +9,7 @@ import torch
 
 from hetpipe import optim
 from hetpipe.errors import HetpipeError
-from hetpipe.optim import check_optimizer
+from hetpipe.optim.check import check_optimizer
 
 WEIGHTS = [torch.zeros(2, requires_grad=True)]
 

@@ -26,7 +26,8 @@ from hetpipe.errors import (
     PlanError,
     ScheduleError,
 )
-from hetpipe.plan import make_plan, read_plan
+from hetpipe.plan import read_plan
+from hetpipe.plan.planner import make_plan
 from hetpipe.records import read_json
 from hetpipe.schedule import fixed, generate, print_schedule
 from hetpipe.simulate.timeline import Timeline

@@ -29,8 +29,8 @@ from hetpipe.plan.latency import (
     stage_memory_nbytes,
 )
 from hetpipe.plan.placement import Machines, Wire, append_first, numbers, places
-from hetpipe.plan.planners import plan
 from hetpipe.plan.planners.dapple import machines_of
+from hetpipe.plan.planners.registry import plan
 from hetpipe.plan.proposal import PlannerOptions, Priced, Proposal, deep_in_flight
 from hetpipe.schedule.generators import generate
 from hetpipe.simulate.simulator import simulate

@@ -15,8 +15,7 @@ from hetpipe.errors import HetpipeError, PlanError
 from hetpipe.plan.dapple import plan_dapple
 from hetpipe.plan.pipedream import Level, plan_pipedream
 from hetpipe.plan.placement import Machines, Wire
-from hetpipe.plan.planners import plan
-from hetpipe.plan.planners.registry import PLANNERS
+from hetpipe.plan.planners.registry import PLANNERS, plan
 from hetpipe.plan.proposal import PlannerOptions
 from hetpipe.plan.shares import divided
 from hetpipe.study.comparison import together

@@ -23,7 +23,8 @@ from hetpipe.cluster import Cluster, Member
 from hetpipe.cost.probe import Drift, Probe, drift
 from hetpipe.cost.table import CostTable
 from hetpipe.crew.crew import Crew
-from hetpipe.plan import explore, make_plan, predict
+from hetpipe.plan.planner import explore, make_plan
+from hetpipe.plan.pricing import predict
 from hetpipe.plan.replicated import Passes, replicated_plan, staged_plan
 from hetpipe.profile import measure
 from hetpipe.profile.drift import (

@@ -9,7 +9,8 @@ import pytest
 from hetpipe import checkpoint
 from hetpipe.cost import CostTable, read_costs
 from hetpipe.errors import CostError, PlanError
-from hetpipe.plan import Plan, predict, read_plan, write_plan
+from hetpipe.plan import Plan, read_plan, write_plan
+from hetpipe.plan.pricing import predict
 from hetpipe.simulate.timeline import Timeline
 
 DATA = Path(__file__).parents[1] / "data"

@@ -10,9 +10,10 @@ import pytest
 from tables import make_table
 
 from hetpipe.cost.table import CostTable
-from hetpipe.plan import Plan, explore, make_plan
+from hetpipe.plan import Plan
 from hetpipe.plan.baselines import even_plan, link_blind_plan
 from hetpipe.plan.interval import SIMULATOR, WIDTH, stage_spread
+from hetpipe.plan.planner import explore, make_plan
 
 
 def spread_table(device: float, layer: float, layers: int = 8, **options: float) -> CostTable:

@@ -22,7 +22,7 @@ from hetpipe.cost.table import (
 from hetpipe.errors import CostError
 from hetpipe.optim import lamb
 from hetpipe.plan.intra import with_splits
-from hetpipe.plan.planners import plan as planned
+from hetpipe.plan.planners.registry import plan as planned
 from hetpipe.plan.proposal import PlannerOptions, Priced
 from hetpipe.study import compare, of_model
 from hetpipe.study.models import Model

@@ -9,9 +9,9 @@ import pytest
 
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cost.published import read_profile
-from hetpipe.papers.reproduced import PAPERS, bapipe, dapple, pipeoptim, reproduce
+from hetpipe.papers.reproduced import bapipe, dapple, pipeoptim
 from hetpipe.papers.reproduced.gnmt import Gnmt, by_weights, even_cuts
-from hetpipe.papers.reproduced.table import expected
+from hetpipe.papers.reproduced.table import PAPERS, expected, reproduce
 from hetpipe.plan.planners.registry import plan
 from hetpipe.plan.proposal import PlannerOptions
 from hetpipe.study.largest import Method, fits

@@ -18,7 +18,7 @@ from hetpipe.cost import CostTable
 from hetpipe.cost.published import ProfileGraph, ProfileNode, write_profile
 from hetpipe.errors import ClusterError, CostError, HetpipeError, PlanError
 from hetpipe.plan.plan import Plan
-from hetpipe.plan.planners import plan as choose
+from hetpipe.plan.planners.registry import plan as choose
 from hetpipe.plan.proposal import PlannerOptions
 from hetpipe.plan.replicated import Passes, staged_plan
 from hetpipe.plan.sharing import sharing

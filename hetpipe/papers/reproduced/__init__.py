@@ -2,9 +2,3 @@
 
 A file for each paper; each of its tables is a function from the folder of published data to rows.
 """
-
-from hetpipe._lazy import lazy
-
-__getattr__, __dir__, __all__ = lazy(
-    __name__, {"PAPERS": "table", "Row": "table", "Table": "table", "reproduce": "table"}
-)

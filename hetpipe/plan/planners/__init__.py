@@ -3,9 +3,3 @@
 Each module has `proposals`, the pipelines that its paper would choose or weigh. What a proposal
 costs is the same for all: one cost model and one simulator price it (`hetpipe.plan.proposal`).
 """
-
-from hetpipe._lazy import lazy
-
-__getattr__, __dir__, __all__ = lazy(
-    __name__, {"PLANNERS": "registry", "Planner": "registry", "plan": "registry"}
-)
