@@ -24,7 +24,8 @@ from rich.console import Console
 from hetpipe.bench.paced import PacedOpenCL, PacedTorch
 from hetpipe.bench.training import fresh_costs, one_thread, train
 from hetpipe.capture.captured import Captured
-from hetpipe.cluster.cluster import Cluster, Link
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.topology import Link
 from hetpipe.cost.table import CostTable
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError

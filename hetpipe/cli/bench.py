@@ -27,7 +27,8 @@ from hetpipe.errors import ClusterError
 
 if TYPE_CHECKING:
     from hetpipe.bench.outcome import Outcome, Setting
-    from hetpipe.cluster.cluster import Cluster, Link
+    from hetpipe.cluster.cluster import Cluster
+    from hetpipe.cluster.topology import Link
 
 SHORT = ("digits", "gpt")
 FULL = ("digits", "gpt", "lstm")

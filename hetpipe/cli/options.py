@@ -146,15 +146,14 @@ def make_cluster(
     file: Path | None, devices: str | None, backends: str | None, speeds: list[str] | None
 ) -> Cluster:
     """The cluster that the options describe, else the local one. Raises `ClusterError`."""
-    from hetpipe.cluster.cluster import Cluster
-    from hetpipe.cluster.published import file_or_published
+    from hetpipe.cluster.cluster import Cluster, load_or_published
 
     emulated = parse_speeds(speeds)
     if file is None:
         return Cluster.local(split_names(backends), split_names(devices), emulated)
     if devices or backends:
         raise ClusterError("--cluster lists the devices already: leave out --devices, --backends")
-    cluster = file_or_published(str(file))
+    cluster = load_or_published(str(file))
     members = {cluster.member(member).id: speed for member, speed in emulated.items()}
     return replace(
         cluster,

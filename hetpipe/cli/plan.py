@@ -99,7 +99,7 @@ def command(
     if model is not None:
         check_name(model)
     members = make_cluster(cluster, None, None, emulate_speed) if cluster else None
-    if profile or planner or recompute or (members is not None and members.unopened):
+    if profile or planner or recompute or (members is not None and members.boards_without_numerics):
         if costs is not None:
             raise PlanError(f"--costs {costs} is for a plan of its own devices: leave it out")
         members = members or make_cluster(None, devices, backends, emulate_speed)

@@ -1,4 +1,4 @@
-"""Clusters: the participating devices, their cores, speeds and links; found here or described."""
+"""Clusters: devices with their cores, speeds and links, found here or described in a file."""
 
 from typing import TYPE_CHECKING
 
@@ -6,8 +6,8 @@ from hetpipe._lazy import lazy
 
 if TYPE_CHECKING:
     from hetpipe.cluster.cluster import Cluster as Cluster
-    from hetpipe.cluster.cluster import Link as Link
-    from hetpipe.cluster.cluster import Member as Member
+    from hetpipe.cluster.topology import Link as Link
+    from hetpipe.cluster.member import Member as Member
     from hetpipe.cluster.topology import Server as Server
     from hetpipe.cluster.topology import Topology as Topology
 else:

@@ -1,4 +1,4 @@
-"""The links of a cluster as a cost table has them."""
+"""The links of a cluster, as costs for a cost table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hetpipe.cost.table import LinkCost
 
 
 def link_costs(cluster: Cluster) -> dict[tuple[str, str], LinkCost]:
-    """The cost of every link that the cluster describes, by (from, to) ids.
+    """Return the cost of the link between every two members, by (from, to) ids.
 
     Raises `ClusterError` for two described devices without a link.
     """

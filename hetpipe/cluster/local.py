@@ -1,4 +1,4 @@
-"""The local cluster: a choice among the devices of this machine, and their shares of its cores."""
+"""The local cluster: chooses devices of this machine, and divides its cores among them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from hetpipe.cluster.cluster import Cluster, Member, available_cores
+from hetpipe.cluster.member import Member, available_cores
 from hetpipe.errors import BackendError, ClusterError
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.sdk.registry import discover_devices
@@ -15,31 +15,32 @@ from hetpipe.sdk.tested import trusted
 
 
 class DeviceWarning(UserWarning):
-    """A device is here, and is not used."""
+    """A device of this machine is not used."""
 
 
-def local(
+def local_members(
     backends: Sequence[str] | None,
     devices: Sequence[str] | None,
     emulate_speed: Mapping[str, float],
     rank: Callable[[DeviceInfo], float] | None,
-) -> Cluster:
-    """A cluster of devices found in this machine.
+) -> list[Member]:
+    """Return the members of a cluster of this machine's devices.
 
-    Without `devices`: every accelerator, and per memory domain the first CPU-type device of each
-    backend, in the order of discovery (a backend lists its best first) or by the lowest `rank`.
-    Emulated and reference devices join only when named; where not even `backends` are named, so do
-    devices of other packages that fail their self-test. Only backends that are needed are loaded.
-    `devices` lists ids, or prefixes up to a
-    colon, each for all devices that it matches; a device named twice becomes two members. Members
-    that compute on the host's cores share them evenly. `emulate_speed` is keyed by member id.
+    `devices` lists ids, or prefixes up to a colon, each for all devices that it matches; a device
+    named twice becomes two members. Without `devices`, every accelerator joins, and per memory
+    domain the best CPU-type device of each backend: the first that the backend lists, or the one
+    with the lowest `rank`. Emulated and reference devices join only if named. If `backends` is not
+    given either, a device of another package must also pass its self-test.
 
-    Raises `ClusterError` for a name without a match, or if no device is left, and `BackendError`
+    Loads only the backends that it needs. Members that compute on the host's cores share them
+    evenly. `emulate_speed` has the speeds by member id.
+
+    Raises `ClusterError` for a name without a match, or if no device remains, and `BackendError`
     with the reason for a named device whose backend does not work.
     """
     infos, failures = discover_devices(_needed(backends, devices))
     if devices is not None:
-        if not all(_matching(name, infos) for name in devices):  # the error lists all that is here
+        if not all(_matching(name, infos) for name in devices):  # the error lists all devices
             infos, failures = discover_devices(None if backends is None else list(backends))
         chosen = _named(devices, infos, failures)
     else:
@@ -53,13 +54,11 @@ def local(
         if member_id not in (member.id for member in members):
             ids = ", ".join(member.id for member in members)
             raise ClusterError(f"emulate_speed names {member_id!r}; the members are {ids}")
-    return Cluster(
-        tuple(replace(member, speed=emulate_speed.get(member.id, 1.0)) for member in members)
-    )
+    return [replace(member, speed=emulate_speed.get(member.id, 1.0)) for member in members]
 
 
 def _needed(backends: Sequence[str] | None, devices: Sequence[str] | None) -> list[str] | None:
-    """The backends to ask; None for all."""
+    """Return the names of the backends to load; None for all."""
     if devices is None:
         return None if backends is None else list(backends)
     named = dict.fromkeys(device.partition(":")[0] for device in devices)
@@ -67,12 +66,12 @@ def _needed(backends: Sequence[str] | None, devices: Sequence[str] | None) -> li
 
 
 def _passes(info: DeviceInfo) -> bool:
-    """Whether a device may join unasked; warns if not."""
+    """Whether a device passes its self-test, as a device that nobody named must; warns if not."""
     reason = trusted(info)
     if reason:
         warnings.warn(
             f"{info.id} stays out of the cluster, because its self-test failed: {reason}; "
-            f"see hetpipe doctor --backends {info.backend}, or name the device to take it anyway",
+            f"see hetpipe doctor --backends {info.backend}, or name the device to use it anyway",
             DeviceWarning,
             stacklevel=2,
         )
@@ -107,7 +106,7 @@ def _named(
 
 
 def _matching(name: str, infos: Sequence[DeviceInfo]) -> list[DeviceInfo]:
-    """The devices with this id or prefix."""
+    """Return the devices with this id or prefix."""
     return [i for i in infos if i.id == name or i.id.startswith(f"{name.rstrip(':')}:")]
 
 
@@ -118,7 +117,7 @@ def _overview(infos: Sequence[DeviceInfo], failures: Mapping[str, str]) -> str:
 
 
 def _members(chosen: Sequence[DeviceInfo]) -> list[Member]:
-    """Ids of the devices, with #0, #1, ... for a device that is named more than once."""
+    """Return members with the ids of the devices, and #0, #1, ... if one is named repeatedly."""
     total = Counter(info.id for info in chosen)
     used: Counter[str] = Counter()
     members = []
@@ -130,7 +129,10 @@ def _members(chosen: Sequence[DeviceInfo]) -> list[Member]:
 
 
 def _share_cores(members: Sequence[Member], infos: Sequence[DeviceInfo]) -> list[Member]:
-    """Shares of neighbouring cores, equal but for one; of one core each if cores are too few."""
+    """Give each member that uses the host an equal share, within one, of neighbouring cores.
+
+    With fewer cores than members, each gets one core.
+    """
     cores = available_cores()
     hosted = [member for member, info in zip(members, infos, strict=True) if info.on_cores]
     shares: dict[str, tuple[int, ...]] = {}

@@ -1,4 +1,4 @@
-"""Topologies: how the devices of a server, or the servers of a network, are joined."""
+"""Topologies: the links between the devices of a server, or between servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DUPLEXES = ("full", "half")
 
 @dataclass(frozen=True)
 class Link:
-    """A link, both ways. None: as the transport is. Between attached devices it is emulated."""
+    """A link in both directions; None: as the transport is. Attached devices emulate it."""
 
     latency_s: float | None = None
     bandwidth_Bps: float | None = None
@@ -24,17 +24,17 @@ class Link:
 
 @dataclass(frozen=True)
 class Topology:
-    """Equal links among ends, which are the devices of a server, or servers.
+    """Equal links among ends: the devices of a server, or servers.
 
     "point-to-point": each pair has its own link. "switch": each end has its own link into one
     switch. "bus": all ends share one medium. "chain": neighbours are linked, and a message passes
-    every link on its way. Raises `ClusterError` for values that are invalid in themselves.
+    every link on its way. Raises `ClusterError` for invalid values.
     """
 
-    latency_s: float | None = None  # of a link, or of the way through the switch
+    latency_s: float | None = None  # of a link, or of the path through the switch
     bandwidth_Bps: float | None = None
     shape: str = "point-to-point"
-    duplex: str = "full"  # "half": both directions of a link share it, as they do on any bus
+    duplex: str = "full"  # "half": both directions share a link, as on any bus
     all_reduce_Bps: float | None = None  # of collective operations; None: the bandwidth
 
     def __post_init__(self) -> None:
@@ -46,19 +46,19 @@ class Topology:
 
     @property
     def sum_speed(self) -> float:
-        """The bandwidth of collective operations, relative to that of messages."""
+        """The bandwidth of collective operations, relative to messages."""
         if self.all_reduce_Bps is None or self.bandwidth_Bps is None:
             return 1.0
         return self.all_reduce_Bps / self.bandwidth_Bps
 
     def link(self, one: int, other: int) -> Link:
-        """What a message from one end to another sees; ends are counted in their order."""
+        """Return the link that a message uses from one end to another, by their numbers."""
         if self.shape != "chain" or self.latency_s is None:
             return Link(self.latency_s, self.bandwidth_Bps)
         return Link(abs(one - other) * self.latency_s, self.bandwidth_Bps)
 
-    def way(self, name: str, ends: Sequence[str], one: int, other: int) -> tuple[str, ...]:
-        """The media that a message occupies, each with the topology's name before it."""
+    def media(self, name: str, ends: Sequence[str], one: int, other: int) -> tuple[str, ...]:
+        """Return the media that a message occupies, each with the topology's name before it."""
         if self.shape == "bus":
             return (name,)
         if self.shape == "switch":
@@ -76,7 +76,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Server:
-    """A machine with devices. `inside` joins them; None: nothing is known about that."""
+    """A machine with devices. `inside` is the topology of their links; None: unknown."""
 
     name: str
     inside: Topology | None = None
@@ -94,10 +94,10 @@ class _Meeting(NamedTuple):
 
 
 class Layout:
-    """Where the devices of a cluster are: in groups, each a server's or one device by itself.
+    """The places of a cluster's devices: groups, each a server or a single device without one.
 
-    `devices` are pairs of a device's id and its server's name, which is empty for one by itself. A
-    message between groups occupies the network alone, never what is inside of a server.
+    `devices` are pairs of a device's id and its server's name, empty for a device without a server.
+    A message between groups occupies only the network, no medium inside a server.
     """
 
     def __init__(
@@ -121,36 +121,36 @@ class Layout:
         }
 
     def link(self, one: str, other: str) -> Link:
-        """What the servers and the network say about two different devices."""
+        """Return the link between two different devices, by servers and network."""
         meeting = self._meeting(one, other)
         if meeting.topology is None:
             return Link()
         return meeting.topology.link(meeting.one, meeting.other)
 
     def sum_speed(self, one: str, other: str) -> float:
-        """What the servers and the network say about sums on a link, relative to messages."""
+        """Return the bandwidth of sums over replicas, relative to messages."""
         topology = self._meeting(one, other).topology
         return 1.0 if topology is None else topology.sum_speed
 
     def way(self, one: str, other: str) -> tuple[str, ...]:
-        """The shared media that a message from one device to another occupies."""
+        """Return the shared media that a message from one device to another occupies."""
         meeting = self._meeting(one, other)
         topology = meeting.topology
         if topology is None:
             return ()
         if meeting.alone and topology.shape == "point-to-point" and topology.duplex == "full":
             return ()
-        return topology.way(meeting.name, meeting.ends, meeting.one, meeting.other)
+        return topology.media(meeting.name, meeting.ends, meeting.one, meeting.other)
 
-    def lack(self, one: str, other: str) -> str:
-        """What would describe the link between two devices."""
+    def missing_table(self, one: str, other: str) -> str:
+        """Name the entry of a cluster file that would describe the link between two devices."""
         group, other_group = self._places[one][0], self._places[other][0]
         return "a [network]" if group != other_group else f"`inside` to {self._names[group]}"
 
     def levels(self) -> tuple[tuple[int, float], ...]:
-        """Components and bandwidth of every level, the innermost first.
+        """Return components and bandwidth (B/s) of each level, the innermost first.
 
-        Raises `ClusterError` if the servers are not alike, or a level's bandwidth is not known.
+        Raises `ClusterError` if the servers differ, or a level's bandwidth is unknown.
         """
         sizes = list(map(len, self.groups))
         size, levels = sizes[0], []
@@ -175,7 +175,7 @@ class Layout:
         return _Meeting(self._network, "network", self._names, group, other_group, alone)
 
     def _bandwidth_inside(self) -> float:
-        """The bandwidth that all servers have inside."""
+        """Return the bandwidth (B/s) inside the servers. Raises `ClusterError` if they differ."""
         known = [
             _known_Bps(topology, f"inside {name}", "`inside` to it")
             for name, topology in zip(self._names, self._inside, strict=True)
@@ -190,7 +190,7 @@ class Layout:
 
 
 def check_link(name: str, latency_s: float | None, bandwidth_Bps: float | None) -> None:
-    """Raises `ClusterError` for a latency or a bandwidth that no link has."""
+    """Raise `ClusterError` for an impossible latency or bandwidth."""
     if bandwidth_Bps is not None and not 0 < bandwidth_Bps < math.inf:
         why = f"bandwidth is {bandwidth_Bps} B/s, must be above 0 and finite"
         raise ClusterError(f"link {name}: {why}")

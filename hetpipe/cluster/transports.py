@@ -12,10 +12,10 @@ from hetpipe.errors import ClusterError
 
 @dataclass(frozen=True)
 class Transport:
-    """`module` has `plugs(wire, ranks, tag, pieces)`, which makes both ends of a wire.
+    """A transport, implemented by `module`.
 
-    If processes must meet before they can talk, it also has `host()` and `join(...)`, see
-    `hetpipe.wire.gloo`.
+    The module's `plugs(wire, ranks, tag, pieces)` makes both ends of a wire. If `meets`, the module
+    also has `host()` and `join(...)`; see `hetpipe.wire.gloo`.
     """
 
     name: str
@@ -23,7 +23,7 @@ class Transport:
     in_threads: bool = False
     """Whether workers are threads of the controller's process."""
     meets: bool = False
-    """Whether processes meet beforehand."""
+    """Whether processes must meet before they can exchange messages."""
 
 
 _TRANSPORTS = {
@@ -36,7 +36,7 @@ TRANSPORTS = tuple(_TRANSPORTS)
 
 
 def transport_of(name: str) -> Transport:
-    """The transport of that name. Raises `ClusterError` for an unknown one."""
+    """Return the transport of this name. Raises `ClusterError` for an unknown name."""
     if name not in _TRANSPORTS:
         raise ClusterError(f"no transport {name!r}; choose one of {', '.join(TRANSPORTS)}")
     return _TRANSPORTS[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from hetpipe.cluster.cluster import Link
+from hetpipe.cluster.topology import Link
 from hetpipe.errors import ClusterError
 from hetpipe.words import short
 
@@ -17,7 +17,7 @@ PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
 
 def parse_bandwidth(text: str) -> float:
-    """Bytes per second of `1 Gb/s`, `250 MB/s`, `2 GiB/s` (b: bits, B: bytes).
+    """Return the bytes per second of `1 Gb/s`, `250 MB/s` or `2 GiB/s` (b: bits, B: bytes).
 
     Raises `ClusterError`.
     """
@@ -34,7 +34,7 @@ def parse_bandwidth(text: str) -> float:
 
 
 def parse_time(text: str) -> float:
-    """Seconds of `1 ms`. Raises `ClusterError`."""
+    """Return the seconds of `1 ms`. Raises `ClusterError`."""
     match = re.fullmatch(rf"{NUMBER}([a-z]+)", text.strip())
     if match is None or match[2] not in PER_SECOND:
         raise ClusterError(
@@ -47,7 +47,7 @@ def parse_time(text: str) -> float:
 
 
 def parse_link(text: str) -> Link:
-    """A link of `1 Gb/s, 1 ms`: bandwidth, latency. Raises `ClusterError`."""
+    """Return the link of `1 Gb/s, 1 ms` (bandwidth, latency). Raises `ClusterError`."""
     bandwidth, comma, latency = text.partition(",")
     if not comma:
         raise ClusterError(f'link {text!r}: write bandwidth and latency, as "1 Gb/s, 1 ms"')

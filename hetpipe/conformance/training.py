@@ -162,7 +162,8 @@ def _example(slot: Any, generator: np.random.Generator) -> Array:
 
 def _trained(model: Model, devices: Sequence[str], transport: str) -> list[float]:
     import hetpipe as hp
-    from hetpipe.cluster.cluster import Cluster, Member
+    from hetpipe.cluster.cluster import Cluster
+    from hetpipe.cluster.member import Member
 
     torch.manual_seed(0)
     members = tuple(Member(f"{n}", device) for n, device in enumerate(devices))

@@ -23,7 +23,8 @@ from hetpipe.capture.program import (
     Slot,
     StageGraphs,
 )  # fmt: skip
-from hetpipe.cluster.cluster import Cluster, Link
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.topology import Link
 from hetpipe.cluster.transports import transport_of
 from hetpipe.crew.routing import wires
 from hetpipe.errors import HetpipeError

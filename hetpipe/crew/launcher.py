@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 
-from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.member import Member
 from hetpipe.cluster.transports import transport_of
 from hetpipe.crew.control import Control
 from hetpipe.crew.fleet import Fleet, ProcessFleet, ThreadFleet
@@ -46,7 +47,7 @@ def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout
         raise ClusterError(
             f"a crew needs members with different ids, got {[member.id for member in members]}"
         )
-    if boards := cluster.unopened:
+    if boards := cluster.boards_without_numerics:
         names = ", ".join(board.id for board in boards[:NAMED])
         more = f" and {len(boards) - NAMED} more" if len(boards) > NAMED else ""
         raise ClusterError(
@@ -69,13 +70,13 @@ def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout
             start_timeout_s,
             rank,
             len(workers),
-            w.member.id in cluster.sharing,
+            w.member.id in cluster.members_sharing_cores,
             meeting,
             cluster.options.get(_backend(w.member)),
         )
         for rank, w in enumerate(workers)
     ]
-    control = Control([f"worker {m.id!r} ({m.opened})" for m in members])
+    control = Control([f"worker {m.id!r} ({m.opened_device})" for m in members])
     if transport.in_threads:
         return ThreadFleet(control, orders)
     fleet = ProcessFleet(control, orders, [worker.settings for worker in workers], silence_s)
@@ -114,10 +115,10 @@ def _worker(member: Member, in_thread: bool, place: str | None) -> _Worker:
 
 def _info(member: Member) -> DeviceInfo:
     infos = {info.id: info for info in devices_of(_backend(member))}
-    if member.opened not in infos:
+    if member.opened_device not in infos:
         use = "the numerics of " if member.numerics else ""
-        raise BackendError(f"{use}member {member.id!r}: {absent(member.opened, infos)}")
-    return infos[member.opened]
+        raise BackendError(f"{use}member {member.id!r}: {absent(member.opened_device, infos)}")
+    return infos[member.opened_device]
 
 
 def _reference(member: Member) -> str:
@@ -138,4 +139,4 @@ def _reference(member: Member) -> str:
 
 
 def _backend(member: Member) -> str:
-    return member.opened.partition(":")[0]
+    return member.opened_device.partition(":")[0]

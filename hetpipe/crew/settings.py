@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from hetpipe.cluster.cluster import Member
+from hetpipe.cluster.member import Member
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.sdk.isolation import blamed
 from hetpipe.sdk.registry import companion_of, get_backend

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.member import Member
 from hetpipe.cost.table import Label
 from hetpipe.crew.fleet import Fleet
 from hetpipe.crew.launcher import launch
@@ -84,7 +85,7 @@ class Workers:
     @property
     def emulations(self) -> dict[str, Emulation]:
         """The emulated speeds, by member."""
-        sharing = self.cluster.sharing
+        sharing = self.cluster.members_sharing_cores
         return {
             m.id: Emulation(m.speed, m.id in sharing and self.infos[m.id].on_cores)
             for m in self.cluster.members

@@ -19,7 +19,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from hetpipe.cluster.cluster import Cluster, Link, Member
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.member import Member
+from hetpipe.cluster.topology import Link
 from hetpipe.crew.crew import Crew
 from hetpipe.crew.request import StepRequest
 from hetpipe.papers.overhead import empty_stage

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from hetpipe.capture.captured import Captured
 from hetpipe.capture.program import CUT, STATE, TANGENT, Slot, StageGraphs
-from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.member import Member
 from hetpipe.cost.table import CostTable, LayerBytes, TiedBytes
 from hetpipe.crew.crew import Crew
 from hetpipe.crew.request import StepRequest, StepResult

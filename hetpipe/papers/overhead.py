@@ -21,7 +21,8 @@ from hetpipe.capture.program import (
     Slot,
     StageGraphs,
 )  # fmt: skip
-from hetpipe.cluster.cluster import Cluster, Member, available_cores
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.member import Member, available_cores
 from hetpipe.crew.crew import Crew
 from hetpipe.crew.request import StepRequest
 from hetpipe.schedule.generators import generate

@@ -13,7 +13,8 @@ from hetpipe.schedule.lanes import laned_stages, row_workers
 if TYPE_CHECKING:
     from hetpipe.capture.captured import Captured
     from hetpipe.capture.precision import Precision
-    from hetpipe.cluster.cluster import Cluster, Member
+    from hetpipe.cluster.cluster import Cluster
+    from hetpipe.cluster.member import Member
     from hetpipe.optim.rule import Optimizer
     from hetpipe.pipeline.options import PlanOptions, UpdateOptions
     from hetpipe.plan.plan import Plan

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hetpipe.cluster.cluster import Member
+    from hetpipe.cluster.member import Member
     from hetpipe.crew.crew import Crew
     from hetpipe.pipeline.boardtime import BoardTime
     from hetpipe.pipeline.training import Ran, Training

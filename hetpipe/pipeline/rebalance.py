@@ -20,7 +20,7 @@ from hetpipe.plan.pricing import Partition, Question, price, problem
 from hetpipe.schedule.rule import rule_of
 
 if TYPE_CHECKING:
-    from hetpipe.cluster.cluster import Member
+    from hetpipe.cluster.member import Member
     from hetpipe.cost.table import CostTable
     from hetpipe.crew.crew import Crew
     from hetpipe.crew.request import StepResult

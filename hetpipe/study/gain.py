@@ -10,7 +10,8 @@ from __future__ import annotations
 from rich.console import Console
 
 from hetpipe import environment
-from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.member import Member
 from hetpipe.cluster.topology import Topology
 from hetpipe.errors import HetpipeError
 from hetpipe.report.tables import make_table

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hetpipe.cluster.cluster import Link
+from hetpipe.cluster.topology import Link
 from hetpipe.sdk.backend import Device
 from hetpipe.wire.channel import ALIGN, aligned
 from hetpipe.wire.transport import EdgeClosedError, Inlet, Outlet, Port

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Any
 
-from hetpipe.cluster.cluster import Link
+from hetpipe.cluster.topology import Link
 from hetpipe.sdk.backend import Device
 from hetpipe.wire.transport import (
     EdgeClosedError,

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hetpipe.cluster.cluster import BackendOptions, Link, Member
+from hetpipe.cluster.member import BackendOptions, Member
+from hetpipe.cluster.topology import Link
 from hetpipe.schedule.action import Schedule
 from hetpipe.schedule.closing import Closing
 from hetpipe.schedule.weights import FLUSH, WeightPolicy

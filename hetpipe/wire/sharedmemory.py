@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetpipe.cluster.cluster import Link
+from hetpipe.cluster.topology import Link
 from hetpipe.sdk.backend import Device
 from hetpipe.wire.channel import anonymous_file
 from hetpipe.wire.transport import EdgeClosedError, Inlet, Outlet, Port

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hetpipe.cluster.cluster import Link
+from hetpipe.cluster.topology import Link
 from hetpipe.sdk.backend import Buffer, Device
 from hetpipe.sdk.info import HOST_MEMORY
 from hetpipe.wire.pieces import Piece, streams

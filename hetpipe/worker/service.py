@@ -142,9 +142,9 @@ class Service:
         if order.backend is not None:
             load_reference(order.backend)
         if (options := order.options) is not None:
-            backend = order.member.opened.partition(":")[0]
+            backend = order.member.opened_device.partition(":")[0]
             configure_backend(backend, options.values, options.folder)
-        self._device = self._opener(order.member.opened)
+        self._device = self._opener(order.member.opened_device)
         self._emulation.shares_core = order.shares_core and self._device.info.on_cores
         if (meeting := order.meeting) is not None:
             transport = importlib.import_module(meeting.module)

@@ -18,7 +18,8 @@ from reference import train
 from torch import fx
 
 import hetpipe as hp
-from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.member import Member
 from hetpipe.errors import BackendError, UnsupportedOperatorError
 from hetpipe.sdk import registry
 from hetpipe.sdk.backend import Buffer, Device

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 
 import hetpipe as hp
 from hetpipe.capture import Captured
-from hetpipe.cluster.cluster import Member
+from hetpipe.cluster.member import Member
 from hetpipe.crew.workers import Workers
 from hetpipe.errors import BackendError, BundleError, WorkerError
 from hetpipe.optim import adamw

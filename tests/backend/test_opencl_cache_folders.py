@@ -14,7 +14,8 @@ NAMES = ("HETPIPE_SET_", "POCL_CACHE_DIR", "PYOPENCL_NO_CACHE", "OCL_ICD_VENDORS
 POCL = [info.id for info in infos() if info.id.startswith("opencl:pocl")]
 RUN = """
 import sys
-from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.member import Member
 from hetpipe.crew.crew import Crew
 from hetpipe.profile.links import measure_links
 

@@ -19,7 +19,7 @@ from torch import nn
 
 import hetpipe as hp
 from hetpipe.cluster import Cluster, Member
-from hetpipe.cluster.cluster import BackendOptions
+from hetpipe.cluster.member import BackendOptions
 from hetpipe.zoo.load import load_workload
 
 EMULATOR = "opencl:intel-fpga-emulator:0"

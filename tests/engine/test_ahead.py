@@ -14,7 +14,8 @@ from pipelines import pipeline
 from torch import nn
 
 import hetpipe as hp
-from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.member import Member
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import WorkerError
 from hetpipe.profile.measure import profile

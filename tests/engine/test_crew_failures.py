@@ -17,7 +17,8 @@ import pytest
 from engine_backends import FaultyBackend
 from engine_stages import LR, WIDTH, make_stages, make_values
 
-from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.member import Member
 from hetpipe.crew.control import Patience
 from hetpipe.crew.crew import Crew
 from hetpipe.crew.request import StepRequest, StepResult

@@ -14,7 +14,9 @@ from crews import ALIKE, TRANSPORTS, Crews
 from engine_stages import LR, WIDTH, make_stages, make_values
 
 from hetpipe.capture.program import CUT, Slot
-from hetpipe.cluster.cluster import Cluster, Link, Member
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.member import Member
+from hetpipe.cluster.topology import Link
 from hetpipe.crew import control as control_module
 from hetpipe.crew.control import Control
 from hetpipe.crew.crew import Crew

@@ -12,7 +12,8 @@ from typing import Any
 import engine_backends
 import pytest
 
-from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.member import Member
 from hetpipe.crew import forkserver as servers
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import BackendError, HetpipeError, WorkerError

@@ -16,7 +16,8 @@ from engine_stages import LR, WIDTH, make_stages, make_values
 
 from hetpipe import process
 from hetpipe.bench.plain import PlainTorch
-from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.member import Member
 from hetpipe.crew.crew import Crew
 from hetpipe.crew.request import StepRequest
 from hetpipe.errors import HetpipeError, WorkerError

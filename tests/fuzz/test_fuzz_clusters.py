@@ -13,12 +13,12 @@ from fuzzing import ACCEPTED, REFUSED, check_both_ends, outcomes, result_of
 from hypothesis import strategies as st
 from invented import toml, values
 
-from hetpipe.cluster import file
+from hetpipe.cluster import cluster_file
 from hetpipe.cluster.cluster import Cluster
 from hetpipe.cost import board
 from hetpipe.errors import ClusterError
 
-PAPERS = Path(file.__file__).with_name("papers")
+PAPERS = Path(cluster_file.__file__).with_name("papers")
 ATTACHED = b"""\
 transport = "shared-memory"
 
@@ -41,10 +41,10 @@ AMOUNTS = st.sampled_from(["1", "0", "2.5", "1e3", "1e-3", "1e999", "9" * 400, "
 UNITS = st.sampled_from(["Gb/s", "MiB/s", "b/s", "Kib/s", "ms", "s", "ns", "", "b", "Gb/s Gb/s"])
 SPEEDS = st.tuples(AMOUNTS, st.sampled_from(["", " ", " " * 50_000]), UNITS).map("".join)
 TEXTS = {
-    file.parse_bandwidth: st.sampled_from(["1 Gb/s", "2.5 kB/s"]) | SPEEDS,
-    file.parse_time: st.sampled_from(["1 ms", "0 s"]) | SPEEDS,
+    cluster_file.parse_bandwidth: st.sampled_from(["1 Gb/s", "2.5 kB/s"]) | SPEEDS,
+    cluster_file.parse_time: st.sampled_from(["1 ms", "0 s"]) | SPEEDS,
 }
-SOUND = {file.parse_bandwidth: st.just("1 Gb/s"), file.parse_time: st.just("1 ms")}
+SOUND = {cluster_file.parse_bandwidth: st.just("1 Gb/s"), cluster_file.parse_time: st.just("1 ms")}
 
 
 def fitted(tables: dict[str, Any]) -> dict[str, Any]:
@@ -64,14 +64,14 @@ def fitted(tables: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetpipe.cluster.cluster.available_cores", lambda: (0, 1))
+    monkeypatch.setattr("hetpipe.cluster.member.available_cores", lambda: (0, 1))
     board.board("v100-pcie-16")  # reads all boards, once
 
 
 def attempt(path: Path, content: bytes) -> str:
     path.write_bytes(content)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", file.BandwidthWarning)
+        warnings.simplefilter("ignore", cluster_file.BandwidthWarning)
         cluster = result_of(lambda: Cluster.load(path), (ClusterError,))
     if isinstance(cluster, str):
         assert re.match(r":\d+: ", cluster.removeprefix(str(path))), cluster
@@ -105,7 +105,7 @@ def test_many_servers(tmp_path: Path) -> None:
 
 
 def test_invented(tmp_path: Path) -> None:
-    tables = values(file._Tables, TEXTS)
-    whole = values(file._Tables, SOUND, strict=True).map(fitted)
+    tables = values(cluster_file._Tables, TEXTS)
+    whole = values(cluster_file._Tables, SOUND, strict=True).map(fitted)
     files = (tables | whole | changed(whole)).map(toml)
     check_both_ends(outcomes(files, lambda content: attempt(tmp_path / "c.toml", content)))

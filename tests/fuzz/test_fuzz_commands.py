@@ -15,7 +15,7 @@ from invented import NAMES
 from typer.testing import CliRunner
 
 from hetpipe.cli.app import app
-from hetpipe.cluster.file import BandwidthWarning
+from hetpipe.cluster.cluster_file import BandwidthWarning
 from hetpipe.cost import CostTable
 from hetpipe.errors import HetpipeError
 from hetpipe.plan.planner import make_plan

@@ -14,7 +14,8 @@ from fuzzing import ACCEPTED, REFUSED, check_both_ends, outcomes, result_of
 from hypothesis import strategies as st
 from invented import values
 
-from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.member import Member
 from hetpipe.cluster.topology import Topology
 from hetpipe.cost import importers, workloads
 from hetpipe.cost.importers import read_chain

@@ -8,7 +8,8 @@ import pytest
 from joint_cases import MINI_BATCH, best_step_s, joint_case, tight_case
 from tables import MIB, make_table
 
-from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.member import Member
 from hetpipe.errors import PlanError
 from hetpipe.plan.planners.registry import PLANNERS, plan
 from hetpipe.plan.proposal import PlannerOptions

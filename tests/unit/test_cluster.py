@@ -2,13 +2,15 @@
 
 import os
 import warnings
+from functools import partial
 
 import pytest
 
-from hetpipe.cluster import file
-from hetpipe.cluster.cluster import Cluster, Link, Member
-from hetpipe.cluster.file import BandwidthWarning
-from hetpipe.cluster.topology import Server, Topology
+from hetpipe.cluster import cluster_file
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.cluster_file import BandwidthWarning
+from hetpipe.cluster.member import Member
+from hetpipe.cluster.topology import Link, Server, Topology
 from hetpipe.cluster.units import parse_bandwidth, parse_link, parse_time
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import ClusterError
@@ -45,7 +47,7 @@ def machine(monkeypatch):
         return found, {"broken": "no driver; install one"}
 
     def set_cores(*cores):
-        monkeypatch.setattr("hetpipe.cluster.cluster.available_cores", lambda: cores)
+        monkeypatch.setattr("hetpipe.cluster.member.available_cores", lambda: cores)
         monkeypatch.setattr("hetpipe.cluster.local.available_cores", lambda: cores)
 
     monkeypatch.setattr("hetpipe.cluster.local.discover_devices", discover)
@@ -136,7 +138,8 @@ def test_links_hold_both_ways():
     assert Cluster((Member("a", "x"), Member("b", "x"))).link("a", "b") == Link()
     assert cluster.link("a", "a") == Link(0.0, float("inf"))
     assert cluster.member("b").device == "x"
-    for ask in (cluster.member, lambda id: cluster.link("a", id), lambda id: cluster.way(id, "a")):
+    asks = cluster.member, partial(cluster.link, "a"), partial(cluster.way, "a")
+    for ask in asks:
         with pytest.raises(ClusterError, match="no device 'c'; the cluster has a, b"):
             ask("c")
 
@@ -361,7 +364,7 @@ def test_a_file_of_servers_with_boards_and_an_attached_device(write):
 
 def test_more_servers_than_a_cluster_has_are_not_made(tmp_path, monkeypatch):
     """Each table is within its bounds, and all together they are not."""
-    monkeypatch.setattr(file._Server, "copies", property(lambda table: pytest.fail("made")))
+    monkeypatch.setattr(cluster_file._Server, "copies", property(lambda table: pytest.fail("made")))
     path = tmp_path / "servers.toml"
     tables = "".join(f'[[server]]\nname = "s{n}"\ncount = 100000\n' for n in range(100))
     path.write_text(tables + '[[device]]\nboard = "v100-pcie-16"\n')
@@ -432,7 +435,7 @@ def test_errors_in_servers_and_networks_point_at_the_line(write, old, new, line,
 @pytest.mark.parametrize("bandwidth", ["25 GB/s", "100 GB/s", "1 Mb/s"])
 def test_a_network_that_hardly_exists_is_warned_of(write, bandwidth):
     path = write(DESCRIBED.replace("10 Gb/s", bandwidth))
-    with pytest.warns(BandwidthWarning, match=r"toml:28: the network has .* write Gb/s if those"):
+    with pytest.warns(BandwidthWarning, match=r"toml:28: the network has .* write Gb/s if bits"):
         loaded = Cluster.load(path)
     assert loaded.network is not None
     assert loaded.network.bandwidth_Bps == parse_bandwidth(bandwidth)
@@ -477,8 +480,8 @@ def test_boards_with_numerics_are_boards_that_a_worker_can_open(write):
     names = ["t4.0", "t4.1", "t4.2", "t4.4", "t4.5", "t4.6"]
     assert [member.id for member in with_numerics] == names
     for member in with_numerics:
-        assert (member.opened, member.device, member.cores) == ("torchy:cpu:0", "", (4,))
-    assert [member.id for member in cluster.unopened] == ["t4.3", "t4.7", "odd"]
+        assert (member.opened_device, member.device, member.cores) == ("torchy:cpu:0", "", (4,))
+    assert [member.id for member in cluster.boards_without_numerics] == ["t4.3", "t4.7", "odd"]
     assert len(cluster.described) == 9
     assert cluster.places["t4.4"] == f"{path}:6"
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hetpipe.cluster import Cluster, cluster
-from hetpipe.cluster.cluster import Link
-from hetpipe.cluster.published import published_names
-from hetpipe.cluster.topology import SHAPES
+from hetpipe.cluster import Cluster, member
+from hetpipe.cluster.paper_clusters import published_names
+from hetpipe.cluster.topology import SHAPES, Link
 from hetpipe.cluster.transports import TRANSPORTS
 from hetpipe.errors import ClusterError
 
@@ -21,7 +20,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text(encoding="
 @pytest.fixture
 def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The page's cluster file, on a machine with two cores."""
-    monkeypatch.setattr(cluster, "available_cores", lambda: (0, 1))
+    monkeypatch.setattr(member, "available_cores", lambda: (0, 1))
     monkeypatch.chdir(tmp_path)
     block = re.search(r"```toml\n(.*?)```", PAGE, re.DOTALL)
     assert block is not None

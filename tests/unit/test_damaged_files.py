@@ -173,7 +173,7 @@ def test_manifests(tmp_path):
 
 
 def test_cluster_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("hetpipe.cluster.cluster.available_cores", lambda: (0, 1))
+    monkeypatch.setattr("hetpipe.cluster.member.available_cores", lambda: (0, 1))
     check_all(
         tmp_path / "c.toml",
         lambda rng: spoilt(CLUSTER, rng),

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 from tables import make_table
 
-from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.member import Member
 from hetpipe.cost.published import ChainCosts
 from hetpipe.cost.table import LayerCost, LinkCost
 from hetpipe.errors import HetpipeError, PlanError

@@ -60,4 +60,4 @@ def test_members_share_the_cores_that_they_are_pinned_to(
     cores: list[tuple[int, ...]], sharing: set[str]
 ) -> None:
     members = tuple(Member(str(n), "x", own) for n, own in enumerate(cores))
-    assert Cluster(members).sharing == sharing
+    assert Cluster(members).members_sharing_cores == sharing

@@ -11,7 +11,8 @@ from hetpipe.backends.numpy import NumpyBackend
 from typer.testing import CliRunner
 
 from hetpipe.cli.app import app
-from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.member import Member
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import BackendError
 from hetpipe.sdk import registry

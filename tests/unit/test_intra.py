@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from hetpipe.capture import Captured
-from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.member import Member
 from hetpipe.cost.split import split_costs
 from hetpipe.cost.table import (
     CostTable,

@@ -12,7 +12,8 @@ from tables import make_table
 from typer.testing import CliRunner
 
 from hetpipe.cli.app import app
-from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.member import Member
 from hetpipe.cluster.topology import Server, Topology
 from hetpipe.cost import CostTable
 from hetpipe.cost.published import ProfileGraph, ProfileNode, write_profile

@@ -14,8 +14,9 @@ import pytest
 
 from hetpipe.cli.options import make_cluster
 from hetpipe.cluster import Cluster, Link, Member, Server, Topology
+from hetpipe.cluster.cluster import load_or_published
 from hetpipe.cluster.costs import link_costs
-from hetpipe.cluster.published import file_or_published, published_names
+from hetpipe.cluster.paper_clusters import published_names
 from hetpipe.cluster.topology import DUPLEXES, SHAPES
 from hetpipe.errors import ClusterError
 
@@ -86,7 +87,8 @@ def test_messages_share_what_the_wires_on_their_way_share(shape: str, duplex: st
         for one, other in permutations(pairs, 2):
             share = bool(real[one][0] & real[other][0])
             sharing += share
-            assert bool(set(cluster.way(*one)) & set(cluster.way(*other))) == share, (one, other)
+            media, other_media = (set(cluster.way(*pair)) for pair in (one, other))
+            assert bool(media & other_media) == share, (one, other)
     assert sharing
 
 
@@ -96,7 +98,8 @@ def test_where_nothing_is_shared_a_way_is_empty() -> None:
     assert cluster.way("s0.0", "s0.1") == ()  # a link of its own
     assert cluster.way("s1.0", "s2.0") == ()  # likewise, by itself
     assert cluster.way("s0.0", "s0.0") == ()
-    assert cluster.way("s0.0", "s1.0") == cluster.way("s0.1", "s1.0") != ()  # of both devices of s0
+    uplink = cluster.way("s0.0", "s1.0")
+    assert uplink == cluster.way("s0.1", "s1.0") != ()  # of both devices of s0
     alone = described([1, 1], None, wire)
     assert alone.way("s0.0", "s1.0") == ()
     assert described([2]).way("s0.0", "s0.1") == ()
@@ -105,7 +108,8 @@ def test_where_nothing_is_shared_a_way_is_empty() -> None:
 def test_media_say_where_they_are() -> None:
     switch, half = Topology(0.0, 1e9, "switch"), Topology(0.0, 1e9, "chain", "half")
     cluster = described([3, 3], half, switch)
-    assert cluster.way("s0.0", "s1.2") == ("network: server s0 up", "network: server s1 down")
+    media = ("network: server s0 up", "network: server s1 down")
+    assert cluster.way("s0.0", "s1.2") == media
     there = ("server s1: s1.0 - s1.1", "server s1: s1.1 - s1.2")
     assert cluster.way("s1.0", "s1.2") == there
     assert cluster.way("s1.2", "s1.0") == there[::-1]
@@ -292,7 +296,7 @@ def test_commands_take_a_published_name_or_a_file(
         make_cluster(Path("absent.toml"), None, None, None)
     monkeypatch.chdir(tmp_path)
     Path("dapple-b").write_text('[[device]]\nboard = "t4"\n', encoding="utf-8")
-    assert file_or_published("dapple-b").ids == ("t4.0",)  # a file by that name is meant
+    assert load_or_published("dapple-b").ids == ("t4.0",)  # a file by that name is meant
 
 
 def test_a_speed_of_a_board_is_refused() -> None:

@@ -120,8 +120,8 @@ def _members(
         except ClusterError as error:
             raise ClusterError(f"the plan's devices: {error}; {hint}") from error
     members = make_cluster(cluster, devices, backends, None)
-    if members.unopened:
-        names = words(member.id for member in members.unopened)
+    if members.boards_without_numerics:
+        names = words(member.id for member in members.boards_without_numerics)
         raise ClusterError(
             f"boards that are only described open no worker: {names}; name an attached device for "
             "all stages, --device ID"

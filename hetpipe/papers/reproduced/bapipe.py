@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
-from hetpipe.cluster.cluster import Cluster, Link
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.topology import Link
 from hetpipe.cost.published import read_profile
 from hetpipe.cost.table import CostTable
 from hetpipe.errors import PlanError

@@ -1,4 +1,4 @@
-"""The cluster file: TOML to `Cluster`, with errors that point at the line."""
+"""The cluster file: reads TOML, and reports faults with file and line."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
-from hetpipe.cluster import cluster
-from hetpipe.cluster.cluster import BackendOptions, Cluster, Link, Member, choices
-from hetpipe.cluster.topology import DUPLEXES, SHAPES, Server, Topology
+from hetpipe.cluster import member as member_module
+from hetpipe.cluster.member import BackendOptions, Member, choices
+from hetpipe.cluster.topology import DUPLEXES, SHAPES, Link, Server, Topology
 from hetpipe.cluster.transports import TRANSPORTS
 from hetpipe.cluster.units import parse_bandwidth, parse_time
 from hetpipe.errors import ClusterError, CostError
@@ -22,9 +22,9 @@ from hetpipe.words import short
 
 MOST_DEVICES = 100_000
 USUAL_BPS = (1e6, 25e9)
-"""Networks between servers are quicker than the first and slower than the second."""
+"""The slowest and the fastest usual network between servers."""
 FASTEST_BPS = 250e9
-"""Networks are slower than this; between, a bandwidth written in bytes is perhaps meant in bits."""
+"""No network is faster. A bandwidth in bytes near it may be meant in bits."""
 
 _TOPOLOGY = {
     "": 'write { shape = "switch", bandwidth = "25 Gb/s" }',
@@ -52,7 +52,7 @@ CURES = {
 
 
 class BandwidthWarning(UserWarning):
-    """A bandwidth is possible, but bits were written as bytes, perhaps."""
+    """A bandwidth is unusual: the file may have bytes where bits are meant."""
 
 
 Many = Annotated[int | None, Whole(1, MOST_DEVICES)]
@@ -66,7 +66,7 @@ class _Device:
     board: Name = ""
     numerics: Name = ""  # of a board
     id: Name = ""  # empty: the device's id, or the board's with a number
-    count: Many = None  # None: one, under the id itself
+    count: Many = None  # None: one device, with the plain id
     server: Name = ""
     cores: tuple[Count, ...] = ()
     speed: Annotated[float, Number(0.0, 1.0, above=True)] = 1.0
@@ -83,7 +83,7 @@ class _Topology:
     all_reduce: Annotated[float | None, Parsed(parse_bandwidth)] = None
 
     def topology(self) -> Topology | None:
-        """What it describes; None for a table that is left out."""
+        """Return the topology; None for an absent table."""
         if not self.bandwidth:
             return None
         return Topology(self.latency, self.bandwidth, self.shape, self.duplex, self.all_reduce)
@@ -97,7 +97,7 @@ class _Server:
     """A [[server]] table."""
 
     name: Name
-    count: Many = None  # None: one, under the name itself
+    count: Many = None  # None: one server, with the plain name
     inside: _Topology = _ABSENT
 
     @property
@@ -129,10 +129,22 @@ class _Tables:
     backend: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def load(path: Path) -> Cluster:
+class ClusterFile(NamedTuple):
+    """The content of a cluster file: the fields of a `Cluster`, in order."""
+
+    members: tuple[Member, ...]
+    links: dict[frozenset[str], Link]
+    transport: str
+    places: dict[str, str]
+    servers: tuple[Server, ...]
+    network: Topology | None
+    options: dict[str, BackendOptions]
+
+
+def read_cluster_file(path: Path) -> ClusterFile:
     """Read and check a cluster file. Raises `ClusterError` as `file:line: place and fault`.
 
-    Warns with a `BandwidthWarning` of a network that hardly exists.
+    Issues a `BandwidthWarning` for a network with an unusual bandwidth.
     """
     path = user_path(path, ClusterError)
     text = read_text(path, ClusterError)
@@ -152,26 +164,26 @@ def load(path: Path) -> Cluster:
             why = f"is {short(member.id)}: two devices have the id, and ids are unique"
             raise source.fault(("device", index, "id" if table.id else key), why)
         members[member.id] = member
-        opened = "numerics" if table.numerics else key
-        places[member.id] = f"{path}:{lines.at(('device', index, opened))}"
+        device_key = "numerics" if table.numerics else key
+        places[member.id] = f"{path}:{lines.at(('device', index, device_key))}"
     links, network = _links(tables, members, source), tables.network.topology()
     if network is not None:
         where = f"{path}:{lines.at(('network', 'bandwidth'))}"
-        _warn_of_unusual(tables.network.bandwidth, data["network"]["bandwidth"], where)
+        _warn_of_unusual_bandwidth(tables.network.bandwidth, data["network"]["bandwidth"], where)
     options = {
         name: BackendOptions(
             values, path.parent.absolute(), f"{path}:{lines.at(('backend', name))}"
         )
         for name, values in tables.backend.items()
     }
-    return Cluster(
+    return ClusterFile(
         tuple(members.values()), links, tables.transport, places, servers, network, options
     )
 
 
 def _servers(tables: _Tables, source: Source) -> tuple[Server, ...]:
     servers: list[Server] = []
-    taken: set[str] = set()
+    names: set[str] = set()
     total = 0
     for index, table in enumerate(tables.server):
         total += table.count or 1
@@ -180,16 +192,16 @@ def _servers(tables: _Tables, source: Source) -> tuple[Server, ...]:
             raise source.fault(("server", index), why, "count")
     for index, table in enumerate(tables.server):
         for name in {table.name, *table.copies}:
-            if name in taken:
+            if name in names:
                 why = f"gives {short(name)}: two servers have the name, and names are unique"
                 raise source.fault(("server", index, "name"), why)
-            taken.add(name)
+            names.add(name)
         servers += [Server(name, table.inside.topology()) for name in table.copies]
     return tuple(servers)
 
 
 def _check_devices(tables: _Tables, source: Source) -> None:
-    """Raises `ClusterError` for tables of devices that cannot be, each by itself."""
+    """Raise `ClusterError` for a [[device]] table with impossible values, or too many devices."""
     if not tables.device:
         raise source.fault((), "has no device; give it one or more [[device]] tables")
     copies = {table.name: table.count or 1 for table in tables.server} | {"": 1}
@@ -207,7 +219,7 @@ def _check_devices(tables: _Tables, source: Source) -> None:
 
 
 def _check_backends(tables: _Tables, source: Source) -> None:
-    """Raises `ClusterError` for options of a backend that no device is of."""
+    """Raise `ClusterError` for options of a backend without a device in the cluster."""
     used = dict.fromkeys(table.device.partition(":")[0] for table in tables.device if table.device)
     for name in tables.backend:
         if name not in used:
@@ -217,7 +229,7 @@ def _check_backends(tables: _Tables, source: Source) -> None:
 
 
 def _check_hardware(table: _Device, index: int, source: Source) -> None:
-    """Raises `ClusterError` for a device or a board that cannot be, and for absent cores."""
+    """Raise `ClusterError` for an impossible device or board, and for absent cores."""
     if table.numerics and not table.board:
         why = (
             "computes the numbers of a board, and the table has none; write board = "
@@ -241,17 +253,18 @@ def _check_hardware(table: _Device, index: int, source: Source) -> None:
         if table.cores and not table.numerics:
             why = "is of attached devices and numerics, and this is a board alone; leave it out"
             raise source.fault(("device", index, "cores"), why)
-    absent = set(table.cores) - set(cluster.available_cores()) if table.cores else ()
+    absent = set(table.cores) - set(member_module.available_cores()) if table.cores else ()
     if absent:
-        there = ", ".join(map(str, cluster.available_cores()))
+        there = ", ".join(map(str, member_module.available_cores()))
         why = f"has cores {short(sorted(absent))}, which are not among this machine's: {there}"
         raise source.fault(("device", index, "cores"), why)
 
 
 def _members(tables: _Tables) -> Iterator[tuple[int, Member]]:
-    """The members, each with its table's number; a server with a count goes on as a whole.
+    """Yield the members, each with the index of its table.
 
-    Those that are counted have the numbers 0, 1, ... behind their prefix, all over the cluster.
+    A copy of a server yields all its devices before the next copy. Counted devices get the
+    numbers 0, 1, ... after their prefix, across the whole cluster.
     """
     numbers: Counter[str] = Counter()
     copies = {table.name: table.copies for table in tables.server if table.count is not None}
@@ -262,7 +275,9 @@ def _members(tables: _Tables) -> Iterator[tuple[int, Member]]:
     for index, table in enumerate(tables.device):
         rows = [(index, table)]
         if table.server in copies:
-            rows = together.pop(table.server, [])  # none where an earlier table brought them along
+            rows = together.pop(
+                table.server, []
+            )  # empty if an earlier table of the server has yielded them
         for server in copies.get(table.server, (table.server,)):
             for row, device in rows:
                 for id in _ids(device, table.server in copies, numbers):
@@ -283,13 +298,13 @@ def _member(table: _Device, id: str, server: str) -> Member:
     return Member(id, table.device, table.cores, table.speed, table.board, server, table.numerics)
 
 
-def _warn_of_unusual(bandwidth_Bps: float, written: str, where: str) -> None:
-    """Warn of a network that hardly exists; `written` is its bandwidth in the file."""
+def _warn_of_unusual_bandwidth(bandwidth_Bps: float, written: str, where: str) -> None:
+    """Warn of a network with an unusual bandwidth; `written` is its text in the file."""
     least, most = USUAL_BPS
     in_bits = "b/s" in written
     if least <= bandwidth_Bps < (FASTEST_BPS if in_bits else most):
         return
-    cure = "networks are sold by bits: write Gb/s if those are meant"
+    cure = "networks are sold by bits: write Gb/s if bits are meant"
     if (in_bits and bandwidth_Bps >= most) or "Gb/s" in written:
         cure = f"networks between servers have {8 * least:g} to {8 * FASTEST_BPS:g} b/s: check it"
     text = (

@@ -1,0 +1,93 @@
+"""Members: one device of a cluster each, with its cores, speed and server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from hetpipe.errors import ClusterError
+
+MOST_LISTED = 20
+"""An error lists all known names up to this number, and only similar ones beyond it."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One device of a cluster, with an `id` that is unique there.
+
+    An attached device has `device`, a `DeviceInfo.id`. A described device has `board`, a
+    `Board.id`, and may have `numerics`, a `DeviceInfo.id`: that device computes the board's
+    numbers. The times of a board are always modelled.
+    """
+
+    id: str
+    device: str
+    cores: tuple[int, ...] = ()  # CPU cores its worker is pinned to; empty: not pinned
+    speed: float = 1.0  # at most 1; 0.5 (emulated) doubles the time of every compute action
+    board: str = ""
+    server: str = ""  # empty: the device is outside of any server
+    numerics: str = ""  # the device that computes for a board in a training
+
+    @property
+    def opened_device(self) -> str:
+        """Id of the device that the member's worker opens; empty for a board without numerics."""
+        return self.numerics or self.device
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """The `[backend.NAME]` table of a cluster file, for `hetpipe.sdk.Backend.configure`."""
+
+    values: Mapping[str, Any]
+    folder: Path
+    """The folder of the cluster file, where relative paths start."""
+    place: str = field(default="", compare=False)
+    """file:line of the table."""
+
+
+def available_cores() -> tuple[int, ...]:
+    """Return the numbers of the CPU cores to which this process may pin workers."""
+    import os
+
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def choices(name: str, known: Sequence[str]) -> str:
+    """Return the known names for an error message; of a long list, only names similar to `name`."""
+    if len(known) <= MOST_LISTED:
+        return ", ".join(known)
+    near = get_close_matches(name, known, n=3)
+    return f"{len(known)} of them{', near it: ' if near else ''}{', '.join(near)}"
+
+
+def check_member(member: Member) -> None:
+    """Raise `ClusterError` for fields that contradict each other or this machine."""
+    if bool(member.device) == bool(member.board):
+        both = "both a device and a board" if member.board else "neither a device nor a board"
+        raise ClusterError(f"{member.id}: it has {both}; give it one of the two")
+    if member.numerics and not member.board:
+        raise ClusterError(
+            f"{member.id}: it has numerics, {member.numerics}, and no board whose time counts: "
+            "give it a board, or write the device as device"
+        )
+    if member.board and member.speed != 1.0:
+        raise ClusterError(
+            f"{member.id}: it is a board, {member.board}, whose times are modelled, and only "
+            "attached devices have an emulated speed: leave it out"
+        )
+    if member.board and member.cores and not member.numerics:
+        raise ClusterError(
+            f"{member.id}: it is a board, {member.board}, and only attached devices and numerics "
+            "have cores: leave them out"
+        )
+    if not 0 < member.speed <= 1:  # a device can be held back, not hurried
+        raise ClusterError(f"{member.id}: speed is {member.speed}, it must be above 0, at most 1")
+    absent = sorted(set(member.cores) - set(available_cores())) if member.cores else []
+    if absent:
+        present = ", ".join(map(str, available_cores()))
+        raise ClusterError(f"{member.id}: cores {absent} are not among this machine's: {present}")
