@@ -18,7 +18,9 @@ from hetpipe.bench.peer import refusal
 from hetpipe.bench.rows import AtOnceRow, Pace, PeerRow, PipelineRow, PlainRow, Row, Task
 from hetpipe.bench.training import fresh_costs
 from hetpipe.capture.captured import Captured
-from hetpipe.cluster.cluster import Cluster, Link, available_cores
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.member import available_cores
+from hetpipe.cluster.topology import Link
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import PlanError
 from hetpipe.pipeline.options import PlanOptions

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from hetpipe.cluster.cluster import available_cores
+from hetpipe.cluster.member import available_cores
 
 PACKAGES = ("hetpipe", "torch", "numpy", "pyopencl")
 

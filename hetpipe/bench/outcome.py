@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hetpipe.bench.rows import AtOnceRow, PeerRow, PipelineRow, PlainRow, Row, Task
-from hetpipe.cluster.cluster import Cluster, Link
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.topology import Link
 
 if TYPE_CHECKING:
     from hetpipe.simulate.timeline import Timeline

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hetpipe import process
-from hetpipe.cluster.cluster import available_cores
+from hetpipe.cluster.member import available_cores
 from hetpipe.crew.settings import usual_settings
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk.info import DeviceInfo

@@ -33,7 +33,8 @@ from hetpipe import optim
 from hetpipe.bench.machine import describe
 from hetpipe.bench.training import one_thread
 from hetpipe.bench.trial import WINDOW, Method, Subject, Task, Trial
-from hetpipe.cluster.cluster import Cluster, Member
+from hetpipe.cluster.cluster import Cluster
+from hetpipe.cluster.member import Member
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
 from hetpipe.files import write_json
