@@ -6,8 +6,8 @@ from hetpipe._lazy import lazy
 
 if TYPE_CHECKING:
     from hetpipe.cluster.cluster import Cluster as Cluster
-    from hetpipe.cluster.topology import Link as Link
     from hetpipe.cluster.member import Member as Member
+    from hetpipe.cluster.topology import Link as Link
     from hetpipe.cluster.topology import Server as Server
     from hetpipe.cluster.topology import Topology as Topology
 else:

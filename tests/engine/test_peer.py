@@ -18,7 +18,7 @@ from hetpipe.bench.peer import PeerTorch, cores_of, even_cuts, refusal, untie
 from hetpipe.bench.rows import Pace, PeerRow
 from hetpipe.capture import Captured
 from hetpipe.cluster import Cluster, Link, Member
-from hetpipe.cluster.cluster import available_cores
+from hetpipe.cluster.member import available_cores
 from hetpipe.errors import HetpipeError
 from hetpipe.zoo import load_workload
 from hetpipe.zoo.load import optimizer_of
