@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 		{ echo "hetpipe needs Python 3.10 or newer; try make PYTHON=python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH_INDEX),$(BIN)/pip install -q --index-url $(TORCH_INDEX) $(TORCH))
-	$(BIN)/pip install -q -c constraints.txt -e '.[emulators,bench,test]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[emulators,bench,test,docs]'
 	touch $@
 
 clean:

@@ -1,0 +1,112 @@
+"""Every script of `examples/` runs, and the README shows two of them word for word."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from hetpipe.sdk.registry import devices_of
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+SHOWN = ("two_devices.py", "hugging_face.py")
+LOSSES = re.compile(r"^(?:step \d+|loss) (\S+)$", re.MULTILINE)
+
+
+def output_of(name: str, folder: Path) -> str:
+    """Run an example as a user would, from another folder; return its output."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name)],
+        env={**os.environ, "HETPIPE_CACHE": str(folder / "cache")},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def numbers(texts: Sequence[str]) -> list[float]:
+    return [float(text) for text in texts]
+
+
+def test_the_readme_shows_two_examples() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert blocks == [(EXAMPLES / name).read_text(encoding="utf-8") for name in SHOWN]
+    assert all(len(block.splitlines()) <= 25 for block in blocks)
+
+
+def test_every_example_is_run_here() -> None:
+    here = Path(__file__).read_text(encoding="utf-8")
+    names = [path.name for path in EXAMPLES.glob("*.py")]
+    assert len(names) >= 6
+    assert [name for name in names if f'output_of("{name}"' not in here] == []
+
+
+def test_two_devices(tmp_path: Path) -> None:
+    text = output_of("two_devices.py", tmp_path)
+    losses = numbers(LOSSES.findall(text))
+    assert len(losses) == 10
+    assert losses == sorted(losses, reverse=True)
+    alone = re.search(r"^torch alone (\S+)$", text, re.MULTILINE)
+    assert alone is not None
+    assert float(alone[1]) < losses[-1]
+    for device in ("pytorch:cpu:0", "numpy:cpu:0"):
+        assert re.search(rf"^\d .* {device} ", text, re.MULTILINE), text
+
+
+def test_hugging_face(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    losses = numbers(LOSSES.findall(output_of("hugging_face.py", tmp_path)))
+    assert len(losses) == 10
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_cnn(tmp_path: Path) -> None:
+    accuracy = re.search(r"^accuracy (\S+)$", output_of("cnn.py", tmp_path), re.MULTILINE)
+    assert accuracy is not None
+    assert float(accuracy[1]) > 0.8
+
+
+def test_asynchronous(tmp_path: Path) -> None:
+    text = output_of("asynchronous.py", tmp_path)
+    reached = dict(re.findall(r"^(\S+) accuracy (\S+)$", text, re.MULTILINE))
+    assert set(reached) == {"1f1b", "pipedream"}
+    assert min(numbers(list(reached.values()))) > 0.8
+
+
+def test_custom_backend(tmp_path: Path) -> None:
+    text = output_of("custom_backend.py", tmp_path)
+    losses = numbers(LOSSES.findall(text))
+    assert losses == sorted(losses, reverse=True)
+    assert "mine:cpu:0" in text
+    assert "every stage agrees with torch" in text
+
+
+def test_plan_for_boards(tmp_path: Path) -> None:
+    text = output_of("plan_for_boards.py", tmp_path)
+    assert "modelled costs, exact plan" in text
+    assert len(re.findall(r"waits \d+% of the step \(modelled\)", text)) == 3
+
+
+def test_opencl_kernel(tmp_path: Path) -> None:
+    if not any(info.id == "opencl:oclgrind:0" for info in devices_of("opencl")):
+        pytest.skip("no Oclgrind: install the extra `emulators`")
+    text = output_of("opencl_kernel.py", tmp_path)
+    assert "faults: []" in text
+    assert "out of bounds" in text
+
+
+def test_resume(tmp_path: Path) -> None:
+    lists = re.findall(r"\[(.*)\]", output_of("resume.py", tmp_path))
+    same, other = (numbers(text.split(", ")) for text in lists)
+    assert len(same) == 5
+    assert other == pytest.approx(same, rel=1e-5)
