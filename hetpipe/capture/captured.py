@@ -22,20 +22,20 @@ from hetpipe.capture.export.named_tensors import (
     NamedTensors,
     array_of,
     check_capturable,
-    copied_loss,
-    on_cpu,
+    copy_loss,
+    move_to_cpu,
 )
 from hetpipe.capture.export.outputs import Outputs
 from hetpipe.capture.export.source_files import UnknownCodeError
-from hetpipe.capture.export.summary import Facts, facts_of
+from hetpipe.capture.export.summary import ModelSummary, summarize
 from hetpipe.capture.export.torch_export import export
 from hetpipe.capture.export.training_modes import Modes
-from hetpipe.capture.flat_graph import Flat
+from hetpipe.capture.flat_graph import FlatGraph
 from hetpipe.capture.layers import LayerGraph
 from hetpipe.capture.passes.elementwise import check_elementwise
 from hetpipe.capture.passes.recompute import check_modes
 from hetpipe.capture.passes.split_layers import split_layers, splittable
-from hetpipe.capture.passes.split_parameters import Parts
+from hetpipe.capture.passes.split_parameters import SplitParameters
 from hetpipe.capture.passes.stage_graphs import EXTRAS, Extra, trace_stages
 from hetpipe.capture.passes.trace_cache import Traces
 from hetpipe.capture.precision import Precision
@@ -47,24 +47,23 @@ _T = TypeVar("_T")
 
 
 class Captured:
-    """A model and its loss as graphs. The model itself is neither changed nor run.
+    """A model and its loss as graphs. Capture neither changes nor runs the model itself.
 
-    Each module trains in the mode, train or eval, that it is in now; a later change of mode does
-    not count. Warns with `EvalModeWarning` if the whole model is in eval mode.
+    Each module trains in its mode at capture, train or eval; later changes of mode have no effect.
+    Warns with `EvalModeWarning` if the whole model is in eval mode.
 
     `parameters` and `buffers` are copies made at capture, by the model's names; the names of a
-    loss's tensors begin with `loss.`. A tied tensor is there once; `aliases` maps its other names
-    to that name. `name` is the name of the model's
-    class. `has_count` says that loss_fn returns (sum, count).
-    The model is exported for `samples` samples first, by default those of the example, and for
-    other numbers when they are asked for.
-    `precision` gives the dtypes of the passes and of the cuts. With `sync_batch_norm` the batch
-    norms of replicas use the statistics of the whole micro-batch, not of their own rows.
-    `split` makes two layers of a linear layer or convolution, by its name: the first has so many
-    of its output channels. `parts` translates names and values of the parameters that it splits.
-    Operators `starting`, by name, begin a layer of their own.
-    Raises `PlanError` for a layer that cannot be split so, and otherwise `CaptureError`, which
-    names the line or module, and the cure. `watch` tells later changes of the model.
+    loss's tensors begin with `loss.`. A tied tensor appears once; `aliases` maps its other names to
+    that name. `name` is the name of the model's class. `has_count` says whether loss_fn returns
+    (sum, count). The first export is for `samples` samples, by default the number in the example;
+    other numbers are exported when they are needed. `precision` gives the dtypes of the passes and
+    of the cuts. With `sync_batch_norm` the batch norms of replicas use the statistics of the whole
+    micro-batch, not only of their rows. `split` divides a linear layer or convolution, named by its
+    key, into two layers; the value is the number of output channels of the first. `parts`
+    translates names and values of the split parameters. Every operator named in `starting` begins a
+    new layer. Raises `PlanError` for a layer that cannot be split in this way, and otherwise
+    `CaptureError`, which names the line or module, and the cure. `watch` detects later changes of
+    the model.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class Captured:
     ) -> None:
         check_capturable(model)
         self.name = type(model).__name__
-        self._model, self._loss_fn = on_cpu(model, loss_fn)
+        self._model, self._loss_fn = move_to_cpu(model, loss_fn)
         self._modes = Modes.of(self._model, self._loss_fn)
         self._modes.warn()
         self.precision = precision
@@ -88,7 +87,7 @@ class Captured:
         self.split = dict(split or {})
         self._starting = frozenset(starting)
         self._example = Example(*example)
-        self._flats: dict[tuple[int, bool], Flat] = {}
+        self._flats: dict[tuple[int, bool], FlatGraph] = {}
         self._layers: dict[int, LayerGraph] = {}
         self.traces = Traces()
         self._tensors = NamedTensors(self._model, self._loss_fn)
@@ -98,35 +97,36 @@ class Captured:
         self.trainable = frozenset(name for name, p in parameters.items() if p.requires_grad)
         layers = (sorted(self.split.items()), sorted(self._starting))
         options = (precision, sync_batch_norm, *layers)
-        self._outputs: dict[bool, Outputs] = {}  # of the model, in training and in eval mode
+        self._outputs: dict[bool, Outputs] = {}  # of the model, in training mode and in eval mode
         self._identity = Identity(
-            self._model, self._loss_fn, self._example, self._modes, options, self._saw
+            self._model, self._loss_fn, self._example, self._modes, options, self._note_output
         )
         first = samples or self._example.samples
-        key = self._identity.key("facts", [first], True)
-        self._facts: Facts = _kept(key, lambda: facts_of(self._flat(first)))
-        self.layer_names, self.samples = self._facts.layer_names, self._facts.samples
-        self.parts = Parts(self._facts.rows)
+        key = self._identity.key("summary", [first], True)
+        self._summary: ModelSummary = _load_or_make(key, lambda: summarize(self._flat(first)))
+        self.layer_names, self.samples = self._summary.layer_names, self._summary.samples
+        self.parts = SplitParameters(self._summary.rows)
         self.buffers = {
             name: array_of(name, buffer)
             for name, buffer in self._tensors.buffers.items()
-            if name in self._facts.buffers and not buffer.is_complex()
+            if name in self._summary.buffers and not buffer.is_complex()
         }
         self.watch = Watch(model, loss_fn, self._identity.changed)
-        self.updated_buffers = self._facts.updated_buffers
-        self.has_count = self._facts.has_count
-        self.fingerprint = self._facts.fingerprint
+        self.updated_buffers = self._summary.updated_buffers
+        self.has_count = self._summary.has_count
+        self.fingerprint = self._summary.fingerprint
 
     @property
     def exports(self) -> int:
-        """The number of exports so far."""
+        """Number of exports so far."""
         return len(self._flats)
 
     def layer_graph(self, samples: int) -> LayerGraph:
-        """The layers for micro-batches of `samples`; each size is exported once, then cached."""
+        """Return the layers for micro-batches of `samples`; each size is exported once, then
+        cached."""
         if samples not in self._layers:
             key = self._identity.key("layers", [samples], True)
-            self._layers[samples] = _kept(key, lambda: layer_graph(self._flat(samples)))
+            self._layers[samples] = _load_or_make(key, lambda: layer_graph(self._flat(samples)))
         return self._layers[samples]
 
     def stage_graphs(
@@ -139,13 +139,13 @@ class Captured:
         halves: bool = False,
         extras: Collection[Extra] = EXTRAS,
     ) -> list[StageGraphs]:
-        """The programs of the stages, which begin at layer 0 and at each of `cuts`.
+        """Return the programs of the stages, which begin at layer 0 and at each of `cuts`.
 
         `decompositions` has one table per stage, from its backend. `samples` lists the sizes of
-        micro-batches; each gets its own passes. Without an optimizer the stages have no update.
-        `recompute` has one mode per stage, see `hetpipe.capture.passes.recompute`. With `halves`
-        every backward also comes in two halves. The stages have the programs `predict` and `norm`
-        only if these are among `extras`.
+        micro-batches; each size gets its own passes. Without an optimizer the stages have no
+        update. `recompute` has one mode per stage, see `hetpipe.capture.passes.recompute`. With
+        `halves` every backward also comes in two halves. The stages have the programs `predict` and
+        `norm` only if these are among `extras`.
         """
         self._check(cuts, decompositions)
         if optimizer is not None:
@@ -159,11 +159,11 @@ class Captured:
             graphs = trace_stages(
                 self.traces, flats, cuts, decompositions, rules, modes, halves, extras
             )
-            mark_checked(graphs, self._facts.indices)
+            mark_checked(graphs, self._summary.indices)
             return graphs
 
         how = (list(cuts), modes, halves, sorted(extras) if optimizer is not None else [])
-        return _kept(self._stage_key(sizes, decompositions, optimizer, True, *how), trace)
+        return _load_or_make(self._stage_key(sizes, decompositions, optimizer, True, *how), trace)
 
     def evaluation_graphs(
         self,
@@ -171,10 +171,10 @@ class Captured:
         decompositions: Sequence[Decompositions],
         samples: Sequence[int],
     ) -> list[StageGraphs]:
-        """The same stages after `model.eval()`: a forward per micro-batch size that saves nothing.
+        """Return the same stages after `model.eval()`: a forward per size, which saves nothing.
 
-        Each size is exported once, then cached. Layers have their names of training; CUT slots have
-        other names. Raises `CaptureError` if the model has other layers in eval mode.
+        Each size is exported once, then cached. Layers keep their names from training; CUT slots
+        have other names. Raises `CaptureError` if the model has other layers in eval mode.
         """
         self._check(cuts, decompositions)
         sizes = list(dict.fromkeys(samples))
@@ -183,10 +183,10 @@ class Captured:
             flats = [self._flat(size, training=False) for size in sizes]
             modes = check_modes((), len(decompositions))
             graphs = trace_stages(self.traces, flats, cuts, decompositions, None, modes)
-            mark_checked(graphs, self._facts.indices)
+            mark_checked(graphs, self._summary.indices)
             return graphs
 
-        return _kept(self._stage_key(sizes, decompositions, None, False, list(cuts)), trace)
+        return _load_or_make(self._stage_key(sizes, decompositions, None, False, list(cuts)), trace)
 
     def _stage_key(
         self,
@@ -217,49 +217,52 @@ class Captured:
             )
 
     def leaves(self, x: Any, y: Any) -> dict[str, Array]:
-        """The tensors of a batch by name ("x", "x.0", "x.mask", "y").
+        """Return the tensors of a batch by name ("x", "x.0", "x.mask", "y").
 
-        Raises `HetpipeError` if the batch is not built like the example batch, or holds an index
-        out of range: a class, a token, a row.
+        Raises `HetpipeError` if the batch differs in structure from the example batch, or holds an
+        index out of range: a class, a token, a row.
         """
         leaves = self._example.leaves(x, y)
-        check_indices(self._facts.indices, leaves)
+        check_indices(self._summary.indices, leaves)
         return leaves
 
     def loss_fault(self, samples: int, training: bool = True) -> str:
-        """Why micro-batches of `samples` would not give the loss of their mini-batch, with both
-        numbers and the cure; "" if they do.
+        """Explain why micro-batches of `samples` would not give the loss of their mini-batch.
 
-        Without `training` it is the loss in eval mode. See `hetpipe.capture.export.mean_loss`.
+        The sentence has both numbers and the cure; it is "" if the losses agree. Without `training`
+        it checks the loss in eval mode. See `hetpipe.capture.export.mean_loss`.
         """
         key = self._identity.key(
-            "loss", [self._facts.samples], training, samples, self._example.labels_digest,
+            "loss", [self._summary.samples], training, samples, self._example.labels_digest,
             self._tensors.loss_digest(),
         )  # fmt: skip
 
         def compare() -> str:
-            if training not in self._outputs:  # the code has no signature, and was not exported
-                self._flat(self._facts.samples, training)
-            with self._modes.restored(evaluation=not training):
+            if training not in self._outputs:  # the code has no signature
+                self._flat(self._summary.samples, training)
+            with self._modes.apply(evaluation=not training):
                 check = LossCheck(
                     self._model,
-                    copied_loss(self._loss_fn),
+                    copy_loss(self._loss_fn),
                     self._example,
-                    self._facts.indices,
+                    self._summary.indices,
                     samples,
                 )
                 return check.fault(self._outputs.get(training))
 
-        return _kept(key, compare)
+        return _load_or_make(key, compare)
 
-    def _saw(self, samples: int, training: bool, output: Any) -> None:
+    def _note_output(self, samples: int, training: bool, output: Any) -> None:
         self._outputs[training] = Outputs.of(output, samples)
 
     def check_means(self, leaves: Mapping[str, Array], sizes: Sequence[int]) -> None:
-        """Raise `HetpipeError` where parts of a batch, of these sizes, leave out unequal shares of
-        the labels over which the loss is a mean."""
+        """Raise `HetpipeError` if parts of a batch ignore different shares of their labels.
+
+        `sizes` are the sizes of the parts. The loss is a mean over the other labels, so the mean of
+        such parts would not be the mean of the batch.
+        """
         if not self.has_count:
-            check_means(self._facts.indices, leaves, sizes)
+            check_means(self._summary.indices, leaves, sizes)
 
     @property
     def itself(self) -> EagerModule:
@@ -269,49 +272,49 @@ class Captured:
 
     @cached_property
     def channels(self) -> dict[str, int]:
-        """Output channels of the layers that can be split; none if some are."""
+        """Output channels of the layers that can be split; empty if some are split already."""
         if self.split:
             return {}
-        return splittable(self._flat(self._facts.samples), set(self.aliases.values()))
+        return splittable(self._flat(self._summary.samples), set(self.aliases.values()))
 
-    def _flat(self, samples: int, training: bool = True) -> Flat:
+    def _flat(self, samples: int, training: bool = True) -> FlatGraph:
         if (samples, training) not in self._flats:
-            with self._modes.restored(evaluation=not training):
+            with self._modes.apply(evaluation=not training):
                 program = export(
                     self._model, self._loss_fn, self._example, samples, self.precision,
-                    self.sync_batch_norm, partial(self._saw, samples, training),
+                    self.sync_batch_norm, partial(self._note_output, samples, training),
                 )  # fmt: skip
             self._identity.check_computing(samples, training)
             trainable = self.trainable if training else None
             flat = flatten(program, self._example.names, self.aliases, trainable, samples)
             flat.precision = self.precision
-            facts = getattr(self, "_facts", None)  # None while they are made, from the first flat
+            summary = getattr(self, "_summary", None)  # None while the first graph is made
             label(
-                flat, self._model, self._tensors.parameters, (facts or flat).updated_buffers,
+                flat, self._model, self._tensors.parameters, (summary or flat).updated_buffers,
                 self._starting,
             )  # fmt: skip
             split_layers(flat, self.split, set(self.aliases.values()))
-            if facts is not None:
-                _check_layers(flat, facts, "training" if training else "eval mode")
+            if summary is not None:
+                _check_layers(flat, summary, "training" if training else "eval mode")
             self._flats[samples, training] = flat
         return self._flats[samples, training]
 
 
-def _check_layers(flat: Flat, facts: Facts, mode: str) -> None:
-    """Raise `CaptureError` unless `flat` has the layers of the first graph, in training."""
-    if flat.layer_names == facts.layer_names:
+def _check_layers(flat: FlatGraph, first: ModelSummary, mode: str) -> None:
+    """Raise `CaptureError` unless `flat` has the layers of the first training graph."""
+    if flat.layer_names == first.layer_names:
         return
-    pairs = itertools.zip_longest(flat.layer_names, facts.layer_names, fillvalue="none")
+    pairs = itertools.zip_longest(flat.layer_names, first.layer_names, fillvalue="none")
     number, (name, expected) = next((i, p) for i, p in enumerate(pairs) if p[0] != p[1])
     raise CaptureError(
         f"the model has {len(flat.layer_names)} layers for {flat.samples} samples in {mode} but "
-        f"{len(facts.layer_names)} for {facts.samples} in training: layer {number} is {name}, not "
+        f"{len(first.layer_names)} for {first.samples} in training: layer {number} is {name}, not "
         f"{expected}; its structure may depend on neither the batch size nor the mode"
     )
 
 
-def _kept(key: str | None, make: Callable[[], _T]) -> _T:
-    """The content that is kept on disk under a key, or else is made, and kept."""
+def _load_or_make(key: str | None, make: Callable[[], _T]) -> _T:
+    """Load the content with this key from the disk; if there is none, make it and store it."""
     content: _T | None = None if key is None else disk_cache.load(key)
     if content is None:
         content = make()

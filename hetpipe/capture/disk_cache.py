@@ -1,7 +1,7 @@
-"""Captures that are kept on disk, so that a second start of the same model need not export it.
+"""Keeps captures on disk, so that a second start of the same model need not export it.
 
-They are data: records of capture, graphs as lists of operator names, and arrays of numbers. A
-reader makes nothing else of an entry, whoever has written it.
+Entries are data: records of capture, graphs as lists of operator names, and arrays of numbers.
+Reading an entry never runs code, whoever has written it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from hetpipe import data_pickle
 from hetpipe.capture.export.index_bounds import IndexBound
-from hetpipe.capture.export.summary import Facts
+from hetpipe.capture.export.summary import ModelSummary
 from hetpipe.capture.layers import Layer, LayerGraph
 from hetpipe.capture.program import PassPrograms, Program, Slot, StageGraphs
 from hetpipe.entries import Entries
@@ -22,7 +22,7 @@ from hetpipe.sdk.graph import graph_of_rows, graph_rows
 ENTRIES = Entries("captures", "pickle", most=200, variable="HETPIPE_CACHE")
 RECORDS = {
     each.__name__: (each, tuple(field.name for field in fields(each)))
-    for each in (Facts, IndexBound, Layer, LayerGraph, PassPrograms, Slot, StageGraphs)
+    for each in (ModelSummary, IndexBound, Layer, LayerGraph, PassPrograms, Slot, StageGraphs)
 }
 """Classes by name, with the names of their fields."""
 NUMBERS = "biufc"
@@ -30,25 +30,28 @@ NUMBERS = "biufc"
 
 
 def load(key: str) -> Any:
-    """The content of an entry; None if there is none. Warns with `CacheWarning` if it is damaged,
-    may be another user's, or holds anything else than data."""
+    """Load an entry; return None if there is none.
+
+    Warns with `CacheWarning` if the entry is damaged, may belong to another user, or holds anything
+    but data.
+    """
     data = ENTRIES.load(key)
     if data is None:
         return None
     try:
-        return data_pickle.loads(data, _made)
-    except Exception as error:  # whatever a pickle of another time raises
+        return data_pickle.loads(data, _to_record)
+    except Exception as error:  # a pickle of another version may raise anything
         ENTRIES.refuse(key, error)
         return None
 
 
 def store(key: str, content: Any) -> None:
-    """Store an entry. Warns with `CacheWarning` if that fails, as on a full disk, and goes on."""
-    ENTRIES.store(key, data_pickle.dumps(content, _parts))
+    """Store an entry. Warns with `CacheWarning` if that fails, for instance on a full disk."""
+    ENTRIES.store(key, data_pickle.dumps(content, _to_data))
 
 
-def _parts(value: Any) -> data_pickle.Parts | None:
-    """The plain data that stand for a record, a program or an array."""
+def _to_data(value: Any) -> data_pickle.Parts | None:
+    """Convert a record, a program or an array to plain data."""
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in NUMBERS:
         scalar = isinstance(value, np.generic)
         return "array", (value.dtype.str, value.shape, value.tobytes(), scalar)
@@ -60,8 +63,8 @@ def _parts(value: Any) -> data_pickle.Parts | None:
     return record.__name__, tuple(getattr(value, name) for name in names)
 
 
-def _made(parts: data_pickle.Parts) -> Any:
-    """The inverse of `_parts`. Raises whatever wrong parts lead to."""
+def _to_record(parts: data_pickle.Parts) -> Any:
+    """Convert plain data back, the inverse of `_to_data`. Raises for wrong data."""
     kind, value = parts
     if kind == "array":
         text, shape, data, scalar = value
@@ -75,5 +78,7 @@ def _made(parts: data_pickle.Parts) -> Any:
         return Program(graph_of_rows(rows), inputs, outputs)
     record, names = RECORDS[kind]
     made = object.__new__(record)
-    vars(made).update(zip(names, value, strict=True))  # faster than the call, and there are many
+    vars(made).update(
+        zip(names, value, strict=True)
+    )  # faster than calling the class, and there are many
     return made

@@ -13,16 +13,16 @@ from hetpipe.capture.program import BUFFER
 from hetpipe.capture.slots import Key
 
 PARAMETRIZATIONS = "parametrizations"
-"""The child of a module in which torch keeps the parametrizations of its tensors."""
+"""Name of the child module in which torch keeps the parametrizations of a module's tensors."""
 
 
 @dataclass
-class Flat:
+class FlatGraph:
     """A functional graph of `samples` samples.
 
-    `free` nodes depend on no sample, parameter, or buffer that changes: each stage that uses one
-    computes it itself. `layer` numbers every other call. `rows` has the rows of the first part
-    of every parameter that is split in two.
+    `free` nodes depend on no sample, parameter or changing buffer: each stage that uses one
+    computes it itself. `layer` numbers every other call. `rows` has, for every parameter that is
+    split in two, the number of rows in its first part.
     """
 
     samples: int
@@ -44,7 +44,7 @@ class Flat:
 
 
 def owner(node: fx.Node) -> tuple[str, str]:
-    """The innermost module of a node: (a key per call of it, its path in the model).
+    """Return the innermost module of a node as (a key per call of the module, its path).
 
     A parametrization (`weight_norm` at `a.parametrizations.weight.0`) belongs to its module, `a`.
     """
@@ -59,5 +59,5 @@ def owner(node: fx.Node) -> tuple[str, str]:
 
 
 def is_getitem(node: fx.Node) -> bool:
-    """Whether the node picks one result of an operator with several."""
+    """Return whether the node picks one result of an operator with several results."""
     return node.target is operator.getitem

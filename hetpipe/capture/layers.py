@@ -20,8 +20,9 @@ class Layer:
 class LayerGraph:
     """The layers of a model for micro-batches of `samples`.
 
-    `cut_nbytes[i]`: bytes that cross forwards if the model is cut after layer i, of all tensors
-    computed in the layers 0..i and read later; a skip counts at every cut that it crosses.
+    `cut_nbytes[i]` counts the bytes that cross forwards if the model is cut after layer i: all
+    tensors that layers 0..i compute and later layers read. A skip connection counts at every cut
+    that it crosses.
     """
 
     samples: int

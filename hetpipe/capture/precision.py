@@ -1,7 +1,7 @@
 """Half precision: the dtype of computation in passes, and the dtype of tensors across a cut.
 
-Both become casts in the captured graphs, and bytes follow from the slots. Parameters, gradients and
-optimizer state keep the model's dtypes.
+Both become casts in the captured graphs, and the slots show the resulting sizes. Parameters,
+gradients and optimizer state keep the model's dtypes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ CUT_DTYPES = ("float16",)
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of passes and cuts; None is the model's own.
+    """The dtypes of passes and cuts; None means the model's own dtype.
 
-    `compute`: the dtype of `torch.autocast`, by its rules for CPUs. `cut`: the dtype in which
-    floating tensors and their gradients cross a cut.
-    Raises `CaptureError` for a dtype that has no such use.
+    `compute`: the dtype for `torch.autocast`, by its rules for CPUs. `cut`: the dtype in which
+    floating tensors and their gradients cross a cut. Raises `CaptureError` for an unsupported
+    dtype.
     """
 
     compute: str | None = None
@@ -48,13 +48,14 @@ class Precision:
             raise CaptureError(f"cut_dtype={self.cut!r} is not known; use 'float16' or None")
 
     def autocast(self) -> AbstractContextManager[object]:
-        """The context in which operators are decomposed."""
+        """Return the context in which operators are decomposed."""
         if self.compute is None:
             return nullcontext()
         return torch.autocast("cpu", dtype=getattr(torch, self.compute), cache_enabled=False)
 
     def crossing(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which a tensor crosses a cut; bfloat16, unknown to numpy, as float32."""
+        """Return the dtype in which a tensor crosses a cut; bfloat16 crosses as float32, since
+        numpy lacks it."""
         if not dtype.is_floating_point:
             return dtype
         if self.cut is not None:
@@ -62,7 +63,7 @@ class Precision:
         return torch.float32 if dtype is torch.bfloat16 else dtype
 
     def crossing_nbytes(self, node: fx.Node) -> int:
-        """Bytes of a tensor node where it crosses a cut."""
+        """Return the bytes of a tensor node where it crosses a cut."""
         value = node.meta["val"]
         return int(value.numel()) * self.crossing(value.dtype).itemsize
 
@@ -72,8 +73,8 @@ def cast_at_cuts(
 ) -> None:
     """Cast a piece's CUT inputs from the dtype of the cut, and its CUT outputs to it.
 
-    Autograd then casts their gradients the other way. A tensor that is passed on has a gradient
-    from later pieces and one from this piece: they are added in the tensor's own dtype.
+    Autograd then casts their gradients back. A tensor that the piece passes on gets a gradient from
+    later pieces and one from this piece; they are added in the tensor's own dtype.
     """
     nodes = [node for node in graph.nodes if node.op == "placeholder"]
     for key, node in zip(inputs, nodes, strict=True):

@@ -1,8 +1,8 @@
-"""Programs, which capture hands to the workers: every input and output has a role and a name.
+"""Programs, which capture gives to the workers: every input and output has a role and a name.
 
-A worker never looks inside a graph. It keeps its buffers by slot, takes a program's inputs from
-there and puts the outputs back. Tied weights, skips, saved tensors and optimizer state are slots
-like all others.
+A worker never looks inside a graph. It keeps its buffers by slot, reads a program's inputs from
+there and writes the outputs back. Tied weights, skips, saved tensors and optimizer state are
+ordinary slots.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ INPUT = "input"  # a leaf of the batch, by name ("x.0", "y", "x.mask"): batch fi
 CUT = "cut"  # a tensor that crosses between neighbouring stages, by its node name
 LOSS = "loss"  # 0-d, the micro-batch's loss: its mean over samples, or its sum (see COUNT)
 COUNT = "count"  # 0-d, number of terms in the loss's sum; only if loss_fn returns (sum, count)
-SAVED = "saved"  # kept by the forward for this micro-batch's backward
+SAVED = "saved"  # the forward keeps it for this micro-batch's backward
 TANGENT = "tangent"  # gradient of the CUT tensor (or "loss") of that name
 GRAD = "grad"  # gradient accumulator of the parameter of that name
 STATE = "state"  # optimizer state, "slot/parameter"
 SCALAR = "scalar"  # 0-d from the controller: "lr", "step", "grad_scale", "ahead"; float32, or
-# float64 where a parameter of the stage is
-NORM = "norm"  # "square", 0-d, as wide: the sum of squares of the stage's own scaled gradients
+# float64 if a parameter of the stage is float64
+NORM = "norm"  # "square", 0-d, dtype of SCALAR: sum of squares of the stage's scaled gradients
 RNG = "rng"  # int64 (3,): seed, step, index in the mini-batch of the micro-batch's first sample
 
 
@@ -49,7 +49,7 @@ class Slot:
 
     @property
     def key(self) -> tuple[str, str]:
-        """The slot's key in an environment."""
+        """The slot's key: its role and its name."""
         return (self.role, self.name)
 
     @property
@@ -90,16 +90,17 @@ class PassPrograms:
     backward: PARAM, BUFFER, CONSTANT, RNG, INPUT, CUT, SAVED, TANGENT, GRAD -> TANGENT, GRAD
 
     A stage input that the backward reads is an INPUT or CUT of the backward, not SAVED: the worker
-    keeps it. No SAVED tensor depends on parameters, constants or RNG alone, so a backward works
-    with the parameters among its inputs, of any version. It is None if nothing has a gradient.
+    keeps it. No SAVED tensor depends on parameters, constants or RNG alone. So a backward works
+    with the parameters among its inputs, whatever their version. The backward is None if nothing
+    has a gradient.
 
-    halves: the backward as two programs, if asked for and there is a backward:
+    halves: the backward as two programs, if they were requested and there is a backward:
     input half: the backward's inputs without GRAD -> TANGENT, SAVED
     weight half: PARAM, BUFFER, CONSTANT, RNG, INPUT, CUT, SAVED, TANGENT, GRAD -> GRAD
 
-    Together they are the backward. Tensors go from the input half to the weight half as SAVED, by
-    names that the forward does not use. The weight half's other inputs, TANGENT among them, must be
-    kept for it, and it needs the input half's version of the parameters. Where an outgoing TANGENT
+    Together they compute the backward. Tensors go from the input half to the weight half as SAVED,
+    by names that the forward does not use. The worker must keep the weight half's other inputs for
+    it, TANGENT among them, and run it with the parameters of the input half. If an outgoing TANGENT
     has the name of an incoming one, the incoming one reaches the weight half as SAVED. A half may
     be empty, without inputs and outputs: the input half if no input of the stage needs a gradient,
     the weight half if the stage trains nothing.
@@ -112,7 +113,7 @@ class PassPrograms:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """Forward, backward and halves, those that there are."""
+        """The forward, and the backward and its halves if they exist."""
         programs = (self.forward, self.backward, *(self.halves or ()))
         return tuple(program for program in programs if program is not None)
 
@@ -135,16 +136,15 @@ class PassPrograms:
 
 @dataclass(frozen=True)
 class StageGraphs:
-    """Everything that a device needs to be one stage.
+    """Everything that a device needs to run one stage.
 
     `update`: PARAM, GRAD, STATE, SCALAR -> PARAM, STATE, GRAD (zeroed). A parameter that an earlier
-    stage owns (tied weights) only gets its zeroed GRAD. None if nothing is trained.
-    `predict`: PARAM, STATE, SCALAR -> PARAM, the weights expected after `ahead` more updates. None
-    if nothing is trained or the optimizer predicts nothing.
-    `norm`: GRAD, SCALAR -> NORM, of the parameters that the stage owns. None if it owns none.
-    `evaluation`: forwards in eval mode by samples, which save nothing; empty if not requested.
-    `tied` lists (parameter, owner stage, other stages) for the parameters shared with other stages;
-    the owner is the lowest of them.
+    stage owns (tied weights) only gets its zeroed GRAD. None if nothing is trained. `predict`:
+    PARAM, STATE, SCALAR -> PARAM, the weights expected after `ahead` more updates. None if nothing
+    is trained or the optimizer predicts nothing. `norm`: GRAD, SCALAR -> NORM, for the parameters
+    that the stage owns. None if it owns none. `evaluation`: forwards in eval mode by number of
+    samples, which save nothing; empty if not requested. `tied` lists (parameter, owner stage, other
+    stages) for the parameters shared with other stages; the owner is the first of these stages.
     """
 
     stage: int

@@ -1,4 +1,4 @@
-"""Programs cut out of larger graphs: extraction, simplification, slots."""
+"""Builds programs from parts of larger graphs: extraction, simplification, slots."""
 
 from __future__ import annotations
 
@@ -63,36 +63,36 @@ _ASSERTIONS = frozenset(
 
 
 def placeholders(graph: fx.Graph) -> list[fx.Node]:
-    """The graph's inputs in order."""
+    """Return the graph's inputs in order."""
     return [node for node in graph.nodes if node.op == "placeholder"]
 
 
 def results(graph: fx.Graph) -> list[Any]:
-    """The graph's results in order: nodes, or constants."""
+    """Return the graph's results in order: nodes, or constants."""
     returned: Any = graph.output_node().args[0]
     return list(returned)
 
 
 def is_tensor(node: fx.Node) -> bool:
-    """Whether the node's value is one tensor."""
+    """Return whether the node's value is one tensor."""
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def node_nbytes(node: fx.Node) -> int:
-    """Bytes of a tensor node."""
+    """Return the bytes of a tensor node."""
     value = node.meta["val"]
     return int(value.numel()) * int(value.element_size())
 
 
 def constant_name(name: str, value: torch.Tensor) -> str:
-    """`name` with a digest of the value, which may differ between batch sizes and modes."""
+    """Return `name` with a digest of the value, which may differ between batch sizes and modes."""
     digest = hashlib.sha256(f"{value.dtype}{list(value.shape)}".encode())
     digest.update(value.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
     return f"{name}.{digest.hexdigest()[:12]}"
 
 
 def drop_assertions(graph: fx.Graph) -> None:
-    """Drop the nodes that only check."""
+    """Drop the nodes that only check a value."""
     for node in list(graph.nodes):
         if node.target in _ASSERTIONS:
             graph.erase_node(node)
@@ -105,7 +105,7 @@ def drop_dead(graph: fx.Graph) -> None:
 
 
 def simplify(graph: fx.Graph) -> None:
-    """Drop dead code and identities; only after autograd, when a detach is an identity too."""
+    """Drop dead code and identities. Call it only after autograd: then a detach is an identity."""
     for node in list(graph.nodes):
         source: Any = node.args[node.target is aten.copy.default] if node.args else None
         if node.target in _IDENTITIES or (
@@ -120,13 +120,13 @@ def simplify(graph: fx.Graph) -> None:
 
 
 def _narrows_back(node: fx.Node, source: Any) -> bool:
-    """Whether the node undoes the lossless cast of its source."""
+    """Return whether the node undoes the lossless cast of its source."""
     cast = node.target is aten._to_copy.default and widens(source)
     return cast and _same(node, source.args[0])
 
 
 def widens(node: Any) -> bool:
-    """Whether the node casts a floating dtype to one that holds all its numbers."""
+    """Return whether the node casts a floating dtype to one that holds all its numbers."""
     if not isinstance(node, fx.Node) or node.target is not aten._to_copy.default:
         return False
     narrow, wide = node.all_input_nodes[0].meta["val"].dtype, node.meta["val"].dtype
@@ -138,10 +138,10 @@ def _same(node: fx.Node, source: Any) -> bool:
     return bool(a.dtype == b.dtype and a.shape == b.shape)
 
 
-def ordered(
+def sort_by_role(
     pairs: Iterable[tuple[Key, fx.Node]], order: tuple[str, ...]
 ) -> list[tuple[Key, fx.Node]]:
-    """The pairs sorted by role; pairs of one role keep their order."""
+    """Sort pairs by role; pairs of one role keep their order."""
     return sorted(pairs, key=lambda pair: order.index(pair[0][0]))
 
 
@@ -150,7 +150,7 @@ def make_program(
     inputs: Sequence[tuple[Key, fx.Node]],
     outputs: Sequence[tuple[Key, fx.Node]],
 ) -> Program:
-    """The program that computes `outputs`; `inputs` that it does not need are left out."""
+    """Return the program that computes `outputs`; it drops the `inputs` that it does not need."""
     needed = reachable([node for _, node in outputs], [node for _, node in inputs])
     used = [(key, node) for key, node in inputs if node in needed]
     graph = extract(source, [node for _, node in used], [node for _, node in outputs])

@@ -15,7 +15,7 @@ from enum import IntEnum
 from itertools import chain
 from typing import NamedTuple
 
-from hetpipe.capture.passes.late_gradients import first_gradients, late_names, without_zeros
+from hetpipe.capture.passes.late_gradients import drop_zeros, first_gradients, late_names
 from hetpipe.capture.program import (
     BUFFER,
     CONSTANT,
@@ -133,7 +133,7 @@ class StageBinding:
         self.evaluation = {samples: self.bind(p) for samples, p in graphs.evaluation.items()}
         update = graphs.update
         if update is not None and late_ones:
-            update = without_zeros(update, late_ones)
+            update = drop_zeros(update, late_ones)
         self.update = None if update is None else self.bind(update, (GRAD, STATE))
         self.predict = None if graphs.predict is None else self.bind(graphs.predict)
         self.norm = None if graphs.norm is None else self.bind(graphs.norm)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from hetpipe.capture.passes.division import Division, Exchange, Part, divide, has_sums, layouts
+from hetpipe.capture.passes.division import Division, Exchange, Segment, divide, has_sums, layouts
 from hetpipe.capture.program import GRAD, SAVED, Program, StageGraphs
 from hetpipe.errors import HetpipeError
 from hetpipe.schedule.action import Action
@@ -77,7 +77,7 @@ def marked_graph(program: Program) -> fx.GraphModule:
 class _Compiled:
     """A part on a device."""
 
-    def __init__(self, device: Device, part: Part) -> None:
+    def __init__(self, device: Device, part: Segment) -> None:
         self.part = part
         self._device = device
         self.executable: Executable | None = None

@@ -358,7 +358,7 @@ def test_a_fault_of_the_capture_is_named(
     table = decompositions.before_cut()
     table[torch.ops.aten.scaled_dot_product_attention.default] = fault
     monkeypatch.setattr(torch_export, "before_cut", lambda _: table)
-    monkeypatch.setattr(captured, "_kept", lambda _, make: make())
+    monkeypatch.setattr(captured, "_load_or_make", lambda _, make: make())
     torch.manual_seed(0)
 
     class Local(Attention):  # a capture of its own, not a shared one

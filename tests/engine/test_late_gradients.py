@@ -14,7 +14,7 @@ from torch import nn
 
 from hetpipe import optim
 from hetpipe.capture import Captured
-from hetpipe.capture.passes.late_gradients import first_gradients, late_names, without_zeros
+from hetpipe.capture.passes.late_gradients import drop_zeros, first_gradients, late_names
 from hetpipe.capture.program import GRAD, PARAM, SAVED, StageGraphs
 from hetpipe.schedule.action import Op
 from hetpipe.sdk.registry import decompositions_of, discover_devices, open_device
@@ -68,7 +68,7 @@ def test_neither_accumulators_nor_zeros_are_left(halves: bool) -> None:
     for first, program in zip(firsts, backwards, strict=True):
         assert first.outputs == program.outputs
         assert not [slot for slot in first.inputs if slot.role == GRAD]
-    update = without_zeros(graphs.update, names)
+    update = drop_zeros(graphs.update, names)
     assert {slot.role for slot in graphs.update.outputs} - {s.role for s in update.outputs} == {
         GRAD
     }

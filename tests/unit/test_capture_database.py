@@ -22,7 +22,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from hetpipe.capture.export.decompositions import before_cut
 from hetpipe.capture.export.masked_writes import write_by_where
-from hetpipe.capture.passes.cut import Piece
+from hetpipe.capture.passes.cut import StagePiece
 from hetpipe.capture.passes.joint_graph import trace_joint
 from hetpipe.capture.passes.partition import partition
 from hetpipe.capture.program import CUT, INPUT, TANGENT, PassPrograms
@@ -101,7 +101,7 @@ class Case:
         finally:
             torch.set_default_dtype(before)
 
-    def piece(self) -> Piece:
+    def piece(self) -> StagePiece:
         """The module as the piece of a stage whose floating inputs come from the stage before."""
         leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in self.leaves]
         program = torch.export.export(self.module, tuple(leaves), strict=False)
@@ -120,14 +120,16 @@ class Case:
         assert len(placeholders(graph)) == len(keys)
         outputs: list[Key] = [(CUT, f"y{index}") for index in range(len(results(graph)))]
         differentiable = frozenset(key for key in keys if key[0] == CUT)
-        return Piece(0, program.graph_module, tuple(keys), tuple(outputs), differentiable)
+        return StagePiece(0, program.graph_module, tuple(keys), tuple(outputs), differentiable)
 
-    def programs(self, piece: Piece, table: Any) -> PassPrograms:
+    def programs(self, piece: StagePiece, table: Any) -> PassPrograms:
         """Forward and backward for a backend's decompositions."""
         crossing = frozenset(f"y{index}" for index in self.tangents)
         return partition(trace_joint(piece, crossing, table), 1)
 
-    def check(self, programs: PassPrograms, piece: Piece, execute: Callable[..., Values]) -> None:
+    def check(
+        self, programs: PassPrograms, piece: StagePiece, execute: Callable[..., Values]
+    ) -> None:
         """Run both programs, and compare with autograd."""
         given = dict(zip(piece.inputs, self.leaves, strict=True))
         found = execute(programs.forward, given)
@@ -158,7 +160,7 @@ class Case:
         compare(found.numpy(), wide, limit, f"{what} of transposed inputs {forms}")
 
 
-def case_of(name: str) -> tuple[Case, Piece] | None:
+def case_of(name: str) -> tuple[Case, StagePiece] | None:
     """The first sample of an entry that torch can export and differentiate."""
     for question, _ in zip(questions(name), range(LOOKED_AT), strict=False):
         if isinstance(question, Unasked):
@@ -178,7 +180,7 @@ def case_of(name: str) -> tuple[Case, Piece] | None:
     return None
 
 
-def ask(case: Case, piece: Piece, device_id: str) -> bool:
+def ask(case: Case, piece: StagePiece, device_id: str) -> bool:
     """Check the sample on a device, and return whether the device has its operators."""
     device = opened(device_id)
     programs = case.programs(piece, get_backend(device.info.backend).decompositions())

@@ -18,7 +18,7 @@ from torch import nn
 import hetpipe as hp
 from hetpipe.capture import Captured
 from hetpipe.capture.passes.elementwise import check_elementwise
-from hetpipe.capture.passes.split_parameters import Parts
+from hetpipe.capture.passes.split_parameters import SplitParameters
 from hetpipe.capture.precision import Precision
 from hetpipe.errors import HetpipeError, PlanError
 from hetpipe.plan.plan import Plan, StagePlan
@@ -258,7 +258,7 @@ def test_optimizers_that_see_whole_tensors_are_refused(rule: Any, message: str) 
 
 
 def test_a_part_decays_if_its_parameter_does() -> None:
-    parts = Parts({"a.weight": 2, "a.bias": 2})
+    parts = SplitParameters({"a.weight": 2, "a.bias": 2})
     rules = parts.rules(hp.optim.adamw(decay_exclude=lambda name: name.endswith("bias")))
     names = ("a.weight[:2]", "a.weight[2:]", "a.bias[:2]", "a.bias[2:]", "b.bias", "b.weight")
     assert [rules.rule_for(name) is rules for name in names] == [
@@ -267,7 +267,7 @@ def test_a_part_decays_if_its_parameter_does() -> None:
 
 
 def test_values_have_the_names_of_the_model_or_of_the_graphs() -> None:
-    parts = Parts({"a.weight": 2})
+    parts = SplitParameters({"a.weight": 2})
     values = {
         "a.weight": np.arange(15.0).reshape(5, 3),
         "mean/a.weight": np.arange(15.0).reshape(5, 3) + 1,

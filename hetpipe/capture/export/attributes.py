@@ -1,4 +1,4 @@
-"""Keeps the attributes of modules, and the names of their classes and files, while code runs."""
+"""Restores the attributes of modules, and the globals of their files, after code has run."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 MODULE_TABLES = frozenset(vars(nn.Module())) - {"training"}
 """The attributes in which torch keeps layers, parameters, buffers and hooks."""
 DEPTH = 3
-"""The depth to which containers in an attribute are followed."""
+"""How deep containers in an attribute are followed."""
 MOST_ITEMS = 10_000
-"""The largest container that is followed: larger ones are data."""
+"""The largest container that is followed; larger ones count as data."""
 
 
 @contextmanager
-def kept_attributes(run: nn.Module) -> Iterator[None]:
-    """Afterwards all modules have the attributes from before, and their containers the same items.
+def keep_attributes(run: nn.Module) -> Iterator[None]:
+    """Restore the attributes of all modules, and the items of their containers, on exit.
 
-    Code that is exported runs on tensors without values. What it stores for inspection would stay
-    in the user's modules, and no copy could be made of it.
+    Export runs the user's code on tensors without values. If the code stores such tensors for
+    inspection, they would stay in the user's modules, and nobody could copy these modules.
     """
     tables = [vars(module) for module in run.modules()]
-    present = [(table, dict(table)) for table in tables]
+    originals = [(table, dict(table)) for table in tables]
     values = (
         value for table in tables for name, value in table.items() if name not in MODULE_TABLES
     )
@@ -41,18 +41,18 @@ def kept_attributes(run: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for table, before in present:
+        for table, before in originals:
             restore_table(table, before)
         for container, before in copies:
             _restore(container, before)
 
 
 @contextmanager
-def kept_names(*runs: object) -> Iterator[None]:
-    """Afterwards the classes and files of modules and functions hold no tensor without values.
+def keep_globals(*runs: object) -> Iterator[None]:
+    """Remove tensors without values from the modules' classes and files on exit.
 
-    Code that is exported may compute a table once, for a global dictionary. All else that it stores
-    there stays, such as an import.
+    Exported code may compute a table once and store it in a global dictionary. Everything else that
+    it stores there stays, for instance an import.
     """
     owners = {owner for run in runs for owner in _owners(run)}
     present = [(owner, dict(vars(owner))) for owner in owners]
@@ -62,26 +62,26 @@ def kept_names(*runs: object) -> Iterator[None]:
     finally:
         for container, before in copies:
             values = container.values() if isinstance(container, dict) else container
-            if any(map(_lacks_values, values)):
+            if any(map(_has_no_values, values)):
                 _restore(container, before)
         for owner, names in present:
             for name, value in list(vars(owner).items()):
-                if _lacks_values(value) and value is not names.get(name):
+                if _has_no_values(value) and value is not names.get(name):
                     setattr(owner, name, names[name]) if name in names else delattr(owner, name)
 
 
 def restore_table(table: dict[str, Any], before: Mapping[str, Any]) -> None:
-    """Give a table of a module its former entries, in their order, if it has others."""
+    """Give a module's table its former entries, in their order, if it has others."""
     if table.keys() != before.keys() or any(table[name] is not before[name] for name in before):
         table.clear()
         table.update(before)
 
 
 @contextmanager
-def kept_caches(run: nn.Module) -> Iterator[None]:
-    """Afterwards no `functools.lru_cache` has tensors without values.
+def clear_caches(run: nn.Module) -> Iterator[None]:
+    """Clear the `functools.lru_cache`s that the code inside has filled, on exit.
 
-    Caches that the code inside has filled are cleared: those of the modules' classes and files.
+    Their tensors have no values. The caches of the modules' classes and files are checked.
     """
     caches = {cache: cache.cache_info().misses for cache in set(_caches(run))}
     try:
@@ -100,7 +100,8 @@ def _caches(run: nn.Module) -> Iterator[functools._lru_cache_wrapper[Any]]:
 
 
 def _owners(run: object) -> Iterator[type | ModuleType]:
-    """The classes of a module's modules, their files or that of a function, and their classes."""
+    """Yield the classes of a module's submodules, the files of the module or function, and the
+    classes in these files."""
     modules = list(run.modules()) if isinstance(run, nn.Module) else []
     classes = {cls for module in modules for cls in type(module).__mro__}
     classes -= set(nn.Module.__mro__)
@@ -116,12 +117,12 @@ def _owners(run: object) -> Iterator[type | ModuleType]:
 
 
 def names_module(function: Any, model: nn.Module) -> bool:
-    """Whether a function has a module of the model in its closure or among its globals."""
+    """Return whether a function refers to a module of the model, by its closure or its globals."""
     if not isinstance(function, FunctionType):
         return False
     try:
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    except ValueError:  # one is empty
+    except ValueError:  # a cell is empty
         cells = []
     named = [function.__globals__.get(name) for name in function.__code__.co_names]
     modules = set(model.modules())
@@ -129,13 +130,13 @@ def names_module(function: Any, model: nn.Module) -> bool:
 
 
 def _copies(values: Iterable[Any], depth: int) -> list[tuple[Any, Any]]:
-    """The containers among values, to a depth, each with a copy."""
+    """Return the containers among the values, to a depth, each with a copy."""
     found = {id(each): each for value in values for each in _containers(value, depth)}
     return [(each, copy.copy(each)) for each in found.values()]
 
 
 def _containers(value: Any, depth: int) -> Iterator[Any]:
-    """The container and the containers in it; an object's are its attributes."""
+    """Yield the container and the containers inside; for an object, its attributes."""
     if depth == 0:
         return
     if _is_plain_object(value):
@@ -143,22 +144,22 @@ def _containers(value: Any, depth: int) -> Iterator[Any]:
     if not isinstance(value, (list, deque, dict, set)) or len(value) > MOST_ITEMS:
         return
     if isinstance(value, dict) and type(value).items not in (dict.items, OrderedDict.items):
-        return  # its items are computed when they are asked for
+        return  # its items are computed on request
     yield value
     for item in list(value.values()) if isinstance(value, dict) else list(value):
         yield from _containers(item, depth - 1)
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Whether a value is an object of a class that is not torch's, with attributes."""
+    """Return whether the value is an object with attributes, of a class outside torch."""
     kinds = (type, ModuleType, FunctionType, nn.Module, torch.Tensor)
     if isinstance(value, kinds) or not hasattr(value, "__dict__"):
         return False
     return type(value).__module__.partition(".")[0] not in ("torch", "builtins", "functools")
 
 
-def _lacks_values(value: Any) -> bool:
-    """Whether a value is a tensor of an export, or on the meta device."""
+def _has_no_values(value: Any) -> bool:
+    """Return whether the value is a tensor of an export, or on the meta device."""
     if not isinstance(value, torch.Tensor):
         return False
     return isinstance(value, (FakeTensor, FunctionalTensor)) or value.device.type == "meta"

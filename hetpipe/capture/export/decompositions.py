@@ -1,6 +1,6 @@
-"""Operators that are decomposed before the cut: torch has no general derivative for them.
+"""Operators that are decomposed before the cut, because torch has no general derivative for them.
 
-Some have no derivative at all, others one that belongs to a single device.
+Some have no derivative at all, others only a derivative for one device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ own = torch.ops.hetpipe
 
 
 def before_cut(sync_batch_norm: bool = False) -> dict[Any, Callable[..., Any]]:
-    """The table for `ExportedProgram.run_decompositions`, as small as possible."""
+    """Return the table for `ExportedProgram.run_decompositions`, as small as possible."""
     recurrent = (aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
     unrolled = get_decompositions([aten.lstm.input, *recurrent])
     synchronised: dict[Any, Callable[..., Any]] = {
@@ -41,14 +41,14 @@ def before_cut(sync_batch_norm: bool = False) -> dict[Any, Callable[..., Any]]:
 
 
 def copy(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """The operator of `x[:, 0] = source`, which itself has no derivative."""
+    """Decompose the operator of `x[:, 0] = source`, which itself has no derivative."""
     return source.to(into.dtype).expand(into.shape)
 
 
 def as_strided(
     x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> torch.Tensor:
-    """`as_strided` as a read of elements by index: graphs have no strides."""
+    """Decompose `as_strided` into a read of elements by index, since graphs have no strides."""
     if not x.is_contiguous() or x.storage_offset() != 0:
         raise CaptureError(
             "as_strided on a tensor that is not row-major; call contiguous() before it, or use "
@@ -61,9 +61,9 @@ def as_strided(
 
 
 def adaptive_avg_pool(x: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-    """`adaptive_avg_pool1d`, `2d` and `3d`, whatever the layout of `x`.
+    """Decompose `adaptive_avg_pool1d`, `2d` and `3d` for any layout of `x`.
 
-    torch's own mean over everything takes `as_strided` of a tensor in channels-last order.
+    torch's own mean over a whole image calls `as_strided` on a tensor in channels-last order.
     """
     if all(extent == 1 for extent in size):
         return x.mean([dim - len(size) for dim in range(len(size))], keepdim=True)
@@ -84,7 +84,7 @@ def batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[torch.Tensor, ...]:
-    """`_native_batch_norm_legit_functional` by the statistics of all replicas' rows."""
+    """Compute `_native_batch_norm_legit_functional` with the statistics of all replicas' rows."""
     assert training, "in eval mode it is another operator"
     y, mean, rstd, variance, count = _normalize(x, weight, bias, eps)
     unbiased = variance * (count / (count - 1))
@@ -101,14 +101,15 @@ def batch_norm_without_memory(
     momentum: float,
     eps: float,
 ) -> tuple[torch.Tensor, ...]:
-    """`batch_norm` without running statistics: `_native_batch_norm_legit.no_stats`."""
+    """Compute `batch_norm` without running statistics: `_native_batch_norm_legit.no_stats`."""
     return _normalize(x, weight, bias, eps)[:3]
 
 
 def _normalize(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, ...]:
-    """(y, mean, rstd, variance, count): x normalised, three statistics per channel, and the rows.
+    """Return (y, mean, rstd, variance, count): x normalised, statistics per channel, number of
+    rows.
 
     y has the shape of x, the statistics have shape (channels,), count has shape (1,). The variance
     is summed from squares of (x - mean), so no digits cancel. Only y has a gradient.
@@ -144,11 +145,11 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention`, by its documented definition.
+    """Compute `torch.nn.functional.scaled_dot_product_attention` by its documented definition.
 
-    It is one operator of ours, unless there is a mask or dropout. A row without any key gives
-    zeros, as torch does, and gets no gradient: its mask is lifted, so that its softmax is finite,
-    and its result is dropped.
+    Without a mask and dropout it is one operator of ours. A row without any key gives zeros, as in
+    torch, and gets no gradient: its mask is removed, so that its softmax is finite, and its result
+    is replaced by zeros.
     """
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if enable_gqa:
@@ -191,9 +192,9 @@ def lstm(
     *,
     projected: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`torch.nn.LSTM`: one operator of ours per layer and direction.
+    """Compute `torch.nn.LSTM` with one operator of ours per layer and direction.
 
-    An LSTM with a `proj_size` is left to `projected`.
+    `projected` computes an LSTM with a `proj_size`.
     """
     h0, c0 = hx
     if h0.shape[2] != c0.shape[2]:
@@ -220,7 +221,7 @@ def lstm(
 
 
 def _unmixed(recurrent: Callable[..., Any]) -> Callable[..., Any]:
-    """A recurrent network that computes in its parameters' dtype, also under autocast."""
+    """Return the recurrent network computing in its parameters' dtype, also under autocast."""
 
     def called(x: Any, hx: Any, params: Any, *how: Any) -> Any:
         dtype = params[0].dtype
@@ -231,7 +232,7 @@ def _unmixed(recurrent: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unrolled(decomposition: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's own decomposition of a recurrent network, which leaves out its dropout."""
+    """Return torch's decomposition of a recurrent network, with a check: it ignores dropout."""
 
     def checked(x: Any, hx: Any, params: Any, *how: Any) -> Any:
         _, num_layers, dropout, train, *_ = how

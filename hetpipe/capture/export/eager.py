@@ -1,4 +1,4 @@
-"""Eager runs of the user's module and loss, with which captured programs are compared."""
+"""Runs the user's module and loss in eager torch, to compare captured programs with them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from hetpipe.capture.export.training_modes import Modes
 from hetpipe.capture.precision import Precision
 
 PREFIX = "model."
-"""Stands before the model's names in the module that has its loss, too."""
+"""Prefix of the model's names in the module that joins model and loss."""
 
 
 @dataclass(frozen=True)
 class EagerRun:
     """Losses by micro-batch, summed gradients by parameter, and outputs of modules.
 
-    `outputs` has the modules of the first micro-batch in the order of their calls.
+    `outputs` lists the modules in the order of their calls for the first micro-batch.
     """
 
     losses: list[float]
@@ -34,7 +34,7 @@ class EagerRun:
 
 @dataclass(frozen=True)
 class EagerModule:
-    """A model with its loss, as its user wrote both, in the modes of the capture."""
+    """A model with its loss, as the user wrote them, in the modes of the capture."""
 
     model: nn.Module
     loss_fn: Callable[..., Any]
@@ -50,26 +50,26 @@ class EagerModule:
         tangents: Sequence[float],
         wide: bool,
     ) -> EagerRun:
-        """Run micro-batches of leaves by autograd, each loss times its tangent.
+        """Run micro-batches by autograd, each loss multiplied by its tangent.
 
-        `values` replace parameters and buffers of the same name; the model's own tensors stay as
-        they are. It computes in float64 if `wide`, and else in the precision of the passes.
-        Raises what the model raises.
+        `values` replace parameters and buffers of the same name; the model's own tensors do not
+        change. With `wide` it computes in float64, and otherwise in the precision of the passes.
+        Raises the model's own errors.
         """
         module = with_loss(self.model, self.loss_fn, self.example)
         tensors, parameters = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         for full, own in [*module.named_parameters(), *module.named_buffers()]:
             name = full.removeprefix(PREFIX)
             given = torch.tensor(values[name]) if name in values else own.detach().clone()
-            tensors[full] = _widened(given) if wide else given
+            tensors[full] = _widen(given) if wide else given
             if name in self.trainable:
                 parameters[name] = tensors[full].requires_grad_()
         losses, outputs = [], list[tuple[str, torch.Tensor]]()
-        with self.modes.restored(), self._dtypes(wide), torch.enable_grad():
+        with self.modes.apply(), self._dtypes(wide), torch.enable_grad():
             for number, (feed, tangent) in enumerate(zip(feeds, tangents, strict=True)):
                 leaves = [torch.tensor(feed[name]) for name in self.example.names]
-                given_leaves = tuple(map(_widened, leaves)) if wide else tuple(leaves)
-                with _watched(module, outputs, number == 0):
+                given_leaves = tuple(map(_widen, leaves)) if wide else tuple(leaves)
+                with _record_outputs(module, outputs, number == 0):
                     loss = functional_call(module, tensors, given_leaves)[0]
                 if loss.requires_grad:
                     (loss * tangent).backward()
@@ -88,12 +88,12 @@ class EagerModule:
             torch.set_default_dtype(before)
 
 
-def _widened(tensor: torch.Tensor) -> torch.Tensor:
+def _widen(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
 @contextmanager
-def _watched(
+def _record_outputs(
     with_loss: nn.Module, outputs: list[tuple[str, torch.Tensor]], watches: bool
 ) -> Iterator[None]:
     """Append the first tensor that each module of the model returns, if it `watches`."""

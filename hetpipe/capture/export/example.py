@@ -1,4 +1,4 @@
-"""The example batch: calls of a model with it, names of its tensors, other sizes of it."""
+"""The example batch: calls the model with it, names its tensors and makes other sizes of it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _DTYPES = {
 
 
 class Example:
-    """One batch (x, y) whose tensors are batch-first; its structure holds for every later batch.
+    """One batch (x, y) whose tensors are batch-first; every later batch has its structure.
 
-    A leaf is a tensor, named by its place: "x", "x.0", "x.mask", "y". All other values belong to
+    A leaf is a tensor, named by its position: "x", "x.0", "x.mask", "y". All other values belong to
     the structure.
     """
 
@@ -47,7 +47,7 @@ class Example:
 
     @property
     def structure(self) -> str:
-        """Everything but the tensors' values and numbers of samples, as text."""
+        """The batch as text, without the tensors' values and numbers of samples."""
 
         def described(name: str, value: Any) -> Any:
             leaf = self._leaves.get(name)
@@ -57,7 +57,7 @@ class Example:
 
     @cached_property
     def labels_digest(self) -> str:
-        """A hash of the integers of the batch and of all tensors of y, by value."""
+        """A hash of the values of the integers in the batch and of all tensors in y."""
         digest = hashlib.sha256()
         for name, leaf in self._leaves.items():
             if name[0] == "y" or not leaf.is_floating_point():
@@ -66,14 +66,14 @@ class Example:
         return digest.hexdigest()
 
     def tensors(self, samples: int) -> list[torch.Tensor]:
-        """The leaves, sliced or repeated to `samples` samples."""
+        """Return the leaves, sliced or repeated to `samples` samples."""
         if samples < 1:
             raise CaptureError(f"a micro-batch needs at least 1 sample, not {samples}")
         index = torch.arange(samples) % self.samples
         return [leaf[index] for leaf in self._leaves.values()]
 
     def rebuild(self, tensors: list[torch.Tensor]) -> tuple[Any, Any]:
-        """The batch (x, y) with the leaves replaced by `tensors`."""
+        """Return the batch (x, y) with the leaves replaced by `tensors`."""
         values = dict(zip(self.names, tensors, strict=True))
 
         def replace(name: str, value: Any) -> Any:
@@ -82,9 +82,9 @@ class Example:
         return _map(replace, "x", self._x), _map(replace, "y", self._y)
 
     def leaves(self, x: Any, y: Any) -> dict[str, Array]:
-        """The tensors of a batch as row-major arrays, by name.
+        """Return the tensors of a batch as row-major arrays, by name.
 
-        Raises `HetpipeError` if the structure, a dtype or a shape (but for its first dimension)
+        Raises `HetpipeError` if the structure, a dtype or a shape (apart from its first dimension)
         differs from the example's, or if the leaves disagree on the number of samples.
         """
         values = _named(x, y)
@@ -124,7 +124,7 @@ class Example:
 
 
 def call(model: Callable[..., Any], x: Any) -> Any:
-    """`model(x)`, `model(*x)` for a tuple or list, `model(**x)` for a dict."""
+    """Return `model(x)`, `model(*x)` for a tuple or list, `model(**x)` for a dict."""
     if isinstance(x, Mapping):
         return model(**x)
     if isinstance(x, (tuple, list)):
@@ -137,9 +137,9 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _array_of(name: str, value: torch.Tensor | Array) -> Array:
-    """A tensor or array as an array of native numbers; it may share the memory.
+    """Return an array of native numbers, which may share the tensor's memory.
 
-    Raises `CaptureError` if its elements are not in memory, or if numpy or torch lacks its dtype.
+    Raises `CaptureError` if the elements are not in memory, or if numpy or torch lacks the dtype.
     """
     if cure := _cure(value):
         raise CaptureError(f"{name} of the batch is {cure}")
@@ -150,7 +150,7 @@ def _array_of(name: str, value: torch.Tensor | Array) -> Array:
 
 
 def _cure(value: torch.Tensor | Array) -> str:
-    """A tensor or array that no batch can have, and what to do with it; "" for any other."""
+    """Describe an unsupported tensor or array and its cure; return "" for a supported one."""
     dtype = str(value.dtype).removeprefix("torch.")
     if isinstance(value, np.ma.MaskedArray):
         return "a masked array; give its numbers with .filled(0), and the mask beside them"
@@ -186,7 +186,7 @@ def _named(x: Any, y: Any) -> dict[str, Any]:
 
 
 def _map(fn: Callable[[str, Any], Any], name: str, value: Any) -> Any:
-    """Replace every leaf by fn(its name, it)."""
+    """Replace every leaf by fn(its name, the leaf)."""
     if isinstance(value, Mapping):
         return {key: _map(fn, f"{name}.{key}", item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):

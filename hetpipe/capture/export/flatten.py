@@ -14,7 +14,7 @@ from hetpipe.capture.export.masked_writes import write_by_where
 from hetpipe.capture.export.named_tensors import exported_name
 from hetpipe.capture.export.random_operators import make_explicit
 from hetpipe.capture.export.unsupported import where
-from hetpipe.capture.flat_graph import Flat
+from hetpipe.capture.flat_graph import FlatGraph
 from hetpipe.capture.program import BUFFER, CONSTANT, COUNT, INPUT, LOSS, PARAM, RNG
 from hetpipe.capture.slots import Key, constant_name, drop_dead, placeholders, results
 from hetpipe.errors import CaptureError
@@ -29,15 +29,15 @@ def flatten(
     aliases: dict[str, str],
     trainable: frozenset[str] | None,
     samples: int,
-) -> Flat:
+) -> FlatGraph:
     """Name inputs and outputs, make randomness explicit, find the free and differentiable nodes.
 
     `leaves` names the batch's tensors in order; `aliases` maps the other names of tied tensors.
-    With `trainable=None` the graph is for forwards alone.
-    Raises `CaptureError` for a graph that no device can run, or that trains nothing.
+    With `trainable=None` the graph is for forwards alone. Raises `CaptureError` for a graph that no
+    device can run, or that trains nothing.
     """
     graph = program.graph_module.graph
-    flat = Flat(samples, graph, {}, [], {})
+    flat = FlatGraph(samples, graph, {}, [], {})
     write_by_where(graph)
     _name_inputs(flat, program, leaves, aliases)
     _name_outputs(flat, program, aliases)
@@ -63,10 +63,10 @@ def flatten(
     return flat
 
 
-def _skip_copies(flat: Flat) -> None:
-    """Let a buffer that gets a copy of a value have the value itself, in the layer that makes it.
+def _skip_copies(flat: FlatGraph) -> None:
+    """Replace the copy that a buffer receives by the copied value itself, in the value's layer.
 
-    The copy stands where the forward ends if the code assigns a new tensor to the buffer.
+    If the code assigns a new tensor to the buffer, the copy comes at the end of the forward.
     """
     returned = list(results(flat.graph))
     for index, ((role, _), node) in enumerate(flat.outputs):
@@ -77,7 +77,7 @@ def _skip_copies(flat: Flat) -> None:
 
 
 def _alike(a: fx.Node, b: fx.Node) -> bool:
-    """Whether both have the same shape and dtype."""
+    """Return whether both nodes have the same shape and dtype."""
     one, other = a.meta["val"], b.meta["val"]
     return bool(one.shape == other.shape and one.dtype == other.dtype)
 
@@ -107,7 +107,7 @@ def _is_static(value: Any) -> bool:
 
 
 def _name_inputs(
-    flat: Flat, program: ExportedProgram, leaves: tuple[str, ...], aliases: dict[str, str]
+    flat: FlatGraph, program: ExportedProgram, leaves: tuple[str, ...], aliases: dict[str, str]
 ) -> None:
     by_name = {node.name: node for node in placeholders(flat.graph)}
     remaining, first = iter(leaves), dict[Key, fx.Node]()
@@ -138,7 +138,7 @@ def _name_inputs(
             flat.inputs[node] = key
 
 
-def _name_outputs(flat: Flat, program: ExportedProgram, aliases: dict[str, str]) -> None:
+def _name_outputs(flat: FlatGraph, program: ExportedProgram, aliases: dict[str, str]) -> None:
     nodes = results(flat.graph)
     user = iter((LOSS, COUNT))
     for spec, node in zip(program.graph_signature.output_specs, nodes, strict=True):
@@ -160,8 +160,8 @@ def _name_outputs(flat: Flat, program: ExportedProgram, aliases: dict[str, str])
             )
 
 
-def _of_samples(flat: Flat) -> set[fx.Node]:
-    """The nodes that depend on the samples; all others are equal on all replicas."""
+def _of_samples(flat: FlatGraph) -> set[fx.Node]:
+    """Return the nodes that depend on the samples; all others are equal on all replicas."""
     dependent = {node for node, (role, _) in flat.inputs.items() if role in (INPUT, RNG)}
     for node in flat.graph.nodes:
         if any(source in dependent for source in node.all_input_nodes):
@@ -169,7 +169,7 @@ def _of_samples(flat: Flat) -> set[fx.Node]:
     return dependent
 
 
-def _free(flat: Flat) -> set[fx.Node]:
+def _free(flat: FlatGraph) -> set[fx.Node]:
     updated = flat.updated_buffers
     free: set[fx.Node] = set()
     for node in flat.graph.nodes:
@@ -182,8 +182,8 @@ def _free(flat: Flat) -> set[fx.Node]:
     return free
 
 
-def _differentiable(flat: Flat, trainable: frozenset[str]) -> set[fx.Node]:
-    """The nodes whose value requires a gradient, found by running the graph without data."""
+def _differentiable(flat: FlatGraph, trainable: frozenset[str]) -> set[fx.Node]:
+    """Return the nodes whose value requires a gradient, by running the graph without data."""
     differentiable: set[fx.Node] = set()
     env: dict[fx.Node, Any] = {}
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():

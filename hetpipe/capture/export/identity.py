@@ -1,4 +1,4 @@
-"""Identity of a capture: when two captures, of two starts of a program, give the same graphs."""
+"""Computes the identity of a capture: equal keys mean equal graphs, also after a restart."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hetpipe.capture.export.attributes import kept_names
+from hetpipe.capture.export.attributes import keep_globals
 from hetpipe.capture.export.example import Example
 from hetpipe.capture.export.repeatability import (
     check_repeatable,
     generators_of,
-    restored_generators,
+    restore_generators,
 )
 from hetpipe.capture.export.signature import Rehearsal
 from hetpipe.capture.export.source_files import (
@@ -22,7 +22,7 @@ from hetpipe.capture.export.source_files import (
     identity,
     library_digest,
 )
-from hetpipe.capture.export.torch_export import recordable, with_loss
+from hetpipe.capture.export.torch_export import exportable_modules, with_loss
 from hetpipe.capture.export.training_modes import Modes
 from hetpipe.entries import key_of
 
@@ -35,9 +35,9 @@ COMPOSED = "torch._export.utils"
 
 
 class Identity:
-    """Keys for what is captured of a model and a loss, with some `options`.
+    """Computes keys for the graphs that capture makes from a model and a loss.
 
-    A key is None where it cannot be told whether the code is the same as at another time.
+    A key is None if nobody can tell whether the code is the same as at another time.
     """
 
     def __init__(
@@ -49,24 +49,24 @@ class Identity:
         options: Sequence[object],
         seen: Callable[[int, bool, Any], None],
     ) -> None:
-        """`seen` is called with a size, the mode and the model's output at that size."""
+        """Call `seen` with a size, the mode and the model's output at that size."""
         self._seen = seen
         self._model, self._loss_fn, self._example, self._modes = model, loss_fn, example, modes
         self.changed: frozenset[tuple[str, str]] | None = None
-        """The attributes that calls change without an effect on later calls: (module, name); None
-        if no call was rehearsed."""
+        """The attributes that calls change without an effect on later calls, as (module, name);
+        None before the first rehearsal."""
         self._checked: set[bool] = set()
         self._signatures: dict[tuple[int, bool], str | None] = {}
         self._sources = digest_of(model, loss_fn)
         self._parts = (
             library_digest(), self._sources, example.structure, list(options),
             [training for _, training in modes.training],
-            [(name, _described(p)) for name, p in model.named_parameters(remove_duplicate=False)],
-            [(name, _described(b)) for name, b in model.named_buffers(remove_duplicate=False)],
+            [(name, _describe(p)) for name, p in model.named_parameters(remove_duplicate=False)],
+            [(name, _describe(b)) for name, b in model.named_buffers(remove_duplicate=False)],
         )  # fmt: skip
 
     def key(self, kind: str, samples: Sequence[int], training: bool, *more: object) -> str | None:
-        """The key of content that depends on micro-batches of these sizes, and on `more`.
+        """Return the key of content that depends on micro-batches of these sizes, and on `more`.
 
         Raises `CaptureError` for a model whose next call would do something else.
         """
@@ -76,19 +76,19 @@ class Identity:
         return key_of(kind, list(samples), training, signatures, self._parts, *more)
 
     def check_computing(self, samples: int, training: bool) -> None:
-        """Check by computing what a rehearsal without values could not.
+        """Repeat the check with computed values, where a rehearsal without values could not decide.
 
         Raises `CaptureError` for a model whose next call would do something else.
         """
         if training not in self._checked:
-            with kept_names(self._model, self._loss_fn):
+            with keep_globals(self._model, self._loss_fn):
                 rehearsal = self._rehearsal(samples, training, computes=True)
                 if rehearsal is not None:
                     self._check(rehearsal, training)
 
     def _signature(self, samples: int, training: bool) -> str | None:
         if (samples, training) not in self._signatures:
-            with kept_names(self._model, self._loss_fn):
+            with keep_globals(self._model, self._loss_fn):
                 rehearsal = self._rehearsal(samples, training)
                 signature = None if rehearsal is None else rehearsal.calls[0].signature
                 self._signatures[samples, training] = signature
@@ -97,35 +97,35 @@ class Identity:
         return self._signatures[samples, training]
 
     def _rehearsal(self, samples: int, training: bool, computes: bool = False) -> Rehearsal | None:
-        """The rehearsal after its first call; None where there can be none."""
-        with self._modes.restored(evaluation=not training), recordable():
+        """Return the rehearsal after its first call; None if the model cannot be rehearsed."""
+        with self._modes.apply(evaluation=not training), exportable_modules():
             run = with_loss(
                 self._model, self._loss_fn, self._example,
-                lambda out: self._seen(samples, training, out),  # no copy of it is made
+                lambda out: self._seen(samples, training, out),  # makes no copy
             )  # fmt: skip
             try:
                 rehearsal = Rehearsal(run, self._example.tensors(samples), computes)
-                with restored_generators(generators_of(rehearsal.run)):
+                with restore_generators(generators_of(rehearsal.run)):
                     rehearsal.call()
-            except Exception:  # the export will say what is wrong, if anything is
+            except Exception:  # the export will report the error
                 return None
         return rehearsal
 
     def _check(self, rehearsal: Rehearsal, training: bool) -> None:
-        with recordable():
+        with exportable_modules():
             self.changed = (self.changed or frozenset()) | check_repeatable(rehearsal)
         self._checked.add(training)
 
 
 def tables_identity(tables: Sequence[Decompositions]) -> object:
-    """Of decompositions of each stage. Raises `UnknownCodeError`."""
+    """Identify the decompositions of each stage. Raises `UnknownCodeError`."""
     distinct = {id(table): table for table in tables}
     known = {key: _table_identity(table) for key, table in distinct.items()}
     return [known[id(table)] for table in tables]
 
 
 def optimizer_identity(optimizer: Optimizer | None, names: Sequence[str]) -> object:
-    """Of an optimizer, for parameters of these names. Raises `UnknownCodeError`."""
+    """Identify an optimizer, for parameters with these names. Raises `UnknownCodeError`."""
     if optimizer is None:
         return None
     rules = [optimizer] if optimizer.undecayed is None else [optimizer, optimizer.undecayed]
@@ -139,23 +139,25 @@ def optimizer_identity(optimizer: Optimizer | None, names: Sequence[str]) -> obj
 
 
 def _table_identity(table: Mapping[Any, Callable[..., Any]]) -> object:
-    """Without torch's own entries for operators that are made of others: there is one for each of
-    the operators of this kind that happen to be imported."""
+    """Identify a table without torch's own entries for composite operators.
+
+    torch adds one such entry for every composite operator that happens to be imported.
+    """
     return sorted(
-        (str(operator), repr(_of(function)))
+        (str(operator), repr(_function_identity(function)))
         for operator, function in table.items()
         if not (isinstance(function, partial) and function.func.__module__ == COMPOSED)
     )
 
 
-def _of(function: Any) -> object:
+def _function_identity(function: Any) -> object:
     try:
         return identity(function)
     except UnknownCodeError:
         raise
-    except Exception as error:  # a function with other things in its closure
+    except Exception as error:  # the function's closure holds other values
         raise UnknownCodeError(repr(function)) from error
 
 
-def _described(tensor: Any) -> tuple[object, ...]:
+def _describe(tensor: Any) -> tuple[object, ...]:
     return tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad

@@ -1,7 +1,8 @@
-"""Integers of a batch that are used as indices: their bounds, and an error for one outside.
+"""Finds the integers of a batch that are used as indices, and checks their bounds.
 
-A leaf is followed through operators that only move its elements to operators that take an index.
-Devices disagree about an index out of range, so the host checks every batch before it runs.
+The graph tells which operators read a leaf as an index, also through operators that only move its
+elements. Devices disagree about an index out of range, so the host checks every batch before it
+runs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import fx
 
 from hetpipe.capture.export.example import Array
-from hetpipe.capture.flat_graph import Flat, is_getitem, owner
+from hetpipe.capture.flat_graph import FlatGraph, is_getitem, owner
 from hetpipe.capture.program import INPUT, StageGraphs
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk.graph import graph_inputs
@@ -34,7 +35,7 @@ _MOVES = frozenset(
 )  # fmt: skip
 _CASTS = frozenset({aten._to_copy, aten.to})
 _PADS = frozenset({aten.pad, aten.constant_pad_nd})
-_PADDING = -1  # in place of a leaf's element
+_PADDING = -1  # number of an element that is no leaf's
 
 _LOOKUPS = frozenset({aten.embedding, aten.embedding_bag})
 _ALONG = frozenset(
@@ -48,21 +49,21 @@ _LOSSES = frozenset(
 )
 
 MEAN = 1
-"""The number of reduction="mean" in torch's operators."""
+"""torch's number for reduction="mean"."""
 
 
 @dataclass(frozen=True)
 class IndexBound:
-    """Elements of a leaf that must lie in [low, high), or be `ignored`."""
+    """Bounds of some elements of a leaf: each is in [low, high), or equals `ignored`."""
 
     leaf: str
     low: int
     high: int
     ignored: int | None
     columns: tuple[int, ...] | None
-    """Positions of the elements used, in a flattened sample; None is all of them."""
+    """Positions of the used elements in a flattened sample; None for all of them."""
     use: str
-    """For messages: "embedding of wte has 256 rows"."""
+    """Text for messages: "embedding of wte has 256 rows"."""
     averaged: bool = False
     """Whether the operator returns the mean over the elements that are not `ignored`."""
 
@@ -88,8 +89,11 @@ class IndexBound:
         )
 
     def check_means(self, array: Array, sizes: Sequence[int]) -> None:
-        """Raise `HetpipeError` where parts of a batch, of these sizes, leave out unequal shares of
-        their labels, so that the mean over the batch is not the mean of their means."""
+        """Raise `HetpipeError` if parts of a batch ignore different shares of their labels.
+
+        `sizes` are the sizes of the parts. Then the mean over the batch is not the mean of their
+        means.
+        """
         if not self.averaged or self.ignored is None:
             return
         values = array.reshape(array.shape[0], -1)
@@ -142,9 +146,9 @@ def mark_checked(graphs: Sequence[StageGraphs], bounds: tuple[IndexBound, ...]) 
                 placeholder.meta["checked"] = ranges[slot.name]
 
 
-def index_bounds(flat: Flat) -> tuple[IndexBound, ...]:
+def index_bounds(flat: FlatGraph) -> tuple[IndexBound, ...]:
     """Bounds of the leaves of a batch that reach an index unchanged, each once."""
-    follow = _Follow(flat)
+    follow = _LeafTracer(flat)
     bounds: dict[IndexBound, None] = {}
     for node in flat.graph.nodes:
         if node.op != "call_function" or is_getitem(node):
@@ -161,11 +165,11 @@ def index_bounds(flat: Flat) -> tuple[IndexBound, ...]:
 
 
 Use = tuple[Any, int, int, int | None, str]
-"""The index; low and high; the ignored value; the noun that `high` counts, for messages."""
+"""(the index, low, high, the ignored value, the noun that `high` counts in messages)."""
 
 
 def _uses(node: fx.Node) -> Iterator[Use]:
-    """The indices that an operator takes."""
+    """Yield the indices that an operator reads."""
     packet = _packet(node)
     arguments = _arguments(node) if packet is not None else {}
     if packet in _LOOKUPS:
@@ -176,7 +180,9 @@ def _uses(node: fx.Node) -> Iterator[Use]:
     elif packet in _WRAPPING:
         pairs = zip(arguments["indices"], _shape(arguments["self"]), strict=False)
         for dim, (index, size) in enumerate(pairs):
-            if isinstance(index, fx.Node) and index.meta["val"].dtype is not torch.uint8:  # a mask
+            if (
+                isinstance(index, fx.Node) and index.meta["val"].dtype is not torch.uint8
+            ):  # uint8 is a mask
                 yield index, -size, size, None, f"entries in dimension {dim}"
     elif packet is aten.one_hot and arguments["num_classes"] > 0:
         yield arguments["self"], 0, arguments["num_classes"], None, "classes"
@@ -186,15 +192,16 @@ def _uses(node: fx.Node) -> Iterator[Use]:
         yield arguments["target"], 0, shape[min(1, len(shape) - 1)], ignored, "classes"
 
 
-class _Follow:
+class _LeafTracer:
     """Finds the elements of a leaf that reach a node, by moving their numbers the same way."""
 
-    def __init__(self, flat: Flat) -> None:
+    def __init__(self, flat: FlatGraph) -> None:
         self._flat = flat
         self._moved: dict[fx.Node, Any] = {}
 
     def to(self, node: Any) -> tuple[str, tuple[int, ...] | None] | None:
-        """The leaf, and the elements of a sample that arrive; None if anything else arrives."""
+        """Return the leaf, and the elements of a sample that reach the node; None for other
+        sources."""
         source = self._source(node)
         if source is None:
             return None
@@ -202,7 +209,7 @@ class _Follow:
         used = torch.zeros(source.meta["val"].numel(), dtype=torch.bool)
         used[numbers[numbers != _PADDING]] = True
         rows = used.view(source.meta["val"].shape[0], -1)
-        if not bool((rows == rows[0]).all()):  # it depends on the number of samples
+        if not bool((rows == rows[0]).all()):  # the elements depend on the number of samples
             return None
         if not bool(rows[0].any()):
             return None
@@ -211,7 +218,7 @@ class _Follow:
         return self._flat.inputs[source][1], columns
 
     def _source(self, node: Any) -> fx.Node | None:
-        """The integer leaf whose elements the node holds."""
+        """Return the integer leaf whose elements the node holds."""
         while isinstance(node, fx.Node) and node.op == "call_function" and _moves(node):
             node = node.args[0]
         if not isinstance(node, fx.Node) or self._flat.inputs.get(node, ("", ""))[0] != INPUT:
@@ -241,7 +248,7 @@ class _Follow:
 
 
 def _moves(node: fx.Node) -> bool:
-    """Whether the node holds elements of its first argument alone, or padding."""
+    """Return whether the node holds only elements of its first argument, or padding."""
     packet, value = _packet(node), node.meta.get("val")
     if packet in _CASTS:
         return value is not None and value.dtype in _INTEGERS
@@ -255,7 +262,7 @@ def _packet(node: fx.Node) -> Any:
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a call by name, defaults included."""
+    """Return the arguments of a call by name, defaults included."""
     schema: Any = node.target._schema  # type: ignore[union-attr]
     values = {argument.name: argument.default_value for argument in schema.arguments}
     names = [argument.name for argument in schema.arguments]
@@ -267,7 +274,7 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def _name(node: fx.Node) -> str:
-    """The name under which a user calls the operator."""
+    """Return the name by which a user calls the operator."""
     name = str(_packet(node)).removeprefix("aten.")
     return {"cross_entropy_loss": "cross_entropy", "index": "indexing"}.get(
         name, name.removesuffix("_nd").removesuffix("_forward")

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import fx, nn
 
-from hetpipe.capture.flat_graph import PARAMETRIZATIONS, Flat, is_getitem, owner
+from hetpipe.capture.flat_graph import PARAMETRIZATIONS, FlatGraph, is_getitem, owner
 from hetpipe.capture.layers import Layer, LayerGraph
 from hetpipe.capture.program import BUFFER, PARAM
 from hetpipe.capture.slots import is_tensor, node_nbytes
@@ -17,7 +17,7 @@ from hetpipe.sdk.parts import reachable
 
 
 def label(
-    flat: Flat,
+    flat: FlatGraph,
     model: nn.Module,
     parameters: Mapping[str, torch.Tensor],
     updated_buffers: frozenset[str],
@@ -25,11 +25,12 @@ def label(
 ) -> None:
     """Fill `flat.layer` and `flat.layer_names`; training changes the `updated_buffers`.
 
-    `parameters` has those of model and loss by name. The loss joins the last layer.
+    `parameters` has the parameters of model and loss by name. The loss joins the last layer.
 
-    A layer starts at a module that owns a parameter of two or more dimensions: if the module is a
-    leaf at its first node, else at the first node that reads such a parameter. So does one at every
-    operator `starting`, by name. All other nodes join the layer before them.
+    A layer starts at a module that owns a parameter of two or more dimensions: at the module's
+    first node if the module is a leaf, otherwise at the first node that reads such a parameter. A
+    layer also starts at every operator named in `starting`. All other nodes join the layer before
+    them.
     """
     modules = dict(model.named_modules())
     matrices = {name: _matrices(module) for name, module in modules.items()}
@@ -50,33 +51,33 @@ def label(
                 starts.append(path)
                 current, index = call, len(starts) - 1
         flat.layer[node] = max(index, 0)
-    flat.layer_names = _numbered(starts or [type(model).__name__])
+    flat.layer_names = _number(starts or [type(model).__name__])
     _merge_shared_buffers(flat, updated_buffers)
 
 
 def _matrices(module: nn.Module) -> set[int]:
-    """The ids of its parameters of two or more dimensions, of parametrizations too."""
+    """Return the ids of its parameters of two or more dimensions, also in parametrizations."""
     parametrized = module._modules.get(PARAMETRIZATIONS)
     inside = () if parametrized is None else parametrized.parameters()
     return {id(p) for p in (*module.parameters(recurse=False), *inside) if p.ndim >= 2}
 
 
 def _is_leaf(module: nn.Module) -> bool:
-    """Whether it has no children but parametrizations."""
+    """Return whether the module has no children except parametrizations."""
     return not any(name != PARAMETRIZATIONS for name, _ in module.named_children())
 
 
-def _calls(flat: Flat) -> list[fx.Node]:
+def _calls(flat: FlatGraph) -> list[fx.Node]:
     return [n for n in flat.graph.nodes if n.op == "call_function" and n not in flat.free]
 
 
-def _parameters(flat: Flat, nodes: list[fx.Node]) -> list[str]:
-    """The parameters that the nodes read directly, in order."""
+def _parameters(flat: FlatGraph, nodes: list[fx.Node]) -> list[str]:
+    """Return the parameters that the nodes read directly, in order."""
     keys = (flat.inputs.get(a, ("", "")) for n in nodes for a in n.all_input_nodes)
     return list(dict.fromkeys(name for role, name in keys if role == PARAM))
 
 
-def _numbered(paths: list[str]) -> tuple[str, ...]:
+def _number(paths: list[str]) -> tuple[str, ...]:
     seen: Counter[str] = Counter()
     names = []
     for path in paths:
@@ -86,8 +87,8 @@ def _numbered(paths: list[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _merge_shared_buffers(flat: Flat, updated: frozenset[str]) -> None:
-    """Join the layers that touch one updated buffer, so that all its readers are in one stage."""
+def _merge_shared_buffers(flat: FlatGraph, updated: frozenset[str]) -> None:
+    """Join the layers that use one updated buffer, so that all its readers are in one stage."""
     last = len(flat.layer_names) - 1
     joined = [False] * (last + 1)  # whether layer i is joined with layer i - 1
     for node, (role, name) in flat.inputs.items():
@@ -105,8 +106,8 @@ def _merge_shared_buffers(flat: Flat, updated: frozenset[str]) -> None:
     flat.layer_names = tuple(n for n, j in zip(flat.layer_names, joined, strict=True) if not j)
 
 
-def layer_graph(flat: Flat) -> LayerGraph:
-    """The planner's view of a labelled graph."""
+def layer_graph(flat: FlatGraph) -> LayerGraph:
+    """Return the planner's view of a labelled graph."""
     count = len(flat.layer_names)
     nodes: list[list[fx.Node]] = [[] for _ in range(count)]
     for node, index in flat.layer.items():
@@ -118,7 +119,7 @@ def layer_graph(flat: Flat) -> LayerGraph:
     )
 
 
-def _layer(flat: Flat, index: int, nodes: list[fx.Node]) -> Layer:
+def _layer(flat: FlatGraph, index: int, nodes: list[fx.Node]) -> Layer:
     read = reachable(nodes, flat.layer.keys() - set(nodes))
     parameters = {
         flat.inputs[n][1]: node_nbytes(n)
@@ -135,8 +136,8 @@ def _layer(flat: Flat, index: int, nodes: list[fx.Node]) -> Layer:
     )
 
 
-def _cut_nbytes(flat: Flat, count: int) -> tuple[int, ...]:
-    """Bytes that cross after each layer but the last: of tensors that a later layer reads."""
+def _cut_nbytes(flat: FlatGraph, count: int) -> tuple[int, ...]:
+    """Return, after each layer but the last, the bytes of the tensors that later layers read."""
     change = [0] * (count + 1)
     for node, layer in flat.layer.items():
         if is_tensor(node):

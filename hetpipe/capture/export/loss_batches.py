@@ -1,4 +1,4 @@
-"""Rows by which a loss is compared: those of the example batch, and rows with other labels."""
+"""Batches for comparing a loss: from the example, or with other labels."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hetpipe.capture.export.example import Example
 from hetpipe.capture.export.index_bounds import IndexBound
 
 MANY_LABELS = 64
-"""Two micro-batches with so many labels do not agree by luck."""
+"""With this many labels, two micro-batches do not agree by luck."""
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-class Rows:
-    """Whole micro-batches of `samples` rows, as leaves of the example batch."""
+class LossBatches:
+    """Makes whole micro-batches of `samples` rows, as leaves of the example batch."""
 
     def __init__(self, example: Example, bounds: Sequence[IndexBound], samples: int) -> None:
         self._example, self._samples = example, samples
@@ -25,40 +25,44 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """The number of micro-batches in the example, or 2 if it has fewer."""
+        """Number of micro-batches in the example, at least 2."""
         return max(self._example.samples // self._samples, 2)
 
     @property
     def has_few_labels(self) -> bool:
-        """Whether the labels of two micro-batches are so few that they may agree by luck."""
-        first = dict(zip(self._example.names, self.given(2), strict=True))
+        """Whether two micro-batches have so few labels that their losses may agree by luck."""
+        first = dict(zip(self._example.names, self.from_example(2), strict=True))
         return 0 < sum(first[bound.leaf].numel() for bound in self._bounds) < MANY_LABELS
 
-    def given(self, count: int) -> list[Tensor]:
-        """The first `count` micro-batches of the example, which is repeated if it has fewer."""
+    def from_example(self, count: int) -> list[Tensor]:
+        """Return the first `count` micro-batches of the example, which is repeated if it is too
+        small."""
         rows = count * self._samples
         if rows > self._example.samples:
             return self._example.tensors(rows)
         return [leaf[:rows] for leaf in self._leaves]
 
-    def drawn(self, count: int) -> list[Tensor]:
-        """The rows of `count` micro-batches in a random order, and with other labels: in the
-        example all may be of one class."""
+    def draw(self, count: int) -> list[Tensor]:
+        """Return `count` micro-batches in a random order of rows, with other labels.
+
+        In the example all labels may be of one class.
+        """
         order = torch.randperm(count * self._samples)
-        leaves = dict(zip(self._example.names, self.given(count), strict=True))
+        leaves = dict(zip(self._example.names, self.from_example(count), strict=True))
         leaves = {name: leaf[order] for name, leaf in leaves.items()}
         for bound in self._bounds:
-            leaves[bound.leaf] = _relabelled(leaves[bound.leaf], bound)
+            leaves[bound.leaf] = _relabel(leaves[bound.leaf], bound)
         for name, leaf in leaves.items():
             if name[0] == "y" and leaf.dtype not in _INTEGERS and bool((leaf == 1).all()):
-                leaves[name] = torch.randint(2, leaf.shape).to(leaf.dtype)  # a mask, maybe
+                leaves[name] = torch.randint(2, leaf.shape).to(leaf.dtype)  # it may be a mask
         return list(leaves.values())
 
 
-def _relabelled(leaf: Tensor, bound: IndexBound) -> Tensor:
-    """The leaf with classes in turn in place of its own, in a random order; ignored labels stay.
+def _relabel(leaf: Tensor, bound: IndexBound) -> Tensor:
+    """Replace the labels of a leaf by all classes in turn, in a random order.
 
-    The first class and the last are among them: a weight is often that of the background.
+    Ignored labels stay. The first class and the last are always used, because a weight often
+    belongs to the background, which is one of them.
     """
     assert bound.ignored is not None
     classes = torch.arange(bound.low, bound.high)

@@ -1,4 +1,4 @@
-"""Writes at places that a mask of truth values chooses, `h[mask] = v`, as a choice of elements."""
+"""Rewrites `h[mask] = v`, with a mask of truth values, as a choice of elements."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ aten = torch.ops.aten
 
 
 def write_by_where(graph: fx.Graph) -> None:
-    """Replace writes at a mask by `torch.where`, if all places get the same value.
+    """Replace writes at a mask by `torch.where`, if all positions get the same value.
 
-    Raises `CaptureError` for other writes and reads at a mask: their shapes depend on values.
+    Raises `CaptureError` for other writes and for reads at a mask: their shapes depend on values.
     """
     for node in list(graph.nodes):
         if node.target is not aten.index_put.default:
@@ -37,7 +37,7 @@ def write_by_where(graph: fx.Graph) -> None:
 
 
 def _is_one(source: fx.Node, mask: fx.Node, value: fx.Node) -> bool:
-    """Whether every chosen place gets the same value. An extent that depends on values is none."""
+    """Return whether all positions get the same value; False if a shape depends on values."""
     inner = source.meta["val"].ndim - mask.meta["val"].ndim
     outer = value.meta["val"].shape[: max(0, value.meta["val"].ndim - inner)]
     return all(isinstance(extent, int) and extent == 1 for extent in outer)

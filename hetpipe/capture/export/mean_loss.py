@@ -1,9 +1,8 @@
-"""Checks that a loss is a mean over samples, or a sum with a count, as micro-batches presume.
+"""Checks that a loss is a mean over samples, or a sum with a count, as micro-batches need it.
 
-The loss of some micro-batches together is compared with the losses of each, by value and by
-gradient. A loss depends on the model's output alone, so random outputs of the right shapes serve as
-well as true ones, and the model need not run. It runs where it returns the loss itself, and before
-a refusal.
+The check compares the loss of some micro-batches together with the loss of each, by value and by
+gradient. A loss depends only on the model's output, so random outputs of the right shapes are
+enough, and the model need not run. It runs if it returns the loss itself, and before a refusal.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from hetpipe.capture.export.attributes import kept_attributes, names_module
+from hetpipe.capture.export.attributes import keep_attributes, names_module
 from hetpipe.capture.export.example import Example
 from hetpipe.capture.export.index_bounds import IndexBound
-from hetpipe.capture.export.loss_batches import Rows
+from hetpipe.capture.export.loss_batches import LossBatches
 from hetpipe.capture.export.named_tensors import deep_copy
 from hetpipe.capture.export.outputs import Outputs
 from hetpipe.capture.export.torch_export import run_loss, run_model
@@ -31,10 +30,10 @@ from hetpipe.capture.export.torch_export import run_loss, run_model
 LIMIT = 1e-3
 """The largest relative difference of a loss or its gradients between a whole and its parts."""
 FEW_ELEMENTS, MANY_ELEMENTS = 50_000, 1_000_000
-"""Random outputs with fewer elements are drawn several times, those with more for two micro-batches
-alone: their losses take long."""
+"""Random outputs with fewer elements are drawn several times. Larger ones are drawn for two
+micro-batches only, because their losses take long."""
 PARTS = 8
-"""The most micro-batches that have drawn labels, or for which the model itself runs."""
+"""The most micro-batches that get random labels, or for which the model itself runs."""
 _RANDOM = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd, nn.MultiheadAttention,
            nn.RNNBase)  # fmt: skip
 """Modules that draw random numbers in training, or mix samples."""
@@ -45,11 +44,11 @@ _CURE = (
 
 
 class LossWarning(UserWarning):
-    """The loss could not be compared between a mini-batch and its micro-batches."""
+    """hetpipe could not compare the loss of a mini-batch with the losses of its micro-batches."""
 
 
 class LossCheck:
-    """Compares the loss of some micro-batches of `samples` together with the losses of each."""
+    """Compares the loss of some micro-batches of `samples` together with the loss of each."""
 
     def __init__(
         self,
@@ -60,34 +59,35 @@ class LossCheck:
         samples: int,
     ) -> None:
         self._model, self._loss_fn, self._example = model, loss_fn, example
-        self._rows, self._samples = Rows(example, bounds, samples), samples
+        self._rows, self._samples = LossBatches(example, bounds, samples), samples
 
     def fault(self, outputs: Outputs | None) -> str:
-        """A sentence with the loss of the whole and the mean of its parts, if they differ; else "".
+        """Return a sentence with the loss of the whole and the mean of its parts, or "" if they
+        agree.
 
-        The generator of random numbers is left as it was. Warns with `LossWarning` if the loss can
-        be computed for neither random nor true outputs.
+        The random number generator keeps its state. Warns with `LossWarning` if the loss fails for
+        random outputs and for true outputs.
         """
         modules = [*self._model.modules()]
         if isinstance(self._loss_fn, nn.Module):
             modules += self._loss_fn.modules()
         failure: Exception | None = None
-        with torch.random.fork_rng(devices=()), _quiet(modules, _RANDOM):
+        with torch.random.fork_rng(devices=()), _eval_mode(modules, _RANDOM):
             torch.manual_seed(0)
             rows, few = self._rows, PARTS if self._rows.has_few_labels else 2
-            for draw, most in ((rows.given, rows.count), (rows.drawn, few)):
+            for draw, most in ((rows.from_example, rows.count), (rows.draw, few)):
                 leaves = draw(2 if self._is_long(outputs, most) else most)
                 agrees = self._agrees(outputs, leaves)
                 if agrees is None:
                     leaves = draw(min(most, few))
                 try:
-                    if not agrees and (fault := self._of_true_outputs(leaves, modules)):
+                    if not agrees and (fault := self._compare_true_outputs(leaves, modules)):
                         return fault
                 except Exception as error:
                     failure = error
             if names_module(self._loss_fn, self._model):
                 try:
-                    return self._of_attributes(rows.drawn(2))
+                    return self._compare_attributes(rows.draw(2))
                 except Exception as error:
                     failure = failure or error
         if failure is not None:
@@ -104,15 +104,16 @@ class LossCheck:
             stacklevel=2,
         )
 
-    def _of_attributes(self, leaves: list[Tensor]) -> str:
-        """Compare runs of the model itself: the loss may read what `forward` keeps in it."""
+    def _compare_attributes(self, leaves: list[Tensor]) -> str:
+        """Compare runs of the model itself, because the loss may read attributes that `forward`
+        sets."""
         model = self._model
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         try:
             for kinds in (_RANDOM, (nn.Module,)):
-                with kept_attributes(model), _quiet([*model.modules()], kinds):
+                with keep_attributes(model), _eval_mode([*model.modules()], kinds):
                     first, again = (self._compare_runs(model, leaves, seed=seed) for seed in (0, 1))
-                if first.whole == again.whole:  # else it is random
+                if first.whole == again.whole:  # otherwise the loss is random
                     return "" if first.agrees else first.sentence(self._samples)
             return ""
         finally:
@@ -120,25 +121,28 @@ class LossCheck:
                 buffer.copy_(value)
 
     def _is_long(self, outputs: Outputs | None, count: int) -> bool:
-        """Whether losses of random outputs of `count` micro-batches take long."""
+        """Return whether the losses of random outputs of `count` micro-batches take long."""
         return outputs is None or outputs.elements(count * self._samples) >= MANY_ELEMENTS
 
     def _agrees(self, outputs: Outputs | None, leaves: list[Tensor]) -> bool | None:
-        """Whether the loss of random outputs is the mean of its parts; None if it has none."""
-        compared = [] if outputs is None else self._compare_drawn(outputs, leaves)
+        """Return whether the loss of random outputs is the mean of its parts; None if it fails."""
+        compared = [] if outputs is None else self._compare_random(outputs, leaves)
         return all(each.agrees for each in compared) if compared else None
 
-    def _compare_drawn(
+    def _compare_random(
         self, outputs: Outputs, leaves: list[Tensor], *, seed: int = 0
-    ) -> list[_Compared]:
-        """Compare for random outputs, several ones where that is cheap: a loss that compares
-        samples may agree by luck. Without those for which the loss fails, as it asks more."""
+    ) -> list[_Comparison]:
+        """Compare for random outputs, for several if that is cheap.
+
+        A loss that compares samples may agree by luck. Outputs for which the loss raises an error
+        do not count.
+        """
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(0)
             rows = len(leaves[0])
             is_cheap = rows <= PARTS * self._samples and outputs.elements(rows) < FEW_ELEMENTS
             widths = (False, False, False, True) if is_cheap else (False,)
-            drawn = [outputs.drawn(rows, is_wide) for is_wide in widths]
+            drawn = [outputs.draw(rows, is_wide) for is_wide in widths]
         compared = []
         for each in drawn:
             if each is not None:
@@ -146,18 +150,18 @@ class LossCheck:
                     compared.append(self._compare(each, outputs.spec, leaves, seed=seed))
         return compared
 
-    def _of_true_outputs(self, leaves: list[Tensor], modules: list[nn.Module]) -> str:
-        """Compare for the outputs of the model itself, which does not draw random numbers."""
+    def _compare_true_outputs(self, leaves: list[Tensor], modules: list[nn.Module]) -> str:
+        """Compare for the outputs of the model itself, with its random modules in eval mode."""
         model = deep_copy(self._model, self._model.parameters())
-        with _quiet([*model.modules()], _RANDOM):
+        with _eval_mode([*model.modules()], _RANDOM):
             fault = self._run(model, leaves)
-        if fault is None:  # random numbers elsewhere in the model
-            with _quiet([*model.modules(), *modules], (nn.Module,)):
+        if fault is None:  # other modules draw random numbers
+            with _eval_mode([*model.modules(), *modules], (nn.Module,)):
                 fault = self._run(model, leaves)
         return fault or ""
 
     def _run(self, model: nn.Module, leaves: list[Tensor]) -> str | None:
-        """The fault, "" if there is none, or None if the loss itself is random."""
+        """Return the fault, "" if there is none, or None if the loss itself is random."""
         with torch.no_grad():
             runs = [
                 tree_flatten(run_model(model, self._example.rebuild(part)[0]))
@@ -181,12 +185,14 @@ class LossCheck:
         return (
             ""
             if not joined
-            else self._of_drawn(Outputs.of(tree_unflatten(joined, spec), len(leaves[0])), leaves)
+            else self._check_random_outputs(
+                Outputs.of(tree_unflatten(joined, spec), len(leaves[0])), leaves
+            )
         )
 
-    def _of_drawn(self, outputs: Outputs, leaves: list[Tensor]) -> str | None:
-        """As `_run`, for random outputs: those of an untrained model are nearly all the same."""
-        first, again = (self._compare_drawn(outputs, leaves, seed=seed) for seed in (0, 1))
+    def _check_random_outputs(self, outputs: Outputs, leaves: list[Tensor]) -> str | None:
+        """Do the same as `_run` for random outputs: an untrained model's outputs hardly differ."""
+        first, again = (self._compare_random(outputs, leaves, seed=seed) for seed in (0, 1))
         for one, two in zip(first, again, strict=False):
             if not one.agrees:
                 if one.whole != two.whole:
@@ -201,7 +207,7 @@ class LossCheck:
         return whole is None or (isinstance(whole, (bool, str, float)) and whole == parts[0])
 
     def _parts(self, leaves: Sequence[Any]) -> list[list[Any]]:
-        """The leaves of each micro-batch."""
+        """Return the leaves of each micro-batch."""
         rows = next(len(leaf) for leaf in leaves if isinstance(leaf, Tensor))
 
         def part(leaf: Any, lo: int) -> Any:
@@ -211,7 +217,7 @@ class LossCheck:
 
     def _compare(
         self, output: list[Any], spec: TreeSpec, leaves: list[Tensor], *, seed: int = 0
-    ) -> _Compared:
+    ) -> _Comparison:
         """Compare for outputs of all rows, by value and by the gradient of the outputs."""
         sources = [
             leaf.detach().requires_grad_()
@@ -234,15 +240,17 @@ class LossCheck:
             whole = total(output, leaves)
             pairs = zip(self._parts(output), self._parts(leaves), strict=True)
             parts = [total(own, part) for own, part in pairs]
-            joined = _joined(parts)
+            joined = _combine(parts)
             gradients = [_gradient(value[0], sources) for value in (whole, joined)]
         norm = float(gradients[0].norm())
         difference = float((gradients[0] - gradients[1]).norm()) / max(norm, 1e-30)
-        known = math.isfinite(norm)  # else training itself will say that it is not
-        return _Compared(_floats(whole), _floats(joined), difference if known else 0.0, len(parts))
+        known = math.isfinite(norm)  # training reports infinite gradients itself
+        return _Comparison(
+            _floats(whole), _floats(joined), difference if known else 0.0, len(parts)
+        )
 
-    def _compare_runs(self, model: nn.Module, leaves: list[Tensor], *, seed: int) -> _Compared:
-        """Compare where the model returns the loss, or outputs that cannot be divided."""
+    def _compare_runs(self, model: nn.Module, leaves: list[Tensor], *, seed: int) -> _Comparison:
+        """Compare if the model returns the loss, or outputs that cannot be divided."""
 
         def total(part: list[Tensor]) -> tuple[Tensor, ...]:
             torch.manual_seed(seed)
@@ -251,13 +259,15 @@ class LossCheck:
 
         with torch.no_grad():
             parts = [total(part) for part in self._parts(leaves)]
-            return _Compared(_floats(total(leaves)), _floats(_joined(parts)), 0.0, len(parts))
+            return _Comparison(_floats(total(leaves)), _floats(_combine(parts)), 0.0, len(parts))
 
 
 @dataclass(frozen=True)
-class _Compared:
-    """The loss, or sum and count, of a whole and of its `count` parts; the relative difference of
-    their gradients."""
+class _Comparison:
+    """The loss, or sum and count, of a whole and of its `count` parts.
+
+    `gradient` is the relative difference of their gradients.
+    """
 
     whole: tuple[float, ...]
     parts: tuple[float, ...]
@@ -266,7 +276,7 @@ class _Compared:
 
     @property
     def agrees(self) -> bool:
-        """Whether they are equal but for rounding; also where the whole has no finite loss."""
+        """Whether both are equal up to rounding, or the whole has no finite loss."""
         if not all(map(math.isfinite, self.whole)):
             return True
         pairs = zip(self.whole, self.parts, strict=True)
@@ -274,7 +284,7 @@ class _Compared:
         return near and self.gradient <= LIMIT
 
     def sentence(self, samples: int) -> str:
-        """The fault with both numbers, and the cure."""
+        """Return the fault with both numbers, and the cure."""
         whole = f"for {self.count * samples} samples it is"
         parts = f"their {self.count} micro-batches of {samples}"
         if len(self.whole) == 2:
@@ -293,13 +303,13 @@ class _Compared:
 
 
 def _totals(loss: Any) -> tuple[Tensor, ...]:
-    """The loss, or sum and count."""
+    """Return the loss, or sum and count."""
     values = loss if isinstance(loss, tuple) else (loss,)
     return tuple(torch.as_tensor(value) for value in values)
 
 
-def _joined(parts: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """The mean of the parts' losses, or their sums and counts added up."""
+def _combine(parts: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Return the mean of the parts' losses, or the totals of their sums and counts."""
     sums = tuple(torch.stack(values).sum(0) for values in zip(*parts, strict=True))
     return sums if len(sums) == 2 else (sums[0] / len(parts),)
 
@@ -309,7 +319,7 @@ def _floats(values: tuple[Tensor, ...]) -> tuple[float, ...]:
 
 
 def _gradient(loss: Tensor, sources: list[Tensor]) -> Tensor:
-    """The gradient of a loss with respect to all sources, in one row."""
+    """Return the gradient of a loss with respect to all sources, in one row."""
     if not (sources and loss.requires_grad):
         return torch.zeros(1)
     grads = torch.autograd.grad(loss, sources, allow_unused=True)
@@ -319,12 +329,12 @@ def _gradient(loss: Tensor, sources: list[Tensor]) -> Tensor:
 
 
 @contextmanager
-def _quiet(modules: list[nn.Module], kinds: tuple[type, ...]) -> Iterator[None]:
-    """Inside, modules of these kinds are in eval mode."""
+def _eval_mode(modules: list[nn.Module], kinds: tuple[type, ...]) -> Iterator[None]:
+    """Put modules of these kinds into eval mode inside the block."""
     present = [(module, module.training) for module in modules if isinstance(module, kinds)]
     try:
         for module, _ in present:
-            module.training = False  # not by eval(), which models override
+            module.training = False  # models override eval()
         yield
     finally:
         for module, training in present:

@@ -1,4 +1,4 @@
-"""Watch: whether a model is still as it was when it was captured."""
+"""Detects changes of a model after it was captured."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hetpipe.capture.export.named_tensors import LOSS_PREFIX, roots, tensor_byte
 
 _PLAIN = (int, float, bool, str, type(None), torch.Tensor)
 _SAMPLE = 1024
-"""The number of elements of a parameter by which its values are known."""
+"""Number of elements of a parameter that its checksum covers."""
 
 
 class ModelChangedWarning(UserWarning):
-    """The values of a model were changed after its capture; the pipeline trains its own copies."""
+    """A model's values changed after its capture; the pipeline trains its own copies."""
 
 
-class _Seen(NamedTuple):
+class _ModuleRecord(NamedTuple):
     """A module at capture."""
 
     name: str
@@ -33,7 +33,7 @@ class _Seen(NamedTuple):
 
 
 class Watch:
-    """A model and its loss at capture. Their modes may change: capture has its own record."""
+    """A model and its loss at capture. Their modes may change, since capture has recorded them."""
 
     def __init__(
         self,
@@ -41,10 +41,12 @@ class Watch:
         loss_fn: Callable[..., Any],
         ignored: Collection[tuple[str, str]] | None,
     ) -> None:
-        """`ignored` are the attributes that calls of the model change, as (module, name); None if
-        they are not known, and then no attribute counts."""
+        """Record the model. `ignored` are the attributes that calls change, as (module, name).
+
+        If they are unknown, None, no attribute is compared.
+        """
         self._seen = [
-            _seen(prefix, name, module, ignored)
+            _record_module(prefix, name, module, ignored)
             for prefix, root in roots(model, loss_fn)
             for name, module in root.named_modules()
         ]
@@ -56,7 +58,7 @@ class Watch:
         self._returned: dict[str, int] = {}
 
     def change(self) -> str | None:
-        """The first change of a layer, a parameter or an attribute; None if there is none."""
+        """Return the first change of a layer, a parameter or an attribute, or None."""
         for seen in self._seen:
             module = seen.module
             if not (
@@ -69,7 +71,7 @@ class Watch:
         return None
 
     def changed_values(self) -> str | None:
-        """A parameter whose values are neither the captured nor the returned ones; says it once."""
+        """Return a parameter whose values are neither the captured nor the returned ones, once."""
         versions = [p._version for p in self._parameters.values()]
         if versions == self._versions:
             return None
@@ -80,7 +82,7 @@ class Watch:
         return None
 
     def add_returned(self, values: Mapping[str, torch.Tensor], prefix: str = "") -> None:
-        """The user has been given these values, and may load them into the model."""
+        """Note values that the user has received and may load into the model."""
         named = {prefix + name: value for name, value in values.items()}
         known = self._parameters.keys() & named.keys()
         self._returned |= {name: _sample(named[name]) for name in known}
@@ -89,9 +91,9 @@ class Watch:
         return {name: _sample(p) for name, p in self._parameters.items()}
 
 
-def _seen(
+def _record_module(
     prefix: str, name: str, module: nn.Module, ignored: Collection[tuple[str, str]] | None
-) -> _Seen:
+) -> _ModuleRecord:
     root = "loss_fn" if prefix else "model"
     key = f"{root}.{name}".rstrip(".")
     attributes = () if ignored is None else tuple(
@@ -103,7 +105,7 @@ def _seen(
         and (key, attribute) not in ignored
     )  # fmt: skip
     parameters = tuple(module._parameters.values())
-    return _Seen(
+    return _ModuleRecord(
         prefix + name,
         module,
         tuple(module._modules.values()),
@@ -118,18 +120,18 @@ def _same(present: Mapping[str, Any], seen: tuple[Any, ...]) -> bool:
 
 
 def _learns(parameter: nn.Parameter | None, learned: bool) -> bool:
-    """Whether a parameter requires a gradient as before."""
+    """Return whether a parameter requires a gradient as before."""
     return parameter is None or parameter.requires_grad == learned
 
 
 def _is_still(module: nn.Module, name: str, value: Any) -> bool:
-    present = module.__dict__.get(name, _seen)
+    present = module.__dict__.get(name, _record_module)
     if present is value:
         return True
     return type(present) is type(value) and not isinstance(value, torch.Tensor) and present == value
 
 
-def _changes(seen: _Seen) -> Iterator[str]:
+def _changes(seen: _ModuleRecord) -> Iterator[str]:
     module, called = seen.module, seen.name.rstrip(".") or "the model"
     if seen.name == LOSS_PREFIX:
         called = "the loss"
@@ -149,6 +151,6 @@ def _changes(seen: _Seen) -> Iterator[str]:
 
 
 def _sample(tensor: torch.Tensor) -> int:
-    """A checksum of some elements: to load other values changes nearly all of them."""
+    """Return a checksum of some elements; loading other values changes nearly all elements."""
     flat = tensor.detach().reshape(-1)
     return zlib.crc32(tensor_bytes(flat[:: max(1, flat.numel() // _SAMPLE)]))

@@ -1,7 +1,7 @@
-"""Names of the tensors of a model and of its loss.
+"""Names the tensors of a model and of its loss.
 
-The model's tensors keep their own names. A tensor of a loss that is a module has the prefix
-`loss.`, so a parameter `centers` of the loss is `loss.centers` in checkpoints and optimizers.
+The model's tensors keep their names. If the loss is a module, its tensors have the prefix `loss.`:
+a parameter `centers` of the loss is `loss.centers` in checkpoints and optimizers.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Copied = TypeVar("Copied")
 class NamedTensors:
     """The parameters and buffers of a model and its loss, by name.
 
-    A tensor with several names is there once, under the first; `aliases` maps its other names to
-    that name. A tensor that model and loss share has the model's name.
-    Raises `CaptureError` if a tensor of the loss would get the name of a tensor of the model.
+    A tensor with several names appears once, under the first; `aliases` maps its other names to
+    that name. A tensor that model and loss share has the model's name. Raises `CaptureError` if a
+    tensor of the loss would get the name of a tensor of the model.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any]) -> None:
@@ -57,7 +57,7 @@ class NamedTensors:
             model_names = {*self.parameters, *self.buffers, *self.aliases}
 
     def loss_digest(self) -> str:
-        """A hash of the values of the loss's tensors."""
+        """Return a hash of the values of the loss's tensors."""
         digest = hashlib.sha256()
         for name, tensor in {**self.parameters, **self.buffers}.items():
             if name.startswith(LOSS_PREFIX):
@@ -66,13 +66,13 @@ class NamedTensors:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
-    """The values of a strided tensor of any dtype, row by row."""
+    """Return the values of a strided tensor of any dtype, row by row."""
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes()
 
 
-def copied_loss(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The loss with copies of its buffers, which a call may change, if it is a module."""
+def copy_loss(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the loss; if it is a module, with copies of its buffers, which a call may change."""
     if not isinstance(loss_fn, nn.Module):
         return loss_fn
     return deep_copy(loss_fn, loss_fn.parameters())
@@ -81,15 +81,15 @@ def copied_loss(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 def deep_copy(value: Copied, shared: Iterable[torch.Tensor] = ()) -> Copied:
     """Return a deep copy of modules that has the `shared` tensors themselves.
 
-    Code may keep tensors that it has computed in attributes, for inspection. torch copies none of
-    them; their copies here are constants of the same values.
+    Code may store computed tensors in attributes, for inspection. torch cannot copy such tensors;
+    their copies here are constants with the same values.
     """
     with _CopyComputed():
         return copy.deepcopy(value, {id(tensor): tensor for tensor in shared})
 
 
 class _CopyComputed(TorchFunctionMode):
-    """Inside, a deep copy of a computed tensor is a constant of the same values."""
+    """Makes the deep copy of a computed tensor a constant with the same values."""
 
     def __torch_function__(
         self,
@@ -104,7 +104,7 @@ class _CopyComputed(TorchFunctionMode):
 
 
 def check_capturable(model: Any) -> None:
-    """Raise `CaptureError` for a model that is no module, or whose parameters have no values."""
+    """Raise `CaptureError` if the model is no module, or its parameters have no values."""
     if not isinstance(model, nn.Module):
         raise CaptureError(
             f"the model is {type(model).__name__} {getattr(model, '__name__', '')!r}, not an "
@@ -119,20 +119,22 @@ def check_capturable(model: Any) -> None:
 
 
 def roots(model: nn.Module, loss_fn: Callable[..., Any]) -> Iterator[tuple[str, nn.Module]]:
-    """The model, and the loss if it is a module, each with the prefix of its tensors' names."""
+    """Yield the model, and the loss if it is a module, each with its prefix for names."""
     yield "", model
     if isinstance(loss_fn, nn.Module):
         yield LOSS_PREFIX, loss_fn
 
 
 def exported_name(target: str) -> str:
-    """The name of a tensor that the exported graph calls `model.NAME` or `loss_fn.NAME`."""
+    """Return the name of a tensor that the exported graph calls `model.NAME` or `loss_fn.NAME`."""
     root, _, name = target.partition(".")
     return name if root == "model" else LOSS_PREFIX + name
 
 
-def on_cpu(model: nn.Module, loss_fn: Callable[..., Any]) -> tuple[nn.Module, Callable[..., Any]]:
-    """The model and the loss, or copies on the CPU; tensors that both share stay shared."""
+def move_to_cpu(
+    model: nn.Module, loss_fn: Callable[..., Any]
+) -> tuple[nn.Module, Callable[..., Any]]:
+    """Return the model and the loss, or copies on the CPU; shared tensors stay shared."""
     modules = [module for _, module in roots(model, loss_fn)]
     tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
     if all(tensor.device.type == "cpu" for tensor in tensors):
@@ -144,7 +146,7 @@ def on_cpu(model: nn.Module, loss_fn: Callable[..., Any]) -> tuple[nn.Module, Ca
 
 
 def array_of(name: str, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A copy of a parameter or buffer. Raises `CaptureError` for one that no array can hold."""
+    """Copy a parameter or buffer to an array. Raises `CaptureError` if no array can hold it."""
     if tensor.layout != torch.strided:
         raise CaptureError(f"{name} is a {tensor.layout} tensor: convert it with to_dense()")
     if tensor.is_complex():

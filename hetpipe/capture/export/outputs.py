@@ -1,4 +1,4 @@
-"""Outputs: the shapes of a model's output, and random outputs of these shapes."""
+"""The shapes of a model's output, and random outputs with these shapes."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class Outputs:
 
     @classmethod
     def of(cls, output: Any, samples: int) -> Outputs:
-        """The structure of an output, whose tensors may lack values."""
+        """Return the structure of an output, whose tensors may lack values."""
         leaves, spec = tree_flatten(output)
-        return cls(samples, tuple(map(_described, leaves)), spec)
+        return cls(samples, tuple(map(_describe_leaf, leaves)), spec)
 
     def elements(self, samples: int) -> int:
-        """The number of elements for so many samples."""
+        """Return the number of elements for `samples` samples."""
         sizes = [math.prod(leaf.shape) for leaf in self.leaves if isinstance(leaf, _Shape)]
         return sum(sizes) * samples // self.samples
 
-    def drawn(self, samples: int, is_wide: bool = False) -> list[Any] | None:
-        """Random leaves for so many samples; None if some leaf is not batch-first and floating.
+    def draw(self, samples: int, is_wide: bool = False) -> list[Any] | None:
+        """Draw leaves for `samples` samples; None if a leaf is not batch-first and floating.
 
-        Numbers between 0 and 1 are valid as logits, as probabilities and as quantities; wide ones,
-        of both signs, are like the logits of a trained model.
+        Numbers between 0 and 1 are valid as logits, as probabilities and as quantities. Wide ones
+        have both signs, like the logits of a trained model.
         """
         leaves: list[Any] = []
         for leaf in self.leaves:
@@ -57,5 +57,5 @@ class _Shape:
     dtype: torch.dtype
 
 
-def _described(leaf: Any) -> Any:
+def _describe_leaf(leaf: Any) -> Any:
     return _Shape(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf

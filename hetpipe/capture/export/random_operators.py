@@ -1,4 +1,4 @@
-"""Random operators of a graph become `hetpipe` ones with an explicit counter."""
+"""Replaces the random operators of a graph by `hetpipe` operators with an explicit counter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ own = torch.ops.hetpipe
 
 
 class _Site:
-    """One random call of the graph: emits its replacement."""
+    """One random call of the graph; it appends the replacement."""
 
     def __init__(self, node: fx.Node, rng: fx.Node, site: int, samples: int) -> None:
         self.node, self._rng, self._site, self._samples = node, rng, site, samples
@@ -29,7 +29,7 @@ class _Site:
         self._graph = node.graph
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Append a call with the meta of the replaced node, but a value of its own."""
+        """Append a call that has the metadata of the replaced node, except for its value."""
         node = self._graph.call_function(target, args, kwargs)
         fakes, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with _fake_mode(self._graph):
@@ -54,7 +54,7 @@ class _Site:
         return self.emit(aten._to_copy.default, node, dtype=dtype)
 
     def normal(self, size: Sequence[int], dtype: torch.dtype) -> fx.Node:
-        """Box-Muller on pairs of a last dimension."""
+        """Draw normal numbers by Box-Muller, from pairs in an extra last dimension."""
         pair = self.uniform([*size, 2], dtype)
         radius = self.emit(aten.select.int, pair, -1, 0)
         angle = self.emit(aten.mul.Tensor, self.emit(aten.select.int, pair, -1, 1), 2 * math.pi)
@@ -73,7 +73,7 @@ class _Site:
 
 
 def make_explicit(graph: fx.Graph, samples: int) -> fx.Node | None:
-    """Replace every random operator; the new placeholder of the counter, or None if there is none.
+    """Replace every random operator. Return the counter's new placeholder, or None without any.
 
     Raises `CaptureError` for a random operator that has no replacement.
     """
@@ -149,7 +149,7 @@ def _bernoulli(site: _Site, value: torch.Tensor) -> fx.Node:
 
 
 def _pair(site: _Site) -> tuple[float, float]:
-    """The two settings after the tensor; 0 and 1 where the graph leaves them out."""
+    """Return the two settings after the tensor; 0 and 1 if the graph omits them."""
     arguments = dict(enumerate(site.args))
     return arguments.get(1, 0.0), arguments.get(2, 1.0)
 

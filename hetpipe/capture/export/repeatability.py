@@ -1,8 +1,8 @@
-"""Refuses code whose next call would do something else than the call that capture records.
+"""Refuses code whose next call would differ from the call that capture records.
 
-State in attributes and lists, counters and chance of Python's are fixed by an export. So a copy of
-the model is called twice: both calls must ask torch for the same. A value that the first call
-stores for later, such as a mask, is no state if it depends on constants alone.
+An export fixes state in attributes and lists, counters, and random numbers from Python or numpy. So
+a copy of the model is called twice: both calls must ask torch for the same operations. A value that
+the first call stores for later, such as a mask, is no state if it depends on constants alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from hetpipe.capture.export.signature import Call, Rehearsal, attributes_of
-from hetpipe.capture.export.unsupported import is_users
+from hetpipe.capture.export.unsupported import is_user_code
 from hetpipe.errors import CaptureError
 
 _BUFFER = (
@@ -33,10 +33,10 @@ _FAR = 1_000_003
 
 
 def check_repeatable(rehearsal: Rehearsal) -> frozenset[tuple[str, str]]:
-    """Raise `CaptureError` unless later calls of the module do what its first call did.
+    """Raise `CaptureError` unless later calls of the module repeat its first call.
 
-    The first call has been made. Returns the attributes that calls change all the same, as
-    (module, attribute).
+    The rehearsal has made the first call already. Return the attributes that calls change without
+    consequence, as (module, attribute).
     """
     try:
         return _check(rehearsal)
@@ -51,20 +51,20 @@ def check_repeatable(rehearsal: Rehearsal) -> frozenset[tuple[str, str]]:
 
 def _check(rehearsal: Rehearsal) -> frozenset[tuple[str, str]]:
     first = rehearsal.calls[0]
-    if _outside(rehearsal, first):
-        raise _untrained(rehearsal)
+    if _untrained_tensors(rehearsal, first):
+        raise _untrained_error(rehearsal)
     if first.changed:
         _check_changed(rehearsal)
     generators = generators_of(rehearsal.run)
-    with restored_generators(generators):
+    with restore_generators(generators):
         states, before = _states(generators), attributes_of(rehearsal.run)
         second = rehearsal.call()
         if _states(generators) != states:
-            raise _chance(rehearsal, generators)
+            raise _chance_error(rehearsal, generators)
         after = attributes_of(rehearsal.run)
         changed = {key for key, value in after.items() if before.get(key) is not value}
         if not _agree(first, second, rehearsal):
-            raise _state(rehearsal, second)
+            raise _state_error(rehearsal, second)
         counters = [
             key for key in changed if _is_number(after[key]) and _is_number(before.get(key))
         ]
@@ -76,19 +76,19 @@ def _check(rehearsal: Rehearsal) -> frozenset[tuple[str, str]]:
 
 
 def _check_changed(rehearsal: Rehearsal) -> None:
-    """Raise `CaptureError` for an attribute that is no buffer and is changed in place."""
+    """Raise `CaptureError` for an attribute that is changed in place and is no buffer."""
     names = {id(value): key for key, value in attributes_of(rehearsal.run).items()}
     call = rehearsal.call(locates=True)
     for tensor, line in zip(call.changed, call.changed_lines, strict=True):
         if id(tensor) in names:
             raise CaptureError(
-                f"the attribute {_called(rehearsal.run, names[id(tensor)])} is changed in place"
+                f"the attribute {_user_name(rehearsal.run, names[id(tensor)])} is changed in place"
                 f"{line}; {_BUFFER}"
             )
 
 
 def _agree(first: Call, second: Call, rehearsal: Rehearsal) -> bool:
-    """Whether the calls differ only by values that were stored for good in the first."""
+    """Return whether the calls differ only by values that the first call stored permanently."""
     if any(carried.is_live for carried in second.carried.values()):
         return False
     if first.events == second.events and not second.carried:
@@ -100,7 +100,7 @@ def _agree(first: Call, second: Call, rehearsal: Rehearsal) -> bool:
 
 
 def _check_counters(rehearsal: Rehearsal, counters: list[tuple[str, ...]]) -> None:
-    """Raise `CaptureError` for a counter on whose value the calls depend."""
+    """Raise `CaptureError` if the calls depend on the value of a counter."""
     last = rehearsal.calls[-1]
     for key in counters:
         owner, name = dict(rehearsal.run.named_modules())[key[0]], key[1]
@@ -116,16 +116,17 @@ def _check_counters(rehearsal: Rehearsal, counters: list[tuple[str, ...]]) -> No
         setattr(owner, name, value)
         if depends:
             raise CaptureError(
-                f"forward depends on the attribute {_called(rehearsal.run, key)}, which every call "
-                f"changes; {_BUFFER}"
+                f"forward depends on the attribute {_user_name(rehearsal.run, key)}, which every "
+                f"call changes; {_BUFFER}"
             )
 
 
-def _outside(rehearsal: Rehearsal, call: Call) -> list[tuple[torch.Tensor, str]]:
-    """The tensors outside that would not be trained.
+def _untrained_tensors(rehearsal: Rehearsal, call: Call) -> list[tuple[torch.Tensor, str]]:
+    """Return the tensors outside of model and loss that require a gradient, with their lines.
 
-    A loss may read an attribute that `forward` sets: `model.auxiliary`. It reads that of the user's
-    model, not of the copy. If the copy's is set by every call, export will find a computed one.
+    A loss may read an attribute that `forward` sets, such as `model.auxiliary`. It reads the
+    attribute of the user's model, not of the copy. If every call sets the copy's attribute, export
+    will find a computed tensor there.
     """
     begin, after = rehearsal.attributes, attributes_of(rehearsal.run)
     original = rehearsal.original
@@ -133,10 +134,10 @@ def _outside(rehearsal: Rehearsal, call: Call) -> list[tuple[torch.Tensor, str]]
     return [(tensor, line) for tensor, line in call.outside if id(tensor) not in renewed]
 
 
-def _untrained(rehearsal: Rehearsal) -> CaptureError:
-    tensor, line = _outside(rehearsal, rehearsal.call(locates=True))[0]
+def _untrained_error(rehearsal: Rehearsal) -> CaptureError:
+    tensor, line = _untrained_tensors(rehearsal, rehearsal.call(locates=True))[0]
     names = [key for key, value in attributes_of(rehearsal.run).items() if value is tensor]
-    called = f" {_called(rehearsal.run, names[0])}" if names else ""
+    called = f" {_user_name(rehearsal.run, names[0])}" if names else ""
     return CaptureError(
         f"a tensor{called} of shape {tuple(tensor.shape)} requires a gradient{line} and is a "
         "parameter of neither the model nor loss_fn, so it would not be trained: give the model or "
@@ -145,9 +146,9 @@ def _untrained(rehearsal: Rehearsal) -> CaptureError:
     )
 
 
-def _chance(rehearsal: Rehearsal, generators: Mapping[str, Any]) -> CaptureError:
+def _chance_error(rehearsal: Rehearsal, generators: Mapping[str, Any]) -> CaptureError:
     states = _states(generators)
-    with _watching(lambda: _states(generators)) as changes:
+    with _watch_lines(lambda: _states(generators)) as changes:
         rehearsal.call()
     now = _states(generators)
     name = next((n for n in generators if now[n] != states[n]), next(iter(generators)))
@@ -159,8 +160,8 @@ def _chance(rehearsal: Rehearsal, generators: Mapping[str, Any]) -> CaptureError
     )
 
 
-def _state(rehearsal: Rehearsal, second: Call) -> CaptureError:
-    """The refusal of calls that differ: by another call with lines, the attribute or the line."""
+def _state_error(rehearsal: Rehearsal, second: Call) -> CaptureError:
+    """Return the error for calls that differ. Another call finds the attribute or the line."""
     before = attributes_of(rehearsal.run)
     call = rehearsal.call(locates=True)
     after = attributes_of(rehearsal.run)
@@ -168,7 +169,9 @@ def _state(rehearsal: Rehearsal, second: Call) -> CaptureError:
     for carried in call.carried.values():
         if carried.is_live or id(carried.tensor) in names:
             key = names.get(id(carried.tensor))
-            called = "a tensor" if key is None else f"the attribute {_called(rehearsal.run, key)}"
+            called = (
+                "a tensor" if key is None else f"the attribute {_user_name(rehearsal.run, key)}"
+            )
             return CaptureError(
                 f"forward reads {called}{call.lines[carried.event]}, which an earlier call set; "
                 f"{_BUFFER}"
@@ -177,7 +180,7 @@ def _state(rehearsal: Rehearsal, second: Call) -> CaptureError:
     index = next((i for i, (a, b) in pairs if a != b), 0)
     line = call.lines[min(index, len(call.lines) - 1)]
     changed = [key for key, value in after.items() if before.get(key) is not value]
-    state = ", ".join(_called(rehearsal.run, key) for key in changed[:3])
+    state = ", ".join(_user_name(rehearsal.run, key) for key in changed[:3])
     why = f"; calls change {state}" if state else ""
     return CaptureError(f"two calls of the model with the same batch differ{line}{why}: {_BUFFER}")
 
@@ -186,8 +189,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _called(run: nn.Module, key: tuple[str, ...]) -> str:
-    """`layer.h (of Layer)`, or `h[0]`, in the words of the user."""
+def _user_name(run: nn.Module, key: tuple[str, ...]) -> str:
+    """Return the name in the user's words: `layer.h (of Layer)`, or `h[0]`."""
     module = dict(run.named_modules())[key[0]]
     root, _, path = key[0].partition(".")
     path = path if root == "model" else key[0]
@@ -196,8 +199,11 @@ def _called(run: nn.Module, key: tuple[str, ...]) -> str:
 
 
 def generators_of(run: nn.Module) -> dict[str, Any]:
-    """The generators of random numbers that the code may use, by name: Python's, numpy's, and those
-    in attributes and in the globals of the modules' files."""
+    """Return the random number generators that the code may use, by name.
+
+    They are Python's, numpy's, and the generators in attributes and in the globals of the modules'
+    files.
+    """
     found: dict[str, Any] = {"random": random._inst, "numpy.random": np.random.mtrand._rand}
     files: set[str] = set()
     for name, module in run.named_modules():
@@ -232,8 +238,8 @@ def _state_of(generator: Any) -> Any:
 
 
 @contextmanager
-def restored_generators(generators: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, draws change the generators; afterwards they have their present states."""
+def restore_generators(generators: Mapping[str, Any]) -> Iterator[None]:
+    """Restore the present states of the generators on exit."""
     undo: list[Callable[[], None]] = []
     for generator in generators.values():
         if isinstance(generator, np.random.Generator):
@@ -251,17 +257,17 @@ def restored_generators(generators: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _watching(value: Callable[[], object]) -> Iterator[list[str]]:
-    """Inside, the list gets " at file:line" of every line of the user's code that changes `value`.
+def _watch_lines(value: Callable[[], object]) -> Iterator[list[str]]:
+    """Collect " at file:line" for every line of the user's code that changes `value`.
 
-    Compiled code, such as numpy's, is seen as well: the value is compared after each line.
+    The value is compared after each line, so changes in compiled code, such as numpy's, count too.
     """
     lines: list[str] = []
     last, line = value(), ""
 
     def watch(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal last, line
-        if not is_users(frame.f_code.co_filename):
+        if not is_user_code(frame.f_code.co_filename):
             return None
         if (now := value()) != last:
             last = now

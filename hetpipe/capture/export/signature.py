@@ -1,12 +1,11 @@
-"""Signature: a hash of everything that a model's Python code asks of torch, in a fraction of the
-time of an export.
+"""Hashes everything that a model's Python code asks of torch, much faster than an export.
 
 Export runs the code on fake tensors and records operators. Here the same code runs on tensors of
-the meta device, and every call of torch's interface is hashed: its function, its arguments, the
-module that it is in, and the state of autograd and autocast. A tensor is known by its number, the
-name of its parameter, or the values of a constant. So the code may change between two starts of a
-program in any way, in globals or in files that it reads: where the signature is the same, export
-has the same calls to record.
+the meta device, and every call of torch's interface is hashed: its function, its arguments, its
+module, and the state of autograd and autocast. A tensor is known by its number, the name of its
+parameter, or the values of a constant. So the code may change in any way between two starts of a
+program, in globals or in files that it reads: if the signature is the same, export records the same
+calls.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hetpipe.capture.export.attributes import DEPTH, MODULE_TABLES, kept_caches
+from hetpipe.capture.export.attributes import DEPTH, MODULE_TABLES, clear_caches
 from hetpipe.capture.export.named_tensors import deep_copy, tensor_bytes
 from hetpipe.capture.export.unsupported import user_line
 from hetpipe.capture.export.without_compiler import without_compiler
@@ -44,19 +43,19 @@ class UnsignedError(Exception):
 
 
 class Rehearsal:
-    """Calls of a copy of `run` with the same leaves, one after another.
+    """Calls a copy of `run` with the same leaves, again and again.
 
-    What a call leaves in attributes and lists, the next one finds there. Tensors are on the meta
+    A call sees the attributes and lists that earlier calls have changed. Tensors are on the meta
     device; with `computes` the calls compute with copies of all tensors.
     """
 
     def __init__(self, run: nn.Module, leaves: list[torch.Tensor], computes: bool = False) -> None:
-        """Raises what copying the module raises."""
-        self.run = deep_copy(run) if computes else _copied(run)
+        """Copy the module. Raises any error of the copy."""
+        self.run = deep_copy(run) if computes else _copy_modules(run)
         self._computes = computes
         named = {**dict(self.run.named_parameters()), **dict(self.run.named_buffers())}
         self._named = {name: self._prepared(value) for name, value in named.items()}
-        self._digests = {  # of the tensors that become constants
+        self._digests = {  # digests of the tensors that become constants
             name: hashlib.sha256(tensor_bytes(value)).hexdigest()
             for name, value in named.items()
             if value.is_complex()
@@ -67,7 +66,7 @@ class Rehearsal:
         self.attributes = attributes_of(self.run)
         """The attributes before the first call."""
         self.original = attributes_of(run)
-        """The modules that were copied."""
+        """The attributes of the copied modules."""
 
     def _prepared(self, tensor: torch.Tensor) -> torch.Tensor:
         value = tensor.detach()
@@ -77,7 +76,7 @@ class Rehearsal:
     def call(self, locates: bool = False) -> Call:
         """Call the module once more. With `locates` the events have lines of the user's code.
 
-        Raises what the code raises, and `UnsignedError`.
+        Raises the code's errors, and `UnsignedError`.
         """
         call = Call(self.calls, self._own, self._computes, locates)
         for name, value in self._named.items():
@@ -85,24 +84,24 @@ class Rehearsal:
         for index, leaf in enumerate(self._leaves):
             call.add_named(f"leaf {index}", leaf)
         device = nullcontext() if self._computes else torch.device("meta")
-        chance = _same_chance() if self._computes else nullcontext()
+        chance = _fix_seed() if self._computes else nullcontext()
         run = self.run
-        with chance, without_compiler(), kept_caches(run), _announcing(run, call), device, call:
+        with chance, without_compiler(), clear_caches(run), _note_modules(run, call), device, call:
             torch.func.functional_call(run, self._named, tuple(self._leaves))
         self.calls.append(call)
         return call
 
 
 @contextmanager
-def _same_chance() -> Iterator[None]:
-    """Inside, torch draws the same numbers each time; afterwards it goes on as without."""
+def _fix_seed() -> Iterator[None]:
+    """Let torch draw the same numbers in every block, and restore its generator on exit."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
 
 
-def _copied(run: nn.Module) -> nn.Module:
-    """The modules with the same tensors: what code writes to its attributes is the copy's."""
+def _copy_modules(run: nn.Module) -> nn.Module:
+    """Copy the modules but not their tensors, so that code writes to attributes of the copy."""
     values = (value for module in run.modules() for value in vars(module).values())
     tensors = [
         *run.parameters(),
@@ -113,7 +112,7 @@ def _copied(run: nn.Module) -> nn.Module:
 
 
 def attributes_of(run: nn.Module) -> dict[tuple[str, ...], Any]:
-    """The attributes of all modules, and the items of their lists and dicts, by place."""
+    """Return the attributes of all modules, and the items of their lists and dicts, by path."""
     found: dict[tuple[str, ...], Any] = {}
     for name, module in run.named_modules():
         for attribute, value in vars(module).items():
@@ -143,9 +142,9 @@ class CarriedTensor(NamedTuple):
 
 
 class Call(TorchFunctionMode):
-    """One call of a module as a list of events: each call of a function of torch is one.
+    """One call of a module as a list of events, one for each call of a torch function.
 
-    A tensor is *live* if it was computed from parameters, buffers, leaves or chance.
+    A tensor is *live* if it was computed from parameters, buffers, leaves or random numbers.
     """
 
     def __init__(
@@ -154,15 +153,15 @@ class Call(TorchFunctionMode):
         super().__init__()
         self.events: list[str] = []
         self.live_events: list[str] = []
-        """The events that compute with a live tensor; they say nothing of the identity of others. A
-        question, such as that for a dtype, computes nothing."""
+        """The events that compute with a live tensor; they say nothing about constants. A query,
+        such as `x.dtype`, computes nothing."""
         self.lines: list[str] = []
-        """" at file:line" of every event, if asked for."""
+        """" at file:line" for every event, if requested."""
         self.carried: dict[int, CarriedTensor] = {}
         """The tensors of earlier calls that this call uses, by id."""
         self.outside: list[tuple[torch.Tensor, str]] = []
-        """The tensors that require a gradient and are neither parameters nor computed, each with
-        " at file:line" of its first use if asked for."""
+        """The tensors that require a gradient and are neither parameters nor computed, each with "
+        at file:line" of its first use if requested."""
         self.changed: list[torch.Tensor] = []
         """The constants that the call changed in place."""
         self.changed_lines: list[str] = []
@@ -172,7 +171,7 @@ class Call(TorchFunctionMode):
         self._numbers: dict[int, tuple[bool, int]] = {}
         self._counts = {True: 0, False: 0}
         self._live: set[int] = set()
-        self._kept: list[torch.Tensor] = []  # so that no other tensor gets the id of one
+        self._kept: list[torch.Tensor] = []  # keeps tensors alive, so that ids stay unique
         self._words: list[object] = []
         self._live_words: list[object] = []
         self._is_live = False
@@ -183,7 +182,7 @@ class Call(TorchFunctionMode):
         return hashlib.sha256("\n".join(self.events).encode()).hexdigest()
 
     def add_named(self, name: str, value: torch.Tensor, digest: str = "") -> None:
-        """Begin with a parameter, buffer or leaf."""
+        """Add the event of a parameter, buffer or leaf, before the call."""
         self._live.add(id(value))
         self._earlier.pop(id(value), None)
         self.note(
@@ -197,7 +196,7 @@ class Call(TorchFunctionMode):
         self._live_words += words
 
     def add_event(self, *words: object) -> None:
-        """An event without tensors."""
+        """Add an event without tensors."""
         self.note(*words)
         self._end()
 
@@ -246,7 +245,7 @@ class Call(TorchFunctionMode):
         return value
 
     def _argument(self, learns: bool, value: Any) -> Any:
-        """A constant's values count; on the meta device the call goes on with a tensor without."""
+        """Hash a constant's values; on the meta device, replace it by a tensor without values."""
         if not isinstance(value, torch.Tensor) or id(value) in self._numbers:
             return value
         if value.device.type == "meta" or id(value) in self._earlier:
@@ -293,7 +292,7 @@ class Call(TorchFunctionMode):
         return (*layout, str(tensor.dtype), str(tensor.layout), tensor.requires_grad)
 
     def _number(self, tensor: torch.Tensor) -> tuple[bool, int]:
-        """Whether the tensor is live, and its number among these or the others."""
+        """Return whether the tensor is live, and its number among live or other tensors."""
         key = id(tensor)
         if key not in self._numbers:
             if key in self._earlier:
@@ -309,7 +308,7 @@ class Call(TorchFunctionMode):
 
 
 def _is_in_place(name: str) -> bool:
-    """Whether a function of this name changes the values of its first argument."""
+    """Return whether a function of this name changes the values of its first argument."""
     last = name.rpartition(".")[2]
     operator = last.startswith("__i") and last not in ("__index__", "__int__", "__invert__")
     named = last.endswith("_") and not last.endswith("__") and last != "requires_grad_"
@@ -324,8 +323,8 @@ def _name_of(value: Any) -> str:
 
 
 @contextmanager
-def _announcing(run: nn.Module, call: Call) -> Iterator[None]:
-    """Inside, every call of a module of `run` is noted, with its name and its end."""
+def _note_modules(run: nn.Module, call: Call) -> Iterator[None]:
+    """Note every call of a module of `run` inside the block, with its name and its end."""
     names = {module: name for name, module in run.named_modules()}
 
     def before(module: nn.Module, _: Any) -> None:

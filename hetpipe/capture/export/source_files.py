@@ -1,5 +1,7 @@
-"""The source files on which a capture depends: those of the model, and of everything that they
-reach through their globals."""
+"""Finds the source files on which a capture depends.
+
+They are the files of the model and the loss, and all files that these reach through their globals.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,16 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
 class UnknownCodeError(Exception):
-    """It cannot be told whether code is the same as at another time."""
+    """Nobody can tell whether the code is the same as at another time."""
 
 
 def digest_of(model: nn.Module, loss_fn: Callable[..., Any]) -> str | None:
-    """A hash of these files' contents; None if code has no file, as in an interactive session."""
+    """Return a hash of these files' contents; None if code has no file, as at a prompt."""
     modules = [*model.modules(), *(loss_fn.modules() if isinstance(loss_fn, nn.Module) else ())]
     names = {type(module).__module__ for module in modules}
     names.add(getattr(loss_fn, "__module__", None) or type(loss_fn).__module__)
     digest = hashlib.sha256()
-    for name in sorted(_reached(names)):
+    for name in sorted(_reachable_modules(names)):
         file = getattr(sys.modules[name], "__file__", None)
         if file is None or not file.endswith(".py"):
             return None
@@ -47,7 +49,7 @@ def digest_of(model: nn.Module, loss_fn: Callable[..., Any]) -> str | None:
 
 @cache
 def library_digest() -> str:
-    """A hash of hetpipe's own sources, and of the versions of Python and torch."""
+    """Return a hash of hetpipe's sources, and of the versions of Python and torch."""
     digest = hashlib.sha256(f"{sys.version}{torch.__version__}{torch.version.git_version}".encode())
     backends = importlib.import_module("hetpipe.backends")
     for root in map(Path, (*hetpipe.__path__, *backends.__path__)):
@@ -57,9 +59,9 @@ def library_digest() -> str:
 
 
 def identity(function: Any) -> object:
-    """A value that is equal for two functions of hetpipe or torch only if they do the same.
+    """Return a value that is equal for two functions only if both do the same.
 
-    Raises `UnknownCodeError` for a function of anyone else.
+    Raises `UnknownCodeError` unless the function belongs to hetpipe or torch.
     """
     if isinstance(function, partial):
         settings = [*function.args, *function.keywords.values()]
@@ -81,8 +83,11 @@ def _identity_of(value: Any) -> object:
     return identity(value)
 
 
-def _reached(names: Iterable[str]) -> set[str]:
-    """The modules that these modules reach through their globals, but for versioned packages."""
+def _reachable_modules(names: Iterable[str]) -> set[str]:
+    """Return the modules that these modules reach through their globals.
+
+    Versioned packages do not count.
+    """
     stack, reached = list(names), set[str]()
     while stack:
         name = stack.pop()

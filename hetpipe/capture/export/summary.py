@@ -1,4 +1,4 @@
-"""Facts of a captured model that hold for all its micro-batch sizes."""
+"""Summarises a captured model: everything that is the same for all its micro-batch sizes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from dataclasses import dataclass
 import torch
 
 from hetpipe.capture.export.index_bounds import IndexBound, index_bounds
-from hetpipe.capture.flat_graph import Flat
+from hetpipe.capture.flat_graph import FlatGraph
 from hetpipe.capture.program import BUFFER, COUNT
 
 
 @dataclass(frozen=True)
-class Facts:
-    """The names of layers, and of the buffers that passes read or update; `samples` of the graph
-    that they come from."""
+class ModelSummary:
+    """Names of layers and of buffers that passes read or update, index bounds and a fingerprint.
+
+    `samples` is the size of the graph from which the summary was made.
+    """
 
     samples: int
     layer_names: tuple[str, ...]
@@ -24,13 +26,13 @@ class Facts:
     has_count: bool  # loss_fn returns (sum, count)
     fingerprint: str
     indices: tuple[IndexBound, ...]
-    rows: dict[str, int]  # of the first part, by parameter that is split
+    rows: dict[str, int]  # number of rows in the first part, by split parameter
 
 
-def facts_of(flat: Flat) -> Facts:
-    """The facts that a labelled graph says."""
+def summarize(flat: FlatGraph) -> ModelSummary:
+    """Return the summary of a labelled graph."""
     read = {name for role, name in flat.inputs.values() if role == BUFFER}
-    return Facts(
+    return ModelSummary(
         samples=flat.samples,
         layer_names=flat.layer_names,
         buffers=frozenset(read | flat.updated_buffers),
@@ -42,8 +44,8 @@ def facts_of(flat: Flat) -> Facts:
     )
 
 
-def _fingerprint(flat: Flat) -> str:
-    """A hash of operators, arguments, shapes and layers; values of parameters do not enter."""
+def _fingerprint(flat: FlatGraph) -> str:
+    """Return a hash of operators, arguments, shapes and layers, without values of parameters."""
     index = {node: str(i) for i, node in enumerate(flat.graph.nodes)}
     digest = hashlib.sha256(repr(flat.precision).encode())
     for node in flat.graph.nodes:

@@ -1,4 +1,7 @@
-"""From a module and a loss to one functional graph of ATen operators, gradients' rules intact."""
+"""Exports a module and a loss to one functional graph of ATen operators.
+
+Operators with their own derivative stay whole, so the graph keeps the module's gradients.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,14 @@ from torch.distributions import Distribution
 from torch.export import ExportedProgram
 
 from hetpipe.capture.export.attributes import (
-    kept_attributes,
-    kept_caches,
-    kept_names,
+    clear_caches,
+    keep_attributes,
+    keep_globals,
     restore_table,
 )
 from hetpipe.capture.export.decompositions import before_cut
 from hetpipe.capture.export.example import Example, call
-from hetpipe.capture.export.unsupported import check_modules, explain, refusing_lost_gradients
+from hetpipe.capture.export.unsupported import check_modules, explain, refuse_lost_gradients
 from hetpipe.capture.precision import Precision
 from hetpipe.capture.slots import drop_assertions, placeholders, results
 from hetpipe.errors import CaptureError
@@ -34,14 +37,14 @@ _SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 
 
-Seen = Callable[[Any], None]
+OutputListener = Callable[[Any], None]
 
 
 class _WithLoss(nn.Module):
-    """Leaves of a batch -> the loss, or (sum, count)."""
+    """A module from the leaves of a batch to the loss, or (sum, count)."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: Callable[..., Any], example: Example, seen: Seen
+        self, model: nn.Module, loss_fn: Callable[..., Any], example: Example, seen: OutputListener
     ) -> None:
         super().__init__()
         self.model = model
@@ -50,7 +53,7 @@ class _WithLoss(nn.Module):
         self._seen = seen
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with _kept_buffers(self):
+        with _assign_in_place(self):
             return self._losses(leaves)
 
     def _losses(self, leaves: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -65,11 +68,11 @@ class _WithLoss(nn.Module):
 
 
 @contextmanager
-def _kept_buffers(run: nn.Module) -> Iterator[None]:
-    """Afterwards a buffer to which a new tensor was assigned is the old tensor with new values.
+def _assign_in_place(run: nn.Module) -> Iterator[None]:
+    """On exit, turn an assignment to a buffer into a change of the old tensor in place.
 
-    Export records a buffer that changes in place; it would lose an assignment. A buffer that code
-    makes, a table that is computed when it is first used, is gone again, as it was before.
+    Export records a buffer that changes in place, but would lose an assignment. A buffer that the
+    code creates, such as a table computed at its first use, is removed again.
     """
     tables = [(module._buffers, dict(module._buffers)) for module in run.modules()]
     present = [
@@ -98,29 +101,31 @@ def _kept_buffers(run: nn.Module) -> Iterator[None]:
 
 
 def _ignore(_: Any) -> None:
-    """Look at no output."""
+    """Ignore the output."""
 
 
 def with_loss(
-    model: nn.Module, loss_fn: Callable[..., Any], example: Example, seen: Seen = _ignore
+    model: nn.Module, loss_fn: Callable[..., Any], example: Example, seen: OutputListener = _ignore
 ) -> nn.Module:
-    """A module that gives the loss, or (sum, count), of a batch's leaves. `seen` is called with
-    the model's output, whose tensors may lack values."""
+    """Return a module from the leaves of a batch to the loss, or (sum, count).
+
+    It calls `seen` with the model's output, whose tensors may lack values.
+    """
     return _WithLoss(model, loss_fn, example, seen)
 
 
 def run_model(model: nn.Module, x: Any) -> Any:
-    """`model(x)`: this function's name in a traceback marks an error as the model's."""
+    """Return `model(x)`. A traceback with this function's name blames the model."""
     return call(model, x)
 
 
 def run_loss(loss_fn: Callable[..., Any], out: Any, y: Any) -> Any:
-    """`loss_fn(out, y)`: this function's name in a traceback marks an error as the loss's."""
+    """Return `loss_fn(out, y)`. A traceback with this function's name blames the loss."""
     return loss_fn(out, y)
 
 
 def _scalar(value: Any, what: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A 0-d tensor of a dtype, by default of the value's own if it is float64, or float32."""
+    """Return a 0-d tensor of a dtype, by default float64 if the value is float64, else float32."""
     if isinstance(value, (int, float)) and what == "the loss's count":
         return torch.full((), float(value), dtype=dtype)
     if not isinstance(value, torch.Tensor) or value.ndim != 0:
@@ -142,14 +147,14 @@ def export(
     samples: int,
     precision: Precision = Precision(),  # noqa: B008 - frozen
     sync_batch_norm: bool = False,
-    seen: Seen = _ignore,
+    seen: OutputListener = _ignore,
 ) -> ExportedProgram:
     """Export `loss_fn(model(x), y)` for a batch of `samples`, every module in its present mode.
 
-    Export runs without autocast, which would hide the modules' names; autocast is on later, while
-    operators are decomposed, and the model's own casts stay. With `sync_batch_norm` batch norms
-    use the statistics of all replicas' rows. `seen` is called with the model's output.
-    The result is functional. Raises `CaptureError` that names the user's line.
+    Export runs without autocast, which would hide the modules' names. Autocast is on later, while
+    operators are decomposed; the model's own casts stay. With `sync_batch_norm` batch norms use the
+    statistics of all replicas' rows. `seen` is called with the model's output. The result is
+    functional. Raises `CaptureError`, which names the user's line.
     """
     check_modules(model, loss_fn)
     try:
@@ -157,19 +162,19 @@ def export(
             warnings.catch_warnings(),
             _without_torch_log(),
             torch.enable_grad(),
-            refusing_lost_gradients(),
-            recordable(),
+            refuse_lost_gradients(),
+            exportable_modules(),
         ):
-            warnings.simplefilter("ignore")  # torch's own deprecations; nothing here is the user's
+            warnings.simplefilter("ignore")  # torch's deprecations do not concern the user
             wrapped = with_loss(model, loss_fn, example, seen)
             leaves = tuple(example.tensors(samples))
-            with kept_attributes(wrapped), kept_caches(wrapped), kept_names(wrapped, loss_fn):
+            with keep_attributes(wrapped), clear_caches(wrapped), keep_globals(wrapped, loss_fn):
                 program = torch.export.export(wrapped, leaves, strict=False)
             _inline_regions(program.graph_module)
             if precision.compute is not None:
                 _drop_assertions(program.graph_module)
             with (
-                torch.backends.mkldnn.flags(enabled=False),  # else its LSTM would be baked in
+                torch.backends.mkldnn.flags(enabled=False),  # or torch would insert mkldnn's LSTM
                 precision.autocast(),
             ):
                 functional: ExportedProgram = program.run_decompositions(
@@ -189,8 +194,10 @@ _LOGS = (
 
 @contextmanager
 def _without_torch_log() -> Iterator[None]:
-    """Inside, torch writes neither its own traceback nor a graph of what it could not export: the
-    raised error names the user's line."""
+    """Suppress torch's own traceback and the graph that it could not export.
+
+    The raised error names the user's line.
+    """
 
     def drop(record: logging.LogRecord) -> bool:
         return False
@@ -198,15 +205,15 @@ def _without_torch_log() -> Iterator[None]:
     for name in _LOGS:
         logging.getLogger(name).addFilter(drop)
     try:
-        with redirect_stderr(_WithoutGraphs(sys.stderr)):
+        with redirect_stderr(_DropTorchOutput(sys.stderr)):
             yield
     finally:
         for name in _LOGS:
             logging.getLogger(name).removeFilter(drop)
 
 
-class _WithoutGraphs(io.TextIOBase):
-    """A stream that drops the text which torch.export prints, and passes on all else."""
+class _DropTorchOutput(io.TextIOBase):
+    """A stream that drops the text printed by torch.export, and passes on everything else."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -221,11 +228,11 @@ class _WithoutGraphs(io.TextIOBase):
 
 
 @contextmanager
-def recordable() -> Iterator[None]:
-    """Inside, torch's modules do what export can record.
+def exportable_modules() -> Iterator[None]:
+    """Let torch's modules do only operations that export can record, inside the block.
 
-    An encoder layer in eval mode is not torch's single operator for it, and distributions do not
-    look at the values of their arguments.
+    An encoder layer in eval mode does not use its fused operator, and distributions do not read the
+    values of their arguments.
     """
     enabled = torch.backends.mha.get_fastpath_enabled()
     validates = Distribution._validate_args
@@ -252,7 +259,7 @@ def _inline_regions(module: fx.GraphModule) -> None:
         with graph.inserting_before(node):
             outputs = _copy_region(module, inner, inputs)
             if not enabled:
-                outputs = [_detached(graph, output) for output in outputs]
+                outputs = [_detach(graph, output) for output in outputs]
         for user in list(node.users):
             if user.target is operator.getitem:
                 user.replace_all_uses_with(outputs[user.args[1]])
@@ -264,7 +271,7 @@ def _inline_regions(module: fx.GraphModule) -> None:
 
 
 def _drop_assertions(module: fx.GraphModule) -> None:
-    """Drop export's assertions of dtypes: autocast changes them."""
+    """Drop export's assertions about dtypes, since autocast changes the dtypes."""
     for inner in module.modules():
         if isinstance(inner, fx.GraphModule):
             drop_assertions(inner.graph)
@@ -284,7 +291,7 @@ def _copy_region(module: fx.GraphModule, inner: fx.GraphModule, inputs: list[Any
     return [env[out] if isinstance(out, fx.Node) else out for out in results(inner.graph)]
 
 
-def _detached(graph: fx.Graph, value: Any) -> Any:
+def _detach(graph: fx.Graph, value: Any) -> Any:
     if not isinstance(value, fx.Node):
         return value
     node = graph.call_function(aten.detach.default, (value,))

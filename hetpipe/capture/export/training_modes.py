@@ -1,4 +1,4 @@
-"""Modes of modules, train or eval, as the user left them when the model was captured."""
+"""The modes of modules, train or eval, at the time of the capture."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Modes:
 
     @classmethod
     def of(cls, model: nn.Module, loss_fn: Callable[..., Any]) -> Modes:
-        """The present modes."""
+        """Return the present modes."""
         modules = [*model.modules(), *(loss_fn.modules() if isinstance(loss_fn, nn.Module) else ())]
         return cls(model, tuple((module, module.training) for module in modules))
 
@@ -35,7 +35,7 @@ class Modes:
         return not any(training for module, training in self.training if module in own)
 
     def warn(self) -> None:
-        """Warn if no module of the model trains, which is seldom intended."""
+        """Warn if no module of the model trains, which is rarely intended."""
         if self.all_eval:
             warnings.warn(
                 f"{type(self.model).__name__} is in eval mode as a whole, and is trained in it: "
@@ -46,10 +46,11 @@ class Modes:
             )
 
     @contextmanager
-    def restored(self, evaluation: bool = False) -> Iterator[None]:
-        """Inside, every module has its mode in this record, or eval mode with `evaluation`.
+    def apply(self, evaluation: bool = False) -> Iterator[None]:
+        """Give every module its mode in this record inside the block, or eval mode with
+        `evaluation`.
 
-        Afterwards every module has the mode that it had before.
+        On exit every module gets back its mode from before.
         """
         modules = {*self.model.modules(), *(module for module, _ in self.training)}
         present = [(module, module.training) for module in modules]
@@ -64,5 +65,5 @@ class Modes:
 
 
 def _set(modes: Iterable[tuple[nn.Module, bool]]) -> None:
-    for module, training in modes:  # not by train(), which models override
+    for module, training in modes:  # models override train()
         module.training = training

@@ -1,4 +1,4 @@
-"""Refusals: parts of a model that torch.export would lose silently or cannot express."""
+"""Refuses parts of a model that torch.export would lose silently or cannot express."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _RUNS = {"run_model": "the model", "run_loss": "loss_fn"}
 
 
 def check_modules(model: nn.Module, loss_fn: Callable[..., Any]) -> None:
-    """Raise `CaptureError` for modules that, in their modes, export would change."""
+    """Raise `CaptureError` for modules that export would change in their present modes."""
     for prefix, root in roots(model, loss_fn):
         _check_modules(root, prefix, "the loss" if prefix else "the model")
 
@@ -65,14 +65,14 @@ def _check_modules(root: nn.Module, prefix: str, called: str) -> None:
 
 
 @contextmanager
-def refusing_lost_gradients() -> Iterator[None]:
-    """Inside, code whose gradient export would drop raises `CaptureError` when it runs."""
+def refuse_lost_gradients() -> Iterator[None]:
+    """Make code whose gradient export would drop raise `CaptureError` when it runs."""
     function: Any = torch.autograd.Function
     tensor: Any = torch.Tensor
     autograd: Any = torch.autograd
     apply, register_hook = function.__dict__["apply"], tensor.register_hook
-    run_backward = autograd._engine_run_backward  # by it `grad` and `backward` run, imported or not
-    # A model may hold the bound method from before: `double = Double.apply`. It calls `forward`.
+    run_backward = autograd._engine_run_backward  # `grad` and `backward` both call it
+    # A model may have stored the bound method, `double = Double.apply`, which calls `forward`.
     functions = [cls for cls in _subclasses(function) if "forward" in cls.__dict__]
     forwards = [(cls, cls.__dict__["forward"]) for cls in functions if not _is_plumbing(cls)]
 
@@ -96,7 +96,7 @@ def refusing_lost_gradients() -> Iterator[None]:
     capturing = threading.get_ident()
 
     def refuse_backward(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != capturing:  # another thread trains something else
+        if threading.get_ident() != capturing:  # another thread trains another model
             return run_backward(*args, **kwargs)
         raise CaptureError(
             "a gradient is computed inside the model or the loss (torch.autograd.grad, backward), "
@@ -124,12 +124,12 @@ def _subclasses(cls: type) -> list[Any]:
 
 
 def _is_plumbing(cls: type) -> bool:
-    """Whether it is torch's own wrapping of custom operators."""
+    """Return whether the class is torch's own wrapper of custom operators."""
     return cls.__module__.startswith("torch._")
 
 
 def explain(error: Exception) -> CaptureError:
-    """The error of a failed export as one sentence, with its origin and the user's line."""
+    """Turn the error of a failed export into one sentence, with its origin and the user's line."""
     frame = _user_frame(error)
     where = f" at {frame.filename}:{frame.lineno} ({frame.line})" if frame else ""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
@@ -137,7 +137,7 @@ def explain(error: Exception) -> CaptureError:
     if isinstance(error, CaptureError):
         return CaptureError(f"{text}{where}")
     kind = type(error).__name__
-    whose = _raised_by(error)
+    whose = _failing_code(error)
     if whose and not type(error).__module__.startswith("torch."):
         said = f": {text}" if text else ""
         return CaptureError(
@@ -148,8 +148,8 @@ def explain(error: Exception) -> CaptureError:
     )
 
 
-def _raised_by(error: BaseException) -> str | None:
-    """Whether the error passed through the user's model or loss; None if it is export's own."""
+def _failing_code(error: BaseException) -> str | None:
+    """Return "the model" or "loss_fn" if the error passed through the user's code, else None."""
     for link in _chain(error):
         for frame in reversed(traceback.extract_tb(link.__traceback__)):
             if frame.filename.startswith(_CAPTURE) and frame.name in _RUNS:
@@ -158,31 +158,31 @@ def _raised_by(error: BaseException) -> str | None:
 
 
 def where(node: fx.Node) -> str:
-    """ " at file:line" of the user's call that a node comes from, if torch recorded it."""
+    """Return " at file:line" of the user's call that made a node, if torch recorded it."""
     frames = re.findall(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or "")
-    users = [f" at {name}:{line}" for name, line in frames if is_users(name)]
+    users = [f" at {name}:{line}" for name, line in frames if is_user_code(name)]
     return users[-1] if users else ""
 
 
 def user_line() -> str:
     """Return " at file:line" of the innermost frame of the user's code that runs now."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_users(frame.f_code.co_filename):
+    while frame is not None and not is_user_code(frame.f_code.co_filename):
         frame = frame.f_back
     return f" at {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
 
 
 def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The deepest frame outside torch and hetpipe, in the error or its causes."""
+    """Return the deepest frame outside torch and hetpipe, in the error or its causes."""
     for link in _chain(error):
-        frames = [f for f in traceback.extract_tb(link.__traceback__) if is_users(f.filename)]
+        frames = [f for f in traceback.extract_tb(link.__traceback__) if is_user_code(f.filename)]
         if frames:
             return frames[-1]
     return None
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """The error and its causes."""
+    """Return the error and its causes."""
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in chain:
@@ -191,7 +191,7 @@ def _chain(error: BaseException) -> list[BaseException]:
     return chain
 
 
-def is_users(filename: str) -> bool:
+def is_user_code(filename: str) -> bool:
     if filename.startswith((_TORCH, _CAPTURE, "<")):
         return False
     return "site-packages" in filename or not filename.startswith(_STDLIB)

@@ -14,14 +14,14 @@ import torch._decomp.decompositions
 import torch._refs.nn.functional
 
 COMPILER_SKIPS = "__dynamo_disable"
-"""The attribute of a function that has its form for the compiler, see `torch/_compile.py`."""
+"""The attribute of a function that holds its form for the compiler, see `torch/_compile.py`."""
 
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Inside, torch's shape functions in Python do not import its compiler, which takes a second.
+    """Keep torch's Python shape functions from importing its compiler, which takes a second.
 
-    They do so, when they are first called, only to be left alone by the compiler.
+    At their first call they import it only to tell the compiler to skip them.
     """
     marked = [] if "torch._dynamo" in sys.modules else list(_hidden_from_compiler())
     for function in marked:

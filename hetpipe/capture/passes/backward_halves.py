@@ -1,6 +1,6 @@
-"""A backward in two programs: the previous stage waits for the first half only.
+"""Divides a backward into two programs, so that the previous stage waits only for the first.
 
-They are B and W of Qi et al., "Zero bubble pipeline parallelism" (ICLR 2024).
+The programs are B and W of Qi et al., "Zero bubble pipeline parallelism" (ICLR 2024).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import fx
 
 from hetpipe.capture.passes.views import in_graph_order, keep_bases
 from hetpipe.capture.program import CUT, GRAD, INPUT, SAVED, TANGENT, Program
-from hetpipe.capture.slots import BACKWARD_ORDER, Key, is_tensor, make_program, ordered
+from hetpipe.capture.slots import BACKWARD_ORDER, Key, is_tensor, make_program, sort_by_role
 from hetpipe.sdk.parts import reachable
 
 aten = torch.ops.aten
@@ -21,30 +21,30 @@ Pairs = Sequence[tuple[Key, fx.Node]]
 
 
 def halve(graph: fx.Graph, arguments: Pairs, results: Pairs) -> tuple[Program, Program]:
-    """The input half and the weight half of a backward; see `PassPrograms.halves`.
+    """Return the input half and the weight half of a backward; see `PassPrograms.halves`.
 
-    The input half computes the outgoing TANGENTs, the weight half everything else. An operator
-    that yields both kinds of gradient stays in the input half; a convolution becomes two calls.
+    The input half computes the outgoing TANGENTs, the weight half everything else. An operator that
+    yields both kinds of gradient stays in the input half; a convolution becomes two calls.
     """
     tangents = [(key, node) for key, node in results if key[0] == TANGENT]
     sums = [(key, node) for key, node in results if key[0] == GRAD]
     outgoing = {key for key, _ in tangents}
     inputs = {node for _, node in arguments}
     replaced = {node for key, node in arguments if key in outgoing}  # by a TANGENT of that name
-    first = _needed([node for _, node in tangents], inputs) | replaced
-    read = _read(graph, arguments, [node for _, node in sums], first)
+    first = _tangent_calls([node for _, node in tangents], inputs) | replaced
+    read = _weight_half_reads(graph, arguments, [node for _, node in sums], first)
     kept = inputs - replaced
     saved = [((SAVED, n.name), n) for n in keep_bases(read, inputs) if n not in kept]
     before = [(key, node) for key, node in arguments if key[0] != GRAD]
     after = [*((key, node) for key, node in arguments if node in kept), *saved]
     return (
         make_program(graph, before, [*tangents, *saved]),
-        make_program(graph, ordered(after, BACKWARD_ORDER), sums),
+        make_program(graph, sort_by_role(after, BACKWARD_ORDER), sums),
     )
 
 
-def _needed(tangents: list[fx.Node], inputs: set[fx.Node]) -> set[fx.Node]:
-    """The calls that compute the tangents; convolutions among them are divided into two."""
+def _tangent_calls(tangents: list[fx.Node], inputs: set[fx.Node]) -> set[fx.Node]:
+    """Return the calls that compute the tangents, after dividing convolutions among them in two."""
     for node in in_graph_order(reachable(tangents, inputs) - inputs):
         if node.target is aten.convolution_backward.default:
             _divide(node)
@@ -71,12 +71,12 @@ def _divide(node: fx.Node) -> None:
             user.args = (weights, user.args[1])
 
 
-def _read(
+def _weight_half_reads(
     graph: fx.Graph, arguments: Pairs, sums: list[fx.Node], first: set[fx.Node]
 ) -> list[fx.Node]:
-    """The nodes of `first` that the weight half reads and that depend on the micro-batch.
+    """Return the nodes of `first` that the weight half reads and that depend on the micro-batch.
 
-    It computes nodes that depend on parameters alone again.
+    The weight half recomputes nodes that depend on parameters alone.
     """
     inputs = {node for _, node in arguments}
     varying = {node for (role, _), node in arguments if role in (INPUT, CUT, SAVED, TANGENT)}

@@ -1,4 +1,4 @@
-"""Cut a flat graph into pieces, one per stage; tensors go between neighbours only."""
+"""Cuts a flat graph into pieces, one per stage; tensors travel between neighbours only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from hetpipe.capture.flat_graph import Flat
+from hetpipe.capture.flat_graph import FlatGraph
 from hetpipe.capture.precision import cast_at_cuts
 from hetpipe.capture.program import BUFFER, COUNT, CUT, LOSS
 from hetpipe.capture.slots import Key, is_tensor
@@ -19,8 +19,8 @@ _FINALS = (LOSS, COUNT, BUFFER)
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A stage's part of the model. Inputs and outputs are in the order of the graph's own.
+class StagePiece:
+    """A stage's part of the model. Inputs and outputs are in the order of the flat graph.
 
     A tensor that skips this stage is both a CUT input and a CUT output of the same name.
     """
@@ -32,8 +32,8 @@ class Piece:
     differentiable: frozenset[Key]  # inputs that need a gradient
 
 
-def split(flat: Flat, cuts: Sequence[int]) -> list[Piece]:
-    """The pieces of the stages, which begin at layer 0 and at each of `cuts`."""
+def cut_graph(flat: FlatGraph, cuts: Sequence[int]) -> list[StagePiece]:
+    """Return the pieces of the stages, which begin at layer 0 and at each of `cuts`."""
     stage = {node: bisect_right(cuts, layer) for node, layer in flat.layer.items()}
     last_use = {node: max((stage.get(u, s) for u in node.users), default=s)
                 for node, s in stage.items()}  # fmt: skip
@@ -44,8 +44,8 @@ def split(flat: Flat, cuts: Sequence[int]) -> list[Piece]:
 
 
 def _piece(
-    flat: Flat, index: int, stage: dict[fx.Node, int], last_use: dict[fx.Node, int]
-) -> Piece:
+    flat: FlatGraph, index: int, stage: dict[fx.Node, int], last_use: dict[fx.Node, int]
+) -> StagePiece:
     crossing = [node for node in stage if is_tensor(node) and last_use[node] > stage[node]]
     arriving = [node for node in crossing if stage[node] < index <= last_use[node]]
     leaving = [node for node in crossing if stage[node] <= index < last_use[node]]
@@ -59,7 +59,7 @@ def _piece(
     input_keys, output_keys = [key for key, _ in inputs], [key for key, _ in outputs]
     cast_at_cuts(graph, input_keys, output_keys, flat.precision)
     _label_free(graph)
-    return Piece(
+    return StagePiece(
         index,
         fx.GraphModule(torch.nn.Module(), graph),
         tuple(input_keys),

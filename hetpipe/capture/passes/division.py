@@ -1,7 +1,7 @@
-"""A program divided where its graph has sums over replicas: into parts, and exchanges between them.
+"""Divides a program at its sums over replicas, into segments and exchanges between them.
 
-Sums that do not depend on one another are one exchange. A part takes results of earlier parts, but
-computes views, and values that depend on no sample, again.
+Independent sums share one exchange. A segment reads results of earlier segments, but recomputes
+views, and values that depend on no sample.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ _VARYING = (INPUT, CUT, SAVED, TANGENT, GRAD)
 
 
 @dataclass(frozen=True)
-class Part:
+class Segment:
     """A graph that runs between two exchanges. Tensors have the names of their nodes."""
 
     graph: fx.GraphModule | None
-    """None if there is nothing to compute."""
+    """The graph; None if there is nothing to compute."""
     sources: tuple[str, ...]
     results: tuple[str, ...]
     last: frozenset[str]
-    """The sources whose last reader is this part: no later part or exchange, nor the caller."""
+    """The sources that only this segment still reads: no later segment or exchange, nor the caller.
+    """
 
 
 @dataclass(frozen=True)
@@ -41,21 +42,22 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Division:
-    """The parts of a program and the exchanges between them, one after each part but the last."""
+    """The segments of a program and the exchanges between them, one after each segment but the
+    last."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[Segment, ...]
     exchanges: tuple[Exchange, ...]
 
 
 def has_sums(program: Program) -> bool:
-    """Whether the replicas of a stage meet inside the program."""
+    """Return whether the program adds up values over the replicas of a stage."""
     return any(map(is_sum, program.graph.graph.nodes))
 
 
 def layouts(program: Program) -> list[tuple[Slot, ...]]:
-    """The terms of each exchange inside the program, in their order."""
+    """Return the terms of each exchange inside the program, in order."""
     return [
         tuple(_slot(index, node) for index, node in enumerate(sums))
         for sums in _levels(program.graph.graph)[1]
@@ -75,11 +77,11 @@ def divide(program: Program) -> Division:
     )
     outputs = tuple(node.name for node in graph_outputs(graph))
     read = {*outputs, *(name for exchange in exchanges for name in exchange.terms)}
-    parts: list[Part] = []
+    parts: list[Segment] = []
     for sources, results in reversed(_boundaries(program, level, sums)):
         inner = canonical(extract(graph.graph, sources, results)) if results else None
         taken, left = (tuple(node.name for node in nodes) for nodes in (sources, results))
-        parts.insert(0, Part(inner, taken, left, frozenset(taken) - read))
+        parts.insert(0, Segment(inner, taken, left, frozenset(taken) - read))
         read.update(taken)
     inputs = tuple(node.name for node in graph_inputs(graph))
     return Division(inputs, outputs, tuple(parts), exchanges)
@@ -88,7 +90,8 @@ def divide(program: Program) -> Division:
 def _boundaries(
     program: Program, level: dict[fx.Node, int], sums: list[list[fx.Node]]
 ) -> list[tuple[list[fx.Node], list[fx.Node]]]:
-    """The sources of each part, and its results: nodes that others read or the program returns."""
+    """Return each segment's sources, and its results: nodes that others read or the program
+    returns."""
     varying = _varying(program)
     results: list[set[fx.Node]] = [set() for _ in range(len(sums) + 1)]
     read = [*graph_outputs(program.graph), *(n.all_input_nodes[0] for each in sums for n in each)]
@@ -115,7 +118,7 @@ def _boundaries(
 
 
 def _levels(graph: fx.Graph) -> tuple[dict[fx.Node, int], list[list[fx.Node]]]:
-    """The number of exchanges before each node, and the sums of each exchange."""
+    """Return the number of exchanges before each node, and the sums of each exchange."""
     level: dict[fx.Node, int] = {}
     sums: list[list[fx.Node]] = []
     for node in graph.nodes:
@@ -127,7 +130,7 @@ def _levels(graph: fx.Graph) -> tuple[dict[fx.Node, int], list[list[fx.Node]]]:
 
 
 def _varying(program: Program) -> set[fx.Node]:
-    """The nodes whose value differs from one micro-batch to the next."""
+    """Return the nodes whose value differs from one micro-batch to the next."""
     pairs = zip(graph_inputs(program.graph), program.inputs, strict=True)
     varying = {node for node, slot in pairs if slot.role in _VARYING}
     for node in program.graph.graph.nodes:

@@ -1,4 +1,4 @@
-"""Checks that an optimizer may update the rows of a parameter apart from each other."""
+"""Checks that an optimizer updates each row of a parameter without reading other rows."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ _ELEMENTWISE = frozenset(
         aten.zeros_like.default,
     }
 )
-"""Operators that torch does not call pointwise, and whose elements are independent all the same."""
+"""Operators with independent elements that torch does not tag as pointwise."""
 
 
 def check_elementwise(
     optimizer: Optimizer, rows: Mapping[str, int], parameters: Mapping[str, Any]
 ) -> None:
-    """Raise `HetpipeError` unless an update of some first rows needs nothing of the others.
+    """Raise `HetpipeError` unless the first rows of a parameter can be updated alone.
 
-    `rows` has their number by name of a parameter, and `parameters` has a shape by that name.
+    `rows` has the number of first rows by parameter name, and `parameters` has the shapes by name.
     """
     for name, count in rows.items():
         rule, shape = optimizer.rule_for(name), parameters[name].shape
         whole, part = (_operators(rule, (extent, *shape[1:])) for extent in (shape[0], count))
         mixing = next((node for node in whole if _mixes(node)), None)
-        if mixing is None and list(map(_described, whole)) == list(map(_described, part)):
+        if mixing is None and list(map(_describe, whole)) == list(map(_describe, part)):
             continue
         why = "depends on its shape" if mixing is None else f"has {operator_name(mixing)}"
         raise HetpipeError(
@@ -53,7 +53,7 @@ def check_elementwise(
 
 
 def _operators(rule: Optimizer, shape: tuple[int, ...]) -> list[fx.Node]:
-    """The calls of an update, and of a prediction, of a parameter of this shape."""
+    """Return the calls of an update, and of a prediction, of a parameter of this shape."""
     with FakeTensorMode(), torch.no_grad():
         scalar = [torch.empty(()) for _ in range(3)]
         tensors = [torch.empty(shape) for _ in range(2 + len(rule.state))]
@@ -74,12 +74,12 @@ def _run(rule: Optimizer) -> Callable[..., Any]:
 
 
 def _mixes(node: fx.Node) -> bool:
-    """Whether an element of the result may depend on several elements of an argument."""
+    """Return whether an element of the result may depend on several elements of an argument."""
     target: Any = node.target
     reads_elements = any(is_tensor(n) and n.meta["val"].ndim for n in node.all_input_nodes)
     pointwise = torch.Tag.pointwise in getattr(target, "tags", ()) or target in _ELEMENTWISE
     return reads_elements and not pointwise
 
 
-def _described(node: fx.Node) -> str:
+def _describe(node: fx.Node) -> str:
     return f"{node.target}{node.args}{node.kwargs}"

@@ -1,10 +1,11 @@
-"""Products of an embedding's rows as rows of a product, for batches of more tokens than rows.
+"""Multiplies an embedding's table instead of its rows, for batches with more tokens than rows.
 
-Rows E[i] of a table times a matrix W are rows of E W: the table is multiplied, and its rows are
-taken afterwards. With G, the gradient of these rows, and S, its sums over equal tokens, the
-gradient of W is E^T S in place of E[i]^T G, and that of E is S W^T. So tokens beyond the number of
-rows cost no multiplication. Sums have the same terms in another order. Where a backward has another
-version of the weights than the forward, E is of its version, as W is.
+A row E[i] of a table times a matrix W is row i of E W. So the pass multiplies the whole table and
+looks up rows of the product. Let G be the gradient of these rows, and S its sums over equal tokens.
+Then the gradient of W is E^T S instead of E[i]^T G, and the gradient of E is S W^T. So only one
+multiplication per row is needed, not one per token. Sums have the same terms in another order. If a
+backward has another version of the weights than the forward, it uses its own versions of both E and
+W.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ _ROWS, _SUMS = aten.embedding.default, aten.embedding_dense_backward.default
 _MM, _ADDMM = aten.mm.default, aten.addmm.default
 _PERMUTE, _VIEWS = aten.permute.default, (aten.view.default, aten._unsafe_view.default)
 _LEAST_GAIN = 2
-"""A table is multiplied where a batch has so many times as many tokens as it has rows."""
+"""The pass applies if a batch has at least this many times as many tokens as the table has rows."""
 
 
 def multiply_tables(graph: fx.Graph, decomposed: Container[Any]) -> None:
     """Rewrite the products with rows of embeddings, and the products in their gradients.
 
-    `decomposed` are operators that the graph must not hold.
+    `decomposed` are operators that the graph must not contain.
     """
     for rows in graph.find_nodes(op="call_function", target=_ROWS):
         table, tokens = rows.args[:2]
@@ -39,14 +40,14 @@ def multiply_tables(graph: fx.Graph, decomposed: Container[Any]) -> None:
 
 
 @dataclass(frozen=True)
-class _Moved:
-    """Rows of `base`, along its last dimension, in the order that `steps`, views, give them."""
+class _ReorderedRows:
+    """Rows of `base`, along its last dimension, in the order that views, `steps`, give them."""
 
     base: fx.Node
     steps: tuple[fx.Node, ...]
 
     def order(self) -> torch.Tensor:
-        """For each row, its number in the base."""
+        """Return the number in the base of each row."""
         shape = self.base.meta["val"].shape[:-1]
         order = torch.arange(shape.numel()).reshape(shape)
         for step in self.steps:
@@ -54,12 +55,12 @@ class _Moved:
         return order.reshape(-1)
 
 
-def _moved(node: fx.Node) -> _Moved:
+def _trace_rows(node: fx.Node) -> _ReorderedRows:
     steps = []
     while _moves_rows(node):
         steps.append(node)
         node = node.all_input_nodes[0]
-    return _Moved(node, tuple(reversed(steps)))
+    return _ReorderedRows(node, tuple(reversed(steps)))
 
 
 def _moves_rows(node: fx.Node) -> bool:
@@ -73,7 +74,7 @@ def _moves_rows(node: fx.Node) -> bool:
 
 
 def _without_columns(step: fx.Node) -> list[int]:
-    """The second argument of a view or permutation for a tensor without the last dimension."""
+    """Return the second argument of a view or permutation without the last dimension."""
     sizes = step.meta["val"].shape
     if step.target in _VIEWS:
         return list(sizes[:-1])
@@ -85,11 +86,11 @@ class _Table:
     """One embedding, and the nodes made for it."""
 
     def __init__(self, graph: fx.Graph, rows: fx.Node, sums: bool) -> None:
-        """`rows` calls the embedding; `sums`: whether the graph may sum rows of equal tokens."""
+        """`rows` calls the embedding; with `sums` the graph may sum rows of equal tokens."""
         self._graph, self._rows, self._may_sum = graph, rows, sums
         self._table: Any = rows.args[0]
         self._tokens: Any = rows.args[1]
-        self._ordered: dict[bytes, fx.Node] = {}  # the tokens in a row, by their order
+        self._ordered: dict[bytes, fx.Node] = {}  # the tokens as one row, by their order
         self._sums: dict[tuple[fx.Node, bytes], fx.Node] = {}
 
     def rewrite(self) -> None:
@@ -103,7 +104,7 @@ class _Table:
     def _replacement(self, node: fx.Node) -> fx.Node | None:
         if node.target in (_MM, _ADDMM):
             *bias, left, right = node.args
-            if (rows := self._own(left)) is not None:
+            if (rows := self._table_rows(left)) is not None:
                 return self._product(node, bias, rows, right)
             if node.target is _MM and self._may_sum:
                 return self._by_matrix(node, left, right)
@@ -111,29 +112,34 @@ class _Table:
             return self._by_table(node)
         return None
 
-    def _product(self, node: fx.Node, bias: list[Any], rows: _Moved, matrix: Any) -> fx.Node | None:
-        """E W, its rows taken, for E[i] W; a bias must be alike for all rows."""
+    def _product(
+        self, node: fx.Node, bias: list[Any], rows: _ReorderedRows, matrix: Any
+    ) -> fx.Node | None:
+        """Replace E[i] W by a lookup in E W; a bias must be the same for all rows."""
         if any(each.meta["val"].dim() > 1 for each in bias):
             return None
         product = self._call(node, node.target, *bias, self._table, matrix, **node.kwargs)
         return self._call(node, _ROWS, product, self._tokens_of(node, rows))
 
     def _by_matrix(self, node: fx.Node, left: Any, right: Any) -> fx.Node | None:
-        """S^T E for G^T E[i], and E^T S for E[i]^T G."""
+        """Return S^T E for G^T E[i], and E^T S for E[i]^T G."""
         if not _is_transposed(left):
             return None
         left = left.args[0]
-        if (rows := self._own(right)) is not None:
+        if (rows := self._table_rows(right)) is not None:
             sums = self._sums_of(node, left, self._tokens_of(node, rows), rows.order())
             return self._call(node, _MM, self._call(node, _PERMUTE, sums, [1, 0]), self._table)
-        if (rows := self._own(left)) is not None:
+        if (rows := self._table_rows(left)) is not None:
             sums = self._sums_of(node, right, self._tokens_of(node, rows), rows.order())
             return self._call(node, _MM, self._call(node, _PERMUTE, self._table, [1, 0]), sums)
         return None
 
     def _by_table(self, node: fx.Node) -> fx.Node | None:
-        """S W^T for the sums of G W^T; the order of G's rows must be one that was met before."""
-        rows = _moved(node.args[0])  # type: ignore[arg-type]
+        """Return S W^T for the sums of G W^T.
+
+        An earlier product must have had its rows in the same order.
+        """
+        rows = _trace_rows(node.args[0])  # type: ignore[arg-type]
         skips = node.args[3] != -1 or node.args[4]
         if rows.base.target is not _MM or skips or node.args[2] != len(self._table.meta["val"]):
             return None
@@ -147,21 +153,21 @@ class _Table:
     def _sums_of(
         self, node: fx.Node, gradient: Any, tokens: fx.Node, order: torch.Tensor
     ) -> fx.Node:
-        """S of a gradient whose rows are those of `tokens`, which have that order."""
-        moved = _moved(gradient)
+        """Return S for a gradient whose rows belong to `tokens` in this order."""
+        moved = _trace_rows(gradient)
         key = moved.base, _key(order[moved.order().argsort()])
         if key not in self._sums:
             count = len(self._table.meta["val"])
             self._sums[key] = self._call(node, _SUMS, gradient, tokens, count, -1, False)
         return self._sums[key]
 
-    def _own(self, node: Any) -> _Moved | None:
-        """The rows of this embedding, if `node` holds them."""
-        moved = _moved(node)
+    def _table_rows(self, node: Any) -> _ReorderedRows | None:
+        """Return the rows of this embedding, if `node` holds them."""
+        moved = _trace_rows(node)
         return moved if moved.base is self._rows else None
 
-    def _tokens_of(self, node: fx.Node, rows: _Moved) -> fx.Node:
-        """The tokens of rows of the embedding, in a row."""
+    def _tokens_of(self, node: fx.Node, rows: _ReorderedRows) -> fx.Node:
+        """Return the tokens for rows of the embedding, as one row."""
         key = _key(rows.order())
         if key not in self._ordered:
             tokens = self._tokens
@@ -171,7 +177,7 @@ class _Table:
         return self._ordered[key]
 
     def _call(self, node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A call before `node`, in its layer."""
+        """Add a call before `node`, in its layer."""
         made = self._graph.call_function(target, args, kwargs)
         given = fx.map_arg((args, kwargs), lambda arg: _row_major(arg.meta["val"]))
         made.meta.update(node.meta, val=target(*given[0], **given[1]))

@@ -1,4 +1,4 @@
-"""A stage's forward and backward in one graph, by tracing autograd itself."""
+"""Traces a stage's forward and backward into one graph, by tracing autograd itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-from hetpipe.capture.passes.cut import Piece
+from hetpipe.capture.passes.cut import StagePiece
 from hetpipe.capture.passes.embedding_products import multiply_tables
 from hetpipe.capture.passes.relu_masks import mask_pooled
 from hetpipe.capture.program import CONSTANT, CUT, LOSS, TANGENT, Decompositions
@@ -29,7 +29,7 @@ _GRADIENT_BY_LAYOUT = frozenset({
     aten.linalg_det.default, aten.linalg_slogdet.default, aten.logdet.default,
     aten.slogdet.default,
 })  # fmt: skip
-"""Operators whose gradient's formula depends on the operand's layout: row-major on devices."""
+"""Operators whose gradient formula depends on the operand's layout; on devices it is row-major."""
 
 
 @dataclass
@@ -43,7 +43,9 @@ class Joint:
     constants: dict[str, torch.Tensor]
 
 
-def trace_joint(piece: Piece, crossing: frozenset[str], decompositions: Decompositions) -> Joint:
+def trace_joint(
+    piece: StagePiece, crossing: frozenset[str], decompositions: Decompositions
+) -> Joint:
     """Trace a piece on row-major inputs; `crossing` names the CUT outputs with a tangent."""
     decompositions = {aten.view.default: _view, **decompositions}
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, warnings.catch_warnings():
@@ -61,17 +63,17 @@ def trace_joint(piece: Piece, crossing: frozenset[str], decompositions: Decompos
         ]
         tangent_of = tangent_of if piece.differentiable else []
         tangents = [_empty(returned[index]) for index in tangent_of]
-        step = _Step(piece, tangent_of)
+        step = _TracedStep(piece, tangent_of)
         module = make_fx(step, decomposition_table=dict(decompositions))(*primals, *tangents)
         if any(_is_mutable(node) for node in module.graph.nodes):
-            module = _functional(module, [*primals, *tangents], decompositions, mode)
-    return _joint(piece, module, step, tangent_of, decompositions)
+            module = _functionalize(module, [*primals, *tangents], decompositions, mode)
+    return _make_joint(piece, module, step, tangent_of, decompositions)
 
 
 def _view(x: torch.Tensor, size: Sequence[int]) -> Any:
-    """`aten.view` for strides that torch's own operator would not have given.
+    """Compute `aten.view` for strides that torch's own operator would not have given.
 
-    A decomposition may return another layout than its operator. The copy is dropped afterwards.
+    A decomposition may return another layout than its operator. A later pass drops the copy.
     """
     if x.is_contiguous():
         return NotImplemented
@@ -91,10 +93,10 @@ def _empty(node: fx.Node) -> torch.Tensor:
     return torch.empty(value.shape, dtype=value.dtype)
 
 
-class _Step:
-    """The traced function. Remembers which inputs got a gradient."""
+class _TracedStep:
+    """The traced function. It remembers which inputs got a gradient."""
 
-    def __init__(self, piece: Piece, tangent_of: list[int]) -> None:
+    def __init__(self, piece: StagePiece, tangent_of: list[int]) -> None:
         self._piece, self._tangent_of = piece, tangent_of
         self._wrt = [i for i, key in enumerate(piece.inputs) if key in piece.differentiable]
         self.received: list[int] = []
@@ -104,7 +106,7 @@ class _Step:
         primals, tangents = values[:count], values[count:]
         labels = _Labels()
         gradients: tuple[torch.Tensor | None, ...] = ()
-        with closing(_Labelled(self._piece.module, labels)) as labelled:
+        with closing(_LabellingInterpreter(self._piece.module, labels)) as labelled:
             with torch.enable_grad():
                 outputs = labelled.run(*primals)
             sources = [(i, t) for i, t in zip(self._tangent_of, tangents, strict=True)]
@@ -123,7 +125,7 @@ class _Step:
 
 
 class _Labels:
-    """Labels the nodes of a trace with their layer, the one of the last switch before them."""
+    """Labels the nodes of a trace with a layer: the layer of the last switch before them."""
 
     def __init__(self) -> None:
         mode = get_proxy_mode()
@@ -141,13 +143,13 @@ class _Labels:
                 self._last.meta["layer"] = self._layer
 
     def switch(self, layer: str | None) -> None:
-        """Nodes added from now on belong to `layer`."""
+        """Let nodes added from now on belong to `layer`."""
         self.flush()
         self._layer = layer
 
 
-class _Labelled(fx.Interpreter):
-    """Runs a graph under a trace and labels the traced nodes, of the backward too."""
+class _LabellingInterpreter(fx.Interpreter):
+    """Runs a graph under a trace and labels the traced nodes, also nodes of the backward."""
 
     def __init__(self, module: fx.GraphModule, labels: _Labels) -> None:
         super().__init__(module)
@@ -164,7 +166,7 @@ class _Labelled(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in _GRADIENT_BY_LAYOUT:
-            args = (args[0].contiguous(), *args[1:])  # the copy is dropped afterwards
+            args = (args[0].contiguous(), *args[1:])  # a later pass drops the copy
         return super().call_function(target, args, kwargs)
 
     def close(self) -> None:
@@ -190,16 +192,16 @@ def _is_mutable(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _functional(
+def _functionalize(
     module: fx.GraphModule,
     values: list[torch.Tensor],
     decompositions: Decompositions,
     mode: FakeTensorMode,
 ) -> fx.GraphModule:
-    """Trace again without mutation: autograd's formulas hold in-place operators."""
+    """Trace again without mutation, since autograd's formulas contain in-place operators."""
 
     def run(*inputs: torch.Tensor) -> Any:
-        return _Labelled(module, _Labels()).run(*inputs)
+        return _LabellingInterpreter(module, _Labels()).run(*inputs)
 
     with mode, torch.no_grad():
         functional = torch.func.functionalize(run, remove="mutations")
@@ -207,10 +209,10 @@ def _functional(
         return make_fx(functional, decomposition_table=dict(decompositions))(*detached)
 
 
-def _joint(
-    piece: Piece,
+def _make_joint(
+    piece: StagePiece,
     module: fx.GraphModule,
-    step: _Step,
+    step: _TracedStep,
     tangent_of: list[int],
     decompositions: Decompositions,
 ) -> Joint:
@@ -236,8 +238,8 @@ def _joint(
 def _straighten(graph: fx.Graph) -> None:
     """Let every `as_strided` read a row-major tensor, as all tensors of a canonical graph are.
 
-    A tensor whose elements lie densely in another order, channels last for instance, is permuted to
-    that order. Raises `CaptureError` for one with gaps.
+    A tensor whose elements are dense in another order, such as channels last, is permuted to that
+    order. Raises `CaptureError` for a tensor with gaps.
     """
     for node in graph.find_nodes(op="call_function", target=aten.as_strided.default):
         source = node.all_input_nodes[0]
@@ -259,7 +261,7 @@ def _straighten(graph: fx.Graph) -> None:
 
 
 def _lift_constants(
-    piece: Piece, module: fx.GraphModule, inputs: dict[fx.Node, Key]
+    piece: StagePiece, module: fx.GraphModule, inputs: dict[fx.Node, Key]
 ) -> dict[str, torch.Tensor]:
     """Turn tensors that the trace created into CONSTANT inputs."""
     constants: dict[str, torch.Tensor] = {}

@@ -1,7 +1,7 @@
-"""Programs for gradients that come into being with the backward, and go with the update.
+"""Programs for late gradients: the backward creates them and the update consumes them.
 
-Where a micro-batch is a whole mini-batch, nothing is added to a gradient: a backward need not read
-an accumulator, and an update need not leave a zero. Their memory is free all through the forward.
+If a micro-batch is a whole mini-batch, nothing is added to a gradient: a backward need not read an
+accumulator, and an update need not return a zero. So gradients use no memory during the forward.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hetpipe.capture.slots import make_program, placeholders, results
 
 
 def first_gradients(program: Program) -> Program:
-    """A backward that returns gradients in place of sums, without their accumulators.
+    """Return a backward that returns gradients instead of sums, and reads no accumulators.
 
-    A gradient that is another result or an input as well keeps its accumulator: every result has
-    memory of its own.
+    A gradient that is also another result or an input keeps its accumulator, because every result
+    has its own memory.
     """
     graph = program.graph.graph
     inputs = [
@@ -29,7 +29,7 @@ def first_gradients(program: Program) -> Program:
     taken = set(results(graph))
     outputs = []
     for slot, node in zip(program.outputs, results(graph), strict=True):
-        gradient = _added(node, accumulators) if slot.role == GRAD else None
+        gradient = _added_gradient(node, accumulators) if slot.role == GRAD else None
         if gradient is None or gradient in taken or gradient.op == "placeholder":
             gradient = node
         taken.add(gradient)
@@ -38,7 +38,7 @@ def first_gradients(program: Program) -> Program:
 
 
 def late_names(firsts: Iterable[Program]) -> frozenset[str]:
-    """The parameters whose gradients none of these backwards adds to an accumulator."""
+    """Return the parameters whose gradients none of these backwards adds to an accumulator."""
     names, added = set[str](), set[str]()
     for program in firsts:
         names |= {slot.name for slot in program.outputs if slot.role == GRAD}
@@ -46,8 +46,8 @@ def late_names(firsts: Iterable[Program]) -> frozenset[str]:
     return frozenset(names - added)
 
 
-def without_zeros(update: Program, late: Collection[str]) -> Program:
-    """An update that returns no zero gradients of the parameters `late`."""
+def drop_zeros(update: Program, late: Collection[str]) -> Program:
+    """Return an update that returns no zero gradients of the parameters `late`."""
     graph = update.graph.graph
     inputs = [
         (slot.key, node) for slot, node in zip(update.inputs, placeholders(graph), strict=True)
@@ -60,8 +60,8 @@ def without_zeros(update: Program, late: Collection[str]) -> Program:
     return make_program(graph, inputs, outputs)
 
 
-def _added(node: fx.Node, accumulators: Collection[fx.Node]) -> fx.Node | None:
-    """The gradient in the sum `accumulator + gradient`."""
+def _added_gradient(node: fx.Node, accumulators: Collection[fx.Node]) -> fx.Node | None:
+    """Return the gradient in the sum `accumulator + gradient`."""
     if node.target is not torch.ops.aten.add.Tensor or node.kwargs:
         return None
     accumulator, gradient = node.args

@@ -1,8 +1,8 @@
-"""The cheapest tensors to keep for a backward: a minimum cut in the forward's graph.
+"""Chooses the cheapest tensors to keep for a backward, by a minimum cut in the forward's graph.
 
 Every tensor is an edge whose capacity is its bytes. Edges lead from the source to stage inputs and
-costly operators, and to the sink from the tensors that the backward reads. The backward gets
-the tensors of a minimum cut, and computes from them all nodes between cut and sink. torch's own
+costly operators, and from the tensors that the backward reads to the sink. The backward gets the
+tensors of a minimum cut, and computes from them all nodes between cut and sink. torch's own
 `min_cut_rematerialization_partition` works in the same way.
 """
 
@@ -41,10 +41,10 @@ COSTLY = frozenset(
 def minimum_cut(
     inputs: Collection[fx.Node], needed: Collection[fx.Node], dependent: Collection[fx.Node]
 ) -> list[fx.Node]:
-    """The nodes of the fewest bytes from which all of `needed` can be computed again.
+    """Return the nodes with the fewest bytes from which all of `needed` can be computed again.
 
-    `dependent` are the sample-dependent `inputs` and all nodes computed from them; other nodes
-    cost nothing. Of several minimum cuts the one nearest to `needed` is taken.
+    `dependent` are the sample-dependent `inputs` and all nodes computed from them; other nodes cost
+    nothing. Among several minimum cuts it chooses the one nearest to `needed`.
     """
     import networkx as nx  # type: ignore[import-untyped]
 
@@ -68,7 +68,7 @@ def minimum_cut(
 
 
 def _capacity(node: fx.Node) -> dict[str, int]:
-    """The tensor's bytes; no capacity for tuples and full-size views, which are never cut."""
+    """Return the tensor's bytes; none for tuples and full-size views, which are never cut."""
     if not is_tensor(node):
         return {}
     base = base_of(node)

@@ -1,8 +1,8 @@
-"""Divide a joint graph into a forward and a backward, which may use different weights.
+"""Divides a joint graph into a forward and a backward, which may use different weights.
 
-A tensor that depends on no sample (but on parameters, constants, unchanging buffers or the random
-counter) is never saved. The backward computes it again from its own arguments, and so works with
-any version of the weights.
+A tensor that depends on no sample is never saved: it depends only on parameters, constants,
+unchanging buffers or the random counter. The backward recomputes it from its own arguments, and so
+works with any version of the weights.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hetpipe.capture.passes.backward_halves import halve
 from hetpipe.capture.passes.joint_graph import Joint
 from hetpipe.capture.passes.mincut import minimum_cut
 from hetpipe.capture.passes.recompute import INPUTS, MIN_CUT, NONE
-from hetpipe.capture.passes.relu_masks import without_rebuilt
+from hetpipe.capture.passes.relu_masks import drop_comparisons
 from hetpipe.capture.passes.running_statistics import drop_unread, drop_updates, sources
 from hetpipe.capture.passes.views import in_graph_order, keep_bases
 from hetpipe.capture.program import BUFFER, CUT, GRAD, INPUT, SAVED, TANGENT, PassPrograms
@@ -23,8 +23,8 @@ from hetpipe.capture.slots import (
     FORWARD_ORDER,
     Key,
     make_program,
-    ordered,
     placeholders,
+    sort_by_role,
 )
 from hetpipe.sdk.replicas import is_sum
 
@@ -36,18 +36,20 @@ _SHAPE_ONLY = {aten.max_pool2d_with_indices_backward.default: 1}
 def partition(
     joint: Joint, samples: int, recompute: str = NONE, halves: bool = False
 ) -> PassPrograms:
-    """The forward and backward of a joint graph for micro-batches of `samples`.
+    """Return the forward and backward of a joint graph for micro-batches of `samples`.
 
     `recompute` is one of `recompute.MODES`. With `halves` the backward also comes in two halves.
     The joint graph is changed and cannot be used again.
     """
     drop_unread(joint.graph)
     _forget_shapes(joint.graph)
-    saved = _saved(joint, recompute) if joint.gradients else []
+    saved = _tensors_to_save(joint, recompute) if joint.gradients else []
     own = {node: key for node, key in joint.inputs.items() if key[0] in (INPUT, CUT)}
     kept = [((SAVED, node.name), node) for node in saved if node not in own]
     inputs = [(key, node) for node, key in joint.inputs.items() if key[0] != TANGENT]
-    forward = make_program(joint.graph, ordered(inputs, FORWARD_ORDER), [*joint.outputs, *kept])
+    forward = make_program(
+        joint.graph, sort_by_role(inputs, FORWARD_ORDER), [*joint.outputs, *kept]
+    )
     if not joint.gradients:
         return PassPrograms(samples, forward, None)
     drop_updates(joint.graph)
@@ -58,20 +60,20 @@ def partition(
         *kept,
         *accumulators,
     ]
-    arguments = ordered(arguments, BACKWARD_ORDER)
+    arguments = sort_by_role(arguments, BACKWARD_ORDER)
     backward = make_program(joint.graph, arguments, results)
     divided = halve(joint.graph, arguments, results) if halves else None
     return PassPrograms(samples, forward, backward, divided)
 
 
 def _is_sample(joint: Joint, key: Key) -> bool:
-    """Whether the input differs between the micro-batches of a step."""
+    """Return whether the input differs between the micro-batches of a step."""
     updated = {name for (role, name), _ in joint.outputs if role == BUFFER}
     return key[0] in (INPUT, CUT) or (key[0] == BUFFER and key[1] in updated)
 
 
-def _after(joint: Joint, starts: set[fx.Node]) -> set[fx.Node]:
-    """All nodes that depend on one of `starts`, these included."""
+def _dependents(joint: Joint, starts: set[fx.Node]) -> set[fx.Node]:
+    """Return all nodes that depend on one of `starts`, these included."""
     dependent = set(starts)
     for node in joint.graph.nodes:
         if node.op == "call_function" and any(n in dependent for n in node.all_input_nodes):
@@ -79,21 +81,21 @@ def _after(joint: Joint, starts: set[fx.Node]) -> set[fx.Node]:
     return dependent
 
 
-def _saved(joint: Joint, recompute: str) -> list[fx.Node]:
-    """The sample-dependent tensors that the forward keeps for the backward."""
+def _tensors_to_save(joint: Joint, recompute: str) -> list[fx.Node]:
+    """Return the sample-dependent tensors that the forward keeps for the backward."""
     samples = {node for node, key in joint.inputs.items() if _is_sample(joint, key)}
-    dependent = _after(joint, samples)
+    dependent = _dependents(joint, samples)
     tangents = {node for node, key in joint.inputs.items() if key[0] == TANGENT}
-    read = _backward_reads(joint, _after(joint, tangents), dependent)
+    read = _backward_reads(joint, _dependents(joint, tangents), dependent)
     if recompute == INPUTS:
         return _origins(samples, read)
     if recompute == MIN_CUT:
         return minimum_cut(samples, read, dependent)
-    return without_rebuilt(keep_bases(read, joint.inputs), joint.inputs)
+    return drop_comparisons(keep_bases(read, joint.inputs), joint.inputs)
 
 
 def _backward_reads(joint: Joint, backward: set[fx.Node], dependent: set[fx.Node]) -> list[fx.Node]:
-    """Sample-dependent forward tensors that the backward, recomputation included, reads."""
+    """Return the sample-dependent forward tensors that the backward and its recomputation read."""
     stack: list[fx.Node] = [node for _, node in joint.gradients]
     seen: set[fx.Node] = set()
     read: list[fx.Node] = []
@@ -110,7 +112,7 @@ def _backward_reads(joint: Joint, backward: set[fx.Node], dependent: set[fx.Node
 
 
 def _origins(samples: set[fx.Node], nodes: list[fx.Node]) -> list[fx.Node]:
-    """The sample-dependent inputs and sums over replicas from which `nodes` are computed."""
+    """Return the sample-dependent inputs and sums over replicas from which `nodes` are computed."""
     origins, seen, stack = set[fx.Node](), set[fx.Node](), list(nodes)
     while stack:
         node = stack.pop()
@@ -127,7 +129,7 @@ def _origins(samples: set[fx.Node], nodes: list[fx.Node]) -> list[fx.Node]:
 def _accumulate(
     joint: Joint,
 ) -> tuple[list[tuple[Key, fx.Node]], list[tuple[Key, fx.Node]]]:
-    """Add each parameter's gradient to its accumulator at once: (accumulators, results).
+    """Add each parameter's gradient to its accumulator at once. Return (accumulators, results).
 
     Results are the TANGENTs, then the GRADs.
     """

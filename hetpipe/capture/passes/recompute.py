@@ -1,4 +1,4 @@
-"""Modes of recomputation: the part of a stage's forward that its backward computes again."""
+"""Modes of recomputation: which part of a stage's forward its backward computes again."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ MODES = (NONE, INPUTS, MIN_CUT)
 `inputs`: the forward keeps the stage's inputs, and the backward runs the whole forward again (Chen
 et al., "Training deep nets with sublinear memory cost", 2016; GPipe keeps stage inputs too).
 
-`min-cut`: the forward keeps as few bytes as possible, stage inputs counted too, such that the
-backward repeats no product, convolution, attention or recurrent layer; of equal choices the one
-with the least to repeat.
+`min-cut`: the forward keeps as few bytes as possible, including stage inputs, such that the
+backward repeats no product, convolution, attention or recurrent layer. Among equal choices it
+repeats the least.
 
 In all modes the backward draws the same masks again, sums over replicas are kept, running
 statistics change in the forward only, and a repeated forward uses the backward's parameters.
@@ -23,7 +23,7 @@ statistics change in the forward only, and a repeated forward uses the backward'
 
 
 def check_modes(recompute: Sequence[str], stages: int) -> tuple[str, ...]:
-    """One mode per stage; all `none` if empty. Raises `CaptureError`."""
+    """Return one mode per stage; all `none` if `recompute` is empty. Raises `CaptureError`."""
     modes = tuple(recompute) or (NONE,) * stages
     if len(modes) != stages:
         raise CaptureError(

@@ -1,4 +1,4 @@
-"""Masks of rectifiers: where their gradient is zero."""
+"""Applies the masks of rectifiers early, and saves no mask that the backward can compute."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _COMPARISONS = frozenset(
 _POOL_BACKWARD = aten.max_pool2d_with_indices_backward.default
 
 
-def without_rebuilt(saved: list[fx.Node], inputs: Collection[fx.Node]) -> list[fx.Node]:
-    """The nodes to save, with an operand in place of its comparisons if it is there in any case.
+def drop_comparisons(saved: list[fx.Node], inputs: Collection[fx.Node]) -> list[fx.Node]:
+    """Replace comparisons by their operand in the nodes to save, if the operand is available
+    anyway.
 
-    A backward compares it again, which costs it nothing beside the reading.
+    The backward compares again, which costs no more than reading a saved mask.
     """
     there = {*saved, *inputs}
     return in_graph_order(
@@ -35,7 +36,7 @@ def without_rebuilt(saved: list[fx.Node], inputs: Collection[fx.Node]) -> list[f
 
 
 class _Mask(NamedTuple):
-    """A gradient that is zero wherever `result`, a rectifier's, is not positive."""
+    """A gradient that is zero wherever `result`, the output of a rectifier, is not positive."""
 
     gradient: Any
     result: Any
@@ -44,9 +45,9 @@ class _Mask(NamedTuple):
 def mask_pooled(graph: fx.Graph) -> None:
     """Mask gradients of maxima before they are spread over the image of a rectifier.
 
-    A maximum has the sign of the element that it is, and all other elements get no gradient: the
-    result is the same. The mask has the size of the maxima, which are smaller than the image, and
-    the backward needs none of the image itself.
+    A maximum has the sign of its element, and all other elements get no gradient, so the result is
+    the same. The mask has the size of the maxima, which are fewer than the pixels, and the backward
+    does not need the image itself.
     """
     for spread in graph.find_nodes(op="call_function", target=_POOL_BACKWARD):
         pool: Any = spread.args[7].args[0]
@@ -55,14 +56,14 @@ def mask_pooled(graph: fx.Graph) -> None:
         if mask is None or mask.gradient is not spread or mask.result is not pool.args[0]:
             continue
         with graph.inserting_before(spread):
-            masked = _masked(graph, readers[0], spread.args[0], _maxima(graph, pool))
+            masked = _mask_gradient(graph, readers[0], spread.args[0], _maxima(graph, pool))
         spread.update_arg(0, masked)
         readers[0].replace_all_uses_with(spread)
     graph.eliminate_dead_code()
 
 
 def _mask_of(node: fx.Node) -> _Mask | None:
-    """The mask that a node applies: as one operator, or decomposed."""
+    """Return the mask that a node applies: as one operator, or decomposed."""
     args: Any = node.args
     if node.target is aten.threshold_backward.default and args[2] == 0:
         return _Mask(*args[:2])
@@ -78,7 +79,7 @@ def _is_zero(node: Any) -> bool:
 
 
 def _maxima(graph: fx.Graph, pool: fx.Node) -> fx.Node:
-    """The first result of a pooling."""
+    """Return the first result of a pooling."""
     for result in pool.users:
         if result.args[1] == 0:
             return result
@@ -88,8 +89,8 @@ def _maxima(graph: fx.Graph, pool: fx.Node) -> fx.Node:
     return result
 
 
-def _masked(graph: fx.Graph, mask: fx.Node, gradient: Any, result: fx.Node) -> fx.Node:
-    """What `mask` does, for another gradient and a rectifier's other result."""
+def _mask_gradient(graph: fx.Graph, mask: fx.Node, gradient: Any, result: fx.Node) -> fx.Node:
+    """Apply the operator of `mask` to another gradient and another result of a rectifier."""
     value, target = gradient.meta["val"], cast("Callable[..., Any]", mask.target)
     if mask.target is aten.threshold_backward.default:
         masked = graph.call_function(target, (gradient, result, 0))

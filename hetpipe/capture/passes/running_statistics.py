@@ -1,4 +1,4 @@
-"""Batch norm's running statistics: a forward updates them once, and no gradient reads them."""
+"""Handles batch norm's running statistics: a forward updates them once, no gradient reads them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def drop_unread(graph: fx.Graph) -> None:
 
 
 def sources(node: fx.Node) -> list[fx.Node]:
-    """The operands of a node that its results need; new running statistics do not count."""
+    """Return the operands that a node's results need; new running statistics do not count."""
     unread = node.args[3:5] if _updates(node) else ()
     return [source for source in node.all_input_nodes if source not in unread]
 

@@ -1,8 +1,8 @@
-"""Splits a layer into two layers by output channels, so that a cut can lie between them.
+"""Splits a layer into two layers by output channels, so that a cut can separate them.
 
-The first part computes the first channels. The second part computes the others from the layer's
-input, joins both and goes on with all that follows. A cut between them carries the input and the
-partial output, as BaPipe's intra-layer partition does (section 3.3.2).
+The first part computes the first channels. The second part computes the other channels from the
+layer's input, joins both results and runs the remaining operators. A cut between the parts carries
+the input and the partial output, as in BaPipe's intra-layer partition (section 3.3.2).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hetpipe.capture.flat_graph import Flat
+from hetpipe.capture.flat_graph import FlatGraph
 from hetpipe.capture.passes.split_parameters import part_names
 from hetpipe.capture.program import PARAM
 from hetpipe.errors import PlanError
@@ -32,14 +32,14 @@ _CHANNELS: dict[Any, int] = {
 }
 """The operators that can be split: input, weight, bias, ...; and the channels' dimension."""
 _GROUPS = 6
-"""The number of a convolution's argument."""
+"""Index of a convolution's argument `groups`."""
 
 
-def split_layers(flat: Flat, channels: Mapping[str, int], tied: Collection[str]) -> None:
-    """Split the layers that `channels` names, each after so many output channels.
+def split_layers(flat: FlatGraph, channels: Mapping[str, int], tied: Collection[str]) -> None:
+    """Split the layers that `channels` names, each after this number of output channels.
 
-    `tied` are the parameters that have several names. `flat.rows` gets the rows of the first part
-    of every parameter that is split. Raises `PlanError` for a layer that cannot be split so.
+    `tied` are the parameters that have several names. `flat.rows` gets, for every split parameter,
+    the number of rows in its first part. Raises `PlanError` for a layer that cannot be split.
     """
     for layer in channels:
         if layer not in flat.layer_names:
@@ -53,8 +53,8 @@ def split_layers(flat: Flat, channels: Mapping[str, int], tied: Collection[str])
     flat.inputs = {node: flat.inputs[node] for node in nodes if node in flat.inputs}
 
 
-def splittable(flat: Flat, tied: Collection[str]) -> dict[str, int]:
-    """Output channels, two or more, of the layers that can be split."""
+def splittable(flat: FlatGraph, tied: Collection[str]) -> dict[str, int]:
+    """Return the output channels, two or more, of the layers that can be split."""
     channels = {}
     for index, layer in enumerate(flat.layer_names):
         try:
@@ -70,7 +70,7 @@ def splittable(flat: Flat, tied: Collection[str]) -> dict[str, int]:
     return channels
 
 
-def _split(flat: Flat, layer: str, count: int, tied: Collection[str]) -> None:
+def _split(flat: FlatGraph, layer: str, count: int, tied: Collection[str]) -> None:
     index = flat.layer_names.index(layer)
     product = _product(flat, layer, index)
     arguments = [node for node in product.args[1:3] if isinstance(node, fx.Node)]
@@ -84,7 +84,7 @@ def _split(flat: Flat, layer: str, count: int, tied: Collection[str]) -> None:
             f"{channels - 1}, not {count}"
         )
     _renumber(flat, index, product)
-    parts = [_part(flat, product, chains, count, number) for number in (0, 1)]
+    parts = [_add_part(flat, product, chains, count, number) for number in (0, 1)]
     _join(flat, product, parts)
     for source, *_ in chains:
         flat.rows[flat.inputs[source][1]] = count
@@ -93,8 +93,8 @@ def _split(flat: Flat, layer: str, count: int, tied: Collection[str]) -> None:
     flat.layer_names = (*names[:index], *part_names(layer, count), *names[index + 1 :])
 
 
-def _product(flat: Flat, layer: str, index: int) -> fx.Node:
-    """The layer's linear operator or convolution. Raises `PlanError` for other layers."""
+def _product(flat: FlatGraph, layer: str, index: int) -> fx.Node:
+    """Return the layer's linear operator or convolution. Raises `PlanError` for other layers."""
     weights = [
         node
         for node, (role, _) in flat.inputs.items()
@@ -108,7 +108,7 @@ def _product(flat: Flat, layer: str, index: int) -> fx.Node:
         for reader in _readers(weight)
         if flat.layer.get(reader) == index
     ]
-    if len(products) != 1 or not _weighs(products[0], weights[0]):
+    if len(products) != 1 or not _has_weight(products[0], weights[0]):
         operators = ", ".join(dict.fromkeys(map(operator_name, products))) or "no operator"
         names = ", ".join(flat.inputs[weight][1] for weight in weights) or "a weight"
         raise PlanError(
@@ -124,12 +124,12 @@ def _product(flat: Flat, layer: str, index: int) -> fx.Node:
     return product
 
 
-def _weighs(product: fx.Node, weight: fx.Node) -> bool:
-    """Whether an operator that can be split has this weight."""
+def _has_weight(product: fx.Node, weight: fx.Node) -> bool:
+    """Return whether an operator that can be split has this weight."""
     return product.target in _CHANNELS and _chain(product.args[1])[0] is weight
 
 
-def _check_source(flat: Flat, layer: str, source: fx.Node, tied: Collection[str]) -> None:
+def _check_source(flat: FlatGraph, layer: str, source: fx.Node, tied: Collection[str]) -> None:
     """Raise `PlanError` unless `source` is a parameter that only this layer reads."""
     role, name = flat.inputs.get(source, ("", source.name))
     if role != PARAM:
@@ -143,14 +143,14 @@ def _check_source(flat: Flat, layer: str, source: fx.Node, tied: Collection[str]
 
 
 def _chain(node: object) -> list[fx.Node]:
-    """A source and the casts of it that lead to `node`."""
+    """Return a source and the casts from it that lead to `node`."""
     assert isinstance(node, fx.Node)
     before = _chain(node.args[0]) if node.target is aten._to_copy.default else []
     return [*before, node]
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes that read a node, or a cast of it."""
+    """Yield the nodes that read a node, or a cast of it."""
     for user in node.users:
         if user.target is aten._to_copy.default:
             yield from _readers(user)
@@ -158,7 +158,7 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
-def _renumber(flat: Flat, index: int, product: fx.Node) -> None:
+def _renumber(flat: FlatGraph, index: int, product: fx.Node) -> None:
     """Make room for a layer after `index`, which keeps the nodes that `product` needs."""
     others = [node for node, layer in flat.layer.items() if layer != index]
     kept = reachable([product], others)
@@ -167,11 +167,13 @@ def _renumber(flat: Flat, index: int, product: fx.Node) -> None:
             flat.layer[node] = layer + 1
 
 
-def _part(
-    flat: Flat, product: fx.Node, chains: Sequence[Sequence[fx.Node]], count: int, number: int
+def _add_part(
+    flat: FlatGraph, product: fx.Node, chains: Sequence[Sequence[fx.Node]], count: int, number: int
 ) -> fx.Node:
-    """The first `count` channels of `product`, or with `number` 1 the others, from parameters of
-    their own."""
+    """Add the first `count` channels of `product`, or with `number` 1 the other channels.
+
+    The part gets its own parameters.
+    """
     layer = flat.layer[product] + number
     copies: dict[fx.Node, fx.Node] = {}
 
@@ -198,7 +200,7 @@ def _part(
 
 
 def _copy(
-    flat: Flat, node: fx.Node, before: fx.Node, copies: dict[fx.Node, fx.Node], layer: int
+    flat: FlatGraph, node: fx.Node, before: fx.Node, copies: dict[fx.Node, fx.Node], layer: int
 ) -> None:
     """Copy a call, with the copies of its arguments, to `copies`."""
     with flat.graph.inserting_before(before):
@@ -206,8 +208,8 @@ def _copy(
     flat.layer[copies[node]] = layer
 
 
-def _join(flat: Flat, product: fx.Node, parts: list[fx.Node]) -> None:
-    """Put both parts, joined, in the place of `product`."""
+def _join(flat: FlatGraph, product: fx.Node, parts: list[fx.Node]) -> None:
+    """Replace `product` by both parts, joined."""
     with flat.graph.inserting_before(product):
         dimension = _CHANNELS[product.target]
         joined = flat.graph.call_function(aten.cat.default, (parts, dimension))
@@ -219,7 +221,7 @@ def _join(flat: Flat, product: fx.Node, parts: list[fx.Node]) -> None:
     flat.outputs = [(key, joined if node is product else node) for key, node in flat.outputs]
 
 
-def _erase(flat: Flat, nodes: Iterable[fx.Node]) -> None:
+def _erase(flat: FlatGraph, nodes: Iterable[fx.Node]) -> None:
     """Erase nodes that no other node reads any more."""
     for node in nodes:
         flat.graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""Parts: parameters whose rows are two parameters in the graphs, and one everywhere else."""
+"""Translates split parameters: two parameters in the graphs are one for the user."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ Array = np.ndarray[Any, Any]
 
 
 def part_names(name: str, rows: int) -> tuple[str, str]:
-    """The names of the first `rows` rows of something, and of its other rows."""
+    """Return the names of the first `rows` rows of a tensor, and of its other rows."""
     return f"{name}[:{rows}]", f"{name}[{rows}:]"
 
 
-class Parts:
-    """Translates between the names of a model and those of its graphs.
+class SplitParameters:
+    """Translates between the names of a model and the names of its graphs.
 
-    `rows` has the rows of the first part of each split parameter. A gradient has the name of its
-    parameter, and optimizer state the name "slot/parameter". Both are split as the parameter is.
+    `rows` has the number of rows in the first part of each split parameter. A gradient has the name
+    of its parameter, and optimizer state the name "slot/parameter". Both are split like the
+    parameter.
     """
 
     def __init__(self, rows: Mapping[str, int]) -> None:
@@ -30,17 +31,17 @@ class Parts:
         self._whole = {part: name for name in rows for part in part_names(name, rows[name])}
 
     def whole(self, name: str) -> str:
-        """The name in the model of what has this name in the graphs."""
+        """Return the model's name for a name in the graphs."""
         parameter = _parameter(name, self._whole)
         return name.removesuffix(parameter) + self._whole.get(parameter, parameter)
 
     def names(self, name: str) -> tuple[str, ...]:
-        """The names in the graphs of what has this name in the model."""
+        """Return the names in the graphs for a name in the model."""
         rows = self.rows.get(_parameter(name, self.rows))
         return (name,) if rows is None else part_names(name, rows)
 
     def split(self, values: Mapping[str, Array]) -> dict[str, Array]:
-        """Values by their names in the graphs, from those by their names in the model."""
+        """Convert values by the model's names to values by the graphs' names."""
         parts: dict[str, Array] = {}
         for name, value in values.items():
             rows = self.rows.get(_parameter(name, self.rows))
@@ -49,7 +50,7 @@ class Parts:
         return parts
 
     def join(self, values: Mapping[str, Array]) -> dict[str, Array]:
-        """Values by their names in the model, from those by their names in the graphs."""
+        """Convert values by the graphs' names to values by the model's names."""
         joined: dict[str, Array] = {}
         for whole in dict.fromkeys(map(self.whole, values)):
             pieces = [values[name] for name in self.names(whole)]
@@ -57,19 +58,19 @@ class Parts:
         return joined
 
     def rules(self, optimizer: Optimizer) -> Optimizer:
-        """The optimizer by names of the graphs: a part decays if its parameter does."""
+        """Return the optimizer for the graphs' names: a part decays if its parameter does."""
         picks = optimizer.decay_exclude
         if picks is None or not self.rows:
             return optimizer
-        return replace(optimizer, decay_exclude=_of_parts(picks, self.whole))
+        return replace(optimizer, decay_exclude=_pick_parts(picks, self.whole))
 
 
 def _parameter(name: str, known: Mapping[str, object]) -> str:
-    """The parameter that a value of this name belongs to, among those that are known."""
+    """Return the parameter, among the known ones, that a value with this name belongs to."""
     return name if name in known else name.rpartition("/")[2]
 
 
-def _of_parts(picks: Callable[[str], bool], whole: Callable[[str], str]) -> Callable[[str], bool]:
+def _pick_parts(picks: Callable[[str], bool], whole: Callable[[str], str]) -> Callable[[str], bool]:
     def picks_part(name: str) -> bool:
         return picks(whole(name))
 

@@ -1,4 +1,4 @@
-"""Trace the pieces of a model, last stage first, into the graphs of every stage."""
+"""Traces the pieces of a model, last stage first, into the graphs of every stage."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import torch
 
-from hetpipe.capture.flat_graph import Flat
-from hetpipe.capture.passes.cut import split
-from hetpipe.capture.passes.trace_cache import Traced, Traces
+from hetpipe.capture.flat_graph import FlatGraph
+from hetpipe.capture.passes.cut import cut_graph
+from hetpipe.capture.passes.trace_cache import TracedPiece, Traces
 from hetpipe.capture.passes.update_programs import Formulas, trace_norm, trace_predict, trace_update
 from hetpipe.capture.program import (
     CONSTANT,
@@ -24,13 +24,13 @@ from hetpipe.optim.rule import Optimizer
 
 Extra = Literal["predict", "norm", "finite"]
 EXTRAS: tuple[Extra, ...] = ("predict", "norm")
-"""Programs that only some trainings need: with predicted weights, with a clip by norm. `finite` is
-a cheaper norm, for a training without a clip."""
+"""Programs that only some trainings need: for predicted weights, and for a clip by norm. `finite`
+is a cheaper norm, for a training without a clip."""
 
 
 def trace_stages(
     traces: Traces,
-    flats: Sequence[Flat],
+    flats: Sequence[FlatGraph],
     cuts: Sequence[int],
     decompositions: Sequence[Decompositions],
     optimizer: Optimizer | None,
@@ -38,7 +38,7 @@ def trace_stages(
     halves: bool = False,
     extras: Collection[Extra] = EXTRAS,
 ) -> list[StageGraphs]:
-    """The graphs of all stages; `flats` is the same model at each micro-batch size.
+    """Return the graphs of all stages; `flats` is the same model at each micro-batch size.
 
     `recompute` has one mode per stage. With `halves` every backward also comes in two halves.
     """
@@ -47,7 +47,7 @@ def trace_stages(
     constants: list[dict[str, Any]] = [{} for _ in range(stages)]
     for flat in flats:
         tangents: frozenset[str] = frozenset()
-        for piece in reversed(split(flat, cuts)):
+        for piece in reversed(cut_graph(flat, cuts)):
             n = piece.stage
             traced = traces.passes(
                 piece, tangents, decompositions[n], flat.samples, recompute[n], halves
@@ -56,8 +56,8 @@ def trace_stages(
             passes[n][flat.samples] = traced.programs
             constants[n].update(_constants(flat, traced))
     graphs = [StageGraphs(n, passes[n], None, constants[n]) for n in range(stages)]
-    trained = _Trained.of(graphs)
-    tied = _tied(trained)
+    trained = _TrainedParameters.of(graphs)
+    tied = _tied_parameters(trained)
     graphs = [
         replace(stage, tied=tuple(e for e in tied if stage.stage in (e[1], *e[2])))
         for stage in graphs
@@ -65,12 +65,12 @@ def trace_stages(
     if optimizer is None:
         return graphs
     return [
-        _updated(optimizer, stage, trained, traces.formulas(table), extras)
+        _add_update(optimizer, stage, trained, traces.formulas(table), extras)
         for stage, table in zip(graphs, decompositions, strict=True)
     ]
 
 
-def _constants(flat: Flat, traced: Traced) -> dict[str, Any]:
+def _constants(flat: FlatGraph, traced: TracedPiece) -> dict[str, Any]:
     values = {**flat.constants, **traced.constants}
     programs = traced.programs
     names = {
@@ -83,8 +83,8 @@ def _constants(flat: Flat, traced: Traced) -> dict[str, Any]:
     return {name: values[name].contiguous().numpy() for name in sorted(names)}
 
 
-def _with_gradient(stage: StageGraphs) -> dict[str, torch.Tensor]:
-    """The parameters with a gradient on this stage, as shapes."""
+def _gradient_shapes(stage: StageGraphs) -> dict[str, torch.Tensor]:
+    """Return the parameters with a gradient on this stage, as shapes."""
     return {
         slot.name: torch.empty(slot.shape, dtype=getattr(torch, slot.dtype), device="meta")
         for passes in stage.passes.values()
@@ -94,24 +94,26 @@ def _with_gradient(stage: StageGraphs) -> dict[str, torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class _Trained:
+class _TrainedParameters:
     """The parameters with a gradient on any stage, as shapes, and the stages that read each."""
 
     shapes: dict[str, torch.Tensor]
     readers: dict[str, list[int]]
 
     @staticmethod
-    def of(graphs: Sequence[StageGraphs]) -> _Trained:
-        shapes = {name: shape for stage in graphs for name, shape in _with_gradient(stage).items()}
+    def of(graphs: Sequence[StageGraphs]) -> _TrainedParameters:
+        shapes = {
+            name: shape for stage in graphs for name, shape in _gradient_shapes(stage).items()
+        }
         readers: dict[str, list[int]] = {}
         for stage in graphs:
             for name in stage.parameters:
                 if name in shapes:
                     readers.setdefault(name, []).append(stage.stage)
-        return _Trained(shapes, readers)
+        return _TrainedParameters(shapes, readers)
 
 
-def _tied(trained: _Trained) -> tuple[tuple[str, int, tuple[int, ...]], ...]:
+def _tied_parameters(trained: _TrainedParameters) -> tuple[tuple[str, int, tuple[int, ...]], ...]:
     return tuple(
         (name, stages[0], tuple(stages[1:]))
         for name, stages in trained.readers.items()
@@ -130,17 +132,17 @@ def _norm(
     return trace_norm(updated, formulas, zeroed, squares=False) if "finite" in extras else None
 
 
-def _updated(
+def _add_update(
     optimizer: Optimizer,
     stage: StageGraphs,
-    trained: _Trained,
+    trained: _TrainedParameters,
     formulas: Formulas,
     extras: Collection[Extra],
 ) -> StageGraphs:
-    """The stage with its programs for whole parameters, which run once per mini-batch."""
+    """Return the stage with its programs for whole parameters, which run once per mini-batch."""
     owned = {name for name in stage.parameters if trained.readers.get(name, [-1])[0] == stage.stage}
     updated = {name: trained.shapes[name] for name in stage.parameters if name in owned}
-    zeroed = {name: v for name, v in _with_gradient(stage).items() if name not in owned}
+    zeroed = {name: v for name, v in _gradient_shapes(stage).items() if name not in owned}
     return replace(
         stage,
         update=trace_update(optimizer, updated, zeroed, formulas),

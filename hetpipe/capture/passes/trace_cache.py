@@ -1,7 +1,7 @@
-"""Traces of a model's pieces: those that are alike are traced once, then copied with other names.
+"""Traces equal pieces of a model once, then copies the programs with other names.
 
-Two pieces are alike if their graphs, shapes, dtypes and roles are equal, in their order. Names of
-parameters, buffers, constants and cut tensors, and the layers' names, may differ.
+Two pieces are equal if their graphs, shapes, dtypes and roles are equal, in order. Names of
+parameters, buffers, constants, cut tensors and layers may differ.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hetpipe.capture.passes.cut import Piece
+from hetpipe.capture.passes.cut import StagePiece
 from hetpipe.capture.passes.joint_graph import trace_joint
 from hetpipe.capture.passes.partition import partition
 from hetpipe.capture.passes.update_programs import Formulas
@@ -33,7 +33,7 @@ from hetpipe.sdk.graph import canonical
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedPiece:
     """The programs of a piece, its CUT inputs with a gradient, and constants that a trace made."""
 
     programs: PassPrograms
@@ -42,46 +42,46 @@ class Traced:
 
 
 class Traces:
-    """Everything that has been traced of one model."""
+    """All traces of one model."""
 
     def __init__(self) -> None:
         self.count = 0
-        """The number of traces of forwards and backwards so far."""
-        self._first: dict[Any, tuple[Piece, Traced]] = {}
+        """Number of traces of forwards and backwards so far."""
+        self._first: dict[Any, tuple[StagePiece, TracedPiece]] = {}
         self._formulas: dict[int, tuple[Decompositions, Formulas]] = {}  # by id of the table
 
     def formulas(self, table: Decompositions) -> Formulas:
-        """The formulas of optimizers in the operators that a table of decompositions leaves."""
+        """Return the formulas of optimizers in the operators that a table leaves."""
         if id(table) not in self._formulas:
             self._formulas[id(table)] = table, Formulas(table)
         return self._formulas[id(table)][1]
 
     def passes(
         self,
-        piece: Piece,
+        piece: StagePiece,
         crossing: frozenset[str],
         table: Decompositions,
         samples: int,
         recompute: str,
         halves: bool,
-    ) -> Traced:
-        """Forward and backward of a piece; `crossing` names the CUT outputs with a tangent."""
-        self.formulas(table)  # keeps the table, so that its id stays its own
-        key = (id(table), samples, recompute, halves, _form(piece, crossing))
+    ) -> TracedPiece:
+        """Return a piece's forward and backward. `crossing` names CUT outputs with a tangent."""
+        self.formulas(table)  # keeps the table alive, so that its id stays unique
+        key = (id(table), samples, recompute, halves, _structure(piece, crossing))
         if key in self._first:
-            return _renamed(*self._first[key], piece)
+            return _rename(*self._first[key], piece)
         self.count += 1
         joint = trace_joint(piece, crossing, table)
         tangents = frozenset(name for (role, name), _ in joint.gradients if role == CUT)
         programs = partition(joint, samples, recompute, halves)
-        traced = Traced(programs, tangents, joint.constants)
+        traced = TracedPiece(programs, tangents, joint.constants)
         self._first[key] = piece, traced
         return traced
 
 
-def _form(piece: Piece, crossing: frozenset[str]) -> object:
-    """Everything about a piece that its programs depend on, names apart."""
-    numbers: dict[object, int] = {}  # of names, in the order of their first use
+def _structure(piece: StagePiece, crossing: frozenset[str]) -> object:
+    """Return everything about a piece that its programs depend on, except names."""
+    numbers: dict[object, int] = {}  # numbers of names, in the order of their first use
 
     def number(name: object) -> int:
         return numbers.setdefault(name, len(numbers))
@@ -103,8 +103,8 @@ def _form(piece: Piece, crossing: frozenset[str]) -> object:
     return repr((rows, inputs, outputs))
 
 
-def _renamed(first: Piece, traced: Traced, piece: Piece) -> Traced:
-    """What was traced of the `first` piece, for another one that is alike."""
+def _rename(first: StagePiece, traced: TracedPiece, piece: StagePiece) -> TracedPiece:
+    """Return the trace of the `first` piece with the names of an equal piece."""
     keys = dict(zip((*first.inputs, *first.outputs), (*piece.inputs, *piece.outputs), strict=True))
     layers = dict(zip(_layers(first), _layers(piece), strict=True))
 
@@ -124,11 +124,11 @@ def _renamed(first: Piece, traced: Traced, piece: Piece) -> Traced:
         None if halves is None else (program(halves[0]), program(halves[1])),
     )
     tangents = frozenset(keys[CUT, name][1] for name in traced.tangents)
-    return Traced(passes, tangents, traced.constants)
+    return TracedPiece(passes, tangents, traced.constants)
 
 
-def _layers(piece: Piece) -> list[Any]:
-    """The layers' names in the order of their first use."""
+def _layers(piece: StagePiece) -> list[Any]:
+    """Return the layers' names in the order of their first use."""
     return list(dict.fromkeys(node.meta.get("layer") for node in piece.module.graph.nodes))
 
 
@@ -138,7 +138,7 @@ def _slots(slots: Sequence[Slot], keys: Mapping[Key, Key]) -> tuple[Slot, ...]:
 
 def _name(slot: Slot, keys: Mapping[Key, Key]) -> str:
     if slot.role == SAVED:
-        return slot.name  # a stage's own
+        return slot.name  # only the stage uses this name
     if slot.role == GRAD:
         return keys[PARAM, slot.name][1]
     if slot.role == TANGENT and (CUT, slot.name) in keys:

@@ -20,7 +20,7 @@ from hetpipe.optim.rule import Optimizer
 
 Nodes = Sequence[fx.Node]
 Formula = Callable[..., Sequence[torch.Tensor]]
-"""Tensors -> tensors."""
+"""A function from tensors to tensors."""
 
 
 class Formulas:
@@ -31,7 +31,7 @@ class Formulas:
         self._graphs: dict[Any, fx.Graph] = {}
 
     def graph(self, key: Any, formula: Formula, values: Sequence[torch.Tensor]) -> fx.Graph:
-        """The graph of `formula` for such `values`; formulas with one `key` are the same."""
+        """Return the graph of `formula` for such `values`; formulas with one `key` are the same."""
         key = key, tuple((value.shape, value.dtype) for value in values)
         if key not in self._graphs:
             with FakeTensorMode(), torch.no_grad():
@@ -44,12 +44,12 @@ class Formulas:
 
 
 def scalar_dtype(parameters: Mapping[str, torch.Tensor]) -> torch.dtype:
-    """The dtype of the scalars that work on these parameters: float64 if one of them is so wide."""
+    """Return the dtype of these parameters' scalars: float64 if any parameter is float64."""
     wide = any(parameter.dtype is torch.float64 for parameter in parameters.values())
     return torch.float64 if wide else torch.float32
 
 
-class _Assembled:
+class _ProgramBuilder:
     """A program under construction, from copies of the graphs of formulas."""
 
     def __init__(self, formulas: Formulas, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -59,7 +59,7 @@ class _Assembled:
         self._inputs: dict[Key, fx.Node] = {}
 
     def inputs(self, keys: Iterable[Key]) -> list[fx.Node]:
-        """Inputs of the program, which begin with all of its inputs in order."""
+        """Return inputs of the program. The first call must name all inputs in order."""
         for key in keys:
             if key not in self._inputs:
                 node = self._graph.placeholder("_".join(key))
@@ -68,7 +68,7 @@ class _Assembled:
         return [self._inputs[key] for key in keys]
 
     def apply(self, key: Any, formula: Formula, arguments: Nodes) -> list[fx.Node]:
-        """The results of a formula, see `Formulas.graph`."""
+        """Return the results of a formula, see `Formulas.graph`."""
         values = [node.meta["val"] for node in arguments]
         graph = self._formulas.graph(key, formula, values)
         copies = dict(zip(placeholders(graph), arguments, strict=True))
@@ -78,7 +78,7 @@ class _Assembled:
         return [copies[node] for node in results(graph)]
 
     def program(self, outputs: Mapping[Key, fx.Node]) -> Program:
-        """The program with these results."""
+        """Return the program with these results."""
         self._graph.output(tuple(outputs.values()))
         simplify(self._graph)
         merge_equal(self._graph)
@@ -92,16 +92,16 @@ def trace_update(
     only_zeroed: Mapping[str, torch.Tensor],
     formulas: Formulas,
 ) -> Program | None:
-    """PARAM, GRAD, STATE, SCALAR -> PARAM, STATE, GRAD (zeros); None if there is no gradient.
+    """Trace PARAM, GRAD, STATE, SCALAR -> PARAM, STATE, GRAD (zeros); None without gradients.
 
-    `updated` are the parameters that the stage owns, as tensors of their shapes. Those in
+    `updated` are the parameters that the stage owns, as tensors of their shapes. The parameters
     `only_zeroed` are tied to an earlier stage, and only get zeroed gradients. The rule gets
     gradients multiplied by `grad_scale`.
     """
     if not updated and not only_zeroed:
         return None
     everything = {**updated, **only_zeroed}
-    program = _Assembled(formulas, everything)
+    program = _ProgramBuilder(formulas, everything)
     program.inputs(
         [
             *((PARAM, name) for name in updated),
@@ -116,7 +116,7 @@ def trace_update(
         keys = [(PARAM, name), *_states(optimizer, [name])]
         scalars = _scalars("step", "lr", "grad_scale")
         arguments = program.inputs([keys[0], (GRAD, name), *keys[1:], *scalars])
-        *new, outputs[GRAD, name] = program.apply(rule, partial(_one, rule), arguments)
+        *new, outputs[GRAD, name] = program.apply(rule, partial(_update_one, rule), arguments)
         outputs.update(zip(keys, new, strict=True))
     for name in only_zeroed:
         (zeros,) = program.apply("zeros", _zeros, program.inputs([(GRAD, name)]))
@@ -132,21 +132,21 @@ def trace_predict(
     formulas: Formulas,
     others: Mapping[str, torch.Tensor] | None = None,
 ) -> Program | None:
-    """PARAM, STATE, SCALAR -> PARAM, as expected after `ahead` more updates than `step`.
+    """Trace PARAM, STATE, SCALAR -> PARAM, as expected after `ahead` more updates than `step`.
 
-    None if the optimizer predicts nothing, or there is no parameter. `others` are parameters of
-    the stage that it does not update, and share the scalars.
+    None if the optimizer predicts nothing, or there is no parameter. `others` are parameters that
+    the stage does not update, but which count for the dtype of the scalars.
     """
     if not updated or optimizer.predict is None:
         return None
-    program = _Assembled(formulas, {**updated, **(others or {})})
+    program = _ProgramBuilder(formulas, {**updated, **(others or {})})
     scalars = _scalars("lr", "step", "ahead")
     program.inputs([*((PARAM, n) for n in updated), *_states(optimizer, updated), *scalars])
     predicted: dict[Key, fx.Node] = {}
     for name in updated:
         rule = optimizer.rule_for(name)
         keys = [(PARAM, name), *_states(optimizer, [name]), *scalars]
-        formula = partial(_predicted, rule)
+        formula = partial(_predict_one, rule)
         (predicted[PARAM, name],) = program.apply((rule, "ahead"), formula, program.inputs(keys))
     return program.program(predicted)
 
@@ -157,16 +157,16 @@ def trace_norm(
     others: Mapping[str, torch.Tensor] | None = None,
     squares: bool = True,
 ) -> Program | None:
-    """GRAD, SCALAR -> NORM: the sum of squares of all gradients times `grad_scale`.
+    """Trace GRAD, SCALAR -> NORM: the sum of squares of all gradients times `grad_scale`.
 
     The root of the sum over stages is the norm for clipping by global norm. None without gradients.
-    `others` are gradients of the stage that do not count, and share the scalars. Without
-    `squares` it is the sum of the gradients themselves, which costs less, and is not finite where
-    one of them is not.
+    `others` are gradients that do not count in the sum, but for the dtype of the scalars. Without
+    `squares` the result is the sum of the gradients themselves, which costs less, and is not finite
+    if a gradient is not.
     """
     if not gradients:
         return None
-    program = _Assembled(formulas, {**gradients, **(others or {})})
+    program = _ProgramBuilder(formulas, {**gradients, **(others or {})})
     keys: list[Key] = [(GRAD, name) for name in gradients]
     if squares:
         *grads, scale = program.inputs([*keys, *_scalars("grad_scale")])
@@ -185,27 +185,29 @@ def _as_list(formula: Formula, *values: torch.Tensor) -> list[torch.Tensor]:
     return list(formula(*values))
 
 
-def _one(
+def _update_one(
     rule: Optimizer, parameter: torch.Tensor, gradient: torch.Tensor, *others: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Parameter, gradient, state, step, lr, grad_scale -> parameter, state, a zero gradient."""
-    *state, step, lr, grad_scale = _narrowed(others, parameter)
+    """Compute parameter, gradient, state, step, lr, grad_scale -> parameter, state, zero."""
+    *state, step, lr, grad_scale = _narrow(others, parameter)
     new, new_state = rule.update(parameter, gradient * grad_scale, tuple(state), step, lr)
     return [new, *new_state, torch.zeros_like(gradient)]
 
 
-def _predicted(
+def _predict_one(
     rule: Optimizer, parameter: torch.Tensor, *others: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Parameter, state, lr, step, ahead -> parameter."""
-    *state, lr, step, ahead = _narrowed(others, parameter)
+    """Compute parameter, state, lr, step, ahead -> parameter."""
+    *state, lr, step, ahead = _narrow(others, parameter)
     assert rule.predict is not None, "an undecayed rule predicts where the decayed one does"
     return [rule.predict(parameter, tuple(state), step, lr, ahead)]
 
 
-def _narrowed(values: Sequence[torch.Tensor], parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Values of float64, scalars of a model that has such parameters as well, in float32 for a
-    parameter that is narrower."""
+def _narrow(values: Sequence[torch.Tensor], parameter: torch.Tensor) -> list[torch.Tensor]:
+    """Cast float64 scalars to float32, unless the parameter is float64.
+
+    A model with float64 parameters has float64 scalars for all parameters.
+    """
     if parameter.dtype is torch.float64:
         return list(values)
     return [v.to(torch.float32) if v.dtype is torch.float64 else v for v in values]
@@ -216,7 +218,7 @@ def _zeros(gradient: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _square(gradient: torch.Tensor, grad_scale: torch.Tensor) -> list[torch.Tensor]:
-    (scale,) = _narrowed([grad_scale], gradient)
+    (scale,) = _narrow([grad_scale], gradient)
     scaled = gradient * scale
     return [(scaled * scaled).sum().to(grad_scale.dtype)]
 

@@ -1,4 +1,4 @@
-"""Views: elements of another tensor, all or some, in another shape or a wider dtype."""
+"""Finds views: all or some elements of another tensor, in another shape or a wider dtype."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _VIEWS = frozenset(
 
 
 def base_of(node: fx.Node, inputs: Container[fx.Node] = ()) -> fx.Node:
-    """The tensor that a chain of views starts from; one of `inputs` ends the chain."""
+    """Return the tensor at the start of a chain of views; one of `inputs` ends the chain."""
     base = node
     while base not in inputs and (base.target in _VIEWS or widens(base)):
         source = base.all_input_nodes[0]
@@ -46,14 +46,14 @@ def base_of(node: fx.Node, inputs: Container[fx.Node] = ()) -> fx.Node:
 
 
 def saves_nothing(view: fx.Node, base: fx.Node) -> bool:
-    """Whether the view is at least as large as its base."""
+    """Return whether the view is at least as large as its base."""
     return node_nbytes(view) >= node_nbytes(base)
 
 
 def keep_bases(nodes: Iterable[fx.Node], inputs: Container[fx.Node]) -> list[fx.Node]:
-    """The nodes to keep for `nodes`: bases rather than their views, unless the views are smaller.
+    """Return the nodes to keep for `nodes`: bases instead of their views, unless views are smaller.
 
-    `inputs` exist in any case, so their views are never kept. In the order of the graph.
+    `inputs` exist in any case, so their views are never kept. The result is in graph order.
     """
     kept: dict[fx.Node, None] = {}
     shrunk: dict[fx.Node, list[fx.Node]] = {}
@@ -72,7 +72,7 @@ def keep_bases(nodes: Iterable[fx.Node], inputs: Container[fx.Node]) -> list[fx.
 
 
 def in_graph_order(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """The nodes, all of one graph, in its order."""
+    """Return the nodes, all from one graph, in its order."""
     listed = list(nodes)
     if not listed:
         return []
