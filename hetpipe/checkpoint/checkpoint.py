@@ -1,9 +1,9 @@
-"""Saves and loads checkpoints; at every moment the folder holds a complete one.
+"""Saves and loads checkpoints; at every moment the folder contains a complete checkpoint.
 
-A checkpoint is a folder with one safetensors file per role and `manifest.json`, which names them.
-A file's name holds its checksum, so the files of a new checkpoint lie beside those of the old one;
-the manifest is replaced last, in one rename, when all its files are on the disk; then the old files
-are removed. However a save ends, the folder holds the previous checkpoint or the new one.
+A checkpoint is a folder with one safetensors file per role and `manifest.json`, which names them. A
+file's name contains its checksum, so new files never overwrite the old ones. The manifest is
+replaced last, in one rename, when all its files are on the disk; then the old files are removed.
+However a save ends, the folder has the previous checkpoint or the new one.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class Checkpoint:
 def save(
     directory: Path, tensors: Mapping[str, Mapping[str, Array]], manifest: Mapping[str, Any]
 ) -> None:
-    """Write a checkpoint into `directory`, in place of the one that is there.
+    """Write a checkpoint into `directory`, replacing the present one.
 
-    `tensors`: by role (param, buffer, state) and name, the model's own; for state
-    "slot/parameter". A bfloat16 tensor goes in, and comes back, as its int16 view. `manifest`:
-    JSON values, among them "step", the number of steps done.
+    `tensors`: by role (param, buffer, state) and by the model's names; for state "slot/parameter".
+    A bfloat16 tensor is saved and loaded as its int16 view. `manifest`: JSON values, among them
+    "step", the number of steps done.
 
-    Raises `CheckpointError` for values that the files cannot hold, before anything is written, and
-    if the folder cannot be written to, or another process or thread is saving into it; the previous
-    checkpoint then stays, and nothing is left beside it.
+    Raises `CheckpointError` for values that the files cannot contain, before anything is written,
+    and if the folder cannot be written to, or another process or thread is saving into it. The
+    previous checkpoint then stays, without any new files.
     """
     check_values(manifest)
     check_tensors(tensors)
@@ -87,9 +87,9 @@ def save(
 
 
 def load(directory: Path) -> Checkpoint:
-    """Read the checkpoint in `directory`, every byte of it checked against its checksum.
+    """Read the checkpoint in `directory` and check every byte against its checksum.
 
-    If another process saves there meanwhile, it reads the new checkpoint. Raises `CheckpointError`,
+    If another process saves there meanwhile, the new checkpoint is read. Raises `CheckpointError`,
     with the file's name, if there is none, if a file is missing, truncated or altered, and for
     another version of the format.
     """
@@ -115,9 +115,9 @@ def _save_role(directory: Path, role: str, step: int, tensors: Mapping[str, Arra
 
 
 def _sweep(directory: Path, before: Collection[str] | None = None) -> None:
-    """Remove our files that the manifest does not name, left by replaced or interrupted saves.
+    """Remove our files that the manifest does not name, from replaced or interrupted saves.
 
-    Without a manifest only files that are not among `before` are known to be unused.
+    Without a manifest, only files that are not in `before` are known to be unused.
     """
     try:
         manifest = read_manifest(directory / MANIFEST)

@@ -1,4 +1,4 @@
-"""Writes of files and folders that are complete on the disk when a call returns."""
+"""Writes files and folders so that they are on the disk when a call returns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NEW = (
 
 
 def write(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write a file; its size and SHA-256. Its entry in the folder needs `sync` as well."""
+    """Write a file; return its size and SHA-256. Its entry in the folder needs `sync` as well."""
     digest, nbytes = hashlib.sha256(), 0
     with suppress(FileNotFoundError):
         os.unlink(path)
@@ -30,7 +30,7 @@ def write(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[int, str]:
 
 
 def sync(directory: Path) -> None:
-    """Write the folder's own entries, its names of files, to the disk."""
+    """Write the folder's entries, its names of files, to the disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -40,10 +40,10 @@ def sync(directory: Path) -> None:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold the folder for the time of the block, among the processes and threads of this machine.
+    """Lock the folder inside the block, against other processes and threads of this machine.
 
     The lock ends with the process. Raises `BlockingIOError` if somebody else holds the folder.
-    Warns where the file system has no locks.
+    Warns if the file system has no locks.
     """
     import fcntl
 
@@ -62,7 +62,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def make(directory: Path) -> None:
-    """Make a folder and its parents, unless they exist."""
+    """Create a folder and its parents, unless they exist."""
     if not directory.is_dir():
         make(directory.parent)
         directory.mkdir(exist_ok=True)

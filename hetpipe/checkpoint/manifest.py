@@ -1,4 +1,4 @@
-"""`manifest.json`: the list of a checkpoint's files, with a checksum of itself."""
+"""`manifest.json`: the list of a checkpoint's files, with a checksum of the list itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CURE = "copy the checkpoint again from where it is whole, or load another"
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A role's file in the checkpoint's folder; `tensors` is their number in it."""
+    """A role's file in the checkpoint's folder; `tensors` is the number of its tensors."""
 
     name: str
     nbytes: Count
@@ -34,14 +34,14 @@ class TensorFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`values`: the caller's, without the step. `files`: by role."""
+    """The caller's `values`, without the step, and the `files` by role."""
 
     step: int
     values: dict[str, Any]
     files: dict[str, TensorFile]
 
     def to_bytes(self) -> bytes:
-        """The bytes of the file. Raises `CheckpointError` for too deep a nesting."""
+        """Return the bytes of the file. Raises `CheckpointError` for too deep a nesting."""
         files = {role: asdict(file) for role, file in self.files.items()}
         return _render(
             {
@@ -65,12 +65,12 @@ class _Content:
 
 
 def file_name(role: str, step: int, sha256: str) -> str:
-    """A name that depends on the content, so that no file ever overwrites another."""
+    """Return a name that depends on the content, so that no file ever overwrites another."""
     return f"{role}-{step:08}-{sha256[:16]}.safetensors"
 
 
 def check_values(values: Mapping[str, Any]) -> None:
-    """Raises `CheckpointError` for values that JSON would change, and without a step."""
+    """Raise `CheckpointError` for values that JSON would change, and without a step."""
     for key, value in values.items():
         try:
             same = isinstance(key, str) and json.loads(json.dumps(value, allow_nan=False)) == value
@@ -87,7 +87,7 @@ def check_values(values: Mapping[str, Any]) -> None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest at `path`.
+    """Read the manifest at `path`.
 
     Raises `CheckpointError` if there is none, if it was altered, for another version, and for a key
     that is unknown, missing or of a wrong type.
@@ -130,7 +130,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _render(content: Mapping[str, Any]) -> bytes:
-    """`content` after the checksum of its own JSON."""
+    """Return `content` as JSON, with a checksum in front."""
     try:
         sha256 = hashlib.sha256(json.dumps(content).encode()).hexdigest()
         return json.dumps({"sha256": sha256, **content}, indent=1).encode()

@@ -1,4 +1,4 @@
-"""One role's tensors as a safetensors file, and back with every byte checked."""
+"""Writes one role's tensors as a safetensors file, and reads them with every byte checked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DTYPES = {
 
 
 def check_tensors(tensors: Mapping[str, Mapping[str, Array]]) -> None:
-    """Raises `CheckpointError` for a role, a name or a type that cannot be stored."""
+    """Raise `CheckpointError` for a role, a name or a type that cannot be stored."""
     for role, named in tensors.items():
         if role not in ROLES:
             raise CheckpointError(f"unknown role {role!r}; a checkpoint has {', '.join(ROLES)}")
@@ -41,10 +41,10 @@ def check_tensors(tensors: Mapping[str, Mapping[str, Array]]) -> None:
 
 
 def file_parts(tensors: Mapping[str, Array]) -> Iterator[bytes | memoryview]:
-    """A safetensors file, piece by piece: header's length, header, data.
+    """Yield a safetensors file in pieces: header's length, header, data.
 
-    Wide elements come first, so that all are aligned. The library's own writer needs a second copy
-    of all tensors, or temporary files that a killed process would leave.
+    Wide elements come first, so that all are aligned. The library's writer needs a second copy of
+    all tensors, or temporary files that a killed process would leave.
     """
     ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
     header, end = {}, 0
@@ -62,7 +62,7 @@ def file_parts(tensors: Mapping[str, Array]) -> Iterator[bytes | memoryview]:
 
 
 def read_tensors(path: Path, file: TensorFile) -> dict[str, Array]:
-    """The tensors in `path`. Raises `CheckpointError` if it is not the file that was saved."""
+    """Read the tensors in `path`. Raises `CheckpointError` if the file was changed."""
     try:
         nbytes = path.stat().st_size
         if nbytes != file.nbytes:

@@ -1,10 +1,9 @@
-"""Answers: the controller's answers in the middle of a mini-batch, and its result (stations 13 and
-16 of docs/life-of-a-micro-batch.md).
+"""The controller's answers in the middle of a mini-batch, and its result (stations 13 and 16 of
+docs/life-of-a-micro-batch.md).
 
-Only the controller knows all losses and all gradients. Workers send it the finiteness of their
-losses and the norms of their gradients, and their updates wait for a factor that is the same for
-all.
-
+Only the controller knows all losses and all gradients. Workers report whether their losses are
+finite, and the norms of their gradients. Their updates wait for a factor that is the same for all
+workers.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from hetpipe.wire.messages import Losses, News, Scale, StepReport
 
 
 class Answers:
-    """The answers for the latest request. `reporters` of LOSS and of COUNT are among `workers`."""
+    """Computes the answers for the latest request. `reporters` counts workers that report LOSS and
+    COUNT."""
 
     def __init__(self, request: Request, reporters: Mapping[str, int], workers: int) -> None:
         self._request = request
@@ -30,12 +30,12 @@ class Answers:
         self._losses: list[Losses] = []
         self._squares: list[float] = []
         self.culprit = ""
-        """A gradient that is not finite, for which the update is left out."""
+        """A gradient that is not finite, the reason why the update is left out."""
         self.skipped = False
         """Whether the update is left out."""
 
     def to(self, news: News) -> Scale | None:
-        """The answer to all workers; None while other workers have not sent theirs."""
+        """Return the answer to all workers; None until the other workers have reported."""
         if isinstance(news, Losses):
             self._losses.append(news)
             if not self._complete():
@@ -46,7 +46,7 @@ class Answers:
             self._squares.append(news.square)
             clip = self._request.clip
             assert clip is not None
-            if clip.undoes:  # else such an update is left out, and the loss scale adapts
+            if clip.undoes:  # otherwise the loss scale adapts to the skipped update
                 self.culprit = self.culprit or news.culprit
             if len(self._squares) < self._workers:
                 return None
@@ -56,7 +56,7 @@ class Answers:
         return Scale(news.serial, not isinstance(news, Losses), value)
 
     def _complete(self) -> bool:
-        """Whether all have reported that have to."""
+        """Return whether all necessary reports have arrived."""
         request = self._request
         assert isinstance(request, StepRequest)
         losses = sum(report.finite is not None for report in self._losses)
@@ -66,7 +66,7 @@ class Answers:
         )
 
     def _grad_scale(self) -> float:
-        """The factor of the mini-batch's gradients; NaN to drop them."""
+        """Return the factor of the mini-batch's gradients; NaN to drop them."""
         request = self._request
         assert isinstance(request, StepRequest)
         if request.guards and any(losses.finite is False for losses in self._losses):
@@ -74,7 +74,7 @@ class Answers:
         if request.grad_scale is not None:
             return request.grad_scale
         total = sum(sum(losses.counts or ()) for losses in self._losses)
-        if total == 0:  # the loss has no mean: a flush applies nothing, a stream goes on with zeros
+        if total == 0:  # without a mean, a flush applies nothing, and a stream applies zeros
             return math.nan if request.guards else 0.0
         return 1.0 / (total * request.loss_scale)
 
@@ -90,7 +90,7 @@ class Posted:
 def result_of(
     reports: Sequence[StepReport], posted: Posted, origin_s: float, answers: Answers
 ) -> StepResult:
-    """The result of all workers' reports; times count from `origin_s`."""
+    """Return the result of all workers' reports; times count from `origin_s`."""
     culprits = [answers.culprit, *(report.culprit for report in reports)]
     firsts = accumulate(posted.lanes.values(), initial=0)
     spans = [
@@ -127,5 +127,5 @@ def result_of(
 
 
 def _summed(parts: Sequence[Sequence[float]]) -> tuple[float, ...] | None:
-    """Per micro-batch, over the replicas; None if there are none."""
+    """Sum over the replicas, per micro-batch; None if there are no parts."""
     return tuple(map(sum, zip(*parts, strict=True))) if parts else None

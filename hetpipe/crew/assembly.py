@@ -1,4 +1,4 @@
-"""Assembly: gives each worker of a cluster its stages, values, wires and feeds (station 2 of
+"""Gives each worker of a cluster its stages, values, wires and feeds (station 2 of
 docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hetpipe.wire.shares import Replica, Shares
 from hetpipe.wire.wire import host_dtype
 
 PARTS = 16
-"""The number of parts in which a message of a streaming member travels."""
+"""Number of parts in which a message of a streaming member travels."""
 
 READABLE = (PARAM, BUFFER, STATE, GRAD)
 
@@ -47,7 +47,7 @@ class Descriptors:
     numbers: list[int] = field(default_factory=list)
 
     def add(self, fds: Sequence[int]) -> tuple[int, int]:
-        """Add descriptors. Returns their place among all: from, to (excluded)."""
+        """Add descriptors. Return their range among all: from, to (excluded)."""
         self.numbers += fds
         return len(self.numbers) - len(fds), len(self.numbers)
 
@@ -73,7 +73,7 @@ class Assembly:
         shares: Shares,
         sizes: Collection[int] = (),
     ) -> None:
-        """Without `values` they lie at the workers already."""
+        """Check the stages. Without `values`, the workers have the values already."""
         self.stages = [list(replicas) for replicas in stages]
         self.shares = shares
         self._values = values or {}
@@ -89,7 +89,7 @@ class Assembly:
         if values is not None:
             self._check_values()
         self.reporters = {role: self._reporters(role) for role in (LOSS, COUNT)}
-        """The numbers of workers that report losses, and counts, of a mini-batch."""
+        """Number of workers that report the losses, and the counts, of a mini-batch."""
 
     @property
     def has_count(self) -> bool:
@@ -109,10 +109,10 @@ class Assembly:
         workers: Mapping[str, int],
         streaming: Container[str] = (),
     ) -> dict[str, tuple[tuple[EdgeEnd, ...], Descriptors]]:
-        """Per member its ends of all wires, and their descriptors.
+        """Return each member's ends of all wires, and their descriptors.
 
         `streaming` members send while they compute, so their messages travel in parts. A wire
-        between two stages of one member is a single entry, without a port: it hands over.
+        between two stages of one member is a single entry, without a port.
         """
         plugged: dict[str, tuple[list[EdgeEnd], Descriptors]] = {
             member: ([], Descriptors()) for replicas in members for member in replicas
@@ -133,7 +133,7 @@ class Assembly:
         return {member: (tuple(ends), own) for member, (ends, own) in plugged.items()}
 
     def values_of(self, stage: StageGraphs) -> dict[str, Array]:
-        """Parameters and buffers of a stage."""
+        """Return the parameters and buffers of a stage."""
         slots = self._slots[stage.stage].values()
         names = [slot.name for slot in slots if slot.role in (PARAM, BUFFER)]
         return {name: np.asarray(self._values[name], order="C") for name in names}
@@ -141,7 +141,7 @@ class Assembly:
     def feeds_of(
         self, replica: Replica, feeds: Sequence[Mapping[str, Array]], samples: Sequence[int]
     ) -> list[dict[str, Array]]:
-        """Per micro-batch a replica's rows of the leaves of the batch that its stage reads."""
+        """Return, per micro-batch, a replica's rows of the leaves that its stage reads."""
         slots = self._feeds[replica.stage][replica.number]
         own_feeds = []
         for feed, size in zip(feeds, samples, strict=True):
@@ -153,7 +153,7 @@ class Assembly:
 
     @staticmethod
     def check_rows(schedule: Schedule, rows: int) -> None:
-        """Raises `HetpipeError` if a schedule is for another number of workers."""
+        """Raise `HetpipeError` if a schedule is for another number of workers."""
         workers = len(set(row_workers(schedule)))
         if workers != rows:
             raise HetpipeError(
@@ -166,7 +166,7 @@ class Assembly:
         feeds: Sequence[Mapping[str, Array]],
         loss_tangents: Sequence[float],
     ) -> None:
-        """Raises `HetpipeError` if a mini-batch does not fit the stages."""
+        """Raise `HetpipeError` if a mini-batch does not fit the stages."""
         if not len(samples) == len(feeds) == len(loss_tangents):
             raise HetpipeError(
                 f"{len(samples)} micro-batches, but {len(feeds)} feeds and "
@@ -185,7 +185,7 @@ class Assembly:
                         _check_feed(m, slot, feeds[m], lo, hi, size)
 
     def owners(self, role: str, names: Sequence[str] | None) -> dict[int, list[str]]:
-        """Per stage the names to read from it: each name from the first stage that has it."""
+        """Return the names to read from each stage: each name from the first stage that has it."""
         owner = {}
         for n in reversed(range(len(self.stages))):
             owner.update(dict.fromkeys(self._names(n, role), n))
@@ -197,11 +197,11 @@ class Assembly:
         return dict(sorted(owned.items()))
 
     def kept(self, stage: int) -> list[tuple[str, str]]:
-        """Role and name of the values of a stage that can be read."""
+        """Return role and name of the values of a stage that can be read."""
         return [key for key in self._slots[stage] if key[0] in READABLE]
 
     def by_stage(self, role: str, values: Mapping[str, Array]) -> dict[int, dict[str, Array]]:
-        """Per stage the values to write there."""
+        """Return the values to write to each stage."""
         owners = self.owners(role, list(values))
         owned = {name: stage for stage, names in owners.items() for name in names}
         shares: dict[int, dict[str, Array]] = {}
@@ -231,13 +231,13 @@ class Assembly:
 
 
 def _makes(stage: StageGraphs, role: str) -> bool:
-    """Whether forwards of a stage have an output of that role."""
+    """Return whether forwards of a stage have an output of this role."""
     forwards = [passes.forward for passes in stage.passes.values()]
     return any(slot.role == role for program in forwards for slot in program.outputs)
 
 
 def _sizes(stages: Sequence[Sequence[StageGraphs]]) -> set[int]:
-    """The sizes of micro-batches for which stages without replicas have programs."""
+    """Return the sizes of micro-batches for which stages without replicas have programs."""
     alone = [stage for replicas in stages if len(replicas) == 1 for stage in replicas]
     return {size for stage in alone for size in (*stage.passes, *stage.evaluation)}
 

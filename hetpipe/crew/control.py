@@ -1,4 +1,4 @@
-"""Control: the replies, the present actions and the first failure of the workers (stations 13 and
+"""Collects the replies, the present actions and the first failure of the workers (stations 13 and
 15 of docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ logger = logging.getLogger("hetpipe")
 
 TICK_S = 1.0
 PAUSE_TICKS = 3
-"""A loop that should tick, and has not for so many ticks, was stopped, and all workers with it."""
+"""After this many missed ticks a loop was stopped, and all workers with it."""
 
 
 NOTICE_S = 60.0
-"""Seconds without any movement until a notice says who is where; the next one takes ten times as
-long."""
+"""Seconds without progress until a notice says what every worker does; the next notice takes ten
+times as long."""
 
 _PASS = re.compile(r"(\d+)([FBIWU])\d*")  # an action that computes
 _PASSES = {
@@ -34,9 +34,9 @@ _PASSES = {
 
 
 class Patience:
-    """The time for which nothing may move before workers count as stuck, from the steps so far.
+    """How long nothing may move before workers count as stuck, from the steps so far.
 
-    It holds while every worker waits for another: a pass may take any time.
+    The limit holds while every worker waits for another one: a pass may take any time.
     """
 
     FIRST_STEP_S = 600.0
@@ -73,8 +73,8 @@ class Control:
         self._beats = ["start"] * len(self.labels)
         self._replies: list[list[Any]] = [[] for _ in self.labels]
         self._news: list[News] = []
-        # Held while replies, news, beats or the error are read or changed: never while a message is
-        # sent, nor while `on_news` or `on_failure` runs, which take locks of their own.
+        # Held while replies, news, beats or the error are read or changed; never while a message is
+        # sent, nor while `on_news` or `on_failure` runs, since they take other locks.
         self._changed = threading.Condition()
         self._error: tuple[str, str] | None = None
         self._owner = os.getpid()
@@ -90,11 +90,11 @@ class Control:
 
     @property
     def owns(self) -> bool:
-        """Whether this process started the workers: a fork of it did not."""
+        """Whether this process started the workers; False in a fork of that process."""
         return os.getpid() == self._owner
 
     def arrived(self, worker: int, message: Any) -> None:
-        """Take a message of a worker."""
+        """Record a message of a worker."""
         if isinstance(message, Failure):
             where = f" at {message.doing}" if message.doing != "idle" else ""
             self.fail(f"{self.labels[worker]} failed{where}: {message.summary}", message.trace)
@@ -110,7 +110,7 @@ class Control:
             self._changed.notify_all()
 
     def fail(self, text: str, trace: str = "") -> None:
-        """The first failure ends the run; later ones only follow from it."""
+        """End the run at the first failure; later ones only follow from it."""
         with self._changed:
             if self._error is not None:
                 return
@@ -119,7 +119,7 @@ class Control:
         self.on_failure()
 
     def check(self) -> None:
-        """Raises `WorkerError` if the run has failed, `HetpipeError` in a fork of the process."""
+        """Raise `WorkerError` if the run has failed, `HetpipeError` in a fork of the process."""
         if not self.owns:
             raise HetpipeError(
                 f"process {os.getpid()} is a fork of process {self._owner}, which started these "
@@ -136,11 +136,11 @@ class Control:
         on_news: Callable[[News], None] | None = None,
         pass_limit_s: float | None = None,
     ) -> list[Any]:
-        """Wait for one reply of each of these workers. News that come before go to `on_news`, or
-        are kept.
+        """Wait for one reply from each of these workers.
 
-        Raises `WorkerError` when a worker fails, or when none moves for `patience_s`; while one is
-        in a pass, for `pass_limit_s`. Time in which this process itself was stopped does not count.
+        News that come before go to `on_news`, or are kept. Raises `WorkerError` if a worker fails,
+        or if none moves for `patience_s`; while a worker is in a pass, for `pass_limit_s`. Time in
+        which this process itself was stopped does not count.
         """
         moved_s, positions = time.monotonic(), self._positions(workers)
         while True:
@@ -155,7 +155,7 @@ class Control:
                 replies = None
                 if all(self._replies[worker] for worker in workers):
                     replies = [self._replies[worker].pop(0) for worker in workers]
-            for item in news:  # also after the last reply: they belong to the next mini-batch
+            for item in news:  # after the last reply they belong to the next mini-batch
                 assert on_news is not None
                 on_news(item)
             if replies is not None:
@@ -181,7 +181,7 @@ class Control:
                 )
 
     def describe(self, workers: Sequence[int]) -> str:
-        """The present action of each of these workers, in words."""
+        """Return the present action of each of these workers, in words."""
         return ", ".join(
             f"{self.labels[worker]} {_words(self.doing[worker]())}" for worker in workers
         )
@@ -195,7 +195,7 @@ class Control:
 
 
 def _in_pass(doing: str) -> bool:
-    """Whether a device computes in one of the lanes."""
+    """Return whether a device computes in one of the lanes."""
     return bool(_passes(doing))
 
 

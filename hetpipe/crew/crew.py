@@ -1,4 +1,4 @@
-"""Crew: started workers, one per member of a cluster, that run stages and schedules."""
+"""A crew: started workers, one per member of a cluster, that run stages and schedules."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ from hetpipe.wire.shares import Replica, Shares
 Stages = StageGraphs | Sequence[StageGraphs]
 """A stage, or its replicas."""
 Members = str | Sequence[str]
-"""The member of a stage, or those of its replicas."""
+"""The member of a stage, or the members of its replicas."""
 
 
 class Crew(Workers):
-    """Workers with their devices open, and the stages that they have. A context manager; no process
-    outlives `close`.
+    """Workers with their devices open, and their stages. A context manager; no process outlives
+    `close`.
 
-    The first failure of a worker ends all: it is raised as `WorkerError`, then and ever after.
+    The first failure of a worker ends all workers; it is raised as `WorkerError`, by this and every
+    later call.
     """
 
     def __init__(self, cluster: Cluster, fleet: Fleet, start_timeout_s: float) -> None:
@@ -47,9 +48,10 @@ class Crew(Workers):
         self._posted: deque[Posted] = deque()  # requests under way
         self._answers: Answers  # for the latest request
         self.load_count = 0
-        """The number of loads so far: it tells a pipeline whether its stages are still loaded."""
+        """Number of loads so far. A pipeline reads it to know whether its stages are still loaded.
+        """
         self._serial = 0
-        self._origin_s = 0.0  # of timelines: the begin of the step or stream
+        self._origin_s = 0.0  # time 0 of timelines: the begin of the step or stream
         self._patience = Patience()
         self.pass_limit_s: float | None = None
         """Seconds after which a pass counts as stuck; None for never."""
@@ -67,13 +69,13 @@ class Crew(Workers):
     ) -> None:
         """Make `members[n]` stage n: upload parameters and buffers, compile all programs.
 
-        Gradients start at zero, optimizer state at `state_init(shape, dtype)`. A member that occurs
-        again has several stages. A stage with several members and graphs has replicas, which divide
-        a micro-batch by their `shares` (default equal); `sizes` are the samples of whole
+        Gradients start at zero, optimizer state at `state_init(shape, dtype)`. A member may have
+        several stages. A stage with several members and graphs has replicas, which divide a
+        micro-batch by their `shares` (default equal); `sizes` are the samples of whole
         micro-batches. A schedule's rows are the members in the order of their first stage; the
-        replicas of a stage share a row, unless they take turns. Replaces all stages loaded before.
-        Raises `HetpipeError`, and nothing changes, if stages, members and values do not fit
-        together, or a device lacks an operator.
+        replicas of a stage share a row, unless they take turns. The new stages replace all stages
+        loaded before. Raises `HetpipeError`, and nothing changes, if stages, members and values do
+        not fit together, or a device lacks an operator.
         """
         assembly, placement = _assembled(stages, members, values, shares, sizes)
         loads = {
@@ -90,11 +92,11 @@ class Crew(Workers):
         keep: say.Keep,
         sizes: Collection[int] = (),
     ) -> None:
-        """Go on at rest with other stages of the same model, or with the same ones elsewhere.
+        """Replace the stages by other stages of the same model, or move them, while no step runs.
 
-        Values stay on the members that have them, and others travel; gradients that would have to
-        are zero. A stage stays as it is, compiled, where its member has it already. Raises
-        `HetpipeError` for replicas and for members with several stages.
+        Values stay on the members that have them, and others travel; gradients that would travel
+        must be zero. A stage stays compiled if its member has it already. Raises `HetpipeError` for
+        replicas and for members with several stages.
         """
         before, placed = self._loaded(), self._placement.members
         assembly, placement = _assembled(stages, members, None, None, sizes)
@@ -119,7 +121,7 @@ class Crew(Workers):
         keep: say.Keep,
         state_init: Callable[..., Array],
     ) -> None:
-        """Load these replicas' stages; all others stay as they are.
+        """Load the stages of these replicas; all other stages stay.
 
         Raises `UnsupportedOperatorError`, before anything changes, for a stage that its device
         cannot run.
@@ -155,9 +157,10 @@ class Crew(Workers):
     def step(self, request: Request, timeout_s: float | None = None) -> StepResult:
         """Run one mini-batch to its end.
 
-        `timeout_s` is the time for which nothing may move. By default that is `pass_limit_s` while
-        a worker is in a pass, and else 20 times the longest step so far, at least 60 s. Raises
-        `WorkerError`; `HetpipeError` before anything runs if the request does not fit the stages.
+        `timeout_s` limits the time in which nothing moves. By default the limit is `pass_limit_s`
+        while a worker is in a pass, and otherwise 20 times the longest step so far, at least 60 s.
+        Raises `WorkerError`; `HetpipeError` before anything runs if the request does not fit the
+        stages.
         """
         self.post(request)
         return self.collect(timeout_s)
@@ -166,7 +169,8 @@ class Crew(Workers):
         """Hand out a mini-batch, without waiting for it (station 2 of
         docs/life-of-a-micro-batch.md).
 
-        Workers may go on from a `part` of a stream before it is done; without a part they drain it.
+        With a `part` of a stream, workers may begin the next part before this one is done; without
+        a part they drain it.
         """
         assembly = self._loaded()
         microbatches, evaluates = 1, False
@@ -177,7 +181,7 @@ class Crew(Workers):
                 raise HetpipeError("grad_scale is None, and the loss has no count to make it from")
             microbatches, evaluates = len(request.samples), request.evaluates
         self._serial += 1
-        # A caller's own schedule may leave out micro-batches; it still has one mini-batch.
+        # A custom schedule may leave out micro-batches, but it still has one mini-batch.
         place = part or Part(0, 0, microbatches, closing(request.schedule))
         with self._guarded():
             now_s = time.monotonic()
@@ -199,8 +203,10 @@ class Crew(Workers):
                 self._fleet.send(self._index[member], message)
 
     def collect(self, timeout_s: float | None = None) -> StepResult:
-        """Wait for the oldest mini-batch under way (station 16 of
-        docs/life-of-a-micro-batch.md)."""
+        """Wait for the oldest mini-batch under way.
+
+        It is station 16 of docs/life-of-a-micro-batch.md.
+        """
         limits_s = self._patience.limit_s, self.pass_limit_s
         patience_s, pass_limit_s = limits_s if timeout_s is None else (timeout_s, timeout_s)
         with self._guarded():
@@ -211,16 +217,16 @@ class Crew(Workers):
 
     @property
     def under_way(self) -> int:
-        """The number of mini-batches that were handed out and not collected."""
+        """Number of mini-batches that were handed out and not collected."""
         return len(self._posted)
 
     def read(
         self, role: str, names: Sequence[str] | None = None, replica: int = 0
     ) -> dict[str, Array]:
-        """Present values of PARAM, BUFFER, STATE or GRAD slots, by name; default all.
+        """Return present values of PARAM, BUFFER, STATE or GRAD slots, by name; default all.
 
-        A value that several stages have (tied weights) comes from its owner, the first of them; a
-        value of a stage with replicas from that `replica`.
+        A value on several stages (tied weights) comes from its owner, the first of them. A value of
+        a stage with replicas comes from `replica`.
         """
         assembly = self._loaded()
         owners = assembly.owners(role, names)
@@ -236,7 +242,7 @@ class Crew(Workers):
     def write(self, role: str, values: Mapping[str, Array]) -> None:
         """Replace values of PARAM, BUFFER, STATE or GRAD slots, on every stage that has them.
 
-        A tied gradient is a sum over stages: its owner gets the value, the others zero.
+        A tied gradient is a sum over stages: its owner gets the value, the other stages zero.
         """
         assembly = self._loaded()
         shares = assembly.by_stage(role, values)
@@ -272,7 +278,7 @@ def _assembled(
     shares: Shares | None,
     sizes: Collection[int],
 ) -> tuple[Assembly, Placement]:
-    """Raises `HetpipeError` if stages, members and values do not fit together."""
+    """Check and place stages. Raises `HetpipeError` if stages, members and values do not fit."""
     graphs = [[stage] if isinstance(stage, StageGraphs) else list(stage) for stage in stages]
     shares = shares or Shares(tuple((1.0,) * len(replicas) for replicas in graphs))
     placement = Placement(members, shares.in_turn)

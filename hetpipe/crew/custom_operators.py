@@ -1,4 +1,4 @@
-"""Makes the user's own operators known to the workers."""
+"""Makes the user's operators known to the workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def share_operators(captured: Captured, crew: Crew) -> None:
-    """Let all workers import the modules that define the model's own operators.
+    """Let all workers import the modules that define the model's custom operators.
 
     Raises `BackendError` for an operator whose module is unknown.
     """

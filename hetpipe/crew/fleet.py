@@ -1,4 +1,4 @@
-"""Starts workers, as processes or as threads, watches them, and ends them without a trace."""
+"""Starts workers, as processes or as threads, watches them, and ends them completely."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from hetpipe.worker.service import Service
 logger = logging.getLogger("hetpipe")
 
 LEAVE_S = 2.0
-"""Seconds that a worker may take to leave before it is killed."""
+"""Seconds that a worker may take to end before it is killed."""
 LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
-"""Errors of a message that this process itself cannot make."""
+"""Error numbers of a message that this process itself cannot send."""
 
 
 class Fleet(ABC):
     """Started workers, by number."""
 
     control: Control
-    apart = True  # whether workers are processes of their own
+    apart = True  # whether each worker is a separate process
     keep: Any = None  # an object that lives as long as the workers
 
     @abstractmethod
     def send(self, worker: int, message: Any, fds: Sequence[int] = ()) -> None:
-        """Give a worker a message. Raises `WorkerError` if it is gone."""
+        """Send a message to a worker. Raises `WorkerError` if it is gone."""
 
     @abstractmethod
     def close(self) -> None:
-        """End all workers; when it returns, none is left."""
+        """End all workers; none runs after the return."""
 
 
 class ThreadFleet(Fleet):
@@ -58,8 +58,8 @@ class ThreadFleet(Fleet):
     def __init__(self, control: Control, orders: Sequence[Open]) -> None:
         self.control = control
         self._devices: dict[str, Device] = {}
-        # Held while a device opens, so that two workers do not open it twice: never while anything
-        # is sent or waited for.
+        # Held while a device opens, so that two workers do not open it twice; never while a thread
+        # sends or waits.
         self._opening = threading.Lock()
         self._services = [
             Service(order, partial(control.arrived, i), self._open)
@@ -102,7 +102,7 @@ class ThreadFleet(Fleet):
 
 
 def _close(device: Device) -> None:
-    """Close a device. A failure is a warning: nothing of the device is used afterwards."""
+    """Close a device. A failure is only a warning, since the device is not used afterwards."""
     name = device.info.backend
     try:
         with blamed(name, f"fails to close device {device.info.id}"):
@@ -116,7 +116,7 @@ class ProcessFleet(Fleet):
     their messages and ends them.
 
     A message may be sent before its worker has started: it waits in the channel. Only the watcher
-    changes lists; other threads change nothing but `_closing`, and ring the bell, which wakes it.
+    changes lists; other threads change only `_closing`, and ring the bell, which wakes it.
     """
 
     def __init__(
@@ -156,14 +156,18 @@ class ProcessFleet(Fleet):
             if error.errno in LACKS:
                 label = self.control.labels[worker]
                 raise HetpipeError(f"no message can be sent to {label}: {error}") from error
-            self.control.gather([worker], patience_s=LEAVE_S)  # the watcher says why it is gone
+            self.control.gather(
+                [worker], patience_s=LEAVE_S
+            )  # the watcher reports why the worker is gone
 
     def close(self) -> None:
         if not self.control.owns:
-            return  # a fork of the controller has the object but not the workers
+            return  # a fork of the controller has no workers
         self._closing = True
         self._wake()
-        if threading.current_thread() is not self._thread:  # a collected crew may be closed by it
+        if (
+            threading.current_thread() is not self._thread
+        ):  # this thread may collect and close the crew
             self._thread.join()
         self.keep = None
 
@@ -173,13 +177,13 @@ class ProcessFleet(Fleet):
 
     def _watch(self) -> None:
         try:
-            # The workers inherit this: Ctrl-C is the controller's from their first instruction on.
+            # The workers inherit the mask, so Ctrl-C only ever reaches the controller.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             for end, order, settings in zip(
                 self._theirs, self._orders, self._settings, strict=True
             ):
                 self._children.append(start_worker(end, order.member.cores, settings))
-                end.close()  # else it would not end with its worker
+                end.close()  # otherwise the channel would not end with its worker
             self._listen()
         except Exception as error:
             self.control.fail(f"the workers cannot be started: {summary(error)}")
@@ -191,16 +195,16 @@ class ProcessFleet(Fleet):
         while not (self._closing or self.control.failed):
             begin_s = time.monotonic()
             ready = wait(sources, self._tick_s)
-            # All messages that have come are read before a worker counts as silent.
+            # Read all pending messages before a worker counts as silent.
             while ready and not (self._closing or self.control.failed):
                 for source in ready:
                     if isinstance(source, Channel):
                         self._hear(self._channels.index(source))
                     else:
-                        self._alarm.recv(64)  # `close` or a failure rang it; the loop checks
+                        self._alarm.recv(64)  # `close` or a failure rang the bell; the loop checks
                 ready = wait(sources, 0)
             if time.monotonic() - begin_s > PAUSE_TICKS * self._tick_s:
-                # Everything was stopped, or the machine has slept: workers need time to speak.
+                # This process was stopped, or the machine slept: give workers time to report.
                 self._heard_s = dict.fromkeys(self._heard_s, time.monotonic())
             self._check_silence()
 
@@ -248,7 +252,7 @@ class ProcessFleet(Fleet):
         return f"{self.control.labels[worker]} (process {pid}{at})"
 
     def _bury(self) -> None:
-        """Ask all workers to leave, kill those that stay, and reap all."""
+        """Ask all workers to end, kill the remaining ones, and reap all."""
         if not self.control.failed:
             for channel in self._channels:
                 with suppress(OSError):
@@ -258,7 +262,7 @@ class ProcessFleet(Fleet):
                 child.wait(end_s - time.monotonic())
         for child in self._children:
             child.kill()
-        self._close_sockets()  # a worker that begins only now reads the end of its channel
+        self._close_sockets()  # a worker that starts only now sees a closed channel
         for child in self._children:
             child.wait()
 
@@ -270,7 +274,7 @@ class ProcessFleet(Fleet):
 
 
 def _start(thread: threading.Thread) -> None:
-    """Raises `WorkerError` if the system starts no thread."""
+    """Start a thread. Raises `WorkerError` if the system refuses."""
     try:
         thread.start()
     except RuntimeError as error:

@@ -1,14 +1,14 @@
-"""Starts workers through fork servers, each of which has imported torch.
+"""Starts workers through fork servers, processes that have imported torch already.
 
     controller                     fork server                    worker
     Popen ------------------------> import torch
     Fork, descriptors ------------> fork() ----------------------> cores, variables, folder
-    <------------------ STATUS: pid on the worker's own pipe
+    <------------------ STATUS: pid on the worker's pipe
     <======================= the worker's channel: Open, ... ====>
     <----------- STATUS: its end   <---------------------- exit
 
-A library reads its variables when it is loaded, so workers whose settings of such libraries differ
-come from different servers. A server serves all crews of the process, and ends with it.
+A library reads its variables when it is loaded, so workers with different settings of such
+libraries come from different servers. A server serves all crews of the process, and ends with it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ READ_WHEN_LOADED = (
     "LD_", "GLIBC_", "MALLOC_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_",
     "TORCH", "PYTORCH", "ATEN_", "C10_", "DNNL_", "ONEDNN_", "CUDA_", "NVIDIA_", "HIP_", "ROCR_",
 )  # fmt: skip
-"""How the names of variables begin that Python, glibc, torch and its libraries read when they are
-loaded. All others are set in the worker."""
+"""Prefixes of the variables that Python, glibc, torch and its libraries read when they are loaded.
+All others are set in the worker."""
 
 
 class WorkerProcess:
@@ -50,12 +50,13 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Its process id, once the server has forked it."""
+        """The process id, once the server has forked the worker."""
         self._advance(0.0)
         return self._pid
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Its exit status, or minus the signal that killed it; None if it still runs by then."""
+        """Return the exit status, or minus the signal; None if the worker still runs at the
+        timeout."""
         end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while self._code is None:
             left_s = end_s - time.monotonic()
@@ -64,13 +65,13 @@ class WorkerProcess:
         return self._code
 
     def kill(self) -> None:
-        """Kill it, if it still runs."""
+        """Kill the worker, if it still runs."""
         if self.wait(0.0) is None and self._pid is not None:
             with suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
 
     def _advance(self, timeout_s: float | None) -> bool:
-        """Whether the server has said more about it by then: that it has begun, or has ended."""
+        """Return whether the server has reported the worker's start or end within the timeout."""
         if self._code is not None:
             return False
         poll = select.poll()
@@ -81,7 +82,7 @@ class WorkerProcess:
         if data and self._pid is None:
             (self._pid,) = STATUS.unpack(data)
             return True
-        # Without a status the server has died, and the worker with it.
+        # Without a status the server has died, and its worker too.
         (self._code,) = STATUS.unpack(data) if data else (-signal.SIGKILL,)
         os.close(self._status)
         return True
@@ -93,7 +94,7 @@ class ForkServer:
     def __init__(self, variables: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            # It inherits the mask: Ctrl-C is the controller's from its first instruction on.
+            # The server inherits the mask, so Ctrl-C only ever reaches the controller.
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 self._process = subprocess.Popen(
@@ -117,7 +118,7 @@ class ForkServer:
     def fork(
         self, channel: socket.socket, cores: Sequence[int], variables: Mapping[str, str]
     ) -> WorkerProcess:
-        """A new worker at the other end of `channel`, with this environment. Raises `OSError`."""
+        """Return a new worker at the other end of `channel`. Raises `OSError`."""
         request = Fork(tuple(cores), os.getcwd(), tuple(process.ordered(sys.path)), dict(variables))
         ours, theirs = os.pipe()
         try:
@@ -130,29 +131,30 @@ class ForkServer:
         return WorkerProcess(ours)
 
     def close(self) -> None:
-        """End the server, and any worker that is left."""
+        """End the server, and all its workers."""
         self._channel.close()
         self._process.kill()
         self._process.wait()
 
 
 _servers: dict[tuple[int, tuple[tuple[str, str], ...]], ForkServer] = {}
-"""The servers by owner, the process id, and variables: a fork of the controller has its own."""
-# Held while a server is looked up or started, so that two crews do not start the same: never while
-# a worker is waited for.
+"""The servers by owner, a process id, and variables. A fork of the controller has its own servers.
+"""
+# Held while a server is looked up or started, so that two crews do not start the same one; never
+# while anyone waits for a worker.
 _starting = threading.Lock()
 
 
 def start_worker(
     channel: socket.socket, cores: Sequence[int], settings: Mapping[str, str]
 ) -> WorkerProcess:
-    """A worker process with these cores, and with `settings` in its environment."""
+    """Start a worker process with these cores, and with `settings` in its environment."""
     variables = {**os.environ, **settings}
     return server_for(settings).fork(channel, cores, variables)
 
 
 def server_for(settings: Mapping[str, str]) -> ForkServer:
-    """The server for workers with `settings`, started if there is none."""
+    """Return the server for workers with `settings`; start it if necessary."""
     variables = {**os.environ, **settings}
     early = {name: text for name, text in variables.items() if name.startswith(READ_WHEN_LOADED)}
     key = os.getpid(), tuple(sorted(early.items()))
@@ -173,5 +175,5 @@ def close_servers() -> None:
             _servers.pop(key).close()
 
 
-# At exit finalizers run in the reverse order of their making: those of crews before this one.
+# At exit, finalizers run in reverse order of creation, so crews end before their servers.
 weakref.finalize(ForkServer, close_servers)

@@ -1,5 +1,5 @@
-"""Hand-out: a worker's part of a request, and the schedules that workers have (stations 2 and 3 of
-docs/life-of-a-micro-batch.md)."""
+"""Makes a worker's part of a request, and remembers the schedules that workers have (stations 2 and
+3 of docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hetpipe.wire.shares import Replica
 def batch_of(
     request: Request, serial: int, own: Sequence[Replica], assembly: Assembly
 ) -> say.Apply:
-    """A worker's part of a request. `own` are its replicas that take part."""
+    """Return a worker's part of a request. `own` are its replicas that take part."""
     if isinstance(request, Apply):
         return say.Apply(serial, request.number, request.lr, request.grad_scale, request.clip)
     none = (0,) * len(request.samples)
@@ -43,7 +43,7 @@ class Scripts:
         self._sent: dict[int, tuple[int, Schedule]] = {}  # by identity, which is kept alive
 
     def send(self, schedule: Schedule, serial: int) -> tuple[int, Schedule | None]:
-        """The schedule's number, and the schedule itself if the workers have not seen it."""
+        """Return the schedule's number, and the schedule itself if the workers lack it."""
         if (sent := self._sent.get(id(schedule))) is not None:
             return sent[0], None
         if len(self._sent) >= say.SCRIPTS:
@@ -52,5 +52,5 @@ class Scripts:
         return serial, schedule
 
     def clear(self) -> None:
-        """Workers have other stages now."""
+        """Forget all schedules, since workers have other stages now."""
         self._sent.clear()

@@ -20,13 +20,12 @@ from hetpipe.sdk.references import backend_reference, check_not_loading
 from hetpipe.sdk.registry import absent, configure_backend, devices_of, forget_options
 from hetpipe.wire.messages import Meeting, Open
 
-NAMED = 8  # boards in a message
+NAMED = 8  # most boards that a message names
 
 
 @dataclass(frozen=True)
 class _Worker:
-    """A member and its device. For a process also the reference of its backend, and the variables
-    to set."""
+    """A member and its device. A process also needs its backend's reference, and variables."""
 
     member: Member
     info: DeviceInfo
@@ -37,8 +36,8 @@ class _Worker:
 def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout_s: float) -> Fleet:
     """Start one worker per member; they open their devices and then reply.
 
-    Raises `ClusterError` if there are no members, two have one id or one is a board without
-    numerics, `BackendError` for a missing device, `HetpipeError` for a backend that no process can
+    Raises `ClusterError` if there are no members, if two have one id, or if one is a board without
+    numerics; `BackendError` for a missing device, `HetpipeError` for a backend that no process can
     import.
     """
     check_not_loading()
@@ -85,8 +84,10 @@ def launch(cluster: Cluster, heartbeat_s: float, silence_s: float, start_timeout
 
 
 def configure_backends(cluster: Cluster) -> None:
-    """Give backends their options; those of an earlier cluster end. Errors begin with the place of
-    the table."""
+    """Give backends their options and cancel the options of earlier clusters.
+
+    Errors begin with the place of the table.
+    """
     for name in {_backend(member) for member in cluster.members} - cluster.options.keys():
         forget_options(name)
     for name, options in cluster.options.items():
@@ -99,13 +100,13 @@ def configure_backends(cluster: Cluster) -> None:
 
 
 def _worker(member: Member, in_thread: bool, place: str | None) -> _Worker:
-    """A member's worker. Errors begin with `place`, the device's line in a cluster file."""
+    """Return a member's worker. Errors begin with `place`, the device's line in a cluster file."""
     try:
         if in_thread:
             return _Worker(member, _info(member))
         backend, info = _reference(member), _info(member)
         settings = settings_of(member, info)
-        server_for(settings)  # it imports torch while the next member's device is looked for
+        server_for(settings)  # it imports torch during the search for the next device
         return _Worker(member, info, backend, settings)
     except HetpipeError as error:
         if place is None:

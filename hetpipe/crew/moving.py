@@ -1,5 +1,5 @@
-"""Moving: workers get other stages of the same model, and values stay on the members that have them
-(station 2 of docs/life-of-a-micro-batch.md)."""
+"""Plans how workers get other stages of the same model, while values stay on the members that have
+them (station 2 of docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class StageMove:
-    """The way of a stage's values: `held` lie on its member already, others come from elsewhere."""
+    """How a stage gets its values: its member has `held` already, the others arrive."""
 
     stays: bool
-    """Whether the member has the stage as it is, compiled."""
+    """Whether the member keeps the stage, compiled."""
     held: tuple[Key, ...]
     comes: tuple[Key, ...]
 
@@ -31,8 +31,10 @@ def stage_moves(
     after: Assembly,
     members: Sequence[Sequence[str]],
 ) -> list[StageMove]:
-    """By stage, from the members `placed` so far to others. Raises `HetpipeError` for replicas, and
-    for a member of several stages."""
+    """Return the move of each stage, from the members `placed` so far to others.
+
+    Raises `HetpipeError` for replicas, and for a member of several stages.
+    """
     at = {replicas[0]: n for n, replicas in enumerate(placed)}
     for places in (placed, members):
         if max(map(len, places)) > 1 or len(set(places)) < len(places):
@@ -58,7 +60,7 @@ def stage_moves(
 
 
 def coming(moves: Iterable[StageMove]) -> dict[str, list[str]]:
-    """The names of the values that travel, each once, by role."""
+    """Return the names of the values that travel, each once, by role."""
     by_role: dict[str, dict[str, None]] = {}
     for move in moves:
         for role, name in move.comes:
@@ -67,7 +69,7 @@ def coming(moves: Iterable[StageMove]) -> dict[str, list[str]]:
 
 
 def alike(one: StageGraphs, other: StageGraphs) -> bool:
-    """Whether two stages of a capture are the same: they compute equal names from equal names."""
+    """Return whether two stages of a capture compute equal names from equal names."""
     return _outline(one) == _outline(other)
 
 

@@ -1,4 +1,4 @@
-"""Placement: the members of each stage, and their rows of a schedule (station 2 of
+"""Assigns members to stages, and to rows of a schedule (station 2 of
 docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from hetpipe.wire.shares import Replica, Shares
 
 
 class Placement:
-    """`members[n]` are the members of stage n, one for each replica.
+    """The members of each stage: `members[n]` has one member for each replica of stage n.
 
-    A schedule's rows are the members in the order of their first stage; the replicas of a stage do
-    one row together, unless they take turns. Raises `HetpipeError` for a member that would have two
+    A schedule's rows are the members in the order of their first stage; the replicas of a stage
+    share one row, unless they take turns. Raises `HetpipeError` for a member that would have two
     rows.
     """
 
@@ -32,15 +32,15 @@ class Placement:
         self.row_of = {
             member: row for row, replicas in enumerate(self._groups) for member in replicas
         }
-        """By member, in the order of the rows."""
+        """The row of each member, in the order of the rows."""
 
     @property
     def rows(self) -> int:
-        """The number of rows that a schedule must have."""
+        """Number of rows that a schedule must have."""
         return len(self._groups)
 
     def replicas_of(self, member: str) -> list[Replica]:
-        """The replicas that a member is, one of each of its stages."""
+        """Return the member's replica of each of its stages."""
         return [
             Replica(n, replicas.index(member))
             for n, replicas in enumerate(self.members)
@@ -48,5 +48,5 @@ class Placement:
         ]
 
     def active(self, member: str, shares: Shares, mini_batch: int) -> list[Replica]:
-        """A member's replicas that take part in a mini-batch."""
+        """Return a member's replicas that take part in a mini-batch."""
         return [each for each in self.replicas_of(member) if shares.takes(each, mini_batch)]

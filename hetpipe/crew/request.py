@@ -16,7 +16,7 @@ class StepRequest:
     """One mini-batch. Sequences have one entry per micro-batch.
 
     Without `grad_scale`, gradients are divided by the sum of the last stage's counts and by
-    `loss_scale`; `loss_tangents` are already multiplied by that. `lag` and `ahead`, by stage,
+    `loss_scale`; the `loss_tangents` include `loss_scale` already. `lag` and `ahead`, by stage,
     choose versions of the weights (see `hetpipe.schedule.weights`).
     """
 
@@ -32,14 +32,15 @@ class StepRequest:
     clip: Clip | None = None
     evaluates: bool = False
     guards: bool = False
-    """Whether updates wait until all losses are known to be finite; else nothing is applied."""
+    """Whether updates wait until all losses are known to be finite; otherwise nothing is applied.
+    """
     lag: Mapping[int, Sequence[int]] = field(default_factory=dict)
     ahead: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Apply:
-    """Sums and updates alone, of the gradients that earlier mini-batches have accumulated.
+    """Only sums and updates, for the gradients that earlier mini-batches have accumulated.
 
     Gradients are multiplied by `grad_scale`; NaN drops them, and restores the buffers too.
     """
@@ -56,9 +57,11 @@ Request = StepRequest | Apply
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a stream. Numbers in the schedule count from mini-batch `first`. The part begins
-    mini-batch `begins`. `closing` has each stage's last operations with a micro-batch, in the whole
-    stream."""
+    """A part of a stream, which begins mini-batch `begins`.
+
+    Numbers in the schedule count from mini-batch `first`. `closing` has each stage's last
+    operations with a micro-batch, in the whole stream.
+    """
 
     first: int
     begins: int
@@ -76,7 +79,7 @@ class StepResult:
     versions: tuple[int, ...] = ()
     """The versions that the last forwards used, counted in updates."""
     live_versions: tuple[int, ...] = ()
-    """The most versions that lived at once."""
+    """The most versions that existed at once."""
     most_in_flight: tuple[int, ...] = ()
     """The most micro-batches at once that a backward had yet to read."""
     peak_nbytes: tuple[int, ...] = ()
@@ -84,6 +87,6 @@ class StepResult:
     skipped: bool = False
     """Whether the update was left out."""
     device_nbytes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes in use at the end, by member, where its device counts them: programs' own too."""
+    """Bytes in use at the end, by member, if its device counts them; programs count too."""
     culprit: str = ""
     """A gradient that is not finite; empty if there is none."""

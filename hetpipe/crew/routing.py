@@ -1,4 +1,4 @@
-"""Routing: the wires that stages and their replicas need."""
+"""Finds the wires that stages and their replicas need."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Edge = tuple[Replica, Replica]
 def wires(
     stages: Sequence[Sequence[StageGraphs]], shares: Shares, sizes: Collection[int]
 ) -> list[Wire]:
-    """The wires for whole micro-batches of these sizes.
+    """Return the wires for whole micro-batches of these sizes.
 
     `stages[n]` are the replicas of stage n. A kind of message without tensors has no layout. Raises
     `HetpipeError` for stages that do not fit.
@@ -52,7 +52,7 @@ def wires(
 
 
 def gradients(stage: StageGraphs) -> Layout:
-    """The gradients that the replicas of a stage must sum."""
+    """Return the gradients that the replicas of a stage must sum."""
     update = stage.update
     return () if update is None else tuple(s for s in update.inputs if s.role == GRAD)
 
@@ -81,7 +81,7 @@ class _Crossing:
             self.axes = find_axes(self._shapes())
 
     def between(self, here: Replica, there: Replica) -> Iterator[tuple[Edge, Kind, Layout]]:
-        """The kinds of messages that two replicas exchange."""
+        """Yield the kinds of messages that two replicas exchange."""
         left, right = (self._sides[n][replica] for n, replica in (here, there))
         for size in self._sizes:
             rows = self._shares.rows(here, size), self._shares.rows(there, size)
@@ -128,8 +128,7 @@ class _Crossing:
         return kind, _common(left, right, role, ends)
 
     def _shapes(self) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-        """Name, rows and shape of each tensor that crosses, on both sides, at all numbers of
-        rows."""
+        """Yield name, rows and shape of each tensor that crosses, at all row counts."""
         left, right = (self._sides[n][0] for n in self._stages)
         sent = {s.name for p in left.passes.values() for s in p.forward.outputs if s.role == CUT}
         read = {s.name for p in right.passes.values() for s in _inputs(p) if s.role == CUT}
@@ -141,7 +140,7 @@ class _Crossing:
 
 
 def _of(slots: Sequence[Slot], others: Sequence[Slot]) -> Iterator[Slot]:
-    """The slots whose key one of `others` has, each once."""
+    """Yield the slots whose key is also in `others`, each once."""
     keys = {slot.key for slot in others}
     yield from {slot.key: slot for slot in slots if slot.key in keys}.values()
 
@@ -152,7 +151,10 @@ def _inputs(passes: PassPrograms) -> tuple[Slot, ...]:
 
 
 def _common(sent: Sequence[Slot], read: Sequence[Slot], role: str, ends: tuple[int, int]) -> Layout:
-    """The slots of a role that one stage sends and the other reads. Raises `HetpipeError`."""
+    """Return the slots of a role that one stage sends and the other reads.
+
+    Raises `HetpipeError` if they differ.
+    """
     by_name = {slot.name: slot for slot in sent if slot.role == role}
     layout: dict[str, Slot] = {}
     for slot in read:

@@ -1,6 +1,6 @@
-"""The environment variables of workers: those of all, and those that their backends ask for.
+"""Chooses the environment variables of workers: common ones, and the requests of their backends.
 
-Workers with the same variables of libraries come from one fork server (`hetpipe.crew.forkserver`).
+Workers with the same library variables come from one fork server (`hetpipe.crew.forkserver`).
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from hetpipe.sdk.isolation import blamed
 from hetpipe.sdk.registry import companion_of, get_backend
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-"""Thread pools of the libraries that torch and numpy bring."""
+"""Variables for the thread pools of the libraries that torch and numpy bring."""
 KEEP_MEMORY = {
     "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # glibc takes no more
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # glibc accepts no larger value
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
-"""For glibc: freed activations stay with the process. By default they go back to the system, and
-every micro-batch faults its pages in anew: a tenth of a step."""
+"""For glibc: freed activations stay with the process. By default they return to the system, and
+every micro-batch faults its pages in again, which costs a tenth of a step."""
 
 
 def settings_of(member: Member, info: DeviceInfo) -> dict[str, str]:
-    """The variables to set for a member's worker; those of its backend go before a companion's."""
+    """Return the variables for a member's worker; its backend's override a companion's."""
     cores = len(member.cores) or len(os.sched_getaffinity(0))
     settings = usual_settings(cores)
     if companion := companion_of(info.backend):
@@ -39,7 +39,7 @@ def _asked_of(info: DeviceInfo, cores: int) -> dict[str, str]:
 
 
 def usual_settings(cores: int) -> dict[str, str]:
-    """The variables of a worker with so many cores, before its backend changes any."""
-    # Members share this host: gloo must not look the host's name up to find an interface.
+    """Return the variables of a worker with `cores` cores, before its backend changes any."""
+    # Members share this host, so gloo need not look up the host's name to find an interface.
     gloo = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
     return dict.fromkeys(THREADS, str(cores)) | KEEP_MEMORY | gloo

@@ -1,4 +1,4 @@
-"""Workers: the started workers of a cluster, one per member, with their devices open."""
+"""The started workers of a cluster, one per member, with their devices open."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 class Workers:
     """Workers with their devices open. A context manager; no process outlives `close`.
 
-    The first failure of a worker ends all: it is raised as `WorkerError`, then and ever after.
+    The first failure of a worker ends all workers; it is raised as `WorkerError`, by this and every
+    later call.
     """
 
     def __init__(self, cluster: Cluster, fleet: Fleet, start_timeout_s: float) -> None:
@@ -53,9 +54,9 @@ class Workers:
     ) -> Self:
         """Start one worker per member and open its device.
 
-        Without `wait` the first use waits for that. A worker that gives no sign of life for
-        `silence_s` is taken for dead. Raises `BackendError` for a missing device, `HetpipeError`
-        for a backend that no process can import, `WorkerError` if a worker does not come up.
+        Without `wait` the first use waits for the start. A worker that gives no sign of life for
+        `silence_s` counts as dead. Raises `BackendError` for a missing device, `HetpipeError` for a
+        backend that no process can import, `WorkerError` if a worker does not start.
         """
         fleet = launch(cluster, heartbeat_s, silence_s, start_timeout_s)
         workers = cls(cluster, fleet, start_timeout_s)
@@ -78,7 +79,7 @@ class Workers:
         return "emulated" if emulated or links else "measured"
 
     def label_of(self, member: Member) -> Label:
-        """The label of speeds of this member."""
+        """Return the label of speeds of this member."""
         emulated = member.speed != 1.0 or self.infos[member.id].capabilities.emulated
         return "emulated" if emulated else "measured"
 
@@ -94,24 +95,24 @@ class Workers:
     def call(self, members: Sequence[str], function: str, *args: Any) -> list[Any]:
         """Run `module:function` as `function(device, *args)` inside these workers at once.
 
-        Returns the results in the order of `members`; arguments and results must pickle. Emulated
+        Return the results in the order of `members`; arguments and results must pickle. Emulated
         speeds do not apply.
         """
         return list(self.call_each(function, dict.fromkeys(members, args)).values())
 
     def call_each(self, function: str, arguments: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-        """Like `call`, with arguments of its own for each member; results by member."""
+        """Do the same as `call`, with different arguments for each member. Return results by
+        member."""
         return self.begin_each(function, arguments)()
 
     def begin_each(
         self, function: str, arguments: Mapping[str, Sequence[Any]]
     ) -> Callable[[], dict[str, Any]]:
-        """`call_each` that goes on while the workers run, or still start; call what it returns for
-        the results.
+        """Begin `call_each`, and return a function that waits for its results.
 
-        Whatever else is asked of the workers later waits for these calls. Workers that are threads
-        of this process have finished when this returns: torch has state that a trace and another
-        thread's work would share.
+        The workers may still start. Later requests to the workers wait for these calls. If workers
+        are threads of this process, they finish before this returns: torch has state that a trace
+        and another thread's work would share.
         """
         workers = [self._worker(member) for member in arguments]
         try:
@@ -135,19 +136,22 @@ class Workers:
         return finish
 
     def compiles_ahead(self, member: str) -> bool:
-        """Whether it is worth while to have a member `compile_ahead`."""
+        """Return whether a member gains from `compile_ahead`."""
         return self._fleet.apart and self.infos[member].capabilities.compiles_ahead
 
     def compile_ahead(self, stages: Mapping[str, Sequence[StageGraphs]]) -> None:
-        """Have those members that can begin to compile stages, and go on meanwhile."""
+        """Let members begin to compile stages, without waiting for them.
+
+        Members that cannot compile ahead do nothing.
+        """
         able = {member: (own,) for member, own in stages.items() if self.compiles_ahead(member)}
         self.begin_each("hetpipe.worker.ahead:compile_ahead", able)
 
     def set_speed(self, member: str, speed: float) -> None:
-        """Emulate another speed on a member from its next action on, also while a step runs.
+        """Emulate another speed on a member from its next action on, even while a step runs.
 
-        The crew's `cluster` says so afterwards. Raises `ClusterError` for a speed above 1, or not
-        above 0.
+        The crew's `cluster` has the new speed afterwards. Raises `ClusterError` for a speed above
+        1, or not above 0.
         """
         worker = self._worker(member)
         members = tuple(
@@ -160,7 +164,7 @@ class Workers:
         self.cluster = cluster
 
     def check(self) -> None:
-        """Raises `WorkerError` if a worker has failed."""
+        """Raise `WorkerError` if a worker has failed."""
         self._control.check()
 
     def close(self) -> None:
@@ -183,8 +187,10 @@ class Workers:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """A conversation with the workers, after the calls that go on. An error in it ends them,
-        since they are out of step."""
+        """Talk to the workers, after all calls that were begun earlier.
+
+        An error inside ends the workers, since their replies would no longer match.
+        """
         self._control.check()
         try:
             self._await_devices()

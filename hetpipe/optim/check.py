@@ -1,4 +1,4 @@
-"""Accepts an optimizer of hetpipe's, and refuses others with the line to write instead."""
+"""Accepts hetpipe's optimizers, and refuses others with the line to write instead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hetpipe.optim.rule import Optimizer, as_number
 
 _OURS = ("adagrad", "adam", "adamw", "lamb", "lion", "rmsprop", "sgd")
 _SETTINGS = ("lr", "momentum", "betas", "alpha", "eps", "weight_decay", "nesterov")
-_OFF = {"momentum": 0, "nesterov": False, "weight_decay": 0}  # by default, in ours too
+_OFF = {"momentum": 0, "nesterov": False, "weight_decay": 0}  # the defaults of torch and hetpipe
 _WITHOUT_EFFECT = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 _LOST: dict[str, tuple[object, str]] = {
     "amsgrad": (False, ""),
@@ -20,15 +20,15 @@ _LOST: dict[str, tuple[object, str]] = {
     "initial_accumulator_value": (0, ""),
     "maximize": (False, " (return the loss with the other sign from loss_fn)"),
 }
-"""Settings of torch's that ours lack: the value without effect, and what to do in their place."""
+"""torch's settings that hetpipe lacks: the value without effect, and a cure."""
 
 
 def check_optimizer(value: object, parameters: Collection[object] = ()) -> Optimizer:
-    """Return `value`, if it is an optimizer of hetpipe's.
+    """Return `value`, if it is one of hetpipe's optimizers.
 
     Raises `HetpipeError` for everything else, with the line to write. For an optimizer of
-    `torch.optim` that is the line with its settings, or the names of those that it would lose.
-    `parameters` are those of the model that train.
+    `torch.optim` the line has its settings; if some would be lost, the error names them.
+    `parameters` are the model's trained parameters.
     """
     if isinstance(value, Optimizer):
         return value
@@ -62,7 +62,7 @@ def _cure(value: object, parameters: Collection[object]) -> str:
 def _lost(
     value: object, groups: list[Mapping[str, Any]], name: str, parameters: Collection[object]
 ) -> Iterator[str]:
-    """The settings of a torch optimizer that ours of that name would not keep."""
+    """Yield the settings of a torch optimizer that ours with this name would not keep."""
     known = {*_SETTINGS, *_WITHOUT_EFFECT, *_LOST, "initial_lr", "decoupled_weight_decay"}
     known |= {"lr_decay"} if name == "adagrad" else set()
     first = groups[0]
@@ -94,7 +94,7 @@ def _states(value: object) -> list[Mapping[str, Any]]:
 
 
 def _has_stepped(state: Mapping[str, Any]) -> bool:
-    """Whether a parameter's state is that of some steps: Adagrad has one before the first."""
+    """Return whether a parameter's state follows some steps: Adagrad has one before the first."""
     return bool(state.get("step", 1))
 
 
@@ -103,22 +103,22 @@ def _class(value: object) -> type:
 
 
 def _of_torch(value: object) -> bool:
-    """Whether it is an optimizer of torch's, or such a class; without importing torch."""
+    """Return whether it is an optimizer of torch's, or such a class; without importing torch."""
     return any(cls.__module__.startswith("torch.optim") for cls in _class(value).__mro__)
 
 
 def _ours(value: object) -> str:
-    """The name of a function of `hp.optim` that the user passed without calling it."""
+    """Return the name of a function of `hp.optim` that the user passed without calling it."""
     inside = str(getattr(value, "__module__", "")).startswith("hetpipe.optim")
     name = str(getattr(value, "__name__", ""))
     return name if inside and callable(value) and name in _OURS else ""
 
 
 def _settings(group: Mapping[str, Any], name: str) -> str:
-    """The settings of a group of a torch optimizer as keywords of ours."""
+    """Return the settings of a group of a torch optimizer as keywords of ours."""
     pairs = {key: group[key] for key in _SETTINGS if key in group}
     pairs["lr"] = as_number("lr", pairs["lr"])
-    decays = name == "adamw"  # by default, so that 0 is a setting
+    decays = name == "adamw"  # it decays by default, so 0 is a setting
     pairs = {k: v for k, v in pairs.items() if _OFF.get(k) != v or (decays and k == "weight_decay")}
     texts = {key: repr(pair) for key, pair in pairs.items()}
     if decay := group.get("lr_decay"):

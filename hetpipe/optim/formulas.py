@@ -1,4 +1,4 @@
-"""Common parts of rules: checks of settings, moving averages, and sums over updates."""
+"""Shared parts of rules: checks of settings, moving averages, and sums over updates."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from hetpipe.optim.rule import LearningRate, Tensors
 
 TINY = 1e-30
-"""Far below any root of a float32 square: keeps 0 / 0 out of predictions where eps is 0."""
+"""Far below any root of a float32 square: prevents 0 / 0 in predictions if eps is 0."""
 
 
 def check(lr: LearningRate, **settings: float) -> None:
-    """Raise `HetpipeError` for a negative setting, or one that is no number. The learning rate may
-    be a function."""
+    """Raise `HetpipeError` for a negative setting, or one that is no number.
+
+    The learning rate may be a function.
+    """
     if not callable(lr):
         settings = {"lr": lr, **settings}
     for name, value in settings.items():
@@ -43,31 +45,31 @@ def check_below_one(name: str, *values: float) -> None:
 
 
 def correction(beta: float, step: Tensor) -> Tensor:
-    """1 - beta^step, without cancellation in float32."""
+    """Return 1 - beta^step, without cancellation in float32."""
     return -torch.expm1(step * math.log(beta)) if beta else torch.ones_like(step)
 
 
 def fading_sum(beta: float, steps: Tensor) -> Tensor:
-    """beta + beta^2 + ... + beta^steps, for a beta in [0, 1)."""
+    """Return beta + beta^2 + ... + beta^steps, for a beta in [0, 1)."""
     return correction(beta, steps) * (beta / (1 - beta))
 
 
 def moments(state: Tensors, grad: Tensor, betas: tuple[float, float]) -> tuple[Tensor, Tensor]:
-    """Adam's moving averages of the gradient and its square, moved on by one gradient."""
+    """Return Adam's moving averages of the gradient and its square, after one more gradient."""
     mean = torch.lerp(state[0], grad, 1 - betas[0])
     return mean, torch.addcmul(state[1] * betas[1], grad, grad, value=1 - betas[1])
 
 
 def root(square: Tensor, beta: float, step: Tensor, eps: float) -> Tensor:
-    """sqrt(v_hat) + eps: Adam's denominator."""
+    """Return sqrt(v_hat) + eps: Adam's denominator."""
     return square.sqrt() / correction(beta, step).sqrt() + eps
 
 
 def linear(param: Tensor, lr: Tensor, ahead: Tensor, direction: Tensor) -> Tensor:
-    """The last update's direction once more for each update ahead (PipeOptim)."""
+    """Repeat the last update's direction once for each update ahead (PipeOptim)."""
     return param - lr * ahead * direction
 
 
 def once_started(step: Tensor, ahead: Tensor) -> Tensor:
-    """`ahead`, but 0 before the first update, when the state has no direction to predict from."""
+    """Return `ahead`, but 0 before the first update: then the state has no direction."""
     return ahead * step.clamp(max=1)

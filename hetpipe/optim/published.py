@@ -30,7 +30,7 @@ def lion(
     weight_decay: float = 0.0,
     decay_exclude: NameFilter | None = None,
 ) -> Optimizer:
-    """Lion (Chen et al., NeurIPS'23, algorithm 2): the sign of a momentum; decay is apart.
+    """Lion (Chen et al., NeurIPS'23, algorithm 2): the sign of a momentum, with decoupled decay.
 
     Prediction: dW = sign(m), the direction of an update whose gradient is m itself; the decay is
     not predicted.
@@ -62,8 +62,8 @@ def lamb(
 ) -> Optimizer:
     """LAMB (You et al., ICLR'20, algorithm 2): Adam's direction, scaled to the weights' norm.
 
-    A layer is one parameter tensor and the paper's phi the identity. Where the weights or their
-    direction are all zero the ratio of their norms counts as 1.
+    A layer is one parameter tensor and the paper's phi is the identity. If the weights or their
+    direction are all zero, the ratio of their norms counts as 1.
 
     Prediction: dW is the update's direction from the present weights and moments; it includes the
     decay, which is part of the norm.
@@ -96,6 +96,6 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def _ratio(weights: Tensor, direction: Tensor) -> Tensor:
-    """weights / direction, norms; 1 where either is 0."""
+    """Return weights / direction, both norms; 1 if either is 0."""
     positive = torch.logical_and(weights > 0, direction > 0)
     return torch.where(positive, weights / direction, torch.ones_like(weights))

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 class Optimizer:
     """An optimizer. `update` works on one parameter; `state` names its state tensors.
 
-    Every state tensor has its parameter's shape and dtype and starts at zero. `step` (0-d)
-    counts updates from 1; `lr` is 0-d, and both are float64 for such a parameter, else float32. As
-    a field, `lr` may be a function of that count.
+    Every state tensor has its parameter's shape and dtype and starts at zero. `step` (0-d) counts
+    updates from 1; `lr` is 0-d, and both are float64 for a float64 parameter, else float32. As a
+    field, `lr` may be a function of that count.
 
-    `predict(param, state, step, lr, ahead)` is the weights expected after `ahead` (0-d)
-    more updates, from the state after `step` updates; param itself if `step` or `ahead` is 0. It is
-    None if the state holds no direction to predict from. `predict_steps` predicts every single
-    update: see `multi_step`.
+    `predict(param, state, step, lr, ahead)` returns the weights expected after `ahead` (0-d) more
+    updates, from the state after `step` updates; param itself if `step` or `ahead` is 0. It is None
+    if the state has no direction to predict from. `predict_steps` predicts every single update: see
+    `multi_step`.
 
     Parameters whose names `decay_exclude` picks follow `undecayed`: see `rule_for`.
     """
@@ -55,7 +55,8 @@ class Optimizer:
             object.__setattr__(self, "lr", as_number("lr", self.lr))
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of update `step`, from 1. Raises `HetpipeError` for an invalid rate."""
+        """Return the learning rate of update `step`, from 1. Raises `HetpipeError` for an invalid
+        rate."""
         value: object = self.lr(step) if callable(self.lr) else self.lr
         rate = _plain(value)
         rate = float(rate) if isinstance(rate, Real) else math.nan
@@ -67,14 +68,14 @@ class Optimizer:
         return rate
 
     def rule_for(self, name: str) -> Optimizer:
-        """The optimizer for the parameter `name`: this one, or `undecayed`."""
+        """Return the optimizer for the parameter `name`: this one, or `undecayed`."""
         if self.undecayed is not None and self.decay_exclude is not None:
             return self.undecayed if self.decay_exclude(name) else self
         return self
 
 
 def as_number(name: str, value: object) -> float:
-    """Return a setting as a number, of a tensor or array its only element.
+    """Return a setting as a number; for a tensor or array, its only element.
 
     Raises `HetpipeError` for anything else.
     """
@@ -88,7 +89,7 @@ def as_number(name: str, value: object) -> float:
 
 
 def _plain(value: object) -> object:
-    """The only element of a tensor or array; anything else as it is."""
+    """Return the only element of a tensor or array; return any other value unchanged."""
     if getattr(value, "shape", None) in ((), (1,)) and hasattr(value, "item"):
         return value.item()
     return value
@@ -105,7 +106,7 @@ def _reads(text: str) -> bool:
 def excluding(
     optimizer: Optimizer, decay_exclude: NameFilter | None, undecayed: Callable[[], Optimizer]
 ) -> Optimizer:
-    """`optimizer`, with `undecayed()` for the parameters whose names `decay_exclude` picks."""
+    """Return `optimizer`, with `undecayed()` for the parameters that `decay_exclude` picks."""
     if decay_exclude is None:
         return optimizer
     changed = _with_setting(optimizer, "decay_exclude")
@@ -113,18 +114,18 @@ def excluding(
 
 
 def multi_step(optimizer: Optimizer) -> Optimizer:
-    """`optimizer`, predicting every update ahead by itself instead of repeating the last one.
+    """Return `optimizer`, predicting every update ahead instead of repeating the last one.
 
-    In the manner of FTPipe (Eliad et al., ATC'21): further gradients are expected to be zero but
-    for weight decay, so the momentum m fades. With s = ahead, b its factor, w the weight decay, p
-    the weights and A = b + b^2 + ... + b^s = b (1 - b^s) / (1 - b):
+    Like FTPipe (Eliad et al., ATC'21), it expects further gradients to be zero except for weight
+    decay, so the momentum m fades. With s = ahead, b its factor, w the weight decay, p the weights
+    and A = b + b^2 + ... + b^s = b (1 - b^s) / (1 - b):
 
     - sgd: p - lr V, V = A m + w p (s - A) / (1 - b); with nesterov p - lr (b V + s w p);
     - adam: p - lr (A m_hat + (s - A) w p) / (sqrt(v_hat) + eps);
     - adamw: p (1 - lr w)^s - lr A m_hat / (sqrt(v_hat) + eps).
 
-    Squared gradients are expected to be v_hat again, which therefore stays; bias corrections,
-    lr and the p in a sum stay at their present values. FTPipe steps through their changes.
+    It expects squared gradients to equal v_hat again, so v_hat stays; bias corrections, lr and the
+    p in a sum stay at their present values. FTPipe steps through their changes.
 
     Raises `HetpipeError` for other optimizers and for sgd without a momentum between 0 and 1.
     """
@@ -139,7 +140,6 @@ def multi_step(optimizer: Optimizer) -> Optimizer:
 
 
 def _with_setting(optimizer: Optimizer, name: str) -> Optimizer:
-    """The optimizer with a hyperparameter set to 1, which separates it in caches and
-    checkpoints."""
+    """Return the optimizer with a hyperparameter set to 1, which separates it in caches."""
     settings = {**dict(optimizer.hyperparameters), name: 1.0}
     return replace(optimizer, hyperparameters=tuple(settings.items()))

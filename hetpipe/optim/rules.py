@@ -136,7 +136,7 @@ def _adam(
         return param - lr / correction(beta1, step) * direction, (mean, square)
 
     def predict(param: Tensor, state: Tensors, step: Tensor, lr: Tensor, ahead: Tensor) -> Tensor:
-        step = step.clamp(min=1)  # before the first update the mean is 0, and so is the direction
+        step = step.clamp(min=1)  # before the first update the mean and the direction are 0
         direction = state[0] / root(state[1], beta2, step, max(eps, TINY))
         return param - lr * ahead / correction(beta1, step) * direction
 

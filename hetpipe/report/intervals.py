@@ -1,9 +1,9 @@
-"""A timeline for readers: passes, sums, transfers and waits.
+"""Turns a timeline into intervals for readers: passes, sums, transfers and waits.
 
 A predicted receive begins when its worker asks for the message, a measured one when the message
 arrives. So transfers and waits are derived, by the same rules for both:
 
-- A message is under way while its send lasts. After that it lies ready until the receiving lane has
+- A message is under way while its send lasts. Then it is ready until the receiving lane has
   no pass to do, and is under way again until the end of its receive.
 - A sum over replicas begins when its last replica begins it.
 - A lane waits before its first pass and between two passes, except while a message for the later
@@ -24,7 +24,7 @@ from hetpipe.simulate.timeline import Span, Timeline
 
 
 class Kind(str, Enum):
-    """How a lane spends an interval; the value is for people."""
+    """How a lane spends an interval; the value is text for people."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -43,7 +43,7 @@ PASSES = {
     Op.BACKWARD_WEIGHT: Kind.BACKWARD_WEIGHT,
     Op.UPDATE: Kind.UPDATE,
 }
-"""Actions that occupy a lane. In this module an update is a pass, too."""
+"""Actions that occupy a lane. In this module an update counts as a pass."""
 
 _RECEIVES = {
     Op.FORWARD: Op.RECV_FORWARD,
@@ -55,7 +55,7 @@ _RECEIVES = {
 class Interval(NamedTuple):
     """Seconds since the step began, on a row of the timeline.
 
-    `action` is the action itself, for a transfer its receive, for a wait the delayed pass.
+    `action` is the action itself; for a transfer its receive, for a wait the delayed pass.
     """
 
     kind: Kind
@@ -66,7 +66,7 @@ class Interval(NamedTuple):
 
 
 def intervals(timeline: Timeline) -> list[Interval]:
-    """All intervals of a timeline, by kind. Transfers are on the rows of their receivers."""
+    """Return all intervals of a timeline, by kind. Transfers are on the rows of their receivers."""
     passes = [
         Interval(PASSES[span.action.op], span.worker, span.action, span.start_s, span.end_s)
         for span in timeline.spans
@@ -80,9 +80,9 @@ def intervals(timeline: Timeline) -> list[Interval]:
 
 
 def pairs(spans: Sequence[Span]) -> list[tuple[Span | None, Span]]:
-    """Each receive with the send of its message, or None if the spans lack the send.
+    """Return each receive with the send of its message, or None if the spans lack the send.
 
-    Of several sends it is the last one that ends before the receive does.
+    Among several sends it chooses the last one that ends before the receive.
     """
     sends: dict[Message | None, list[Span]] = defaultdict(list)
     for span in sorted(spans, key=attrgetter("end_s")):
@@ -104,7 +104,7 @@ def _by_worker(passes: Iterable[Interval]) -> dict[int, list[Interval]]:
 
 
 def _sums(spans: Iterable[Span]) -> Iterator[Interval]:
-    """Sums by worker; a measured sum has a span per message, from first start to last end."""
+    """Yield sums by worker; a measured sum has a span per message, from first start to last end."""
     ends: dict[Action, dict[int, tuple[float, float]]] = defaultdict(dict)
     for span in (span for span in spans if span.action.op is Op.ALL_REDUCE):
         lo, hi = ends[span.action].get(span.worker, (span.start_s, span.end_s))
@@ -134,7 +134,7 @@ def _transfers(spans: Sequence[Span], lanes: Mapping[int, list[Interval]]) -> It
 
 
 def _has_length(span: Span) -> bool:
-    """Whether it lasts: a predicted receive takes no time if its message lies ready."""
+    """Return whether the span lasts: a predicted receive of a ready message takes no time."""
     return span.end_s > span.start_s
 
 
@@ -157,7 +157,7 @@ def _waits(
 
 
 def _without(lo: float, hi: float, busy: Iterable[Interval]) -> Iterator[tuple[float, float]]:
-    """The parts of lo..hi outside `busy`, whose intervals are in the order of their starts."""
+    """Yield the parts of lo..hi outside `busy`, whose intervals are sorted by their starts."""
     for start_s, end_s in [*((each.start_s, each.end_s) for each in busy), (hi, hi)]:
         if lo < min(start_s, hi):
             yield lo, min(start_s, hi)

@@ -1,6 +1,6 @@
-"""Pictures of timelines: a row per lane with its passes and waits, transfers and sums below them.
+"""Draws timelines: a row per lane with its passes and waits, transfers and sums below them.
 
-`hetpipe.report.intervals` defines transfers and waits. A transfer is drawn on its receiver's row.
+`hetpipe.report.intervals` defines transfers and waits. A transfer is on its receiver's row.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BANDS = {Kind.TRANSFER: (0.27, 0.08), Kind.SUM: (0.37, 0.08), Kind.WAIT: (-0.25,
 
 PASS_BAND = (-0.42, 0.64)
 NUMBERED = 0.011
-"""A pass has room for the number of its micro-batch if it takes this part of the axis."""
+"""A pass shows the number of its micro-batch if it takes this fraction of the axis."""
 
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -45,7 +45,7 @@ FORMATS = (".png", ".svg", ".pdf")
 def draw_timelines(path: Path, timelines: Sequence[Timeline], title: str = "") -> None:
     """Draw timelines of one workload, one above the other on one time axis.
 
-    Each says in its own title whether it is measured, emulated or predicted. Raises `HetpipeError`
+    Each title says whether the timeline is measured, emulated or predicted. Raises `HetpipeError`
     for a file that is no .png, .svg or .pdf, if matplotlib is missing or if the file cannot be
     written.
     """
@@ -53,7 +53,10 @@ def draw_timelines(path: Path, timelines: Sequence[Timeline], title: str = "") -
 
 
 def draw_workloads(path: Path, workloads: Sequence[Sequence[Timeline]], title: str = "") -> None:
-    """Like `draw_timelines` for several workloads, each with a time axis of its own."""
+    """Draw the timelines of several workloads, each workload on a separate time axis.
+
+    Raises the same errors as `draw_timelines`.
+    """
     if path.suffix not in FORMATS:
         raise HetpipeError(f"a picture is one of {', '.join(FORMATS)}, not {path.name!r}")
     try:
@@ -65,7 +68,7 @@ def draw_workloads(path: Path, workloads: Sequence[Sequence[Timeline]], title: s
 
 
 def figure_of(workloads: Sequence[Sequence[Timeline]], title: str = "") -> Figure:
-    """The figure: a panel per timeline; the timelines of a workload share a time axis."""
+    """Return the figure: a panel per timeline; the timelines of a workload share a time axis."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

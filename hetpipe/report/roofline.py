@@ -1,4 +1,4 @@
-"""A roofline: what each kernel reaches, below what memory and arithmetic allow.
+"""Draws a roofline: the speed of each kernel, below the limits of memory and arithmetic.
 
 Williams, Waterman and Patterson, "Roofline: An Insightful Visual Performance Model for Multicore
 Architectures", CACM 2009.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _PlainTable(Table):
-    """Text without markup: names of users may have brackets, or colons like an emoji's name."""
+    """A table without markup: users' names may contain brackets, or colons like an emoji's name."""
 
     def add_row(self, *renderables: RenderableType | None, **options: Any) -> None:
         plain = (Text(cell) if isinstance(cell, str) else cell for cell in renderables)
@@ -27,7 +27,7 @@ class _PlainTable(Table):
 
 
 def make_table(title: str, columns: Sequence[str], numbers: Collection[str] = ()) -> Table:
-    """An empty table; the columns named in `numbers` are flush right. Text in it is no markup."""
+    """Return an empty table; the columns named in `numbers` are flush right. Text is no markup."""
     table = _PlainTable(title=Text(title, "bold"), title_justify="left")
     for column in columns:
         table.add_column(Text(column), justify="right" if column in numbers else "left")
@@ -37,7 +37,7 @@ def make_table(title: str, columns: Sequence[str], numbers: Collection[str] = ()
 def device_table(
     infos: Iterable[DeviceInfo], joining: Collection[str], providers: Mapping[str, Provider]
 ) -> Table:
-    """Devices; `joining` are the ids that a local cluster takes unasked.
+    """Return a table of devices; `joining` are the ids that a local cluster takes by default.
 
     `providers` has the provider of each backend.
     """
@@ -58,7 +58,7 @@ def device_table(
 
 
 def cost_table(costs: CostTable) -> Table:
-    """Forward and backward of every layer on every device, one micro-batch."""
+    """Return forward and backward times of every layer on every device, for one micro-batch."""
     members = list(costs.devices)
     heads = [f"{member}, {costs.devices[member].label}" for member in members]
     columns = ["layer", *heads, "weights", "saved", "cut"]
@@ -85,7 +85,7 @@ def cost_table(costs: CostTable) -> Table:
 
 
 def link_table(costs: CostTable) -> Table:
-    """Every link: latency, bandwidth, and the time of the largest cut."""
+    """Return every link: latency, bandwidth, and the time of the largest cut."""
     largest = max((layer.cut_nbytes for layer in costs.layers), default=0)
     columns = ("from", "to", "latency", "bandwidth", f"{format_nbytes(largest)} take", "times are")
     table = make_table("Links", columns, columns[2:5])

@@ -1,8 +1,8 @@
-"""Timelines as a trace: Chrome's trace-event JSON, which Perfetto (ui.perfetto.dev) opens too.
+"""Writes timelines as Chrome's trace-event JSON, which Perfetto (ui.perfetto.dev) opens too.
 
-A timeline is a process. In it a thread per lane has the passes and waits. Sums and messages overlap
-passes and each other, so they are on further threads. The format is described in
-"Trace Event Format", Google, 2016.
+A timeline is a process. One thread per lane has the passes and waits. Sums and messages overlap
+passes and each other, so they are on further threads. The format is described in "Trace Event
+Format", Google, 2016.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def write_trace(path: Path, timelines: Sequence[Timeline]) -> None:
     """Write timelines as one trace; all of them begin at its time 0.
 
     Every span is an event with its own times, except that a receive begins when its message is on
-    its way: until then there is a wait. Raises `HetpipeError` if the file cannot be written, and
-    `CostError` if a time is not finite in it.
+    its way: before that there is a wait. Raises `HetpipeError` if the file cannot be written, and
+    `CostError` if a time in it is not finite.
     """
     events = [
         event
@@ -58,7 +58,7 @@ def write_trace(path: Path, timelines: Sequence[Timeline]) -> None:
 
 
 class _Process:
-    """One timeline. Events of a thread must not overlap, so each event gets the first free one."""
+    """One timeline. Each event gets the first free thread, so that events never overlap."""
 
     def __init__(self, number: int, timeline: Timeline) -> None:
         self._number = number
@@ -68,7 +68,7 @@ class _Process:
         self._threads: dict[tuple[int, int], int] = {}
 
     def events(self) -> list[Event]:
-        """The timeline's events, names of the process and its threads first."""
+        """Return the timeline's events, after the names of the process and its threads."""
         shown = intervals(self._timeline)
         passes = [self._pass(each) for each in shown if each.kind not in (Kind.SUM, Kind.TRANSFER)]
         beside = [*self._beside()]
@@ -85,7 +85,7 @@ class _Process:
         return self._complete(name, each.kind, thread, each.start_s, each.end_s)
 
     def _beside(self) -> Iterator[Event]:
-        """Sums, and messages with an arrow from each send to its receive."""
+        """Yield sums, and messages with an arrow from each send to its receive."""
         spans = [s for s in self._timeline.spans if not s.action.op.is_compute]
         send_of = {id(receive): send for send, receive in pairs(spans)}
         threads: dict[int, int] = {}
@@ -131,5 +131,5 @@ class _Process:
 
 
 def _leaves_s(span: Span, send: Span | None) -> float:
-    """Start of a span; of a receive no earlier than the start of its send."""
+    """Return the start of a span; for a receive, not before the start of its send."""
     return span.start_s if send is None else min(max(span.start_s, send.start_s), span.end_s)

@@ -1,4 +1,4 @@
-"""Numbers with units, for people: three significant digits."""
+"""Formats numbers with units, for people: three significant digits."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Bytes between processes: messages, wires between stages, and what carries them."""
+"""Moves bytes between processes: messages, wires between stages, and their transports."""

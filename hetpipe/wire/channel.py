@@ -1,4 +1,4 @@
-"""Messages between two processes of one host: small ones inline, big arrays in shared memory
+"""Sends messages between two processes of one host: small ones inline, big arrays in shared memory
 (stations 3 and 15 of docs/life-of-a-micro-batch.md).
 
 The memory is an anonymous file whose descriptor travels with the message. It has no name, so the
@@ -25,7 +25,7 @@ _HEAD = struct.Struct("<QIB")  # bytes of the body, buffers beside the pickle, b
 
 
 def anonymous_file(nbytes: int) -> int:
-    """A descriptor of shared memory without a name, `nbytes` long."""
+    """Return a descriptor of unnamed shared memory, `nbytes` long."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("hetpipe")
     else:
@@ -36,7 +36,7 @@ def anonymous_file(nbytes: int) -> int:
 
 
 def aligned(offset: int) -> int:
-    """The next multiple of a cache line."""
+    """Return the next multiple of a cache line."""
     return -(-offset // ALIGN) * ALIGN
 
 
@@ -48,7 +48,7 @@ class Channel:
         self._sending = threading.Lock()
 
     def fileno(self) -> int:
-        """The socket's descriptor, for `multiprocessing.connection.wait`."""
+        """Return the socket's descriptor, for `multiprocessing.connection.wait`."""
         return self._socket.fileno()
 
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
@@ -80,7 +80,7 @@ class Channel:
                 os.close(all_fds[-1])
 
     def receive(self) -> tuple[Any, list[int]]:
-        """The next message and its descriptors. Raises `EOFError` when the other end is gone."""
+        """Return the next message and its descriptors. Raises `EOFError` at the other end's end."""
         try:
             frame, fds, _, _ = socket.recv_fds(self._socket, _HEAD.size, MAX_FDS)
             frame += self._exactly(_HEAD.size - len(frame)) if frame else b""
@@ -97,7 +97,7 @@ class Channel:
         return _unpack(body, count), list(fds)
 
     def close(self) -> None:
-        """Close this end; the other one reads the end of the file."""
+        """Close this end; the other end then reads the end of the file."""
         self._socket.close()
 
     def _exactly(self, nbytes: int) -> bytearray:

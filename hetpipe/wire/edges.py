@@ -1,5 +1,5 @@
-"""A worker's edges: they send and receive messages, with threads of their own where that helps
-(stations 6 and 8 of docs/life-of-a-micro-batch.md)."""
+"""The edges of a worker: they send and receive messages, on extra threads if that helps (stations 6
+and 8 of docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from hetpipe.wire.transport import EdgeClosedError, Inlet, Outlet, Tensor
 from hetpipe.wire.wire import Axes, Kind, Layout
 
 AHEAD = 2
-"""Messages that may lie received on the device before the compute thread asks for them."""
+"""Number of received messages that may wait on the device for the compute thread."""
 
 GRACE_S = 2.0
-"""Seconds that a broken edge keeps silent: the controller reports the cause, a dead neighbour."""
+"""Seconds for which a broken edge stays silent, so that the controller can report the cause: a dead
+neighbour."""
 
 LOOK_S = 0.5
 """Seconds between two checks that a sender lives, while `drain` waits for it."""
@@ -34,28 +35,28 @@ class Sender:
     """Sends messages in the order in which it gets them.
 
     If a message can leave without a wait, the calling thread copies it. On a processor that is
-    cheaper than to wake another thread, which would compete for the same core.
+    cheaper than waking another thread, which would compete for the same core.
     """
 
     def __init__(self, outlet: Outlet, on_error: OnError) -> None:
         self._outlet = outlet
         self._queue: SimpleQueue[Any] = SimpleQueue()
         self._spans: list[Span] = []
-        self._queued = self._sent = 0  # messages that the thread was given, and has sent
+        self._queued = self._sent = 0  # numbers of messages for the thread, and sent by it
         self._thread = _start(self._run, on_error, f"send {outlet.wire.target}", self)
         self.closing = False
 
     def layout(self, kind: Kind) -> Layout | None:
-        """The tensors of a message of this kind; None if there are none and so no message."""
+        """Return the tensors of a message of this kind; None if there are none, and no message."""
         return self._outlet.wire.layouts.get(kind)
 
     @property
     def axes(self) -> Axes:
-        """By tensor, the dimension of its rows, where only some of them travel."""
+        """The dimension of a tensor's rows, by name, for tensors that travel by rows."""
         return self._outlet.wire.axes
 
     def send(self, action: Action, kind: Kind, tensors: Sequence[Tensor]) -> None:
-        """Send a message for an action; buffers must stay unchanged until it has left."""
+        """Send a message for an action; its buffers must not change until it has left."""
         if self._queued == self._sent and self._outlet.immediate():
             self._spans.append((action, *self._outlet.send(kind, tensors)))
         else:
@@ -79,7 +80,7 @@ class Sender:
                 raise EdgeClosedError
 
     def take_spans(self) -> list[Span]:
-        """The spans of the messages sent since the last call."""
+        """Return the spans of the messages sent since the last call."""
         spans, self._spans = self._spans, []
         return spans
 
@@ -113,12 +114,12 @@ class Receiver(ABC):
         self.closing = False
 
     def layout(self, kind: Kind) -> Layout | None:
-        """The tensors of a message of this kind; None if there are none and so no message."""
+        """Return the tensors of a message of this kind; None if there are none, and no message."""
         return self._inlet.wire.layouts.get(kind)
 
     @property
     def axes(self) -> Axes:
-        """By tensor, the dimension of its rows, where only some of them travel."""
+        """The dimension of a tensor's rows, by name, for tensors that travel by rows."""
         return self._inlet.wire.axes
 
     @abstractmethod
@@ -127,10 +128,10 @@ class Receiver(ABC):
 
     @abstractmethod
     def take(self, action: Action) -> list[Any]:
-        """The message for a receiving action; blocks. Raises `EdgeClosedError` when closed."""
+        """Return the message for a receiving action; blocks. Raises `EdgeClosedError` if closed."""
 
     def take_spans(self) -> list[Span]:
-        """The spans of the messages received since the last call."""
+        """Return the spans of the messages received since the last call."""
         spans, self._spans = self._spans, []
         return spans
 
@@ -146,7 +147,7 @@ class Receiver(ABC):
 
 
 class DirectReceiver(Receiver):
-    """The thread that takes a message receives it: no other is woken to copy on the same core."""
+    """Receives a message on the thread that takes it: no other thread wakes on the same core."""
 
     def __init__(self, inlet: Inlet, on_error: OnError) -> None:
         super().__init__(inlet)
@@ -168,7 +169,7 @@ class DirectReceiver(Receiver):
 
 
 class PrefetchingReceiver(Receiver):
-    """Receives messages on a thread of its own, as they come, and keeps some to be taken."""
+    """Receives messages on an extra thread as they arrive, and keeps some until they are taken."""
 
     def __init__(self, inlet: Inlet, on_error: OnError) -> None:
         super().__init__(inlet)
@@ -212,14 +213,13 @@ class PrefetchingReceiver(Receiver):
 
     def _wait_for_room(self) -> None:
         with self._changed:
-            # A thread that waits for a later message than those in the box must get it,
-            # or nothing moves.
+            # A thread may wait for a message after the ones in the box; without it, nothing moves.
             while len(self._box) >= AHEAD and not self._awaits and not self.closing:
                 self._changed.wait()
 
 
 def make_receiver(inlet: Inlet, on_error: OnError) -> Receiver:
-    """The receiver of an edge: direct if a message only has to be copied in the host's memory."""
+    """Return the receiver of an edge: direct if a message only needs a copy in host memory."""
     if inlet.buffered and inlet.in_host_memory:
         return DirectReceiver(inlet, on_error)
     return PrefetchingReceiver(inlet, on_error)

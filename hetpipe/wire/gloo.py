@@ -1,4 +1,5 @@
-"""Between any processes: torch.distributed's gloo, one flat tensor a message, or several in turn.
+"""Connects any processes by torch.distributed's gloo; a message is one flat tensor, or several
+parts.
 
 Both ends know every message's kind beforehand, so no description travels with it.
 """
@@ -24,28 +25,28 @@ from hetpipe.wire.transport import EdgeClosedError, Inlet, Outlet, Port
 from hetpipe.wire.wire import Array, Kind, Wire, arrays_in, packed_nbytes
 
 LOOPBACK = "127.0.0.1"
-# A receive may wait through a whole idle evening; failures come by the control channel.
+# A receive may wait for hours of idle time; failures arrive on the control channel.
 PATIENCE = timedelta(days=7)
 
 LEAST_PART_NBYTES = 16 * 1024
-"""The bytes that gloo moves in about the fixed time of a message."""
+"""Bytes that gloo moves in about the fixed time of a message."""
 
 
 def plugs(
     wire: Wire, ranks: tuple[int, int], tag: int, pieces: int
 ) -> tuple[tuple[GlooPort, list[int]], tuple[GlooPort, list[int]]]:
-    """The sending and the receiving end of a wire between two ranks."""
+    """Return the sending and the receiving end of a wire between two ranks."""
     return (GlooPort(ranks[1], tag, pieces), []), (GlooPort(ranks[0], tag, pieces), [])
 
 
 def host() -> tuple[Any, tuple[str, int]]:
-    """The store where processes meet, in this process, and its address on the loopback.
+    """Start the store where processes meet; return it and its address on the loopback.
 
     The store must outlive the processes.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
-    # A store that makes its own socket listens on every interface, whatever its address.
+    # If the store made the socket, it would listen on every interface.
     with socket.create_server((LOOPBACK, 0), backlog=socket.SOMAXCONN) as server:
         port = server.getsockname()[1]
         store = TCPStore(
@@ -56,7 +57,7 @@ def host() -> tuple[Any, tuple[str, int]]:
 
 
 def join(rank: int, world: int, address: tuple[str, int], limit_s: float) -> None:
-    """Become `rank` of the process group; returns when all have joined."""
+    """Become `rank` of the process group; return when all ranks have joined."""
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
@@ -69,9 +70,9 @@ def join(rank: int, world: int, address: tuple[str, int], limit_s: float) -> Non
 def _calm_gloo() -> None:
     """Keep gloo's thread from preempting ours on the core that they share.
 
-    Woken in the middle of a send it spins on the lock that the sender holds, until its time slice
-    ends: milliseconds each time. A batch thread waits its turn. If the system does not allow that,
-    messages are only slower.
+    If gloo's thread wakes in the middle of a send, it spins on the sender's lock until its time
+    slice ends: milliseconds each time. A batch thread waits its turn. If the system does not allow
+    a batch thread, messages are only slower.
     """
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):
@@ -80,7 +81,7 @@ def _calm_gloo() -> None:
 
 
 def _group() -> Any:
-    """The process group itself: `dist.isend` around it costs as much as a small message."""
+    """Return the process group: a call through `dist.isend` costs as much as a small message."""
     import torch.distributed as dist
 
     return dist.group.WORLD
@@ -88,9 +89,9 @@ def _group() -> Any:
 
 @dataclass(frozen=True)
 class GlooPort(Port):
-    """`peer` is the rank at the other end; `tag` names the wire.
+    """One end of a wire; `peer` is the rank at the other end, `tag` names the wire.
 
-    A message travels in up to `parts`, which both ends know; its head is in the last.
+    A message travels in up to `parts` parts, which both ends know; its head is in the last part.
     """
 
     peer: int
@@ -105,7 +106,7 @@ class GlooPort(Port):
 
 
 class _Staging:
-    """One message's memory on the host, seen as flat parts and as arrays, per kind."""
+    """Host memory for one message, as flat parts and as arrays, per kind."""
 
     def __init__(self, wire: Wire, parts: int) -> None:
         import torch
@@ -125,7 +126,7 @@ class _Staging:
 
 
 def _ends(nbytes: int, parts: int) -> list[int]:
-    """The ends in bytes of the parts of a message's body; empty if it travels whole."""
+    """Return the ends in bytes of the parts of a message's body; empty if it travels whole."""
     size = max(aligned(-(-(nbytes - ALIGN) // parts)), LEAST_PART_NBYTES)
     return [*range(ALIGN + size, nbytes, size), nbytes] if parts > 1 else []
 
@@ -136,7 +137,7 @@ class _GlooOutlet(Outlet):
         self._port = port
         self._staging = _Staging(wire, port.parts)
         self._group = _group()
-        self._sent = 0  # parts of the message at hand
+        self._sent = 0  # number of sent parts of the present message
 
     def _acquire(self, kind: Kind) -> list[Array]:
         return self._staging.arrays[kind]
@@ -150,7 +151,7 @@ class _GlooOutlet(Outlet):
         self._send(kind, sum(end <= nbytes for end in self._staging.ends[kind]))
 
     def _send(self, kind: Kind, count: int) -> None:
-        """Send the parts that are left before number `count`."""
+        """Send the parts before number `count` that have not left yet."""
         try:
             for part in self._staging.parts[kind][self._sent : count]:
                 self._group.send([part], self._port.peer, self._port.tag).wait()
@@ -159,7 +160,7 @@ class _GlooOutlet(Outlet):
         self._sent = count
 
     def close(self) -> None:
-        """Nothing to do: gloo's pairs end with the process."""
+        """Do nothing: gloo's pairs end with the process."""
 
 
 class _GlooInlet(Inlet):
@@ -178,7 +179,7 @@ class _GlooInlet(Inlet):
         return self._staging.arrays[kind], float(self._staging.deliver_s)
 
     def _release(self) -> None:
-        """The staging memory is reused by the next receive."""
+        """Do nothing: the next receive reuses the staging memory."""
 
     def close(self) -> None:
-        """Nothing to do: gloo's pairs end with the process."""
+        """Do nothing: gloo's pairs end with the process."""

@@ -1,4 +1,4 @@
-"""Between threads of one process: arrays, or the buffers themselves, change hands."""
+"""Connects threads of one process: arrays, or the buffers themselves, change hands."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SLOTS = 4
 def plugs(
     wire: Wire, ranks: tuple[int, int], tag: int, pieces: int
 ) -> tuple[tuple[HandoverPort, list[int]], tuple[HandoverPort, list[int]]]:
-    """The sending and the receiving end of a wire, which are one port."""
+    """Return the sending and the receiving end of a wire, which are the same port."""
     port = HandoverPort()
     return (port, []), (port, [])
 
 
 class HandoverPort(Port):
-    """Both ends of a wire inside one process: a queue of messages, and a queue of vacant slots."""
+    """Both ends of a wire inside one process: a queue of messages, and a queue of free slots."""
 
     def __init__(self) -> None:
         self.messages: SimpleQueue[Any] = SimpleQueue()
@@ -76,7 +76,7 @@ class _HandoverOutlet(Outlet):
             super()._fill(tensors, arrays)
 
     def _shared(self) -> bool:
-        """Whether both ends are on one device, so that its buffers need no copy."""
+        """Return whether both ends use one device, so that its buffers need no copy."""
         return self._port.target is self.device
 
     def _commit(self, kind: Kind, arrays: list[Any], deliver_s: float) -> None:

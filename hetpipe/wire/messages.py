@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 SCRIPTS = 16
-"""The number of schedules that a worker remembers; it forgets the oldest first."""
+"""Number of schedules that a worker remembers; it forgets the oldest first."""
 
 # To a worker.
 
@@ -47,13 +47,13 @@ STATUS = struct.Struct("<i")
 class Fork:
     """To a fork server: a request for a worker.
 
-    With it come descriptors: the worker's channel, the controller's standard output and error, and
-    a pipe for two `STATUS`, of the worker's begin and its end.
+    The message carries descriptors: the worker's channel, the controller's standard output and
+    error, and a pipe for two `STATUS`, at the worker's start and its end.
     """
 
     cores: tuple[int, ...]
     folder: str
-    path: tuple[str, ...]  # on which Python finds modules
+    path: tuple[str, ...]  # Python's search path for modules
     variables: dict[str, str]  # the whole environment
 
 
@@ -61,7 +61,7 @@ class Fork:
 class Open:
     """The first message: the worker's member, rank and meeting place.
 
-    `backend` is `module:Class`; None if the registry has the backend. `options` are for it.
+    `backend` is `module:Class`; None if the registry has the backend, which gets the `options`.
     `shares_core` says whether other workers may run on the worker's cores.
     """
 
@@ -78,12 +78,12 @@ class Open:
 
 @dataclass(frozen=True)
 class EdgeEnd:
-    """The end of a wire at a worker. Both ends, without a port, if both are at this worker."""
+    """The end of a wire at a worker. Without a port, both ends are at this worker."""
 
     wire: Wire
     port: Port | None
     link: Link
-    fds: tuple[int, int]  # its descriptors are from .. to (excluded) of the message's
+    fds: tuple[int, int]  # range of its descriptors in the message: from, to (excluded)
 
 
 @dataclass(frozen=True)
@@ -91,27 +91,29 @@ class Keep:
     """How versions of weights are kept (`hetpipe.worker.weights`), and the updates so far."""
 
     policy: WeightPolicy = FLUSH
-    updates: tuple[int, ...] = ()  # by stage; empty: none so far
-    lr: float = 0.0  # of the last update
+    updates: tuple[int, ...] = ()  # by stage; empty if there are none
+    lr: float = 0.0  # rate of the last update
     check_finite: bool = False  # check the outputs of every pass
-    late_gradients: bool = False  # from the backward to the update; for one backward per update
+    late_gradients: bool = (
+        False  # gradients exist from backward to update; needs one backward per update
+    )
 
 
 @dataclass(frozen=True)
 class StageLoad:
-    """A stage, and its values that do not lie at the worker already, in its stages so far."""
+    """A stage, with the values that the worker lacks."""
 
     graphs: StageGraphs
     replica: int
     values: Mapping[str, Array]
-    held: tuple[tuple[str, str], ...] = ()  # role and name of values that lie there
+    held: tuple[tuple[str, str], ...] = ()  # role and name of values that the worker has
 
 
 @dataclass(frozen=True)
 class Load:
-    """Prepare to load these stages, in place of all others but those that stay as they are.
+    """Prepare to load these stages. They replace all others, except the stages that `stay`.
 
-    The reply says what the device cannot run; nothing changes before `Begin`.
+    The reply says which stages the device cannot run; nothing changes before `Begin`.
     """
 
     stages: tuple[StageLoad, ...]
@@ -124,18 +126,19 @@ class Load:
 
 @dataclass(frozen=True)
 class Begin:
-    """Load the stages of the last `Load`; or forget them, if a worker cannot run its own."""
+    """Load the stages of the last `Load`, or forget them if a worker cannot run its stages."""
 
     loads: bool
 
 
 @dataclass(frozen=True)
 class Clip:
-    """Gradients are scaled so that their norm is at most `norm`: of all stages, or of each.
+    """Scale gradients so that their norm is at most `norm`, for all stages together or for `each`.
 
-    `skips`: an update whose gradients are not all finite is left out. `undoes`: then the buffers
-    are those of before, too. If neither, such gradients are applied and reported. With an infinite
-    `norm` stages sum their gradients instead of the squares: that sum is not finite either.
+    With `skips`, an update is left out if its gradients are not all finite; with `undoes`, the
+    buffers are restored as well. With neither, such gradients are applied and reported. With an
+    infinite `norm` stages sum their gradients instead of the squares: that sum is not finite
+    either.
     """
 
     norm: float
@@ -145,11 +148,11 @@ class Clip:
 
     @property
     def takes_norms(self) -> bool:
-        """Whether gradients are clipped, and not only looked at."""
+        """Whether gradients are clipped, not only checked."""
         return self.norm < math.inf
 
     def factor(self, square: float) -> float:
-        """The factor for gradients whose squares sum to `square`; NaN to leave the update out."""
+        """Return the factor for gradients whose squares sum to `square`; NaN to skip the update."""
         if self.skips and not math.isfinite(square):
             return math.nan
         if not self.takes_norms:
@@ -159,10 +162,10 @@ class Clip:
 
 @dataclass(frozen=True)
 class Apply:
-    """An update. If `grad_scale` is None the controller sends it once it knows all losses."""
+    """An update. If `grad_scale` is None, the controller sends it once it knows all losses."""
 
-    serial: int  # names it between the controller and its workers
-    number: int  # counts all mini-batches that were trained, from 1
+    serial: int  # identifies the update for the controller and its workers
+    number: int  # number of the trained mini-batch, from 1
     lr: float
     grad_scale: float | None
     clip: Clip | None
@@ -172,8 +175,8 @@ class Apply:
 class Batch(Apply):
     """A mini-batch and its update, for one worker.
 
-    Sequences have an entry per micro-batch, mappings one per stage. Feeds have only the rows that
-    the worker's replica does.
+    Sequences have an entry per micro-batch, mappings one per stage. Feeds contain only the rows
+    that the worker's replica computes.
     """
 
     samples: tuple[int, ...]
@@ -182,34 +185,34 @@ class Batch(Apply):
     seed: int
     guards: bool  # updates wait until losses are known to be finite
     counted: bool  # losses are sums, with counts
-    lag: Mapping[int, Sequence[int]]  # age in updates of a forward's version
-    ahead: Mapping[int, Sequence[int]]  # updates to come before the backward
+    lag: Mapping[int, Sequence[int]]  # age of a forward's version, in updates
+    ahead: Mapping[int, Sequence[int]]  # number of updates before the backward
 
 
 @dataclass(frozen=True)
 class Step:
-    """Run a part of a schedule. The schedule comes only the first time that its `script` is run.
+    """Run a part of a schedule. The schedule itself comes only the first time that `script` runs.
 
-    Numbers in the schedule count from mini-batch `first`. The part begins mini-batch `begins`,
-    which is `batch`.
+    Numbers in the schedule count from mini-batch `first`. The part begins mini-batch number
+    `begins`, which is `batch`.
     """
 
     serial: int
     script: int
     schedule: Schedule | None
-    rows: tuple[int, ...]  # this worker's rows of the schedule: one, or one per lane
+    rows: tuple[int, ...]  # this worker's rows of the schedule: one per lane
     closing: Closing
     first: int
     microbatches: int  # per mini-batch
     begins: int  # the number of `batch` in the stream
-    batch: Apply  # a mini-batch, or an update by itself
-    drain: bool  # wait until all messages are sent; else go on at once
+    batch: Apply  # a mini-batch, or only an update
+    drain: bool  # wait until all messages are sent
     evaluates: bool  # forwards are in evaluation
 
 
 @dataclass(frozen=True)
 class Speed:
-    """The emulated speed from the next action on. There is no reply."""
+    """Set the emulated speed from the next action on. There is no reply."""
 
     value: float
 
@@ -242,7 +245,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Write:
-    """Take these values."""
+    """Replace the values of these slots."""
 
     stage: int
     role: str
@@ -251,7 +254,7 @@ class Write:
 
 @dataclass(frozen=True)
 class Stop:
-    """Leave."""
+    """End the worker."""
 
 
 # From a worker.
@@ -266,10 +269,10 @@ class Reply:
 
 @dataclass(frozen=True)
 class Losses:
-    """Every forward that a stage does of a mini-batch is done.
+    """A stage has done all its forwards of a mini-batch.
 
-    The stage with the loss says whether losses are finite, where updates wait for that. The stage
-    with the count, which may be another one, has the numbers of terms of losses that are sums.
+    The stage with the loss says whether the losses are finite, if updates wait for that. The stage
+    with the count, perhaps another one, has the numbers of terms in losses that are sums.
     """
 
     serial: int
@@ -314,14 +317,14 @@ class StepReport:
     """The results of a worker for a part of a schedule.
 
     A span is the lane, stage, operation and number of an action, and its start and end by
-    `time.monotonic`. Transfers have one once they have ended. Mappings are by stage.
+    `time.monotonic`. A transfer has a span once it has ended. Mappings are by stage.
     """
 
     losses: tuple[float, ...] | None
     counts: tuple[float, ...] | None
     spans: Sequence[tuple[int, int, str, int, float, float]]
     versions: Mapping[int, int]  # of the last forward, counted in updates
-    live_versions: Mapping[int, int]  # most at once
-    memory: Mapping[int, tuple[int, int]]  # most micro-batches in flight, most bytes
+    live_versions: Mapping[int, int]  # largest number at once
+    memory: Mapping[int, tuple[int, int]]  # most micro-batches in flight, and most bytes
     device_nbytes: int | None  # in use now, by the device's own count
     culprit: str = ""  # a gradient that was applied and is not finite

@@ -1,4 +1,4 @@
-"""A message in pieces: each leaves as soon as the device has finished it (BaPipe, section 3.2;
+"""Sends a message in pieces, each as soon as the device has finished it (BaPipe, section 3.2;
 station 8 of docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Leaving = Callable[[Sequence[Slot], Sequence[Buffer], Event, Sequence[Chunk]], N
 
 
 def streams(info: DeviceInfo) -> bool:
-    """Whether the device reports parts of its results while a pass runs."""
+    """Return whether the device reports parts of its results while a pass runs."""
     return info.execution is Execution.ASYNC and info.capabilities.chunks
 
 
@@ -39,10 +39,10 @@ def pieces_of(
     ended: Event,
     chunks: Sequence[Chunk],
 ) -> list[Piece] | None:
-    """The pieces of a message in its order, out of a pass that has begun.
+    """Return the pieces of a message in order, made from a pass that has begun.
 
-    Elements in no chunk are ready when the pass has `ended`. `slots` are those of the outputs; None
-    if one of the message's tensors is not among them.
+    Elements in no chunk are ready when the pass has `ended`. `slots` belong to the outputs. The
+    result is None if one of the message's tensors is no output.
     """
     pieces = []
     at = {slot.key: index for index, slot in enumerate(slots)}

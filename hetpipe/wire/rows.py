@@ -1,8 +1,9 @@
-"""Rows: messages between stages whose replicas divide a micro-batch in unlike ways (stations 6 and
-8 of docs/life-of-a-micro-batch.md).
+"""Messages between stages whose replicas divide a micro-batch differently (stations 6 and 8 of
+docs/life-of-a-micro-batch.md).
 
-If two replicas of neighbouring stages do the same rows, tensors travel whole, from device to
-device. Else the rows that both do are cut out, and joined with other replicas' rows, on the host.
+If two replicas of neighbouring stages compute the same rows, tensors travel whole, from device to
+device. Otherwise the host cuts out the rows that both compute, and joins them with other replicas'
+rows.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Route(NamedTuple):
 
 
 def routes(shares: Shares, own: Replica, stage: int, content: Content, samples: int) -> list[Route]:
-    """The routes between a replica and those of another stage, in the order of the replicas."""
+    """Return the routes between a replica and the replicas of another stage, in their order."""
     mine = shares.rows(own, samples)
     overlapping = []
     for peer in shares.replicas(stage):
@@ -41,15 +42,17 @@ def routes(shares: Shares, own: Replica, stage: int, content: Content, samples: 
 
 
 def kind_of(content: Content, one: Rows, other: Rows) -> Kind:
-    """The kind of a message between two replicas, by the rows that they do."""
+    """Return the kind of a message between two replicas that compute these rows."""
     lo, hi = overlap(one, other)
     return Kind(content if one == other else content.some_rows, hi - lo)
 
 
 def find_axes(shapes: Iterable[tuple[str, int, tuple[int, ...]]]) -> dict[str, int]:
-    """The dimension of each tensor's rows, from (name, rows, shape) at unlike numbers of rows.
+    """Return the dimension of each tensor's rows, from (name, rows, shape) at several numbers of
+    rows.
 
-    Raises `HetpipeError` for a tensor that cannot be divided by rows."""
+    Raises `HetpipeError` for a tensor that cannot be divided by rows.
+    """
     shapes_of: dict[str, dict[int, tuple[int, ...]]] = {}
     for name, rows, shape in shapes:
         shapes_of.setdefault(name, {})[rows] = shape
@@ -75,7 +78,7 @@ def _axis(name: str, shapes: Mapping[int, tuple[int, ...]]) -> int:
 
 
 def rows_of(layout: Layout, axes: Axes, rows: int) -> Layout:
-    """The layout of these tensors with `rows` rows."""
+    """Return the layout of these tensors with `rows` rows."""
     slots = []
     for slot in layout:
         axis = axes[slot.name]
@@ -85,7 +88,7 @@ def rows_of(layout: Layout, axes: Axes, rows: int) -> Layout:
 
 
 def cut(arrays: Sequence[Array], layout: Layout, axes: Axes, lo: int, hi: int) -> list[Array]:
-    """Rows lo..hi (hi excluded) of these tensors."""
+    """Return rows lo..hi (hi excluded) of these tensors."""
     return [
         array[(slice(None),) * axes[slot.name] + (slice(lo, hi),)]
         for array, slot in zip(arrays, layout, strict=True)
@@ -95,7 +98,7 @@ def cut(arrays: Sequence[Array], layout: Layout, axes: Axes, lo: int, hi: int) -
 def join(
     parts: Sequence[tuple[Rows, Sequence[Array]]], layout: Layout, axes: Axes, own: Rows
 ) -> list[Array]:
-    """Joins parts of the micro-batch, which cover the rows `own`."""
+    """Join parts of the micro-batch, which cover the rows `own`."""
     whole = rows_of(layout, axes, own[1] - own[0])
     joined = [np.empty(slot.shape, host_dtype(slot.dtype)) for slot in whole]
     for (lo, hi), arrays in parts:

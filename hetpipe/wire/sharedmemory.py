@@ -1,4 +1,4 @@
-"""Between processes of one host: a ring of slots in shared memory.
+"""Connects processes of one host by a ring of slots in shared memory.
 
 A byte through a socket pair says that a slot is filled, a byte back that it is free; the end of the
 file says that the other end is gone.
@@ -41,7 +41,7 @@ class RingPort(Port):
 def plugs(
     wire: Wire, ranks: tuple[int, int], tag: int, pieces: int
 ) -> tuple[tuple[RingPort, list[int]], tuple[RingPort, list[int]]]:
-    """The sending and the receiving end of a new ring, each with its descriptors."""
+    """Return the sending and the receiving end of a new ring, each with its descriptors."""
     slot_nbytes = wire.packed_nbytes
     port = RingPort(8 if slot_nbytes <= SMALL_NBYTES else 3, slot_nbytes)
     memory = anonymous_file(port.slots * slot_nbytes)
@@ -50,7 +50,7 @@ def plugs(
 
 
 class _Ring:
-    """The part that both ends share: slots in turn, and signals to and from the other end."""
+    """The state that both ends share: slots in turn, and signals to and from the other end."""
 
     def __init__(self, port: RingPort, wire: Wire, fds: Sequence[int]) -> None:
         memory = mmap.mmap(fds[0], port.slots * port.slot_nbytes)
@@ -67,7 +67,7 @@ class _Ring:
         self._turn = 0
 
     def wait(self) -> None:
-        """Use up one signal of the other end; blocks until there is one."""
+        """Consume one signal of the other end; blocks until there is one."""
         if self.signals == 0:
             try:
                 self.signals = len(self._socket.recv(64))
@@ -78,7 +78,7 @@ class _Ring:
         self.signals -= 1
 
     def signalled(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return whether `wait` would return at once."""
         if self.signals == 0:
             try:
                 self.signals = len(self._socket.recv(64, socket.MSG_DONTWAIT))
@@ -91,7 +91,7 @@ class _Ring:
         return True
 
     def slot(self, kind: Kind) -> tuple[list[Array], Array]:
-        """The present slot: its tensors and its time of delivery."""
+        """Return the present slot: its tensors and its time of delivery."""
         return self._arrays[self._turn][kind], self._deliver_s[self._turn]
 
     def signal(self) -> None:
@@ -104,7 +104,7 @@ class _Ring:
 
     def close(self) -> None:
         """Wake the thread that waits here, and the other end."""
-        with suppress(OSError):  # the other end was faster
+        with suppress(OSError):  # the other end has closed it already
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
@@ -113,7 +113,7 @@ class _RingOutlet(Outlet):
     def __init__(self, ring: _Ring, wire: Wire, device: Device, link: Link) -> None:
         super().__init__(wire, device, link)
         self._ring = ring
-        ring.signals = ring.slots  # all are free
+        ring.signals = ring.slots  # all slots are free
 
     def _has_room(self) -> bool:
         return self._ring.signalled()

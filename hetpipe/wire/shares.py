@@ -1,5 +1,5 @@
-"""Shares: replicas of a stage divide each micro-batch by rows, or take mini-batches in turn
-(station 2 of docs/life-of-a-micro-batch.md)."""
+"""Divides the work of a stage between its replicas: by rows of each micro-batch, or by mini-batches
+in turn (station 2 of docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Rows = tuple[int, int]
 
 @cache
 def divide(samples: int, weights: tuple[float, ...]) -> tuple[int, ...]:
-    """Rows of a micro-batch for each replica, in their order, by the largest remainders.
+    """Return each replica's number of rows of a micro-batch, by the largest remainders.
 
-    Raises `HetpipeError` if one would get none.
+    Raises `HetpipeError` if a replica would get none.
     """
     total = sum(weights)
     exact = [samples * weight / total for weight in weights]
@@ -51,11 +51,11 @@ def _ends(samples: int, weights: tuple[float, ...]) -> tuple[Rows, ...]:
 
 @dataclass(frozen=True)
 class Shares:
-    """The work of each replica of each stage.
+    """The share of each replica of each stage in the work.
 
     The replicas of stage n divide every micro-batch by `weights[n]`, or (`in_turn`) take whole
-    mini-batches in turn. In turn they apply the mean gradient of a round (`averages`), or each
-    mini-batch's by itself.
+    mini-batches in turn. In turn they apply the mean gradient of a round if it `averages`, and
+    otherwise the gradient of each mini-batch.
     """
 
     weights: tuple[tuple[float, ...], ...]
@@ -63,32 +63,32 @@ class Shares:
     averages: bool = True
 
     def replicas(self, stage: int) -> list[Replica]:
-        """The replicas of a stage."""
+        """Return the replicas of a stage."""
         return [Replica(stage, number) for number in range(len(self.weights[stage]))]
 
     def rows(self, replica: Replica, samples: int) -> Rows:
-        """The rows of a micro-batch that a replica does, if it takes the mini-batch."""
+        """Return the rows of a micro-batch that a replica computes, if it takes the mini-batch."""
         weights = self.weights[replica.stage]
         if self.in_turn or len(weights) == 1:
             return 0, samples
         return _ends(samples, weights)[replica.number]
 
     def takes(self, replica: Replica, mini_batch: int) -> bool:
-        """Whether a replica does any part of a mini-batch."""
+        """Return whether a replica computes any part of a mini-batch."""
         count = len(self.weights[replica.stage])
         return not self.in_turn or mini_batch % count == replica.number
 
     def per_update(self, stage: int) -> int:
-        """The number of mini-batches that an update of a stage applies."""
+        """Return the number of mini-batches that an update of a stage applies."""
         return len(self.weights[stage]) if self.in_turn and self.averages else 1
 
     def meet(self, one: Replica, other: Replica) -> bool:
-        """Whether two replicas of neighbouring stages ever do the same mini-batch."""
+        """Return whether two replicas of neighbouring stages ever compute the same mini-batch."""
         common = gcd(len(self.weights[one.stage]), len(self.weights[other.stage]))
         return not self.in_turn or one.number % common == other.number % common
 
 
 def overlap(one: Rows, other: Rows) -> Rows:
-    """The rows that are in both; (0, 0) if there are none."""
+    """Return the rows that are in both; (0, 0) if there are none."""
     lo, hi = max(one[0], other[0]), min(one[1], other[1])
     return (lo, hi) if lo < hi else (0, 0)

@@ -1,7 +1,7 @@
 """Transport: the two ends of a wire, made from a port that can travel (station 9 of
 docs/life-of-a-micro-batch.md).
 
-A message is a list of tensors whose shapes both ends know. An end is used by one thread.
+A message is a list of tensors whose shapes both ends know. Each end is used by one thread.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class EdgeClosedError(Exception):
 
 
 class EmulatedLink:
-    """Holds a sender for as long as a slower link would, and says when the message arrives."""
+    """Holds a sender as long as a slower link would, and computes when the message arrives."""
 
     def __init__(self, link: Link) -> None:
         self.latency_s = link.latency_s or 0.0
@@ -43,7 +43,7 @@ class EmulatedLink:
         self.emulates = link.latency_s is not None or link.bandwidth_Bps is not None
 
     def occupy(self, start_s: float, nbytes: int) -> float:
-        """Wait until the link is free again. Returns the time of delivery; 0 means at once."""
+        """Wait until the link is free again. Return the time of delivery; 0 means at once."""
         if not self.emulates:
             return 0.0
         transfer_s = nbytes / self._bandwidth_Bps if self._bandwidth_Bps else 0.0
@@ -52,7 +52,7 @@ class EmulatedLink:
 
 
 def sleep_until(time_s: float) -> None:
-    """Sleep until that `time.monotonic()`; times that are past cost nothing."""
+    """Sleep until `time.monotonic()` reaches `time_s`; return at once for a past time."""
     if time_s and (rest_s := time_s - time.monotonic()) > 0:
         time.sleep(rest_s)
 
@@ -68,7 +68,7 @@ class Outlet(ABC):
         self._nbytes = {kind: tensor_nbytes(layout) for kind, layout in wire.layouts.items()}
 
     def send(self, kind: Kind, tensors: Sequence[Tensor]) -> tuple[float, float]:
-        """Send one message of that kind; blocks while there is no room. Returns start and end.
+        """Send one message of this kind; blocks while there is no room. Return start and end.
 
         Raises `EdgeClosedError` if nobody can receive it.
         """
@@ -84,9 +84,9 @@ class Outlet(ABC):
         return streams(self.device.info)
 
     def stream(self, kind: Kind, pieces: Sequence[Piece]) -> tuple[float, float]:
-        """Send one message of that kind piece by piece, each as soon as it is ready.
+        """Send one message of this kind in pieces, each when it becomes ready.
 
-        The pieces are the whole message in its order. Returns the time when the first was ready,
+        The pieces are the whole message in order. Return two times: when the first piece was ready,
         and the end. Raises `EdgeClosedError` if nobody can receive it.
         """
         arrays = self._acquire(kind)
@@ -94,7 +94,7 @@ class Outlet(ABC):
         started_s: list[float] = []
         free_s = deliver_s = 0.0
         for piece in pieces:
-            # A piece that was ready while the one before was on its way follows it without a gap.
+            # If a piece was ready while the previous one travelled, it follows without a gap.
             follows = free_s > 0.0 and piece.ready.done()
             piece.ready.wait()
             begin_s = free_s if follows else time.monotonic()
@@ -108,25 +108,25 @@ class Outlet(ABC):
         return min(started_s, default=time.monotonic()), time.monotonic()
 
     def immediate(self) -> bool:
-        """Whether a message would leave now, by a copy in the host's memory and without waiting.
+        """Return whether a message would leave now, by a copy in host memory and without waiting.
 
         Raises `EdgeClosedError` if nobody can receive it.
         """
         return not self.link.emulates and self._in_host_memory and self._has_room()
 
     def _has_room(self) -> bool:
-        """Whether `_acquire` would return at once; False if that is unknown."""
+        """Return whether `_acquire` would return at once; False if that is unknown."""
         return False
 
     @abstractmethod
     def _acquire(self, kind: Kind) -> list[Array]:
-        """Host arrays for the next message; blocks until there is room."""
+        """Return host arrays for the next message; blocks until there is room."""
 
     def _fill(self, tensors: Sequence[Tensor], arrays: list[Array]) -> None:
         to_host(self.device, tensors, arrays)
 
     def _filled(self, kind: Kind, nbytes: int) -> None:  # noqa: B027 - memory needs no call
-        """Called when the first `nbytes` of the message are filled and may leave."""
+        """Send the first `nbytes` of the message, which are filled, if that is possible already."""
 
     @abstractmethod
     def _commit(self, kind: Kind, arrays: list[Array], deliver_s: float) -> None:
@@ -134,7 +134,7 @@ class Outlet(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release it; the other end learns of it."""
+        """Release this end; the other end notices it."""
 
 
 class Inlet(ABC):
@@ -149,10 +149,10 @@ class Inlet(ABC):
         self.in_host_memory = device.info.memory_domain == HOST_MEMORY
 
     def receive(self, kind: Kind) -> tuple[list[Any], float]:
-        """The next message, which is of that kind, and the time when it came.
+        """Return the next message, which is of this kind, and the time when it arrived.
 
-        Tensors of activations and their gradients are on the device, others on the host.
-        Raises `EdgeClosedError` if none can come.
+        Activations and their gradients are on the device, other tensors on the host. Raises
+        `EdgeClosedError` if no message can come.
         """
         arrays, deliver_s = self._take(kind)
         sleep_until(deliver_s)
@@ -166,7 +166,7 @@ class Inlet(ABC):
 
     @abstractmethod
     def _take(self, kind: Kind) -> tuple[list[Any], float]:
-        """Arrays of the next message and its time of delivery; blocks."""
+        """Return the arrays of the next message and its time of delivery; blocks."""
 
     @abstractmethod
     def _release(self) -> None:
@@ -174,19 +174,19 @@ class Inlet(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release it; the other end learns of it."""
+        """Release this end; the other end notices it."""
 
 
 class Port(ABC):
-    """One end of a wire before it is opened. It can be pickled; its `fds` travel beside it."""
+    """One end of a wire before it is opened. It can be pickled; its `fds` travel separately."""
 
     @abstractmethod
     def outlet(self, wire: Wire, device: Device, link: Link, fds: Sequence[int]) -> Outlet:
-        """Open as the sending end."""
+        """Open the port as the sending end."""
 
     @abstractmethod
     def inlet(self, wire: Wire, device: Device, fds: Sequence[int]) -> Inlet:
-        """Open as the receiving end."""
+        """Open the port as the receiving end."""
 
 
 def to_host(device: Device, tensors: Sequence[Tensor], arrays: Sequence[Array]) -> None:
@@ -202,7 +202,7 @@ def to_host(device: Device, tensors: Sequence[Tensor], arrays: Sequence[Array]) 
 
 
 def to_device(device: Device, arrays: Sequence[Any]) -> list[Buffer]:
-    """Copy host arrays to the device; its own buffers are not copied."""
+    """Copy host arrays to the device; buffers of the device stay the same."""
     buffers, events = [], []
     for array in arrays:
         if isinstance(array, np.ndarray):
@@ -216,5 +216,5 @@ def to_device(device: Device, arrays: Sequence[Any]) -> list[Buffer]:
 
 
 def empty_arrays(layout: Layout) -> list[Array]:
-    """Fresh host arrays for a message."""
+    """Return new host arrays for a message."""
     return [np.empty(slot.shape, host_dtype(slot.dtype)) for slot in layout]

@@ -20,7 +20,7 @@ Layout = tuple[Slot, ...]
 
 
 class Content(str, Enum):
-    """The content of a message. The first five have the letters of a schedule's messages."""
+    """The content of a message. The first five values are the letters of a schedule's messages."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -39,12 +39,12 @@ class Content(str, Enum):
 
     @property
     def some_rows(self) -> Content:
-        """The content of a message with some rows of such a one."""
+        """The content of a message with only some rows of this one."""
         return Content(self.value.lower())
 
     @property
     def has_some_rows(self) -> bool:
-        """Whether it carries some rows of a whole message."""
+        """Whether it carries only some rows of a whole message."""
         return self.value.islower()
 
     @property
@@ -59,12 +59,12 @@ class Content(str, Enum):
 
     @property
     def stays_on_host(self) -> bool:
-        """Whether its tensors are summed, joined or replaced on the host."""
+        """Whether the host sums, joins or replaces its tensors."""
         return self.is_tied or self.has_some_rows or self.is_sum or self is Content.ALL_REDUCE
 
     @staticmethod
     def sum_in(letter: str) -> Content:
-        """An exchange within a pass of that letter."""
+        """Return the exchange within the pass of this letter."""
         return Content(f"s{letter}")
 
 
@@ -72,7 +72,7 @@ class Kind(NamedTuple):
     """The kind of a message; messages of one kind have one layout.
 
     `number` counts the micro-batch's samples, or the rows. It is 0 for tied weights and gradients.
-    For an exchange within a pass it is the number of that exchange.
+    For an exchange within a pass it is the number of the exchange.
     """
 
     content: Content
@@ -83,14 +83,14 @@ GRADIENTS = Kind(Content.ALL_REDUCE, 0)
 """All gradients of a stage."""
 
 Axes = Mapping[str, int]
-"""By tensor, the dimension of its rows."""
+"""The dimension of a tensor's rows, by name."""
 
 
 @dataclass(frozen=True)
 class Wire:
     """The messages from one replica to another: the layout of each kind.
 
-    `axes` has the tensors that travel by rows, on this or another wire between the same stages.
+    `axes` covers the tensors that travel by rows, on this or another wire between the same stages.
     """
 
     source: Replica
@@ -100,12 +100,12 @@ class Wire:
 
     @property
     def packed_nbytes(self) -> int:
-        """Room that the largest message needs."""
+        """Bytes of memory that the largest message needs."""
         return max(packed_nbytes(layout) for layout in self.layouts.values())
 
 
 def host_dtype(name: str) -> np.dtype[Any]:
-    """The numpy type in which a tensor is uploaded, downloaded and sent."""
+    """Return the numpy type in which a tensor is uploaded, downloaded and sent."""
     if name == "bfloat16":
         raise HetpipeError(
             "a bfloat16 tensor would leave its device, and host tensors are numpy's, which has no "
@@ -116,7 +116,7 @@ def host_dtype(name: str) -> np.dtype[Any]:
 
 @lru_cache(maxsize=256)
 def offsets(layout: Layout) -> tuple[int, ...]:
-    """The offset of each tensor in a message, and its end. The time of delivery comes first."""
+    """Return the offset of each tensor in a message, and its end, after the time of delivery."""
     begins, offset = [], ALIGN
     for slot in layout:
         begins.append(offset)
@@ -125,17 +125,17 @@ def offsets(layout: Layout) -> tuple[int, ...]:
 
 
 def packed_nbytes(layout: Layout) -> int:
-    """Bytes of a whole message."""
+    """Return the bytes of a whole message."""
     return offsets(layout)[-1]
 
 
 def tensor_nbytes(layout: Layout) -> int:
-    """Bytes of the tensors of a message."""
+    """Return the bytes of the tensors of a message."""
     return sum(slot.nbytes for slot in layout)
 
 
 def arrays_in(memory: Any, layout: Layout, base: int = 0) -> list[Array]:
-    """The tensors of a message as arrays over `memory`, which begins at byte `base` of it."""
+    """Return the tensors of a message as arrays over `memory`, starting at byte `base`."""
     return [
         np.ndarray(slot.shape, host_dtype(slot.dtype), memory, base + offset)
         for slot, offset in zip(layout, offsets(layout), strict=False)

@@ -1,4 +1,4 @@
-"""Compiles the programs of stages ahead: the worker's device begins while others are traced."""
+"""Compiles the programs of stages ahead, while the controller traces other stages."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hetpipe.worker.divided import marked_graph
 
 
 def compile_ahead(device: Device, stages: Sequence[StageGraphs]) -> None:
-    """Let the device begin with what it supports; whoever loads the rest refuses it."""
+    """Let the device begin with the supported programs; loading refuses the others later."""
     graphs = []
     for stage in stages:
         for program in programs_of(stage):
-            if has_sums(program):  # its parts depend on the replicas
+            if has_sums(program):  # its segments depend on the replicas
                 continue
             graph = marked_graph(program)
             try:

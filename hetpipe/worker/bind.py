@@ -1,9 +1,8 @@
 """Binding: every slot of a stage's programs gets a place, once, at load; no device is needed.
 
 A place is an entry of one of three tables: the parameters (of the version that a pass uses), the
-store (values that last), and the frame (values of one micro-batch). Station 6 of
+store (lasting values), and the frame (values of one micro-batch). Station 6 of
 docs/life-of-a-micro-batch.md fills a frame, stations 7, 10 and 14 run on all three tables.
-
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ Key = tuple[str, str]
 
 
 class Table(IntEnum):
-    """The table in which a value lies."""
+    """The table that contains a value."""
 
     PARAMS = 0
     STORE = 1
@@ -49,7 +48,7 @@ TABLE_OF = {
     PARAM: Table.PARAMS,
     **dict.fromkeys((BUFFER, CONSTANT, GRAD, STATE, SCALAR), Table.STORE),
 }
-"""By role; all others lie in the frame."""
+"""The table of each role; all other roles belong to the frame."""
 
 
 class Place(NamedTuple):
@@ -72,7 +71,7 @@ class Binding:
     """Inputs that are parameters."""
 
     def donating(self, entries: Collection[int]) -> Binding:
-        """The same binding, with these entries of the frame donated, too."""
+        """Return the same binding, which also donates these entries of the frame."""
         places = enumerate(self.sources)
         more = {i for i, (table, at) in places if table is Table.FRAME and at in entries}
         return replace(self, donate=self.donate | more)
@@ -92,7 +91,7 @@ class PassBindings:
     backwards: tuple[Binding, ...]
     """The whole backward, or its two halves; empty if there is no gradient."""
     firsts: tuple[Binding, ...]
-    """The same where gradients are late and there are none yet; empty if they are not late."""
+    """The same for late gradients that do not exist yet; empty if gradients are not late."""
     feeds: tuple[tuple[str, int], ...]
     """Name of each leaf of the batch that a pass reads, and its index."""
     kept: frozenset[int]
@@ -100,10 +99,10 @@ class PassBindings:
     awaited: tuple[frozenset[int], ...]
     """After each pass, the entries that a later backward reads."""
     dead: tuple[tuple[int, ...], ...]
-    """After each pass, the entries that nobody reads any more."""
+    """After each pass, the entries that no later pass reads."""
 
     def backward(self, part: int, first: bool) -> Binding:
-        """The backward, or half `part` of it; `first`: there are no gradients yet."""
+        """Return the backward, or half `part` of it. With `first`, gradients do not exist yet."""
         return (self.firsts if first else self.backwards)[part]
 
 
@@ -111,14 +110,14 @@ class StageBinding:
     """Slots and places of all programs of a stage."""
 
     def __init__(self, graphs: StageGraphs, late: bool = False) -> None:
-        """`late`: gradients come with a backward and go with the update, where that is possible."""
+        """With `late`, a backward creates gradients and the update consumes them."""
         self.slots: dict[Key, Slot] = {
             slot.key: slot
             for program in _programs(graphs)
             for slot in (*program.inputs, *program.outputs)
         }
         self.sizes = dict.fromkeys(Table, 0)
-        """Entries of each table."""
+        """Number of entries of each table."""
         self.places: dict[Key, Place] = {}
         for key, slot in self.slots.items():
             table = TABLE_OF.get(slot.role, Table.FRAME)
@@ -127,7 +126,7 @@ class StageBinding:
         self._firsts = _firsts(graphs) if late else {}
         late_ones = late_names(chain.from_iterable(self._firsts.values()))
         self.late = frozenset(self.places[GRAD, name].entry for name in late_ones)
-        """Entries of the store, the late gradients."""
+        """Entries of the store that are late gradients."""
         self.late_nbytes = sum(self.slots[GRAD, name].nbytes for name in late_ones)
         self.passes = {samples: self._passes(p) for samples, p in graphs.passes.items()}
         self.evaluation = {samples: self.bind(p) for samples, p in graphs.evaluation.items()}
@@ -139,15 +138,15 @@ class StageBinding:
         self.norm = None if graphs.norm is None else self.bind(graphs.norm)
 
     def index_of(self, role: str) -> int | None:
-        """The index of a role's only slot; None if it has none."""
+        """Return the index of a role's only slot; None if it has none."""
         return next((self.places[key].entry for key in self.places if key[0] == role), None)
 
     def names(self, role: str) -> list[str]:
-        """Names of the slots of a role."""
+        """Return the names of the slots of a role."""
         return [slot.name for slot in self.slots.values() if slot.role == role]
 
     def bind(self, program: Program, donated: Iterable[str] = ()) -> Binding:
-        """The places of a program's slots; inputs of `donated` roles may be overwritten."""
+        """Return the places of a program's slots; inputs of `donated` roles may be overwritten."""
         roles = frozenset(donated)
         return Binding(
             program,
@@ -158,7 +157,7 @@ class StageBinding:
         )
 
     def used(self, *, predicts: bool) -> list[Binding]:
-        """The bindings of any training: without sums of late gradients."""
+        """Return the bindings that any training uses: without sums of late gradients."""
         passes = [
             bound for p in self.passes.values() for bound in (p.forward, *(p.firsts or p.backwards))
         ]
@@ -184,7 +183,7 @@ class StageBinding:
         read, written = _in_frame(forward.sources), _in_frame(forward.targets)
         sent_back = _in_frame(place for part in backwards for place in part.targets)
         tangents = _in_frame(place for key, place in self.places.items() if key[0] == TANGENT)
-        unsent = sent_back & tangents  # they may still have to be sent
+        unsent = sent_back & tangents  # they may not have left yet
         after_backward = (read | written | kept | sent_back) - unsent
         feeds = dict(forward.feeds)
         for program in whole:
@@ -201,7 +200,7 @@ class StageBinding:
 
 
 def _firsts(graphs: StageGraphs) -> dict[int, tuple[Program, ...]]:
-    """The backwards, or their halves, that find no gradients, by samples."""
+    """Return the backwards, or their halves, that find no gradients, by samples."""
     firsts = {}
     for samples, passes in graphs.passes.items():
         whole = (passes.backward,) if passes.backward is not None else ()
@@ -210,7 +209,7 @@ def _firsts(graphs: StageGraphs) -> dict[int, tuple[Program, ...]]:
 
 
 def _own_saved(binding: Binding) -> set[int]:
-    """The entries of saved tensors that are no other result of the program as well."""
+    """Return the entries of saved tensors that are no other result of the program."""
     nodes = graph_outputs(binding.program.graph)
     counts = Counter(nodes)
     pairs = zip(binding.program.outputs, binding.targets, nodes, strict=True)

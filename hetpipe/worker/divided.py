@@ -1,4 +1,4 @@
-"""Passes in which the replicas of a stage meet: an executable per part, exchanges between them.
+"""Runs passes that exchange values with other replicas: an executable per segment, and exchanges.
 
 `hetpipe.capture.passes.division` says where a program is divided.
 """
@@ -25,18 +25,18 @@ from hetpipe.worker.blame import compile_graphs, run_error
 Array = np.ndarray[Any, Any]
 
 Meet = Callable[[list[Array]], list[Array]]
-"""Own terms -> their sums over the replicas. Every replica calls it at the same places."""
+"""Returns the sums of its terms over the replicas. Every replica calls it at the same positions."""
 
 
 @dataclass(frozen=True, order=True)
 class Within(Action):
-    """An exchange inside a pass; `place` is its number among them."""
+    """An exchange inside a pass; `place` is its number in the pass."""
 
     place: int = 0
 
 
 def exchanges(replicas: Sequence[StageGraphs]) -> dict[Kind, Layout]:
-    """The messages of replicas inside passes. Raises `HetpipeError` if the replicas differ."""
+    """Return the messages of replicas inside passes. Raises `HetpipeError` if replicas differ."""
     by_pass: dict[Content, list[Layout]] = {}
     for content, program in (pair for stage in replicas for pair in _passes(stage)):
         own = layouts(program)
@@ -56,7 +56,7 @@ def exchanges(replicas: Sequence[StageGraphs]) -> dict[Kind, Layout]:
 def compile_programs(
     device: Device, programs: Sequence[Program], meet: Meet | None
 ) -> list[Executable]:
-    """Each program as one executable. Without `meet` the only replica has all rows."""
+    """Compile each program to one executable. Without `meet` the only replica has all rows."""
     divided = [meet is not None and has_sums(program) for program in programs]
     whole = [p for p, parts in zip(programs, divided, strict=True) if not parts]
     executables = iter(compile_graphs(device, list(map(marked_graph, whole))))
@@ -67,7 +67,7 @@ def compile_programs(
 
 
 def marked_graph(program: Program) -> fx.GraphModule:
-    """Return the graph for one replica, which says what backward or update takes back together."""
+    """Return the graph for one replica, marked with the results that are read together later."""
     graph = of_one_replica(program.graph)
     together = {index for index, slot in enumerate(program.outputs) if slot.role in (SAVED, GRAD)}
     graph.graph.output_node().meta["together"] = frozenset(together)
@@ -75,7 +75,7 @@ def marked_graph(program: Program) -> fx.GraphModule:
 
 
 class _Compiled:
-    """A part on a device."""
+    """A segment on a device."""
 
     def __init__(self, device: Device, part: Segment) -> None:
         self.part = part
@@ -107,7 +107,7 @@ class _Compiled:
 
 
 class _Divided(Executable):
-    """The parts of a program, and the exchanges between them."""
+    """The segments of a program, and the exchanges between them."""
 
     def __init__(self, device: Device, division: Division, meet: Meet) -> None:
         self._device = device
@@ -154,7 +154,7 @@ class _Divided(Executable):
 
 
 def _passes(stage: StageGraphs) -> Iterator[tuple[Content, Program]]:
-    """Each program with the content of its exchanges."""
+    """Yield each program with the content of its exchanges."""
     for passes in stage.passes.values():
         yield Content.SUM_IN_FORWARD, passes.forward
         whole = () if passes.backward is None else (("B", passes.backward),)

@@ -1,4 +1,4 @@
-"""Exchange: the stages of a worker send, receive and sum tensors (stations 6, 8 and 12 of
+"""Lets the stages of a worker send, receive and sum tensors (stations 6, 8 and 12 of
 docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hetpipe.worker.routes import Edge, Routes
 from hetpipe.worker.stage import Stage
 
 Expected = tuple[Action, int | None, Kind, int]
-"""A receiving action, the sending stage (None: its own), kind and mini-batch."""
+"""A receiving action, the sending stage (None: the same stage), kind and mini-batch."""
 
 
 class Exchange:
@@ -45,12 +45,14 @@ class Exchange:
         self._shares = shares
         self._senders, self._receivers = senders, receivers
         self._routes = Routes(numbers, shares, senders, receivers)
-        self._left: set[Action] = set()  # sends that began with their passes
-        self._aside: dict[tuple[int, int], dict[Key, Array]] = {}  # gradients, (stage, mini-batch)
+        self._left: set[Action] = set()  # sends that began during their passes
+        self._aside: dict[
+            tuple[int, int], dict[Key, Array]
+        ] = {}  # gradients by (stage, mini-batch)
         self._kinds_within: dict[tuple[int, str], list[Kind]] = {}  # by stage and letter of a pass
         self._within: dict[int, deque[tuple[Action, Kind]]] = {n: deque() for n in stages}
         self.waited_s = 0.0
-        """Seconds in exchanges within passes, so far."""
+        """Seconds spent in exchanges within passes."""
         self.streams = any(sender.streams for sender in senders.values())
 
     def expect(self, messages: Sequence[Expected]) -> None:
@@ -83,7 +85,8 @@ class Exchange:
     def leaving(
         self, send: Action, message: Message, kind: Kind, mini_batch: int
     ) -> Leaving | None:
-        """A function that sends a pass's outputs while it runs; None if they must leave whole."""
+        """Return a function that sends a pass's outputs while it runs; None if they must leave
+        whole."""
         routes = self._routes.of(send, message, kind, mini_batch)
         if len(routes) != 1 or routes[0].kind != kind:
             return None
@@ -103,7 +106,8 @@ class Exchange:
         return leave
 
     def all_reduce(self, action: Action, scale: float = 1.0) -> None:
-        """Sum `scale` times the gradients over the replicas, in their order: all get equal sums."""
+        """Sum `scale` times the gradients over the replicas, in one order, so that all sums are
+        equal."""
         n = action.stage
         stage, layout = self._stages[n], self._routes.among(n, GRADIENTS)
         if not layout:
@@ -115,9 +119,11 @@ class Exchange:
             stage.put(slot.key, total)
 
     def pass_gradients(self, action: Action) -> None:
-        """Send a mini-batch's gradients to the other replicas, and keep them aside for its update;
-        or receive another replica's into the accumulators, whose own gradients are aside or
-        applied."""
+        """Send a mini-batch's gradients to the other replicas, or receive another replica's.
+
+        Sent gradients are kept aside for their update. Received ones go into the accumulators,
+        whose previous gradients are aside or applied.
+        """
         n = action.stage
         stage, layout = self._stages[n], self._routes.among(n, GRADIENTS)
         own, fellows = self._routes.own(n), self._routes.fellows(n)
@@ -139,7 +145,7 @@ class Exchange:
             self._stages[update.stage].put(key, array)
 
     def within(self, action: Action, letter: str) -> list[Expected]:
-        """The exchanges within a pass of that letter, as messages that will come."""
+        """Return the exchanges within the pass of this letter, as messages that will come."""
         n, op, number = action.stage, action.op, action.number
         kinds = self._kinds_within.get((n, letter))
         if kinds is None:
@@ -149,7 +155,7 @@ class Exchange:
         return [(Within(n, op, number, kind.number), None, kind, number) for kind in kinds]
 
     def sum(self, n: int, terms: list[Array]) -> list[Array]:
-        """The next exchange within a pass of a stage: sums over the replicas, in their order."""
+        """Do the next exchange within a pass of a stage: sum over the replicas, in their order."""
         action, kind = self._within[n].popleft()
         start_s = time.monotonic()
         sums = self._summed(n, action, kind, terms)
@@ -157,20 +163,20 @@ class Exchange:
         return sums
 
     def drain(self) -> None:
-        """Wait until everything has left."""
+        """Wait until all messages have left."""
         for sender in self._senders.values():
             sender.drain()
 
     def take_spans(self) -> list[Span]:
-        """The spans of the messages sent and received since the last call."""
+        """Return the spans of the messages sent and received since the last call."""
         edges = chain[Sender | Receiver](self._senders.values(), self._receivers.values())
         spans = (span for edge in edges for span in edge.take_spans())
         return [
             span for span in spans if not isinstance(span[0], Within)
-        ]  # these are in the passes'
+        ]  # the passes' spans include these
 
     def _summed(self, n: int, action: Action, kind: Kind, terms: list[Array]) -> list[Array]:
-        """Every replica sends its terms to all others, and adds all in the replicas' order."""
+        """Send the terms to all other replicas, and add all terms in the replicas' order."""
         own, fellows = self._routes.own(n), self._routes.fellows(n)
         for fellow in fellows:
             self._senders[own, fellow].send(action, kind, terms)
@@ -219,7 +225,7 @@ class Exchange:
     ) -> Sequence[Tensor]:
         stage = self._stages[own.stage]
         if kind.content.is_tied:
-            # The next update overwrites them, so they leave the device before the next action.
+            # The next update overwrites them, so download them before the next action.
             return [stage.get(slot.key) for slot in layout]
         lo, hi = self._shares.rows(own, kind.number)
         return stage.frames.depart(message.number, hi - lo, layout)

@@ -1,4 +1,4 @@
-"""Exports the kernels of a stage, in the worker of its device: lowered there as in a training."""
+"""Exports the kernels of a stage, in the worker of its device, lowered as for training."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from hetpipe.sdk.graph import load_graph, of_one_replica
 def export(
     device: Device, stage: StageGraphs, more: Mapping[str, bytes]
 ) -> tuple[Exported, dict[str, str]]:
-    """The kernels of all programs that a training compiles, and of `more` (as `dump_graph` writes
-    them); and the facts of the device. Raises `BackendError` if its backend has no export."""
+    """Return the kernels of all programs that a training compiles, and the facts of the device.
+
+    `more` has further graphs, written by `dump_graph`. Raises `BackendError` if the backend has no
+    export.
+    """
     if not device.info.capabilities.exports:
         raise BackendError(f"backend {device.info.backend!r} does not export kernels")
     graphs = dict(_programs(stage)) | {name: load_graph(data) for name, data in more.items()}
@@ -25,7 +28,7 @@ def export(
 
 
 def _programs(stage: StageGraphs) -> Iterator[tuple[str, fx.GraphModule]]:
-    """By name: what `hetpipe.worker.stage` compiles."""
+    """Yield the programs that `hetpipe.worker.stage` compiles, by name."""
     for samples, passes in stage.passes.items():
         of = _of(samples)
         yield f"forward {of}", of_one_replica(passes.forward.graph)

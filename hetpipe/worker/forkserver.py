@@ -1,7 +1,7 @@
 """The fork server: imports torch once, before any thread exists, and forks a worker per request.
 
-Run by `hetpipe.crew.forkserver` as a process with argument FD. Each worker begins with torch, its
-own cores, folder and variables, and the memory of the server that it never writes to.
+`hetpipe.crew.forkserver` runs it as a process. Each worker starts with torch, its cores, folder and
+variables, and shares all memory that it never writes to.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from hetpipe.wire.messages import STATUS, Failure, Fork
 
 PR_SET_PDEATHSIG = 1
 PR_SET_TIMERSLACK = 29
-TIMERSLACK_NS = 1000  # 50 us by default, which emulated links and speeds would be late by
+TIMERSLACK_NS = 1000  # the default, 50 us, would delay emulated links and speeds
 CHANNEL = 3  # a worker's descriptors are 0 to 3
 FIRST_FREE = 4
-SWITCH_INTERVAL_S = 2e-4  # edge threads must not wait 5 ms for a compute thread inside Python
+SWITCH_INTERVAL_S = 2e-4  # edge threads must not wait 5 ms for the compute thread
 
 
 def main(fd: int, controller: int) -> None:
@@ -33,7 +33,7 @@ def main(fd: int, controller: int) -> None:
     _import_what_workers_need()
     channel = Channel(socket.socket(fileno=fd))
     try:
-        watched = os.pidfd_open(controller)  # its end of the socket may live on in a fork of it
+        watched = os.pidfd_open(controller)  # a fork of the controller may keep its socket open
     except ProcessLookupError:
         return
     poll = select.poll()
@@ -68,14 +68,14 @@ def main(fd: int, controller: int) -> None:
 
 
 def _import_what_workers_need() -> None:
-    import hetpipe.worker.process  # noqa: F401 - torch, too
+    import hetpipe.worker.process  # noqa: F401 - imports torch as well
 
     gc.collect()
-    gc.freeze()  # a collection in a worker would write to the memory that all share
+    gc.freeze()  # a collection would write to memory that all workers share
 
 
 def _fork(request: Fork, descriptors: list[int]) -> int | None:
-    """The worker's process id; None if there is no worker, and the controller has been told why."""
+    """Return the worker's process id. None if there is none; then the controller knows why."""
     server, channel = os.getpid(), descriptors[0]
     try:
         pid = os.fork()
@@ -107,7 +107,7 @@ def _report(channel: int, error: BaseException) -> None:
 
 
 def _take(descriptors: list[int], server: int) -> None:
-    """Die with the server, and own nothing but the controller's descriptors."""
+    """Die with the server, and keep only the controller's descriptors."""
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != server:
@@ -132,7 +132,7 @@ def _set_up(request: Fork) -> None:
 
 def _bury(descriptor: int, pid: int, status: int) -> None:
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    with suppress(BrokenPipeError):  # nobody waits for it
+    with suppress(BrokenPipeError):  # nobody waits for the status
         os.write(status, STATUS.pack(code))
     os.close(status)
     os.close(descriptor)

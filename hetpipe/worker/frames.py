@@ -1,5 +1,5 @@
-"""Frames: the values of each micro-batch in a stage, until nobody reads them (stations 6, 8 and 11
-of docs/life-of-a-micro-batch.md)."""
+"""Keeps the values of each micro-batch in a stage, until nobody reads them (stations 6, 8 and 11 of
+docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ class Frames:
         self._frames: dict[int, Entries] = {}
 
     def of(self, microbatch: int) -> Entries:
-        """The frame of a micro-batch; an empty one the first time."""
+        """Return the frame of a micro-batch; an empty one the first time."""
         frame = self._frames.get(microbatch)
         if frame is None:
             frame = self._frames[microbatch] = self.empty()
         return frame
 
     def empty(self) -> Entries:
-        """A frame that belongs to no micro-batch."""
+        """Return a frame that belongs to no micro-batch."""
         return [None] * self._binding.sizes[Table.FRAME]
 
     def all(self) -> list[Entries]:
-        """All frames."""
+        """Return all frames."""
         return list(self._frames.values())
 
     def arrive(self, microbatch: int, layout: Layout, buffers: Sequence[Buffer]) -> None:
-        """File tensors that came from a neighbour."""
+        """Store tensors that came from a neighbour."""
         frame = self.of(microbatch)
         for slot, buffer in zip(layout, buffers, strict=True):
             frame[self._binding.places[slot.key].entry] = buffer
 
     def depart(self, microbatch: int, samples: int, layout: Layout) -> list[Buffer]:
-        """The tensors for a neighbour. Drops those that no backward reads."""
+        """Return the tensors for a neighbour. Drop the tensors that no backward reads."""
         frame, passes = self._frames[microbatch], self._binding.passes
         kept = passes[samples].kept if samples in passes else frozenset()
         indices = [self._binding.places[slot.key].entry for slot in layout]
@@ -72,7 +72,7 @@ class Results:
         self._results: dict[str, dict[int, Buffer | float]] = {LOSS: {}, COUNT: {}}
 
     def has(self, role: str) -> bool:
-        """Whether the stage makes losses, or counts."""
+        """Return whether the stage makes losses, or counts."""
         return self._indices[role] is not None
 
     def keep(self, microbatch: int, frame: Entries) -> None:
@@ -82,7 +82,7 @@ class Results:
                 self._results[role][microbatch] = frame[index]
 
     def peek(self, role: str) -> dict[int, float]:
-        """Losses or counts by micro-batch, each downloaded once."""
+        """Return losses or counts by micro-batch, each downloaded once."""
         results = self._results[role]
         values = {
             microbatch: result
@@ -94,7 +94,7 @@ class Results:
         return values
 
     def take(self, role: str) -> tuple[float, ...] | None:
-        """Losses or counts since the last call, in the order of micro-batches; None without any."""
+        """Return losses or counts since the last call, ordered by micro-batch; None without any."""
         values = self.peek(role)
         self._results[role] = {}
         return tuple(values[m] for m in sorted(values)) or None

@@ -1,4 +1,4 @@
-"""Lanes of a worker: rows of a schedule that it walks at once, a thread each."""
+"""The lanes of a worker: rows of a schedule that it walks at once, one thread each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hetpipe.wire.transport import EdgeClosedError
 class HandOver:
     """Hands micro-batches from one lane of a worker to another: messages K and V, without a tensor.
 
-    The tensors lie in the stage, which both lanes have.
+    Both lanes share the stage, which has the tensors.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class HandOver:
             self._changed.notify_all()
 
     def take(self, message: Message) -> None:
-        """Wait for a message that another lane hands over. Raises `EdgeClosedError` when closed."""
+        """Wait for a message from another lane. Raises `EdgeClosedError` when closed."""
         with self._changed:
             while message not in self._handed_over:
                 if self._closed:
@@ -44,7 +44,7 @@ class HandOver:
 
 
 def walk(lanes: Sequence[Callable[[], None]], hand_over: HandOver, on_error: OnError) -> None:
-    """Walk all lanes to their ends, the first one on this thread; raises the first error.
+    """Walk all lanes to their ends, the first one on this thread; raise the first error.
 
     An error is reported at once, since only the controller can end the waits of the other lanes.
     """

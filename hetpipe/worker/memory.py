@@ -1,4 +1,4 @@
-"""The memory of a stage on its device: micro-batches in flight, and bytes of distinct buffers."""
+"""Counts the memory of a stage: micro-batches in flight, and bytes of distinct buffers."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class _Latest(NamedTuple):
 
 
 class Memory:
-    """Counts after every pass and update; knows the most since it was last asked.
+    """Counts memory after every pass and update, and knows the maximum since the last query.
 
     Right after a pass nothing is dropped yet, so its inputs count as well as its outputs. The
     memory of running programs and of transfers does not count. Shapes are static, so the bytes of a
     frame are added up only once for every number of samples and pass: right after the pass, and
-    again while the frame waits for the next one. Each lane has a thread of its own, and settles its
-    own frames.
+    again while the frame waits for the next pass. Each lane has its own thread, which settles its
+    frames.
     """
 
     def __init__(
         self, buffers: Iterable[Buffer | None], version_nbytes: int, late_nbytes: int
     ) -> None:
-        """`buffers` stay. Each version of the weights after the first adds `version_nbytes`.
+        """Start with the lasting `buffers`. Each further version adds `version_nbytes`.
 
         Late gradients count at all times, as they do in plans.
         """
@@ -51,12 +51,12 @@ class Memory:
         self._sizes: dict[tuple[Pass, bool], Held] = {}  # True: right after the pass
         self._lock = threading.Lock()
         self._latest: dict[int, _Latest] = {}  # by thread
-        self._frames: dict[int, Held] = {}  # by micro-batch, but for the latest
+        self._frames: dict[int, Held] = {}  # by micro-batch, without the latest
         self._nbytes = self._in_flight = 0  # of these frames
         self._most_in_flight = self._peak_nbytes = 0
 
     def stay(self, buffer: Buffer) -> None:
-        """One more buffer stays."""
+        """Add a lasting buffer."""
         self._steady_nbytes += buffer.nbytes
 
     def passed(
@@ -67,7 +67,7 @@ class Memory:
         awaited: Collection[int],
         versions: int,
     ) -> None:
-        """A pass has run; later backwards read the `awaited` entries of its frame."""
+        """Record a pass; later backwards read the `awaited` entries of its frame."""
         with self._lock:
             self._forget(microbatch)
             self._versions = versions
@@ -75,14 +75,14 @@ class Memory:
             self._latest[threading.get_ident()] = _Latest(microbatch, which, frame, awaited)
 
     def updated(self, versions: int) -> None:
-        """An update has run."""
+        """Record an update."""
         with self._lock:
             self._settle(*self._latest)
             self._versions = versions
             self._reach(Held(0, 0))
 
     def forget(self, microbatch: int) -> None:
-        """The frame of a micro-batch goes, or changes."""
+        """Forget the frame of a micro-batch, which is dropped or will change."""
         with self._lock:
             self._forget(microbatch)
 
@@ -95,7 +95,7 @@ class Memory:
             self._in_flight -= held.in_flight
 
     def take(self) -> tuple[int, int]:
-        """The most micro-batches in flight, and the most bytes, since the last call."""
+        """Return the most micro-batches in flight, and the most bytes, since the last call."""
         with self._lock:
             self._settle(*self._latest)
             most = self._most_in_flight, self._peak_nbytes
@@ -104,7 +104,7 @@ class Memory:
             return most
 
     def _settle(self, *threads: int) -> None:
-        """The latest frames of these threads have dropped or sent all that no backward reads."""
+        """Count these threads' latest frames again, after unread values were dropped."""
         for thread in threads:
             if (latest := self._latest.pop(thread, None)) is not None:
                 held = self._look(latest.which, False, latest.frame, latest.awaited)
@@ -113,7 +113,7 @@ class Memory:
                 self._in_flight += held.in_flight
 
     def _reach(self, held: Held) -> None:
-        """Note that `held` comes on top of all frames; other lanes may be changing theirs."""
+        """Record the total with `held` on top of all frames, which other lanes may change."""
         others = [_look_at(other.frame, other.awaited) for other in self._latest.values()]
         nbytes = self._steady_nbytes + (self._versions - 1) * self._version_nbytes + self._nbytes
         in_flight = self._in_flight + sum(other.in_flight for other in others)
@@ -140,6 +140,6 @@ def _look_at(frame: Sequence[Buffer | None], awaited: Collection[int]) -> Held:
 
 
 def nbytes_of(buffers: Iterable[Buffer | None]) -> int:
-    """Bytes of these buffers, each counted once."""
+    """Return the bytes of these buffers, each counted once."""
     distinct = {id(buffer): buffer for buffer in buffers if buffer is not None}
     return sum(buffer.nbytes for buffer in distinct.values())

@@ -1,5 +1,4 @@
-"""The process of one worker, which the fork server has forked: its main thread, and the thread that
-answers."""
+"""The process of one worker, forked by the fork server: its main thread, and the sending thread."""
 
 from __future__ import annotations
 
@@ -24,14 +23,14 @@ def serve(fd: int) -> None:
     answers: SimpleQueue[object] = SimpleQueue()
 
     def send() -> None:
-        """Runs on a thread of its own, so that the compute thread goes on at once."""
+        """Send answers on an extra thread, so that the compute thread never waits."""
         while True:
             message = answers.get()
             try:
                 channel.send(message)
             except ConnectionError:
                 os._exit(1)  # the controller is gone
-            except Exception as error:  # a message that does not pickle, or finds no memory
+            except Exception as error:  # pickling failed, or memory ran out
                 service.fail(error)
             if isinstance(message, Failure):
                 sys.stdout.flush()
@@ -49,7 +48,7 @@ def serve(fd: int) -> None:
     sender.start()
     threading.Thread(target=beat, name="heartbeat", daemon=True).start()
     threading.Thread(target=service.serve, name="compute", daemon=True).start()
-    # This thread only listens, so it notices the controller's end even while all others wait.
+    # This thread only listens, so it notices the controller's end while other threads wait.
     try:
         while True:
             message, fds = channel.receive()
@@ -58,9 +57,9 @@ def serve(fd: int) -> None:
             service.deliver(message, fds)
     except EOFError:
         os._exit(1)
-    except Exception as error:  # a message that names modules unknown here
+    except Exception as error:  # the message refers to unknown modules
         service.fail(error)
-        sender.join()  # which ends the process, once the failure is sent
+        sender.join()  # it ends the process after sending the failure
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""The layers that a device cannot run, asked inside its worker; nothing is compiled."""
+"""Finds the layers that a device cannot run, inside its worker; nothing is compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes: the replicas with which a worker's own exchange a message, and the kind on each edge."""
+"""Finds the replicas that exchange a message with this worker, and the kind on each edge."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ class Routes:
         self._routes: dict[tuple[Replica, int, Kind, bool], list[Route]] = {}
 
     def own(self, stage: int) -> Replica:
-        """The worker's replica of a stage."""
+        """Return the worker's replica of a stage."""
         return Replica(stage, self._numbers[stage])
 
     def fellows(self, stage: int) -> list[Replica]:
-        """The other replicas of a stage."""
+        """Return the other replicas of a stage."""
         own = self.own(stage)
         return [replica for replica in self._shares.replicas(stage) if replica != own]
 
     def among(self, stage: int, kind: Kind) -> Layout:
-        """The tensors that the replicas of a stage send each other in messages of a kind."""
+        """Return the tensors that a stage's replicas send each other in messages of a kind."""
         fellows = self.fellows(stage)
         sender = self._senders.get((self.own(stage), fellows[0])) if fellows else None
         return (sender.layout(kind) or ()) if sender is not None else ()
 
     def of(self, action: Action, message: Message, kind: Kind, mini_batch: int) -> list[Route]:
-        """The routes of a whole micro-batch's message."""
+        """Return the routes of a whole micro-batch's message."""
         sends = action.op.is_send
         key = self.own(action.stage), message.target if sends else message.source, kind, sends
         between = self._routes.get(key)
@@ -54,19 +54,20 @@ class Routes:
         return [route for route in between if self._shares.takes(route.peer, mini_batch)]
 
     def meet(self, source: Replica, target: Replica, mini_batch: int) -> bool:
-        """Whether both replicas take a mini-batch, or one takes and its fellow applies it."""
+        """Return whether both replicas take a mini-batch, or one takes it and its fellow applies
+        it."""
         applies = source.stage == target.stage or self._shares.takes(target, mini_batch)
         return self._shares.takes(source, mini_batch) and applies
 
     def kind_between(self, kind: Kind, source: Replica, target: Replica) -> Kind:
-        """The kind of a whole micro-batch's message between two replicas."""
+        """Return the kind of a whole micro-batch's message between two replicas."""
         if kind.content.stays_on_host:
             return kind
         rows = (self._shares.rows(end, kind.number) for end in (source, target))
         return kind_of(kind.content, *rows)
 
     def layout(self, own: Replica, route: Route, sends: bool) -> Layout | None:
-        """The tensors that travel over a route; None if no message does."""
+        """Return the tensors that travel over a route; None if no message does."""
         edge: Sender | Receiver | None
         if sends:
             edge = self._senders.get((own, route.peer))
@@ -78,7 +79,7 @@ class Routes:
         if not kind.content.is_tied:
             candidates = routes(self._shares, own, peer, kind.content, kind.number)
         elif sends and own.number > 0:
-            candidates = []  # only the first replica sends: all have the same
+            candidates = []  # only the first replica sends, since all values are equal
         else:
             replicas = self._shares.replicas(peer)
             peers = replicas if sends else replicas[:1]

@@ -1,4 +1,4 @@
-"""Runner: walks a worker's script, or one script per lane (stations 5, 13 and 15 of
+"""Walks a worker's script, or one script per lane (stations 5, 13 and 15 of
 docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _RECEIVES = {
 
 
 class Runner:
-    """Runs scripts on a worker's stages, and calls `tell` with losses as soon as they are known.
+    """Runs scripts on a worker's stages, and calls `tell` with the losses of each mini-batch.
 
-    Each pass is stretched to its duration at the emulated speed; 1 is the device's own.
+    Each pass is stretched to its duration at the emulated speed.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Runner:
         self._on_error = on_error
         self._doing: dict[int, Action] = {}  # by lane
         self._parts: dict[tuple[int, int], float] = {}  # (stage, micro-batch): share of its rows
-        self._versions: dict[int, int] = {}  # of each stage's last forward
+        self._versions: dict[int, int] = {}  # version of each stage's last forward
 
     @property
     def doing(self) -> str:
@@ -85,7 +85,7 @@ class Runner:
         return self._report(lanes)
 
     def _walk(self, lane: int, script: Script, step: Step) -> None:
-        """Run one lane; its passes go to the device's queue of the same number."""
+        """Run one lane; its passes go to the device's queue with the same number."""
         steps = [*script.numbered(step.first, step.microbatches)]
         for (action, message), following in zip_longest(steps, steps[1:]):
             self._doing[lane] = action
@@ -108,7 +108,7 @@ class Runner:
                 self._pass(action, lane, following)
             if (action.stage, action.op) in script.closing:
                 self._stages[action.stage].release(action.number)
-        self._doing.pop(lane, None)  # a row may be empty
+        self._doing.pop(lane, None)  # it has no action if its row is empty
 
     def _pass(self, action: Action, lane: int, following: ScriptStep | None) -> None:
         """Run a forward, or a backward or half of one."""
@@ -129,14 +129,15 @@ class Runner:
             rng=(batch.seed, batch.number, self._mini_batches.first_sample(position) + lo),
             lag=batch.lag[n][place],
             ahead=batch.ahead[n][place],
-            loss_tangent=batch.loss_tangents[place] * part,  # a mean over fewer rows counts less
+            loss_tangent=batch.loss_tangents[place]
+            * part,  # a mean over fewer rows has less weight
             evaluates=self._evaluates,
             queue=lane,
         )
         leaving = self._leaving(action, following)
         begin, waited_s = Moment.now(), self._exchange.waited_s
         stage.run(work, leaving)
-        waited_s = self._exchange.waited_s - waited_s  # the wait for other replicas is no work
+        waited_s = self._exchange.waited_s - waited_s  # waiting for other replicas is no work
         self._spans.append((action, begin.clock_s, self._emulation.stretch(begin.later(waited_s))))
         ends = action.op is Op.FORWARD and (stage.has_loss or stage.has_count)
         if ends and self._mini_batches.forwarded(n, position):
@@ -167,9 +168,10 @@ class Runner:
             add()
 
     def _leaving(self, action: Action, following: ScriptStep | None) -> Leaving | None:
-        """A function that sends a pass's outputs while it runs, if the next action sends them.
+        """Return a function that sends a pass's outputs while it runs, if the next action sends
+        them.
 
-        None at an emulated speed: outputs are ready later there than the device says.
+        None at an emulated speed: there outputs are ready later than the device says.
         """
         if following is None or not self._exchange.streams or self._emulation.speed != 1.0:
             return None
@@ -181,11 +183,11 @@ class Runner:
         return self._exchange.leaving(send, message, self._kind(message), mini_batch)
 
     def _own(self, stage: int) -> Replica:
-        """The worker's replica of a stage."""
+        """Return the worker's replica of a stage."""
         return Replica(stage, self._replicas[stage])
 
     def _kind(self, message: Message) -> Kind:
-        """The kind of a message of the schedule on the wire, for the whole micro-batch."""
+        """Return the kind of a schedule's message on the wire, for the whole micro-batch."""
         if message.kind in TIED:
             return Kind(Content(message.kind), 0)
         samples = self._mini_batches.at(message.number).samples
@@ -201,7 +203,7 @@ class Runner:
             elif action.op.is_compute and action.op is not Op.UPDATE:
                 letter = "E" if self._evaluates else action.op.value
                 expected += self._exchange.within(action, letter)
-        for message in lanes[0].arrivals:  # every lane has all arrivals of the worker
+        for message in lanes[0].arrivals:  # each lane lists all arrivals of the worker
             if message.kind == Content.ALL_REDUCE:
                 receive = Action(message.target, Op.RECV_GRAD, message.number + first)
                 expected.append((receive, message.source, ALL_GRADIENTS, receive.number))
@@ -234,7 +236,7 @@ class Runner:
         )
 
     def _losses(self, n: int) -> tuple[float, ...] | None:
-        """A stage's losses since the last call; the replica's share of rows weighs a mean."""
+        """Return a stage's losses since the last call; a mean counts by the share of rows."""
         losses = self._stages[n].results.take(LOSS)
         parts = [self._parts.pop(key) for key in sorted(self._parts) if key[0] == n]
         if losses is None:
@@ -243,5 +245,5 @@ class Runner:
 
 
 def _waits(step: ScriptStep) -> bool:
-    """Whether an action waits for the sums that have begun before it."""
+    """Return whether an action waits for the sums that have begun before it."""
     return step[0].op in AFTER_SUMS

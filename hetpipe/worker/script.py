@@ -24,7 +24,7 @@ class Script:
 
     @classmethod
     def of(cls, schedule: Schedule, row: int, stages: Container[int], closing: Closing) -> Script:
-        """The script of a row of a schedule. `stages` are the worker's."""
+        """Return the script of a row of a schedule. `stages` are the worker's stages."""
         sends = (a for cells in schedule for a in cells if a.op.is_send and a.op not in HAND_OVERS)
         messages = (action.message for action in sends)
         arrivals = tuple(m for m in messages if m is not None and m.target in stages)
@@ -36,7 +36,7 @@ class Script:
         return tuple(action for action, _ in self.steps)
 
     def numbered(self, first: int, microbatches: int) -> Iterable[Step]:
-        """The steps, numbered so that mini-batch 0 of the script is `first` of the stream."""
+        """Return the steps, numbered so that the script's mini-batch 0 is the stream's `first`."""
         if not first:
             return self.steps
         return (_later(action, message, first, microbatches) for action, message in self.steps)

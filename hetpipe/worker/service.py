@@ -1,5 +1,5 @@
-"""Service: a worker opens its device and obeys the controller's commands, one after another
-(stations 4 and 13 of docs/life-of-a-micro-batch.md)."""
+"""Opens a worker's device and obeys the controller's commands, one after another (stations 4 and 13
+of docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ class Service:
         self._edges: list[Sender | Receiver | HandOver | Sums] = []
         self._scripts: dict[int, tuple[Script, ...]] = {}  # by number; one script per lane
         self._scales: dict[tuple[int, bool], float] = {}
-        # Held while scales are read or changed: never while a message is sent or a pass runs.
+        # Held while scales are read or changed; never while a message is sent or a pass runs.
         self._scaled = threading.Condition()
-        self._failed = threading.Lock()  # taken once, by the first failure, and never given back
+        self._failed = threading.Lock()  # the first failure takes it and never releases it
         self._stopped = False
 
     @property
@@ -86,7 +86,7 @@ class Service:
         return (runner.doing if runner is not None else "") or self._task
 
     def deliver(self, message: Any, fds: Sequence[int] = ()) -> None:
-        """Take a message of the controller; never blocks."""
+        """Accept a message of the controller; never blocks."""
         if isinstance(message, Scale):
             with self._scaled:
                 self._scales[message.serial, message.clips] = message.value
@@ -97,7 +97,7 @@ class Service:
             self._inbox.put((message, fds))
 
     def serve(self) -> None:
-        """Obey until told to stop; the first error is reported and ends it."""
+        """Obey commands until `Stop`; the first error is reported and ends the service."""
         try:
             self._answer(Reply(self._open().info))
             self._task = "idle"
@@ -109,14 +109,14 @@ class Service:
                 self._task = "idle"
                 self._answer(Reply(value))
         except EdgeClosedError:
-            pass  # the worker was stopped in the middle of a step
+            pass  # the worker was stopped during a step
         except BaseException as error:
             self.fail(error)
         finally:
             self._close_edges()
 
     def abort(self) -> None:
-        """Make the worker leave, from another thread: wakes all that wait in it."""
+        """End the worker from another thread: wake everything that waits in it."""
         self._stopped = True
         self.deliver(Stop())
         with self._scaled:
@@ -130,7 +130,8 @@ class Service:
         self._answer(Failure(self.doing, self._summary(error), trace_of(error)))
 
     def _summary(self, error: BaseException) -> str:
-        """One line; an exception of the device itself names the device and what it was to do."""
+        """Return one line; for an exception of the device, with the device and the failed
+        operation."""
         if isinstance(error, EdgeClosedError):
             return f"the connection to a neighbouring worker is lost {error}".rstrip()
         if isinstance(error, HetpipeError) or not (deed := deed_of(error)):
@@ -173,7 +174,7 @@ class Service:
             self._replicas[n] = load.replica
             self._stages[n] = Stage(
                 self._device, load.graphs, load.values, message.state_init, message.keep, meet,
-                # A late gradient that is zero has no buffer; anything else must be there.
+                # A late gradient that is zero has no buffer; every other value has one.
                 {key: held.pop(key) for key in load.held if key in held or key[0] != GRAD},
             )  # fmt: skip
         senders, receivers = {}, {}
@@ -202,8 +203,10 @@ class Service:
         ]
 
     def _drop_stages(self, message: Load) -> dict[Key, Buffer]:
-        """Free the stages so far, before new ones take memory; all but those that stay, and the
-        values that new stages need, which are returned."""
+        """Free the present stages before new ones take memory, except the stages that stay.
+
+        Return the values that new stages need.
+        """
         keys = {key for load in message.stages for key in load.held}
         held = {
             key: buffer
@@ -228,7 +231,7 @@ class Service:
         return runner.run(self._scripts[message.script], message)
 
     def _meet(self, stage: int, terms: list[Array]) -> list[Array]:
-        """Sums over the replicas of a stage, in the middle of a pass."""
+        """Sum over the replicas of a stage, in the middle of a pass."""
         assert self._exchange is not None
         return self._exchange.sum(stage, terms)
 

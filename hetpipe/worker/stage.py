@@ -1,8 +1,8 @@
 """A loaded stage: runs its passes and updates on a device (stations 7, 10, 11 and 14 of
 docs/life-of-a-micro-batch.md).
 
-`bind` has given every value a place at load. A run picks its inputs from three tables (a version of
-the parameters, the store, and the micro-batch's frame) and files its outputs there.
+`bind` has given every value a place at load. A run takes its inputs from three tables (a version of
+the parameters, the store, and the micro-batch's frame) and puts its outputs there.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CHECKED = (CUT, LOSS, TANGENT, GRAD, PARAM)
 class Pass(NamedTuple):
     """One pass of a micro-batch of `samples`: a forward, a backward or half of one.
 
-    `feed` are the leaves of the batch, `rng` (seed, step, index of the first sample); `lag` and
+    `feed` has the leaves of the batch, `rng` is (seed, step, index of the first sample); `lag` and
     `ahead` choose the version of the weights for a forward (`hetpipe.worker.weights`).
     `loss_tangent` is the gradient of the loss. `queue` is the number of the lane's queue on the
     device.
@@ -58,7 +58,7 @@ class Pass(NamedTuple):
 
 
 class Stage:
-    """One stage on one device; holds parameters, buffers, gradients and optimizer state.
+    """One stage on one device, with its parameters, buffers, gradients and optimizer state.
 
     A forward and a backward of different micro-batches may run at once, on two threads and queues:
     each micro-batch has its own frame, only backwards write gradients, and only forwards write
@@ -75,7 +75,7 @@ class Stage:
         meet: Meet | None = None,
         held: Mapping[Key, Buffer] | None = None,
     ) -> None:
-        """`held` are values that lie on the device already, in place of those of `values`."""
+        """Load the stage. `held` values are on the device already and replace those in `values`."""
         self.device = device
         self.number = graphs.stage
         self._meet = meet
@@ -104,7 +104,7 @@ class Stage:
 
     @property
     def has_count(self) -> bool:
-        """Whether the loss is a sum, with a count of its own."""
+        """Whether the loss is a sum and comes with a count."""
         return self.results.has(COUNT)
 
     def run(self, which: Pass, leaving: Leaving | None = None) -> None:
@@ -134,7 +134,7 @@ class Stage:
         self.frames.let_go(frame, bindings, 0)
 
     def _backward(self, part: int, which: Pass, version: Version, leaving: Leaving | None) -> None:
-        """Run a backward, or half `part` of it: adds to gradients, drops tensors kept for it."""
+        """Run a backward, or half `part` of it: add to gradients, drop tensors kept for it."""
         bindings = self._binding.passes[which.samples]
         if not bindings.backwards:
             return
@@ -173,7 +173,7 @@ class Stage:
         self._before = None
 
     def drop_gradients(self) -> None:
-        """Zero them, as an update does, and leave all else as it is."""
+        """Zero the gradients, as an update does, and change nothing else."""
         self.store.zero_gradients()
         self._before = None
 
@@ -184,7 +184,7 @@ class Stage:
         self.drop_gradients()
 
     def square(self, grad_scale: float) -> float:
-        """The sum of squares of the scaled gradients that this stage applies, or their sum."""
+        """Return the sum of squares of the scaled gradients of this stage, or their sum."""
         binding = self._binding.norm
         if binding is None:
             return 0.0
@@ -196,7 +196,7 @@ class Stage:
         return float(self.store.download(slot, frame[place.entry]))
 
     def on_host(self, tensors: Sequence[Buffer | Array]) -> list[Array]:
-        """The tensors as arrays; those on the host are not copied."""
+        """Return the tensors as arrays; arrays are not copied."""
         arrays = []
         for tensor in tensors:
             if not isinstance(tensor, np.ndarray):
@@ -212,7 +212,7 @@ class Stage:
         self.memory.forget(microbatch)
 
     def get(self, key: Key) -> Array:
-        """The present value of a parameter, buffer, gradient or state, on the host."""
+        """Return the present value of a parameter, buffer, gradient or state, on the host."""
         return self.store.get(key)
 
     def put(self, key: Key, value: Array) -> None:
@@ -241,7 +241,7 @@ class Stage:
         """Run on a version of the parameters. New ones go `into` another version, if given."""
         tables = (params, self.store.entries, frame)
         inputs = [tables[table][index] for table, index in binding.sources]
-        if id(binding) not in self._executables:  # used by some trainings alone
+        if id(binding) not in self._executables:  # only some trainings use it
             self._compile([binding])
         executable = self._executables[id(binding)]
         slots, donate = binding.program.outputs, binding.donate | donate
@@ -265,7 +265,7 @@ class Stage:
         return version
 
     def _predict(self, version: Version, ahead: float) -> Version:
-        """The weights expected after `ahead` more updates."""
+        """Return the weights expected after `ahead` more updates."""
         assert self._binding.predict is not None
         self._put_scalars({"ahead": ahead})
         return self._run(self._binding.predict, version, [], into=list(version))
@@ -291,7 +291,7 @@ class Stage:
     def _feed(self, frame: Entries, feeds: Sequence[tuple[str, int]], which: Pass) -> list[Event]:
         """Begin to upload a pass's leaves of the batch."""
         values = [(index, which.feed[name]) for name, index in feeds]
-        if self._rng is not None:  # a model may draw in evaluation, too
+        if self._rng is not None:  # a model may also draw numbers in evaluation
             values.append((self._rng, np.asarray(which.rng, np.int64)))
         events = []
         for index, value in values:
@@ -307,7 +307,7 @@ class Stage:
 
 
 def _find_nonfinite(stage: Stage, slots: Sequence[Slot], outputs: Sequence[Buffer]) -> None:
-    """Raises `HetpipeError` for the first tensor that leaves a pass with inf or NaN in it."""
+    """Raise `HetpipeError` for the first output that contains inf or NaN."""
     for slot, buffer in zip(slots, outputs, strict=True):
         if slot.role in CHECKED and not np.isfinite(stage.store.download(slot, buffer)).all():
             raise HetpipeError(

@@ -1,4 +1,4 @@
-"""Store: the values that a stage keeps on its device, by place."""
+"""Keeps the values of a stage on its device, by place."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hetpipe.worker.bind import Key, Place, StageBinding, Table
 from hetpipe.worker.weights import Version, Weights
 
 Entries = list[Any]
-"""Buffers, or None where nothing is yet."""
+"""Buffers, or None for entries without a value."""
 
 
 class Store:
     """Parameters at load, and buffers, constants, gradients, optimizer state and scalars.
 
-    Gradients start at zero, state at `state_init(shape, dtype)`; `held` values stay where they are.
-    Late gradients that are zero have no buffer.
+    Gradients start at zero, state at `state_init(shape, dtype)`; `held` values stay in their
+    buffers. Late gradients that are zero have no buffer.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Store:
         held: Mapping[Key, Buffer],
     ) -> None:
         self.device = device
-        self.weights: Weights  # set by the stage, which chooses versions of the parameters
+        self.weights: Weights  # set by the stage
         self._slots, self._places = binding.slots, binding.places
         self._late = binding.late
         self._scalars: dict[str, float] = {}
@@ -60,21 +60,21 @@ class Store:
         self._buffer_indices = [place.entry for place in buffers if place.table is Table.STORE]
 
     def get(self, key: Key) -> Array:
-        """The present value of a parameter, buffer, gradient or state, on the host."""
+        """Return the present value of a parameter, buffer, gradient or state, on the host."""
         table, index = self._table(key)
         if table[index] is None and self._is_late(self._places[key]):
             return _zeros(self._slots[key])
         return self.download(self._slots[key], table[index])
 
     def lying(self, keys: Collection[Key]) -> dict[Key, Buffer]:
-        """The present buffers of those of these values that the stage has."""
+        """Return the present buffers of these values, if the stage has them."""
         tables = {key: self._table(key) for key in keys if key in self._places}
         return {
             key: table[index] for key, (table, index) in tables.items() if table[index] is not None
         }
 
     def put(self, key: Key, value: Array) -> Buffer | None:
-        """Replace a value. Returns its buffer if it had none before and will stay."""
+        """Replace a value. Return its buffer if it had none before and will stay."""
         table, index = self._table(key)
         if self._is_late(self._places[key]):
             table[index] = self.upload(value) if np.any(value) else None
@@ -84,7 +84,7 @@ class Store:
         return table[index] if is_new else None
 
     def put_scalars(self, scalars: Mapping[str, float]) -> list[Buffer]:
-        """Set the scalars that programs read and that have changed. Returns new buffers."""
+        """Set the changed scalars that programs read. Return new buffers."""
         new = []
         for name, value in scalars.items():
             slot = self._slots.get((SCALAR, name))
@@ -100,19 +100,19 @@ class Store:
                 self.put(key, _zeros(slot))
 
     def bad_gradient(self) -> str:
-        """The name of a gradient that is not finite; "" if there is none."""
+        """Return the name of a gradient that is not finite; "" if there is none."""
         gradients = (key for key, slot in self._slots.items() if slot.role == GRAD)
         return next((key[1] for key in gradients if not np.isfinite(self.get(key)).all()), "")
 
     def begins_gradients(self) -> bool:
-        """Whether a backward makes the late gradients; if not, all are there, and it adds."""
+        """Return whether the next backward creates the late gradients, not adds to them."""
         if self._late and all(self.entries[index] is None for index in self._late):
             return True
         self.make_gradients()
         return False
 
     def make_gradients(self) -> None:
-        """Give the late gradients that are not there a buffer of zeros."""
+        """Give missing late gradients a buffer of zeros."""
         for key, place in self._places.items():
             if self._is_late(place) and self.entries[place.entry] is None:
                 self.entries[place.entry] = self.upload(_zeros(self._slots[key]))
@@ -123,24 +123,26 @@ class Store:
             self.entries[index] = None
 
     def buffers(self) -> list[Buffer]:
-        """The present buffers, such as batch norms' statistics. Passes replace them by others, so
-        these keep their values."""
+        """Return the present buffers, such as batch norms' statistics.
+
+        Passes replace buffers by new ones, so the returned buffers keep their values.
+        """
         return [self.entries[index] for index in self._buffer_indices]
 
     def restore(self, buffers: list[Buffer]) -> None:
-        """Put back the result of an earlier `buffers`."""
+        """Put back the result of an earlier call of `buffers`."""
         for index, buffer in zip(self._buffer_indices, buffers, strict=True):
             self.entries[index] = buffer
 
     def upload(self, value: Array) -> Buffer:
-        """Copy to the device, and wait until that is done."""
+        """Copy to the device, and wait for the copy."""
         uploaded = self.device.upload(np.asarray(value, order="C"))
         buffer, event = check_uploaded(self.device, uploaded)
         event.wait()
         return buffer
 
     def download(self, slot: Slot, buffer: Buffer) -> Array:
-        """Copy to the host, and wait until that is done."""
+        """Copy to the host, and wait for the copy."""
         array = np.empty(slot.shape, host_dtype(slot.dtype))
         self.device.download(buffer, array).wait()
         return array

@@ -1,4 +1,4 @@
-"""Sums over replicas while their worker computes, on a thread of their own (station 12 of
+"""Sums over replicas on an extra thread, while the worker computes (station 12 of
 docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from hetpipe.wire.transport import EdgeClosedError
 
 
 class Sums:
-    """Does sums one after the other, in the order in which they are begun."""
+    """Runs sums one after the other, in the order in which they begin."""
 
     def __init__(self, on_error: OnError) -> None:
         self._on_error = on_error
@@ -19,7 +19,7 @@ class Sums:
         self._begun: list[Future[None]] = []
 
     def begin(self, add: Callable[[], None]) -> None:
-        """Begin a sum; the caller goes on at once."""
+        """Begin a sum, without waiting for it."""
         self._begun.append(self._thread.submit(self._guarded, add))
 
     def wait(self) -> None:
@@ -38,5 +38,5 @@ class Sums:
         except EdgeClosedError:
             raise
         except Exception as error:
-            self._on_error(error)  # at once: only the controller can end the others' waits
+            self._on_error(error)  # report at once: only the controller can end the waits of others
             raise

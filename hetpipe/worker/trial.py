@@ -1,7 +1,7 @@
-"""Trials: graphs that the controller wants run on a worker's device, beside its stages.
+"""Runs graphs of the controller on a worker's device, separately from its stages.
 
-The controller calls these functions by `Workers.call`. Nothing that a stage holds is read or
-written. An exception of the device is a result, so that a trial ends no worker.
+The controller calls these functions by `Workers.call`. They neither read nor write values of a
+stage. An exception of the device is a result, so a trial never ends a worker.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from hetpipe.sdk.validation import check_ran, check_uploaded
 Array = np.ndarray[Any, Any]
 
 WAIT_S = 300.0
-"""Seconds after which a run that does not end counts as failed."""
+"""Seconds after which an unfinished run counts as failed."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """An input that lies on the device: the result of an earlier trial that was kept by a name."""
+    """An input on the device: the result of an earlier trial, stored under a name."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The device has raised; `refused` if it lacks an operator."""
+    """The device has raised an error; `refused` if it lacks an operator."""
 
     text: str
     refused: bool = False
@@ -45,7 +45,7 @@ class _Trials:
     """Graphs and values on one device, by name."""
 
     executables: dict[str, tuple[Executable, int]] = field(default_factory=dict)
-    """With the number of their results."""
+    """Executables, each with the number of its results."""
     values: dict[str, Buffer] = field(default_factory=dict)
 
 
@@ -67,7 +67,7 @@ def _caught(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @_caught
 def compile_graph(device: Device, name: str, graph: bytes) -> None:
-    """Compile a dumped graph, and keep it by a name. Returns None or `Failed`."""
+    """Compile a dumped graph, and keep it by a name. Return None or `Failed`."""
     trials = _trials.setdefault(device, _Trials())
     loaded = load_graph(graph)
     (executable,) = device.compile_all([loaded])
@@ -83,7 +83,7 @@ def run_graph(
     kept: Mapping[int, str],
     unread: frozenset[int] = frozenset(),
 ) -> list[Array | None]:
-    """Run a graph; its outputs on the host, None for those in `unread`, or `Failed`.
+    """Run a graph; return its outputs on the host, None for those in `unread`, or `Failed`.
 
     Outputs in `kept` stay on the device as well, by these names. bfloat16 comes as int16.
     """
@@ -108,7 +108,7 @@ def run_graph(
 
 
 def forget(device: Device, prefix: str = "") -> None:
-    """Drop the graphs and values whose names begin so."""
+    """Drop the graphs and values whose names begin with `prefix`."""
     if (trials := _trials.get(device)) is not None:
         for table in (trials.executables, trials.values):
             for name in [name for name in table if name.startswith(prefix)]:

@@ -1,4 +1,4 @@
-"""Updates of a worker's stages: gradients are scaled, clipped and applied (stations 12 to 14 of
+"""Scales, clips and applies the gradients of a worker's stages (stations 12 to 14 of
 docs/life-of-a-micro-batch.md)."""
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from hetpipe.worker.stage import Stage
 class Updates:
     """The updates of a worker's stages; `replicas[n]` is its replica of stage n.
 
-    `scale` of a mini-batch's gradients (NaN where a loss is not finite), and `clip`, the factor
-    that clips them for the sum of their squares here and the name of one that is not finite, may
-    have to be waited for. `culprit` is a gradient that was applied although it is not finite.
+    `scale` returns the factor of a mini-batch's gradients, NaN if a loss is not finite. `clip`
+    returns the factor that clips them, given the sum of their squares on this worker and the name
+    of a gradient that is not finite. Both may wait for the controller. `culprit` is a gradient that
+    was applied although it is not finite.
     """
 
     stages: Mapping[int, Stage]
@@ -34,13 +35,13 @@ class Updates:
     scale: Callable[[Apply], float]
     clip: Callable[[Apply, float, str], float]
     culprit: str = ""
-    _clipped: dict[int, float] = field(default_factory=dict)  # of the mini-batch at hand
+    _clipped: dict[int, float] = field(default_factory=dict)  # factor of the present mini-batch
 
     def apply(self, action: Action) -> Moment:
-        """Apply a stage's gradients, or drop them. Returns its begin, after all waits."""
+        """Apply a stage's gradients, or drop them. Return its begin, after all waits."""
         self.exchange.take_back(action)
         stage, update = self.stages[action.stage], self.mini_batches.update(action.number)
-        # Replicas in turn have scaled their gradients before they were summed.
+        # Replicas in turn scaled their gradients before the sum.
         scale = 1.0 if self.shares.per_update(action.stage) > 1 else self.scale(update)
         factor = 1.0 if math.isnan(scale) else self._clip_factor(stage, update, scale)
         begin = Moment.now()
@@ -55,7 +56,7 @@ class Updates:
         return begin
 
     def share_of_sum(self, action: Action) -> float:
-        """The factor of this replica's gradients in a sum over replicas.
+        """Return the factor of this replica's gradients in a sum over replicas.
 
         Replicas in turn sum to the scaled mean of their mini-batches. Replicas that divide a
         mini-batch sum over its rows (factor 1), and the update scales the sum.
@@ -68,12 +69,12 @@ class Updates:
         return sum(scales) / len(together)
 
     def round(self, action: Action) -> range:
-        """The mini-batches of an update: several where replicas take turns."""
+        """Return the mini-batches of an update: several if replicas take turns."""
         together = self.shares.per_update(action.stage)
         return round_of(action.number, together, action.number + 1)
 
     def _clip_factor(self, stage: Stage, update: Apply, scale: float) -> float:
-        """The factor that clips the scaled gradients; NaN to drop them."""
+        """Return the factor that clips the scaled gradients; NaN to drop them."""
         clip = update.clip
         if clip is None:
             return 1.0
@@ -81,9 +82,9 @@ class Updates:
             square, culprit = _square_of([stage], scale)
             self.culprit = self.culprit or culprit
             return clip.factor(square)
-        if update.serial not in self._clipped:  # the first update: no gradient changes any more
+        if update.serial not in self._clipped:  # at the first update all gradients are final
             first = [self.stages[n] for n, replica in self.replicas.items() if replica == 0]
-            square, culprit = _square_of(first, scale)  # other replicas have the same
+            square, culprit = _square_of(first, scale)  # other replicas have the same gradients
             self._clipped = {update.serial: self.clip(update, square, culprit)}
         factor = self._clipped[update.serial]
         if clip.each and clip.takes_norms and not math.isnan(factor):
@@ -91,13 +92,13 @@ class Updates:
         return factor
 
     def take_culprit(self) -> str:
-        """`culprit`, since the last call."""
+        """Return `culprit` and reset it."""
         culprit, self.culprit = self.culprit, ""
         return culprit
 
 
 def _square_of(stages: Sequence[Stage], scale: float) -> tuple[float, str]:
-    """The sum over the stages' scaled gradients, and the name of one that is not finite."""
+    """Return the sum over the stages' scaled gradients, and the name of one that is not finite."""
     squares = [stage.square(scale) for stage in stages]
     bad = [stage for stage, own in zip(stages, squares, strict=True) if not math.isfinite(own)]
     return sum(squares), _bad_gradient(bad[0]) if bad else ""
@@ -105,5 +106,5 @@ def _square_of(stages: Sequence[Stage], scale: float) -> tuple[float, str]:
 
 def _bad_gradient(stage: Stage) -> str:
     name = stage.store.bad_gradient()
-    # Gradients may be finite one by one, and their sum too large.
+    # All gradients may be finite although their sum is too large.
     return f"{f'the gradient of {name}' if name else 'a sum of gradients'} in stage {stage.number}"

@@ -1,7 +1,7 @@
-"""The versions of a stage's parameters, and the one that each pass uses.
+"""Keeps the versions of a stage's parameters, and chooses one for each pass.
 
-A version is a list of buffers in the order of the stage's parameters. An update makes the next one;
-it may overwrite the present one only if no pass will ask for it any more.
+A version is a list of buffers in the order of the stage's parameters. An update makes the next
+version; it may overwrite the present one only if no later pass uses it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Weights(ABC):
 
     @abstractmethod
     def forward(self, microbatch: int, lag: int, ahead: float) -> Version:
-        """The version for a forward: `lag` updates old, or predicted `ahead` updates later."""
+        """Return the version for a forward: `lag` updates old, or predicted `ahead` updates."""
 
     @abstractmethod
     def backward(self, microbatch: int) -> Version:
-        """The version for the backward of a micro-batch."""
+        """Return the version for the backward of a micro-batch."""
 
     @property
     @abstractmethod
@@ -41,16 +41,16 @@ class Weights(ABC):
         """Whether the update may overwrite the present version."""
 
     def updated(self, version: Version) -> None:
-        """An update has made this version."""
+        """Record the version that an update has made."""
         self.present = version
         self.number += 1
 
     def live(self, version: Version) -> int:
-        """The number of versions on the device, including one that a pass reads."""
+        """Return the number of versions on the device, including one that a pass reads."""
         return len({id(self.present), id(version)})
 
     def take_most_live(self) -> int:
-        """The most versions that lived at once since the last call."""
+        """Return the most versions that existed at once since the last call."""
         most, self.most_live = self.most_live, 1
         return most
 
@@ -74,7 +74,7 @@ class Stashed(Weights):
     """The backward uses the version of its forward (PipeDream, section 3.3; 2BW).
 
     With `keeps`, a forward may use an older version than the present one: all versions since the
-    one that the last forward used are kept.
+    last forward's version are kept.
     """
 
     def __init__(self, parameters: Version, number: int, keeps: bool) -> None:
@@ -136,14 +136,14 @@ class Predicted(Weights):
         return self._expected(self._backward_ahead)
 
     def _expected(self, ahead: float) -> Version:
-        if ahead == 0 or self.number == 0:  # before the first update nothing is known
+        if ahead == 0 or self.number == 0:  # nothing is known before the first update
             return self.present
         self._live(2)
         return self._predict(self.present, ahead)
 
 
 def make_weights(keep: Keep, stage: int, parameters: Version, predict: Predict | None) -> Weights:
-    """The versions of a stage under a policy. Raises `HetpipeError` if a prediction is missing."""
+    """Return the versions of a stage under a policy. Raises `HetpipeError` without a prediction."""
     policy = keep.policy
     updates = keep.updates[stage] if keep.updates else 0
     if policy.keeping is Keeping.PRESENT:

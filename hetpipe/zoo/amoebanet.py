@@ -1,7 +1,8 @@
 """AmoebaNet-D (Real et al., AAAI 2019), in the form that GPipe and DAPPLE train.
 
-Two reduction cells stand before the first normal cell and one between each third of them. A cell
-makes five sums of two operations each, on its two inputs and on earlier sums.
+Two reduction cells come before the first normal cell, and one after each of the first two thirds of
+the normal cells. A cell makes five sums of two operations each, on its two inputs and on earlier
+sums.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hetpipe.zoo.workload import Workload
 Operation = Callable[[int, int], nn.Module]
 """(channels, stride) -> a module that keeps the channels."""
 Genotype = Sequence[tuple[int, Operation]]
-"""Ten operations, two for each sum, and the state that each reads: 0 and 1 are the inputs."""
+"""Ten operations, two for each sum, each with the state that it reads: 0 and 1 are the inputs."""
 
 
 class ReluConvNorm(nn.Sequential):
@@ -36,7 +37,7 @@ class ReluConvNorm(nn.Sequential):
 
 
 class FactorizedReduce(nn.Module):
-    """Half the size, by two 1x1 convolutions of which one sees the odd places."""
+    """Halves the size, by two 1x1 convolutions; one of them reads the odd positions."""
 
     def __init__(self, inner: int, outer: int) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class FactorizedReduce(nn.Module):
 
 
 def none(channels: int, stride: int) -> nn.Module:
-    """The state itself, reduced if need be."""
+    """Return a module for the state itself, reduced if necessary."""
     return nn.Identity() if stride == 1 else FactorizedReduce(channels, channels)
 
 
@@ -101,7 +102,7 @@ REDUCTION: Genotype = (
     (2, max_pool_3x3), (3, none), (1, max_pool_2x2), (2, avg_pool_3x3), (3, conv_1x1),
 )  # fmt: skip
 REDUCTION_ENDS = (4, 5, 6)
-"""The states that a cell's result joins."""
+"""The states that a reduction cell joins to its result."""
 
 
 class Cell(nn.Module):

@@ -1,8 +1,8 @@
 """The AWD-LSTM language model (Merity et al., ICLR 2018), on tokens as in the Penn Treebank.
 
-Three LSTM layers; the output's weights are the embedding's; dropout drops a feature for all of a
-sample's tokens. What drops weights for a whole mini-batch is left out (of the recurrent matrices,
-of words in the embedding): micro-batches would train different networks.
+It has three LSTM layers, and the output shares the embedding's weights. Dropout drops a feature for
+all tokens of a sample. Dropout of weights is left out (in recurrent matrices, and of words in the
+embedding): it holds for a whole mini-batch, and micro-batches would train different networks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LockedDropout(nn.Dropout):
 
 
 class AwdLstm(nn.Module):
-    """(n, length) of tokens -> (n, length, vocabulary) logits of the tokens that follow."""
+    """(n, length) of tokens -> (n, length, vocabulary) logits of the next tokens."""
 
     def __init__(self, vocabulary: int, embedding: int, hidden: int, layers: int = 3) -> None:
         super().__init__()

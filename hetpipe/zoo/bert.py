@@ -31,7 +31,7 @@ class BertLayer(nn.Module):
         self.dropout = nn.Dropout(DROPOUT)
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        """`bias` (n, 1, 1, length) is added to the scores of keys."""
+        """Add `bias` (n, 1, 1, length) to the scores of keys."""
         q, k, v = (
             layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)

@@ -1,7 +1,7 @@
-"""Byte-pair coding of text: the most frequent pair of neighbours becomes a token, again and again.
+"""Byte-pair coding of text: again and again, the most frequent pair of neighbours becomes a token.
 
-After Sennrich et al., "Neural machine translation of rare words with subword units" (ACL 2016), on
-bytes, so that every text can be coded.
+It follows Sennrich et al., "Neural machine translation of rare words with subword units" (ACL
+2016), on bytes, so that every text can be coded.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class BytePairs:
         return BYTES + len(self.merges)
 
     def encode(self, text: bytes) -> Tokens:
-        """(tokens,) of the text, by all merges in the order of learning."""
+        """Return the text's tokens (tokens,), after all merges in the order of learning."""
         tokens = _tokens(text)
         for token, pair in enumerate(self.merges, BYTES):
             tokens = _merged(tokens, pair, token)
         return tokens
 
     def decode(self, tokens: Tokens) -> bytes:
-        """The text of these tokens."""
+        """Return the text of these tokens."""
         words = [bytes([byte]) for byte in range(BYTES)]
         for first, second in self.merges:
             words.append(words[first] + words[second])
@@ -45,9 +45,9 @@ class BytePairs:
 
 
 def learn(text: bytes, size: int) -> BytePairs:
-    """The vocabulary of `size` tokens that this text teaches.
+    """Learn a vocabulary of `size` tokens from this text.
 
-    Of equally frequent pairs the one with the smaller tokens is merged. Raises `HetpipeError` if
+    Among equally frequent pairs it merges the one with the smaller tokens. Raises `HetpipeError` if
     the text has too few pairs.
     """
     tokens = _tokens(text)
@@ -70,10 +70,10 @@ def _tokens(text: bytes) -> Tokens:
 
 
 def _merged(tokens: Tokens, pair: tuple[int, int], token: int) -> Tokens:
-    """The tokens with every such pair, from the left, replaced by `token`."""
+    """Replace every such pair in the tokens, from the left, by `token`."""
     first, second = pair
     hits = np.flatnonzero((tokens[:-1] == first) & (tokens[1:] == second))
-    if first == second:  # in a run of equal tokens hits overlap: every other one counts
+    if first == second:  # hits overlap in a run of equal tokens: every other one counts
         begins = np.where(np.diff(hits, prepend=-2) > 1, hits, 0)
         hits = hits[(hits - np.maximum.accumulate(begins)) % 2 == 0]
     tokens = tokens.copy()

@@ -1,4 +1,4 @@
-"""Checks and guards of a user's workload: messages name the user's code and its errors."""
+"""Checks a user's workload and guards its functions; messages name the user's code."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ OURS = (HOME, str(importlib.__file__), "<frozen ")
 
 @contextmanager
 def theirs(where: str) -> Iterator[None]:
-    """Run a user's code. Raises `UserCodeError`, with their traceback, if it raises.
+    """Run a user's code. Raises `UserCodeError`, with the user's traceback, if the code raises.
 
-    A `HetpipeError` passes as it is.
+    A `HetpipeError` passes unchanged.
     """
     try:
         yield
@@ -39,7 +39,7 @@ def theirs(where: str) -> Iterator[None]:
 
 
 def their_traceback(error: BaseException) -> str:
-    """The traceback without the frames of hetpipe and of Python's import."""
+    """Return the traceback without the frames of hetpipe and of Python's import."""
     summary = traceback.TracebackException.from_exception(error)
     _cut(summary)
     whole = bool(summary.stack or summary.__cause__ or summary.__context__)
@@ -55,7 +55,7 @@ def _cut(summary: traceback.TracebackException) -> None:
 
 
 def checked(where: str, workload: Any) -> Workload:
-    """The workload of a factory, its fields checked, its functions guarded.
+    """Return the workload of a factory, with its fields checked and its functions guarded.
 
     `where` begins each message. Raises `HetpipeError`.
     """
@@ -76,7 +76,7 @@ def checked(where: str, workload: Any) -> Workload:
 
 
 def _rules(workload: Workload) -> Iterator[tuple[str, bool, str]]:
-    """(field, whether it is valid, the cure) for each field."""
+    """Return (field, whether it is valid, the cure) for each field."""
     from torch import nn
 
     from hetpipe.optim.rule import Optimizer
@@ -101,10 +101,10 @@ def _rules(workload: Workload) -> Iterator[tuple[str, bool, str]]:
 def guarded_batches(
     where: str, batches: Callable[[int, int], Iterator[Batch]]
 ) -> Callable[[int, int], Iterator[Batch]]:
-    """The same mini-batches.
+    """Yield the same mini-batches.
 
-    Raises `UserCodeError` where the user's code raises, `HetpipeError` where it ends, or yields
-    anything but a pair.
+    Raises `UserCodeError` if the user's code raises, `HetpipeError` if it ends, or yields anything
+    but a pair.
     """
 
     def guarded(mini_batch: int, seed: int) -> Iterator[Batch]:
@@ -154,7 +154,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _named(value: Any) -> str:
-    """A value for a message: itself if short, else its type."""
+    """Return a value for a message: itself if short, otherwise its type."""
     if value is None or isinstance(value, (int, float, str)):
         return repr(value)
     if isinstance(value, type):

@@ -13,7 +13,8 @@ Batches = Callable[[int, int], Iterator[tuple[torch.Tensor, torch.Tensor]]]
 
 
 def shuffled(x: torch.Tensor, y: torch.Tensor) -> Batches:
-    """`batches(mini_batch, seed)` over rows of x and y: a new order each epoch, full batches only.
+    """Return `batches(mini_batch, seed)` over rows of x and y: a new order each epoch, full batches
+    only.
 
     Raises `HetpipeError` if a mini-batch is larger than the data set.
     """
@@ -35,7 +36,8 @@ def shuffled(x: torch.Tensor, y: torch.Tensor) -> Batches:
 
 
 def accuracy_on(x: torch.Tensor, y: torch.Tensor) -> Callable[[torch.nn.Module], dict[str, float]]:
-    """`validate(model)`: the share of rows whose largest logit is at the label, in eval mode."""
+    """Return `validate(model)`: the share of rows whose largest logit is at the label, in eval
+    mode."""
 
     def validate(model: torch.nn.Module) -> dict[str, float]:
         with evaluating(model):
@@ -47,7 +49,7 @@ def accuracy_on(x: torch.Tensor, y: torch.Tensor) -> Callable[[torch.nn.Module],
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, the model is in eval mode without gradients; after it each module has its own mode.
+    """Put the model into eval mode without gradients; on exit each module gets its mode back.
 
     Parts of a model may be in eval mode on purpose, for instance a frozen backbone.
     """
@@ -57,5 +59,5 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
-        for module, training in modes:  # not by train(), which models override
+        for module, training in modes:  # models override train()
             module.training = training

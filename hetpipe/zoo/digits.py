@@ -71,7 +71,8 @@ class DigitsNet(nn.Sequential):
 
 
 def load_digits(seed: int = SPLIT_SEED) -> tuple[torch.Tensor, ...]:
-    """x_train (1437, 1, 8, 8), y_train (1437,), x_validation (360, ...), y_validation (360,).
+    """Return x_train (1437, 1, 8, 8), y_train (1437,), x_validation (360, ...), y_validation
+    (360,).
 
     Pixels are scaled to mean 0 and deviation 1 over the training set. Raises `HetpipeError` without
     scikit-learn.
@@ -92,7 +93,7 @@ def load_digits(seed: int = SPLIT_SEED) -> tuple[torch.Tensor, ...]:
 
 
 def workload() -> Workload:
-    """The workload, with weights of a fixed seed."""
+    """Return the workload, with weights from a fixed seed."""
     x, y, x_held, y_held = load_digits()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -1,8 +1,8 @@
 """GNMT (Wu et al., 2016), as PipeDream, DAPPLE and BaPipe train it: LSTMs with attention.
 
-The encoder's first layer reads both ways. From the third layer on a layer adds its input to its
-output. The decoder's first layer asks the attention (Bahdanau et al., ICLR 2015) for a context,
-which all its layers read. GNMT-8 has four layers on each side, GNMT-16 eight.
+The encoder's first layer reads in both directions. From the third layer on, a layer adds its input
+to its output. The decoder's first layer asks the attention (Bahdanau et al., ICLR 2015) for a
+context, which all its layers read. GNMT-8 has four layers on each side, GNMT-16 eight.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DROPOUT = 0.2
 
 
 def lstm(inner: int, width: int, both_ways: bool = False) -> nn.LSTM:
-    """A layer; samples first."""
+    """Return an LSTM layer; samples come first."""
     return nn.LSTM(inner, width, batch_first=True, bidirectional=both_ways)
 
 
@@ -82,7 +82,7 @@ class Decoder(nn.Module):
 
 
 class GNMT(nn.Module):
-    """Tokens (n, source) and those so far (n, target) -> (n, target, vocabulary) logits."""
+    """Source tokens (n, source), previous tokens (n, target) -> (n, target, vocabulary) logits."""
 
     def __init__(self, vocabulary: int, width: int, layers: int) -> None:
         super().__init__()

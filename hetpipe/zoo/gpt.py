@@ -1,14 +1,14 @@
 """The workloads `gpt` and `gpt-untied`: a small GPT on Python's help pages. 13 MB of weights.
 
 The network follows GPT-2 (Radford et al., "Language models are unsupervised multitask learners",
-2019): output weights are the token embedding's, and weights begin normal, smaller by the root of
-the number of sums where a block adds to the stream. Their deviation is root(2 / (5 width)), 0.04
-here (Nguyen and Salazar, "Transformers without tears", 2019): with GPT-2's own 0.02, made for wider
-networks, and at a learning rate of 1e-3, training stays at the tokens' frequencies for long. There
-is no dropout.
+2019): the output shares the token embedding's weights, and weights begin normal, smaller by the
+root of the number of sums if a block adds to the stream. Their deviation is root(2 / (5 width)),
+0.04 here (Nguyen and Salazar, "Transformers without tears", 2019). GPT-2's own deviation, 0.02, is
+for wider networks: at a learning rate of 1e-3, training would long predict nothing but the tokens'
+frequencies. There is no dropout.
 
 Asynchronous pipelines update the first stage and the last at different times, so they cannot share
-weights: `gpt-untied` has output weights of its own.
+weights: `gpt-untied` has separate output weights.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Embedding(nn.Module):
 
 
 class GPT(nn.Module):
-    """(n, length) of tokens -> (n, length, vocabulary) logits of the tokens that follow."""
+    """(n, length) of tokens -> (n, length, vocabulary) logits of the next tokens."""
 
     def __init__(
         self,
@@ -118,12 +118,12 @@ class GPT(nn.Module):
 
 
 def workload() -> Workload:
-    """The workload `gpt`, with weights of a fixed seed."""
+    """Return the workload `gpt`, with weights from a fixed seed."""
     return _workload("gpt", GPT)
 
 
 def untied_workload() -> Workload:
-    """The workload `gpt-untied`, with weights of a fixed seed."""
+    """Return the workload `gpt-untied`, with weights from a fixed seed."""
     return _workload("gpt-untied", partial(GPT, tied=False))
 
 

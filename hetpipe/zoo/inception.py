@@ -36,7 +36,7 @@ class BasicConv2d(nn.Module):
 
 
 def chain(inner: int, *layers: tuple[int, Any, Any]) -> nn.Sequential:
-    """Convolutions one after another, each as (channels, kernel, padding)."""
+    """Return convolutions one after another, each given as (channels, kernel, padding)."""
     modules = []
     for outer, kernel, padding in layers:
         modules.append(BasicConv2d(inner, outer, kernel, padding=padding))
@@ -68,7 +68,7 @@ class Fork(nn.Module):
 
 
 def inception(inner: int, widths: Sequence[int]) -> Branches:
-    """A module of GoogLeNet: 1x1; 1x1 and 3x3 twice; pooling and 1x1."""
+    """Return a module of GoogLeNet: 1x1; 1x1 and 3x3 twice; pooling and 1x1."""
     a, b0, b1, c0, c1, d = widths
     pooled = nn.Sequential(nn.MaxPool2d(3, 1, padding=1), BasicConv2d(inner, d, 1))
     return Branches(
@@ -237,7 +237,7 @@ def _mixed_7(inner: int, w: Any) -> Branches:
 
 
 def auxiliary_loss(weight: float, logits: Sequence[torch.Tensor], y: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of the first logits, and with a weight of the others."""
+    """Return the cross entropy of the first logits plus the weighted ones of the others."""
     loss, *others = (functional.cross_entropy(each, y) for each in logits)
     for other in others:
         loss = loss + weight * other

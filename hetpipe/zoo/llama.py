@@ -1,8 +1,8 @@
-"""A network in the style of Llama (Touvron et al., 2023): norms by the root mean square, rotary
-positions (Su et al., 2021), gated perceptrons (Shazeer, 2020), keys and values that groups of heads
-share (Ainslie et al., EMNLP 2023).
+"""A network in the style of Llama (Touvron et al., 2023).
 
-The published size is that of TinyLlama (Zhang et al., 2024).
+It has norms by the root mean square, rotary positions (Su et al., 2021), gated perceptrons
+(Shazeer, 2020), and keys and values that groups of heads share (Ainslie et al., EMNLP 2023). The
+published size is TinyLlama's (Zhang et al., 2024).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RMSNorm(nn.Module):
 
 
 def rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Pairs of x (n, heads, length, size), half a size apart, turned by their position's angle."""
+    """Rotate pairs of x (n, heads, length, size), half a size apart, by their position's angle."""
     first, second = x.chunk(2, -1)
     return x * cosine + torch.cat([-second, first], -1) * sine
 
@@ -85,7 +85,7 @@ class LlamaLayer(nn.Module):
 
 
 class Llama(nn.Module):
-    """(n, length) of tokens -> (n, length, vocabulary) logits of the tokens that follow."""
+    """(n, length) of tokens -> (n, length, vocabulary) logits of the next tokens."""
 
     def __init__(
         self, vocabulary: int, length: int, width: int, heads: int, groups: int, hidden: int,

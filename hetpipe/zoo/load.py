@@ -1,4 +1,4 @@
-"""Workloads by name: the zoo's own, or `package.module:factory` of the user's."""
+"""Loads workloads by name: the zoo's, or a user's `package.module:factory`."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ FAMILIES = {
     "residual_lstm": ("residual-lstm",),
     "s2vt": ("s2vt",),
 }
-"""Modules of the zoo by the models that they have, at published sizes and at small ones."""
+"""The models in each module of the zoo, at published sizes and at small ones."""
 
 SMALL = "-small"
-"""The end of the name of a model that is there at its published size too."""
+"""The suffix of a small model whose published size is in the zoo as well."""
 
 ZOO = {
     "digits": "hetpipe.zoo.digits:workload",
@@ -56,11 +56,11 @@ ZOO = {
 
 
 def load_workload(name: str) -> Workload:
-    """The zoo's workload of that name, or the result of `package.module:factory`.
+    """Return the zoo's workload with this name, or the result of `package.module:factory`.
 
-    Modules are looked for in the working directory too, after all others: a `queue.py` there is not
-    the standard library's. It stays on the path for later imports of the module.
-    Raises `HetpipeError` if there is none or it is wrong, `UserCodeError` if its code raises.
+    The working directory is searched too, after all other places, so a `queue.py` there does not
+    hide the standard library's. It stays on the path for later imports of the module. Raises
+    `HetpipeError` if there is no such workload or it is wrong, `UserCodeError` if its code raises.
     """
     check_name(name)
     if name in ZOO:
@@ -77,13 +77,13 @@ def load_workload(name: str) -> Workload:
 
 
 def zoo_names(published: bool) -> list[str]:
-    """The zoo's models at their published sizes, or else the others: all that are small."""
+    """Return the zoo's models at their published sizes, or all small ones."""
     with_small = {name.removesuffix(SMALL) for name in ZOO if name.endswith(SMALL)}
     return [name for name in ZOO if (name in with_small) == published]
 
 
 def check_name(name: str) -> None:
-    """Raises `HetpipeError` for a name that is neither in the zoo nor `module:factory`."""
+    """Raise `HetpipeError` for a name that is neither in the zoo nor `module:factory`."""
     module_name, _, attribute = name.partition(":")
     if name not in ZOO and not (module_name and attribute):
         raise HetpipeError(
@@ -111,7 +111,7 @@ def _factory(name: str, target: str) -> Callable[[], Any]:
 
 
 def optimizer_of(workload: Workload) -> Optimizer:
-    """The workload's own optimizer, or SGD with momentum."""
+    """Return the workload's optimizer, or SGD with momentum if it has none."""
     from hetpipe import optim
 
     return workload.optimizer or optim.sgd(lr=0.05, momentum=0.9)

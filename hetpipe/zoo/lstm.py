@@ -19,7 +19,7 @@ LENGTH = 128  # tokens in a sample
 
 
 class Recurrent(nn.Module):
-    """(n, length) of tokens -> (n, length, vocabulary) logits of the tokens that follow."""
+    """(n, length) of tokens -> (n, length, vocabulary) logits of the next tokens."""
 
     def __init__(
         self, vocabulary: int = VOCABULARY, width: int = WIDTH, layers: int = LAYERS
@@ -42,7 +42,7 @@ class Recurrent(nn.Module):
 
 
 def open_forget_gate(layer: nn.LSTM) -> None:
-    """Bias 1 for the second of the gates in torch's order: input, forget, cell, output."""
+    """Set bias 1 for the second of the gates in torch's order: input, forget, cell, output."""
     width = layer.hidden_size
     with torch.no_grad():
         for index in range(layer.num_layers):
@@ -51,5 +51,5 @@ def open_forget_gate(layer: nn.LSTM) -> None:
 
 
 def workload() -> Workload:
-    """The workload, with weights of a fixed seed."""
+    """Return the workload, with weights from a fixed seed."""
     return text_workload("lstm", Recurrent, LENGTH, optim.adamw(lr=3e-3))

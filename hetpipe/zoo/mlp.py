@@ -18,7 +18,7 @@ WIDTH = 128
 
 
 def workload() -> Workload:
-    """Ten Gaussian clouds in 32 dimensions, 2048 points to train on and 512 to validate on."""
+    """Return ten Gaussian clouds in 32 dimensions, 2048 points to train and 512 to validate."""
     generator = torch.Generator().manual_seed(0)
     centres = torch.randn(CLASSES, FEATURES, generator=generator)
     y = torch.randint(CLASSES, (2560,), generator=generator)

@@ -1,5 +1,7 @@
-"""MobileNet-V3, large (Howard et al., ICCV 2019): depthwise convolutions, squeeze and excitation,
-hard swish."""
+"""MobileNet-V3, large (Howard et al., ICCV 2019).
+
+It has depthwise convolutions, squeeze and excitation, and hard swish.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ class ConvNormActivation(nn.Sequential):
 
 
 class SqueezeExcitation(nn.Module):
-    """Scales channels by what a small network makes of their means."""
+    """Scales channels by factors that a small network computes from their means."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -61,7 +63,7 @@ class SqueezeExcitation(nn.Module):
 
 
 class InvertedResidual(nn.Module):
-    """Widen, a convolution per channel, narrow; and the skip where shapes agree."""
+    """Widens, convolves each channel, narrows; with the skip if shapes agree."""
 
     def __init__(self, before: int, row: Row) -> None:
         super().__init__()
@@ -107,7 +109,7 @@ class MobileNetV3(nn.Module):
 
 
 def _divisible(channels: int) -> int:
-    """The nearest multiple of 8, but the next one if that were less by more than a tenth."""
+    """Return the nearest multiple of 8, or the next one if that is smaller by more than a tenth."""
     near = max(8, (channels + 4) // 8 * 8)
     return near if near >= 0.9 * channels else near + 8
 

@@ -1,4 +1,4 @@
-"""Workloads on random data, and what their networks share: weights, and mini-batches of a seed."""
+"""Workloads on random data: seeded mini-batches, and the weights of their networks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def random_workload(
     optimizer: Any,
     loss_fn: Callable[[Any, Any], Any] = functional.cross_entropy,
 ) -> Workload:
-    """A workload with weights of a fixed seed; `draw` makes each mini-batch."""
+    """Return a workload with weights from a fixed seed; `draw` makes each mini-batch."""
 
     def batches(samples: int, seed: int) -> Iterator[tuple[Any, Any]]:
         generator = torch.Generator().manual_seed(seed)
@@ -37,7 +37,7 @@ def random_workload(
 
 
 def images(size: int, classes: int) -> Draw:
-    """Normal noise (n, 3, size, size), and a class for each."""
+    """Draw normal noise (n, 3, size, size), and a class for each image."""
 
     def draw(samples: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         x = torch.randn(samples, 3, size, size, generator=generator)
@@ -47,7 +47,7 @@ def images(size: int, classes: int) -> Draw:
 
 
 def language(vocabulary: int, length: int) -> Draw:
-    """Tokens (n, length), and those that follow them."""
+    """Draw tokens (n, length), and their next tokens."""
 
     def draw(samples: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = torch.randint(vocabulary, (samples, length + 1), generator=generator)
@@ -57,7 +57,7 @@ def language(vocabulary: int, length: int) -> Draw:
 
 
 def translation(vocabulary: int, source: int, target: int) -> Draw:
-    """((n, source) tokens, (n, target) tokens so far), and the target's next tokens."""
+    """Draw ((n, source) tokens, (n, target) previous tokens), and the target's next tokens."""
     following = language(vocabulary, target)
 
     def draw(samples: int, generator: torch.Generator) -> tuple[Any, torch.Tensor]:
@@ -69,8 +69,10 @@ def translation(vocabulary: int, source: int, target: int) -> Draw:
 
 
 def spans(vocabulary: int, length: int) -> Draw:
-    """((n, length) tokens, (n, length) 1 or 0 for padding), and (n, 2) an answer's first and last
-    token: questions as in SQuAD."""
+    """Draw ((n, length) tokens, (n, length) 1 or 0 for padding), and answers (n, 2).
+
+    An answer is its first and last token: questions as in SQuAD.
+    """
 
     def draw(samples: int, generator: torch.Generator) -> tuple[Any, torch.Tensor]:
         tokens = torch.randint(vocabulary, (samples, length), generator=generator)
@@ -82,14 +84,14 @@ def spans(vocabulary: int, length: int) -> Draw:
 
 
 def span_loss(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy of first and last token: logits (n, length, 2), y (n, 2)."""
+    """Return the mean cross entropy of first and last token: logits (n, length, 2), y (n, 2)."""
     first = functional.cross_entropy(logits[..., 0], y[:, 0])
     last = functional.cross_entropy(logits[..., 1], y[:, 1])
     return 0.5 * (first + last)
 
 
 def he_weights(model: nn.Module) -> None:
-    """Weights of convolutions for rectifiers (He et al., ICCV 2015); their biases are zero."""
+    """Set weights of convolutions for rectifiers (He et al., ICCV 2015), and zero biases."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

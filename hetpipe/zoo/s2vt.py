@@ -1,7 +1,7 @@
-"""S2VT (Venugopalan et al., ICCV 2015): a film's frames to a sentence, by two LSTM layers.
+"""S2VT (Venugopalan et al., ICCV 2015): from a film's frames to a sentence, by two LSTM layers.
 
-The first layer reads the frames, then nothing; the second reads what the first says and, once the
-frames are over, the words so far. Both go over frames and words in one sequence.
+The first layer reads the frames, then zeros. The second reads the first layer's output and, after
+the frames, the previous words. Both process frames and words in one sequence.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hetpipe.zoo.workload import Workload
 
 
 class S2VT(nn.Module):
-    """Frames (n, frames, features), words so far (n, length) -> (n, length, vocabulary) logits."""
+    """Frames (n, frames, features), previous words (n, length) -> (n, length, vocabulary)."""
 
     def __init__(self, features: int, vocabulary: int, embedding: int, hidden: int) -> None:
         super().__init__()

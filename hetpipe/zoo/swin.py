@@ -1,4 +1,4 @@
-"""Swin transformer (Liu et al., ICCV 2021): attention in windows that every other block shifts."""
+"""Swin transformer (Liu et al., ICCV 2021): attention in windows, shifted in every other block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hetpipe.zoo.workload import Workload
 
 
 def windows_of(x: torch.Tensor, window: int) -> torch.Tensor:
-    """(n, size, size, width) -> (n * windows, window * window, width)."""
+    """Divide (n, size, size, width) into (n * windows, window * window, width)."""
     n, size, _, width = x.shape
     parts = size // window
     split = x.view(n, parts, window, parts, window, width)
@@ -22,14 +22,14 @@ def windows_of(x: torch.Tensor, window: int) -> torch.Tensor:
 
 
 def joined(x: torch.Tensor, window: int, size: int) -> torch.Tensor:
-    """The inverse of `windows_of`."""
+    """Do the inverse of `windows_of`."""
     parts = size // window
     split = x.view(-1, parts, parts, window, window, x.shape[-1])
     return split.transpose(2, 3).reshape(-1, size, size, x.shape[-1])
 
 
 def relative_index(window: int) -> torch.Tensor:
-    """For each pair of places in a window the number of their relative position."""
+    """Return the number of the relative position for each pair of positions in a window."""
     place = torch.arange(window)
     rows, columns = (each.flatten() for each in torch.meshgrid(place, place, indexing="ij"))
     down = rows[:, None] - rows[None] + window - 1
@@ -38,7 +38,7 @@ def relative_index(window: int) -> torch.Tensor:
 
 
 def shift_mask(size: int, window: int, shift: int) -> torch.Tensor:
-    """(windows, window^2, window^2): -100 between places that were no neighbours before a shift."""
+    """Return (windows, window^2, window^2): -100 between positions that a shift made neighbours."""
     band = torch.zeros(size)
     band[size - window : size - shift] = 1
     band[size - shift :] = 2

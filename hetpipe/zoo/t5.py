@@ -1,5 +1,7 @@
-"""T5 (Raffel et al., JMLR 2020): an encoder and a decoder, with biases by relative position in
-buckets that grow with the distance. The published size is that of T5-base."""
+"""T5 (Raffel et al., JMLR 2020): an encoder and a decoder with relative position biases.
+
+The biases have buckets that grow with the distance. The published size is T5-base.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ DROPOUT = 0.1
 
 
 def buckets(length: int, both_ways: bool) -> torch.Tensor:
-    """(length, length): the bucket of each pair of places, query first."""
+    """Return (length, length): the bucket of each pair of positions, query first."""
     place = torch.arange(length)
     distance = place[None] - place[:, None]
     count, first = BUCKETS, torch.zeros_like(distance)
@@ -63,7 +65,7 @@ class T5Attention(nn.Module):
 
 
 class T5Block(nn.Module):
-    """Attention, in a decoder a second one on the encoder, and a perceptron; normed before."""
+    """Attention, a second one on the encoder in a decoder, and a perceptron; each normed before."""
 
     def __init__(self, width: int, heads: int, size: int, hidden: int, decodes: bool) -> None:
         super().__init__()
@@ -116,7 +118,7 @@ class T5Stack(nn.Module):
 
 
 class T5(nn.Module):
-    """Tokens (n, length) and those so far -> (n, length, vocabulary) logits of the next ones."""
+    """Source tokens (n, length) and previous tokens -> (n, length, vocabulary) next logits."""
 
     def __init__(
         self, vocabulary: int, length: int, width: int, heads: int, size: int, hidden: int,
@@ -126,7 +128,7 @@ class T5(nn.Module):
         self.shared = nn.Embedding(vocabulary, width)
         self.encoder = T5Stack(width, heads, size, hidden, layers, length, decodes=False)
         self.decoder = T5Stack(width, heads, size, hidden, layers, length, decodes=True)
-        self.scale = width**-0.5  # the output's weights are the embedding's
+        self.scale = width**-0.5  # the output shares the embedding's weights
 
     def forward(self, source: torch.Tensor, so_far: torch.Tensor) -> torch.Tensor:
         y = self.decoder(self.shared(so_far), self.encoder(self.shared(source)))

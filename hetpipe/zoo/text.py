@@ -1,7 +1,7 @@
 """English text that every Python has, as tokens: the help pages of Python's `help()`.
 
-Its first nine tenths teach a vocabulary of byte pairs and are trained on; the last tenth validates.
-How much text there is depends on the version of Python, 0.5 MB in 3.11.
+The first nine tenths teach a vocabulary of byte pairs and are the training data; the last tenth
+validates. The amount of text depends on the version of Python: 0.5 MB in 3.11.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VALIDATED = 64  # windows of the validation text in a perplexity
 
 
 def corpus() -> bytes:
-    """All topics of `pydoc_data`, sorted by name."""
+    """Return all topics of `pydoc_data`, sorted by name."""
     from pydoc_data.topics import topics
 
     return "\n".join(topics[name] for name in sorted(topics)).encode()
@@ -32,7 +32,7 @@ def corpus() -> bytes:
 
 @lru_cache(maxsize=1)
 def coded() -> tuple[BytePairs, Tokens, Tokens]:
-    """The vocabulary, and the tokens to train and to validate on."""
+    """Return the vocabulary, and the tokens to train and to validate on."""
     text = corpus()
     border = len(text) * 9 // 10
     pairs = learn(text[:border], VOCABULARY)
@@ -40,7 +40,10 @@ def coded() -> tuple[BytePairs, Tokens, Tokens]:
 
 
 def windows(tokens: Tokens, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """x and y, (windows, length) each: y is x one token later. Drops an incomplete last window."""
+    """Return x and y, (windows, length) each: y is x one token later.
+
+    An incomplete last window is dropped.
+    """
     count = (len(tokens) - 1) // length
     x, y = (tokens[lo : lo + count * length].reshape(count, length) for lo in (0, 1))
     return torch.from_numpy(x.copy()), torch.from_numpy(y.copy())
@@ -53,7 +56,7 @@ def text_workload(
     optimizer: Optimizer,
     blocks: tuple[str, ...] = (),
 ) -> Workload:
-    """A language model that trains on windows of `length` tokens, with weights of a fixed seed."""
+    """Return a language model on windows of `length` tokens, with weights from a fixed seed."""
     batches, validate, train_samples = language(length)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -72,7 +75,7 @@ def text_workload(
 
 
 def language(length: int) -> tuple[Batches, Callable[[nn.Module], dict[str, float]], int]:
-    """`batches`, `validate` and the windows in an epoch, for windows of `length` tokens."""
+    """Return `batches`, `validate` and the number of windows in an epoch, for this length."""
     _, kept, held = coded()
     x, y = windows(kept, length)
     x_held, y_held = windows(held, length)
@@ -80,7 +83,7 @@ def language(length: int) -> tuple[Batches, Callable[[nn.Module], dict[str, floa
 
 
 def token_loss(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy: logits (n, length, vocabulary), y (n, length) of tokens.
+    """Return the mean cross entropy: logits (n, length, vocabulary), y (n, length) of tokens.
 
     As each sample has `length` tokens, this is also the mean over samples.
     """
@@ -88,7 +91,7 @@ def token_loss(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def perplexity_on(x: torch.Tensor, y: torch.Tensor) -> Callable[[nn.Module], dict[str, float]]:
-    """`validate(model)`: e to the mean cross entropy of a token of y, in eval mode."""
+    """Return `validate(model)`: e to the mean cross entropy of a token of y, in eval mode."""
 
     def validate(model: nn.Module) -> dict[str, float]:
         with evaluating(model):

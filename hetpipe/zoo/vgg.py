@@ -19,11 +19,11 @@ VGG11 = (64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0)
 VGG16 = (64, 64, 0, 128, 128, 0, *(256,) * 3, 0, *(512,) * 3, 0, *(512,) * 3, 0)
 VGG19 = (64, 64, 0, 128, 128, 0, *(256,) * 4, 0, *(512,) * 4, 0, *(512,) * 4, 0)
 """Output channels of each 3x3 convolution; 0 is a pooling."""
-NARROW = 8  # small networks have one channel in so many
+NARROW = 8  # a small network has 1 / NARROW of the channels
 
 
 class VGG(nn.Module):
-    """(n, 3, size, size) -> (n, classes); the classifier sees grid x grid places."""
+    """(n, 3, size, size) -> (n, classes); the classifier reads grid x grid positions."""
 
     def __init__(
         self, widths: Sequence[int], grid: int = 7, hidden: int = 4096, classes: int = 1000

@@ -1,4 +1,4 @@
-"""Networks for images as torchvision has them, on random images: for programs that measure times.
+"""Networks for images as in torchvision, on random images: for programs that measure times.
 
 ResNet-18 (He et al., CVPR 2016) and ConvNeXt-T (Liu et al., CVPR 2022), for 64 x 64 images and ten
 classes. Names of modules follow torchvision's.
@@ -21,7 +21,7 @@ CLASSES = 10
 
 
 class BasicBlock(nn.Module):
-    """Two convolutions and the skip, which a 1x1 convolution fits to a new shape."""
+    """Two convolutions and the skip, which a 1x1 convolution adapts to a new shape."""
 
     def __init__(self, inner: int, outer: int, stride: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class ResNet18(nn.Sequential):
 
 
 class LayerNorm2d(nn.LayerNorm):
-    """Over the channels of (n, c, h, w)."""
+    """A layer norm over the channels of (n, c, h, w)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         normed: torch.Tensor = super().forward(x.permute(0, 2, 3, 1))
@@ -109,12 +109,12 @@ class ConvNeXtTiny(nn.Sequential):
 
 
 def resnet18() -> Workload:
-    """ResNet-18, with weights of a fixed seed."""
+    """Return ResNet-18, with weights from a fixed seed."""
     return _workload(ResNet18, "resnet18")
 
 
 def convnext_tiny() -> Workload:
-    """ConvNeXt-T, with weights of a fixed seed."""
+    """Return ConvNeXt-T, with weights from a fixed seed."""
     return _workload(ConvNeXtTiny, "convnext_tiny")
 
 

@@ -1,4 +1,4 @@
-"""Workload: a model, its loss and its data, by name; the input of commands."""
+"""A workload: a model, its loss and its data, by name; the input of commands."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Workload:
-    """`batches(mini_batch, seed)` yields (x, y) for ever, the same sequence for the same seed.
+    """A model with its loss and data.
 
-    `validate(model)` returns the validation figures of an eager model, for instance
-    {"accuracy": 0.97}; None if there is nothing to validate on. `blocks` names modules of the
-    model, in order: torch's own pipeline may be cut before each; empty if unknown.
+    `batches(mini_batch, seed)` yields (x, y) for ever, the same sequence for the same seed.
+    `validate(model)` returns the validation figures of an eager model, for instance {"accuracy":
+    0.97}; it is None if there is no validation data. `blocks` names modules of the model, in order:
+    torch's own pipeline may be cut before each; empty if unknown.
     """
 
     model: torch.nn.Module
@@ -30,5 +31,5 @@ class Workload:
     mini_batch: int = 128
     optimizer: Optimizer | None = None  # None: the command chooses one
     validate: Callable[[torch.nn.Module], dict[str, float]] | None = None
-    train_samples: int | None = None  # in an epoch, if there is such a thing
+    train_samples: int | None = None  # number in an epoch, if data has epochs
     blocks: tuple[str, ...] = ()

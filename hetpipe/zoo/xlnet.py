@@ -1,6 +1,6 @@
 """XLNet (Yang et al., NeurIPS 2019) for questions as in SQuAD: attention by relative positions.
 
-It is the network of fine-tuning: one stream, in which every token sees all others. Tensors are
+It is the network for fine-tuning: one stream, in which every token sees all others. Tensors are
 (length, n, width), as in the paper's code, and products are written as sums over indices. XLNet-36
 is XLNet-large with 36 layers, as DAPPLE trains it (500 M parameters).
 """
@@ -19,7 +19,7 @@ DROPOUT = 0.1
 
 
 def relative_positions(length: int, width: int) -> torch.Tensor:
-    """(2 length, width): sines and cosines of the distances length .. 1 - length."""
+    """Return (2 length, width): sines and cosines of the distances length .. 1 - length."""
     distance = torch.arange(length, -length, -1.0)
     frequency = 1e4 ** -(torch.arange(0, width, 2.0) / width)
     angle = torch.einsum("i,d->id", distance, frequency)
@@ -27,14 +27,14 @@ def relative_positions(length: int, width: int) -> torch.Tensor:
 
 
 def shifted(scores: torch.Tensor) -> torch.Tensor:
-    """(n, heads, length, 2 length), by distance -> (n, heads, length, length), by place."""
+    """Shift (n, heads, length, 2 length), by distance, to (n, heads, length, length), by key."""
     n, heads, length, distances = scores.shape
     rows = scores.reshape(n, heads, distances, length)[:, :, 1:]
     return rows.reshape(n, heads, length, distances - 1)[..., :length]
 
 
 class RelativeAttention(nn.Module):
-    """Scores by content and by distance, each with a bias that all places share."""
+    """Scores by content and by distance, each with a bias that all positions share."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
