@@ -164,7 +164,9 @@ class StepInTurn:
             slot.name: self._summed(stage, graphs, slot.name)
             for slot in _slots(backward.outputs, GRAD)
         }
-        held = stage.store.lying([(role, name) for role in (PARAM, GRAD) for name in gradients])
+        held = stage.store.find_buffers(
+            [(role, name) for role in (PARAM, GRAD) for name in gradients]
+        )
         return tangents, held, gradients
 
     def _summed(self, stage: Stage, graphs: StageGraphs, name: str) -> Array:

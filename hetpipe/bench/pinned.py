@@ -10,7 +10,7 @@ from typing import Any
 
 from hetpipe import process
 from hetpipe.cluster.member import available_cores
-from hetpipe.crew.settings import usual_settings
+from hetpipe.crew.worker_variables import usual_settings
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk.info import DeviceInfo
 from hetpipe.sdk.registry import get_backend

@@ -6,7 +6,7 @@ from hetpipe import optim
 from hetpipe.zoo.bert import Bert
 from hetpipe.zoo.gpt import GPT
 from hetpipe.zoo.lstm import workload as lstm
-from hetpipe.zoo.randomly import images, language, random_workload, span_loss, spans
+from hetpipe.zoo.random_data import images, language, random_workload, span_loss, spans
 from hetpipe.zoo.resnet import ResNet
 from hetpipe.zoo.text import token_loss
 from hetpipe.zoo.vgg import VGG, VGG11

@@ -38,7 +38,7 @@ class Answers:
         """Return the answer to all workers; None until the other workers have reported."""
         if isinstance(news, Losses):
             self._losses.append(news)
-            if not self._complete():
+            if not self._all_reported():
                 return None
             value = self._grad_scale()
             self._losses.clear()
@@ -55,7 +55,7 @@ class Answers:
         self.skipped = math.isnan(value)
         return Scale(news.serial, not isinstance(news, Losses), value)
 
-    def _complete(self) -> bool:
+    def _all_reported(self) -> bool:
         """Return whether all necessary reports have arrived."""
         request = self._request
         assert isinstance(request, StepRequest)
@@ -104,13 +104,13 @@ def result_of(
         for member, count in posted.lanes.items()
         for lane in range(count)
     ]
-    losses = _summed([r.losses for r in reports if r.losses is not None])
+    losses = _sum_replicas([r.losses for r in reports if r.losses is not None])
     versions = {n: v for report in reports for n, v in report.versions.items()}
     live = {n: v for report in reports for n, v in report.live_versions.items()}
     held = {n: [r.memory[n] for r in reports if n in r.memory] for n in sorted(live)}
     return StepResult(
         losses or (),
-        _summed([r.counts for r in reports if r.counts is not None]),
+        _sum_replicas([r.counts for r in reports if r.counts is not None]),
         Timeline(tuple(names), tuple(spans), "measured"),
         tuple(versions[n] for n in sorted(versions)),
         tuple(live[n] for n in sorted(live)),
@@ -126,6 +126,6 @@ def result_of(
     )
 
 
-def _summed(parts: Sequence[Sequence[float]]) -> tuple[float, ...] | None:
+def _sum_replicas(parts: Sequence[Sequence[float]]) -> tuple[float, ...] | None:
     """Sum over the replicas, per micro-batch; None if there are no parts."""
     return tuple(map(sum, zip(*parts, strict=True))) if parts else None

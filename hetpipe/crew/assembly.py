@@ -97,7 +97,7 @@ class Assembly:
         return self.reporters[COUNT] > 0
 
     def _reporters(self, role: str) -> int:
-        replicas = [len(stages) for stages in self.stages if _makes(stages[0], role)]
+        replicas = [len(stages) for stages in self.stages if _has_output(stages[0], role)]
         if not replicas:
             return 0
         return 1 if self.shares.in_turn else replicas[0]
@@ -209,7 +209,7 @@ class Assembly:
             for name in self._names(n, role):
                 if name in values:
                     slot = self._slots[n][role, name]
-                    value = _fitting(slot, values[name])
+                    value = _check_fit(slot, values[name])
                     if role == GRAD and owned[name] != n:
                         value = np.zeros_like(value)
                     shares.setdefault(n, {})[name] = value
@@ -227,10 +227,10 @@ class Assembly:
                     continue
                 if slot.name not in self._values:
                     raise HetpipeError(f"stage {n} needs {slot.role} {slot.name!r}: no value given")
-                _fitting(slot, self._values[slot.name])
+                _check_fit(slot, self._values[slot.name])
 
 
-def _makes(stage: StageGraphs, role: str) -> bool:
+def _has_output(stage: StageGraphs, role: str) -> bool:
     """Return whether forwards of a stage have an output of this role."""
     forwards = [passes.forward for passes in stage.passes.values()]
     return any(slot.role == role for program in forwards for slot in program.outputs)
@@ -267,12 +267,12 @@ def _check_feed(
         raise HetpipeError(f"micro-batch {microbatch} lacks {slot.name!r}; it has {_some(feed)}")
     leaf = feed[slot.name]
     try:
-        _fitting(slot, leaf[lo:hi] if leaf.shape[:1] == (samples,) else leaf)
+        _check_fit(slot, leaf[lo:hi] if leaf.shape[:1] == (samples,) else leaf)
     except HetpipeError as error:
         raise HetpipeError(f"micro-batch {microbatch}: {error}") from None
 
 
-def _fitting(slot: Slot, value: Array) -> Array:
+def _check_fit(slot: Slot, value: Array) -> Array:
     if value.shape != slot.shape or value.dtype != host_dtype(slot.dtype):
         raise HetpipeError(
             f"{slot.role} {slot.name!r} is {slot.dtype}{list(slot.shape)} in the graphs, "

@@ -15,9 +15,9 @@ from hetpipe.crew.assembly import Assembly
 from hetpipe.crew.control import Patience
 from hetpipe.crew.fleet import Fleet
 from hetpipe.crew.handout import Scripts, batch_of
-from hetpipe.crew.moving import coming, stage_moves
-from hetpipe.crew.placement import Placement
-from hetpipe.crew.request import Apply, Part, Request, StepRequest, StepResult
+from hetpipe.crew.moving import stage_moves, travelling_names
+from hetpipe.crew.request import Apply, Request, StepRequest, StepResult, StreamPart
+from hetpipe.crew.stage_members import StageMembers
 from hetpipe.crew.workers import Workers
 from hetpipe.errors import HetpipeError, UnsupportedOperatorError
 from hetpipe.schedule.closing import closing
@@ -43,7 +43,7 @@ class Crew(Workers):
 
     def __init__(self, cluster: Cluster, fleet: Fleet, start_timeout_s: float) -> None:
         self._assembly: Assembly | None = None
-        self._placement = Placement((), False)
+        self._placement = StageMembers((), False)
         self._scripts = Scripts()
         self._posted: deque[Posted] = deque()  # requests under way
         self._answers: Answers  # for the latest request
@@ -77,13 +77,13 @@ class Crew(Workers):
         loaded before. Raises `HetpipeError`, and nothing changes, if stages, members and values do
         not fit together, or a device lacks an operator.
         """
-        assembly, placement = _assembled(stages, members, values, shares, sizes)
+        assembly, placement = _assemble(stages, members, values, shares, sizes)
         loads = {
             Replica(n, r): say.StageLoad(stage, r, assembly.values_of(stage))
             for n, replicas in enumerate(assembly.stages)
             for r, stage in enumerate(replicas)
         }
-        self._give(assembly, placement, loads, keep, state_init)
+        self._load(assembly, placement, loads, keep, state_init)
 
     def move(
         self,
@@ -99,9 +99,9 @@ class Crew(Workers):
         replicas and for members with several stages.
         """
         before, placed = self._loaded(), self._placement.members
-        assembly, placement = _assembled(stages, members, None, None, sizes)
+        assembly, placement = _assemble(stages, members, None, None, sizes)
         moves = stage_moves(before, placed, assembly, placement.members)
-        values = {role: self.read(role, names) for role, names in coming(moves).items()}
+        values = {role: self.read(role, names) for role, names in travelling_names(moves).items()}
         named = {
             name: value for role in (PARAM, BUFFER) for name, value in values.get(role, {}).items()
         }
@@ -110,13 +110,13 @@ class Crew(Workers):
             if not move.stays:
                 own = {name: named[name] for role, name in move.comes if role != STATE}
                 loads[Replica(n, 0)] = say.StageLoad(assembly.stages[n][0], 0, own, move.held)
-        self._give(assembly, placement, loads, keep, np.zeros)
+        self._load(assembly, placement, loads, keep, np.zeros)
         self.write(STATE, values.get(STATE, {}))
 
-    def _give(
+    def _load(
         self,
         assembly: Assembly,
-        placement: Placement,
+        placement: StageMembers,
         loads: Mapping[Replica, say.StageLoad],
         keep: say.Keep,
         state_init: Callable[..., Array],
@@ -127,7 +127,7 @@ class Crew(Workers):
         cannot run.
         """
         workers = [self._worker(member) for member in placement.row_of]
-        with self._guarded():
+        with self._conversation():
             streaming = {member for member, info in self.infos.items() if streams(info)}
             plugged = assembly.plug(self.cluster, placement.members, self._index, streaming)
             for member, (ends, fds) in plugged.items():
@@ -165,7 +165,7 @@ class Crew(Workers):
         self.post(request)
         return self.collect(timeout_s)
 
-    def post(self, request: Request, part: Part | None = None) -> None:
+    def post(self, request: Request, part: StreamPart | None = None) -> None:
         """Hand out a mini-batch, without waiting for it (station 2 of
         docs/life-of-a-micro-batch.md).
 
@@ -182,8 +182,8 @@ class Crew(Workers):
             microbatches, evaluates = len(request.samples), request.evaluates
         self._serial += 1
         # A custom schedule may leave out micro-batches, but it still has one mini-batch.
-        place = part or Part(0, 0, microbatches, closing(request.schedule))
-        with self._guarded():
+        place = part or StreamPart(0, 0, microbatches, closing(request.schedule))
+        with self._conversation():
             now_s = time.monotonic()
             if part is None or part.begins == 0:
                 self._origin_s = now_s
@@ -209,7 +209,7 @@ class Crew(Workers):
         """
         limits_s = self._patience.limit_s, self.pass_limit_s
         patience_s, pass_limit_s = limits_s if timeout_s is None else (timeout_s, timeout_s)
-        with self._guarded():
+        with self._conversation():
             posted = self._posted.popleft()
             reports = self._control.gather(self._workers, patience_s, self._answer, pass_limit_s)
             self._patience.saw(time.monotonic() - posted.begin_s)
@@ -231,7 +231,7 @@ class Crew(Workers):
         assembly = self._loaded()
         owners = assembly.owners(role, names)
         merged: dict[str, Array] = {}
-        with self._guarded():
+        with self._conversation():
             for stage, own in owners.items():
                 worker = self._index[self._placement.members[stage][replica]]
                 self._fleet.send(worker, say.Read(stage, role, tuple(own)))
@@ -246,7 +246,7 @@ class Crew(Workers):
         """
         assembly = self._loaded()
         shares = assembly.by_stage(role, values)
-        with self._guarded():
+        with self._conversation():
             for stage, share in shares.items():
                 for member in self._placement.members[stage]:
                     worker = self._index[member]
@@ -271,17 +271,17 @@ class Crew(Workers):
                 self._fleet.send(worker, scale)
 
 
-def _assembled(
+def _assemble(
     stages: Sequence[Stages],
     members: Sequence[Members],
     values: Mapping[str, Array] | None,
     shares: Shares | None,
     sizes: Collection[int],
-) -> tuple[Assembly, Placement]:
+) -> tuple[Assembly, StageMembers]:
     """Check and place stages. Raises `HetpipeError` if stages, members and values do not fit."""
     graphs = [[stage] if isinstance(stage, StageGraphs) else list(stage) for stage in stages]
     shares = shares or Shares(tuple((1.0,) * len(replicas) for replicas in graphs))
-    placement = Placement(members, shares.in_turn)
+    placement = StageMembers(members, shares.in_turn)
     if list(map(len, graphs)) != list(map(len, placement.members)):
         raise HetpipeError(
             f"{len(graphs)} stages need a member each, and one per replica, got "

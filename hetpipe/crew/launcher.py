@@ -12,7 +12,7 @@ from hetpipe.cluster.transports import transport_of
 from hetpipe.crew.control import Control
 from hetpipe.crew.fleet import Fleet, ProcessFleet, ThreadFleet
 from hetpipe.crew.forkserver import server_for
-from hetpipe.crew.settings import settings_of
+from hetpipe.crew.worker_variables import settings_of
 from hetpipe.errors import BackendError, ClusterError, HetpipeError
 from hetpipe.process import shadow
 from hetpipe.sdk.info import DeviceInfo

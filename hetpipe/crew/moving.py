@@ -47,7 +47,7 @@ def stage_moves(
         old = at.get(member)
         has = set() if old is None else set(before.kept(old))
         keys = after.kept(n)
-        stays = old == n and alike(before.stages[n][0], after.stages[n][0])
+        stays = old == n and same_stage(before.stages[n][0], after.stages[n][0])
         moves.append(
             StageMove(
                 stays,
@@ -59,7 +59,7 @@ def stage_moves(
     return moves
 
 
-def coming(moves: Iterable[StageMove]) -> dict[str, list[str]]:
+def travelling_names(moves: Iterable[StageMove]) -> dict[str, list[str]]:
     """Return the names of the values that travel, each once, by role."""
     by_role: dict[str, dict[str, None]] = {}
     for move in moves:
@@ -68,7 +68,7 @@ def coming(moves: Iterable[StageMove]) -> dict[str, list[str]]:
     return {role: list(names) for role, names in by_role.items()}
 
 
-def alike(one: StageGraphs, other: StageGraphs) -> bool:
+def same_stage(one: StageGraphs, other: StageGraphs) -> bool:
     """Return whether two stages of a capture compute equal names from equal names."""
     return _outline(one) == _outline(other)
 

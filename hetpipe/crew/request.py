@@ -56,7 +56,7 @@ Request = StepRequest | Apply
 
 
 @dataclass(frozen=True)
-class Part:
+class StreamPart:
     """A part of a stream, which begins mini-batch `begins`.
 
     Numbers in the schedule count from mini-batch `first`. `closing` has each stage's last

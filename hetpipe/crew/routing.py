@@ -7,7 +7,7 @@ from itertools import pairwise, permutations, product
 
 from hetpipe.capture.program import CUT, GRAD, PARAM, TANGENT, PassPrograms, Slot, StageGraphs
 from hetpipe.errors import HetpipeError
-from hetpipe.wire.rows import find_axes, kind_of, rows_of
+from hetpipe.wire.row_messages import find_axes, kind_of, rows_of
 from hetpipe.wire.shares import Replica, Shares, overlap
 from hetpipe.wire.wire import GRADIENTS, Axes, Content, Kind, Layout, Wire, host_dtype
 from hetpipe.worker.divided import exchanges
@@ -45,7 +45,7 @@ def wires(
                 axes[here, there] = axes[there, here] = crossing.axes
                 for edge, kind, layout in crossing.between(here, there):
                     add(edge, kind, layout)
-    for one, other, content, layout in _tied([replicas[0] for replicas in stages]):
+    for one, other, content, layout in _tied_messages([replicas[0] for replicas in stages]):
         for target in shares.replicas(other):
             add((Replica(one, 0), target), Kind(content, 0), layout)
     return [Wire(*edge, kinds, axes.get(edge, {})) for edge, kinds in layouts.items()]
@@ -123,7 +123,7 @@ class _Crossing:
         names = {slot.name for slot in read if slot.role == role}
         whole = tuple(slot for slot in sent if slot.role == role and slot.name in names)
         left, right = (
-            rows_of(tuple(_of(side, whole)), self.axes, kind.number) for side in (sent, read)
+            rows_of(tuple(_matching(side, whole)), self.axes, kind.number) for side in (sent, read)
         )
         return kind, _common(left, right, role, ends)
 
@@ -139,7 +139,7 @@ class _Crossing:
                         yield slot.name, rows, slot.shape
 
 
-def _of(slots: Sequence[Slot], others: Sequence[Slot]) -> Iterator[Slot]:
+def _matching(slots: Sequence[Slot], others: Sequence[Slot]) -> Iterator[Slot]:
     """Yield the slots whose key is also in `others`, each once."""
     keys = {slot.key for slot in others}
     yield from {slot.key: slot for slot in slots if slot.key in keys}.values()
@@ -175,7 +175,7 @@ def _text(slot: Slot) -> str:
     return f"{slot.dtype}{list(slot.shape)}"
 
 
-def _tied(stages: Sequence[StageGraphs]) -> list[tuple[int, int, Content, Layout]]:
+def _tied_messages(stages: Sequence[StageGraphs]) -> list[tuple[int, int, Content, Layout]]:
     grads: dict[tuple[int, int], list[Slot]] = {}
     for name, owner, others in dict.fromkeys(entry for stage in stages for entry in stage.tied):
         update = stages[owner].update

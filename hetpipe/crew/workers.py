@@ -39,7 +39,9 @@ class Workers:
         self.cluster = cluster
         self._index = {member.id: i for i, member in enumerate(cluster.members)}
         self._opened: dict[str, DeviceInfo] | None = None
-        self._begun: deque[Callable[[], object]] = deque()  # calls whose replies are still to come
+        self._pending_calls: deque[Callable[[], object]] = (
+            deque()
+        )  # calls whose replies are still to come
         self._start_timeout_s = start_timeout_s
 
     @classmethod
@@ -127,10 +129,10 @@ class Workers:
             results.update(zip(arguments, self._control.gather(workers), strict=True))
 
         def finish() -> dict[str, Any]:
-            with self._guarded():  # receives the replies of all calls, in their order
+            with self._conversation():  # receives the replies of all calls, in their order
                 return results
 
-        self._begun.append(receive)
+        self._pending_calls.append(receive)
         if not self._fleet.apart:
             finish()
         return finish
@@ -145,7 +147,7 @@ class Workers:
         Members that cannot compile ahead do nothing.
         """
         able = {member: (own,) for member, own in stages.items() if self.compiles_ahead(member)}
-        self.begin_each("hetpipe.worker.ahead:compile_ahead", able)
+        self.begin_each("hetpipe.worker.programs:compile_ahead", able)
 
     def set_speed(self, member: str, speed: float) -> None:
         """Emulate another speed on a member from its next action on, even while a step runs.
@@ -159,7 +161,7 @@ class Workers:
             for each in self.cluster.members
         )
         cluster = replace(self.cluster, members=members)
-        with self._guarded():
+        with self._conversation():
             self._fleet.send(worker, say.Speed(speed))
         self.cluster = cluster
 
@@ -186,7 +188,7 @@ class Workers:
         )
 
     @contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def _conversation(self) -> Iterator[None]:
         """Talk to the workers, after all calls that were begun earlier.
 
         An error inside ends the workers, since their replies would no longer match.
@@ -194,8 +196,8 @@ class Workers:
         self._control.check()
         try:
             self._await_devices()
-            while self._begun:
-                self._begun.popleft()()
+            while self._pending_calls:
+                self._pending_calls.popleft()()
             self._control.check()
             yield
         except BaseException as error:

@@ -30,8 +30,8 @@ from hetpipe.diagnosis.trials import DeviceFailedError, Given, Trials, declared
 from hetpipe.errors import HetpipeError, WorkerError
 from hetpipe.sdk.graph import graph_calls, graph_inputs, graph_outputs, of_one_replica
 from hetpipe.sdk.recurrent import is_workspace
+from hetpipe.worker.graph_trials import Held
 from hetpipe.worker.stage import CHECKED
-from hetpipe.worker.trial import Held
 
 Outputs = list[torch.Tensor | None]
 """None for workspaces, which only the device can read."""

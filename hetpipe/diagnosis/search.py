@@ -30,7 +30,7 @@ from hetpipe.diagnosis.trials import DeviceFailedError, Given, Trials, declared
 from hetpipe.sdk.graph import graph_inputs, operator_name
 from hetpipe.sdk.parts import Part, part_of, reachable, units_of
 from hetpipe.sdk.recurrent import is_workspace
-from hetpipe.worker.trial import Held
+from hetpipe.worker.graph_trials import Held
 
 NOISY_RUNS = 3
 REPEATS = 6

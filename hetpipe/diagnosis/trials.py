@@ -11,12 +11,12 @@ from torch import fx
 from hetpipe.crew.workers import Workers
 from hetpipe.errors import HetpipeError
 from hetpipe.sdk.graph import dump_graph
-from hetpipe.worker.trial import Array, Failed, Held
+from hetpipe.worker.graph_trials import Array, Failed, Held
 
 Given = torch.Tensor | Held
 """An input: a tensor, or a value that lies on the device."""
 
-_MODULE = "hetpipe.worker.trial"
+_MODULE = "hetpipe.worker.graph_trials"
 
 
 class DeviceFailedError(HetpipeError):

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from hetpipe._lazy import lazy
 
 if TYPE_CHECKING:
-    from hetpipe.optim.published import lamb as lamb
-    from hetpipe.optim.published import lion as lion
+    from hetpipe.optim.lion_lamb import lamb as lamb
+    from hetpipe.optim.lion_lamb import lion as lion
     from hetpipe.optim.rule import Optimizer as Optimizer
     from hetpipe.optim.rule import multi_step as multi_step
     from hetpipe.optim.rules import adam as adam

@@ -32,10 +32,10 @@ def check_optimizer(value: object, parameters: Collection[object] = ()) -> Optim
     """
     if isinstance(value, Optimizer):
         return value
-    raise HetpipeError(f"optimizer is {_described(value)}; {_cure(value, parameters)}")
+    raise HetpipeError(f"optimizer is {_describe(value)}; {_cure(value, parameters)}")
 
 
-def _described(value: object) -> str:
+def _describe(value: object) -> str:
     if value is None or isinstance(value, (str, Real)):
         return repr(value)
     if _of_torch(value):

@@ -70,6 +70,6 @@ def linear(param: Tensor, lr: Tensor, ahead: Tensor, direction: Tensor) -> Tenso
     return param - lr * ahead * direction
 
 
-def once_started(step: Tensor, ahead: Tensor) -> Tensor:
+def zero_before_start(step: Tensor, ahead: Tensor) -> Tensor:
     """Return `ahead`, but 0 before the first update: then the state has no direction."""
     return ahead * step.clamp(max=1)

@@ -58,7 +58,7 @@ class Optimizer:
         """Return the learning rate of update `step`, from 1. Raises `HetpipeError` for an invalid
         rate."""
         value: object = self.lr(step) if callable(self.lr) else self.lr
-        rate = _plain(value)
+        rate = _only_element(value)
         rate = float(rate) if isinstance(rate, Real) else math.nan
         if not 0 <= rate < math.inf:
             raise HetpipeError(
@@ -79,23 +79,23 @@ def as_number(name: str, value: object) -> float:
 
     Raises `HetpipeError` for anything else.
     """
-    number = _plain(value)
+    number = _only_element(value)
     if isinstance(number, Real):
         return number  # type: ignore[return-value]
-    is_text = isinstance(value, str) and _reads(value)
+    is_text = isinstance(value, str) and _is_number_text(value)
     hint = f", as float({value!r}) is (YAML reads 1e-3 as text, 1.0e-3 as a number)"
     hint = hint if is_text else ""
     raise HetpipeError(f"{name} is {value!r}, a {type(value).__name__}: give a number{hint}")
 
 
-def _plain(value: object) -> object:
+def _only_element(value: object) -> object:
     """Return the only element of a tensor or array; return any other value unchanged."""
     if getattr(value, "shape", None) in ((), (1,)) and hasattr(value, "item"):
         return value.item()
     return value
 
 
-def _reads(text: str) -> bool:
+def _is_number_text(text: str) -> bool:
     try:
         float(text)
     except ValueError:
@@ -103,7 +103,7 @@ def _reads(text: str) -> bool:
     return True
 
 
-def excluding(
+def exclude_from_decay(
     optimizer: Optimizer, decay_exclude: NameFilter | None, undecayed: Callable[[], Optimizer]
 ) -> Optimizer:
     """Return `optimizer`, with `undecayed()` for the parameters that `decay_exclude` picks."""

@@ -18,10 +18,10 @@ from hetpipe.optim.formulas import (
     fading_sum,
     linear,
     moments,
-    once_started,
     root,
+    zero_before_start,
 )
-from hetpipe.optim.rule import Optimizer, excluding
+from hetpipe.optim.rule import Optimizer, exclude_from_decay
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,7 +60,7 @@ def sgd(
     def predict_steps(
         param: Tensor, state: Tensors, step: Tensor, lr: Tensor, ahead: Tensor
     ) -> Tensor:
-        ahead = once_started(step, ahead)
+        ahead = zero_before_start(step, ahead)
         fading = fading_sum(momentum, ahead)
         scale = lr * momentum if nesterov else lr
         predicted = param - scale * fading * state[0]
@@ -81,7 +81,7 @@ def sgd(
         predict if momentum else None,
         predict_steps if 0 < momentum < 1 else None,
     )
-    return excluding(optimizer, decay_exclude, lambda: sgd(lr, momentum, 0.0, nesterov))
+    return exclude_from_decay(optimizer, decay_exclude, lambda: sgd(lr, momentum, 0.0, nesterov))
 
 
 def adam(
@@ -96,7 +96,7 @@ def adam(
     Prediction: dW = m_hat / (sqrt(v_hat) + eps).
     """
     optimizer = _adam("adam", lr, betas, eps, weight_decay, decoupled=False)
-    return excluding(optimizer, decay_exclude, lambda: adam(lr, betas, eps, 0.0))
+    return exclude_from_decay(optimizer, decay_exclude, lambda: adam(lr, betas, eps, 0.0))
 
 
 def adamw(
@@ -111,7 +111,7 @@ def adamw(
     Prediction: dW = m_hat / (sqrt(v_hat) + eps); the decay is not predicted.
     """
     optimizer = _adam("adamw", lr, betas, eps, weight_decay, decoupled=True)
-    return excluding(optimizer, decay_exclude, lambda: adamw(lr, betas, eps, 0.0))
+    return exclude_from_decay(optimizer, decay_exclude, lambda: adamw(lr, betas, eps, 0.0))
 
 
 def _adam(
@@ -143,7 +143,7 @@ def _adam(
     def predict_steps(
         param: Tensor, state: Tensors, step: Tensor, lr: Tensor, ahead: Tensor
     ) -> Tensor:
-        ahead, step = once_started(step, ahead), step.clamp(min=1)
+        ahead, step = zero_before_start(step, ahead), step.clamp(min=1)
         fading = fading_sum(beta1, ahead)
         total = fading / correction(beta1, step) * state[0]
         if weight_decay and decoupled:

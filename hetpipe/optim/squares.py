@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hetpipe.optim.formulas import check, check_below_one, linear
-from hetpipe.optim.rule import Optimizer, excluding
+from hetpipe.optim.rule import Optimizer, exclude_from_decay
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +53,9 @@ def rmsprop(
         tuple(settings.items()),
         predict if momentum else None,
     )
-    return excluding(optimizer, decay_exclude, lambda: rmsprop(lr, alpha, eps, 0.0, momentum))
+    return exclude_from_decay(
+        optimizer, decay_exclude, lambda: rmsprop(lr, alpha, eps, 0.0, momentum)
+    )
 
 
 def adagrad(
@@ -77,4 +79,4 @@ def adagrad(
 
     settings = {"eps": eps, "weight_decay": weight_decay}
     optimizer = Optimizer("adagrad", lr, ("sum",), update, tuple(settings.items()))
-    return excluding(optimizer, decay_exclude, lambda: adagrad(lr, eps, 0.0))
+    return exclude_from_decay(optimizer, decay_exclude, lambda: adagrad(lr, eps, 0.0))

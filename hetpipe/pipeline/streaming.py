@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hetpipe.crew.crew import Crew
-from hetpipe.crew.request import Apply, Part, StepRequest, StepResult
+from hetpipe.crew.request import Apply, StepRequest, StepResult, StreamPart
 from hetpipe.schedule.closing import closing
 from hetpipe.schedule.stream import Stream
 from hetpipe.schedule.weights import WeightPolicy
@@ -61,8 +61,8 @@ class Streaming:
         self.admitted = 0
         return updates, result
 
-    def _part(self, first: int, begins: int) -> Part:
-        return Part(first, begins, self._stream.microbatches, self._closing)
+    def _part(self, first: int, begins: int) -> StreamPart:
+        return StreamPart(first, begins, self._stream.microbatches, self._closing)
 
     def _aheads(self, stage: int, mini_batch: int) -> tuple[int, ...]:
         """Per micro-batch, the number of updates that are predicted for its forward."""

@@ -79,7 +79,7 @@ def intervals(timeline: Timeline) -> list[Interval]:
     return [*passes, *sums, *transfers, *_waits(lanes, [*sums, *transfers], begin_s)]
 
 
-def pairs(spans: Sequence[Span]) -> list[tuple[Span | None, Span]]:
+def pair_messages(spans: Sequence[Span]) -> list[tuple[Span | None, Span]]:
     """Return each receive with the send of its message, or None if the spans lack the send.
 
     Among several sends it chooses the last one that ends before the receive.
@@ -118,7 +118,7 @@ def _sums(spans: Iterable[Span]) -> Iterator[Interval]:
 
 def _transfers(spans: Sequence[Span], lanes: Mapping[int, list[Interval]]) -> Iterator[Interval]:
     ends = {worker: sorted(each.end_s for each in lane) for worker, lane in lanes.items()}
-    for send, receive in pairs(spans):
+    for send, receive in pair_messages(spans):
         parts = [(receive.start_s, receive.end_s)]
         if send is not None:
             own = ends.get(receive.worker, [])
@@ -151,12 +151,12 @@ def _waits(
             stage, op, number = each.action.stage, each.action.op, each.action.number
             receive = Action(stage, _RECEIVES[op], number) if op in _RECEIVES else None
             busy = [] if op is Op.BACKWARD_WEIGHT else needed.get((worker, receive), [])
-            for lo, hi in _without(free_s, each.start_s, busy):
+            for lo, hi in _free_parts(free_s, each.start_s, busy):
                 yield Interval(Kind.WAIT, worker, each.action, lo, hi)
             free_s = max(free_s, each.end_s)
 
 
-def _without(lo: float, hi: float, busy: Iterable[Interval]) -> Iterator[tuple[float, float]]:
+def _free_parts(lo: float, hi: float, busy: Iterable[Interval]) -> Iterator[tuple[float, float]]:
     """Yield the parts of lo..hi outside `busy`, whose intervals are sorted by their starts."""
     for start_s, end_s in [*((each.start_s, each.end_s) for each in busy), (hi, hi)]:
         if lo < min(start_s, hi):

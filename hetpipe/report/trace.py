@@ -15,7 +15,7 @@ from typing import Any
 
 from hetpipe.errors import CostError
 from hetpipe.files import write_beside
-from hetpipe.report.intervals import Interval, Kind, intervals, pairs
+from hetpipe.report.intervals import Interval, Kind, intervals, pair_messages
 from hetpipe.schedule.action import Op
 from hetpipe.simulate.timeline import Span, Timeline
 
@@ -87,7 +87,7 @@ class _Process:
     def _beside(self) -> Iterator[Event]:
         """Yield sums, and messages with an arrow from each send to its receive."""
         spans = [s for s in self._timeline.spans if not s.action.op.is_compute]
-        send_of = {id(receive): send for send, receive in pairs(spans)}
+        send_of = {id(receive): send for send, receive in pair_messages(spans)}
         threads: dict[int, int] = {}
         for span in sorted(spans, key=attrgetter("start_s")):
             start_s = _leaves_s(span, send_of.get(id(span)))

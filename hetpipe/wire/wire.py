@@ -28,7 +28,7 @@ class Content(str, Enum):
     TIED_GRAD = "G"
     TIED_PARAM = "P"
     EVALUATION = "E"  # a forward, in evaluation
-    FORWARD_ROWS = "f"  # some rows of a whole message, see `hetpipe.wire.rows`
+    FORWARD_ROWS = "f"  # some rows of a whole message, see `hetpipe.wire.row_messages`
     BACKWARD_ROWS = "b"
     EVALUATION_ROWS = "e"
     SUM_IN_FORWARD = "sF"  # an exchange within a pass, see `hetpipe.worker.divided`

@@ -70,7 +70,7 @@ class Binding:
     parameters: frozenset[int]
     """Inputs that are parameters."""
 
-    def donating(self, entries: Collection[int]) -> Binding:
+    def donate_also(self, entries: Collection[int]) -> Binding:
         """Return the same binding, which also donates these entries of the frame."""
         places = enumerate(self.sources)
         more = {i for i, (table, at) in places if table is Table.FRAME and at in entries}
@@ -123,7 +123,7 @@ class StageBinding:
             table = TABLE_OF.get(slot.role, Table.FRAME)
             self.places[key] = Place(table, self.sizes[table])
             self.sizes[table] += 1
-        self._firsts = _firsts(graphs) if late else {}
+        self._firsts = _first_backwards(graphs) if late else {}
         late_ones = late_names(chain.from_iterable(self._firsts.values()))
         self.late = frozenset(self.places[GRAD, name].entry for name in late_ones)
         """Entries of the store that are late gradients."""
@@ -173,11 +173,11 @@ class StageBinding:
         firsts = [self.bind(program, (GRAD,)) for program in self._firsts.get(passes.samples, ())]
         made: set[int] = set()
         for part, before in enumerate((forward, *backwards)[:-1]):
-            made |= _own_saved(before)
+            made |= _saved_once(before)
             lasts = made.difference(*reads[part + 1 :])
-            backwards[part] = backwards[part].donating(lasts)
+            backwards[part] = backwards[part].donate_also(lasts)
             if firsts:
-                firsts[part] = firsts[part].donating(lasts)
+                firsts[part] = firsts[part].donate_also(lasts)
         kept = frozenset().union(*reads)
         later = [frozenset().union(*reads[part + 1 :]) for part in range(len(reads))]
         read, written = _in_frame(forward.sources), _in_frame(forward.targets)
@@ -199,7 +199,7 @@ class StageBinding:
         )
 
 
-def _firsts(graphs: StageGraphs) -> dict[int, tuple[Program, ...]]:
+def _first_backwards(graphs: StageGraphs) -> dict[int, tuple[Program, ...]]:
     """Return the backwards, or their halves, that find no gradients, by samples."""
     firsts = {}
     for samples, passes in graphs.passes.items():
@@ -208,7 +208,7 @@ def _firsts(graphs: StageGraphs) -> dict[int, tuple[Program, ...]]:
     return firsts
 
 
-def _own_saved(binding: Binding) -> set[int]:
+def _saved_once(binding: Binding) -> set[int]:
     """Return the entries of saved tensors that are no other result of the program."""
     nodes = graph_outputs(binding.program.graph)
     counts = Counter(nodes)

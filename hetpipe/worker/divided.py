@@ -59,14 +59,14 @@ def compile_programs(
     """Compile each program to one executable. Without `meet` the only replica has all rows."""
     divided = [meet is not None and has_sums(program) for program in programs]
     whole = [p for p, parts in zip(programs, divided, strict=True) if not parts]
-    executables = iter(compile_graphs(device, list(map(marked_graph, whole))))
+    executables = iter(compile_graphs(device, list(map(mark_results, whole))))
     return [
-        _Divided(device, divide(program), meet) if parts and meet else next(executables)
+        _DividedProgram(device, divide(program), meet) if parts and meet else next(executables)
         for program, parts in zip(programs, divided, strict=True)
     ]
 
 
-def marked_graph(program: Program) -> fx.GraphModule:
+def mark_results(program: Program) -> fx.GraphModule:
     """Return the graph for one replica, marked with the results that are read together later."""
     graph = of_one_replica(program.graph)
     together = {index for index, slot in enumerate(program.outputs) if slot.role in (SAVED, GRAD)}
@@ -74,7 +74,7 @@ def marked_graph(program: Program) -> fx.GraphModule:
     return graph
 
 
-class _Compiled:
+class _CompiledSegment:
     """A segment on a device."""
 
     def __init__(self, device: Device, part: Segment) -> None:
@@ -106,14 +106,14 @@ class _Compiled:
         return event
 
 
-class _Divided(Executable):
+class _DividedProgram(Executable):
     """The segments of a program, and the exchanges between them."""
 
     def __init__(self, device: Device, division: Division, meet: Meet) -> None:
         self._device = device
         self._division = division
         self._meet = meet
-        self._parts = [_Compiled(device, part) for part in division.parts]
+        self._parts = [_CompiledSegment(device, part) for part in division.parts]
 
     def run(
         self,

@@ -17,7 +17,7 @@ from hetpipe.schedule.action import Action, Message, Op
 from hetpipe.sdk.backend import Buffer, Chunk, Event
 from hetpipe.wire.edges import Receiver, Sender, Span
 from hetpipe.wire.pieces import Leaving, pieces_of
-from hetpipe.wire.rows import Route, cut, join
+from hetpipe.wire.row_messages import Route, cut, join
 from hetpipe.wire.shares import Replica, Shares
 from hetpipe.wire.transport import Tensor, to_device
 from hetpipe.wire.wire import GRADIENTS, Array, Content, Kind, Layout
@@ -115,7 +115,9 @@ class Exchange:
         terms = [stage.get(slot.key) for slot in layout]
         if scale != 1.0:
             terms = [array * array.dtype.type(scale) for array in terms]
-        for slot, total in zip(layout, self._summed(n, action, GRADIENTS, terms), strict=True):
+        for slot, total in zip(
+            layout, self._sum_replicas(n, action, GRADIENTS, terms), strict=True
+        ):
             stage.put(slot.key, total)
 
     def pass_gradients(self, action: Action) -> None:
@@ -158,7 +160,7 @@ class Exchange:
         """Do the next exchange within a pass of a stage: sum over the replicas, in their order."""
         action, kind = self._within[n].popleft()
         start_s = time.monotonic()
-        sums = self._summed(n, action, kind, terms)
+        sums = self._sum_replicas(n, action, kind, terms)
         self.waited_s += time.monotonic() - start_s
         return sums
 
@@ -175,7 +177,7 @@ class Exchange:
             span for span in spans if not isinstance(span[0], Within)
         ]  # the passes' spans include these
 
-    def _summed(self, n: int, action: Action, kind: Kind, terms: list[Array]) -> list[Array]:
+    def _sum_replicas(self, n: int, action: Action, kind: Kind, terms: list[Array]) -> list[Array]:
         """Send the terms to all other replicas, and add all terms in the replicas' order."""
         own, fellows = self._routes.own(n), self._routes.fellows(n)
         for fellow in fellows:
@@ -218,7 +220,7 @@ class Exchange:
             parts = [(r.rows, arrays) for r, arrays in zip(routes, received, strict=True)]
             joined = join(parts, layout, axes, self._shares.rows(own, kind.number))
             tensors = to_device(self._stages[own.stage].device, joined)
-        self._arrived(own.stage, message, kind, layout, tensors)
+        self._store_received(own.stage, message, kind, layout, tensors)
 
     def _outgoing(
         self, own: Replica, message: Message, kind: Kind, layout: Layout
@@ -230,7 +232,7 @@ class Exchange:
         lo, hi = self._shares.rows(own, kind.number)
         return stage.frames.depart(message.number, hi - lo, layout)
 
-    def _arrived(
+    def _store_received(
         self, n: int, message: Message, kind: Kind, layout: Layout, tensors: list[Any]
     ) -> None:
         stage = self._stages[n]

@@ -45,7 +45,7 @@ def main(fd: int, controller: int) -> None:
         for descriptor in ready:
             if descriptor in workers:
                 poll.unregister(descriptor)
-                _bury(descriptor, *workers.pop(descriptor))
+                _report_end(descriptor, *workers.pop(descriptor))
         if watched in ready:
             return
         if channel.fileno() in ready:
@@ -85,7 +85,7 @@ def _fork(request: Fork, descriptors: list[int]) -> int | None:
     if pid:
         return pid
     try:
-        _take(descriptors, server)
+        _keep_descriptors(descriptors, server)
         channel = CHANNEL
         _set_up(request)
         from hetpipe.worker.process import serve
@@ -106,7 +106,7 @@ def _report(channel: int, error: BaseException) -> None:
         Channel(end).send(Failure("start", summary(error), trace_of(error)))
 
 
-def _take(descriptors: list[int], server: int) -> None:
+def _keep_descriptors(descriptors: list[int], server: int) -> None:
     """Die with the server, and keep only the controller's descriptors."""
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -130,7 +130,7 @@ def _set_up(request: Fork) -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
-def _bury(descriptor: int, pid: int, status: int) -> None:
+def _report_end(descriptor: int, pid: int, status: int) -> None:
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with suppress(BrokenPipeError):  # nobody waits for the status
         os.write(status, STATUS.pack(code))

@@ -114,7 +114,7 @@ class Memory:
 
     def _reach(self, held: Held) -> None:
         """Record the total with `held` on top of all frames, which other lanes may change."""
-        others = [_look_at(other.frame, other.awaited) for other in self._latest.values()]
+        others = [_count(other.frame, other.awaited) for other in self._latest.values()]
         nbytes = self._steady_nbytes + (self._versions - 1) * self._version_nbytes + self._nbytes
         in_flight = self._in_flight + sum(other.in_flight for other in others)
         self._most_in_flight = max(self._most_in_flight, in_flight + held.in_flight)
@@ -130,11 +130,11 @@ class Memory:
     ) -> Held:
         held = self._sizes.get((which, fresh))
         if held is None:
-            held = self._sizes[which, fresh] = _look_at(frame, awaited)
+            held = self._sizes[which, fresh] = _count(frame, awaited)
         return held
 
 
-def _look_at(frame: Sequence[Buffer | None], awaited: Collection[int]) -> Held:
+def _count(frame: Sequence[Buffer | None], awaited: Collection[int]) -> Held:
     in_flight = any(frame[index] is not None for index in awaited)
     return Held(nbytes_of(frame), int(in_flight))
 

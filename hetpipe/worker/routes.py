@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hetpipe.schedule.action import Action, Message
 from hetpipe.wire.edges import Receiver, Sender
-from hetpipe.wire.rows import Route, kind_of, routes
+from hetpipe.wire.row_messages import Route, kind_of, routes
 from hetpipe.wire.shares import Replica, Shares
 from hetpipe.wire.wire import Kind, Layout
 

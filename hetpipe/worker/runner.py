@@ -22,8 +22,7 @@ from hetpipe.worker.emulation import Emulation, Moment
 from hetpipe.worker.exchange import Exchange, Expected
 from hetpipe.worker.lanes import HandOver, walk
 from hetpipe.worker.minibatches import MiniBatches
-from hetpipe.worker.script import Script
-from hetpipe.worker.script import Step as ScriptStep
+from hetpipe.worker.script import Script, ScriptStep
 from hetpipe.worker.stage import Pass, Stage
 from hetpipe.worker.sums import Sums
 from hetpipe.worker.updates import Updates

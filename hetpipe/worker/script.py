@@ -9,7 +9,7 @@ from hetpipe.schedule.action import PER_MINI_BATCH, TIED, Action, Message, Sched
 from hetpipe.schedule.closing import Closing
 from hetpipe.schedule.lanes import HAND_OVERS
 
-Step = tuple[Action, Message | None]
+ScriptStep = tuple[Action, Message | None]
 """An action, and the message that it sends or receives."""
 
 
@@ -17,7 +17,7 @@ Step = tuple[Action, Message | None]
 class Script:
     """The steps of a part. Numbers count from the mini-batch that begins it."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[ScriptStep, ...]
     arrivals: tuple[Message, ...]
     """The messages that others send to the worker meanwhile, each sender's in its order."""
     closing: Closing
@@ -35,14 +35,14 @@ class Script:
         """The actions, in order."""
         return tuple(action for action, _ in self.steps)
 
-    def numbered(self, first: int, microbatches: int) -> Iterable[Step]:
+    def numbered(self, first: int, microbatches: int) -> Iterable[ScriptStep]:
         """Return the steps, numbered so that the script's mini-batch 0 is the stream's `first`."""
         if not first:
             return self.steps
-        return (_later(action, message, first, microbatches) for action, message in self.steps)
+        return (_renumber(action, message, first, microbatches) for action, message in self.steps)
 
 
-def _later(action: Action, message: Message | None, first: int, microbatches: int) -> Step:
+def _renumber(action: Action, message: Message | None, first: int, microbatches: int) -> ScriptStep:
     if action.op in PER_MINI_BATCH:
         return replace(action, number=action.number + first), None
     if message is not None and message.kind in TIED:

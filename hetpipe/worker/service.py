@@ -43,7 +43,7 @@ from hetpipe.worker.emulation import Emulation
 from hetpipe.worker.exchange import Exchange
 from hetpipe.worker.lanes import HandOver
 from hetpipe.worker.minibatches import MiniBatches
-from hetpipe.worker.refusals import refused_by
+from hetpipe.worker.programs import find_refusals
 from hetpipe.worker.runner import Runner
 from hetpipe.worker.script import Script
 from hetpipe.worker.stage import Stage
@@ -155,7 +155,7 @@ class Service:
     def _load(self, message: Load, fds: Sequence[int]) -> dict[int, str]:
         """Return the reasons why the device cannot run a stage, by the number of the stage."""
         self._asked = message, fds
-        refused = refused_by(self._device, [load.graphs for load in message.stages])
+        refused = find_refusals(self._device, [load.graphs for load in message.stages])
         return {message.stages[n].graphs.stage: reason for n, reason in refused.items()}
 
     def _begin(self, command: Begin, _: Sequence[int]) -> None:
@@ -211,7 +211,7 @@ class Service:
         held = {
             key: buffer
             for stage in self._stages.values()
-            for key, buffer in stage.store.lying(keys).items()
+            for key, buffer in stage.store.find_buffers(keys).items()
         }
         for n in self._stages.keys() - set(message.stay):
             del self._stages[n], self._replicas[n]

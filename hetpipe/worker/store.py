@@ -66,7 +66,7 @@ class Store:
             return _zeros(self._slots[key])
         return self.download(self._slots[key], table[index])
 
-    def lying(self, keys: Collection[Key]) -> dict[Key, Buffer]:
+    def find_buffers(self, keys: Collection[Key]) -> dict[Key, Buffer]:
         """Return the present buffers of these values, if the stage has them."""
         tables = {key: self._table(key) for key in keys if key in self._places}
         return {

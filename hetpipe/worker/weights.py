@@ -130,12 +130,12 @@ class Predicted(Weights):
         self._backward_ahead = backward_ahead
 
     def forward(self, microbatch: int, lag: int, ahead: float) -> Version:
-        return self._expected(ahead)
+        return self._predict_version(ahead)
 
     def backward(self, microbatch: int) -> Version:
-        return self._expected(self._backward_ahead)
+        return self._predict_version(self._backward_ahead)
 
-    def _expected(self, ahead: float) -> Version:
+    def _predict_version(self, ahead: float) -> Version:
         if ahead == 0 or self.number == 0:  # nothing is known before the first update
             return self.present
         self._live(2)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hetpipe import optim
-from hetpipe.zoo.randomly import he_weights, images, random_workload
+from hetpipe.zoo.random_data import he_weights, images, random_workload
 from hetpipe.zoo.workload import Workload
 
 Operation = Callable[[int, int], nn.Module]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from hetpipe import optim
-from hetpipe.zoo.randomly import random_workload, span_loss, spans
+from hetpipe.zoo.random_data import random_workload, span_loss, spans
 from hetpipe.zoo.workload import Workload
 
 DROPOUT = 0.1

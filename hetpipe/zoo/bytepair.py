@@ -33,7 +33,7 @@ class BytePairs:
         """Return the text's tokens (tokens,), after all merges in the order of learning."""
         tokens = _tokens(text)
         for token, pair in enumerate(self.merges, BYTES):
-            tokens = _merged(tokens, pair, token)
+            tokens = _merge(tokens, pair, token)
         return tokens
 
     def decode(self, tokens: Tokens) -> bytes:
@@ -61,7 +61,7 @@ def learn(text: bytes, size: int) -> BytePairs:
         counts = np.bincount(tokens[:-1] * token + tokens[1:])  # all tokens are below `token`
         first, second = divmod(int(counts.argmax()), token)
         merges.append((first, second))
-        tokens = _merged(tokens, (first, second), token)
+        tokens = _merge(tokens, (first, second), token)
     return BytePairs(tuple(merges))
 
 
@@ -69,7 +69,7 @@ def _tokens(text: bytes) -> Tokens:
     return np.frombuffer(text, np.uint8).astype(np.int64)
 
 
-def _merged(tokens: Tokens, pair: tuple[int, int], token: int) -> Tokens:
+def _merge(tokens: Tokens, pair: tuple[int, int], token: int) -> Tokens:
     """Replace every such pair in the tokens, from the left, by `token`."""
     first, second = pair
     hits = np.flatnonzero((tokens[:-1] == first) & (tokens[1:] == second))

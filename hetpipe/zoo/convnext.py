@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hetpipe import optim
-from hetpipe.zoo.randomly import images, random_workload
+from hetpipe.zoo.random_data import images, random_workload
 from hetpipe.zoo.vision import ConvNeXtBlock, LayerNorm2d
 from hetpipe.zoo.workload import Workload
 

@@ -12,7 +12,7 @@ from hetpipe.errors import HetpipeError
 Batches = Callable[[int, int], Iterator[tuple[torch.Tensor, torch.Tensor]]]
 
 
-def shuffled(x: torch.Tensor, y: torch.Tensor) -> Batches:
+def shuffle_batches(x: torch.Tensor, y: torch.Tensor) -> Batches:
     """Return `batches(mini_batch, seed)` over rows of x and y: a new order each epoch, full batches
     only.
 
@@ -40,7 +40,7 @@ def accuracy_on(x: torch.Tensor, y: torch.Tensor) -> Callable[[torch.nn.Module],
     mode."""
 
     def validate(model: torch.nn.Module) -> dict[str, float]:
-        with evaluating(model):
+        with eval_mode(model):
             hits = model(x).argmax(dim=1) == y
         return {"accuracy": float(hits.float().mean())}
 
@@ -48,7 +48,7 @@ def accuracy_on(x: torch.Tensor, y: torch.Tensor) -> Callable[[torch.nn.Module],
 
 
 @contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
+def eval_mode(model: torch.nn.Module) -> Iterator[None]:
     """Put the model into eval mode without gradients; on exit each module gets its mode back.
 
     Parts of a model may be in eval mode on purpose, for instance a frozen backbone.

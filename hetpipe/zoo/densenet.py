@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from hetpipe import optim
-from hetpipe.zoo.randomly import he_weights, images, random_workload
+from hetpipe.zoo.random_data import he_weights, images, random_workload
 from hetpipe.zoo.workload import Workload
 
 WIDEN = 4  # channels between a layer's two convolutions, per channel that it adds

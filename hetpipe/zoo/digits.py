@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from hetpipe import optim
 from hetpipe.errors import HetpipeError
-from hetpipe.zoo.data import accuracy_on, shuffled
+from hetpipe.zoo.data import accuracy_on, shuffle_batches
 from hetpipe.zoo.workload import Workload
 
 SPLIT_SEED = 0
@@ -101,7 +101,7 @@ def workload() -> Workload:
     return Workload(
         model=model,
         loss_fn=functional.cross_entropy,
-        batches=shuffled(x, y),
+        batches=shuffle_batches(x, y),
         name="digits",
         mini_batch=256,
         optimizer=optim.sgd(lr=0.05, momentum=0.9),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hetpipe import optim
-from hetpipe.zoo.randomly import random_workload, translation
+from hetpipe.zoo.random_data import random_workload, translation
 from hetpipe.zoo.text import token_loss
 from hetpipe.zoo.workload import Workload
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hetpipe import optim
 from hetpipe.zoo.gpt import GPT
-from hetpipe.zoo.randomly import language, random_workload
+from hetpipe.zoo.random_data import language, random_workload
 from hetpipe.zoo.text import token_loss
 from hetpipe.zoo.workload import Workload
 

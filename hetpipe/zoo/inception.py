@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from hetpipe import optim
-from hetpipe.zoo.randomly import he_weights, images, random_workload
+from hetpipe.zoo.random_data import he_weights, images, random_workload
 from hetpipe.zoo.workload import Workload
 
 AUXILIARY = {"googlenet": 0.3, "inception-v3": 0.4}

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from hetpipe import optim
-from hetpipe.zoo.randomly import language, random_workload
+from hetpipe.zoo.random_data import language, random_workload
 from hetpipe.zoo.text import token_loss
 from hetpipe.zoo.workload import Workload
 
@@ -28,7 +28,7 @@ class RMSNorm(nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * self.weight
 
 
-def rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
     """Rotate pairs of x (n, heads, length, size), half a size apart, by their position's angle."""
     first, second = x.chunk(2, -1)
     return x * cosine + torch.cat([-second, first], -1) * sine
@@ -58,7 +58,7 @@ class GroupedAttention(nn.Module):
             layer(x).unflatten(-1, (self.groups, -1)).transpose(1, 2)
             for layer in (self.k_proj, self.v_proj)
         )
-        q, k = (rotated(each, self.cosine, self.sine) for each in (q, k))
+        q, k = (rotate(each, self.cosine, self.sine) for each in (q, k))
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         mixed: torch.Tensor = self.o_proj(y.transpose(1, 2).flatten(2))
         return mixed

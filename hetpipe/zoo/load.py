@@ -66,14 +66,14 @@ def load_workload(name: str) -> Workload:
     if name in ZOO:
         workload: Workload = _factory(name, ZOO[name])()
         return workload
-    from hetpipe.zoo.checked import checked, theirs
+    from hetpipe.zoo.user_code import check_workload, run_user_code
 
-    with theirs(f"model {name!r}: its module"):
+    with run_user_code(f"model {name!r}: its module"):
         factory = _factory(name, name)
     call = f"{name}()"
-    with theirs(call):
+    with run_user_code(call):
         workload = factory()
-    return checked(call, workload)
+    return check_workload(call, workload)
 
 
 def zoo_names(published: bool) -> list[str]:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from hetpipe import optim
-from hetpipe.zoo.data import accuracy_on, shuffled
+from hetpipe.zoo.data import accuracy_on, shuffle_batches
 from hetpipe.zoo.workload import Workload
 
 CLASSES = 10
@@ -35,7 +35,7 @@ def workload() -> Workload:
     return Workload(
         model=model,
         loss_fn=functional.cross_entropy,
-        batches=shuffled(x[:2048], y[:2048]),
+        batches=shuffle_batches(x[:2048], y[:2048]),
         name="mlp",
         mini_batch=128,
         optimizer=optim.sgd(lr=0.05, momentum=0.9),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hetpipe import optim
-from hetpipe.zoo.randomly import he_weights, images, random_workload
+from hetpipe.zoo.random_data import he_weights, images, random_workload
 from hetpipe.zoo.workload import Workload
 
 Row = tuple[int, int, int, bool, bool, int]

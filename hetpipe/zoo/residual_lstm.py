@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hetpipe import optim
-from hetpipe.zoo.randomly import random_workload
+from hetpipe.zoo.random_data import random_workload
 from hetpipe.zoo.workload import Workload
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hetpipe import optim
-from hetpipe.zoo.randomly import he_weights, images, random_workload
+from hetpipe.zoo.random_data import he_weights, images, random_workload
 from hetpipe.zoo.vision import BasicBlock
 from hetpipe.zoo.workload import Workload
 

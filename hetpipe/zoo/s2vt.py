@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from hetpipe import optim
-from hetpipe.zoo.randomly import language, random_workload
+from hetpipe.zoo.random_data import language, random_workload
 from hetpipe.zoo.text import token_loss
 from hetpipe.zoo.workload import Workload
 

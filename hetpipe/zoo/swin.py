@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from hetpipe import optim
-from hetpipe.zoo.randomly import images, random_workload
+from hetpipe.zoo.random_data import images, random_workload
 from hetpipe.zoo.workload import Workload
 
 
@@ -21,7 +21,7 @@ def windows_of(x: torch.Tensor, window: int) -> torch.Tensor:
     return split.transpose(2, 3).reshape(-1, window * window, width)
 
 
-def joined(x: torch.Tensor, window: int, size: int) -> torch.Tensor:
+def join_windows(x: torch.Tensor, window: int, size: int) -> torch.Tensor:
     """Do the inverse of `windows_of`."""
     parts = size // window
     split = x.view(-1, parts, parts, window, window, x.shape[-1])
@@ -80,7 +80,7 @@ class WindowAttention(nn.Module):
             apart = scores.view(-1, len(self.mask), self.heads, length, length) + mask
             scores = apart.view(-1, self.heads, length, length)
         y = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
-        y = joined(self.proj(y), self.window, self.size)
+        y = join_windows(self.proj(y), self.window, self.size)
         return torch.roll(y, (self.shift, self.shift), (1, 2)) if self.shift else y
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from hetpipe import optim
 from hetpipe.zoo.llama import RMSNorm
-from hetpipe.zoo.randomly import random_workload, translation
+from hetpipe.zoo.random_data import random_workload, translation
 from hetpipe.zoo.text import token_loss
 from hetpipe.zoo.workload import Workload
 

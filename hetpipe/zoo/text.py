@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from hetpipe.optim.rule import Optimizer
 from hetpipe.zoo.bytepair import BytePairs, Tokens, learn
-from hetpipe.zoo.data import Batches, evaluating, shuffled
+from hetpipe.zoo.data import Batches, eval_mode, shuffle_batches
 from hetpipe.zoo.workload import Workload
 
 VOCABULARY = 512
@@ -31,7 +31,7 @@ def corpus() -> bytes:
 
 
 @lru_cache(maxsize=1)
-def coded() -> tuple[BytePairs, Tokens, Tokens]:
+def encode_corpus() -> tuple[BytePairs, Tokens, Tokens]:
     """Return the vocabulary, and the tokens to train and to validate on."""
     text = corpus()
     border = len(text) * 9 // 10
@@ -76,10 +76,10 @@ def text_workload(
 
 def language(length: int) -> tuple[Batches, Callable[[nn.Module], dict[str, float]], int]:
     """Return `batches`, `validate` and the number of windows in an epoch, for this length."""
-    _, kept, held = coded()
+    _, kept, held = encode_corpus()
     x, y = windows(kept, length)
     x_held, y_held = windows(held, length)
-    return shuffled(x, y), perplexity_on(x_held[:VALIDATED], y_held[:VALIDATED]), len(x)
+    return shuffle_batches(x, y), perplexity_on(x_held[:VALIDATED], y_held[:VALIDATED]), len(x)
 
 
 def token_loss(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ def perplexity_on(x: torch.Tensor, y: torch.Tensor) -> Callable[[nn.Module], dic
     """Return `validate(model)`: e to the mean cross entropy of a token of y, in eval mode."""
 
     def validate(model: nn.Module) -> dict[str, float]:
-        with evaluating(model):
+        with eval_mode(model):
             loss = token_loss(model(x), y)
         return {"perplexity": math.exp(loss)}
 

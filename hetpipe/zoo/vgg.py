@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hetpipe import optim
-from hetpipe.zoo.randomly import he_weights, images, random_workload
+from hetpipe.zoo.random_data import he_weights, images, random_workload
 from hetpipe.zoo.workload import Workload
 
 VGG11 = (64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0)

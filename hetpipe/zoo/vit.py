@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from hetpipe import optim
-from hetpipe.zoo.randomly import images, random_workload
+from hetpipe.zoo.random_data import images, random_workload
 from hetpipe.zoo.workload import Workload
 
 

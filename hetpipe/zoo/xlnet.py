@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from hetpipe import optim
-from hetpipe.zoo.randomly import random_workload, span_loss, spans
+from hetpipe.zoo.random_data import random_workload, span_loss, spans
 from hetpipe.zoo.workload import Workload
 
 DROPOUT = 0.1
@@ -26,7 +26,7 @@ def relative_positions(length: int, width: int) -> torch.Tensor:
     return torch.cat([angle.sin(), angle.cos()], -1)
 
 
-def shifted(scores: torch.Tensor) -> torch.Tensor:
+def shift_distances(scores: torch.Tensor) -> torch.Tensor:
     """Shift (n, heads, length, 2 length), by distance, to (n, heads, length, length), by key."""
     n, heads, length, distances = scores.shape
     rows = scores.reshape(n, heads, distances, length)[:, :, 1:]
@@ -50,7 +50,7 @@ class RelativeAttention(nn.Module):
         q, k, v = (torch.einsum("ibh,hnd->ibnd", h, w) for w in (self.q, self.k, self.v))
         k_r = torch.einsum("jh,hnd->jnd", r, self.r)
         content = torch.einsum("ibnd,jbnd->bnij", q + self.r_w_bias, k)
-        distance = shifted(torch.einsum("ibnd,jnd->bnij", q + self.r_r_bias, k_r))
+        distance = shift_distances(torch.einsum("ibnd,jnd->bnij", q + self.r_r_bias, k_r))
         scores = (content + distance) * q.shape[-1] ** -0.5 + bias
         weights = self.dropout(scores.softmax(-1))
         y = torch.einsum("bnij,jbnd->ibnd", weights, v)

@@ -21,7 +21,7 @@ from hetpipe.bench.steprates import Trained, measure
 from hetpipe.capture.program import GRAD, INPUT, PARAM, SAVED, STATE
 from hetpipe.sdk.registry import open_device
 from hetpipe.zoo.gpt import GPT
-from hetpipe.zoo.randomly import language, random_workload
+from hetpipe.zoo.random_data import language, random_workload
 from hetpipe.zoo.text import token_loss
 
 RUNTIME = next((each for each in IDS if "pocl" in each or "intel-cpu" in each), None)

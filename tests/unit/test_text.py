@@ -15,13 +15,13 @@ from hetpipe.bench.eager import Eager
 from hetpipe.zoo import Workload, load_workload
 from hetpipe.zoo.gpt import GPT
 from hetpipe.zoo.lstm import Recurrent
-from hetpipe.zoo.text import VOCABULARY, coded, corpus, language, token_loss, windows
+from hetpipe.zoo.text import VOCABULARY, corpus, encode_corpus, language, token_loss, windows
 
 LENGTH = 16
 
 
 def test_text_is_coded_without_loss_and_split_by_position() -> None:
-    pairs, kept, held = coded()
+    pairs, kept, held = encode_corpus()
     text = corpus()
     assert pairs.size == VOCABULARY
     assert pairs.decode(np.concatenate([kept, held])) == text
@@ -53,7 +53,7 @@ def test_an_epoch_is_the_training_text_and_nothing_else() -> None:
     """Its windows, in the text's order again, are the training tokens: none from validation."""
     batches, _, samples = language(LENGTH)
     x, y = next(batches(samples, 0))
-    _, kept, _ = coded()
+    _, kept, _ = encode_corpus()
     border = samples * LENGTH
     assert len(kept) - border <= LENGTH
     expected = torch.from_numpy(kept[:border].reshape(samples, LENGTH))

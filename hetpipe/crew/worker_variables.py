@@ -29,11 +29,11 @@ def settings_of(member: Member, info: DeviceInfo) -> dict[str, str]:
     cores = len(member.cores) or len(os.sched_getaffinity(0))
     settings = usual_settings(cores)
     if companion := companion_of(info.backend):
-        settings |= _asked_of(companion, cores)
-    return settings | _asked_of(info, cores)
+        settings |= _backend_settings(companion, cores)
+    return settings | _backend_settings(info, cores)
 
 
-def _asked_of(info: DeviceInfo, cores: int) -> dict[str, str]:
+def _backend_settings(info: DeviceInfo, cores: int) -> dict[str, str]:
     with blamed(info.backend, f"fails to give the settings of {info.id}"):
         return get_backend(info.backend).worker_environment(info, cores)
 

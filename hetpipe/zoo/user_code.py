@@ -25,7 +25,7 @@ OURS = (HOME, str(importlib.__file__), "<frozen ")
 
 
 @contextmanager
-def theirs(where: str) -> Iterator[None]:
+def run_user_code(where: str) -> Iterator[None]:
     """Run a user's code. Raises `UserCodeError`, with the user's traceback, if the code raises.
 
     A `HetpipeError` passes unchanged.
@@ -35,10 +35,10 @@ def theirs(where: str) -> Iterator[None]:
     except HetpipeError:
         raise
     except (Exception, SystemExit) as error:
-        raise UserCodeError(f"{where} failed\n{their_traceback(error)}") from error
+        raise UserCodeError(f"{where} failed\n{user_traceback(error)}") from error
 
 
-def their_traceback(error: BaseException) -> str:
+def user_traceback(error: BaseException) -> str:
     """Return the traceback without the frames of hetpipe and of Python's import."""
     summary = traceback.TracebackException.from_exception(error)
     _cut(summary)
@@ -54,23 +54,24 @@ def _cut(summary: traceback.TracebackException) -> None:
             _cut(other)
 
 
-def checked(where: str, workload: Any) -> Workload:
-    """Return the workload of a factory, with its fields checked and its functions guarded.
+def check_workload(where: str, workload: Any) -> Workload:
+    """Return the workload of a factory, with its fields check_workload and its functions guarded.
 
     `where` begins each message. Raises `HetpipeError`.
     """
     if not isinstance(workload, Workload):
         raise HetpipeError(
-            f"{where} returned {_named(workload)}; return hetpipe.Workload(model, loss_fn, batches)"
+            f"{where} returned {_describe(workload)}; return hetpipe.Workload(model, loss_fn, "
+            "batches)"
         )
     for field, right, cure in _rules(workload):
         if not right:
-            value = _named(getattr(workload, field))
+            value = _describe(getattr(workload, field))
             raise HetpipeError(f"{where}: Workload.{field} is {value}; give {cure}")
     batches, validate = workload.batches, workload.validate
     return replace(
         workload,
-        batches=guarded_batches(where, batches),
+        batches=guard_batches(where, batches),
         validate=None if validate is None else _guarded_validate(where, validate),
     )
 
@@ -98,7 +99,7 @@ def _rules(workload: Workload) -> Iterator[tuple[str, bool, str]]:
     yield "blocks", texts, "a tuple of names of modules"
 
 
-def guarded_batches(
+def guard_batches(
     where: str, batches: Callable[[int, int], Iterator[Batch]]
 ) -> Callable[[int, int], Iterator[Batch]]:
     """Yield the same mini-batches.
@@ -109,14 +110,14 @@ def guarded_batches(
 
     def guarded(mini_batch: int, seed: int) -> Iterator[Batch]:
         call = f"{where}: batches({mini_batch}, {seed})"
-        with theirs(call):
+        with run_user_code(call):
             stream = batches(mini_batch, seed)
         if not hasattr(stream, "__iter__"):
-            raise HetpipeError(f"{call} returned {_named(stream)}; yield pairs (x, y)")
-        with theirs(call):
+            raise HetpipeError(f"{call} returned {_describe(stream)}; yield pairs (x, y)")
+        with run_user_code(call):
             rest = iter(stream)
         for number in count():
-            with theirs(f"{call}, at mini-batch {number},"):
+            with run_user_code(f"{call}, at mini-batch {number},"):
                 try:
                     batch = next(rest)
                 except StopIteration:
@@ -126,7 +127,7 @@ def guarded_batches(
                     ) from None
             if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
                 raise HetpipeError(
-                    f"{call} yielded {_named(batch)} as mini-batch {number}; yield pairs (x, y)"
+                    f"{call} yielded {_describe(batch)} as mini-batch {number}; yield pairs (x, y)"
                 )
             yield batch[0], batch[1]
 
@@ -137,13 +138,13 @@ def _guarded_validate(
     where: str, validate: Callable[[torch.nn.Module], dict[str, float]]
 ) -> Callable[[torch.nn.Module], dict[str, float]]:
     def guarded(model: torch.nn.Module) -> dict[str, float]:
-        with theirs(f"{where}: validate(model)"):
+        with run_user_code(f"{where}: validate(model)"):
             figures: Any = validate(model)
             if isinstance(figures, Mapping):
                 return {str(name): float(figure) for name, figure in figures.items()}
         raise HetpipeError(
-            f"{where}: validate(model) returned {_named(figures)}; return figures by name, as in "
-            '{"accuracy": 0.97}'
+            f"{where}: validate(model) returned {_describe(figures)}; return figures by name, as "
+            'in {"accuracy": 0.97}'
         )
 
     return guarded
@@ -153,7 +154,7 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _named(value: Any) -> str:
+def _describe(value: Any) -> str:
     """Return a value for a message: itself if short, otherwise its type."""
     if value is None or isinstance(value, (int, float, str)):
         return repr(value)

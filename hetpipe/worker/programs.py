@@ -1,4 +1,4 @@
-"""Compiles the programs of stages ahead, while the controller traces other stages."""
+"""The programs of stages: compiles them ahead, and names the ones that a device refuses."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from hetpipe.capture.passes.division import has_sums
 from hetpipe.capture.program import Program, StageGraphs
 from hetpipe.errors import UnsupportedOperatorError
 from hetpipe.sdk.backend import Device
-from hetpipe.sdk.graph import require_support
-from hetpipe.worker.divided import marked_graph
+from hetpipe.sdk.graph import of_one_replica, require_support
+from hetpipe.worker.divided import mark_results
 
 
 def compile_ahead(device: Device, stages: Sequence[StageGraphs]) -> None:
@@ -19,7 +19,7 @@ def compile_ahead(device: Device, stages: Sequence[StageGraphs]) -> None:
         for program in programs_of(stage):
             if has_sums(program):  # its segments depend on the replicas
                 continue
-            graph = marked_graph(program)
+            graph = mark_results(program)
             try:
                 require_support(device, graph)
             except UnsupportedOperatorError:
@@ -33,3 +33,15 @@ def programs_of(stage: StageGraphs) -> list[Program]:
     passes = [program for own in stage.passes.values() for program in own.programs]
     extras = (stage.update, stage.predict, stage.norm)
     return [*passes, *(p for p in extras if p is not None), *stage.evaluation.values()]
+
+
+def find_refusals(device: Device, stages: Sequence[StageGraphs]) -> dict[int, str]:
+    """Return, by number, the reasons why the device cannot run the programs of a stage."""
+    reasons: dict[int, str] = {}
+    for number, stage in enumerate(stages):
+        try:
+            for program in programs_of(stage):
+                require_support(device, of_one_replica(program.graph))
+        except UnsupportedOperatorError as error:
+            reasons[number] = str(error)
+    return reasons

@@ -52,7 +52,7 @@ class _Trials:
 _trials: WeakKeyDictionary[Device, _Trials] = WeakKeyDictionary()
 
 
-def _caught(function: Callable[..., Any]) -> Callable[..., Any]:
+def _return_errors(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def catching(*args: Any) -> Any:
         try:
@@ -65,7 +65,7 @@ def _caught(function: Callable[..., Any]) -> Callable[..., Any]:
     return catching
 
 
-@_caught
+@_return_errors
 def compile_graph(device: Device, name: str, graph: bytes) -> None:
     """Compile a dumped graph, and keep it by a name. Return None or `Failed`."""
     trials = _trials.setdefault(device, _Trials())
@@ -74,7 +74,7 @@ def compile_graph(device: Device, name: str, graph: bytes) -> None:
     trials.executables[name] = executable, len(graph_outputs(loaded))
 
 
-@_caught
+@_return_errors
 def run_graph(
     device: Device,
     name: str,

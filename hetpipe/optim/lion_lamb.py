@@ -13,10 +13,10 @@ from hetpipe.optim.formulas import (
     correction,
     linear,
     moments,
-    once_started,
     root,
+    zero_before_start,
 )
-from hetpipe.optim.rule import Optimizer, excluding
+from hetpipe.optim.rule import Optimizer, exclude_from_decay
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +50,7 @@ def lion(
 
     settings = {"beta1": beta1, "beta2": beta2, "weight_decay": weight_decay}
     optimizer = Optimizer("lion", lr, ("mean",), update, tuple(settings.items()), predict)
-    return excluding(optimizer, decay_exclude, lambda: lion(lr, betas, 0.0))
+    return exclude_from_decay(optimizer, decay_exclude, lambda: lion(lr, betas, 0.0))
 
 
 def lamb(
@@ -83,12 +83,12 @@ def lamb(
         return moved(param, state, step, eps, lr), state
 
     def predict(param: Tensor, state: Tensors, step: Tensor, lr: Tensor, ahead: Tensor) -> Tensor:
-        scale = lr * once_started(step, ahead)
+        scale = lr * zero_before_start(step, ahead)
         return moved(param, state, step.clamp(min=1), max(eps, TINY), scale)
 
     settings = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     optimizer = Optimizer("lamb", lr, ("mean", "square"), update, tuple(settings.items()), predict)
-    return excluding(optimizer, decay_exclude, lambda: lamb(lr, betas, eps, 0.0))
+    return exclude_from_decay(optimizer, decay_exclude, lambda: lamb(lr, betas, eps, 0.0))
 
 
 def _norm(x: Tensor) -> Tensor:

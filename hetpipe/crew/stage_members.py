@@ -9,7 +9,7 @@ from hetpipe.errors import HetpipeError
 from hetpipe.wire.shares import Replica, Shares
 
 
-class Placement:
+class StageMembers:
     """The members of each stage: `members[n]` has one member for each replica of stage n.
 
     A schedule's rows are the members in the order of their first stage; the replicas of a stage
