@@ -55,15 +55,15 @@ class Captured:
     `parameters` and `buffers` are copies made at capture, by the model's names; the names of a
     loss's tensors begin with `loss.`. A tied tensor appears once; `aliases` maps its other names to
     that name. `name` is the name of the model's class. `has_count` says whether loss_fn returns
-    (sum, count). The first export is for `samples` samples, by default the number in the example;
-    other numbers are exported when they are needed. `precision` gives the dtypes of the passes and
-    of the cuts. With `sync_batch_norm` the batch norms of replicas use the statistics of the whole
-    micro-batch, not only of their rows. `split` divides a linear layer or convolution, named by its
-    key, into two layers; the value is the number of output channels of the first. `parts`
-    translates names and values of the split parameters. Every operator named in `starting` begins a
-    new layer. Raises `PlanError` for a layer that cannot be split in this way, and otherwise
-    `CaptureError`, which names the line or module, and the cure. `watch` detects later changes of
-    the model.
+    (sum, count). The first export is for `samples` samples, by default the number in the example.
+    `precision` gives the dtypes of passes and cuts. With `sync_batch_norm` replicas' batch norms
+    use the statistics of the whole micro-batch. `split` divides a linear layer or convolution, by
+    its name, in two; the value is the number of output channels of the first part. `parts`
+    translates names and values of split parameters. Every operator named in `starting` begins a new
+    layer. `watch` detects later changes of the model.
+
+    Raises `PlanError` for a layer that cannot be split, and otherwise `CaptureError`, which names
+    the line or module, and the cure.
     """
 
     def __init__(
@@ -173,8 +173,8 @@ class Captured:
     ) -> list[StageGraphs]:
         """Return the same stages after `model.eval()`: a forward per size, which saves nothing.
 
-        Each size is exported once, then cached. Layers keep their names from training; CUT slots
-        have other names. Raises `CaptureError` if the model has other layers in eval mode.
+        Layers keep their names from training; CUT slots have other names. Raises `CaptureError` if
+        the model has other layers in eval mode.
         """
         self._check(cuts, decompositions)
         sizes = list(dict.fromkeys(samples))
@@ -229,8 +229,8 @@ class Captured:
     def loss_fault(self, samples: int, training: bool = True) -> str:
         """Explain why micro-batches of `samples` would not give the loss of their mini-batch.
 
-        The sentence has both numbers and the cure; it is "" if the losses agree. Without `training`
-        it checks the loss in eval mode. See `hetpipe.capture.export.mean_loss`.
+        The result is "" if the losses agree. Without `training` it checks the loss in eval mode.
+        See `hetpipe.capture.export.mean_loss`.
         """
         key = self._identity.key(
             "loss", [self._summary.samples], training, samples, self._example.labels_digest,
@@ -256,11 +256,7 @@ class Captured:
         self._outputs[training] = Outputs.of(output, samples)
 
     def check_means(self, leaves: Mapping[str, Array], sizes: Sequence[int]) -> None:
-        """Raise `HetpipeError` if parts of a batch ignore different shares of their labels.
-
-        `sizes` are the sizes of the parts. The loss is a mean over the other labels, so the mean of
-        such parts would not be the mean of the batch.
-        """
+        """Raise `HetpipeError` if parts of a batch ignore different shares of their labels."""
         if not self.has_count:
             check_means(self._summary.indices, leaves, sizes)
 
