@@ -73,16 +73,12 @@ OPTIMIZERS = {
 def losses(
     model: Callable[[], nn.Module], optimizer: str, cluster: hp.Cluster
 ) -> tuple[list[float], list[float]]:
-    """Of a pipeline with a stage on each device, and of torch."""
+    """Return the losses of a pipeline with a stage on each device, and those of torch."""
     data = batches(model)
     ours, eager_optimizer = OPTIMIZERS[optimizer]
     torch.manual_seed(0)
     module = model()
-    torch.manual_seed(0)
-    eager = model()
-    expected, _ = train(
-        eager, functional.cross_entropy, data, 2, eager_optimizer(eager.parameters())
-    )
+    expected = train(module, functional.cross_entropy, data, 2, eager_optimizer).losses
     captured = Captured(module, functional.cross_entropy, data[0])
     plan, costs = unpriced(captured, cluster.ids, "1f1b", 16, 2)
     with hp.Pipeline(

@@ -1,13 +1,12 @@
 """Trains a network on the FPGA emulator with the kernels of FPGAs; prints its losses and torch's.
 
-    python fpga_training.py mlp|cnn|digits|... [STEPS [MINI_BATCH]]
+    PYTHONPATH=tests python tests/e2e/fpga_training.py mlp|cnn|digits|... [STEPS [MINI_BATCH]]
 
 The other names are those of the zoo.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
 from itertools import islice
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from reference import train
 from torch import nn
 
 import hetpipe as hp
@@ -58,15 +58,7 @@ def main(name: str, steps: str = "6", mini_batch: str = "16") -> None:
     """Print {"losses": [...], "expected": [...]}."""
     model, loss_fn, stream = task(name, int(mini_batch))
     batches = list(islice(stream, int(steps)))
-    eager = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(eager.parameters(), lr=0.05, momentum=0.9)
-    expected = []
-    for x, y in batches:
-        optimizer.zero_grad()
-        loss = loss_fn(eager(x), y)
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
+    expected = train(model, loss_fn, batches, 1, lambda p: torch.optim.SGD(p, 0.05, 0.9)).losses
     cluster = Cluster((Member("board", EMULATOR),), options={"opencl": OPTIONS})
     with hp.Pipeline(
         model, loss_fn, batches[0], cluster=cluster, optimizer=hp.optim.sgd(lr=0.05, momentum=0.9),

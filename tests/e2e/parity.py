@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from plans import unpriced
-from reference import leaf, train
+from reference import Parameters, leaf, train
 
 import hetpipe as hp
 from hetpipe.capture import Captured
@@ -47,7 +47,7 @@ class Run:
     batches: Sequence[tuple[Any, Any]]
     microbatches: int
     optimizer: Optimizer
-    eager_optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+    eager_optimizer: Callable[[Parameters], torch.optim.Optimizer]
 
     @cached_property
     def captured(self) -> Captured:
@@ -59,11 +59,12 @@ class Run:
 
         Losses that stay where they are would say nothing of the updates: they must fall by a tenth.
         """
-        model = self.model()
-        optimizer = self.eager_optimizer(model.parameters())
-        losses, gradients = train(model, self.loss_fn, self.batches, self.microbatches, optimizer)
+        trained = train(
+            self.model(), self.loss_fn, self.batches, self.microbatches, self.eager_optimizer
+        )
+        losses = trained.losses
         assert losses[-1] < 0.9 * losses[0], losses
-        return losses, gradients
+        return losses, trained.gradients
 
 
 def start_crew(rows: Iterable[Sequence[str]]) -> Crew:

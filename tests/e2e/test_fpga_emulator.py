@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from itertools import islice
 
 import pytest
@@ -25,9 +24,10 @@ def test_digits_on_fpga_emulator_and_torch() -> None:
         pytest.skip("no FPGA emulator: install the extra `emulators`")
     workload = load_workload("digits")
     batches = list(islice(workload.batches(MINI_BATCH, 0), STEPS))
-    eager = copy.deepcopy(workload.model)
-    optimizer = torch.optim.SGD(eager.parameters(), lr=0.003, momentum=0.9)
-    expected, _ = train(eager, workload.loss_fn, batches, MICROBATCHES, optimizer)
+    expected = train(
+        workload.model, workload.loss_fn, batches, MICROBATCHES,
+        lambda p: torch.optim.SGD(p, lr=0.003, momentum=0.9),
+    ).losses  # fmt: skip
 
     captured = Captured(workload.model, workload.loss_fn, batches[0])
     plan, costs = unpriced(captured, ["fpga", "cpu"], "1f1b", MINI_BATCH, MICROBATCHES)

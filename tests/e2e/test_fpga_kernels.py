@@ -16,7 +16,9 @@ import pytest
 import hetpipe as hp
 
 SCRIPT = Path(__file__).with_name("fpga_training.py")
-STRICT = {"CL_CONFIG_CHANNEL_DEPTH_EMULATION_MODE": "strict"}
+SETTINGS = {
+    "CL_CONFIG_CHANNEL_DEPTH_EMULATION_MODE": "strict", "PYTHONPATH": str(SCRIPT.parent.parent),
+}  # fmt: skip
 LIMIT_S = 250
 
 
@@ -26,7 +28,7 @@ def test_it_trains_to_the_losses_of_torch(network: str) -> None:
     if not any(d.kind == "fpga" and d.capabilities.emulated for d in found):
         pytest.skip("no FPGA emulator: install the extra `emulators`")
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), network], env=os.environ | STRICT, capture_output=True,
+        [sys.executable, str(SCRIPT), network], env=os.environ | SETTINGS, capture_output=True,
         text=True, check=False, timeout=LIMIT_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from models import CASES, MLP
 from pipelines import pipeline
+from reference import check_close, train
 
 import hetpipe as hp
 from hetpipe.crew.crew import Crew
@@ -26,21 +26,6 @@ def batches(case: str, rows: Sequence[int]) -> list[Any]:
     generator = torch.Generator().manual_seed(1)
     found = [CASES[case].batch(generator) for _ in rows]
     return [(x[:count], y[:count]) for (x, y), count in zip(found, rows, strict=True)]
-
-
-def accumulated(model: Any, loss_fn: Any, data: Any, every: int) -> None:
-    """Plain torch: the mean gradient of `every` mini-batches, or of those that are left."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-    for lo in range(0, len(data), every):
-        together = data[lo : lo + every]
-        optimizer.zero_grad()
-        found = [loss_fn(model(x), y) for x, y in together]
-        if isinstance(found[0], tuple):
-            loss = sum(total for total, _ in found) / sum(count for _, count in found)
-        else:
-            loss = sum(found) / len(found)
-        loss.backward()
-        optimizer.step()
 
 
 def counted(out: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,8 +52,9 @@ def test_equals_plain_torch(
     torch.manual_seed(0)
     model, data = CASES[case].model(), batches(case, rows)
     loss_fn = loss_fn or CASES[case].loss_fn
-    eager = copy.deepcopy(model)
-    accumulated(eager, loss_fn, data, 3)
+    expected = train(
+        model, loss_fn, data, 1, lambda p: torch.optim.SGD(p, LR, momentum=0.9), accumulate=3
+    )
     with pipeline(
         crew, model, loss_fn, data[0], members, schedule, 2, accumulate=3, optimizer=SGD
     ) as pipe:
@@ -76,8 +62,7 @@ def test_equals_plain_torch(
             pipe.step(x, y)
         pipe.flush()
         state = pipe.state_dict()
-    for name, value in eager.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
+    check_close(state, expected.state)
 
 
 def test_to_look_changes_nothing_and_to_save_applies(crew: Crew, tmp_path: Any) -> None:

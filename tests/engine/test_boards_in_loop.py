@@ -81,9 +81,8 @@ def pipeline(cluster: Cluster, **options: Any) -> hp.Pipeline:
 
 def torch_losses() -> list[float]:
     torch.manual_seed(0)
-    model = MLP()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return train(model, F.cross_entropy, batches(STEPS), 4, optimizer)[0]
+    data = batches(STEPS)
+    return train(MLP(), F.cross_entropy, data, 4, lambda p: torch.optim.SGD(p, lr=0.1)).losses
 
 
 @pytest.mark.parametrize("transport", ["local", "shared-memory"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from captures import shared
 from crews import MIXED, UNLIKE, Crews
+from reference import train
 from torch import nn
 
 import hetpipe as hp
@@ -44,20 +45,6 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(sum(SIZES), 6), torch.randint(0, 6, (sum(SIZES),))
 
 
-def eager(steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    model, (x, y) = make(), data()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        parts = zip(x.split(SIZES), y.split(SIZES), strict=True)
-        loss = sum(nn.functional.cross_entropy(model(a), b) * len(a) for a, b in parts) / len(x)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, dict(model.state_dict())
-
-
 def make() -> nn.Module:
     torch.manual_seed(1)
     return Net().train()
@@ -84,16 +71,20 @@ def test_equals_eager(
         (owner, others) for _, owner, others in dict.fromkeys(t for s in stages for t in s.tied)
     ]
     assert tied, "the cuts must part the tied layers"
-    losses, wanted = eager(3)
+    expected = train(
+        make(), nn.functional.cross_entropy, [data()] * 3, len(SIZES),
+        lambda p: torch.optim.SGD(p, lr=LR, momentum=0.9),
+    )  # fmt: skip
     crew.load(stages, members, {**captured.parameters, **captured.buffers})
     actions = generate(schedule, 3, len(SIZES), tied=tied)
-    for number, loss in enumerate(losses, 1):
+    for number, loss in enumerate(expected.losses, 1):
         result = crew.step(request(captured, actions, number))
         pairs = zip(result.losses, SIZES, strict=True)
         assert sum(a * n for a, n in pairs) / sum(SIZES) == pytest.approx(loss, abs=1e-5)
     found: dict[str, Any] = {**crew.read(PARAM), **crew.read(BUFFER)}
     for name, value in found.items():
-        np.testing.assert_allclose(value, wanted[name].numpy(), rtol=1e-4, atol=1e-5, err_msg=name)
+        right = expected.state[name].numpy()
+        np.testing.assert_allclose(value, right, rtol=1e-4, atol=1e-5, err_msg=name)
     assert "first.weight" in found
     assert "norm.running_var" in found
 

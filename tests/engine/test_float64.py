@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from reference import Parameters, check_close, train
 from torch import Tensor, nn
 
 import hetpipe as hp
@@ -19,7 +19,7 @@ DEVICES = ("numpy:cpu:0", "pytorch:cpu:0")
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
 Y = torch.tensor([0, 1, 0, 1, 2, 1, 2, 2])
 LR = 0.1  # no float32
-RULES: dict[str, tuple[hp.optim.Optimizer, Callable[[Any], torch.optim.Optimizer]]] = {
+RULES: dict[str, tuple[hp.optim.Optimizer, Callable[[Parameters], torch.optim.Optimizer]]] = {
     "sgd": (hp.optim.sgd(LR, 0.9), lambda p: torch.optim.SGD(p, LR, 0.9)),
     "adam": (hp.optim.adam(LR), lambda p: torch.optim.Adam(p, LR)),
     "adamw": (hp.optim.adamw(LR), lambda p: torch.optim.AdamW(p, LR)),
@@ -57,24 +57,18 @@ def test_steps_are_those_of_torch_in_float64(crews: Any, name: str) -> None:
     crew: Crew = crews(DEVICES)
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    theirs = copy.deepcopy(model)
-    rule, make = RULES[name]
-    optimizer = make(theirs.parameters())
+    rule, optimizer = RULES[name]
+    expected = train(
+        model, F.cross_entropy, [(X, Y)] * 4, 1, optimizer,
+        before_step=lambda p: torch.nn.utils.clip_grad_norm_(p, 0.1),
+    )  # fmt: skip
     with hp.Pipeline(
         model, counted if name == "adam" else F.cross_entropy, (X, Y), cluster=crew.cluster,
         crew=crew, cuts=[1], microbatches=3, schedule="1f1b", optimizer=rule, clip_norm=0.1,
     ) as pipe:  # fmt: skip
-        for _ in range(4):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(theirs(X), Y)
-            loss.backward()
-            square = sum(float(p.grad.square().sum()) for p in theirs.parameters())
-            for parameter in theirs.parameters():
-                parameter.grad *= min(1.0, 0.1 / (square**0.5 + 1e-6))
-            optimizer.step()
-            assert pipe.step(X, Y) == pytest.approx(loss.item(), rel=1e-12)
-        assert pipe.evaluate(X, Y) == pytest.approx(
-            F.cross_entropy(theirs(X), Y).item(), rel=1e-12
-        )  # fmt: skip
-        for key, value in pipe.state_dict().items():
-            torch.testing.assert_close(value, theirs.state_dict()[key], rtol=1e-11, atol=1e-13)
+        for loss in expected.losses:
+            assert pipe.step(X, Y) == pytest.approx(loss, rel=1e-12)
+        evaluated, state = pipe.evaluate(X, Y), pipe.state_dict()
+    check_close(state, expected.state, rtol=1e-11, atol=1e-13)
+    model.load_state_dict(expected.state)
+    assert evaluated == pytest.approx(F.cross_entropy(model(X), Y).item(), rel=1e-12)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from models import MLP, batches
 from pipelines import pipeline
+from reference import Parameters, Trained, check_close, train
 from torch import nn
 
 import hetpipe as hp
@@ -47,28 +47,17 @@ def task() -> tuple[nn.Module, Centered, list[Any]]:
     return model, Centered(model(data[0][0]).shape[1]), data
 
 
-def trained(
-    model: nn.Module, loss: nn.Module, data: list[Any], microbatches: int
-) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Plain torch: losses, and the states of model and loss."""
-    model, loss = copy.deepcopy((model, loss))
-    every = [*model.parameters(), *loss.parameters()]
-    decayed = [p for p in every if p is not dict(loss.named_parameters())["log_var"]]
-    optimizer = torch.optim.SGD(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": [loss.log_var]}], lr=LR
-    )
-    losses = []
-    for x, y in data:
-        optimizer.zero_grad()
-        found = 0.0
-        for rows in torch.arange(len(x)).chunk(microbatches):
-            part = loss(model(x[rows]), y[rows]) / microbatches
-            part.backward()
-            found += part.item()
-        torch.nn.utils.clip_grad_norm_(every, NORM)
-        optimizer.step()
-        losses.append(found)
-    return losses, model.state_dict(), loss.state_dict()
+def trained(model: nn.Module, loss: nn.Module, data: list[Any], microbatches: int) -> Trained:
+    """Train in plain torch; the only scalar, `log_var`, does not decay."""
+
+    def sgd(parameters: Parameters) -> torch.optim.Optimizer:
+        decayed = {"params": [p for p in parameters if p.ndim], "weight_decay": 0.1}
+        return torch.optim.SGD([decayed, {"params": [p for p in parameters if not p.ndim]}], lr=LR)
+
+    return train(
+        model, loss, data, microbatches, sgd,
+        before_step=lambda p: torch.nn.utils.clip_grad_norm_(p, NORM),
+    )  # fmt: skip
 
 
 def optimizer() -> hp.optim.Optimizer:
@@ -79,7 +68,7 @@ def optimizer() -> hp.optim.Optimizer:
 def test_they_train_as_in_torch(crew: Crew, tmp_path: Path, members: Any) -> None:
     """With a clip over all parameters, a checkpoint half way, and replicas."""
     model, loss, data = task()
-    losses, wanted, wanted_of_loss = trained(model, loss, data, 2)
+    expected = trained(model, loss, data, 2)
     options = {"clip_norm": NORM, "optimizer": optimizer()}
     with pipeline(crew, model, loss, data[0], members, "1f1b", 2, **options) as pipe:
         found = [pipe.step(x, y) for x, y in data[:2]]
@@ -90,28 +79,28 @@ def test_they_train_as_in_torch(crew: Crew, tmp_path: Path, members: Any) -> Non
         found += [pipe.step(x, y) for x, y in data[2:]]
         assert pipe.evaluate(*data[0]) > 0
         assert "loss.centers" in pipe.gradients(*data[0])[1]
-        state, state_of_loss = pipe.state_dict(), pipe.loss_state_dict()
-    assert found == pytest.approx(losses, rel=1e-5)
-    assert abs(wanted_of_loss["log_var"]) > 0.1
+        state, loss_state = pipe.state_dict(), pipe.loss_state_dict()
+    assert found == pytest.approx(expected.losses, rel=1e-5)
+    assert abs(expected.loss_state["log_var"]) > 0.1
     model.load_state_dict(state)  # strictly: the loss adds no name
-    loss.load_state_dict(state_of_loss)
-    for got, right in ((state, wanted), (state_of_loss, wanted_of_loss)):
-        for name, value in right.items():
-            if name != "seen":  # each replica counts its own forwards
-                torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-6)
+    loss.load_state_dict(loss_state)
     if members == "01":
-        assert state_of_loss["seen"] == 2 * STEPS
+        assert loss_state["seen"] == 2 * STEPS
+    expected.loss_state.pop("seen")  # each replica counts its own forwards
+    check_close(state, expected.state)
+    check_close(loss_state, expected.loss_state)
 
 
 def test_they_train_under_an_asynchronous_schedule(crew: Crew) -> None:
     """On one stage nothing is delayed, so the result is that of plain training."""
     model, loss, data = task()
-    losses, _, wanted = trained(model, loss, data, 1)
+    expected = trained(model, loss, data, 1)
     options = {"clip_norm": NORM, "clip_each": True, "optimizer": optimizer()}
     with pipeline(crew, model, loss, data[0], "0", "pipedream", **options) as pipe:
-        assert [r.loss for r in pipe.run(data)] == pytest.approx(losses, rel=1e-5)
+        assert [r.loss for r in pipe.run(data)] == pytest.approx(expected.losses, rel=1e-5)
         state = pipe.loss_state_dict()
-    torch.testing.assert_close(state["centers"], wanted["centers"], rtol=1e-4, atol=1e-6)
+    centers = expected.loss_state["centers"]
+    torch.testing.assert_close(state["centers"], centers, rtol=1e-4, atol=1e-6)
 
 
 def test_a_parameter_of_model_and_loss_has_the_models_name() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from crews import Crews
 from models import CASES, MLP
-from reference import train
+from reference import Parameters, check_close, train
 from torch import nn
 
 import hetpipe as hp
@@ -38,6 +37,10 @@ def batch(rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.randint(0, 5, (rows,), generator=generator)
 
 
+def sgd(parameters: Parameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
 def planned(
     crew: Crew, model: nn.Module, loss_fn: Any = F.cross_entropy, example: Any = None,
     **options: Any,
@@ -55,30 +58,25 @@ def test_state_dict_equals_eager_after_training(crew: Crew) -> None:
     model = case.model()
     generator = torch.Generator().manual_seed(1)
     batches = [case.batch(generator) for _ in range(4)]
-    eager = copy.deepcopy(model)
-    train(eager, case.loss_fn, batches, 4, torch.optim.AdamW(eager.parameters(), lr=1e-2))
+    expected = train(model, case.loss_fn, batches, 4, lambda p: torch.optim.AdamW(p, lr=1e-2))
     with planned(
         crew, model, case.loss_fn, batches[0], optimizer=hp.optim.adamw(lr=1e-2), cuts=[2]
     ) as pipe:
         for x, y in batches:
             pipe.step(x, y)
         state = pipe.state_dict()
-    assert list(state) == list(eager.state_dict())
-    for name, value in eager.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
+    assert list(state) == list(expected.state)
+    check_close(state, expected.state)
 
 
 def test_smaller_mini_batches_run_with_fewer_micro_batches(crew: Crew) -> None:
     """12 rows, then 7 (as 2, 2, 2, 1), then 3 (as 1, 1, 1), then 12 again."""
     model = mlp()
     batches = [batch(rows, seed) for seed, rows in enumerate((12, 7, 3, 12))]
-    eager = copy.deepcopy(model)
-    expected, _ = train(
-        eager, F.cross_entropy, batches, 4, torch.optim.SGD(eager.parameters(), 0.1, 0.9)
-    )
+    expected = train(model, F.cross_entropy, batches, 4, sgd)
     with planned(crew, model, cuts=[2]) as pipe:
         losses = [result.loss for result in pipe.run(batches)]
-    assert losses == pytest.approx(expected, rel=1e-5)
+    assert losses == pytest.approx(expected.losses, rel=1e-5)
 
 
 def test_sum_and_count_loss_weighs_what_it_counts(crew: Crew) -> None:
@@ -88,20 +86,11 @@ def test_sum_and_count_loss_weighs_what_it_counts(crew: Crew) -> None:
         counted = (y != 0).float()
         return (F.cross_entropy(output, y, reduction="none") * counted).sum(), counted.sum()
 
-    model = mlp()
-    eager = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(eager.parameters(), 0.1, 0.9)
-    expected = []
-    for seed in range(3):
-        x, y = batch(12, seed)
-        optimizer.zero_grad()
-        total, count = summed(eager(x), y)
-        (total / count).backward()
-        optimizer.step()
-        expected.append(float((total / count).detach()))
+    model, data = mlp(), [batch(12, seed) for seed in range(3)]
+    expected = train(model, summed, data, 1, sgd)
     with planned(crew, model, summed, cuts=[2]) as pipe:
-        losses = [pipe.step(*batch(12, seed)) for seed in range(3)]
-    assert losses == pytest.approx(expected, rel=1e-5)
+        losses = [pipe.step(x, y) for x, y in data]
+    assert losses == pytest.approx(expected.losses, rel=1e-5)
 
 
 def test_planner_chooses_and_predicts(crew: Crew) -> None:
@@ -163,13 +152,11 @@ def test_plan_of_another_model_is_refused(crew: Crew) -> None:
 
 def test_data_parallel_in_stages_trains_as_torch(crew: Crew) -> None:
     model, data = mlp(), [batch(12, seed) for seed in range(3)]
-    eager = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(eager.parameters(), lr=0.1, momentum=0.9)
-    wanted, _ = train(eager, F.cross_entropy, data, 2, optimizer)
+    expected = train(model, F.cross_entropy, data, 2, sgd)
     options = {"schedule": "data-parallel", "microbatches": 2, "cuts": [2]}
     with planned(crew, model, **options) as pipe:
         assert [stage.devices for stage in pipe.plan.stages] == [("m0", "m1")] * 2
-        assert [pipe.step(x, y) for x, y in data] == pytest.approx(wanted, rel=1e-5)
+        assert [pipe.step(x, y) for x, y in data] == pytest.approx(expected.losses, rel=1e-5)
         assert pipe.predicted.step_s > 0
     with pytest.raises(PlanError, match=r"each of 2 devices, not replicas \[1, 2\]"):
         planned(crew, model, **options, replicas=[1, 2])

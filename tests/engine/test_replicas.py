@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from crews import UNLIKE, Crews
 from models import CASES, MLP, Normalized, batches
 from pipelines import pipeline
-from reference import train
+from reference import Parameters, check_close, gradients_of, train
 
 import hetpipe as hp
 from hetpipe.cluster import Cluster, Link, Member
@@ -21,6 +20,10 @@ from hetpipe.wire.shares import divide
 
 DEVICES = UNLIKE[:3]
 ADAMW = hp.optim.adamw(lr=1e-2)
+
+
+def adamw(parameters: Parameters) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
 
 
 def divided(
@@ -52,19 +55,15 @@ def test_equals_unpartitioned_training(
         generator = torch.Generator().manual_seed(1)
         model, loss_fn = found.model(), found.loss_fn
         data = [found.batch(generator) for _ in range(3)]
-    eager = copy.deepcopy(model)
-    losses, _ = train(
-        eager, loss_fn, data, microbatches, torch.optim.AdamW(eager.parameters(), lr=1e-2)
-    )
+    expected = train(model, loss_fn, data, microbatches, adamw)
     with divided(crew, model, loss_fn, data[0], microbatches, shares, cuts) as pipe:
         found_losses = [pipe.step(x, y) for x, y in data]
         state = pipe.state_dict()
         assert pipe.timeline.workers == tuple(f"m{n}" for n in range(len(shares)))
         sums = {f"{n}A" for n in range(len(cuts) + 1)}
         assert sums <= {str(span.action) for span in pipe.timeline.spans}
-    assert found_losses == pytest.approx(losses, rel=1e-5)
-    for name, value in eager.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
+    assert found_losses == pytest.approx(expected.losses, rel=1e-5)
+    check_close(state, expected.state)
 
 
 def counted(out: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,21 +76,14 @@ def counted(out: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 def test_sums_and_counts_and_clipping(crew: Crew, cuts: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     model, data = MLP(), batches(3)
-    eager = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(eager.parameters(), lr=1e-2)
-    losses = []
-    for x, y in data:
-        optimizer.zero_grad()
-        total, count = counted(eager(x), y)
-        (total / count).backward()
-        torch.nn.utils.clip_grad_norm_(eager.parameters(), 0.2)
-        optimizer.step()
-        losses.append((total / count).item())
+    expected = train(
+        model, counted, data, 1, adamw,
+        before_step=lambda p: torch.nn.utils.clip_grad_norm_(p, 0.2),
+    )  # fmt: skip
     with divided(crew, model, counted, data[0], 2, (2, 1), cuts, clip_norm=0.2) as pipe:
-        assert [pipe.step(x, y) for x, y in data] == pytest.approx(losses, rel=1e-5)
+        assert [pipe.step(x, y) for x, y in data] == pytest.approx(expected.losses, rel=1e-5)
         state = pipe.state_dict()
-    for name, value in eager.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
+    check_close(state, expected.state)
 
 
 def test_a_sum_goes_on_while_the_stages_in_front_of_it_compute() -> None:
@@ -150,22 +142,14 @@ def test_sums_of_accumulated_gradients_and_of_gradients_alone(crew: Crew) -> Non
     """All stages' sums at once, without passes between them; and without updates behind them."""
     torch.manual_seed(0)
     model, data = MLP(), batches(4)
-    eager = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(eager.parameters(), lr=1e-2)
+    expected = train(model, F.cross_entropy, data, 1, adamw, accumulate=2)
     with divided(crew, model, F.cross_entropy, data[0], 2, (2, 1), (1, 3), accumulate=2) as pipe:
         _, gradients = pipe.gradients(*data[0])
-        F.cross_entropy(eager(data[0][0]), data[0][1]).backward()
-        for name, parameter in eager.named_parameters():
-            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
-        for first in (0, 2):
-            optimizer.zero_grad()
-            for x, y in data[first : first + 2]:
-                pipe.step(x, y)
-                (F.cross_entropy(eager(x), y) / 2).backward()
-            optimizer.step()
+        check_close(gradients, gradients_of(model, F.cross_entropy, *data[0])[1])
+        for x, y in data:
+            pipe.step(x, y)
         state = pipe.state_dict()
-    for name, value in eager.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
+    check_close(state, expected.state)
 
 
 def test_a_resumed_and_evaluated_replica(crew: Crew, tmp_path: Any) -> None:

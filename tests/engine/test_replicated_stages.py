@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from crews import UNLIKE, Crews
 from models import CASES
 from pipelines import pipeline, replicated
-from reference import train
+from reference import check_close, train
 from torch import nn
 
 import hetpipe as hp
@@ -45,14 +44,11 @@ def compare(
 ) -> None:
     torch.manual_seed(0)
     model, loss_fn, batches = CASES[case].model(), CASES[case].loss_fn, data(case, 3)
-    eager = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(eager.parameters(), lr=1e-2)
-    losses, _ = train(eager, loss_fn, batches, microbatches, optimizer)
+    expected = train(model, loss_fn, batches, microbatches, lambda p: torch.optim.AdamW(p, lr=1e-2))
     with divided(crew, model, loss_fn, batches[0], shares, microbatches, **options) as pipe:
-        assert [pipe.step(x, y) for x, y in batches] == pytest.approx(losses, rel=1e-5)
+        assert [pipe.step(x, y) for x, y in batches] == pytest.approx(expected.losses, rel=1e-5)
         state = pipe.state_dict()
-    for name, value in eager.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
+    check_close(state, expected.state)
 
 
 @pytest.mark.wide

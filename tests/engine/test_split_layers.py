@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from crews import Crews
 from models import CASES
-from reference import train
+from reference import Parameters, gradients_of, train
 from torch import nn
 
 import hetpipe as hp
@@ -92,19 +92,17 @@ def test_it_equals_unpartitioned_training(
     if second not in [info.id for info in hp.discover_devices()[0]]:
         pytest.skip(f"no {second}: apt install pocl-opencl-icd")
     model, batches = task(name)
-    eager = copy.deepcopy(model)
-    expected, _ = train(
-        eager, CASES[name].loss_fn, batches, MICROBATCHES[schedule],
-        OPTIMIZERS[optimizer][1](eager.parameters()),
-    )  # fmt: skip
+    expected = train(
+        model, CASES[name].loss_fn, batches, MICROBATCHES[schedule], OPTIMIZERS[optimizer][1]
+    )
     with pipeline(crews((DEVICES[0], second)), name, schedule, optimizer) as pipe:
         losses = [pipe.step(x, y) for x, y in batches]
         state = pipe.state_dict()
         layers = [layer.partition("[")[0] for layer in pipe.plan.layers]
         first, rest = pipe.plan.stages
         assert layers[first.hi - 1] == layers[rest.lo] == next(iter(SPLITS[name]))
-    assert losses == pytest.approx(expected, rel=1e-5)
-    close(state, eager.state_dict())
+    assert losses == pytest.approx(expected.losses, rel=1e-5)
+    close(state, expected.state)
 
 
 class ByHand(nn.Module):
@@ -199,71 +197,64 @@ def test_gradients_evaluation_and_smaller_mini_batches(crew: Crew) -> None:
     loss_fn = CASES["residual_cnn"].loss_fn
     (x, y), *more = batches
     smaller = [(x[:rows], y[:rows]) for rows, (x, y) in zip((32, 7, 32), more, strict=False)]
-    eager = copy.deepcopy(model)
     with pipeline(crew, "residual_cnn") as pipe:
         loss, gradients = pipe.gradients(x, y)
         losses = [pipe.step(*each) for each in smaller]
         evaluated = pipe.evaluate(x, y)
         state = pipe.state_dict()
-    expected, first = train(
-        copy.deepcopy(eager), loss_fn, [(x, y)], 4, torch.optim.SGD(eager.parameters(), 0.0)
-    )
-    assert loss == pytest.approx(expected[0], rel=1e-5)
-    close(gradients, first)
-    expected, _ = train(eager, loss_fn, smaller, 4, OPTIMIZERS["adamw"][1](eager.parameters()))
-    assert losses == pytest.approx(expected, rel=1e-5)
-    close(state, eager.state_dict())
-    eager.eval()
-    assert evaluated == pytest.approx(float(loss_fn(eager(x), y).detach()), rel=1e-4)
-
-
-class Clipping(torch.optim.SGD):
-    """SGD of gradients whose norm over all parameters is at most 0.1."""
-
-    def step(self, closure: Any = None) -> None:
-        torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 0.1)
-        super().step()
+    expected_loss, expected_gradients = gradients_of(model, loss_fn, x, y, 4)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    close(gradients, expected_gradients)
+    expected = train(model, loss_fn, smaller, 4, OPTIMIZERS["adamw"][1])
+    assert losses == pytest.approx(expected.losses, rel=1e-5)
+    close(state, expected.state)
+    model.load_state_dict(expected.state)
+    model.eval()
+    assert evaluated == pytest.approx(float(loss_fn(model(x), y).detach()), rel=1e-4)
 
 
 def test_clipping_takes_the_norm_of_both_parts(crew: Crew) -> None:
     model, batches = task("mlp")
-    optimizer = Clipping(model.parameters(), 0.05, 0.9)
-    expected, first = train(model, F.cross_entropy, batches, 4, optimizer)
-    assert sum(float(each.square().sum()) for each in first.values()) ** 0.5 > 0.2
+    norms: list[float] = []
+    expected = train(
+        model, F.cross_entropy, batches, 4, lambda p: torch.optim.SGD(p, 0.05, 0.9),
+        before_step=lambda p: norms.append(float(torch.nn.utils.clip_grad_norm_(p, 0.1))),
+    )  # fmt: skip
+    assert norms[0] > 0.2
     with pipeline(crew, "mlp", optimizer="sgd", clip_norm=0.1) as pipe:
         losses = [pipe.step(x, y) for x, y in batches]
         state = pipe.state_dict()
-    assert losses == pytest.approx(expected, rel=1e-5)
-    close(state, model.state_dict())
+    assert losses == pytest.approx(expected.losses, rel=1e-5)
+    close(state, expected.state)
 
 
 def test_both_parts_decay_as_the_parameter(crew: Crew) -> None:
     model, batches = task("mlp")
-    kinds = {kind: [p for n, p in model.named_parameters() if n.endswith(kind)]
-             for kind in ("weight", "bias")}  # fmt: skip
-    groups = [{"params": kinds["weight"]}, {"params": kinds["bias"], "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.5)
-    expected, _ = train(model, F.cross_entropy, batches, 4, optimizer)
+
+    def optimizer(parameters: Parameters) -> torch.optim.Optimizer:
+        weights = {"params": [p for p in parameters if p.ndim > 1]}
+        biases = {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0}
+        return torch.optim.AdamW([weights, biases], lr=1e-2, weight_decay=0.5)
+
+    expected = train(model, F.cross_entropy, batches, 4, optimizer)
     rule = hp.optim.adamw(
         lr=1e-2, weight_decay=0.5, decay_exclude=lambda name: name.endswith("bias")
     )
     with pipeline(crew, "mlp", rule=rule) as pipe:
         losses = [pipe.step(x, y) for x, y in batches]
         state = pipe.state_dict()
-    assert losses == pytest.approx(expected, rel=1e-5)
-    close(state, model.state_dict())
+    assert losses == pytest.approx(expected.losses, rel=1e-5)
+    close(state, expected.state)
 
 
 def test_replicas_divide_the_rows_of_a_part(crews: Crews) -> None:
     model, batches = task("mlp")
-    expected, _ = train(
-        model, F.cross_entropy, batches, 4, OPTIMIZERS["sgd"][1](model.parameters())
-    )
+    expected = train(model, F.cross_entropy, batches, 4, OPTIMIZERS["sgd"][1])
     with pipeline(crews(("numpy:cpu:0",) * 3), "mlp", optimizer="sgd", replicas=[2, 1]) as pipe:
         losses = [pipe.step(x, y) for x, y in batches]
         state = pipe.state_dict()
-    assert losses == pytest.approx(expected, rel=1e-5)
-    close(state, model.state_dict())
+    assert losses == pytest.approx(expected.losses, rel=1e-5)
+    close(state, expected.state)
 
 
 def test_layers_move_and_stay_split(crew: Crew) -> None:
