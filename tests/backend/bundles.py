@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from found_devices import Array, run
 from hetpipe.backends.opencl.driver import driver
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -54,13 +55,10 @@ def build(folder: Path, device: Device, manifest: Manifest) -> Manifest:
     return add_binary(folder, manifest, source, content, device.binary_facts())
 
 
-def result(device: Device, graph: fx.GraphModule) -> np.ndarray[Any, Any]:
-    """What the graph makes of `VALUES`."""
-    (output,), event, _ = device.compile(graph).run([device.upload(VALUES)[0]])
-    event.wait()
-    array = np.empty_like(VALUES)
-    device.download(output, array).wait()
-    return array
+def result(device: Device, graph: fx.GraphModule) -> Array:
+    """Return the graph's output for `VALUES`."""
+    (output,) = run(device, graph, [VALUES])
+    return output
 
 
 def changed(folder: Path, change: Any) -> None:

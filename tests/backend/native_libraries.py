@@ -11,7 +11,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hetpipe.backends.native import include_folder
+from hetpipe.backends.native import NativeBackend, include_folder
+
+from hetpipe.sdk.backend import Device
 
 INCLUDE = include_folder()
 EXAMPLE = INCLUDE / "example"
@@ -43,6 +45,14 @@ def built(*targets: str) -> Path:
 
 def example() -> Path:
     return built("all") / "libexample.so"
+
+
+def open_library(path: Path) -> Device:
+    """Open the first device of a library."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HETPIPE_NATIVE", str(path))
+        backend = NativeBackend()
+        return backend.open(backend.discover()[0])
 
 
 @functools.cache

@@ -13,25 +13,11 @@ from hetpipe.backends.opencl.device import OpenCLDevice
 from hetpipe.backends.opencl.memory import Piece
 from opencl_devices import IDS
 
-from hetpipe.sdk.registry import get_backend
-
 ORACLE = next((device_id for device_id in IDS if "oclgrind" in device_id), None)
 
 
-def opened_here(device_id: str) -> OpenCLDevice:
-    """The device, opened in this thread.
-
-    Oclgrind's check for uninitialised reads crashes in other threads than that of the context, and
-    `open_device` has one of its own.
-    """
-    backend = get_backend("opencl")
-    device = backend.open(next(info for info in backend.discover() if info.id == device_id))
-    assert isinstance(device, OpenCLDevice)
-    return device
-
-
 def poison(device: OpenCLDevice) -> None:
-    """From now on all memory is NaN before anything is written to it."""
+    """Fill all memory that the device creates from now on with NaN."""
     create = device.memory.create
 
     def poisoned(nbytes: int) -> Piece:
@@ -44,10 +30,13 @@ def poison(device: OpenCLDevice) -> None:
 
 
 def log_of(code: str, folder: Path, *checks: str) -> str:
-    """What Oclgrind writes when a fresh process runs `code`."""
+    """Run `code` in a new process; return what Oclgrind writes."""
     log = folder / "log.txt"
     settings = {"OCLGRIND_LOG": str(log), **dict.fromkeys(checks, "1")}
-    head = f"TESTS = {str(Path(__file__).parent)!r}\nORACLE = {ORACLE!r}\n"
+    here = Path(__file__).parent
+    head = (
+        f"import sys\nsys.path[:0] = [{str(here)!r}, {str(here.parent)!r}]\nORACLE = {ORACLE!r}\n"
+    )
     done = subprocess.run(
         [sys.executable, "-c", head + code], env=os.environ | settings, capture_output=True,
         text=True, check=False, timeout=250,

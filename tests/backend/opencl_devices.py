@@ -1,53 +1,53 @@
-"""OpenCL devices for tests, and how tests run a function of torch on one."""
+"""OpenCL devices, and functions that run a function of torch on one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from found_devices import infos, opened, trace
+from found_devices import Array, fetch, infos, opened, trace
 from hetpipe.backends.opencl.device import OpenCLDevice
 
 from hetpipe.sdk.backend import Buffer, Event
 from hetpipe.sdk.registry import get_backend
 
-Array = np.ndarray[Any, Any]
-
 IDS = [info.id for info in infos() if info.backend == "opencl"]
 
 
 def opencl_device(device_id: str) -> OpenCLDevice:
-    """An open device, one per process."""
+    """Return the open device; a process opens it once."""
     device = opened(device_id)
     assert isinstance(device, OpenCLDevice)
     return device
 
 
+def opened_here(device_id: str) -> OpenCLDevice:
+    """Open the device again, in this thread.
+
+    Oclgrind's check for uninitialised reads crashes outside the thread that made the context, and
+    `open_device` makes it in another thread.
+    """
+    backend = get_backend("opencl")
+    device = backend.open(next(info for info in backend.discover() if info.id == device_id))
+    assert isinstance(device, OpenCLDevice)
+    return device
+
+
 def compiled(device: OpenCLDevice, fn: Callable[..., Any], *inputs: torch.Tensor) -> Any:
-    """`fn` compiled for the shapes of `inputs`."""
-    graph = trace(fn, inputs, get_backend("opencl").decompositions())
-    return device.compile(graph)
+    """Compile `fn` for the shapes of `inputs`."""
+    return device.compile(trace(fn, inputs, get_backend("opencl").decompositions()))
 
 
 def upload(device: OpenCLDevice, *inputs: torch.Tensor) -> tuple[list[Buffer], list[Event]]:
-    """Buffers, and the events after which they are filled."""
+    """Start to upload; return the buffers, and the events that end when they are filled."""
     pairs = [device.upload(tensor.numpy()) for tensor in inputs]
     return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
 
-def fetch(device: OpenCLDevice, buffer: Buffer, after: Sequence[Event] = ()) -> Array:
-    """A buffer as a numpy array."""
-    array = np.empty(buffer.shape, buffer.dtype)
-    for event in after:
-        event.wait()
-    device.download(buffer, array).wait()
-    return array
-
-
 def results(device: OpenCLDevice, fn: Callable[..., Any], *inputs: torch.Tensor) -> list[Array]:
-    """What `fn` gives on the device."""
+    """Return the outputs of `fn` on the device."""
     buffers, events = upload(device, *inputs)
     outputs, event, _ = compiled(device, fn, *inputs).run(buffers, after=events)
     return [fetch(device, buffer, [event]) for buffer in outputs]
@@ -56,7 +56,7 @@ def results(device: OpenCLDevice, fn: Callable[..., Any], *inputs: torch.Tensor)
 def close_to_torch(
     device: OpenCLDevice, fn: Callable[..., Any], *inputs: torch.Tensor, ulps: float = 64
 ) -> None:
-    """Compare with torch in float64, relative to the largest element."""
+    """Compare `fn` on the device with torch in float64, relative to the largest element."""
     wide = [x.double() if x.is_floating_point() else x for x in inputs]
     expected = fn(*wide)
     expected = expected if isinstance(expected, (tuple, list)) else [expected]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from found_devices import infos, opened, trace
+from found_devices import Array, fetch, infos, opened, put, trace
 from hetpipe.backends.numpy import NumpyBackend, NumpyDevice
 from hetpipe.backends.opencl import OpenCLBackend
 from models import MLP, batches
@@ -79,16 +79,11 @@ def pair(lacks: frozenset[str]) -> CompanionDevice:
     return CompanionDevice(own, opened("numpy:cpu:0"))
 
 
-def results(device: Device, graph: fx.GraphModule, donate: Sequence[int] = ()) -> list[Any]:
-    buffers = [device.upload(tensor.numpy())[0] for tensor in (X, W)]
+def results(device: Device, graph: fx.GraphModule, donate: Sequence[int] = ()) -> list[Array]:
+    buffers = [put(device, tensor.numpy()) for tensor in (X, W)]
     outputs, event, chunks = device.compile(graph).run(buffers, frozenset(donate))
-    event.wait()
     assert not chunks
-    arrays = []
-    for buffer in outputs:
-        arrays.append(np.empty(buffer.shape, buffer.dtype))
-        device.download(buffer, arrays[-1]).wait()
-    return arrays
+    return [fetch(device, buffer, [event]) for buffer in outputs]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -173,9 +168,8 @@ def test_weights_cross_once_for_many_runs(monkeypatch: pytest.MonkeyPatch) -> No
     assert shapes.count(W.numpy().shape) == 1
     other: Buffer = device.upload(2 * W.numpy())[0]
     (result,), _, _ = executable.run([x, other])
-    array = np.empty((6, 8), np.float32)
-    device.download(result, array).wait()
-    np.testing.assert_allclose(array, (X @ (2 * W) + 1.0).numpy(), rtol=1e-5)
+    expected = (X @ (2 * W) + 1.0).numpy()
+    np.testing.assert_allclose(fetch(device, result), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("transport", ["local", "shared-memory"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from found_devices import infos, opened, trace
+from found_devices import Array, execute, infos, opened, trace
 
 from hetpipe.capture import capture
 from hetpipe.errors import BackendError
@@ -33,15 +33,8 @@ def nll_and_gradient(x: torch.Tensor, target: torch.Tensor) -> Any:
 
 def results(
     executable: Executable, device: Device, x: torch.Tensor, index: list[int]
-) -> list[np.ndarray[Any, Any]]:
-    """What a run gives, once it has ended."""
-    buffers = [device.upload(array)[0] for array in (x.numpy(), np.array(index))]
-    outputs, event, _ = executable.run(buffers)
-    event.wait(60)
-    arrays = [np.empty(buffer.shape, buffer.dtype) for buffer in outputs]
-    for buffer, array in zip(outputs, arrays, strict=True):
-        device.download(buffer, array).wait(60)
-    return arrays
+) -> list[Array]:
+    return execute(device, executable, [x.numpy(), np.array(index)])
 
 
 # (what is indexed, a legal index, what is done with them, its size, whether negatives are legal)

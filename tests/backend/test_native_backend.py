@@ -11,49 +11,30 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from found_devices import run, trace
-from hetpipe.backends.native import NativeBackend, include_folder
-from native_libraries import EXAMPLE, example, faulty
+from found_devices import fetch, put, run, trace
+from hetpipe.backends.native import include_folder
+from native_libraries import EXAMPLE, example, faulty, open_library
 from test_operators import check, graph_of, inputs_of, refusal
 
 from hetpipe.conformance.cases import CASES, Case
 from hetpipe.errors import BackendError, UnsupportedOperatorError
-from hetpipe.sdk.backend import Buffer, Device
+from hetpipe.sdk.backend import Device
 from hetpipe.sdk.graph import core_decompositions, graph_calls, operator_name
 from hetpipe.sdk.selftest import selftest
 
 
-def open_first(*libraries: str) -> Device:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HETPIPE_NATIVE", ":".join(libraries))
-        backend = NativeBackend()
-        return backend.open(backend.discover()[0])
-
-
 @functools.cache
 def opened() -> Device:
-    return open_first(str(example()))
+    return open_library(example())
 
 
 @pytest.fixture(params=["queue", "blocking"])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     """The example, and one that leaves out all that is optional and waits in every call."""
     path = example() if request.param == "queue" else faulty("BLOCKING")
-    device = open_first(str(path))
+    device = open_library(path)
     yield device
     device.close()
-
-
-def put(device: Device, array: np.ndarray) -> Buffer:
-    buffer, event = device.upload(array)
-    event.wait(10)
-    return buffer
-
-
-def get(device: Device, buffer: Buffer) -> np.ndarray:
-    array = np.empty(buffer.shape, buffer.dtype)
-    device.download(buffer, array).wait(10)
-    return array
 
 
 def traced(fn, *inputs):
@@ -97,9 +78,9 @@ def test_the_selftest_passes(device: Device, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (2, 3, 4)])
 def test_copies_round_trip(device: Device, shape: tuple[int, ...], dtype: str) -> None:
     array = np.random.default_rng(0).integers(0, 2, shape).astype(dtype)
-    np.testing.assert_array_equal(get(device, put(device, array)), array)
+    np.testing.assert_array_equal(fetch(device, put(device, array)), array)
     turned = array.T  # strides of any kind
-    np.testing.assert_array_equal(get(device, put(device, turned)), turned)
+    np.testing.assert_array_equal(fetch(device, put(device, turned)), turned)
 
 
 def test_a_dtype_that_the_device_lacks_is_refused() -> None:
@@ -120,11 +101,11 @@ def test_a_donated_input_becomes_an_output_and_nothing_else_does(device: Device)
     (total, difference, same), event, _ = executable.run([x, y], frozenset({0, 1}))
     event.wait(10)
     assert same is x  # an output that is a placeholder is that very buffer, donated or not
-    np.testing.assert_array_equal(get(device, x), [1, 2, 3])
-    np.testing.assert_array_equal(get(device, total), [11, 22, 33])
-    np.testing.assert_array_equal(get(device, difference), [-9, -18, -27])
+    np.testing.assert_array_equal(fetch(device, x), [1, 2, 3])
+    np.testing.assert_array_equal(fetch(device, total), [11, 22, 33])
+    np.testing.assert_array_equal(fetch(device, difference), [-9, -18, -27])
     with pytest.raises(BackendError, match="used after it was donated"):
-        get(device, y)
+        fetch(device, y)
 
 
 def test_an_input_that_is_not_donated_stays(device: Device) -> None:
@@ -132,9 +113,9 @@ def test_an_input_that_is_not_donated_stays(device: Device) -> None:
     x = put(device, np.array([1, 2, 3], np.float32))
     (view, doubled), event, _ = device.compile(graph).run([x, x], frozenset({0}))
     event.wait(10)  # it came twice, so it is not given away
-    np.testing.assert_array_equal(get(device, x), [1, 2, 3])
-    np.testing.assert_array_equal(get(device, view), [[1], [2], [3]])
-    np.testing.assert_array_equal(get(device, doubled), [2, 4, 6])
+    np.testing.assert_array_equal(fetch(device, x), [1, 2, 3])
+    np.testing.assert_array_equal(fetch(device, view), [[1], [2], [3]])
+    np.testing.assert_array_equal(fetch(device, doubled), [2, 4, 6])
 
 
 def test_outputs_that_repeat_and_graphs_that_compute_nothing(device: Device) -> None:
@@ -161,7 +142,7 @@ def test_runs_follow_each_other_by_events_alone() -> None:
     expected = 1.0
     for _ in range(50):
         expected = 64 * expected * expected * 1e-2
-    np.testing.assert_allclose(get(device, x), np.full((64, 64), expected), rtol=1e-3)
+    np.testing.assert_allclose(fetch(device, x), np.full((64, 64), expected), rtol=1e-3)
 
 
 def test_an_index_out_of_range_fails_its_event_and_all_that_follow() -> None:
@@ -202,7 +183,7 @@ def test_too_large_a_buffer_is_an_error_and_the_device_goes_on() -> None:
     x = put(device, np.ones(1, np.float32))
     with pytest.raises(BackendError, match=r"do not fit|out of memory"):
         device.compile(graph).run([x])[1].wait(10)
-    np.testing.assert_array_equal(get(device, x), [1])
+    np.testing.assert_array_equal(fetch(device, x), [1])
 
 
 def test_threads_copy_and_run_at_the_same_time() -> None:
@@ -217,7 +198,7 @@ def test_threads_copy_and_run_at_the_same_time() -> None:
                 x, ready = device.upload(np.full(100, i, np.float32))
                 (y,), done, _ = executable.run([x], frozenset({0}), after=[ready])
                 done.wait(20)
-                np.testing.assert_array_equal(get(device, y), np.full(100, 2 * i + number))
+                np.testing.assert_array_equal(fetch(device, y), np.full(100, 2 * i + number))
         except BaseException as error:
             failures.append(error)
 
@@ -230,12 +211,12 @@ def test_threads_copy_and_run_at_the_same_time() -> None:
 
 
 def test_a_closed_device_keeps_the_buffers_that_are_left() -> None:
-    device = open_first(str(example()))
+    device = open_library(example())
     buffer = put(device, np.ones(3, np.float32))
     device.close()
     del device
     gc.collect()
-    np.testing.assert_array_equal(get(buffer.device, buffer), np.ones(3))
+    np.testing.assert_array_equal(fetch(buffer.device, buffer), np.ones(3))
 
 
 def test_the_headers_are_where_a_vendor_is_told() -> None:

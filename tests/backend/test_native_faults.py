@@ -10,13 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from found_devices import trace
+from found_devices import put, trace
 from hetpipe.backends.native import LibraryWarning, NativeBackend
 from hetpipe.backends.native.library import Handle
-from native_libraries import example, faulty
+from native_libraries import example, faulty, open_library
 
 from hetpipe.errors import BackendError
-from hetpipe.sdk.backend import Device
 from hetpipe.sdk.graph import core_decompositions
 from hetpipe.sdk.registry import findings_of, open_device
 
@@ -94,15 +93,9 @@ OPENED = {"OPEN_FAILS": "taken by process 7", "OPEN_GIVES_NULL": "open succeeds,
 
 
 @pytest.mark.parametrize("fault", OPENED)
-def test_a_device_that_does_not_open(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    backend = named(monkeypatch, faulty(fault))
+def test_a_device_that_does_not_open(fault: str) -> None:
     with pytest.raises(BackendError, match=OPENED[fault]):
-        backend.open(backend.discover()[0])
-
-
-def opened(monkeypatch: pytest.MonkeyPatch, fault: str) -> Device:
-    backend = named(monkeypatch, faulty(fault))
-    return backend.open(backend.discover()[0])
+        open_library(faulty(fault))
 
 
 RUN = {
@@ -114,18 +107,17 @@ RUN = {
 
 
 @pytest.mark.parametrize("fault", RUN)
-def test_a_run_that_breaks_the_rules(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    device = opened(monkeypatch, fault)
+def test_a_run_that_breaks_the_rules(fault: str) -> None:
+    device = open_library(faulty(fault))
     graph = trace(lambda x: (x + 1, x * 2), [torch.ones(3)], core_decompositions())
-    buffer, event = device.upload(np.ones(3, np.float32))
-    event.wait(10)
+    buffer = put(device, np.ones(3, np.float32))
     with pytest.raises(BackendError, match=RUN[fault]):
         device.compile(graph).run([buffer])
     device.close()
 
 
-def test_events_that_nobody_can_wait_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = opened(monkeypatch, "EVENTS_UNTOLD")
+def test_events_that_nobody_can_wait_for_are_refused() -> None:
+    device = open_library(faulty("EVENTS_UNTOLD"))
     with pytest.raises(BackendError, match="returns an event, and has neither wait nor"):
         device.upload(np.ones(3, np.float32))
 
@@ -143,8 +135,8 @@ def test_a_collection_of_garbage_ends_a_device_after_its_buffers() -> None:
         assert ended == ["buffer", "buffer", "buffer", "device"]
 
 
-def test_a_wait_ends_in_time_whatever_the_library_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = opened(monkeypatch, "SLOW")
+def test_a_wait_ends_in_time_whatever_the_library_does() -> None:
+    device = open_library(faulty("SLOW"))
     _, event = device.upload(np.ones(3, np.float32))
     assert not event.done()
     with pytest.raises(BackendError, match=r"native:faulty.cpu:0: not done after 0.3 s"):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from found_devices import opened, trace
+from found_devices import execute, fetch, opened, put, run, trace
 from hetpipe.backends.numpy.random import philox
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,14 +43,10 @@ def test_running_calls_no_torch_operator() -> None:
     device = opened("numpy:cpu:0")
     executable = device.compile(trace(loss_and_gradients, inputs, DECOMPOSITIONS))
     arrays = [tensor.numpy() for tensor in inputs]
-    results = []
     with NoFunctions(), NoOperators():
         with pytest.raises(AssertionError, match="the reference called"):
             torch.zeros(1)
-        outputs, _, _ = executable.run([device.upload(array)[0] for array in arrays])
-        for buffer in outputs:
-            results.append(np.empty(buffer.shape, buffer.dtype))
-            device.download(buffer, results[-1])
+        results = execute(device, executable, arrays)
     for found, wanted in zip(results, expected, strict=True):
         np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-4, atol=1e-5)
 
@@ -72,9 +68,8 @@ def test_a_failure_names_device_operator_and_layer() -> None:
     for node in graph.graph.nodes:
         node.meta["layer"] = "lookup"
     device = opened("numpy:cpu:0")
-    buffers = [device.upload(a)[0] for a in (np.zeros(3, np.float32), np.array([1, 9]))]
     with pytest.raises(BackendError, match=r"numpy:cpu:0: aten.index.Tensor of layer lookup"):
-        device.compile(graph).run(buffers)
+        run(device, graph, [np.zeros(3, np.float32), np.array([1, 9])])
 
 
 def test_what_numpy_lacks_is_refused() -> None:
@@ -87,10 +82,7 @@ def test_two_runs_agree_bit_for_bit() -> None:
     inputs = [torch.randn(2, 3, 4, 4), torch.randn(5, 3, 3, 3), torch.randn(80, 4)]
     device = opened("numpy:cpu:0")
     executable = device.compile(trace(loss_and_gradients, inputs, DECOMPOSITIONS))
-    buffers = [device.upload(tensor.numpy())[0] for tensor in inputs]
+    buffers = [put(device, tensor.numpy()) for tensor in inputs]
     first, second = executable.run(buffers)[0], executable.run(buffers)[0]
     for a, b in zip(first, second, strict=True):
-        x, y = np.empty(a.shape, a.dtype), np.empty(b.shape, b.dtype)
-        device.download(a, x)
-        device.download(b, y)
-        assert x.tobytes() == y.tobytes()
+        assert fetch(device, a).tobytes() == fetch(device, b).tobytes()

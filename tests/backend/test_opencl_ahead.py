@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from found_devices import fetch
 from hetpipe.backends.opencl import device as opencl
-from opencl_devices import fetch, opencl_device, upload
+from opencl_devices import opencl_device, upload
 from opencl_products import OPENCL
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx

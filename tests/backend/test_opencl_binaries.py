@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import found_devices
 import numpy as np
 import pytest
 import torch
@@ -46,14 +47,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(info: DeviceInfo) -> None:
-    """Open the device anew, compile the graph and compare its result."""
+    """Open the device again, compile the graph and compare its result."""
     device = get_backend("opencl").open(info)
     try:
         values = np.linspace(-2, 2, 35, dtype=np.float32).reshape(5, 7)
-        (output,), event, _ = device.compile(GRAPH).run([device.upload(values)[0]])
-        event.wait()
-        result = np.empty_like(values)
-        device.download(output, result).wait()
+        (result,) = found_devices.run(device, GRAPH, [values])
     finally:
         device.close()
     np.testing.assert_allclose(result, np.tanh(values) * 0.3125, rtol=1e-5)

@@ -7,14 +7,12 @@ from pathlib import Path
 import numpy as np
 import pyopencl as cl
 import pytest
-from oclgrind import ORACLE, log_of, opened_here, poison
+from oclgrind import ORACLE, log_of, poison
+from opencl_devices import opened_here
 
 GRAPHS = """
-import sys
 import numpy as np, torch
-sys.path.insert(0, TESTS)
-from oclgrind import opened_here
-from opencl_devices import close_to_torch
+from opencl_devices import close_to_torch, opened_here
 device = opened_here(ORACLE)
 def x(*shape): return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 close_to_torch(device, lambda a, b: (a.t() + b[:, None], torch.cat([a, a * 2], 1)[:, 3:]), x(5, 19), x(19))
@@ -68,8 +66,8 @@ lstm(1, 13, 33)
 """  # noqa: E501 - one graph a line
 PRODUCTS = """
 import itertools
-from found_devices import trace
-from opencl_devices import fetch, upload
+from found_devices import fetch, trace
+from opencl_devices import upload
 from hetpipe.sdk.graph import graph_inputs
 from hetpipe.sdk.registry import get_backend
 a, b = x(25, 40), x(40, 33)
@@ -86,9 +84,8 @@ for form, weights in itertools.product(range(4), ((), (0,), (1,), (0, 1))):
     torch.testing.assert_close(torch.from_numpy(fetch(device, out, [event])).double(), wide, rtol=0, atol=1e-4)
 """  # noqa: E501 - one graph a line
 ONE_KERNEL = """
-import numpy as np, sys
-sys.path.insert(0, TESTS)
-from oclgrind import opened_here
+import numpy as np
+from opencl_devices import opened_here
 from hetpipe.backends.opencl.builder import Kernel
 import pyopencl as cl
 device = opened_here(ORACLE)

@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from found_devices import put
 from opencl_devices import IDS, compiled, opencl_device, upload
 
 from hetpipe.errors import BackendError
@@ -68,8 +69,7 @@ def test_others_tell_of_whole_passes_alone(device_id: str) -> None:
 def test_a_part_of_a_buffer_is_copied(device_id: str) -> None:
     device, other = opencl_device(device_id), opencl_device(IDS[0])
     array = np.arange(24, dtype=np.int64).reshape(4, 6)
-    buffer, event = device.upload(array)
-    event.wait()
+    buffer = put(device, array)
     part = np.empty(7, np.int64)
     device.download_part(buffer, 5, 12, part).wait()
     np.testing.assert_array_equal(part, np.arange(5, 12))

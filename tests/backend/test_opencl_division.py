@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from opencl_devices import IDS, compiled, fetch, opencl_device, results, upload
+from found_devices import fetch
+from opencl_devices import IDS, compiled, opencl_device, results, upload
 
 pytestmark = [pytest.mark.wide, pytest.mark.parametrize("device_id", IDS)]
 ODD = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -1.0, 0.1, -0.1, 2.5, -2.5, 7.0, 35.0, 0.7)

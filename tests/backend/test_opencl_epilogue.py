@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from found_devices import trace
+from found_devices import fetch, trace
 from hetpipe.backends.opencl.lowering import lower
 from hetpipe.backends.opencl.memory import OpenCLBuffer
 from hetpipe.backends.opencl.tuning import by_rules, cache_nbytes
 from oclgrind import ORACLE, log_of
-from opencl_devices import close_to_torch, compiled, fetch, opencl_device, upload
+from opencl_devices import close_to_torch, compiled, opencl_device, upload
 from opencl_products import INTERPRETERS, OPENCL
 
 from hetpipe.sdk.registry import get_backend
@@ -260,8 +260,7 @@ def test_random_graphs_with_donated_inputs(seed: int) -> None:
 
 
 GRAPHS = """
-import sys, torch
-sys.path.insert(0, TESTS)
+import torch
 from opencl_devices import close_to_torch, opencl_device
 device = opencl_device(ORACLE)
 def x(*shape): return torch.randn(shape, generator=torch.Generator().manual_seed(1))

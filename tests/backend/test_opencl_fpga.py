@@ -115,9 +115,7 @@ def test_all_devices_give_the_same_bits() -> None:
 
 
 CHECKED = """
-import sys
 import torch
-sys.path.insert(0, TESTS)
 from as_fpga import as_fpga
 from fpga_cases import normal as x
 from opencl_devices import close_to_torch

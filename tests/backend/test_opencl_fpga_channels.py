@@ -21,7 +21,9 @@ from hetpipe.backends.opencl.fpga.sheet import normalising_channels, stage_sheet
 from opencl_devices import IDS, Array, compiled
 
 HERE = Path(__file__).parent
-STRICT = {"CL_CONFIG_CHANNEL_DEPTH_EMULATION_MODE": "strict"}
+SETTINGS = {
+    "CL_CONFIG_CHANNEL_DEPTH_EMULATION_MODE": "strict", "PYTHONPATH": str(HERE.parent),
+}  # fmt: skip
 LIMIT_S = 250
 
 pytestmark = pytest.mark.skipif(
@@ -32,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 def run(*arguments: str) -> str:
     """What a process writes that runs Python with strict channels."""
     done = subprocess.run(
-        [sys.executable, *arguments], env=os.environ | STRICT, cwd=HERE, capture_output=True,
+        [sys.executable, *arguments], env=os.environ | SETTINGS, cwd=HERE, capture_output=True,
         text=True, check=False, timeout=LIMIT_S,
     )  # fmt: skip
     assert done.returncode == 0, f"exit {done.returncode} after\n{done.stdout}{done.stderr}"

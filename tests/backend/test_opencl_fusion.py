@@ -8,13 +8,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from found_devices import trace
+from found_devices import fetch, trace
 from hetpipe.backends.opencl.lowering import lower
 from opencl_devices import (
     IDS,
     close_to_torch,
     compiled,
-    fetch,
     opencl_device,
     results,
     upload,

@@ -170,9 +170,7 @@ def test_a_transposed_convolution(device_id: str) -> None:
 
 
 CHECKED = """
-import sys
 import torch
-sys.path.insert(0, TESTS)
 from dataclasses import replace
 from as_gpu import AsGpu
 from opencl_devices import close_to_torch

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from found_devices import trace
+from found_devices import fetch, trace
 from hetpipe.backends.opencl.lowering import lower
-from opencl_devices import close_to_torch, compiled, fetch, opencl_device, upload
+from opencl_devices import close_to_torch, compiled, opencl_device, upload
 from opencl_products import OPENCL
 
 from hetpipe.sdk.registry import get_backend

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from found_devices import fetch
 from hetpipe.backends.opencl.memory import OpenCLBuffer
-from opencl_devices import IDS, compiled, fetch, opencl_device, upload
+from opencl_devices import IDS, compiled, opencl_device, upload
 
 from hetpipe.errors import BackendError, UnsupportedOperatorError
 from hetpipe.sdk.backend import Buffer, DoneEvent

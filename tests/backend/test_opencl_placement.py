@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from found_devices import trace
+from found_devices import fetch, trace
 from hetpipe.backends.opencl import placement
 from hetpipe.backends.opencl.memory import Memory, OpenCLBuffer, Part
 from hetpipe.backends.opencl.placement import Where
-from opencl_devices import fetch, opencl_device, upload
+from opencl_devices import opencl_device, upload
 from opencl_products import OPENCL
 
 from hetpipe.sdk.backend import Buffer

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from opencl_devices import compiled, fetch, opencl_device, upload
+from found_devices import fetch
+from opencl_devices import compiled, opencl_device, upload
 from opencl_products import OPENCL
 
 from hetpipe.errors import BackendError

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from found_devices import trace
-from opencl_devices import compiled, fetch, opencl_device
+from found_devices import fetch, trace
+from opencl_devices import compiled, opencl_device
 from opencl_products import OPENCL
 
 from hetpipe.sdk.graph import canonical, graph_inputs

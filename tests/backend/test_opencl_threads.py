@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from opencl_devices import compiled, fetch, opencl_device, upload
+from found_devices import fetch
+from opencl_devices import compiled, opencl_device, upload
 from opencl_products import INTERPRETERS, OPENCL
 
 ROUNDS = 60

@@ -15,11 +15,11 @@ from found_devices import infos, run, trace
 from hetpipe.backends.opencl import OpenCLBackend, tuning
 from hetpipe.backends.opencl.names import RUNTIMES
 from hetpipe.backends.opencl.tuning import Tuning, by_rules, candidates, lanes_of, tuning_of
+from opencl_devices import opened_here
 from typer.testing import CliRunner
 
 from hetpipe.cli.app import app
 from hetpipe.errors import BackendError
-from hetpipe.sdk.backend import Device
 
 KIB = 1 << 10
 NAMES = [i.id for i in infos() if i.backend == "opencl" and not i.capabilities.emulated]
@@ -63,11 +63,6 @@ def test_lanes_are_those_of_the_code_that_a_runtime_makes(monkeypatch: pytest.Mo
     assert lanes_of(SimpleNamespace(native_vector_width_float=0), None) == 1
 
 
-def opened(device_id: str) -> Device:
-    backend = OpenCLBackend()
-    return backend.open(next(info for info in backend.discover() if info.id == device_id))
-
-
 @on_processors
 @pytest.mark.parametrize(
     "chosen", [Tuning(True, 1024), Tuning(True, 24), Tuning(False, 24)], ids=str
@@ -76,7 +71,7 @@ def test_sums_are_right_however_they_are_divided(
     device_id: str, chosen: Tuning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(tuning.VARIABLE, tuning.text_of(chosen))
-    device = opened(device_id)
+    device = opened_here(device_id)
 
     def product(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
         return F.gelu(torch.addmm(c, a, b))
@@ -104,7 +99,7 @@ def test_convolutions_are_right_in_small_blocks(
     device_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(tuning.VARIABLE, tuning.text_of(Tuning(True, 8)))
-    device = opened(device_id)
+    device = opened_here(device_id)
     for kernel in (1, 3):
         settings = (None, [1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], 1)
         generator = torch.Generator().manual_seed(kernel)

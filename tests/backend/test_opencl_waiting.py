@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from found_devices import trace
+from found_devices import put, trace
 from hetpipe.backends.opencl.waiting import Waiters
 from opencl_devices import IDS, opencl_device
 
@@ -56,9 +56,7 @@ def test_a_pass_beyond_its_limit_is_named(device_id: str) -> None:
         pytest.skip("an interpreter has done the work when it takes the command")
     x = torch.zeros(640, 640)
     graph = trace(lambda a: (a @ a @ a @ a,), (x,), get_backend("opencl").decompositions())
-    buffer, uploaded = device.upload(x.numpy())
-    uploaded.wait()
-    (result,), event, _ = device.compile(graph).run([buffer])
+    (result,), event, _ = device.compile(graph).run([put(device, x.numpy())])
     with pytest.raises(BackendError, match=r"is still running a graph after 1e-06 s"):
         event.wait(1e-6)
     event.wait(60.0)

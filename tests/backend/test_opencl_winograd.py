@@ -233,8 +233,7 @@ def test_a_training_is_that_of_torch(device_id: str) -> None:
 
 
 GRAPHS = """
-import sys, torch
-sys.path[:0] = [TESTS, TESTS + "/.."]
+import torch
 from oclgrind import poison
 from hetpipe.backends.opencl.ops import _winograd
 from test_opencl_winograd import convolution, filters, gradients, tensors

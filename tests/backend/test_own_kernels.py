@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from found_devices import trace
+from found_devices import Array, execute, fetch, run, trace
 from hetpipe.backends.opencl import OpenCLBackend, Pack
 from hetpipe.backends.pytorch import PyTorchBackend
 
@@ -74,13 +74,9 @@ def pocl(name: str) -> str:
     pytest.skip("PoCL is not here")
 
 
-def result(device: Device, fn: Callable[..., Any], *inputs: torch.Tensor) -> np.ndarray[Any, Any]:
+def result(device: Device, fn: Callable[..., Any], *inputs: torch.Tensor) -> Array:
     graph = trace(fn, inputs, registry.decompositions_of(device.info.backend))
-    buffers = [device.upload(each.numpy())[0] for each in inputs]
-    (output,), event, _ = device.compile(graph).run(buffers)
-    event.wait(60)
-    array = np.empty(output.shape, output.dtype)
-    device.download(output, array).wait(60)
+    (array,) = run(device, graph, [tensor.numpy() for tensor in inputs])
     return array
 
 
@@ -217,9 +213,7 @@ def test_a_weight_is_packed_once_per_update(monkeypatch: pytest.MonkeyPatch) -> 
     turns = [(0, first)] * 3 + [(1, second)] * 2 + [(0, first)] * 2
     for index, weight in turns:
         (output,), event, _ = executable.run([x, weights[index]])
-        event.wait(60)
-        array = np.empty(output.shape, output.dtype)
-        device.download(output, array).wait(60)
+        array = fetch(device, output, [event])
         np.testing.assert_allclose(array, (X @ weight).numpy(), rtol=1e-4, atol=1e-5)
     assert launched == [2, 2, 1, 2, 1, 2, 1]
 
@@ -280,12 +274,9 @@ def test_operators_that_follow_are_done_in_its_store(name: str) -> None:
 
     executable: Any = device.compile(trace(whole, inputs, registry.decompositions_of("tripled")))
     assert len(executable._lowered.launches) == launches
-    outputs, event, _ = executable.run([device.upload(each.numpy())[0] for each in inputs])
-    event.wait(60)
+    outputs = execute(device, executable, [each.numpy() for each in inputs])
     exact = whole(*(each.double() for each in inputs))
-    for output, right in zip(outputs, exact if isinstance(exact, tuple) else [exact], strict=True):
-        array = np.empty(output.shape, output.dtype)
-        device.download(output, array).wait(60)
+    for array, right in zip(outputs, exact if isinstance(exact, tuple) else [exact], strict=True):
         np.testing.assert_allclose(array, right, rtol=1e-5, atol=1e-5)
 
 

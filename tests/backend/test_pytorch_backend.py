@@ -170,11 +170,10 @@ def test_a_failure_names_device_operator_and_layer() -> None:
     for node in graph.graph.nodes:
         node.meta["layer"] = f"layer of {node.name}"
     device = opened("pytorch:cpu:0")
-    buffers = [device.upload(a)[0] for a in (np.zeros(3, np.float32), np.array([1, 9]))]
     with pytest.raises(
         BackendError, match=r"pytorch:cpu:0: aten.index.Tensor of layer layer of ind"
     ):
-        device.compile(graph).run(buffers)
+        run(device, graph, [np.zeros(3, np.float32), np.array([1, 9])])
 
 
 def test_bfloat16_travels_as_bits() -> None:

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from found_devices import infos, opened, run, trace
+from found_devices import fetch, infos, opened, put, run, trace
 from hetpipe.backends.numpy import NumpyBackend, NumpyDevice
 
 from hetpipe.capture.program import Program, Slot
 from hetpipe.errors import BackendError, UnsupportedOperatorError
 from hetpipe.sdk import references, registry
-from hetpipe.sdk.backend import Buffer, Device, DoneEvent
+from hetpipe.sdk.backend import DoneEvent
 from hetpipe.sdk.graph import dump_graph, load_graph
 from hetpipe.sdk.info import DeviceInfo
 
@@ -26,18 +26,6 @@ FAST = [info.id for info in infos() if not info.capabilities.emulated]
 
 def graph_of(fn: Any, *shapes: tuple[int, ...]) -> Any:
     return trace(fn, [torch.zeros(shape) for shape in shapes], {})
-
-
-def put(device: Device, array: np.ndarray[Any, Any]) -> Buffer:
-    buffer, event = device.upload(array)
-    event.wait(60)
-    return buffer
-
-
-def get(device: Device, buffer: Buffer) -> np.ndarray[Any, Any]:
-    array = np.empty(buffer.shape, buffer.dtype)
-    device.download(buffer, array).wait(60)
-    return array
 
 
 # --- graphs travel ------------------------------------------------------------------------------
@@ -182,7 +170,7 @@ def test_an_output_that_is_a_placeholder_is_that_very_buffer(device_id: str) -> 
     event.wait(60)
     assert outputs[0] is b
     assert outputs[2] is a
-    np.testing.assert_array_equal(get(device, outputs[1]), A * 3)
+    np.testing.assert_array_equal(fetch(device, outputs[1]), A * 3)
 
 
 @pytest.mark.parametrize("device_id", FAST)
@@ -199,7 +187,7 @@ def test_outputs_share_no_memory_with_inputs_that_were_not_donated(device_id: st
     taking = device.compile(graph_of(lambda a: a * 0, (2, 3)))
     taking.run([a], frozenset({0}))[1].wait(60)  # may overwrite the memory of `a`
     for found, expected in zip(outputs, (A.T, A.reshape(6), A[:1]), strict=True):
-        np.testing.assert_array_equal(get(device, found), expected)
+        np.testing.assert_array_equal(fetch(device, found), expected)
 
 
 @pytest.mark.parametrize("device_id", FAST)
@@ -213,10 +201,10 @@ def test_inputs_keep_their_values_unless_donated(device_id: str) -> None:
         outputs, event, _ = executable.run(buffers, donate)
         event.wait(60)
         for found, wide in zip(outputs, expected, strict=True):
-            np.testing.assert_array_equal(get(device, found), wide)
+            np.testing.assert_array_equal(fetch(device, found), wide)
         for i, array in enumerate((A, A * 2)):
             if i not in donate:
-                np.testing.assert_array_equal(get(device, buffers[i]), array)
+                np.testing.assert_array_equal(fetch(device, buffers[i]), array)
 
 
 @pytest.mark.parametrize("device_id", FAST)
@@ -226,7 +214,7 @@ def test_the_source_of_an_upload_may_be_reused(device_id: str) -> None:
     buffer, event = device.upload(source)
     event.wait(60)
     source[...] = -1
-    np.testing.assert_array_equal(get(device, buffer), A)
+    np.testing.assert_array_equal(fetch(device, buffer), A)
     assert (buffer.shape, buffer.dtype, buffer.nbytes) == ((2, 3), "float32", 24)
 
 
@@ -235,7 +223,7 @@ def test_a_read_only_array_can_be_sent(device_id: str) -> None:
     frozen = A.copy()
     frozen.flags.writeable = False
     device = opened(device_id)
-    np.testing.assert_array_equal(get(device, put(device, frozen)), A)
+    np.testing.assert_array_equal(fetch(device, put(device, frozen)), A)
 
 
 def test_a_graph_with_an_unknown_operator_is_refused_by_name() -> None:

@@ -5,41 +5,31 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from capture_harness import Env, Stages, eager, total
 from capture_models import CASES
+from found_devices import opened, run
 from torch import nn
 
 from hetpipe.capture import Captured, Program
 from hetpipe.capture.passes.recompute import INPUTS, MIN_CUT
 from hetpipe.sdk.backend import Device
 from hetpipe.sdk.graph import require_support
-from hetpipe.sdk.registry import discover_devices, get_backend, open_device
+from hetpipe.sdk.registry import discover_devices, get_backend
 
 FOUND = [info for info in discover_devices()[0] if not info.capabilities.emulated]
 DEVICES = list({info.backend: info.id for info in reversed(FOUND)}.values())
 SIZES, SHARES = [8, 4], [8 / 12, 4 / 12]
-opened = functools.cache(open_device)
 
 
 def _on(device: Device, program: Program, env: Env) -> Env:
-    """Upload, run, download."""
+    """Run a program on the device."""
     require_support(device, program.graph)
-    inputs = []
-    for slot in program.inputs:
-        buffer, event = device.upload(env[slot.key].contiguous().numpy())
-        event.wait()
-        inputs.append(buffer)
-    buffers, event, _ = device.compile(program.graph).run(inputs, frozenset(), ())
-    event.wait()
-    found: Env = {}
-    for slot, buffer in zip(program.outputs, buffers, strict=True):
-        array = np.empty(slot.shape, slot.dtype)
-        device.download(buffer, array).wait()
-        found[slot.key] = torch.from_numpy(array)
-    return found
+    inputs = [env[slot.key].contiguous().numpy() for slot in program.inputs]
+    outputs = run(device, program.graph, inputs)
+    pairs = zip(program.outputs, outputs, strict=True)
+    return {slot.key: torch.from_numpy(array) for slot, array in pairs}
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
+import found_devices
 import pytest
 import torch
 import torch.nn.functional as F
@@ -53,16 +53,10 @@ def _batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _on(device_id: str, program: Program, env: Mapping[tuple[str, str], torch.Tensor]) -> Env:
-    """Upload, run, download."""
-    device = open_device(device_id)
-    arrays = [env[slot.key].contiguous().numpy() for slot in program.inputs]
-    buffers = [device.upload(array)[0] for array in arrays]
-    outputs, event, _ = device.compile(program.graph).run(buffers)
-    event.wait()
-    results = [np.empty(slot.shape, slot.dtype) for slot in program.outputs]
-    for buffer, array in zip(outputs, results, strict=True):
-        device.download(buffer, array).wait()
-    pairs = zip(program.outputs, results, strict=True)
+    """Run a program on the device."""
+    inputs = [env[slot.key].contiguous().numpy() for slot in program.inputs]
+    outputs = found_devices.run(open_device(device_id), program.graph, inputs)
+    pairs = zip(program.outputs, outputs, strict=True)
     return {slot.key: torch.from_numpy(array) for slot, array in pairs}
 
 

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from found_devices import run
 from torch import nn
 
 from hetpipe.capture import capture
 from hetpipe.optim import sgd
 from hetpipe.sdk import primitive_decompositions, registry
-from hetpipe.sdk.backend import Buffer, Device
+from hetpipe.sdk.backend import Device
 from hetpipe.sdk.registry import open_device
 from hetpipe.sdk.selftest import selftest
 
@@ -61,11 +62,7 @@ def test_the_guides_backend_trains_a_perceptron_as_the_reference_does(device: De
         arrays = [_example(slot, generator) for slot in program.inputs]
         results = []
         for each in (device, open_device("numpy:cpu:0")):
-            buffers: list[Buffer] = [each.upload(array)[0] for array in arrays]
-            outputs, _, _ = each.compile(program.graph).run(buffers)
-            results.append([np.empty(b.shape, b.dtype) for b in outputs])
-            for buffer, array in zip(outputs, results[-1], strict=True):
-                each.download(buffer, array)
+            results.append(run(each, program.graph, arrays))
         for result, expected in zip(*results, strict=True):
             np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from found_devices import fetch, put
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -141,15 +142,11 @@ def test_a_divided_program() -> None:
     def replica(number: int) -> None:
         device = open_device("numpy:cpu:0")
         executable = compile_programs(device, [program], partial(meet, number))[0]
-        inputs = [device.upload(value[number])[0] for value in values]
+        inputs = [put(device, value[number]) for value in values]
         outputs, event, chunks = executable.run(inputs, frozenset({2}))
-        event.wait()
         assert outputs[0] is inputs[0]
         assert not chunks
-        found[number] = []
-        for output in outputs:
-            found[number].append(np.empty(output.shape, np.float32))
-            device.download(output, found[number][-1]).wait()
+        found[number] = [fetch(device, output, [event]) for output in outputs]
 
     threads = [Thread(target=replica, args=(number,)) for number in range(2)]
     for thread in threads:
