@@ -1,4 +1,4 @@
-"""Captures that tests share: of one model once, and its stages once for each way to cut it."""
+"""Captures that tests share: one per model, with its stages once per list of cuts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hetpipe.capture.precision import Precision
 
 
 class Shared(Captured):
-    """A capture that keeps the graphs of its stages. Who trains them changes neither."""
+    """A capture that keeps the graphs of its stages; training changes no graph."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -46,10 +46,10 @@ def shared(
     precision: Precision = Precision(),  # noqa: B008 - frozen
     sync_batch_norm: bool = False,
 ) -> Shared:
-    """The capture of a model like this one, with these values, made when it is first asked for.
+    """Return the capture of an equal model, loss and example; make it at the first call.
 
-    Classes and functions are told apart by their names: those that are local have no other that
-    could be taken for them, and are captured each time.
+    Classes and functions are equal if their names are. Local ones cannot be pickled, so a model
+    with one is captured at every call.
     """
     args = model, loss_fn, example, precision, sync_batch_norm
     file = io.BytesIO()
@@ -64,7 +64,7 @@ def shared(
 
 
 class _ByValue(pickle.Pickler):
-    """Equal values, equal bytes: torch's own pickles of tensors have addresses in them."""
+    """Pickle equal tensors to equal bytes: torch's pickles contain addresses."""
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""What every test shares."""
+"""Fixtures and settings of all tests."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ gc.set_threshold(50_000, 20, 100)
 
 @pytest.fixture(scope="session")
 def captures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Captures of all tests: their keys hold all that they depend on."""
+    """The folder of all tests' captures; a capture's key covers everything that it depends on."""
     return tmp_path_factory.mktemp("captures")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def module_cache(captures: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Costs and plans of a file's tests are kept for that file alone."""
+    """Keep costs and plans for the tests of one file."""
     folder = tmp_path_factory.mktemp("cache")
     (folder / "captures").symlink_to(captures)
     with pytest.MonkeyPatch.context() as patch:

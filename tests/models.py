@@ -1,4 +1,4 @@
-"""Models that between them have everything that makes partitioning hard."""
+"""Models that together cover everything that makes partitioning hard."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class TwoBranch(nn.Module):
 
 
 class Transposed(nn.Module):
-    """A linear layer with another's weight, transposed, and a bias of its own."""
+    """A linear layer with the transposed weight of another layer and a separate bias."""
 
     def __init__(self, other: nn.Linear) -> None:
         super().__init__()

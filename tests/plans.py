@@ -1,4 +1,4 @@
-"""Plans without prices: for tests that are about results, not about times."""
+"""Plans without prices, for tests of results rather than times."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def unpriced(
     shares: Sequence[tuple[float, ...]] | None = None,
     cuts: Sequence[int] | None = None,
 ) -> tuple[Plan, CostTable]:
-    """Equal layer counts, or these `cuts`; nothing is measured: these tests are about results.
+    """Return a plan with the given cuts, or with equal layer counts; measure nothing.
 
-    `members` are those of the stages, of a stage with replicas several; one may have several
-    stages. `shares` of the replicas are equal if they are not given.
+    `members` names one member per stage, or several for a stage with replicas; a member may have
+    several stages. Replicas have equal shares unless `shares` says otherwise.
     """
     names = tuple(layer.name for layer in captured.layer_graph(mini_batch).layers)
     ends = [len(names) * n // len(members) for n in range(len(members) + 1)]

@@ -37,8 +37,8 @@ def train(
 ) -> Trained:
     """Train copies of the model and of the loss.
 
-    `loss_fn` returns a mean over samples, or a sum and a count. `optimizer` receives the parameters
-    of the model, then those of the loss. An update follows every `accumulate` mini-batches and the
+    `loss_fn` returns a mean over samples, or a sum and a count. `optimizer` receives the model's
+    parameters, then the loss's. An update follows every `accumulate` mini-batches and the
     last one. `before_step` receives the parameters with their gradients, for example to clip them.
     """
     model, loss_fn = copy.deepcopy((model, loss_fn))

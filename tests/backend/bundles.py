@@ -1,4 +1,4 @@
-"""Bundles for tests: of one small graph, and how a test counts what a runtime compiles."""
+"""Bundles of one small graph, and a counter of the programs that a runtime compiles."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Cases for the kernels of FPGAs. Run as a script it keeps their results on the emulator:
+"""Cases for the kernels of FPGAs. As a script, save their results on the emulator:
 
-    python fpga_cases.py FILE.npz channels
+    PYTHONPATH=tests python tests/backend/fpga_cases.py FILE.npz channels
 
-A process of its own can be ended when kernels that wait for one another never end.
+A separate process can be ended when kernels wait for each other for ever.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the tests of OpenCL's own kernels share: devices, and the rounding that sums may have."""
+"""Devices for the tests of OpenCL's kernels, and the rounding that sums may have."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def outputs(fn: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> list[torc
 def on_device(
     device_id: str, fn: Callable[..., Any], inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """What the device makes of `fn`, which must return tensors only."""
+    """Return the outputs of `fn` on the device; `fn` returns tensors only."""
     graph = trace(fn, inputs, {})  # operators whole: it is their own kernels that are tested
     arrays = run(opened(device_id), graph, [t.contiguous().numpy() for t in inputs])
     return [torch.from_numpy(array) for array in arrays]

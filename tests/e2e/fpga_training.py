@@ -1,4 +1,4 @@
-"""Trains a network on the FPGA emulator with the kernels of FPGAs; prints its losses and torch's.
+"""Train a network on the FPGA emulator with the kernels of FPGAs; print its losses and torch's.
 
     PYTHONPATH=tests python tests/e2e/fpga_training.py mlp|cnn|digits|... [STEPS [MINI_BATCH]]
 

@@ -1,7 +1,7 @@
-"""What parity tests share: a run of training, and a crew that trains it in stages on any devices.
+"""A training run, and a crew that trains it in stages on any devices.
 
-All rows of a test module share one crew, whose workers are threads: what one row has compiled for a
-device is there for the next. Intel's compiler takes 10 s for an attention.
+All rows of a test module share one crew, whose workers are threads, so rows share the compiled
+programs. Intel's compiler takes 10 s for an attention.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ DEVICES = {
     "intel-cpu": "opencl:intel-cpu:0",
     "intel-fpga-emulator": "opencl:intel-fpga-emulator:0",
 }
-"""Short names of devices in rows; `opencl` is the first that neither emulates nor interprets."""
+"""Short names of devices in rows; `opencl` is the first that is no emulator or interpreter."""
 RUNTIMES = ("pocl", "intel-cpu", "intel-fpga-emulator")
 """Every OpenCL runtime that compiles its kernels."""
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A model, its batches and one optimizer twice; `model` gives the same weights every time."""
+    """A model, its batches, and one optimizer as hetpipe's and as torch's; `model` always returns
+    the same weights."""
 
     model: Callable[[], torch.nn.Module]
     loss_fn: Callable[[Any, Any], torch.Tensor]
@@ -57,7 +58,7 @@ class Run:
     def expected(self) -> tuple[list[float], dict[str, torch.Tensor]]:
         """Losses and the first step's gradients in plain torch.
 
-        Losses that stay where they are would say nothing of the updates: they must fall by a tenth.
+        The losses must fall by a tenth, or they would not show the updates.
         """
         trained = train(
             self.model(), self.loss_fn, self.batches, self.microbatches, self.eager_optimizer
@@ -68,7 +69,7 @@ class Run:
 
 
 def start_crew(rows: Iterable[Sequence[str]]) -> Crew:
-    """Workers for the devices that rows name and that are here: as many for each as stages."""
+    """Start `MOST_STAGES` workers for each device that the rows name and that is here."""
     names = dict.fromkeys(name for row in rows for name in row)
     here = [(name, device) for name in names if (device := _find(name)) is not None]
     members = tuple(
@@ -78,9 +79,9 @@ def start_crew(rows: Iterable[Sequence[str]]) -> Crew:
 
 
 def check_equal(crew: Crew, row: Sequence[str], run: Run) -> None:
-    """In stages on the devices of `row`, `run` has the losses and gradients of plain torch.
+    """Check that stages on the devices of `row` train `run` as plain torch does.
 
-    Losses to 1e-4 relative, every gradient of the first step to 1e-4 of its norm.
+    Losses agree to 1e-4 relative, every gradient of the first step to 1e-4 of its norm.
     """
     members = [f"{name}.{row[:n].count(name)}" for n, name in enumerate(row)]
     for name, member in zip(row, members, strict=True):
@@ -111,14 +112,14 @@ def check_equal(crew: Crew, row: Sequence[str], run: Run) -> None:
 
 
 def find_opencl() -> str | None:
-    """The first OpenCL device that is neither an emulator nor an interpreter."""
+    """Return the first OpenCL device that is neither an emulator nor an interpreter."""
     devices, _ = hp.discover_devices(["opencl"])
     able = [d.id for d in devices if not (d.capabilities.emulated or d.capabilities.reference)]
     return able[0] if able else None
 
 
 def _find(name: str) -> str | None:
-    """The device's id, None if it is not here."""
+    """Return the device's id, None if it is not here."""
     if name == "opencl":
         return find_opencl()
     found, _ = hp.discover_devices([DEVICES[name].partition(":")[0]])

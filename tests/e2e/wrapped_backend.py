@@ -10,7 +10,7 @@ from hetpipe.sdk import Device, DeviceInfo
 
 
 class WrappedBackend(NumpyBackend):
-    """Devices of another name; what they run is counted, so that a test knows they ran."""
+    """Devices under another name that count their runs."""
 
     name = "wrapped"
     opened = 0

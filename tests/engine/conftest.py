@@ -22,14 +22,13 @@ def crews() -> Iterator[Crews]:
 
 @pytest.fixture
 def crew(request: pytest.FixtureRequest, crews: Crews) -> Crew:
-    """A shared crew of threads, on the `DEVICES` of the test's file; m0 to m3 on numpy if it names
-    none."""
+    """A shared crew of threads on the file's `DEVICES`; by default m0 to m3 on numpy."""
     return crews(getattr(request.module, "DEVICES", ALIKE))
 
 
 @pytest.fixture
 def priced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Made-up costs in place of a profile."""
+    """Replace the profile by invented costs."""
 
     def profile(captured: Any, crew: Any, optimizer: Any, samples: Any, **how: Any) -> Any:
         layers = [layer.name for layer in captured.layer_graph(12).layers]
@@ -46,7 +45,7 @@ def priced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def speeds(priced: None, monkeypatch: pytest.MonkeyPatch) -> Speeds:
-    """By member, how many times its cost every pass seems to take from now on; 1 if absent."""
+    """The measured over the predicted duration of each member's passes; 1 if absent."""
     told: Speeds = {}
 
     def ratios_of(timelines: Any, plan: Any, table: Any) -> dict[str, list[float]]:

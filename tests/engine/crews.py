@@ -1,4 +1,4 @@
-"""Started crews that tests share: to start the processes of one takes as long as many tests."""
+"""Started crews that tests share: a start takes as long as many tests."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ TRANSPORTS = ("local", "shared-memory", "distributed")
 
 
 class Crews:
-    """Crews by devices and transport. One serves many pipelines, one after another."""
+    """Crews by devices and transport. A crew serves many pipelines, one after another."""
 
     def __init__(self, most: int = 4) -> None:
         self._most = most
         self._crews: dict[tuple[tuple[str, ...], str], Crew] = {}
 
     def __call__(self, devices: Sequence[str], transport: str = "local") -> Crew:
-        """A crew whose members are m0, m1, ... on these devices.
+        """Return a started crew whose members m0, m1, ... run on these devices.
 
-        It runs already, unless a test has broken it or others were asked for since: only so many
-        are kept.
+        The latest `most` crews stay started. A broken crew is replaced.
         """
         key = tuple(devices), transport
         crew = self._crews.pop(key, None)
@@ -47,7 +46,7 @@ class Crews:
 
 
 def serves(crew: Crew) -> bool:
-    """Whether all workers answer, and nothing is under way."""
+    """Return whether all workers answer and no step is under way."""
     try:
         crew.call(list(crew.infos), "builtins:id")
     except WorkerError:

@@ -1,4 +1,4 @@
-"""What asynchronous training must give: one loop with explicit old versions, in float64.
+"""Asynchronous training as one float64 loop with explicit old versions of the weights.
 
 A network of linear layers and tanh, its passes written out by hand, because a forward and the
 backward of the same mini-batch may use different weights. W[t] are the weights after t updates.
@@ -126,10 +126,10 @@ def train(
     microbatches: int = 1,
     replicas: Sequence[int] = (),
 ) -> History:
-    """W after every update; each stage has an equal share of the layers.
+    """Return the weights after every update; each stage has an equal share of the layers.
 
-    A stage with replicas updates with the mean gradient of so many mini-batches, or of what is left
-    of them at the end.
+    A stage with n replicas updates with the mean gradient of n mini-batches, or of the remaining
+    ones at the end.
     """
     layers = [part[0] for part in network()]
     weights = [[Layer(p.weight.detach().clone(), p.bias.detach().clone())] for p in layers]

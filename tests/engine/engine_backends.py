@@ -121,7 +121,7 @@ class EarlyDevice(NumpyDevice):
 
 
 def forecasts(device: EarlyDevice) -> tuple[list[str], list[str]]:
-    """The graphs that were announced, and those that were compiled, since the last call."""
+    """Return the graphs announced and the graphs compiled since the last call."""
     seen = device.ahead, device.compiled
     device.ahead, device.compiled = [], []
     return seen

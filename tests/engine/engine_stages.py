@@ -116,7 +116,7 @@ def _passes(n: int, stages: int, size: int, weight: str, skip: bool) -> PassProg
             return made
         d_h = torch.mm(tangent, w.t())
         if skips and n == 1:
-            return [*made, d_h + rest[0]]  # h0 goes on to the last stage, too
+            return [*made, d_h + rest[0]]  # h0 also goes to the last stage
         return [*made, d_h, *rest]
 
     passing = skips and stages > 2

@@ -1,4 +1,4 @@
-"""The one way in which tests make a pipeline: on a crew that runs, from a shared capture."""
+"""Functions that open a pipeline on a started crew."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def pipeline(
     checkpoint: Path | None = None,
     **options: Any,
 ) -> hp.Pipeline:
-    """A pipeline whose stages are on `members` ("0101": m0, m1, m0, m1), without prices.
+    """Open a pipeline with a shared capture and an unpriced plan, or resume a checkpoint.
 
-    The plan is that of `plans.unpriced`; `weights` are flushed, under `pipedream` and `asp`
-    stashed. `options` are the pipeline's own. It goes on from a `checkpoint` if one is given.
+    `members` names one member per stage: "0101" means m0, m1, m0, m1. By default `pipedream` and
+    `asp` stash weights and other schedules flush. `options` go to `hp.Pipeline`.
     """
     sync = options.get("sync_batch_norm", False)
     captured = shared(model, loss_fn, example, precision, sync)
@@ -56,6 +56,6 @@ def pipeline(
 
 
 def replicated(crew: Crew, counts: Sequence[int]) -> list[tuple[str, ...]]:
-    """The crew's members in their order, so many of them for each stage."""
+    """Divide the crew's members, in order, into stages with these replica counts."""
     names = iter(crew.infos)
     return [tuple(next(names) for _ in range(count)) for count in counts]

@@ -1,7 +1,7 @@
-"""Numpy as a device that streams: a pass makes its outputs bit by bit, and tells of each.
+"""Numpy as a streaming device: a pass makes its outputs in parts and reports each part.
 
-`streamed:cpu:0` has the parts of each output ready one after the other; `backwards` are told in the
-wrong order and leave gaps. What is not ready yet is NaN, so a part that leaves too early is seen.
+`streamed:cpu:0` reports the parts of an output in order; `backwards` reports them in the wrong
+order, with gaps. A part is NaN until it is ready, so a test sees a part that leaves too early.
 """
 
 from __future__ import annotations
