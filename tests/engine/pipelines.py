@@ -55,6 +55,14 @@ def pipeline(
     return hp.Pipeline(model, loss_fn, example, **options)
 
 
+def user_pipeline(
+    crew: Crew, model: nn.Module, loss_fn: Any, example: Any, **options: Any
+) -> hp.Pipeline:
+    """Open a pipeline as a user does: it captures the model and chooses what the options omit."""
+    options = {"optimizer": hp.optim.sgd(lr=0.1), **options}
+    return hp.Pipeline(model, loss_fn, example, cluster=crew.cluster, crew=crew, **options)
+
+
 def replicated(crew: Crew, counts: Sequence[int]) -> list[tuple[str, ...]]:
     """Divide the crew's members, in order, into stages with these replica counts."""
     names = iter(crew.infos)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from pipelines import user_pipeline
 from torch import nn
 
 import hetpipe as hp
@@ -35,11 +36,11 @@ class Root(nn.Module):
 
 def opened(crew: Crew, **options: Any) -> hp.Pipeline:
     torch.manual_seed(2)
-    options = {"cuts": [1], "microbatches": 2, "schedule": "1f1b", **options}
-    return hp.Pipeline(
-        Root(), F.cross_entropy, (X, Y), cluster=crew.cluster, crew=crew,
-        optimizer=hp.optim.adam(lr=1e-3), **options,
-    )  # fmt: skip
+    options = {
+        "cuts": [1], "microbatches": 2, "schedule": "1f1b", "optimizer": hp.optim.adam(lr=1e-3),
+        **options,
+    }  # fmt: skip
+    return user_pipeline(crew, Root(), F.cross_entropy, (X, Y), **options)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from pipelines import user_pipeline
 from torch import nn
 
 import hetpipe as hp
@@ -47,10 +48,7 @@ class Model(nn.Module):
 
 
 def made(crew: Crew, model: nn.Module, loss: nn.Module) -> hp.Pipeline:
-    return hp.Pipeline(
-        model, loss, BATCH, cluster=crew.cluster, crew=crew, optimizer=hp.optim.sgd(lr=0.1),
-        cuts=[1], microbatches=1, schedule="1f1b",
-    )  # fmt: skip
+    return user_pipeline(crew, model, loss, BATCH, cuts=[1], microbatches=1, schedule="1f1b")
 
 
 def replaced_layer(model: Any, loss: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from pipelines import pipeline
+from pipelines import pipeline, user_pipeline
 from reference import check_close, gradients_of
 from torch import Tensor, nn
 
@@ -22,14 +22,14 @@ Y = torch.tensor([0, 1, 0, 1, 2, 1, 2, 2])
 UNEVEN = Y.where(Y != 0, -100)
 
 
-def opened(crew: Crew, loss_fn: Any, **options: Any) -> hp.Pipeline:
+def network() -> nn.Module:
     torch.manual_seed(2)
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def opened(crew: Crew, loss_fn: Any, model: nn.Module | None = None, **options: Any) -> hp.Pipeline:
     options = {"cuts": [1], "microbatches": 2, "schedule": "1f1b", **options}
-    return hp.Pipeline(
-        model, loss_fn, (X, Y), cluster=crew.cluster, crew=crew, optimizer=hp.optim.sgd(lr=0.1),
-        **options,
-    )  # fmt: skip
+    return user_pipeline(crew, model or network(), loss_fn, (X, Y), **options)
 
 
 def weighted(o: Tensor, y: Tensor) -> Tensor:
@@ -42,11 +42,9 @@ def test_refused_at_the_start(crew: Crew) -> None:
 
 
 def test_refused_where_replicas_divide_the_only_micro_batch(crew: Crew) -> None:
-    torch.manual_seed(2)
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
     with pytest.raises(HetpipeError, match=r"or give microbatches=1 and one device per stage"):
         pipeline(
-            crew, model, weighted, (X, Y), [("m0", "m1")], optimizer=hp.optim.sgd(lr=0.1)
+            crew, network(), weighted, (X, Y), [("m0", "m1")], optimizer=hp.optim.sgd(lr=0.1)
         )  # fmt: skip
 
 
@@ -66,10 +64,8 @@ def test_a_mini_batch_with_uneven_labels_is_refused_and_the_next_trains(crew: Cr
 
 
 def test_counted_sums_with_uneven_labels_train_as_torch_does(crew: Crew) -> None:
-    torch.manual_seed(2)
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
     labels = torch.cat([torch.full((4,), -100), Y[4:]])  # a micro-batch without any
-    expected_loss, expected = gradients_of(model, F.cross_entropy, X, labels)
+    expected_loss, expected = gradients_of(network(), F.cross_entropy, X, labels)
     with opened(crew, counted) as pipe:
         loss, gradients = pipe.gradients(X, labels)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
@@ -93,10 +89,7 @@ def test_a_loss_that_is_a_mean_in_training_alone(crew: Crew) -> None:
             else F.cross_entropy(o, y)
         )
 
-    with hp.Pipeline(
-        Model(), summed_in_eval, (X, Y), cluster=crew.cluster, crew=crew, cuts=[1], microbatches=2,
-        schedule="1f1b", optimizer=hp.optim.sgd(lr=0.1),
-    ) as pipe:  # fmt: skip
+    with opened(crew, summed_in_eval, Model()) as pipe:
         pipe.step(X, Y)
         with pytest.raises(HetpipeError, match="in eval mode the loss is no mean over samples"):
             pipe.evaluate(X, Y)

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import MLP, batches
+from pipelines import user_pipeline
 
 import hetpipe as hp
 from hetpipe.cluster import Cluster, Member
@@ -26,10 +27,9 @@ from hetpipe.errors import HetpipeError
 
 def opened(crew: Crew) -> hp.Pipeline:
     torch.manual_seed(0)
-    return hp.Pipeline(
-        MLP(), F.cross_entropy, batches(1)[0], cluster=crew.cluster, crew=crew, cuts=[2],
-        microbatches=2, schedule="1f1b", optimizer=hp.optim.sgd(lr=0.05),
-    )  # fmt: skip
+    return user_pipeline(
+        crew, MLP(), F.cross_entropy, batches(1)[0], cuts=[2], microbatches=2, schedule="1f1b"
+    )
 
 
 def messages_of_a_fork(calls: list[Callable[[], Any]]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pipelines import user_pipeline
 from priced import Speeds
 from torch import nn
 
@@ -41,10 +42,8 @@ def sum_of_row(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def opened(crew: Crew, model: nn.Module | None = None, **options: Any) -> hp.Pipeline:
-    return hp.Pipeline(
-        model or shifts(2), sum_of_row, (X, Y), cluster=crew.cluster, crew=crew,
-        optimizer=hp.optim.sgd(lr=LR), **{"cuts": [1], "microbatches": 2, **options},
-    )  # fmt: skip
+    options = {"cuts": [1], "microbatches": 2, "optimizer": hp.optim.sgd(lr=LR), **options}
+    return user_pipeline(crew, model or shifts(2), sum_of_row, (X, Y), **options)
 
 
 def updates(pipe: hp.Pipeline) -> list[float]:

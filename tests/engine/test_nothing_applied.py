@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from plans import unpriced
+from pipelines import pipeline, user_pipeline
 from torch import nn
 
 import hetpipe as hp
-from hetpipe.capture import Captured
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import CheckpointError, HetpipeError
 
@@ -40,22 +39,15 @@ BAD = (torch.full((8, 6), torch.nan), torch.zeros(8, dtype=torch.int64))
 
 
 DEVICES = ("numpy:cpu:0",) * 2
+ADAM = hp.optim.adam(lr=0.01)
 
 
 def opened(crew: Crew, **options: Any) -> hp.Pipeline:
     torch.manual_seed(0)
+    task, options = (Normed(), F.cross_entropy, batch(0)), {"optimizer": ADAM, **options}
     if "members" in options:  # replicas with equal shares, whatever their speed
-        captured = Captured(Normed(), F.cross_entropy, batch(0))
-        plan, costs = unpriced(captured, options.pop("members"), "1f1b", 8, 1)
-        torch.manual_seed(0)
-        return hp.Pipeline(
-            Normed(), F.cross_entropy, batch(0), cluster=crew.cluster, crew=crew, plan=plan,
-            costs=costs, captured=captured, optimizer=hp.optim.adam(lr=0.01), **options,
-        )  # fmt: skip
-    options = {"cuts": [1], "microbatches": 2, "optimizer": hp.optim.adam(lr=0.01), **options}
-    return hp.Pipeline(
-        Normed(), F.cross_entropy, batch(0), cluster=crew.cluster, crew=crew, **options
-    )
+        return pipeline(crew, *task, **options)
+    return user_pipeline(crew, *task, **{"cuts": [1], "microbatches": 2, **options})
 
 
 def trained(crew: Crew, batches: list[Batch], **options: Any) -> tuple[list[float], Any]:
@@ -124,10 +116,9 @@ def test_weights_that_are_not_finite_replace_no_checkpoint(crew: Crew, tmp_path:
     def steep(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return 1e4 * F.cross_entropy(output, y)
 
-    with hp.Pipeline(
-        Normed(), steep, batch(0), cluster=crew.cluster, crew=crew, cuts=[1], microbatches=2,
-        optimizer=hp.optim.sgd(lr=3e38),
-    ) as pipe:  # fmt: skip
+    with user_pipeline(
+        crew, Normed(), steep, batch(0), cuts=[1], microbatches=2, optimizer=hp.optim.sgd(lr=3e38)
+    ) as pipe:
         pipe.save(tmp_path)
         before = (tmp_path / "manifest.json").read_bytes()
         pipe.step(*batch(0))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import MLP, batches
+from pipelines import user_pipeline
 
 import hetpipe as hp
 from hetpipe.cluster import Cluster
@@ -22,10 +23,8 @@ DEVICES = ("numpy:cpu:0",) * 2
 
 def opened(crew: Crew, **options: Any) -> hp.Pipeline:
     torch.manual_seed(0)
-    options = {"cuts": [2], "schedule": "pipedream", "optimizer": hp.optim.sgd(lr=0.05), **options}
-    return hp.Pipeline(
-        MLP(), F.cross_entropy, batches(1)[0], cluster=crew.cluster, crew=crew, **options
-    )
+    options = {"cuts": [2], "schedule": "pipedream", **options}
+    return user_pipeline(crew, MLP(), F.cross_entropy, batches(1)[0], **options)
 
 
 @pytest.mark.parametrize("call", ["save", "evaluate", "state_dict", "flush", "gradients"])

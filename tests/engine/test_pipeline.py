@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from crews import Crews
 from models import CASES, MLP
+from pipelines import user_pipeline
 from reference import Parameters, check_close, train
 from torch import nn
 
@@ -47,9 +48,7 @@ def planned(
 ) -> hp.Pipeline:  # fmt: skip
     """A pipeline as a user makes it: it captures and profiles the model, and plans."""
     options = {"optimizer": hp.optim.sgd(lr=0.1, momentum=0.9), "microbatches": 4, **options}
-    return hp.Pipeline(
-        model, loss_fn, example or batch(12), cluster=crew.cluster, crew=crew, **options
-    )
+    return user_pipeline(crew, model, loss_fn, example or batch(12), **options)
 
 
 def test_state_dict_equals_eager_after_training(crew: Crew) -> None:

@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 from crews import UNLIKE
 from models import MLP, batches
-from plans import unpriced
+from pipelines import pipeline
 
 import hetpipe as hp
-from hetpipe.capture import Captured
 from hetpipe.crew.crew import Crew
 from hetpipe.errors import HetpipeError
 
@@ -21,13 +20,9 @@ def _trained(crew: Crew, schedule: str, refused: bool) -> dict[str, torch.Tensor
     """Four mini-batches; between the second and the third perhaps one with class 9 of 5."""
     torch.manual_seed(0)
     model, data = MLP(), batches(4)
-    captured = Captured(model, F.cross_entropy, data[0])
-    weights = "stash" if schedule == "pipedream" else "flush"
-    plan, costs = unpriced(captured, ("m0", "m1"), schedule, 12, 2, weights=weights)
-    pipe = hp.Pipeline(
-        model, F.cross_entropy, data[0], cluster=crew.cluster, crew=crew, plan=plan, costs=costs,
-        captured=captured, optimizer=hp.optim.adam(lr=0.01),
-    )  # fmt: skip
+    pipe = pipeline(
+        crew, model, F.cross_entropy, data[0], "01", schedule, 2, optimizer=hp.optim.adam(lr=0.01)
+    )
     steps = [result.index for result in pipe.run(data[:2])]
     if refused:
         x, y = data[2]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from engine_backends import EarlyBackend
+from pipelines import user_pipeline
 from torch import nn
 
 import hetpipe as hp
@@ -42,10 +43,7 @@ def started(request: pytest.FixtureRequest) -> Iterator[Crew]:
 
 def opened(crew: Crew, *layers: nn.Module, **options: Any) -> hp.Pipeline:
     options = {"cuts": [1], "microbatches": 2, "schedule": "1f1b", **options}
-    return hp.Pipeline(
-        nn.Sequential(*layers), F.cross_entropy, BATCH, cluster=crew.cluster, crew=crew,
-        optimizer=hp.optim.sgd(lr=0.1), **options,
-    )  # fmt: skip
+    return user_pipeline(crew, nn.Sequential(*layers), F.cross_entropy, BATCH, **options)
 
 
 def test_given_cuts_that_a_device_cannot_run(started: Crew) -> None:
